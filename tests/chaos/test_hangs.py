@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing.connection import wait
 
 import pytest
 
-from phalanx.execution.sent_once import Save
 from phalanx.execution.worker_client import START_S
 from tests.chaos.course import DEADLINE_S, Course
 from tests.chaos.saboteur import Order
@@ -73,7 +74,7 @@ def test_a_worker_that_reads_nothing_of_a_long_message_is_replaced(hanging: Cour
     hanging.await_workers()
     hanging.disturbed.lost.clear()
     os.kill(hanging.worker(1).pid, signal.SIGSTOP)
-    long = Save("long", bytes(1 << 24))
+    long = partial(operator.is_, bytes(1 << 24))
     done = hanging.executor.each(
         lambda index: index == 1 and hanging.executor.call_worker(1, lambda _: long)
     )

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 import phalanx
 from phalanx import ConfigError
@@ -205,16 +204,6 @@ def test_what_comes_back_is_of_the_classes_that_are_here(cell: dict[str, Any]) -
     ):
         trainer.step(batches()[0])
     assert caught.value.first == 1
-
-
-def test_a_data_set_and_its_lambdas_are_read_by_workers(cell: dict[str, Any]) -> None:
-    found = []
-    for executor in ("threads", "processes"):
-        net = net_of(cell)
-        with make(net, executor, cell["loss"], shard_loading=True) as trainer:
-            trainer.fit(DataLoader(cell["Rows"](), batch_size=6, collate_fn=cell["collate"]))
-        found.append(weights_of(net))
-    assert torch.equal(*found)
 
 
 def test_a_variable_that_cannot_be_sent_is_missed_only_where_it_is_read(

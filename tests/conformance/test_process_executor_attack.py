@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 import phalanx
 from phalanx import ConfigError, PeerLost, UnsupportedError
@@ -330,16 +330,6 @@ def test_what_a_batch_cannot_bring_to_a_worker_is_told_and_changes_nothing() -> 
         trainer.step((x, y))
         judge.step((x, y))
         assert same(weights(trainer), weights(judge))
-
-
-def test_a_data_set_that_cannot_be_sent_is_told() -> None:
-    rows = Rows()
-    with make(shard_loading=True) as trainer:
-        with pytest.raises(ConfigError, match=r"its data set and `collate_fn`.*: sealed"):
-            trainer.fit(DataLoader(rows, batch_size=6))
-        rows.sealed = None
-        trainer.fit(DataLoader(rows, batch_size=6))
-        assert trainer.steps == 1
 
 
 # -- a system that starts no process -----------------------------------

@@ -358,33 +358,6 @@ def test_ranks_with_other_options_of_the_optimizer_are_refused_everywhere(
         assert done == steps
 
 
-def ordered_apart(rank: int, same: bool) -> str:
-    torch.manual_seed(0)
-    data = torch.utils.data.TensorDataset(torch.randn(16, 5), torch.randint(0, 4, (16,)))
-    order = torch.Generator().manual_seed(0 if same else rank)
-    loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True, generator=order)
-    with phalanx.Trainer(
-        nn.Linear(5, 4),
-        nn.functional.cross_entropy,
-        OPTIMIZERS["sgd"],
-        executor="ranks",
-        microbatches=4,
-        shard_loading=True,
-    ) as trained:
-        try:
-            trained.fit(loader)
-        except ConfigError as error:
-            return f"{error} After {trained.steps} steps."
-    return ""
-
-
-def test_sharded_loaders_of_different_orders_are_refused_everywhere(two: Ranks) -> None:
-    assert two.run(ordered_apart, True) == ["", ""]
-    for told in two.run(ordered_apart, False):
-        assert "All ranks must be at the same step of the same batches" in told
-        assert told.endswith("After 0 steps.")
-
-
 # -- ranks that drift apart ---------------------------------------------------
 
 

@@ -26,7 +26,6 @@ from phalanx.execution.opening import (
 from phalanx.execution.partial_sums import Gradients, PartialSum
 from phalanx.execution.processes import ProcessExecutor
 from phalanx.execution.ranks import described
-from phalanx.execution.sent_once import SentOnce
 from phalanx.execution.sharded_optimizer import (
     Stepper,
     WholeStepper,
@@ -54,7 +53,6 @@ __all__ = [
     "Processes",
     "Ranks",
     "RunResult",
-    "SentOnce",
     "Span",
     "Stepper",
     "ThreadExecutor",

@@ -17,7 +17,6 @@ import dataclasses
 import inspect
 import os
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,7 +37,6 @@ from phalanx.execution.failures import WorkerFailure
 from phalanx.execution.gradient_buffers import GradientBuffer, GradientBuffers
 from phalanx.execution.partial_sums import PartialSum
 from phalanx.execution.reduction import LocalReduction
-from phalanx.execution.sent_once import OnceNames, Save, SentOnce
 from phalanx.execution.settings import read_settings
 from phalanx.execution.sharded_optimizer import Stepper, open_stepper
 from phalanx.execution.shared_objects import PackedObjects, SharedObjects
@@ -137,7 +135,6 @@ class ProcessExecutor(Executor):
         self._timeout_s = min(float(timeout_s), LONGEST_S)
         self._pid = os.getpid()
         self._order = RunOrder(self.devices)
-        self._once = OnceNames(weakref.WeakMethod(self.forget))
         self._settings = read_settings()
         self._threads = ThreadPool(
             num_workers, intra_op=self._intra_op, name="phalanx-executor", computes=False
@@ -346,32 +343,24 @@ class ProcessExecutor(Executor):
 
     def _prepare(self, index: int, microbatch: int, run: _ProcessRun) -> _SentMicrobatch:
         """Pack a microbatch for worker ``index``; its rows go where that one reads them."""
-        worker, state, once = self._workers[index], run.state, {}
+        worker, state = self._workers[index], run.state
         worker.mailbox.clear()
-
-        def aside(obj: Any) -> Any:
-            if not isinstance(obj, SentOnce):
-                return worker.mailbox.put(obj)
-            once[name := self._once.of(obj)] = obj
-            return ("once", name)
-
         buffer = self._gradient_buffers.take() if run.wants_gradients else None
         batch = state.microbatches[microbatch]
         changes = run.changes.since(worker.version)
         task = MicrobatchMessage(
             index=microbatch,
             spec=run.spec,
-            rows=pack_data((batch, changes), aside, self._definitions),
+            rows=pack_data((batch, changes), worker.mailbox.put, self._definitions),
             weight=state.weights[microbatch],
             seed=state.seed,
             gradient_buffer=-1 if buffer is None else buffer.region,
             reply=worker.answers.place,
         )
-        return _SentMicrobatch(microbatch, buffer, once, pack(task))
+        return _SentMicrobatch(microbatch, buffer, pack(task))
 
     def _compute(self, index: int, message: _SentMicrobatch, run: _ProcessRun) -> None:
         worker = self._workers[index]
-        self._send_once(worker, message.once)
         self._send_objects(worker, run.objects)
         answer = worker.ask(message.packed, self._timeout_s)
         if isinstance(answer, Failed):
@@ -383,13 +372,6 @@ class ProcessExecutor(Executor):
         worker.version = run.changes.version
         worker.answers.reserve(answer.result_bytes)
         self._count(index, message, answer, run)
-
-    def _send_once(self, worker: WorkerProcess, things: dict[str, SentOnce]) -> None:
-        for name in [name for name in things if name not in worker.saved]:
-            message = pack_data(RemoteCall(Save(name, things[name])), teller=self._definitions)
-            answer = worker.ask(message, START_S)
-            if isinstance(answer, Failed):
-                raise rebuilt(answer, f"Raised by worker {worker.index}, which was sent data.")
 
     def _send_objects(self, worker: WorkerProcess, objects: PackedObjects) -> None:
         if worker.objects == objects.version:
@@ -441,7 +423,6 @@ class _SentMicrobatch:
 
     microbatch: int
     gradient_buffer: GradientBuffer | None  # takes its gradients
-    once: dict[str, SentOnce]  # what goes before it, where the worker lacks it
     packed: bytes
 
 

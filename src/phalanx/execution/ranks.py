@@ -34,7 +34,6 @@ from phalanx.execution.partial_sums import PartialSum, TreeSums
 from phalanx.execution.rank_messages import RankMessage
 from phalanx.execution.rank_reduction import RankReduction, put_all
 from phalanx.execution.rank_stepping import RankStepper
-from phalanx.execution.sent_once import SentOnce
 from phalanx.execution.sharded_optimizer import Stepper, open_stepper
 from phalanx.execution.threads import ThreadExecutor
 from phalanx.memory import FlatParameters
@@ -328,12 +327,9 @@ def _plain(value: Any) -> Any:
 
 
 def _trace_of(microbatches: Sequence[Nested]) -> int:
-    """Return a checksum of the beginnings of a batch's rows, or of a `Shard`'s places."""
+    """Return a checksum of the beginnings of a batch's rows."""
     trace = 0
     for microbatch in microbatches:
-        if isinstance(getattr(microbatch, "source", None), SentOnce):  # a `Shard`, not yet read
-            trace = zlib.crc32(repr(microbatch.places).encode(), trace)
-            continue
         for leaf in flatten(microbatch)[0]:
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel():
                 row = leaf.detach().reshape(-1)[:_TRACED].cpu().contiguous()

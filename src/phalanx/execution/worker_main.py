@@ -427,8 +427,8 @@ class Worker:
     # Any: a token, and what it stands for.
     def find(self, token: Any) -> Any:
         """Return what a message has set aside."""
-        kind, *rest = token
-        return collect(self.pool, *rest) if kind == "mail" else self.saved[rest[0]]
+        _, *place = token
+        return collect(self.pool, *place)
 
     def _follow(self, changes: Changes) -> None:
         take_over(self._module, changes)

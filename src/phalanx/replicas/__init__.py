@@ -69,7 +69,6 @@ from phalanx.replicas.rng import (
     run_backward,
 )
 from phalanx.replicas.rng_mode import RngMode, derive_seed, preserve_rng, seed_of_process
-from phalanx.replicas.rng_watch import numpy_swap
 from phalanx.replicas.source_gradients import SourceGradients, current_replica
 from phalanx.replicas.statistics import (
     Statistic,
@@ -161,7 +160,6 @@ __all__ = [
     "num_cores",
     "num_devices",
     "num_threads",
-    "numpy_swap",
     "pack",
     "pack_data",
     "picklable_or_named",

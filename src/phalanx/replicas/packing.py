@@ -293,9 +293,8 @@ def pack_data(data: Any, aside: Aside = _nothing, teller: CodeTeller | None = No
         raise
     except Exception as error:  # whatever the user's objects raise when pickled
         raise ConfigError(
-            "What a batch holds must be picklable to be sent to worker processes (for "
-            f"shard_loading=True its data set and `collate_fn`), but is not: {error}. Give tensors "
-            "and plain values, or use executor='threads'."
+            "What a batch holds must be picklable to be sent to worker processes, but is "
+            f"not: {error}. Give tensors and plain values, or use executor='threads'."
         ) from None
 
 

@@ -106,7 +106,6 @@ class MicrobatchRng:
     Args:
         seed: Where the numbers start.
         kept: Where a watched run looks for generators of NumPy's.
-        reads: The body reads a sample; `random` and NumPy's generator are seeded for it.
 
     Raises:
         UnsupportedError: In a watched run, the body draws numbers that no formation can repeat; or
@@ -120,19 +119,18 @@ class MicrobatchRng:
         use: RngUse,
         *,
         kept: Iterable[object] = (),
-        reads: bool = False,
     ) -> None:
         self._draws = draws = RngMode(seed, plan.shared)
         self._use = use
         self._may_hide = plan.watched and not plan.throughout
-        watch = RngWatch(alone=plan.alone, kept=kept, reads=reads) if plan.watched else None
+        watch = RngWatch(alone=plan.alone, kept=kept) if plan.watched else None
         contexts: list[AbstractContextManager[object]] = []
         if watch is not None:
             contexts.append(watch)
         if plan.watched or plan.throughout:
             contexts.append(draws)
         # Not for a fused evaluation, which it would take apart in the first run alone.
-        if not plan.throughout or (reads and plan.watched):
+        if not plan.throughout:
             contexts.append(CallRng(draws, watch))
         self._context = contexts[0] if len(contexts) == 1 else _Nested(contexts)
 

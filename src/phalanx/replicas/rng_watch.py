@@ -29,7 +29,7 @@ from phalanx.replicas.default_generators import (
 )
 from phalanx.replicas.packing import pack
 
-__all__ = ["WRAPPERS", "RngWatch", "numpy_swap"]
+__all__ = ["WRAPPERS", "RngWatch"]
 
 _PYTHONS: Any = getattr(random.random, "__self__", None)  # the generator behind `random.random()`
 _DRAWING = {"random", "getrandbits", "seed"}
@@ -53,22 +53,6 @@ _WAY_OUT = (
 )
 
 
-class _Swaps:
-    """Counts who puts NumPy's generator aside in this process for a while, at begin and end."""
-
-    count = 0
-
-
-@contextlib.contextmanager
-def numpy_swap() -> Any:
-    """Tell watches in other threads that the body moves NumPy's generator and puts it back."""
-    _Swaps.count += 1
-    try:
-        yield
-    finally:
-        _Swaps.count += 1
-
-
 class RngWatch:
     """Refuse, when the body is over, what it drew from elsewhere than its microbatch's generator.
 
@@ -80,27 +64,24 @@ class RngWatch:
     Args:
         alone: Whether no other thread of the program may draw from global generators meanwhile.
         kept: Where generators of NumPy's may be kept: the module, the loss.
-        reads: The body reads samples: their `random` and NumPy are seeded for each.
 
     Raises:
         UnsupportedError: On leaving, unless the body raised something itself.
     """
 
-    def __init__(self, *, alone: bool, kept: Iterable[object] = (), reads: bool = False) -> None:
-        self._alone = alone and not reads
-        self._reads = reads
+    def __init__(self, *, alone: bool, kept: Iterable[object] = ()) -> None:
+        self._alone = alone
         self._found: str | None = None
-        self._kept = () if reads else tuple(kept)
+        self._kept = tuple(kept)
         self._seeded: list[object] = []
         self._before: list[tuple[object, bytes]] = []
         self._torchs: list[Tensor] = []
         self._profiles = False
         self._numpy: Any = None  # Any: NumPy's own state
-        self._swaps = 0
 
     def __enter__(self) -> Self:
         if self._alone:
-            self._swaps, self._numpy = _Swaps.count, np.random.get_state()
+            self._numpy = np.random.get_state()
             self._torchs = default_states()
         self._before = [(each, _state_of(each)) for each in _numpys_in(self._kept)]
         if sys.getprofile() is None:
@@ -120,11 +101,10 @@ class RngWatch:
             self._compare_numpy()
             self._compare_kept()
             if self._found is not None:
-                whose = "sample" if self._reads else "microbatch"
                 raise UnsupportedError(
-                    f"{'A data set' if self._reads else 'A model'} must draw its random numbers "
-                    f"from its {whose}'s generator, but {self._found}. Every {whose} has torch "
-                    f"random numbers of its own, {_WAY_OUT}"
+                    "A model must draw its random numbers from its microbatch's generator, but "
+                    f"{self._found}. Every microbatch has torch random numbers of its own, "
+                    f"{_WAY_OUT}"
                 )
 
     def check_generator(self, generator: torch.Generator) -> None:
@@ -143,7 +123,7 @@ class RngWatch:
             return
         owner = getattr(arg, "__self__", None)
         if owner is _PYTHONS:
-            if arg.__name__ in _DRAWING and not self._reads:
+            if arg.__name__ in _DRAWING:
                 self._note("draws from Python's `random`", frame, {random.__file__})
         elif isinstance(owner, random.Random):
             self._on_pythons(owner, arg.__name__, frame)
@@ -157,7 +137,7 @@ class RngWatch:
     def _on_pythons(self, owner: random.Random, name: str, frame: FrameType | None) -> None:
         if name in _SEEDING_PYTHONS:
             self._seeded.append(owner)
-        elif name in _DRAWING and not self._reads and not self._was_seeded(owner):
+        elif name in _DRAWING and not self._was_seeded(owner):
             while frame is not None and frame.f_code.co_filename == random.__file__:
                 frame = frame.f_back
             if frame is not None and not _is_library(frame.f_code.co_filename):
@@ -187,8 +167,6 @@ class RngWatch:
             return
         before = self._numpy
         after: Any = np.random.get_state()
-        if self._swaps % 2 or self._swaps != _Swaps.count:  # after the state: one may begin now
-            return
         if before[2:] != after[2:] or not np.array_equal(before[1], after[1]):
             self._found = self._found or "draws from NumPy's global generator"
 

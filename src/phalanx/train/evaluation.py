@@ -18,7 +18,6 @@ from phalanx.train.engines import Engines
 from phalanx.train.lent_weights import find_weights, lent_weights
 from phalanx.train.microbatches import Microbatches
 from phalanx.train.objective import EvaluateTask, Objective, PredictTask, is_pair
-from phalanx.train.sharding import Loaders, Shard
 from phalanx.train.step_engine import EngineSpec, StepEngine, loss_of, outputs_of, run_task
 from phalanx.train.trainer_arguments import check_loader
 from phalanx.types import Nested
@@ -61,14 +60,12 @@ class Evaluation:
         spec: The module, and how batches are split.
         engines: Where the engine is from.
         objective: What is computed.
-        loaders: What is iterated over in the place of a loader.
         seed: Where random numbers start; each batch appends its place.
     """
 
     spec: EngineSpec
     engines: Engines
     objective: Objective
-    loaders: Loaders
     seed: tuple[int, ...]
 
     # Any, here and below: a module, or what has one; see `lent_weights`.
@@ -142,7 +139,7 @@ class Evaluation:
         """Run ``task`` on each batch."""
         check_loader(loader)
         engine: StepEngine | None = None
-        for place, batch in enumerate(self.loaders.open(loader)):
+        for place, batch in enumerate(loader):
             if isinstance(task, PredictTask):
                 batch = self._in_pair(batch)
             if engine is None:
@@ -160,7 +157,7 @@ class Evaluation:
     def _in_pair(self, batch: Nested) -> Nested:
         """Make inputs alone a pair, so that a layout's paths mean the same leaves."""
         is_users = self.objective.is_forward or self.spec.splitter.layout.split is not None
-        return batch if is_users or isinstance(batch, Shard) or is_pair(batch) else (batch, None)
+        return batch if is_users or is_pair(batch) else (batch, None)
 
     def _run(
         self,

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.errors import ConfigError
-from phalanx.plan import Layout, Rows, Samples, equal_sizes, open_rows, workload_sizes
-from phalanx.train.sharding import Shard
+from phalanx.plan import Layout, equal_sizes, open_rows, workload_sizes
 from phalanx.types import Nested, WeightFn
 
 __all__ = ["Microbatches", "Splitter"]
@@ -61,7 +60,7 @@ class Splitter:
         Raises:
             ConfigError: Leaves differ in their rows, there are none, or weights are wrong.
         """
-        rows = self._rows(batch)
+        rows = open_rows(batch, self.layout)
         count = rows.count()
         if count == 0:
             raise ConfigError(
@@ -87,15 +86,12 @@ class Splitter:
         """
         if self.microbatches is None:
             return
-        if 0 < (count := self._rows(batch).count()) < self.microbatches:
+        if 0 < (count := open_rows(batch, self.layout).count()) < self.microbatches:
             raise ConfigError(
                 f"`microbatches` must be at most the batch's rows ({count}), but is "
                 f"{self.microbatches}. Give larger batches, or microbatches={count} or fewer; in "
                 "`fit()`, later batches of an epoch may have fewer rows."
             )
-
-    def _rows(self, batch: Nested) -> Shard | Rows | Samples:
-        return batch if isinstance(batch, Shard) else open_rows(batch, self.layout)
 
     def _weights(self, parts: Sequence[Nested], sizes: Sequence[int]) -> list[float]:
         if self.weight is None:

@@ -18,7 +18,6 @@ from phalanx.plan import check_function, flatten, unflatten
 from phalanx.replicas import FrozenCopies, Inputs, MicrobatchRng, run_backward
 from phalanx.train.foreign_leaves import find_foreign_leaves, refuse_foreign_leaves
 from phalanx.train.loss_buffers import LossBuffers
-from phalanx.train.sharding import Shard
 from phalanx.types import ForwardFn, LossFn, Nested
 
 __all__ = ["EvaluateTask", "Objective", "PredictTask", "TrainTask", "is_pair"]
@@ -105,9 +104,8 @@ class Objective:
         *,
         trains: bool,
     ) -> T:
-        """Call the module, by ``call``, on a microbatch that is read and lies on its device."""
-        batch = context.batch.read() if isinstance(context.batch, Shard) else context.batch
-        batch, lent = self._inputs.lend(batch, context.replica.device, trains=trains)
+        """Call the module, by ``call``, on a microbatch that lies on its device."""
+        batch, lent = self._inputs.lend(context.batch, context.replica.device, trains=trains)
         before = buffers.note()
         with rng:
             result = call(context.replica.module, batch)

@@ -42,7 +42,6 @@ from phalanx.train.objective import Objective, TrainTask
 from phalanx.train.order import Reader, length_of
 from phalanx.train.peer_state import join_ranks, pack_state_of
 from phalanx.train.position import Loss, Position, RunHistory
-from phalanx.train.sharding import Loaders
 from phalanx.train.state import (
     RunProgress,
     TrainerState,
@@ -59,7 +58,7 @@ from phalanx.train.trainer_arguments import (
     check_ranks,
     check_replicas,
     check_resize,
-    check_shard_loading,
+    check_splitting,
     is_by_epoch,
     make_optimizer,
     make_scheduler,
@@ -103,8 +102,6 @@ class Trainer(TrainerFacts):
             same batches, and computes its share of them with its replicas; each steps and keeps a
             slice of the optimizer's state (ZeRO, stage 1). `Ranks` survive the loss of others.
         reduce: How gradients are added: "tree", or "nccl", by NCCL over GPUs and to its own bits.
-        shard_loading: Let the replicas read the data; loaders must then be `DataLoader` objects
-            over data sets with `__getitem__`. What these draw is the same in every formation.
         weight: microbatch -> what its mean loss stands for, such as its number of unmasked tokens;
             default its rows.
         forward: (module, microbatch) -> loss, (loss, outputs) or (loss, outputs, targets), for
@@ -149,7 +146,6 @@ class Trainer(TrainerFacts):
         seed: int = 0,
         executor: str | Processes | Ranks = "threads",
         reduce: str = "tree",
-        shard_loading: bool = False,
         weight: WeightFn | None = None,
         forward: ForwardFn | None = None,
         layout: Layout | None = None,
@@ -165,7 +161,7 @@ class Trainer(TrainerFacts):
         check_options(module, replicas, microbatches, intra_op, choice.kind, clip_norm)
         check_callables(seed, metrics, channels_last, callbacks)
         check_ranks(choice.kind, workloads)
-        check_shard_loading(shard_loading, weight, layout)
+        check_splitting(weight, layout)
         parameters = list(module.parameters())
         self.module = module
         self._home = parameters[0].device if parameters else torch.device("cpu")
@@ -183,7 +179,6 @@ class Trainer(TrainerFacts):
         check_members(module, self.optimizer)
         self.scheduler = make_scheduler(scheduler, self.optimizer)
         self._seed = seed
-        self._loaders = Loaders(sharded=shard_loading, seed=seed)
         self._reader = Reader()
         self._choice = choice
         failures = FailureLog(choice.options.max_failures)
@@ -396,7 +391,7 @@ class Trainer(TrainerFacts):
         self._join_at(self.steps)
         seed = (self._seed, self.steps)
         with caller_intra_op(1):
-            yield Evaluation(self._spec, self._engines, self._objective, self._loaders, seed)
+            yield Evaluation(self._spec, self._engines, self._objective, seed)
         self._events.tell_of_failures(self.steps)
 
     def _run_epoch(
@@ -405,7 +400,6 @@ class Trainer(TrainerFacts):
         """Run what is left of the current epoch; None when it was left in the middle."""
         begin_s = now_s()
         enter_training(self.module)
-        loader = self._loaders.open(loader)
         length = length_of(loader)
         self._reader.open(loader, self._position.batch, self.epochs)
         while True:

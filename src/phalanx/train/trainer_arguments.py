@@ -37,7 +37,7 @@ __all__ = [
     "check_ranks",
     "check_replicas",
     "check_resize",
-    "check_shard_loading",
+    "check_splitting",
     "is_by_epoch",
     "make_optimizer",
     "make_scheduler",
@@ -168,23 +168,13 @@ def check_moment(*, closed: bool, in_step: bool = False) -> None:
         )
 
 
-def check_shard_loading(
-    shard_loading: bool, weight: WeightFn | None, layout: Layout | None
-) -> None:
-    """Refuse options of the wrong kind, or that need the rows before they are read."""
-    fits = isinstance(shard_loading, bool)
-    check_argument(fits, "shard_loading", "be True or False", shard_loading)
+def check_splitting(weight: WeightFn | None, layout: Layout | None) -> None:
+    """Refuse options of the wrong kind."""
     if weight is not None:
         check_function("weight", weight)
     if layout is not None:
         fits = isinstance(layout, Layout)
         check_argument(fits, "layout", "be a `Layout`", layout, "Give Layout(dim=1), say.")
-    for name, value in (("weight", weight), ("layout", layout)):
-        if shard_loading and value is not None:
-            raise ConfigError(
-                f"`{name}` must be None for shard_loading=True, where each replica reads its own "
-                "rows, but is given. Use shard_loading=False."
-            )
 
 
 def check_loader(loader: Any) -> None:

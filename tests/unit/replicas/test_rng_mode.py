@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,6 @@ from phalanx.replicas import (
     RngPlan,
     RngUse,
     derive_seed,
-    numpy_swap,
     preserve_rng,
     run_backward,
 )
@@ -231,25 +229,3 @@ def test_seeds_differ_for_every_step_and_microbatch() -> None:
     assert len(seeds) == 5 * 20 * 20
     assert derive_seed(1, 11) != derive_seed(11, 1)
     assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-def watched_microbatch(draw: Callable[[], object]) -> None:
-    with MicrobatchRng(0, RngPlan(watched=True, throughout=False, alone=True), RngUse()):
-        draw()
-
-
-def test_numpys_generator_that_another_thread_puts_aside_just_then_is_no_draw(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    read, kept = np.random.get_state, np.random.get_state()
-    with contextlib.ExitStack() as other:
-
-        def read_after_the_other() -> Any:
-            other.enter_context(numpy_swap())
-            np.random.seed(7)
-            return read()
-
-        watched_microbatch(
-            lambda: monkeypatch.setattr(np.random, "get_state", read_after_the_other)
-        )
-        np.random.set_state(kept)

@@ -90,17 +90,14 @@ class Noting(nn.Linear):
         return super().forward(input)
 
 
-@pytest.mark.parametrize("shard_loading", [False, True])
-def test_a_trainer_that_is_stopped_in_mid_epoch_goes_on_behind(shard_loading: bool) -> None:
+def test_a_trainer_that_is_stopped_in_mid_epoch_goes_on_behind() -> None:
     rows = TensorDataset(torch.arange(10.0)[:, None], torch.zeros(10, 1))
     loader = DataLoader(rows, batch_size=2, sampler=ExactSampler(rows, seed=3))
 
     def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.0)
 
-    with phalanx.Trainer(
-        Noting(1, 1), nn.functional.mse_loss, sgd, executor="inline", shard_loading=shard_loading
-    ) as trainer:
+    with phalanx.Trainer(Noting(1, 1), nn.functional.mse_loss, sgd, executor="inline") as trainer:
         trainer.step((torch.zeros(2, 1), torch.zeros(2, 1)))  # whatever is tried out is over then
         trained_on.clear()
         trainer.fit(loader, epochs=1, steps=2)
