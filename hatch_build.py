@@ -19,7 +19,6 @@ FOLDER = Path("src/phalanx")
 SOURCES = (
     "memory/rows.c",
     "memory/blocks.c",
-    "memory/awake.c",
     "distributed/native_all_reduce.c",
 )
 LIBRARY = FOLDER / "memory/_compiled.so"

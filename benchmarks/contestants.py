@@ -1,10 +1,9 @@
 """What each contestant of ``make bench-step`` runs.
 
 All train the same model from the same weights on the same synthetic batch with plain SGD. What
-differs is where the work is done, and nothing is tuned on one side only: Phalanx lays out
-convolutional nets as channels_last by itself, so peers are also measured with that done by hand.
-DDP whose ranks only meet does other work: what is left of its step when nothing is reduced. It runs
-when named.
+differs is where the work is done, and nothing is tuned on one side only: the convolutional net and
+its images are channels_last for all of them. DDP whose ranks only meet does other work: what is
+left of its step when nothing is reduced. It runs when named.
 """
 
 from __future__ import annotations
@@ -134,20 +133,10 @@ def plain_step(
     return step
 
 
-def _to_channels_last(module: nn.Module, batch: Batch) -> tuple[nn.Module, Batch]:
-    inputs, targets = batch
-    return (
-        module.to(memory_format=torch.channels_last),  # type: ignore[call-overload]
-        (inputs.to(memory_format=torch.channels_last), targets),
-    )
-
-
-def _one_process(*, num_threads: int | None, channels_last: bool = False) -> Opener:
+def _one_process(*, num_threads: int | None) -> Opener:
     @contextmanager
     def open_step(job: StepJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
         torch.set_num_threads(num_threads or job.workers)
-        if channels_last:
-            module, batch = _to_channels_last(module, batch)
         yield plain_step(module, batch)
 
     return open_step
@@ -181,15 +170,13 @@ def _meet_only(bucket: GradBucket) -> torch.futures.Future[Tensor]:
     return met
 
 
-def _ddp(*, backend: str = "gloo", channels_last: bool = False, reduces: bool = True) -> Opener:
+def _ddp(*, backend: str = "gloo", reduces: bool = True) -> Opener:
     @contextmanager
     def open_step(job: StepJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
         rank, size = job.rank, job.workers
         with process_group(backend, rank=rank, size=size, meeting_point=job.meeting_point):
             inputs, targets = (whole.chunk(size)[rank] for whole in batch)
             batch = (inputs.contiguous(), targets.contiguous())
-            if channels_last:
-                module, batch = _to_channels_last(module, batch)
             wrapped = DistributedDataParallel(module)
             if not reduces:
                 wrapped.register_comm_hook(None, lambda _, bucket: _meet_only(bucket))
@@ -234,23 +221,12 @@ def _model_parallel(job: StepJob, module: nn.Module, batch: Batch) -> Iterator[S
         yield plain_step(module, batch)
 
 
-_CNN, _LINEAR = frozenset({"cnn"}), frozenset({"mlp", _TINY})
+_LINEAR = frozenset({"mlp", _TINY})
 
 CONTESTANTS: dict[str, Contestant] = {
     "single": Contestant("1 process, 1 thread", _one_process(num_threads=1)),
-    "single-cl": Contestant(
-        "1 thread + channels_last", _one_process(num_threads=1, channels_last=True), models=_CNN
-    ),
     "threads": Contestant("1 process, {workers} threads", _one_process(num_threads=None)),
-    "threads-cl": Contestant(
-        "{workers} threads + channels_last",
-        _one_process(num_threads=None, channels_last=True),
-        models=_CNN,
-    ),
     "ddp": Contestant("DDP over gloo, {workers} ranks", _ddp(), process_per_worker=True),
-    "ddp-cl": Contestant(
-        "DDP + channels_last", _ddp(channels_last=True), process_per_worker=True, models=_CNN
-    ),
     "ddp-phalanx": Contestant(
         "DDP over phalanx, {workers} ranks",
         _ddp(backend="phalanx"),

@@ -17,7 +17,7 @@ from benchmarks.turns import Outcome, Pace
 BASELINES = ("ddp", "threads", "trainer")
 
 # Those whose time, shared out among the workers, is the ideal: one core's, with nothing beside it.
-IDEALS = ("single", "single-cl")
+IDEALS = ("single",)
 
 TARGET_WORKERS = 2  # the targets were set for as many
 
@@ -154,10 +154,7 @@ def _overhead_sheets(results: Sequence[Result]) -> tuple[Sheet, Sheet]:
     """Return the multiples of the ideal, and the ms beyond it; a column per model and ideal."""
     workers = results[0].workers
     found = [(result, ideal, s) for result in results for ideal, s in result.ideals_s.items()]
-    columns = tuple(
-        Column(f"{result.model}\nchannels_last" if ideal.endswith("-cl") else result.model)
-        for result, ideal, _ in found
-    )
+    columns = tuple(Column(result.model) for result, _, _ in found)
     ratios: list[Row] = []
     ideals_ms = tuple(1e3 * ideal_s for *_, ideal_s in found)
     extras = [Row(f"ideal: 1 thread's time ÷ {workers}", ideals_ms)]
@@ -198,10 +195,7 @@ def _bars(result: Result) -> Bars:
                 dots=(1e3 * result.min_s(name),),
             )
         )
-    guides = {
-        "ideal, channels_last" if ideal.endswith("-cl") else "ideal": 1e3 * ideal_s
-        for ideal, ideal_s in result.ideals_s.items()
-    }
+    guides = {"ideal": 1e3 * result.ideals_s[IDEALS[0]]} if result.ideals_s else {}
     note = "median ms, × DDP; dot: fastest step"
     return Bars(title=result.model, note=note, bars=tuple(bars), guides=guides)
 

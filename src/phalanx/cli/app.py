@@ -6,7 +6,6 @@ torch takes seconds to import, so a command imports what needs it when it runs: 
 from __future__ import annotations
 
 import errno
-import os
 import platform
 import sys
 from typing import Annotated
@@ -22,7 +21,6 @@ from phalanx.cli.secret_file import secret
 from phalanx.cli.train import INTERRUPTED, train
 from phalanx.errors import InternalError, OutOfSpace, PhalanxError
 
-_KEEP_AWAKE = "PHALANX_KEEP_AWAKE"  # see phalanx.memory, which needs torch
 _REFUSED = 2  # as for a command line that cannot be parsed
 _UNWRITTEN = 1
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -71,7 +69,6 @@ def phalanx(
 
 def main(command: typer.Typer = app, prog_name: str = "phalanx") -> None:
     """Run a command line; what the user can act on is one message, all else a traceback."""
-    os.environ.setdefault(_KEEP_AWAKE, "1")  # this process is ours, and so are those it starts
     prepare_stdout()
     try:
         _run(command, prog_name)

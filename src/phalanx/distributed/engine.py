@@ -35,7 +35,6 @@ from phalanx.distributed.wake_up_pipes import WakeUpPipes
 from phalanx.distributed.work import PendingOperation
 from phalanx.errors import ConfigError, GroupAborted, StateError
 from phalanx.ipc import LivenessTimer, Waiting, register_at_fork
-from phalanx.memory import keep_awake
 
 __all__ = ["COLLECTIVES", "REMOTE_GRACE_S", "Engine"]
 
@@ -88,7 +87,6 @@ class Engine:
         # One caller moves the operations at a time: two would take each other's wake-ups.
         self._mover = threading.RLock()
         self._contention = contention
-        self._stay_awake = keep_awake(pages.size, place=pages.rank, sharers=pages.size)
         self.forked = False
         register_at_fork(self.forget)
 
@@ -119,7 +117,6 @@ class Engine:
         Raises:
             PhalanxError: The group has failed before, or a needed rank is gone.
         """
-        self._stay_awake()
         try:
             with self._lock:
                 self._refuse_if_broken(operation, needs)

@@ -20,7 +20,7 @@ from phalanx.execution.processes import ProcessExecutor
 from phalanx.execution.ranks import RankExecutor, write_once
 from phalanx.execution.shared_stepping import is_worth_sending
 from phalanx.execution.threads import ThreadExecutor
-from phalanx.memory import Allocate, SharedMemoryPool, return_freed_memory, zeros
+from phalanx.memory import Allocate, SharedMemoryPool, zeros
 from phalanx.plan import BufferRules, check_argument, check_function
 
 __all__ = [
@@ -290,7 +290,7 @@ class ExecutorMaker:
                     raise
             return executor
         num_elements = sum(p.numel() for p in self._module.parameters() if p.requires_grad)
-        processes = ProcessExecutor(
+        return ProcessExecutor(
             self._module,
             len(devices),
             pool=self._pool,
@@ -302,8 +302,6 @@ class ExecutorMaker:
             timeout_s=self._choice.options.timeout_s,
             on_failure=self._failures.add,
         )
-        return_freed_memory()  # of the parameters, which lie in shared memory now
-        return processes
 
     def _kind(self) -> type[ThreadExecutor]:
         if self._choice.elastic is not None:

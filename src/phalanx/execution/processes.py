@@ -136,9 +136,7 @@ class ProcessExecutor(Executor):
         self._pid = os.getpid()
         self._order = RunOrder(self.devices)
         self._settings = read_settings()
-        self._threads = ThreadPool(
-            num_workers, intra_op=self._intra_op, name="phalanx-executor", computes=False
-        )
+        self._threads = ThreadPool(num_workers, intra_op=self._intra_op, name="phalanx-executor")
         self._definitions = Definitions(source)
         self._workers = WorkerGroup(
             self._threads, pool, num_workers, self._intra_op, self._definitions, on_failure

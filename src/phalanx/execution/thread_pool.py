@@ -15,7 +15,6 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from phalanx.errors import GroupAborted, OutOfSpace, StateError
-from phalanx.memory import keep_awake
 from phalanx.replicas import caller_intra_op, num_threads, set_intra_op
 
 __all__ = ["CallerThread", "ThreadPool"]
@@ -44,20 +43,18 @@ class _WorkerThread:
         self.task: Callable[[], Any] | None = None  # Any: the caller's own result type
         self.result: Any = None
         self.failure: BaseException | None = None
-        self.stay_awake: Callable[[], object] = bool
 
 
 class ThreadPool:
     """Threads that run one function at a time, each with its own index.
 
-    Idle threads sleep; they never spin. (Cores may be kept awake for them: see `keep_awake`.) A
-    pool that is no longer referenced dismisses its threads by itself.
+    Idle threads sleep; they never spin. A pool that is no longer referenced dismisses its threads
+    by itself.
 
     Args:
         size: Number of threads.
         intra_op: Threads inside the operators that each of them runs.
         name: Threads are called ``<name>-<index>``.
-        computes: False for threads that wait for worker processes.
 
     Raises:
         OutOfSpace: The system starts no more threads.
@@ -69,9 +66,7 @@ class ThreadPool:
         >>> pool.close()
     """
 
-    def __init__(
-        self, size: int, *, intra_op: int, name: str = "phalanx-replica", computes: bool = True
-    ) -> None:
+    def __init__(self, size: int, *, intra_op: int, name: str = "phalanx-replica") -> None:
         self._busy = threading.RLock()  # two threads may call one container
         self._running = False
         self._closes_afterwards = False
@@ -93,10 +88,6 @@ class ThreadPool:
                 "the limit of processes (`ulimit -u`, or a container's `pids.max`), which counts "
                 "threads too, or use fewer replicas."
             ) from error
-        # After them: where threads are few, these are the ones that are needed.
-        self._stay_awake = keep_awake(size if computes and intra_op == 1 else 0)
-        for worker in self._workers:
-            worker.stay_awake = self._stay_awake
         before = num_threads()
         self.each(lambda _: set_intra_op(intra_op))
         set_intra_op(before)  # the last number set is what threads born later start with
@@ -151,7 +142,6 @@ class ThreadPool:
 
         Beginning again harms nothing: a thread works on each ticket once.
         """
-        self._stay_awake()
         ticket = self._workers[0].finished + 1
         interrupt: BaseException | None = None
         while True:
@@ -296,7 +286,6 @@ def _serve(worker: _WorkerThread) -> None:
         except BaseException as error:  # carried to the caller, who raises it
             worker.failure = error
         worker.task = task = None
-        worker.stay_awake()  # it may wait for the others now
         worker.finished = ticket
         worker.done.put(None)
 

@@ -34,7 +34,7 @@ from phalanx.execution.shared_objects import PackedObjects, unpack_objects
 from phalanx.execution.source_sync import Changes, place_buffers, take_over
 from phalanx.execution.stopwatch import Stopwatch
 from phalanx.ipc import die_with_parent, fail_point, inject
-from phalanx.memory import SharedMemoryPool, TensorHandle, keep_awake, keep_freed_memory
+from phalanx.memory import SharedMemoryPool, TensorHandle
 from phalanx.plan import BufferRules
 from phalanx.replicas import (
     CallerModes,
@@ -284,18 +284,15 @@ def serve(connection: Connection, dump: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     faulthandler.register(signal.SIGUSR1, file=dump.fileno(), all_threads=True)
     inject(arguments.fault, arguments.worker)
-    keep_freed_memory()
     torch.set_num_interop_threads(1)
     set_intra_op(arguments.intra_op)
     pool = SharedMemoryPool()
     worker: Worker | None = None
-    stay_awake: Callable[[], object] = bool
     while True:
         try:
             packed = connection.recv_bytes()
         except (EOFError, OSError):
             os._exit(0)
-        stay_awake()
         try:
             match message := load(packed) if worker is None else load(packed, worker.find):
                 case RegionsFollow(count):
@@ -314,7 +311,6 @@ def serve(connection: Connection, dump: Connection) -> None:
                     add_definitions(init.definitions)
                     worker = Worker(arguments.worker, init, pool)
                     _warm_up(steps=init.steps)
-                    stay_awake = _watch(arguments, init.num_workers)
                     fail_point("born")
                     answer = pack(None)
                 case _:
@@ -322,16 +318,10 @@ def serve(connection: Connection, dump: Connection) -> None:
                     answer = worker.work(message)
         except BaseException as error:
             answer = pack(_failed(error, () if worker is None else tuple(worker.saved)))
-        stay_awake()  # the next message is a moment away
         try:
             connection.send_bytes(answer)
         except OSError:  # the parent is gone
             os._exit(0)
-
-
-def _watch(arguments: ProcessArguments, num_workers: int) -> Callable[[], object]:
-    busy = num_workers if arguments.intra_op == 1 else 0
-    return keep_awake(busy, place=arguments.worker, sharers=num_workers, ours=True)
 
 
 class Worker:

@@ -1,7 +1,5 @@
 """Where parameters and gradients lie, and what computes on them."""
 
-from phalanx.memory.allocator import keep_freed_memory, return_freed_memory
-from phalanx.memory.awake import keep_awake
 from phalanx.memory.blocks import (
     PAST_CACHE_BYTES,
     all_finite,
@@ -46,9 +44,6 @@ __all__ = [
     "in_memory_order",
     "is_compiled",
     "is_expanded",
-    "keep_awake",
-    "keep_freed_memory",
-    "return_freed_memory",
     "sum_to",
     "zeros",
 ]

@@ -1,7 +1,7 @@
 """What was compiled from the files of C when phalanx was installed, if anything was.
 
 Every function here has its like in torch, with the same bits: see rows.py, blocks.py and
-distributed/intra_host.py (docs/decisions/0015). Only awake.py has none, and does nothing without.
+distributed/intra_host.py (docs/decisions/0015).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["DTYPES", "FUNCTIONS", "Function", "compiled_for", "compiled_function
 
 _VERSION = 14  # as in compiled.h: a library of another one is left alone
 # What returns a number.
-_ANSWERS = ("finite", "sum_to", "within", "all_reduce", "watch_core")
+_ANSWERS = ("finite", "sum_to", "within", "all_reduce")
 DTYPES = {
     torch.float32: "float32",
     torch.float64: "float64",
@@ -55,8 +55,6 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
         "finite_float32": [pointer, number],
         "finite_float64": [pointer, number],
         "copy": [pointer, pointer, number, number],
-        "watch_core": [number],
-        "keep_awake": [],
     }
     for name in DTYPES.values():
         takes[f"add_{name}"] = [pointer, number, number, pointer, number, pointer, pointer]

@@ -92,9 +92,6 @@ class Container(nn.Module):
         """Tell whether ``executor`` runs the modules that this container holds now."""
         return executor.sources[0] is self._trained()
 
-    def _settle_memory_format(self) -> None:
-        """Let parameters lie as they shall before they are moved into flat memory."""
-
     def _trained(self) -> nn.Module:
         """Return the module whose names parameters and buffers go by."""
         return self
@@ -176,7 +173,6 @@ class Container(nn.Module):
                 f"has {told}."
             )
         if self._running.flat is None or not _holds(self._running.flat, parameters):
-            self._settle_memory_format()
             gradients = [parameter.grad for parameter in parameters]
             self._running.flat = FlatParameters([parameters], tight=True)
             self._running.flat.keep_gradients(gradients)

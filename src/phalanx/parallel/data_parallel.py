@@ -14,7 +14,6 @@ from phalanx.execution import ThreadExecutor, check_reduce, refuse_without_nccl
 from phalanx.parallel.balancing import Balancing
 from phalanx.parallel.call import Call
 from phalanx.parallel.container import Container
-from phalanx.parallel.graph import refuse_transforms
 from phalanx.parallel.replica_losses import ReplicaLosses, loss_of_nothing
 from phalanx.parallel.unwrapped import Unwrapped
 from phalanx.plan import (
@@ -24,7 +23,6 @@ from phalanx.plan import (
     Merge,
     Merging,
     check_argument,
-    check_choice,
     check_function,
     check_workloads,
     fixed_workloads,
@@ -37,11 +35,7 @@ from phalanx.replicas import (
     current_replica,
     present_devices,
     resolve_devices,
-    restore_memory_format,
     uncompiled,
-    use_channels_last,
-    wants_channels_last,
-    warn_of_second_run,
 )
 from phalanx.types import Device, LossFn, Nested, WeightFn
 
@@ -79,8 +73,6 @@ class DataParallel(Container, Unwrapped):
             ``"first"``, ``"sum"`` (what each has added) or ``"sync"`` (batch norm over the whole
             batch, as unsplit), or these by pattern of name. Integer counters are never averaged.
         intra_op: Threads inside operators per replica; default: cores divided by replicas.
-        channels_last: Lay convolution weights out channels_last, which CPUs run faster; default:
-            on the CPU, where all the model's layers are known to compute the same so.
         reduce: "tree": gradients are added in an order of their own, whatever the devices. "nccl":
             on each GPU, and then over all GPUs by NCCL within this process, in NCCL's order and so
             to other bits. What `no_sync()` keeps back goes along the tree all the same.
@@ -119,7 +111,6 @@ class DataParallel(Container, Unwrapped):
         output: Merge | str | Mapping[str | int, Merge | str] | None = None,
         buffers: str | Mapping[str, str] = "mean",
         intra_op: int | None = None,
-        channels_last: bool | None = None,
         reduce: str = "tree",
     ) -> None:
         super().__init__(intra_op)
@@ -143,8 +134,6 @@ class DataParallel(Container, Unwrapped):
         self._merging = Merging(output, self._layout.dim)
         self._rules = BufferRules(buffers)
         self._rules.check(_buffer_names(module))
-        check_choice("channels_last", channels_last)
-        self._channels_last = channels_last
         self._arguments = _arguments_of(module)
         self.wrap(module)
 
@@ -245,7 +234,7 @@ class DataParallel(Container, Unwrapped):
                 check(placed)
             return placed
 
-        return self._as_tried(lambda: self._run(leaves, weights, run, place, observe))
+        return self._run(leaves, weights, run, place, observe)
 
     def forward_loss(
         self,
@@ -283,7 +272,7 @@ class DataParallel(Container, Unwrapped):
             ...     torch.allclose(model.forward_loss(loss_fn, x, y), loss_fn(net(x), y))
             True
         """
-        return self._as_tried(lambda: self._loss(loss_fn, inputs, targets, weight_fn, sizes))
+        return self._loss(loss_fn, inputs, targets, weight_fn, sizes)
 
     def extra_repr(self) -> str:
         names = [str(device) for device in self._devices]
@@ -293,12 +282,6 @@ class DataParallel(Container, Unwrapped):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._devices = present_devices(self._devices)
-
-    def _settle_memory_format(self) -> None:
-        """In flat memory parameters keep their order; channels_last is for who asked for it."""
-        if self._running.executor is None and self._channels_last:
-            use_channels_last(self.module)
-        self._channels_last = False
 
     def _trained(self) -> nn.Module:
         return self.module
@@ -338,7 +321,7 @@ class DataParallel(Container, Unwrapped):
 
     def _forward(self, call: Call, sizes: Sequence[int] | None) -> Nested:
         parts, sizes = self._cut(call, sizes)
-        return self._as_tried(lambda: self._outputs(call, parts, sizes))
+        return self._outputs(call, parts, sizes)
 
     def _cut(self, call: Call, sizes: Sequence[int] | None) -> tuple[list[Nested], list[int]]:
         layout = self._layout_of(call)
@@ -414,32 +397,6 @@ class DataParallel(Container, Unwrapped):
             places = (parameter.device for parameter in self.module.parameters())
             return next((each for each in places if each in self._devices), self._devices[0])
         return self._devices[0]
-
-    def _as_tried(self, run: Callable[[], T]) -> T:
-        """Run with channels_last weights where they are wanted; some models do not run so."""
-        refuse_transforms()  # before anything is laid out anew
-        if self._running.executor is not None or not self._wants_channels_last():
-            return run()
-        use_channels_last(self.module)
-        if self._channels_last:
-            return run()
-        try:
-            return run()
-        except Exception as error:  # whatever a user's model raises; a true fault is raised below
-            restore_memory_format(self.module)
-            cause = error
-        try:
-            outputs = run()
-        except Exception:  # the user's own fault, raised again
-            self.close()  # nothing was found out: the next batch is tried again
-            raise
-        warn_of_second_run(cause)
-        self._channels_last = False
-        return outputs
-
-    def _wants_channels_last(self) -> bool:
-        wanted = self._channels_last
-        return wants_channels_last(self.module) if wanted is None else wanted
 
 
 def _used(sizes: Sequence[int]) -> list[int]:

@@ -29,12 +29,6 @@ from phalanx.replicas.intra_op import (
     num_threads,
     set_intra_op,
 )
-from phalanx.replicas.memory_format import (
-    restore_memory_format,
-    use_channels_last,
-    wants_channels_last,
-    warn_of_second_run,
-)
 from phalanx.replicas.modes import CallerModes, autocast_off, callers_streams
 from phalanx.replicas.packing import (
     CodeTeller,
@@ -175,7 +169,6 @@ __all__ = [
     "refuse_scripts",
     "resolve_device",
     "resolve_devices",
-    "restore_memory_format",
     "run_backward",
     "same_afterwards",
     "seed_of_process",
@@ -186,9 +179,6 @@ __all__ = [
     "sum_statistics",
     "synchronise_batch_norm",
     "uncompiled",
-    "use_channels_last",
-    "wants_channels_last",
-    "warn_of_second_run",
     "why_missing",
     "write_statistics",
 ]

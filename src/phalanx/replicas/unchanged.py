@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import UnsupportedError
-from phalanx.memory import return_freed_memory
 
 __all__ = ["SameParameters", "same_afterwards"]
 
@@ -108,7 +107,6 @@ def same_afterwards(module: nn.Module) -> Iterator[None]:
         raise
     finally:
         copies.clear()
-        return_freed_memory()  # a copy of the model is needed once, and kept by glibc for good
 
 
 def _first_changed(copies: Sequence[tuple[str, Tensor, Tensor, bool]]) -> str | None:

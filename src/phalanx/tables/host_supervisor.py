@@ -24,7 +24,6 @@ import threading
 from phalanx.cluster import Secret
 from phalanx.errors import ConfigError, PeerTimeout, PhalanxError, StateError
 from phalanx.ipc import ProcessIdentity, wait_until
-from phalanx.memory import keep_freed_memory
 from phalanx.tables.host_server import ServerPage, ServerSpec, serve
 from phalanx.tables.run_regions import RunRegions
 
@@ -114,7 +113,6 @@ class SupervisorWatch:
 
 def main(arguments: str) -> None:
     """Be the supervisor, if this host needs one."""
-    keep_freed_memory()  # the server's, which inherits it: one answer is as long as the next
     spec = ServerSpec(*json.loads(arguments))
     supervise(spec._replace(starter=ProcessIdentity(*spec.starter)))
 

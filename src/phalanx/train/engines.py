@@ -28,7 +28,6 @@ class Engines:
         formation: What was given; None for `replicas="auto"`.
         home: Where the module lies.
         intra_op: Threads inside operators, where that is decided.
-        channels_last: How convolution weights shall lie; None for a rule.
         balances: Whether the replicas' shares follow their seconds.
         tell: Called with what the trial of "auto" has chosen.
 
@@ -46,7 +45,6 @@ class Engines:
         *,
         home: torch.device,
         intra_op: int | None,
-        channels_last: bool | None,
         balances: bool,
         tell: Callable[[FormationChosen], None],
     ) -> None:
@@ -54,7 +52,6 @@ class Engines:
         self._objective = objective
         self._home = home
         self._intra_op = intra_op
-        self._channels_last = channels_last
         self._balances = balances
         self._tell = tell
         self._next_formation: Formation | None = None
@@ -81,11 +78,8 @@ class Engines:
             self.close()
         engine = self._fitting()
         if engine is None:
-            trial = Trial(self._spec.module, self._spec.splitter, self._objective, batch)
-            trial.settle_memory_format(self._home, self._channels_last)
-            self._channels_last = False  # settled: parameters keep their layout from now on
             if self.formation is None:
-                self.formation = self._choose_formation(trial)
+                self.formation = self._choose_formation(batch)
             engine = self.current = self._made(self.formation)
             self._is_settled = True
         if self._balances and self.balancer is None:
@@ -177,8 +171,9 @@ class Engines:
         same = workloads is not None and len(workloads) == count
         return Balancer(count, workloads=workloads if same else None)
 
-    def _choose_formation(self, trial: Trial) -> Formation:
+    def _choose_formation(self, batch: Nested) -> Formation:
         """Find out what `replicas="auto"` shall be, and tell."""
+        trial = Trial(self._spec.module, self._spec.splitter, self._objective, batch)
         chosen, why = trial.choose(self._home, self._intra_op, self._spec.workloads)
         count = len(chosen.devices)
         self._tell(FormationChosen(replicas=count, intra_op=chosen.intra_op, reason=why))

@@ -111,8 +111,6 @@ class Trainer(TrainerFacts):
         scheduler: Makes a learning-rate scheduler from the optimizer; stepped after every update,
             but `ReduceLROnPlateau` after every epoch, by the loss of its validation or training.
         metrics: torchmetrics or functions by name, counted in :meth:`fit` and :meth:`evaluate`.
-        channels_last: Lay convolution weights out channels_last; default: on the CPU, where all the
-            model's layers are known to compute the same so.
         callbacks: Called with every event, in order. Those of `phalanx.callbacks`, and all that
             have ``state_dict`` and ``load_state_dict``, have their state in checkpoints.
 
@@ -152,14 +150,13 @@ class Trainer(TrainerFacts):
         clip_norm: float | None = None,
         scheduler: Callable[[Optimizer], LRScheduler] | None = None,
         metrics: Mapping[str, Any] | None = None,  # Any: a metric or a function
-        channels_last: bool | None = None,
         callbacks: Sequence[Callback] = (),
         **moved: object,
     ) -> None:
         refuse_moved(moved)
         choice = ExecutorChoice.read(executor, EXECUTORS, reduce)
         check_options(module, replicas, microbatches, intra_op, choice.kind, clip_norm)
-        check_callables(seed, metrics, channels_last, callbacks)
+        check_callables(seed, metrics, callbacks)
         check_ranks(choice.kind, workloads)
         check_splitting(weight, layout)
         parameters = list(module.parameters())
@@ -200,7 +197,6 @@ class Trainer(TrainerFacts):
             formation,
             home=self._home,
             intra_op=self._intra_op,
-            channels_last=channels_last,
             balances=balances,
             tell=self._events.tell,
         )

@@ -17,7 +17,6 @@ from phalanx.errors import ConfigError, StateError, UnsupportedError
 from phalanx.plan import (
     Layout,
     check_argument,
-    check_choice,
     check_function,
     check_iterable,
     read_count,
@@ -71,10 +70,9 @@ def check_options(
 
 
 # Any, here and below: whatever the user wrote.
-def check_callables(seed: Any, metrics: Any, channels_last: Any, callbacks: Any) -> None:
+def check_callables(seed: Any, metrics: Any, callbacks: Any) -> None:
     """Refuse a seed, functions to be called and other words of the wrong kind."""
     read_whole("seed", seed)
-    check_choice("channels_last", channels_last)
     if metrics is not None:
         fits = isinstance(metrics, Mapping)
         way_out = "Give a name to each: {'accuracy': …}, say."

@@ -1,4 +1,4 @@
-"""Compute a first batch's gradients to no effect, to find out what works and what is fast here."""
+"""Compute a first batch's gradients to no effect, to find out what is fast here."""
 
 from __future__ import annotations
 
@@ -10,12 +10,6 @@ from torch import nn
 
 from phalanx.execution import ThreadExecutor
 from phalanx.plan import flatten, unflatten
-from phalanx.replicas import (
-    restore_memory_format,
-    use_channels_last,
-    wants_channels_last,
-    warn_of_second_run,
-)
 from phalanx.train.formation import Formation, candidates, try_out
 from phalanx.train.microbatches import Splitter
 from phalanx.train.objective import Objective, TrainTask
@@ -50,23 +44,6 @@ class Trial:
         ]
         self._batch = unflatten(copies, spec)
 
-    def settle_memory_format(self, home: torch.device, wanted: bool | None) -> None:
-        """Use channels_last weights where wanted, or (None) where `wants_channels_last` says so.
-
-        Where a first batch cannot run with them, the model keeps its own layout.
-        """
-        if wanted is False or (wanted is None and not wants_channels_last(self._module)):
-            return
-        use_channels_last(self._module)
-        if wanted:
-            return
-        try:
-            self._run_once(home)
-        except Exception as error:  # whatever a user's model raises
-            restore_memory_format(self._module)
-            self._run_once(home)  # a fault of the batch or the model is raised here, not settled
-            warn_of_second_run(error)
-
     def choose(
         self, home: torch.device, intra_op: int | None, workloads: Sequence[float] | None
     ) -> tuple[Formation, str]:
@@ -83,13 +60,6 @@ class Trial:
         if len(options) == 1:
             return options[0], "the only choice"
         return try_out(options, lambda formation: self._open(formation, workloads))
-
-    def _run_once(self, home: torch.device) -> None:
-        run, close = self._open(Formation((home,), 1), None)
-        try:
-            run()
-        finally:
-            close()
 
     def _open(
         self, formation: Formation, workloads: Sequence[float] | None

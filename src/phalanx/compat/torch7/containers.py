@@ -197,13 +197,11 @@ class _Replicated(Torch7Module, parallel.DataParallel):
         self.close()
         stay = {key: value for key, value in self.__dict__.items() if key.endswith("_hooks")}
         training, initialisers = bool(self.training), self._initialisers
-        # Flat tensors count on the order of elements, so weights keep the one that they have.
         parallel.DataParallel.__init__(
             self,
             module,
             gpus,
             layout=Layout(self.dim),
-            channels_last=False,
             reduce="nccl" if self.useNCCL and nccl_serves(gpus) else "tree",
         )
         self.__dict__.update(stay)
