@@ -195,23 +195,6 @@ def test_worker_processes_train_what_the_loss_takes_from_the_module(of: Callable
     torch.testing.assert_close(state, here, rtol=0.0, atol=0.0)
 
 
-GLOBAL = Net()
-
-
-def by_name(outputs: Tensor, targets: Tensor) -> Tensor:
-    return mse(outputs, targets) + GLOBAL.a.weight.pow(2).sum()
-
-
-def test_worker_processes_refuse_to_train_a_global_of_their_own() -> None:
-    """In threads it is the module itself, in a worker process a copy that nobody looks at."""
-    refusal = pytest.raises(UnsupportedError, match=r"tensor of shape \(9, 9\) that requires")
-    with (
-        phalanx.Trainer(GLOBAL, by_name, sgd, executor="processes", replicas=1) as trainer,
-        refusal,
-    ):
-        trainer.fit(batches())
-
-
 def slope_loss(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Like a gradient penalty: the points at which it takes the slope are leaves of its own."""
     points = batch[0].clone().requires_grad_()
@@ -282,19 +265,6 @@ def test_a_container_merges_what_its_replicas_bring_to_the_module() -> None:
         found.append([parameter.grad for parameter in net.parameters()])
     torch.testing.assert_close(found[0], expected)
     torch.testing.assert_close(found[1], found[0], rtol=0.0, atol=0.0)
-
-
-def test_a_container_inside_of_another_refuses_gradients_of_the_module_itself() -> None:
-    """It runs on threads of its own, of which nobody knows for whose microbatch they work."""
-    inner = HoldsLambda()
-    x, y = batches(1)[0]
-    with (
-        phalanx.DataParallel(inner, devices=2) as middle,
-        phalanx.DataParallel(nn.Sequential(middle), devices=2) as outer,
-        pytest.raises(UnsupportedError, match="must reach the replica's parameters, not the"),
-    ):
-        mse(outer(x), y).backward()
-    assert all(parameter.grad is None for parameter in inner.parameters())
 
 
 @pytest.mark.gpu
@@ -401,38 +371,6 @@ def test_features_that_a_hook_keeps_by_the_module_are_explained(replicas: int) -
         trainer.fit(batches())
     assert isinstance(caught.value.__cause__, KeyError)
     assert "Let `forward()` return what the loss needs" in str(caught.value)
-
-
-def test_features_of_another_microbatch_are_explained() -> None:
-    """A loss that gets another microbatch's features goes back through that one's graph."""
-    net, first = Net(), []  # type: ignore[var-annotated]
-    net.a.register_forward_hook(lambda _, __, out: first.append(out) if not first else None)
-    loss = lambda o, y: mse(o, y) + first[0].pow(2).mean()  # noqa: E731
-    refusal = pytest.raises(UnsupportedError, match="second time")
-    with phalanx.Trainer(net, loss, sgd, replicas=1, microbatches=4) as trainer, refusal:
-        trainer.fit(batches())
-
-
-def test_a_key_error_without_hooks_stays_one() -> None:
-    loss = lambda o, y: mse(o, y) + {}["missing"]  # noqa: E731
-    with phalanx.Trainer(Net(), loss, sgd, replicas=1) as trainer, pytest.raises(KeyError):
-        trainer.fit(batches())
-
-
-def test_a_backward_pass_from_outside_of_the_replica_is_told_with_the_next() -> None:
-    net, feats = Net(), {}  # type: ignore[var-annotated]
-    keeping(net, feats, by_module=False)
-    x, y = batches(1)[0]
-    with phalanx.DataParallel(net, devices=1) as model:
-        outputs = model(x)
-        feats["a"].sum().backward(retain_graph=True)
-        with pytest.raises(UnsupportedError, match="from outside of a replica"):
-            mse(outputs, y).backward()
-        net.zero_grad()
-        mse(model(x), y).backward()  # and nothing of it is left
-        grads = [parameter.grad for parameter in net.parameters()]
-    expected = torch.autograd.grad(mse(net(x), y), list(net.parameters()))
-    torch.testing.assert_close(grads, list(expected))
 
 
 # -- parameters that get none -----------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -158,17 +157,6 @@ def test_a_module_that_refuses_leaves_the_callbacks_as_they_were(
     untouched(folder, "raised RuntimeError", Mean())
 
 
-@pytest.mark.parametrize(
-    "hostile",
-    [None, 5, [], {"Mean": 5}, {"Mean": {"count": {"pairs": 5}}}, {"Mean": {"total": 1}}, {}],
-    ids=json.dumps,
-)
-def test_what_is_no_state_of_callbacks_is_refused(hostile: Any, tmp_path: Path) -> None:
-    folder = saved(tmp_path / "c", Mean())
-    rewrite(folder, lambda content: content.update(callbacks=hostile))
-    untouched(folder, "must hold what `save\\(\\)` writes", Mean())
-
-
 class Odd(Mean):
     """Has a state that cannot be stored."""
 
@@ -193,32 +181,3 @@ def test_a_state_that_cannot_be_stored_is_refused(state: Any, match: str, tmp_pa
     with make(odd) as trainer, pytest.raises((ConfigError, CheckpointError), match=match):
         trainer.save(tmp_path / "c")
     assert not (tmp_path / "c").exists()
-
-
-class Half:
-    """Can be stored, but not read."""
-
-    def __call__(self, event: object) -> None: ...
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-
-class Wrong(Half):
-    """Has a word where a function is called."""
-
-    attach = "trainer"
-
-
-@pytest.mark.parametrize(
-    ("callback", "match"),
-    [
-        (Half(), r"`callbacks\[1\]` must have both `state_dict` and `load_state_dict`"),
-        (Wrong(), r"`callbacks\[1\].attach` must be a function, but is 'trainer'"),
-        (Mean, r"`callbacks\[1\]` must be an object, but is the class 'Mean'. Write Mean\(\)"),
-        (print, r"`callbacks\[1\]` must be another than those before"),
-        ("progress", r"`callbacks\[1\]` must be a function, but is 'progress'"),
-    ],
-)
-def test_what_is_no_callback_is_refused(callback: Any, match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        make(print, callback)

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import phalanx
 from phalanx.callbacks import CSV, EMA, JSONL, BestCheckpoint, EarlyStopping, History, Progress
-from phalanx.errors import ConfigError, StateError
+from phalanx.errors import ConfigError
 
 pytestmark = pytest.mark.promise("callbacks")
 
@@ -254,42 +254,6 @@ def test_weights_may_be_of_anything_that_has_the_same_module() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "match"),
-    [
-        (5, "`module` must be a module, or have one as its `module`, but is 5"),
-        (nn.Linear(5, 3), "must have the parameters and buffers .*'bias', 'calls'"),
-        (Net().double(), r"of `module` must be torch.float32 \(.*but is torch.float64"),
-        (EMA(), "`EMA` must belong to a trainer"),
-    ],
-    ids=["number", "other", "dtype", "unattached"],
-)
-def test_weights_that_do_not_fit_are_refused(module: Any, match: str) -> None:
-    with make() as trainer:
-        before = tensors_of(trainer.module)
-        with pytest.raises((ConfigError, StateError), match=match):
-            trainer.evaluate(VALIDATION, module=module)
-        assert_same(trainer.module, before)
-
-
-@pytest.mark.parametrize("decay", [1.0, -0.1, "x", float("nan"), True])
-def test_a_decay_that_cannot_be_is_refused(decay: Any) -> None:
-    with pytest.raises(ConfigError, match="`decay` must be"):
-        EMA(decay)
-
-
-class Uncopied(Net):
-    """Cannot be copied."""
-
-    def __deepcopy__(self, _: Any) -> Any:
-        raise TypeError("not me")
-
-
-def test_a_module_that_cannot_be_copied_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"`copy.deepcopy` can copy .*not me"):
-        phalanx.Trainer(Uncopied(), F.cross_entropy, adamw, callbacks=[EMA()])
-
-
-@pytest.mark.parametrize(
     "change",
     [
         {"n_averaged": torch.tensor(-1)},
@@ -427,32 +391,6 @@ def test_a_function_of_the_users_own_predicts_too() -> None:
         pytest.raises(ConfigError, match=r"`forward` must return \(loss, outputs\) to predict"),
     ):
         trainer.predict([x])
-
-
-class Whole(Net):
-    """Returns something without rows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).mean(0)
-
-
-@pytest.mark.parametrize(
-    ("loader", "match"),
-    [
-        ([], "`loader` must yield at least one batch"),
-        (5, "`loader` must yield batches, but is 5"),
-        ([torch.zeros(0, 5)], "`batch` must hold at least 1 row"),
-        ([torch.zeros(5, 5)], r"must have its slice's 2 rows .* Call `trainer.module` yourself"),
-    ],
-    ids=["nothing", "no loader", "no rows", "no row for each"],
-)
-def test_what_cannot_be_predicted_is_refused(loader: Any, match: str) -> None:
-    with (
-        phalanx.Trainer(Whole(), F.cross_entropy, adamw, replicas=1, microbatches=4) as trainer,
-        pytest.raises(ConfigError, match=match),
-    ):
-        trainer.predict(loader)
-    assert trainer.module.training
 
 
 # --- schedulers that want a metric ---------------------------------------------------------------

@@ -255,16 +255,6 @@ def test_a_module_that_was_compiled_in_place_is_refused(executor: str) -> None:
             group.forward({"input": torch.ones(6, 4)})
 
 
-def test_a_compiled_model_is_refused_where_batch_norms_wait_for_each_other(log: Log) -> None:
-    net = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
-    model = torch.compile(net, backend=log.backend)
-    with (
-        phalanx.DataParallel(model, 2, buffers="sync") as wrapped,
-        pytest.raises(UnsupportedError, match=r"`module` must not be compiled where batch norms"),
-    ):
-        wrapped(torch.ones(4, 4))
-
-
 def test_a_container_inside_a_compiled_model_stays_as_it_is(log: Log) -> None:
     net = Net()
     twin = twin_of(net)

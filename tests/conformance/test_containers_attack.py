@@ -13,19 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.nn.utils import prune
 
-from phalanx import DataParallel, Layout, ModelParallel, Trainer
-from phalanx.errors import ConfigError, UnsupportedError
+from phalanx import DataParallel, Layout, ModelParallel
 from tests.conformance.containers import assert_equal_pass, draw, parallel
 from tests.zoo import (
     assert_close,
     assert_same_bits,
     gradients_of,
     mlp,
-    sgd,
-    vector_batch,
 )
 
 F32, F64 = torch.float32, torch.float64
@@ -96,67 +91,6 @@ def test_an_output_that_is_an_input_is_a_copy(make: str) -> None:
     assert values[0].data_ptr() != values[1].data_ptr()
 
 
-@pytest.mark.parametrize(
-    ("value", "told"),
-    [
-        (X.to_sparse(), "of layout torch.sparse_coo"),
-        (X.to_sparse_csr(), "of layout torch.sparse_csr"),
-        (jagged(), "nested"),
-        (torch.nested.nested_tensor([draw(2, 4), draw(3, 4)]), "nested"),
-    ],
-    ids=["coo", "csr", "jagged", "nested"],
-)
-def test_what_has_no_rows_is_not_split(value: Tensor, told: str) -> None:
-    match = rf"Input `x` must be dense to be split, but is {told}"
-    with parallel(nn.Identity()) as model:
-        for call in (
-            lambda: model(x=value),
-            lambda: model.forward_loss(F.mse_loss, {"x": value}, X),
-        ):
-            with pytest.raises(UnsupportedError, match=match):
-                call()
-        with pytest.raises(UnsupportedError, match=r"must be dense to be split"):
-            model.forward_loss(F.mse_loss, X, value)
-
-
-def test_a_trainer_does_not_split_what_has_no_rows() -> None:
-    inputs, targets = vector_batch(7)
-    with Trainer(mlp(), F.cross_entropy, sgd, replicas=2) as trainer:
-        with pytest.raises(UnsupportedError, match=r"Input `0` must be dense to be split"):
-            trainer.step((inputs.to_sparse(), targets))
-        trainer.step((inputs, targets))
-
-
-class Sparsely(nn.Module):
-    def __init__(self, made: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.made = linear(), made
-
-    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
-        return {"out": self.made(self.layer(inputs))}
-
-
-@pytest.mark.parametrize("rule", [None, "cat", "stack"])
-@pytest.mark.parametrize(
-    "made",
-    [
-        Tensor.to_sparse,
-        Tensor.to_sparse_csr,
-        lambda rows: torch.nested.as_nested_tensor(list(rows), layout=torch.jagged),
-    ],
-    ids=["coo", "csr", "jagged"],
-)
-def test_what_has_no_rows_is_not_merged(made: Callable[[Tensor], Tensor], rule: Any) -> None:
-    match = r"Output `out` .* must be dense to be merged"
-    with (
-        parallel(Sparsely(made), output=rule) as model,
-        pytest.raises(UnsupportedError, match=match),
-    ):
-        model(X)
-    with parallel(Sparsely(made), output="per_replica") as model:
-        assert [len(each["out"]) for each in model(X)] == [3, 2, 2]
-
-
 class Holds(nn.Module):
     """A sparse buffer, and the same tensor as an attribute and in a list."""
 
@@ -178,63 +112,6 @@ def test_sparse_buffers_and_attributes_are_followed(kind: str) -> None:
         net.graph = twin.graph = graph_of(kind) * 2
         net.zero_grad(), twin.zero_grad()
         assert_equal_pass(model, twin, inputs)
-
-
-# --- attributes that carry a graph ----------------------------------------------------------------
-
-
-class Context(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = linear()
-        self.context: Any = 0.0
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        context = self.context[0] if isinstance(self.context, tuple) else self.context
-        return self.layer(inputs) + context
-
-
-def test_an_attribute_with_a_graph_is_refused_before_and_after_the_first_call() -> None:
-    scale = nn.Parameter(draw(3))
-    loose = draw(3).requires_grad_()
-    for first in (False, True):
-        net = Context()
-        with parallel(net) as model:
-            if first:
-                model(X)
-            for value in (scale.exp(), (scale.exp(),)):
-                net.context = value
-                with pytest.raises(
-                    UnsupportedError, match=r"Attribute `context` must carry no graph"
-                ):
-                    model(X)
-            net.context = loose
-            with pytest.raises(ConfigError, match=r"Attribute `context` must be an `nn.Parameter`"):
-                model(X)
-            net.context = scale.exp().detach()
-            assert_equal_pass(model, copy.deepcopy(net), X)
-    assert scale.grad is None
-
-
-def test_computed_weights_are_refused_until_they_are_permanent() -> None:
-    net = nn.Sequential(linear())
-    with parallel(net) as model:
-        model(X)
-        prune.l1_unstructured(net[0], "weight", 0.5)
-        with pytest.raises(UnsupportedError, match=r"Attribute `0.weight` .*`prune.remove\(\)`"):
-            model(X)
-        prune.remove(net[0], "weight")
-        assert_equal_pass(model, copy.deepcopy(net), X)
-    with pytest.warns(FutureWarning, match="weight_norm"):
-        normed = nn.utils.weight_norm(linear())
-    with parallel(normed) as model, pytest.raises(UnsupportedError, match=r"parametrizations"):
-        model(X)
-
-
-def test_a_script_inside_is_refused() -> None:
-    net = nn.Sequential(nn.Tanh(), torch.jit.script(linear()))
-    with parallel(net) as model, pytest.raises(UnsupportedError, match=r"Module `1` .*TorchScript"):
-        model(X)
 
 
 # --- drawing in inference mode --------------------------------------------------------------------
@@ -292,31 +169,6 @@ def test_what_workers_kept_survives_freezing() -> None:
         model(inputs).sum().backward()
         twin(inputs).sum().backward()
         assert_close(gradients_of(net), gradients_of(twin), F64)
-
-
-def test_forward_mode_differentiation_is_refused() -> None:
-    with parallel(linear()) as model, forward_ad.dual_level():
-        dual = forward_ad.make_dual(X, torch.ones_like(X))
-        for mode in (torch.enable_grad, torch.no_grad):
-            with mode(), pytest.raises(UnsupportedError, match="must be differentiated backward"):
-                model(dual)
-        model(X)
-
-
-@pytest.mark.parametrize("convolves", [False, True])
-def test_transforms_of_functions_are_refused(convolves: bool) -> None:
-    net: nn.Module = nn.Conv2d(4, 3, 1).double() if convolves else linear()
-    inputs = draw(2, 7, 4, 5, 5) if convolves else draw(2, 7, 4)
-    twin = copy.deepcopy(net)
-    with parallel(net) as model:
-        for transformed in (
-            lambda: torch.func.grad(lambda x: model(x).sum())(inputs[0]),
-            lambda: torch.func.vmap(model)(inputs),
-            lambda: torch.func.jvp(model, (inputs[0],), (inputs[1],)),
-        ):
-            with pytest.raises(UnsupportedError, match=r"must be called outside of `torch.func`"):
-                transformed()
-        assert_equal_pass(model, twin, inputs[0])
 
 
 def test_a_compiled_model_leaves_its_containers_as_they_are() -> None:

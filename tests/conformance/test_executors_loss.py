@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx import ConfigError
 
 F = nn.functional
 GAIN = 1.0
@@ -315,31 +313,6 @@ def test_a_loss_of_the_module_itself_trains_the_modules_parameters() -> None:
         return found
 
     assert torch.equal(run("threads"), run("processes"))
-
-
-def test_a_loss_that_can_no_longer_be_sent_is_refused_before_anything_changes() -> None:
-    net, loss = linear(), Weighted()
-    with open_trainer(net, loss, "processes", 1) as trainer:
-        trainer.step(batches()[0])
-        before = weights_of(net)
-        loss.terms = [threading.Lock()]  # type: ignore[list-item]
-        with pytest.raises(ConfigError, match="must be picklable to be sent to worker processes"):
-            trainer.step(batches()[1])
-        assert torch.equal(before, weights_of(net))
-        loss.terms = [gained]
-        trainer.step(batches()[1])
-
-
-def test_a_function_that_keeps_what_cannot_be_sent_is_refused() -> None:
-    loss, _ = function_attribute()
-    with open_trainer(linear(), loss, "processes", 1) as trainer:
-        trainer.step(batches()[0])
-        loss.more = threading.Lock()
-        try:
-            with pytest.raises(ConfigError, match=r"attribute 'more' of `with_attribute` must be"):
-                trainer.step(batches()[1])
-        finally:
-            del loss.more
 
 
 def test_what_a_loss_keeps_itself_stays_while_nothing_else_changes() -> None:

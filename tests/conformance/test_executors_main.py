@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx import ConfigError
 from tests.multiprocess.forked_scripts import run_forked
 
 PATIENCE_S = 200.0
@@ -204,40 +203,6 @@ def test_what_comes_back_is_of_the_classes_that_are_here(cell: dict[str, Any]) -
     ):
         trainer.step(batches()[0])
     assert caught.value.first == 1
-
-
-def test_a_variable_that_cannot_be_sent_is_missed_only_where_it_is_read(
-    cell: dict[str, Any],
-) -> None:
-    options = {"forward": cell["maybe_locking"]}
-    assert torch.equal(*(train(cell, each, **options) for each in ("threads", "processes")))
-    with (
-        make(net_of(cell), "processes", forward=cell["locking"]) as trainer,
-        pytest.raises(ConfigError, match=r"^`LOCK`, a global .* must be picklable .*_thread.lock"),
-    ):
-        trainer.step(batches()[0])
-
-
-def test_the_module_that_is_trained_is_no_global_variable_of_a_worker(
-    cell: dict[str, Any],
-) -> None:
-    cell["net"] = net = net_of(cell)
-    run_in(cell, "def aside(module, batch): return net(batch[0]).mean()")
-    with (
-        make(net, "processes", forward=cell["aside"]) as trainer,
-        pytest.raises(ConfigError, match=r"`net`.* use the module that `forward` is given"),
-    ):
-        trainer.step(batches()[0])
-
-
-def test_a_class_that_cannot_be_sent_is_told_in_one_sentence(cell: dict[str, Any]) -> None:
-    with (
-        make(cell["Locked"](5, 3), "processes", cell["loss"]) as trainer,
-        pytest.raises(ConfigError, match=r"^Class `Locked` must be picklable .*_thread.lock") as it,
-    ):
-        trainer.step(batches()[0])
-    assert it.value.__cause__ is None
-    assert it.value.__suppress_context__
 
 
 def test_inner_functions_of_modules_see_their_modules_variables() -> None:

@@ -15,7 +15,6 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import phalanx
-from phalanx.errors import ConfigError
 from phalanx.replicas.packing import load, pack
 
 pytestmark = pytest.mark.promise("attributes-are-followed")
@@ -112,23 +111,6 @@ def test_they_train_alike_in_threads_and_processes(name: str) -> None:
     assert threads.keys() == processes.keys()
     for key, value in threads.items():
         assert torch.equal(value, processes[key]), key
-
-
-def test_a_hook_that_would_collect_in_workers_is_refused() -> None:
-    seen: list[Tensor] = []
-    module = nn.Linear(5, 3)
-    module.register_forward_hook(lambda _, args, output: seen.append(output))
-    with (
-        phalanx.Trainer(
-            module,
-            F.mse_loss,
-            lambda p: torch.optim.SGD(p, lr=0.1),
-            executor="processes",
-            replicas=1,
-        ) as trainer,
-        pytest.raises(ConfigError, match=r"A hook of `module` must not .* captures `seen`"),
-    ):
-        trainer.step((torch.randn(8, 5), torch.randn(8, 3)))
 
 
 def scaled(outputs: Tensor, targets: Tensor) -> Tensor:

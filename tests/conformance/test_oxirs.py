@@ -309,18 +309,6 @@ def test_it_does_not_matter_who_comes_first():
     judge_order(DataParallelTrainer())
 
 
-def test_counts_that_are_none_are_refused_with_the_workers_name():
-    for wrong, words in (
-        (WorkerUpdate(7, [1.0], 0.0, -1), "`samples` must be at least 0, but is -1."),
-        (WorkerUpdate(7, [1.0], 0.0, 1, weight=NAN), "`weight` must be a finite number"),
-        (WorkerUpdate(7, [1.0], 0.0, 1, weight=-1.0), "`weight` must be a finite number"),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            merge_worker_updates([WorkerUpdate(0, [1.0], 0.0, 1), wrong])
-        assert words in str(caught.value)
-        assert caught.value.__notes__ == ["in the update of worker 7"]
-
-
 # --- a real module --------------------------------------------------------------------------------
 
 

@@ -467,30 +467,6 @@ def train_numpys(executor: str, replicas: int, file: str) -> None:
     Path(file).write_text(str(raised.value))
 
 
-@pytest.mark.parametrize(("kind", "told"), [REFUSED[0], REFUSED[3], REFUSED[4], REFUSED[7]])
-def test_containers_refuse_the_same(kind: type[Net], told: str) -> None:
-    with (
-        phalanx.DataParallel(kind(), devices=2) as model,
-        pytest.raises(UnsupportedError, match=told),
-    ):
-        model(batches()[1][0]).sum().backward()
-
-
-@pytest.mark.parametrize(("kind", "told"), REFUSED)
-def test_groups_refuse_the_same(kind: type[Net], told: str) -> None:
-    net = kind()
-
-    def go_there_and_back(group: phalanx.DataParallelExecutorGroup) -> None:
-        group.forward(batches()[1][0][:7], is_train=True)
-        group.backward([torch.ones(7, 3)])
-
-    with group_on(net, 2, [7]) as group:
-        refusal = pytest.raises(UnsupportedError, match=told)
-        with refusal:
-            go_there_and_back(group)
-    assert all(parameter.grad is None for parameter in net.parameters())
-
-
 def test_checkpointing_what_draws_nothing_is_no_seeding() -> None:
     class Quiet(Net):
         def hidden(self, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from phalanx import tables
-from phalanx.errors import ConfigError, PeerTimeout, StateError
+from phalanx.errors import ConfigError, PeerTimeout
 from tests.conformance.test_tables import (
     DEADLINE_S,
     FORMATIONS,
@@ -466,16 +466,6 @@ def test_what_is_not_finite_is_refused_by_name_and_changes_nothing(run):
     run_threads(run, 1, go_nan)
 
 
-def test_a_worker_that_has_left_does_not_sync():
-    with tables.join() as world:
-        shared = tables.SharedModule(Plain(), world)
-        world.leave()
-        with pytest.raises(StateError, match="`sync` must be called by a worker of the run"):
-            shared.sync()
-    with pytest.raises(StateError, match="`sync` must be called by a worker of the run"):
-        shared.sync()
-
-
 def sparse_net() -> nn.Module:
     net = nn.Linear(2, 2)
     net.register_buffer("sparse", torch.eye(2).to_sparse())
@@ -532,14 +522,6 @@ def test_another_workers_module_of_another_shape_is_refused():
         tables.SharedModule(nn.Linear(2, 3), world, name="net")
         with pytest.raises(ConfigError, match=r"`shape` of table 'net.parameters.float32' must be"):
             tables.SharedModule(nn.Linear(2, 2), other, name="net")
-
-
-@pytest.mark.parametrize("named", [{"name": "net"}, {}])
-def test_another_workers_module_of_equal_size_and_other_shapes_is_refused(named):
-    with tables.join(num_workers=2) as world, world.thread_worker() as other:
-        tables.SharedModule(nn.Linear(5, 2), world, **named)  # 12 numbers
-        with pytest.raises(ConfigError, match=r"`module` must have tensors of the same shapes"):
-            tables.SharedModule(nn.Linear(3, 3), other, **named)
 
 
 # --- dtypes ---------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ changed.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -66,23 +65,6 @@ class Bounded(nn.Module):
         return self.k(x.argmax(-1))
 
 
-class CountingLoss(nn.Module):
-    """A module whose own loss writes a buffer of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(9, 4)
-        self.register_buffer("scale", torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        loss = mse(outputs, targets)
-        self.scale.mul_(0.9).add_(loss.detach(), alpha=0.1)
-        return loss / self.scale.clone()
-
-
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1)
 
@@ -116,39 +98,6 @@ def test_parameters_that_forward_writes_are_refused(executor: str, replicas: int
                 net.follow()
 
 
-@pytest.mark.parametrize(("executor", "replicas"), EXECUTORS, ids=IDS)
-def test_parameters_that_a_later_step_writes_are_refused(executor: str, replicas: int) -> None:
-    net = Follower("none")
-    with trainer(net, executor, replicas) as t:
-        t.step(batch())
-        for net.way in ("written", "assigned"):
-            with pytest.raises(UnsupportedError, match=r"Parameter `k.weight` must stay"):
-                t.step(batch())
-
-
-def test_a_write_that_changes_nothing_is_let_through() -> None:
-    net = Follower("clamped")
-    with trainer(net, "threads", 2) as t:
-        t.fit([batch()] * 2)
-
-
-def test_replicas_that_only_evaluate_are_held_to_the_same() -> None:
-    net = Follower("data")
-    with trainer(net, "threads", 2) as t:
-        assert_refused(net, r"Parameter `k.weight` must stay", lambda: t.evaluate([batch()]))
-
-
-def test_containers_and_groups_refuse_it_too() -> None:
-    for way in ("written", "assigned", "data"):
-        net = Follower(way)
-        with phalanx.DataParallel(net, devices=2) as model:
-            assert_refused(net, r"Parameter `k.weight` must stay", lambda: model(batch()[0]))
-        shape = desc("x", 12, 9, dtype=torch.float32)
-        with group_of(net, shape, devices=["cpu"] * 2, workloads=[1, 1]) as group:
-            run = lambda: group.forward(batch()[0], is_train=True)  # noqa: E731
-            assert_refused(net, r"Parameter `k.weight` must stay", run)
-
-
 def test_a_column_of_its_own_may_write_its_parameters(second_device: bool) -> None:
     """There is one replica of it, in the module's own memory: it is written once, as it should.
 
@@ -169,31 +118,6 @@ def test_a_column_of_its_own_may_write_its_parameters(second_device: bool) -> No
         assert torch.equal(own.k.weight, other.k.weight)
 
 
-def test_buffers_of_the_module_itself_must_stay_as_they_are() -> None:
-    class Closed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.norm = nn.Linear(9, 4), nn.BatchNorm1d(4)
-            self.last = lambda x: self.norm(x)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.layer(x))
-
-    net = Closed()
-    for executor, replicas in EXECUTORS[:2]:
-        with trainer(net, executor, replicas) as t:
-            assert_refused(net, r"Buffer `norm\.\w+` of the module", lambda: t.step(batch()))
-    with phalanx.DataParallel(net, devices=2) as model:
-        assert_refused(net, r"Buffer `norm\.\w+` of the module", lambda: model(batch()[0]))
-
-
-@pytest.mark.parametrize(("executor", "replicas"), EXECUTORS, ids=IDS)
-def test_a_loss_that_writes_a_buffer_of_the_module_is_refused(executor: str, replicas: int) -> None:
-    net = CountingLoss()
-    with trainer(net, executor, replicas, net.loss) as t:
-        assert_refused(net, r"Buffer `scale` of the module", lambda: t.step(batch()))
-
-
 class Normalised(nn.Module):
     """A loss that keeps a running mean of itself."""
 
@@ -211,52 +135,9 @@ class Normalised(nn.Module):
         self.mean.mul_(0.9).add_(loss, alpha=0.1)
 
 
-class Replaced(Normalised):
-    def keep(self, loss: Tensor) -> None:
-        self.mean = 0.9 * self.mean + 0.1 * loss
-
-
 class Still(Normalised):
     def keep(self, loss: Tensor) -> None:
         pass
-
-
-class Around:
-    """A loss that uses another one."""
-
-    def __init__(self, loss: nn.Module) -> None:
-        self.loss = loss
-
-    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        found: Tensor = self.loss(outputs, targets)
-        return found
-
-
-GLOBAL = Normalised()
-
-
-def by_name(outputs: Tensor, targets: Tensor) -> Tensor:
-    found: Tensor = GLOBAL(outputs, targets)
-    return found
-
-
-@pytest.mark.parametrize(("executor", "replicas"), EXECUTORS, ids=IDS)
-def test_a_loss_with_a_buffer_that_it_writes_is_refused(executor: str, replicas: int) -> None:
-    for loss in (Normalised(), Replaced(), Around(Normalised()), Replaced().forward, by_name):
-        net = nn.Linear(9, 4)
-        with trainer(net, executor, replicas, loss) as t:
-            assert_refused(net, r"Buffer `mean` of `loss`", lambda: t.step(batch()))
-
-
-def test_a_loss_within_a_function_is_found() -> None:
-    inner = Normalised()
-    net = nn.Linear(9, 4)
-    for loss in (lambda o, y: inner(o, y), functools.partial(inner)):
-        with trainer(net, "threads", 2, loss) as t:
-            assert_refused(net, r"Buffer `mean` of `loss`", lambda: t.step(batch()))
-    forward = lambda m, b: inner(m(b[0]), b[1])  # noqa: E731
-    with phalanx.Trainer(net, optimizer=sgd, forward=forward, replicas=2) as t:
-        assert_refused(net, r"Buffer `mean` of `forward`", lambda: t.step(batch()))
 
 
 def test_a_loss_with_a_buffer_that_stays_is_served() -> None:
@@ -307,18 +188,6 @@ def test_inputs_that_are_changed_in_place_stay_the_users_in_every_executor() -> 
     torch.testing.assert_close(found[0], plain.state_dict())
     for state in found[1:]:
         torch.testing.assert_close(state, found[0], rtol=0.0, atol=0.0)
-
-
-@pytest.mark.parametrize(("executor", "replicas"), EXECUTORS, ids=IDS)
-def test_inputs_that_are_changed_in_place_later_on_are_refused(
-    executor: str, replicas: int
-) -> None:
-    net = InPlace(late=True)
-    with trainer(net, executor, replicas) as t:
-        t.fit([batch()] * 2)
-        net.late = False
-        with pytest.raises(UnsupportedError, match="An input must stay as it is"):
-            t.step(batch())
 
 
 class InPlaceGroup(nn.Module):

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx.compat import torch7
-from phalanx.errors import ConfigError, UnsupportedError
 from tests.conformance.containers import cpu_and_others
 from tests.zoo import assert_close
 
@@ -88,23 +87,6 @@ def test_outputs_of_replicas_are_merged_by_a_rule_of_ones_own() -> None:
         torch.testing.assert_close(net.forward(X[:1]), twin(X[:1]).sum(0).detach())
 
 
-class Bare(torch7.AbstractParallel):
-    def _distributeInput(self, input: Tensor) -> None:
-        self.input_gpu = input  # as fbcunn's did, which returned nothing
-
-
-def test_a_rule_that_returns_nothing_is_refused() -> None:
-    with two(Bare(0)) as net, pytest.raises(ConfigError, match="must return one input per column"):
-        net.forward(X)
-
-
-@pytest.mark.parametrize("base", [torch7.AbstractParallel, torch7.DataParallel])
-@pytest.mark.parametrize("name", ["_mixGrads", "_distributeGradOutput"])
-def test_a_way_back_that_nothing_calls_is_refused(base: type, name: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"`Own` must not write `{name}`"):
-        type("Own", (base,), {name: lambda self: None})
-
-
 def test_data_parallel_counts_as_abstract_parallel() -> None:
     assert isinstance(torch7.DataParallel(0), torch7.AbstractParallel)
     assert isinstance(SwappedData(0), torch7.AbstractParallel)
@@ -122,19 +104,6 @@ def test_every_column_of_replicas_is_the_module(index: int) -> None:
         torch7.DataParallelTable(0).add(mlp(), cpu_and_others(2)),
     ):
         assert net.get(index) is net.module
-
-
-@pytest.mark.parametrize("index", [2, -3])
-def test_a_column_that_is_not_there_is_refused(index: int) -> None:
-    with pytest.raises(ConfigError, match="`index` must be a column, 0 to 1, but is"):
-        two(torch7.DataParallel(0)).get(index)
-    with pytest.raises(ConfigError, match=r"there is none\. Call `add\(\)`"):
-        torch7.DataParallel(0).get(index)
-
-
-def test_a_set_of_devices_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"`gpus` must be a list .* A set has each of them once"):
-        torch7.DataParallelTable(0).add(mlp(), {"cpu"})
 
 
 # --- reset ----------------------------------------------------------------------------------------
@@ -161,15 +130,6 @@ def containers_of(module: nn.Module) -> list[Any]:
         torch7.ModelParallel(0).add(module, "cpu").reset,
         phalanx.DataParallel(module, 2).reset_parameters,
     ]
-
-
-@pytest.mark.parametrize("place", range(3))
-def test_reset_refuses_parameters_that_it_would_not_reach(place: int) -> None:
-    module = Scaled()
-    before = [parameter.detach().clone() for parameter in module.parameters()]
-    with pytest.raises(ConfigError, match=r"`.*scale` does not. Write that method"):
-        containers_of(module)[place]()
-    assert all(map(torch.equal, before, module.parameters()))
 
 
 @pytest.mark.parametrize("place", range(3))

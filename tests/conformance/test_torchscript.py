@@ -43,29 +43,6 @@ def test_a_trainer_refuses_it(make: Callable[[], nn.Module], name: str, executor
         phalanx.Trainer(make(), nn.functional.mse_loss, sgd, replicas=1, executor=executor)
 
 
-def test_a_trainer_refuses_one_that_came_later() -> None:
-    net = nn.Sequential(nn.Linear(5, 3))
-    with phalanx.Trainer(net, nn.functional.mse_loss, sgd, replicas=1) as trainer:
-        trainer.step((X, torch.zeros(4, 3)))
-        net.append(torch.jit.script(nn.Tanh()))
-        with refused("Module `1`"):
-            trainer.step((X, torch.zeros(4, 3)))
-
-
-@EVERY
-@pytest.mark.parametrize("executor", ["threads", "processes"])
-def test_an_executor_group_refuses_it(
-    make: Callable[[], nn.Module], name: str, executor: str
-) -> None:
-    data = [phalanx.DataDesc("input", (4, 5), torch.float32)]
-    options: Any = {"data": data, "executor": executor}
-    with (
-        refused(name),
-        phalanx.DataParallelExecutorGroup(make(), ["cpu"] * 2, **options) as group,
-    ):
-        group.forward({"input": X})
-
-
 @EVERY
 def test_a_container_refuses_it(make: Callable[[], nn.Module], name: str) -> None:
     with phalanx.DataParallel(make(), devices=2) as model, refused(name):

@@ -292,6 +292,19 @@ ROWS: list[Row] = [
         stepping(vector_batch(8), "`weight` must ", weight=lambda part, told=told: told)
         for told in (-1.0, NAN, float("inf"), None, "many", torch.ones(2))
     ),
+    # what is not supported
+    Row(
+        NOTHING,
+        lambda _: Trainer(LINEAR, MLP.loss, torch.optim.LBFGS, replicas=2),
+        "LBFGS",
+        UnsupportedError,
+    ),
+    Row(
+        CONTAINER,
+        lambda m: torch.func.jvp(m, (X,), (X,)),
+        "(?i)forward-mode|transform",
+        UnsupportedError,
+    ),
     # calls of a trainer
     Row(TRAINER, lambda t: t.fit(None), "`loader` must yield batches, but is None"),
     Row(TRAINER, lambda t: t.fit([]), "`loader` must .*, but "),

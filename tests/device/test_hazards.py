@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 import subprocess
 import sys
@@ -248,20 +247,3 @@ def test_a_gradient_that_is_added_twice_shows() -> None:
     assert source.grad.tolist() == [5, 5, 5]
     loss.backward()
     assert source.grad.tolist() == [10, 10, 10]
-
-
-def _works(queue: multiprocessing.Queue) -> None:
-    try:
-        torch.ones(1, device=FIRST)
-    except RuntimeError as error:
-        queue.put(str(error))
-
-
-def test_a_forked_child_is_refused() -> None:
-    torch.ones(1, device=FIRST)
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    child = context.Process(target=_works, args=(queue,))
-    child.start()
-    assert "forked child" in queue.get(timeout=60)
-    child.join()

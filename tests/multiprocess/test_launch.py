@@ -13,7 +13,6 @@ import pytest
 import torch.distributed as dist
 
 from phalanx import launch
-from phalanx.cli.app import main
 from phalanx.distributed import RankFailed
 from phalanx.errors import PeerError
 from tests.multiprocess.forked_launchers import Launcher, fork_ranks
@@ -111,22 +110,6 @@ def test_a_traceback_begins_in_the_script_and_says_things_once(tmp_path):
     text = " ".join(last[told:])
     assert "line 7" in text
     assert "distributed_c10d.py" not in text
-
-
-@pytest.mark.parametrize(
-    ("ranks", "sentence"),
-    [
-        ("2", "`script` must be a Python file, but there is no file 'none.py'."),
-        # As there is no such script, nothing would be started without the check either.
-        ("5000", "on one host, but is 5000. Give one a core, which are "),
-    ],
-)
-def test_what_cannot_be_started_is_refused(ranks, sentence, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["phalanx", "launch", "-n", ranks, "none.py"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert sentence in " ".join(capsys.readouterr().err.split())
 
 
 def gathered(word: str) -> list[str]:

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.distributed import merge_hook
-from phalanx.errors import ConfigError, PeerError, UnsupportedError
+from phalanx.errors import ConfigError, PeerError
 from tests.multiprocess.ranks import Ranks
 
 pytestmark = pytest.mark.promise("ddp-hooks")
@@ -331,28 +331,6 @@ def share_a_hook(rank: int) -> str:
 def test_a_hook_serves_one_model(ranks: Ranks) -> None:
     for told in ranks.run(share_a_hook):
         assert told.startswith("`hook` must serve one DDP model, but is registered with several.")
-
-
-def merge_sparse(rank: int) -> str:
-    ddp = DistributedDataParallel(nn.Embedding(11, 3, sparse=True))
-    ddp.register_comm_hook(None, merge_hook(lambda: 1))
-    try:
-        ddp(torch.tensor([rank, 5])).sum().backward()
-    except UnsupportedError as error:
-        return str(error)
-    return "no error"
-
-
-def test_sparse_gradients_are_refused(ranks: Ranks) -> None:
-    for told in ranks.run(merge_sparse):
-        assert told.startswith("Gradients must be dense to be merged by this hook, but are sparse.")
-
-
-def test_arguments_are_checked() -> None:
-    with pytest.raises(ConfigError, match="`weight_fn` must be callable, but is 5"):
-        merge_hook(5)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="`reduction` must be 'sum' or 'mean', but is 'max'"):
-        merge_hook(lambda: 1, reduction="max")
 
 
 def fail_on_rank_1(rank: int) -> int:

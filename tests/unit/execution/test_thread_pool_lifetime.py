@@ -67,14 +67,6 @@ def test_closing_from_inside_a_call_ends_it_first() -> None:
         pool.each(task)
 
 
-def test_a_call_from_inside_of_a_call_is_refused() -> None:
-    pool = ThreadPool(2, intra_op=1)
-    with pytest.raises(StateError, match="inner module"):
-        pool.each(lambda _: pool.each(lambda index: index))
-    assert pool.each(lambda index: index) == [0, 1]
-    pool.close()
-
-
 def test_a_signals_handler_cannot_call_in_the_middle_of_a_call() -> None:
     pool = ThreadPool(2, intra_op=1)
     errors: list[BaseException] = []

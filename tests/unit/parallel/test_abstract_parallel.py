@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx import AbstractParallel, DataParallel
-from phalanx.errors import ConfigError, StateError
 from phalanx.parallel import abstract_parallel
 from tests.zoo import assert_same_bits
 
@@ -111,38 +110,6 @@ def test_columns_are_counted_found_and_named() -> None:
     assert sorted(dict(model.named_children())) == ["0", "1", "2"]
 
 
-@pytest.mark.parametrize("index", [3, -4, 99])
-def test_columns_that_are_not_there(index: int) -> None:
-    model = of(ToAll, *linears())
-    with pytest.raises(ConfigError, match=rf"`index` must be a column, 0 to 2, but is {index}\."):
-        model.get(index)
-    with pytest.raises(ConfigError, match=rf"but is {index}: there is none\. Call `add\(\)`"):
-        ToAll().get(index)
-
-
-def test_without_columns_there_is_nothing_to_call() -> None:
-    with pytest.raises(StateError, match=r"`ToAll` needs at least one column\. Call `add\(\)`"):
-        ToAll()(x_of())
-
-
-@pytest.mark.parametrize(
-    ("module", "device", "match"),
-    [
-        (len, "cpu", r"`module` must be an `nn\.Module`, but is 'builtin_function_or_method'"),
-        (nn.Linear, "cpu", r"`module` must be an `nn\.Module`, but is 'type'"),
-        (nn.Linear(4, 2), "gpu", r"`devices` must hold names .*, but holds 'gpu'"),
-        (nn.Linear(4, 2), "cuda:99", r"'cuda:99' does not"),
-    ],
-)
-def test_a_refused_column_changes_nothing(module: Any, device: Any, match: str) -> None:
-    with of(ToAll, *linears()) as model:
-        model(x_of())
-        with pytest.raises(ConfigError, match=match):
-            model.add(module, device)
-        assert (len(model), len(list(model.children()))) == (3, 3)
-        assert model(x_of()).shape == (15, 2)
-
-
 def test_a_column_may_be_added_between_passes() -> None:
     x = x_of()
     with of(Sum, *linears(2)) as model:
@@ -223,41 +190,6 @@ def test_by_default_columns_go_to_the_device_that_is_least_loaded(device: torch.
 
 
 # --- distribute -----------------------------------------------------------------------------------
-
-
-def wrong(parts: Callable[[Any, int], Any]) -> AbstractParallel:
-    class Wrong(AbstractParallel):
-        def distribute(self, inputs: Any) -> Any:
-            return parts(inputs, len(self))
-
-    return of(Wrong, *linears())
-
-
-@pytest.mark.parametrize(
-    ("parts", "told"),
-    [
-        (lambda x, n: [x] * (n - 1), "returned 2"),
-        (lambda x, n: [x] * (n + 1), "returned 4"),
-        (lambda x, n: [], "returned 0"),
-        (lambda x, n: x, r"returned <class 'torch\.Tensor'>"),
-        (lambda x, n: None, "returned <class 'NoneType'>"),
-        (lambda x, n: (x for _ in range(n)), "returned <class 'generator'>"),
-        (lambda x, n: dict.fromkeys(range(n), x), "returned <class 'dict'>"),
-    ],
-)
-def test_anything_but_one_input_per_column_is_refused(parts: Any, told: str) -> None:
-    match = rf"`distribute\(\)` must return a list of one input per column \(3\), but {told}"
-    with wrong(parts) as model, pytest.raises(ConfigError, match=match):
-        model(x_of(3, 4))
-
-
-def test_a_subclass_without_a_rule_says_which() -> None:
-    class Bare(AbstractParallel):
-        pass
-
-    match = r"`Bare` must say what its columns get, but has no `distribute\(\)`\. Write one"
-    with pytest.raises(NotImplementedError, match=match):
-        of(Bare, *linears())(x_of())
 
 
 A, B = torch.ones(2), torch.zeros(3)
@@ -393,28 +325,6 @@ def test_by_default_outputs_are_concatenated_leaf_by_leaf(
 ) -> None:
     with of(ToAll, *map(Returns, outputs), dim=dim) as model:
         assert_same_bits(model(x_of()), expected)
-
-
-@pytest.mark.parametrize(
-    ("outputs", "match"),
-    [
-        ([zeros(1, 2), ones(1, 3)], r"Output tensor .* 'cat\(0\)' .* \(1, 2\), \(1, 3\)"),
-        ([{"y": zeros(2)}, {"y": torch.tensor(1.0)}], r"Output `y` .* \(2,\), \(\)"),
-        (
-            [zeros(1), [ones(1)]],
-            r"same structure from every column, .* \* from column 0 and \[\*\]",
-        ),
-        ([[zeros(1)], [ones(1), ones(1)]], r"from column 0 and \[\*, \*\] from column 1"),
-        ([{"y": zeros(1)}, {"y": None}], r"Output `y` .* but is Tensor, NoneType"),
-    ],
-)
-def test_outputs_that_cannot_be_concatenated_are_refused_with_a_way_out(
-    outputs: list[Any], match: str
-) -> None:
-    with of(ToAll, *map(Returns, outputs)) as model:
-        with pytest.raises(ConfigError, match=match) as caught:
-            model(x_of())
-        assert "Write a `merge()` that takes them as they are" in str(caught.value)
 
 
 def test_a_rule_of_ones_own_gets_outputs_as_they_are() -> None:
@@ -788,12 +698,3 @@ def test_sending_is_no_part_of_any_graph() -> None:
     assert parameter.tolist() == [1.0, 1.0]
     assert parameter.is_leaf
     ToAll().send(zeros(2), parameter)
-
-
-@pytest.mark.parametrize("shape", [(2, 3), (3, 1), (6,), (1, 3, 2), ()], ids=str)
-def test_sending_between_shapes_is_refused_and_nothing_is_written(shape: tuple[int, ...]) -> None:
-    destination = zeros(3, 2)
-    match = r"`destination` must have the shape of `source`, .*, but has \(3, 2\)"
-    with pytest.raises(ConfigError, match=match):
-        ToAll().send(destination, torch.ones(shape))
-    assert destination.count_nonzero() == 0

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import AbstractParallel, DataParallel
-from phalanx.errors import ConfigError, StateError, UnsupportedError
+from phalanx.errors import StateError, UnsupportedError
 from phalanx.parallel import container
 from phalanx.parallel.container import Container
 
@@ -294,12 +294,6 @@ def test_init_may_keep_what_is_the_threads_own(model: Any) -> None:
         child.register_forward_hook(lambda *_: found.append(own.name))
     model(draw())
     assert sorted(found) == NAMES
-
-
-def test_intra_op_below_one_is_refused() -> None:
-    for wrong in (lambda: DataParallel(net(), 2, intra_op=0), lambda: Mixture(intra_op=-1)):
-        with pytest.raises(ConfigError, match=r"`intra_op` must be at least 1 thread, but is "):
-            wrong()
 
 
 def test_every_thread_runs_its_operators_on_as_many_threads_as_asked_for() -> None:
@@ -590,40 +584,7 @@ def test_a_copy_of_a_flat_model_is_equal_independent_and_may_be_flat(
     assert_flat(model, values, grads)
 
 
-def test_models_that_cannot_be_flat_say_why() -> None:
-    mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2).double())
-    match = r"`flat_parameters\(\)` needs parameters of one dtype on one device, but .* has "
-    with pytest.raises(UnsupportedError, match=match + r"torch\.float32 on cpu, torch\.float64"):
-        DataParallel(mixed, 2).flat_parameters()
-    with pytest.raises(UnsupportedError, match=match + "none"):
-        Mixture().add(nn.Identity(), "cpu").flat_parameters()
-
-
-def test_a_refusal_to_be_flat_does_not_change_how_convolutions_lie() -> None:
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 3)
-            self.linear = nn.Linear(4, 2).double()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(self.conv(x).mean((2, 3)).double())
-
-    asked, unasked = Mixed(), Mixed()
-    for module in (asked, unasked):
-        with DataParallel(module, 2) as model:
-            if module is asked:
-                with pytest.raises(UnsupportedError):
-                    model.flat_parameters()
-            model(torch.randn(3, 3, 5, 5))
-    assert asked.conv.weight.stride() == unasked.conv.weight.stride()
-
-
 # --- shared parameters ----------------------------------------------------------------------------
-
-
-def state(model: nn.Module) -> dict[str, Tensor]:
-    return {key: value.clone() for key, value in model.state_dict().items()}
 
 
 def identities(model: nn.Module) -> list[int]:
@@ -667,36 +628,6 @@ def test_ties_are_shared_as_ties() -> None:
     model, other = DataParallel(tied(), 2), tied()
     model.share(other)
     assert model.module[0].weight is model.module[1].weight is other[0].weight
-
-
-def wider() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 7))
-
-
-def deeper() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), nn.Linear(2, 2))
-
-
-@pytest.mark.parametrize(
-    ("build", "names", "match"),
-    [
-        (wider, [], r"`other` must .* has `.*2\.weight` of shape \(7, 4\), and .* \(2, 4\)"),
-        (wider, ["bias"], r"has `.*2\.bias` of shape \(7,\), and this container \(2,\)"),
-        (deeper, [], r"has `.*3\.weight` of shape \(2, 2\), and this container none of that name"),
-        (net, ["weight", "wieght"], r"'wieght'"),
-    ],
-)
-def test_a_refused_share_changes_nothing(
-    make: Any, build: Any, names: list[str], match: str
-) -> None:
-    with make() as model:
-        before, objects, x = state(model), identities(model), draw()
-        expected = model(x)
-        with pytest.raises(ConfigError, match=match):
-            model.share(make(build), *names)
-        assert identities(model) == objects
-        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-        assert torch.equal(model(x), expected)
 
 
 # --- drawing parameters anew ----------------------------------------------------------------------
@@ -842,22 +773,6 @@ def test_a_copy_holds_nothing(model: Any) -> None:
     with model.clone() as other:
         loss(other, y).backward()
         assert_close(gradients(other), twin_gradients(model, y))
-
-
-def test_other_parameters_are_refused_while_something_is_held(model: Any) -> None:
-    x = draw()
-    with model.no_sync():
-        loss(model, x).backward()
-    layer = next(m for m in model.modules() if isinstance(m, nn.Linear))
-    layer.weight = nn.Parameter(torch.ones(4, 3))
-    match = r"must keep its parameters between `no_sync\(\)` .* replaced\. .*`zero_grad\(\)`"
-    for _ in range(2):
-        with pytest.raises(StateError, match=match):
-            model(x)
-        assert worker_names() == []
-    model.zero_grad()
-    loss(model, x).backward()
-    assert_close(gradients(model), twin_gradients(model, x))
 
 
 @pytest.fixture

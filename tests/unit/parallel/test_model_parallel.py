@@ -242,11 +242,3 @@ class TestContainer:
         torch.testing.assert_close(gradient, x.grad, rtol=1e-3, atol=1e-3)
         back = torch.cat([left.weight.grad.cpu(), right.weight.grad])
         torch.testing.assert_close(back, layer.weight.grad, rtol=1e-3, atol=1e-3)
-
-
-def test_a_dim_that_outputs_have_not_is_refused_in_the_first_pass():
-    with (
-        ModelParallel(dim=5).add(nn.Linear(4, 3)).add(nn.Linear(4, 3)) as model,
-        pytest.raises(ConfigError, match=r"must have shapes that 'cat\(5\)' can merge, but"),
-    ):
-        model(torch.ones(2, 4))

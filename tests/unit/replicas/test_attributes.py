@@ -280,14 +280,3 @@ def test_the_whole_module_may_be_replaced() -> None:
         model(X)
         model.module = nn.Linear(3, 4)
         torch.testing.assert_close(model(X), model.module(X))
-
-
-def test_a_tensor_that_wants_a_gradient_but_is_no_parameter_is_refused() -> None:
-    """Plain torch trains it; a copy in the replica would keep its gradient to itself."""
-    net = Settings()
-    net.factor = torch.ones(3, requires_grad=True)
-    with (
-        phalanx.DataParallel(net, 3) as model,
-        pytest.raises(phalanx.ConfigError, match=r"Attribute `factor` must be an `nn.Parameter`"),
-    ):
-        model(X)

@@ -49,11 +49,6 @@ class Net(nn.Module):
         self.last.weight = nn.Parameter(torch.randn(5, 3).t())
 
 
-def values(source: nn.Module, copies: ParameterCopies) -> list[Tensor]:
-    copies.refresh()
-    return copies.values_on(CPU)
-
-
 def opened(source: nn.Module) -> ParameterCopies:
     copies = ParameterCopies(list(source.parameters()))
     copies.values_on(CPU)
@@ -148,18 +143,6 @@ def test_a_graph_notices_that_its_parameters_have_changed() -> None:
     copies.refresh()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
-
-
-def test_a_replica_whose_forward_has_assigned_a_parameter_is_put_back() -> None:
-    source = nn.Linear(3, 2)
-    copies = opened(source)
-    replica = Replica(source, CPU, 0, copies=copies)
-    copies.refresh()
-    with pytest.raises(Exception, match="must stay as it is"), replica.running():
-        replica.parameters[0].data = torch.zeros(2, 3)
-    write(source.weight)
-    copies.refresh()
-    assert torch.equal(replica.parameters[0], source.weight)
 
 
 def test_copies_are_made_in_inference_mode_too() -> None:
