@@ -5,6 +5,7 @@ Workers are one process, its threads, or processes; what they find is worked out
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -406,42 +407,100 @@ def test_asynchronous_statistics_stay_between_the_workers_values(workers, n, run
 # --- what goes wrong ------------------------------------------------------------------------------
 
 
-def stay_away(world: tables.TableGroup) -> tuple[int | None, list[float], list[float]]:
-    """Worker 0 syncs while another stays away, trains on, and syncs again when it has come."""
-    net = nn.Sequential(nn.Linear(1, 1, bias=False).double(), nn.Linear(1, 1, bias=False))
-    for parameter in net.parameters():
-        nn.init.constant_(parameter, 0.0)
-    shared = tables.SharedModule(net, world, merge="sum")
+def stay_away(world: tables.TableGroup) -> int | None:
+    """Worker 0 syncs while another stays away; that is the last sync."""
+    net = seeded_net(0)
+    shared = tables.SharedModule(net, world)
     rank = None
     world.barrier("opened")
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter += 1
     if world.worker_id == 0:
         kept, world.timeout_s = world.timeout_s, 0.2
-        for _ in range(2):
-            with pytest.raises(PeerTimeout, match=r"within 0\.2 s") as caught:
-                shared.sync()
-            rank = caught.value.rank
+        with pytest.raises(PeerTimeout, match=r"within 0\.2 s") as caught:
+            shared.sync()
+        rank = caught.value.rank
+        for call in (shared.sync, partial(shared.restore, "nowhere")):
+            with pytest.raises(StateError, match="must come after syncs that succeeded"):
+                call()
         world.timeout_s = kept
-        with torch.no_grad():
-            for parameter in net.parameters():
-                parameter += 10
     world.barrier("tried")
-    shared.sync()
-    first = [p.item() for p in net.parameters()]
-    shared.sync()
-    world.barrier("first")
-    return rank, first, [p.item() for p in net.parameters()]
+    return rank
 
 
-@pytest.mark.parametrize(("workers", "n"), [p for p in FORMATIONS if p.values[1] == 2])
-def test_a_sync_that_timed_out_goes_on_and_gives_nothing_twice(workers, n, run):
-    (rank, mine, after), (_, theirs, last) = workers(run, n, stay_away, sync=True)
-    assert rank == 1
-    assert mine == [12.0, 12.0]  # both ones, and the ten that it has trained since
-    assert theirs == [2.0, 2.0]
-    assert after == last == [12.0, 12.0]
+def test_a_sync_that_timed_out_is_the_last_one(run):
+    assert run_threads(run, 2, stay_away, sync=True)[0] == 1
+
+
+def assign_state(net: nn.Sequential) -> None:
+    net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()}, assign=True)
+
+
+def replace_layer(net: nn.Sequential) -> None:
+    net[1] = nn.Linear(7, 7)
+
+
+def widen_layer(net: nn.Sequential) -> None:
+    net[1] = nn.Linear(7, 9)
+
+
+def add_layer(net: nn.Sequential) -> None:
+    net.append(nn.Linear(7, 2))
+
+
+def add_buffer(net: nn.Sequential) -> None:
+    net[0].register_buffer("mean", torch.zeros(3))
+
+
+def drop_layer(net: nn.Sequential) -> None:
+    del net[1]
+
+
+def begin_and_change(
+    world: tables.TableGroup, change: Callable[[nn.Sequential], None]
+) -> tuple[nn.Sequential, tables.SharedModule]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 7))
+    shared = tables.SharedModule(net, world, merge="sum")
+    change(net)
+    return net, shared
+
+
+def train_after(world: tables.TableGroup, change: Callable[[nn.Sequential], None]) -> list:
+    net, shared = begin_and_change(world, change)
+    with torch.no_grad():  # worker 0's module is the master's: the others take it over
+        for tensor in net.parameters():
+            tensor.fill_(world.worker_id)
+    shared.sync()
+    tensors = {id(p) for p in net.parameters()}
+    for _ in range(2):
+        train_step(net, sgd(net), world.worker_id, 1)
+        shared.sync()
+    assert tensors == {id(p) for p in net.parameters()}
+    return [p.tolist() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("change", [assign_state, replace_layer])
+def test_tensors_that_took_the_place_of_shared_ones_are_shared(change, run):
+    first, second = run_threads(run, 2, partial(train_after, change=change), sync=True)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (widen_layer, "1.weight"),
+        (add_layer, "2.weight"),
+        (drop_layer, "1.weight"),
+        (add_buffer, "0.mean"),
+    ],
+)
+def test_a_module_with_other_tensors_than_were_shared_is_refused(change, name, tmp_path):
+    with tables.join() as world:
+        net, shared = begin_and_change(world, change)
+        before = state_of(net)
+        for call in (shared.sync, partial(shared.restore, tmp_path)):
+            with pytest.raises(StateError, match=f"those of `{name}` have changed. Make another"):
+                call()
+        assert state_of(net) == before
 
 
 def go_nan(world: tables.TableGroup) -> None:

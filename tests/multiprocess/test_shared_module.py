@@ -42,7 +42,7 @@ def values(net: nn.Module) -> list[set[float]]:
     return [set(tensor.detach().view(-1).tolist()) for tensor in tensors]
 
 
-POINTS = ("note", "give", "ask", "wait", "put")
+POINTS = ("note", "give", "ask", "receive")
 
 
 def die_before(point: str, which: int) -> None:
@@ -163,14 +163,14 @@ def test_a_merged_round_is_taken_once_though_its_taker_is_killed(run, outer, poi
 
 def forgetful(parent: Parent, run: str, how: dict) -> None:
     """The planted bug: what an exchange has given is not marked off."""
-    original = module_exchange.ParameterExchange.put
+    original = module_exchange.ParameterExchange.receive
 
-    def put(self: module_exchange.ParameterExchange, *, alone: bool) -> None:
+    def receive(self: module_exchange.ParameterExchange, *, alone: bool) -> None:
         before = self._base.clone()
         original(self, alone=alone)
         self._base = before
 
-    module_exchange.ParameterExchange.put = put
+    module_exchange.ParameterExchange.receive = receive
     survivor(parent, run, how)
 
 

@@ -3,9 +3,8 @@
     tensors   | w1 | b1 | w2 |  of any shape, device and float dtype
     flat      | w1 · b1 · w2 |  float32, or float64 for tensors of that
 
-One exchange: note the module's values, give the table their change since the last exchange, get the
-merged values, and put them into the module. A PeerTimeout may end it after any of these steps; the
-next call resumes there, so that nothing is given twice.
+One exchange: note the module's values, give the table their change since the last exchange, and put
+the merged values into the module.
 
 Shapes:
     P: elements of the module that lie in the table.
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.tables.table import PendingGet, Table
+from phalanx.tables.table import Table
 from phalanx.tables.updaters import Change, Nesterov, Sum, Updater, parse_updater
 
 __all__ = [
@@ -55,6 +54,11 @@ class FlatTensors:
     def shapes(self) -> list[list[int]]:
         """The shape of each tensor."""
         return [list(tensor.shape) for tensor in self._tensors.values()]
+
+    @property
+    def layout(self) -> list[tuple[str, torch.dtype, torch.Size]]:
+        """What lies where: name, dtype of the flat tensor and shape of each tensor."""
+        return [(name, self.dtype, tensor.shape) for name, tensor in self._tensors.items()]
 
     def gather(self, flat: Tensor | None = None) -> Tensor:
         """Copy the tensors into ``flat``, a new one if None."""
@@ -92,7 +96,7 @@ def _real(tensor: Tensor) -> Tensor:
 class ParameterExchange:
     """Parameters, of which a table takes the differences.
 
-    ``note``, ``give``, ``ask``, ``wait`` and ``put``, in this order, make one exchange.
+    ``note``, ``give``, ``ask`` and ``receive``, in this order, make one exchange.
 
     Args:
         flat: The tensors.
@@ -100,9 +104,8 @@ class ParameterExchange:
         downhill: Whether the updater goes down what it is given.
         averages: Whether what is given is divided by the number of workers.
 
-    # Note [Between two exchanges]
     ``_base`` is what the last exchange put into the module, ``_held`` what the module held when it
-    was noted. From ``give`` to ``receive`` the table has it: it is not given again.
+    was noted.
     """
 
     def __init__(self, flat: FlatTensors, table: Table, *, downhill: bool, averages: bool) -> None:
@@ -114,23 +117,13 @@ class ParameterExchange:
             self._base = torch.zeros(flat.size, dtype=flat.dtype, device="cpu")
             self._held = torch.empty_like(self._base)
             self._spare = torch.empty_like(self._base)  # the difference, then the answer
-        self.forget()
-
-    def forget(self) -> None:
-        """Be as after an exchange, whatever came of the last one."""
-        self._given = self._resumed = False
-        self._pending: PendingGet | None = None
-        self._answer: Tensor | None = None
 
     def note(self) -> None:
-        """Look at what the tensors hold, unless the last exchange is not over.
+        """Look at what the tensors hold.
 
         Raises:
             ConfigError: A tensor has become NaN or infinite. Nothing is changed.
         """
-        self._resumed = self._given
-        if self._given:
-            return
         difference = torch.sub(self.flat.gather(self._held), self._base, out=self._spare)
         if bool(difference.sum().isfinite()):
             return
@@ -144,53 +137,32 @@ class ParameterExchange:
 
     def give(self, num_workers: int) -> None:
         """Give the table what was noted."""
-        if not self._given:
-            self._add(num_workers)
-            self._given = True
-
-    def _add(self, num_workers: int) -> None:
         factor = self._sign / (num_workers if self._averages else 1)
         self.table.add(self._spare if factor == 1 else self._spare * factor)
         self._base.add_(self._spare)  # what the table holds now, if nobody else adds
 
     def ask(self) -> None:
-        """Begin to get the answer, unless it is on its way."""
-        if self._pending is None and self._answer is None:
-            self._pending = self.table.async_get(out=self._room())
+        """Begin to get the answer."""
+        self._pending = self.table.async_get(out=self._spare)
 
-    def _room(self) -> Tensor:
-        return self._spare
-
-    def wait(self) -> None:
-        """Wait for the answer.
-
-        Raises:
-            PeerTimeout: As a table's ``get``.
-        """
-        if self._pending is not None:
-            pending, self._pending = self._pending, None  # one that fails is asked for anew
-            self._answer = self._read_answer(pending.wait())
-
-    def _read_answer(self, answer: Tensor) -> Tensor:
-        return answer
-
-    def put(self, *, alone: bool) -> None:
-        """Put the answer into the tensors.
+    def receive(self, *, alone: bool) -> None:
+        """Wait for the answer, and put it into the tensors.
 
         Args:
             alone: Whether no other worker is there. Then the tensors stay as they are if the table
                 holds what was given; put back, they might differ from it in the last bit.
+
+        Raises:
+            PeerTimeout: As a table's ``get``.
         """
-        got = self._answer
-        assert got is not None
+        got = self._read_answer(self._pending.wait())
         if not (alone and torch.equal(got, self._base)):
-            if self._resumed:  # trained on since it was noted
-                self.flat.scatter(self.flat.gather().sub_(self._held).add_(got))
-            else:
-                self.flat.scatter(got)
+            self.flat.scatter(got)
         self.flat.round(got)
         self._base, self._spare = got, self._base
-        self.forget()
+
+    def _read_answer(self, answer: Tensor) -> Tensor:
+        return answer
 
 
 class StatisticsExchange(ParameterExchange):
@@ -205,12 +177,14 @@ class StatisticsExchange(ParameterExchange):
     def __init__(self, flat: FlatTensors, table: Table, *, in_rounds: bool) -> None:
         super().__init__(flat, table, downhill=False, averages=not in_rounds)
 
-    def _add(self, num_workers: int) -> None:
+    def give(self, num_workers: int) -> None:
+        """Give the table what was noted."""
         weight = 1.0 / num_workers if self._averages else 1.0
         self.table.add(torch.stack((self._held, torch.full_like(self._held, weight)), 1))
 
-    def _room(self) -> Tensor:
-        return torch.empty((self.flat.size, 2), dtype=self.flat.dtype, device="cpu")
+    def ask(self) -> None:
+        """Begin to get the answer."""
+        self._pending = self.table.async_get()
 
     def _read_answer(self, answer: Tensor) -> Tensor:
         return answer[:, 0].contiguous()

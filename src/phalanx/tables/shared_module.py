@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -45,7 +46,8 @@ class SharedModule:
     Every worker trains its own copy with an optimizer of its own, and calls :meth:`step` after each
     of its steps. Parameters exchange differences; floating-point buffers (running statistics) are
     averaged; integer and boolean buffers (counters) begin with the master's and are each worker's
-    own from there. Tied parameters are one; frozen ones are shared, and stay as they are.
+    own from there. Tied parameters are one; frozen ones are shared, and stay as they are. A tensor
+    that takes another's place, as with ``load_state_dict(assign=True)``, is shared in its place.
 
     =============  =================================================================================
     mode           after a sync the copy holds
@@ -123,7 +125,7 @@ class SharedModule:
         self._world = world
         self._staleness = read_mode(sync, staleness, world.staleness)
         self._bound = self._staleness.bound if self._staleness.is_bounded else None
-        self._ticked = False
+        self._is_torn = False  # whether a sync has begun and not ended
         parameters, statistics, counters = _sort_tensors(module)
         self._exchanges = [
             *(self._open_parameters(name, flat) for flat in parameters),
@@ -218,10 +220,11 @@ class SharedModule:
 
         Raises:
             ConfigError: A parameter or statistic has become NaN or infinite; nothing is changed.
-            PeerTimeout: A worker for whom the mode waits stayed away; ``.rank`` is it. What was
-                added stays; the next ``sync`` goes on from there and gives nothing twice, and what
-                was trained between the two is kept for the sync after.
-            StateError: This worker has left the group.
+            PeerTimeout: A worker for whom the mode waits stayed away; ``.rank`` is it. Some tables
+                may have this worker's change by then, and others not, so that is the end of the
+                sharing: begin it again from a :meth:`snapshot`.
+            StateError: This worker has left the group, an earlier sync failed, or the module has
+                other parameters or statistics than it had. Nothing is changed.
 
         Collective: Synchronous: all workers. Blocks: As a table's ``get`` in its mode.
         """
@@ -231,17 +234,41 @@ class SharedModule:
                 f"`sync` must be called by a worker of the run, but worker {world.worker_id} has "
                 "left."
             )
+        self._refuse_torn("sync")
+        self._find_tensors()
         for exchange in self._exchanges:
             exchange.note()
+        self._is_torn = True
         num_workers = world.num_workers
         for exchange in self._exchanges:
             exchange.give(num_workers)
-        if self._staleness.is_bounded and not self._ticked:
-            self._ticked = True  # a tick that fails has ended the round all the same
+        if self._staleness.is_bounded:
             world.tick()
         self._receive()
-        self._ticked = False
+        self._is_torn = False
         self.num_syncs += 1
+
+    def _refuse_torn(self, what: str) -> None:
+        if self._is_torn:
+            raise StateError(
+                f"`{what}` must come after syncs that succeeded, but one has failed, and some "
+                "tables may lack this worker's change. Start the run again, and restore a snapshot."
+            )
+
+    def _find_tensors(self) -> None:
+        """Share what the module holds by now under the names of what was shared."""
+        found = [flat for group in _sort_tensors(self.module)[:2] for flat in group]
+        has = [item for flat in found for item in flat.layout]
+        had = [item for exchange in self._exchanges for item in exchange.flat.layout]
+        if has != had:
+            pairs = zip_longest(has, had)
+            changed = next(new or old for new, old in pairs if new != old)
+            raise StateError(
+                "`module` must keep the names, shapes and dtypes that it had when it was shared, "
+                f"but those of `{changed[0]}` have changed. Make another `SharedModule` of it."
+            )
+        for exchange, flat in zip(self._exchanges, found, strict=True):
+            exchange.flat = flat
 
     def _receive(self) -> None:
         # All are asked for before one is waited for: a worker that joins between the rounds of two
@@ -250,10 +277,8 @@ class SharedModule:
             for exchange in self._exchanges:
                 exchange.ask()
             for exchange in self._exchanges:
-                exchange.wait()
-        alone = self.outer is None and self._world.num_workers == 1
-        for exchange in self._exchanges:
-            exchange.put(alone=alone)
+                alone = self.outer is None and self._world.num_workers == 1
+                exchange.receive(alone=alone)
 
     # --- checkpoints ------------------------------------------------------------------------------
 
@@ -286,9 +311,13 @@ class SharedModule:
         Raises:
             CheckpointError: It is missing, damaged or of another module. Nothing is changed.
             PeerTimeout: A worker did not come.
+            StateError: A sync has failed, or the module has other parameters or statistics than it
+                had.
 
         Collective: All workers. Blocks: Until all have come.
         """
+        self._refuse_torn("restore")
+        self._find_tensors()
         for exchange in self._exchanges:  # everybody looks, so that all go on or none
             try:
                 load_parts(exchange.table._spec, read_directory(directory))
@@ -303,8 +332,6 @@ class SharedModule:
             for exchange in self._exchanges:
                 exchange.table.restore(directory)
         self._world.barrier("restored a module")
-        for exchange in self._exchanges:
-            exchange.forget()
         self._receive()
 
     def __repr__(self) -> str:
