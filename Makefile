@@ -50,7 +50,7 @@ endif
 
 # Targets with one `#` are for the developers of Phalanx, and not shown.
 help:  ## show this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
 venv: $(STAMP)  ## set up .venv (done by the other targets where needed)
 

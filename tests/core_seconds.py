@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,14 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 def used_s(pid: int) -> float:
     """Return the seconds that a process, its children and theirs have used of a core so far."""
-    try:
+    seconds = 0.0
+    with suppress(OSError):  # it has ended meanwhile
         times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        children = [child for task in tasks for child in (task / "children").read_text().split()]
-    except OSError:  # it has ended meanwhile
-        return 0.0
-    return sum(map(int, times)) * TICK_S + sum(used_s(int(child)) for child in children)
+        seconds = sum(map(int, times)) * TICK_S
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):  # of a thread that has
+                seconds += sum(map(used_s, map(int, (task / "children").read_text().split())))
+    return seconds
 
 
 class CoreSeconds:
@@ -42,22 +45,30 @@ class CoreSeconds:
         self._path = path
         self._device = device
         self._seconds_by_case: Counter[str] = Counter()
+        self._counted_s = 0.0
+
+    def _count(self, case: str) -> None:
+        """Let what was used since the last call be a case's; what left its parent may be missed."""
+        now_s = used_s(os.getpid())
+        self._seconds_by_case[case] += max(0.0, now_s - self._counted_s)
+        self._counted_s = now_s
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        before_s = used_s(os.getpid())
+        self._count(OUTSIDE)
         result = yield
-        self._seconds_by_case[item.nodeid] += max(0.0, used_s(os.getpid()) - before_s)
+        self._count(item.nodeid)
         return result
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        own_s = used_s(os.getpid())
+        if session.config.pluginmanager.hasplugin("dsession"):  # its workers have told theirs
+            self._seconds_by_case[OUTSIDE] += time.process_time()
+        else:
+            self._count(OUTSIDE)
         output = getattr(session.config, "workeroutput", None)
         if output is not None:  # one of several: the process above asks for this
-            self._seconds_by_case[OUTSIDE] = own_s - self._seconds_by_case.total()
             output["core_seconds"] = dict(self._seconds_by_case)
             return
-        self._seconds_by_case[OUTSIDE] += max(0.0, own_s - self._seconds_by_case.total())
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"device": self._device, "cases": self._seconds_by_case}) + "\n")
 
