@@ -93,7 +93,7 @@ def train(
         note(trainer, event)
         if isinstance(event, phalanx.EpochDone):
             last[:] = [event]
-            if event.epoch % 3 == 0:
+            if event.epoch % 3 == 1:
                 trainer.save(checkpoint)
 
     trainer = phalanx.Trainer(

@@ -199,7 +199,7 @@ def test_evaluation_is_cut_as_training_and_teaches_nothing(clocks):
     with phalanx.Trainer(
         module, F.cross_entropy, plain_sgd, replicas=2, workloads="auto"
     ) as trainer:
-        trainer.fit(BATCHES, epochs=1)
+        trainer.fit(BATCHES)
         num_decisions = len(trainer.decisions)
         found = trainer.evaluate(BATCHES)
         assert len(trainer.decisions) == num_decisions == len(BATCHES)

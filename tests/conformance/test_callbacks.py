@@ -139,7 +139,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_callbacks_bits(
         trainer.save(tmp_path / "checkpoint")
     with make("threads", 2, second) as trainer:
         trainer.resume(tmp_path / "checkpoint")
-        trainer.fit(TRAIN, epochs=EPOCHS - trainer.epochs, validate=VALIDATION)
+        trainer.fit(TRAIN, epochs=EPOCHS, validate=VALIDATION)
     assert_same(trainer.module, alone)
     assert_same(second[1].module, averaged)
     assert [path.name for path in second[0].kept] == [path.name for path in whole[0].kept]
@@ -417,7 +417,7 @@ def test_reduce_on_plateau_is_stepped_by_each_epochs_loss(
     if stopped is not None:
         with make(callbacks=[history], scheduler=plateau) as trainer:
             trainer.resume(tmp_path / "c")
-            fit(trainer, epochs=EPOCHS - trainer.epochs)
+            fit(trainer, epochs=EPOCHS)
     rate = trainer.optimizer.param_groups[0]["lr"]
     by_hand = adamw([nn.Parameter(torch.zeros(1))])
     plain = plateau(by_hand)

@@ -191,7 +191,7 @@ def test_a_run_that_is_stopped_and_resumed_on_another_executor_gives_the_same_bi
         with trainer(*second, losses, copy.deepcopy(made())) as trained:
             trained.resume(folder)
             rest: Iterable[tuple[Tensor, Tensor]] = batches()
-            trained.fit(rest, epochs=2)
+            trained.fit(rest, epochs=3)
             assert trained.steps == STEPS
             assert_same_bits(result(trained, losses), expected)
 

@@ -183,11 +183,11 @@ def test_the_next_fit_goes_on_behind_the_last_step_that_was_done(where: str) -> 
     good = [vector_batch(ROWS, seed=seed) for seed in range(3)]
     with phalanx.Trainer(Fused(where), loss_for(where), sgd, replicas=2) as trainer:
         with pytest.raises(Boom):
-            trainer.fit(Loader([good[0], marked_batch(3), good[2]]), epochs=1)
+            trainer.fit(Loader([good[0], marked_batch(3), good[2]]))
         assert (trainer.steps, trainer.epochs) == (1, 0)
-        trainer.fit(Loader(good), epochs=1)
+        trainer.fit(Loader(good))
         assert (trainer.steps, trainer.epochs) == (3, 1)
-        trainer.fit(Loader(good), epochs=1)
+        trainer.fit(Loader(good))
         assert (trainer.steps, trainer.epochs) == (6, 2)
 
 
@@ -248,7 +248,7 @@ def test_an_exception_of_a_callback_arrives_and_the_step_counts() -> None:
     batches = batches_of(MLP, ROWS, torch.float32, 4)
     with phalanx.Trainer(mlp(), MLP.loss, sgd, replicas=2, callbacks=[watch]) as trainer:
         with pytest.raises(Boom):
-            trainer.fit(Loader(batches), epochs=1)
+            trainer.fit(Loader(batches))
         assert trainer.steps == 2
         trainer.step(batches[2])
         assert trainer.steps == 3
@@ -261,7 +261,7 @@ def test_an_exception_of_the_loader_arrives() -> None:
 
     with phalanx.Trainer(mlp(), MLP.loss, sgd, replicas=2) as trainer:
         with pytest.raises(Boom):
-            trainer.fit(broken(), epochs=1)
+            trainer.fit(broken())
         assert trainer.steps == 1
         trainer.step(vector_batch(ROWS))
 
@@ -415,7 +415,7 @@ def test_an_interrupt_in_a_callback_arrives_and_the_trainer_can_be_saved(tmp_pat
         cnn_norm(), CNN_NORM.loss, adamw, replicas=2, callbacks=[watch]
     ) as trainer:
         with pytest.raises(KeyboardInterrupt):
-            trainer.fit(Loader(batches), epochs=1)
+            trainer.fit(Loader(batches))
         assert trainer.steps == 2
         trainer.save(tmp_path / "checkpoint")
         expected = whole_state(trainer)

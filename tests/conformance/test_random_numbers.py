@@ -673,14 +673,14 @@ def test_what_an_optimizer_or_a_callback_draws_goes_on_after_a_stop(
         trainer.fit(data(), steps=2)
         trainer.save(tmp_path / "checkpoint")
         if way == "went on":
-            trainer.fit(data(), epochs=1)
-            trainer.fit(data(), epochs=1)
+            trainer.fit(data())
+            trainer.fit(data())
     if way == "resumed":
         seed_all(99)
         with make(nets[1]) as trainer:
             trainer.resume(tmp_path / "checkpoint")
-            trainer.fit(data(), epochs=1)
-            trainer.fit(data(), epochs=1)
+            trainer.fit(data())
+            trainer.fit(data())
     assert torch.equal(nets[1].weight, nets[0].weight)
     assert (torch.rand(1), np.random.rand(), random.random()) == expected
 

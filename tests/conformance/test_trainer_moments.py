@@ -107,7 +107,7 @@ def test_going_back_in_a_callback_reads_the_data_from_there(tmp_path: Path) -> N
 
     with make(callbacks=[go_back]) as trainer:
         trainer.fit(batches(), epochs=2)
-        assert seen == [0, 1, 2, 3, 2, 3, 4, 0, 1, 2, 3, 4]
+        assert seen == [1, 2, 3, 4, 3, 4, 5, 1, 2, 3, 4, 5]
         assert same(state_of(trainer), undisturbed(10))
 
 
@@ -146,7 +146,7 @@ def test_closing_in_the_middle_of_a_step_lets_it_end() -> None:
     trainer.fit(batches(), steps=1)
     Calling.calls.append(trainer.close)
     with pytest.raises(StateError, match="was closed"):
-        trainer.fit(batches(), epochs=1)
+        trainer.fit(batches())
     assert trainer.steps == 2
     assert same(state_of(trainer), expected)
 
@@ -277,7 +277,7 @@ def test_the_callers_own_thread_is_one_replica_whatever_is_faster(monkeypatch) -
         executor="inline",
         callbacks=[seen.append],
     ) as trainer:
-        trainer.fit([(torch.ones(5, 3), torch.ones(5, 1))] * 2, epochs=1)
+        trainer.fit([(torch.ones(5, 3), torch.ones(5, 1))] * 2)
         assert trainer.steps == 2
     assert not [event for event in seen if isinstance(event, FormationChosen)]
 
@@ -321,34 +321,45 @@ def ended(how: str, step: int, **options: Any) -> phalanx.Trainer:
 def test_fit_does_what_it_is_asked_whatever_ended_the_one_before(how: str, step: int) -> None:
     with ended(how, step) as trainer:
         before = trainer.epochs
-        assert len(trainer.fit(batches(), epochs=1)) == 1
-        assert trainer.epochs == before + 1
-        assert len(trainer.fit(batches(), epochs=2)) == 2
-        assert trainer.steps == 5 * trainer.epochs
+        assert len(trainer.fit(batches())) == 1
+        assert len(trainer.fit(batches(), epochs=before + 3)) == 2
+        assert trainer.steps == 5 * (before + 3)
     with ended(how, step) as trainer:
         trainer.fit(batches(), steps=4)
         assert trainer.steps == step + 4
 
 
 @ENDS
-def test_a_resumed_fit_ends_where_the_saved_one_would_have(how: str, tmp_path: Path) -> None:
-    with ended(how, 7) as trainer:
+@pytest.mark.parametrize("step", [7, 10])
+def test_epochs_are_counted_from_the_start_of_the_run(how: str, step: int, tmp_path: Path) -> None:
+    with ended(how, step) as trainer:
         trainer.save(tmp_path / "c")
-    with make() as trainer:
+    numbers: list[tuple[int, int]] = []
+
+    def note(event: object) -> None:
+        if isinstance(event, StepDone):
+            numbers.append((event.epoch, event.batch))
+
+    with make(callbacks=[note]) as trainer:
         trainer.resume(tmp_path / "c")
-        with pytest.raises(ValueError, match="broken"):  # which does nothing, and counts as none
-            trainer.fit(Broken(), epochs=1)
-        assert len(trainer.fit(batches(), epochs=1)) == 8
-        assert trainer.epochs == 9
-        assert len(trainer.fit(batches(), epochs=1)) == 1
+        done = trainer.fit(batches(), epochs=4)
+        assert [each.epoch for each in done] == list(range(trainer.epochs - len(done) + 1, 5))
+        assert (trainer.epochs, trainer.steps) == (4, 20)
+        assert numbers == [(1 + at // 5, 1 + at % 5) for at in range(step, 20)]
+        assert len(trainer.fit(batches())) == 1  # the running one
 
 
-def test_only_the_first_fit_after_a_resume_ends_as_the_saved_one(tmp_path: Path) -> None:
-    with ended("stop", 7) as trainer:
-        trainer.save(tmp_path / "c")
-        trainer.resume(tmp_path / "c")
-        trainer.fit(batches(), steps=1)
-        assert len(trainer.fit(batches(), epochs=1)) == 1
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_fewer_epochs_than_are_done_are_none_and_it_says_so(epochs: int) -> None:
+    seen: list[object] = []
+    with make(callbacks=[seen.append]) as trainer:
+        trainer.fit(batches(), epochs=2)
+        before = state_of(trainer)
+        seen.clear()
+        with pytest.warns(UserWarning, match="more than the 2 that the run has finished"):
+            assert trainer.fit(Broken(), epochs=epochs) == []
+        assert (trainer.epochs, trainer.steps, seen) == (2, 10, [])
+        assert same(state_of(trainer), before)
 
 
 class Broken:

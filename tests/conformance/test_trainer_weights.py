@@ -200,15 +200,15 @@ def test_an_epoch_with_a_ragged_last_batch_equals_the_plain_loop(replicas: int) 
     steps = [event for event in seen if isinstance(event, StepDone)]
     assert [event.step for event in steps] == list(range(1, 13))
     assert [(event.epoch, event.batch) for event in steps] == list(
-        itertools.product(range(3), range(4))
+        itertools.product(range(1, 4), range(1, 5))
     )
     assert [event.samples for event in steps] == [8, 8, 7, 1] * 3
     assert [event.loss for event in steps] == pytest.approx(losses, rel=1e-10)
     assert [event for event in seen if isinstance(event, EpochDone)] == epochs
     assert [(done.epoch, done.steps, done.samples) for done in epochs] == [
-        (0, 4, 24),
-        (1, 8, 24),
-        (2, 12, 24),
+        (1, 4, 24),
+        (2, 8, 24),
+        (3, 12, 24),
     ]
     # The epoch's loss is the mean over samples, not over batches.
     expected = [
@@ -225,7 +225,7 @@ def test_the_last_batch_may_have_fewer_rows_than_there_are_microbatches(replicas
     twin = twin_of(net)
     plain_steps(twin, MLP.loss, sgd, batches)
     with phalanx.Trainer(net, MLP.loss, sgd, replicas=replicas, microbatches=4) as trainer:
-        trainer.fit(Loader(batches), epochs=1)
+        trainer.fit(Loader(batches))
         assert_close(state_of(trainer.module), state_of(twin), F64)
 
 
@@ -237,7 +237,7 @@ def test_steps_by_hand_take_nothing_from_a_loader() -> None:
     plain_steps(twin, MLP.loss, sgd, [batches[2], *batches])
     with phalanx.Trainer(net, MLP.loss, sgd, replicas=2) as trainer:
         trainer.step(batches[2])
-        (done,) = trainer.fit(Loader(batches), epochs=1)
+        (done,) = trainer.fit(Loader(batches))
         assert (trainer.steps, done.samples) == (4, 24)
         assert_close(state_of(trainer.module), state_of(twin), F64)
 
@@ -428,7 +428,7 @@ def test_training_metrics_are_exact() -> None:
         replicas=3,
         metrics=exact_metrics(),
     ) as trainer:
-        (done,) = trainer.fit(Loader(batches), epochs=1)
+        (done,) = trainer.fit(Loader(batches))
     assert dict(done.train) == pytest.approx(expected, rel=1e-6)
 
 
@@ -704,15 +704,15 @@ def test_metrics_of_a_resumed_epoch_count_its_first_half_too(tmp_path: Path) -> 
         )
 
     with make(2) as trainer:
-        expected = trainer.fit(batches, epochs=1)[0].train
+        expected = trainer.fit(batches)[0].train
 
     def stop(event: object) -> None:
         if isinstance(event, StepDone) and event.step == 2:
             trainer.stop()
 
     with make(3, [stop]) as trainer:
-        assert trainer.fit(batches, epochs=1) == []
+        assert trainer.fit(batches) == []
         trainer.save(tmp_path / "checkpoint")
     with make(2) as trainer:
         trainer.resume(tmp_path / "checkpoint")
-        assert trainer.fit(batches, epochs=1)[0].train == expected
+        assert trainer.fit(batches)[0].train == expected

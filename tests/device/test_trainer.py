@@ -144,7 +144,7 @@ def test_a_checkpoint_from_the_middle_of_an_epoch_goes_on_elsewhere(tmp_path: Pa
         with trainer(devices, clip_norm=0.1, callbacks=[average]) as made:
             if resumes:
                 made.resume(tmp_path / "checkpoint")
-                made.fit(data(), progress=False)
+                made.fit(data(), epochs=2, progress=False)
             else:
                 made.fit(data(), epochs=2, steps=None if ends else 7, progress=False)
                 made.save(tmp_path / "checkpoint")

@@ -106,7 +106,7 @@ def test_a_rank_that_comes_ends_at_the_step_where_the_others_do(
 
 def closed_at_last(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> str:
     try:
-        trained.fit(batches() if parent.hear() else (1 / 0 for _ in batches()), epochs=1)
+        trained.fit(batches() if parent.hear() else (1 / 0 for _ in batches()))
     except ZeroDivisionError as error:
         return f"{error}"
     finally:
@@ -131,7 +131,7 @@ def test_who_closes_because_of_an_error_has_not_finished(
 
 
 def twice(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> str:
-    trained.fit(batches(), epochs=1)
+    trained.fit(batches())
     trained.close()
     parent.tell("first")
     parent.hear()
@@ -140,7 +140,7 @@ def twice(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> str:
     )
     try:
         with again:
-            again.fit(batches(), epochs=1)
+            again.fit(batches())
     except StateError as error:
         return f"{type(error).__name__}: {error}"
     return f"{again.steps}"
@@ -158,11 +158,11 @@ def test_a_second_trainer_is_no_end_of_the_run(children: Children, tmp_path: Pat
 
 def tried_again(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> int | str:
     with pytest.raises(PeerTimeout):
-        trained.fit(batches(), epochs=1)
+        trained.fit(batches())
     parent.tell("refused")
     parent.hear()
     try:
-        trained.fit(batches(), epochs=1)
+        trained.fit(batches())
     except PeerTimeout as error:
         return f"{error}"
     return trained.steps
@@ -190,13 +190,13 @@ def test_a_fit_whose_ranks_did_not_come_may_be_tried_again(
 
 
 def lambda_fit(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> int:
-    trained.fit(batches(), epochs=1)
+    trained.fit(batches())
     return trained.steps
 
 
 def told_of_the_timeout(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> str:
     try:
-        trained.fit(batches(), epochs=1)
+        trained.fit(batches())
     except PeerTimeout as error:
         return f"{error}"
     return ""
@@ -204,7 +204,7 @@ def told_of_the_timeout(parent: Parent, trained: phalanx.Trainer, losses: list[f
 
 def dies_at_the_group(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> None:
     elastic_of(trained)._open_group = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
-    trained.fit(batches(), epochs=1)
+    trained.fit(batches())
 
 
 def test_who_begins_does_not_wait_for_ever_for_one_that_died_then(
@@ -221,7 +221,7 @@ def dies_at_the_second_group(parent: Parent, trained: phalanx.Trainer, losses: l
     elastic = elastic_of(trained)
     trained.join()
     elastic._open_group = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
-    trained.fit(batches(), epochs=1)
+    trained.fit(batches())
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.night), 1])
@@ -244,11 +244,11 @@ def halts_as_it_decides(parent: Parent, trained: phalanx.Trainer, losses: list[f
 
     real = membership._decide
     membership._decide = decide  # type: ignore[method-assign]
-    trained.fit(batches(), epochs=1)
+    trained.fit(batches())
 
 
 def one_epoch(parent: Parent | None, trained: phalanx.Trainer, losses: list[float]) -> Run:
-    trained.fit(batches(), epochs=1)
+    trained.fit(batches())
     return result(trained, losses)
 
 
@@ -302,7 +302,7 @@ def unpackable(parent: Parent, trained: phalanx.Trainer, losses: list[float]) ->
     type(trained.module).get_extra_state = lambda _: {"a": 1}  # type: ignore[method-assign]
     type(trained.module).set_extra_state = lambda *_: None  # type: ignore[method-assign]
     try:
-        trained.fit(batches(), epochs=1)
+        trained.fit(batches())
     except (StateError, UnsupportedError) as error:
         return f"{type(error).__name__}: {error}"
     return f"{trained.steps}"
@@ -320,7 +320,7 @@ def test_no_rank_begins_where_the_first_cannot_give_its_state(
 
 def saved_at_first(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> int:
     trained.save(parent.hear())
-    trained.fit(batches(), epochs=1)
+    trained.fit(batches())
     return trained.steps
 
 
@@ -346,7 +346,7 @@ def stopped_in_one(parent: Parent, trained: phalanx.Trainer, losses: list[float]
 
     trained._events._callbacks += (stop,)
     try:
-        trained.fit(batches(), epochs=1)
+        trained.fit(batches())
         trained.save(folder)
     except ConfigError as error:
         return f"{error}"

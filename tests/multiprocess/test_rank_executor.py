@@ -87,7 +87,7 @@ def test_a_stopped_job_is_resumed_by_one_process(
         trainer("threads", 2, losses, made()) as trained,
     ):
         trained.resume(tmp_path / "checkpoint")
-        trained.fit(batches(), epochs=2)
+        trained.fit(batches(), epochs=EPOCHS)
         assert_same_bits(result(trained, losses), expected)
 
 
@@ -98,7 +98,7 @@ def resumed(rank: int, folder: Path) -> Run:
         trainer("ranks", 1, losses, made()) as trained,
     ):
         trained.resume(folder)
-        trained.fit(batches(), epochs=1)
+        trained.fit(batches(), epochs=EPOCHS)
         trained.save(folder.with_name(f"end of {len(losses)}"))
         return result(trained, losses)
 
@@ -409,7 +409,7 @@ def drifting(rank: int, how: str, folder: Path) -> tuple[str, str, int]:
         try:
             trained.fit(rows([8, 8, 8]), epochs=2 if how == "callback" else 1, steps=5)
             trained.save(folder)
-            trained.fit(rows([8, 8, 8]), epochs=2)
+            trained.fit(rows([8, 8, 8]), epochs=3)
         except Exception as error:
             return type(error).__name__, str(error), trained.steps
     return "", "", trained.steps

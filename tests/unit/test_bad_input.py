@@ -136,7 +136,7 @@ def test_an_input_of_another_batch_size_is_named() -> None:
         with refused(trainer, ConfigError, match):
             trainer.step(bad)
         with refused(trainer, ConfigError, match):
-            trainer.fit(Loader([bad]), epochs=1)
+            trainer.fit(Loader([bad]))
         with refused(trainer, ConfigError, match):
             trainer.evaluate(Loader([bad]))
         trainer.step(good)

@@ -76,8 +76,8 @@ class StepDone:
 
     Attributes:
         step: How many are done, this one included.
-        epoch: Number of the running epoch, from 0.
-        batch: Number of the batch within the epoch, from 0.
+        epoch: Number of the running epoch, from 1.
+        batch: Number of the batch within the epoch, from 1.
         loss: Loss of the whole batch.
         samples: Rows of the batch.
         seconds: From the batch at hand to the updated weights.
@@ -110,7 +110,7 @@ class EpochDone:
     """One pass over the loader is done.
 
     Attributes:
-        epoch: Its number, from 0.
+        epoch: Its number, from 1.
         steps: Steps done since the beginning.
         samples: Rows of this epoch.
         seconds: Of this epoch, without validation.

@@ -205,8 +205,8 @@ def _draw_loss(axes: Axes, losses: Sequence[float], epochs: Sequence[EpochMeans]
 
 def _draw_accuracy(axes: Axes, epochs: Sequence[EpochMeans]) -> None:
     axes.set(title="Accuracy", xlabel="epoch")
-    train = {epoch.epoch + 1: epoch.train for epoch in epochs}
-    validation = {epoch.epoch + 1: epoch.validation for epoch in epochs if epoch.validation}
+    train = {epoch.epoch: epoch.train for epoch in epochs}
+    validation = {epoch.epoch: epoch.validation for epoch in epochs if epoch.validation}
     for label, colour, means_by_epoch in (
         ("train", _TRAIN, train),
         ("validation", _VALIDATION, validation),

@@ -75,7 +75,7 @@ def draw_live(event: StepDone, reading: Reading, plan: Plan) -> RenderableType:
 
 def _draw_epoch(event: StepDone, reading: Reading, plan: Plan) -> RenderableType:
     total = plan.steps_per_epoch
-    done = event.batch + 1
+    done = event.batch
     bar = ProgressBar(
         total=total,
         completed=done,
@@ -86,7 +86,7 @@ def _draw_epoch(event: StepDone, reading: Reading, plan: Plan) -> RenderableType
     )
     grid = Table.grid(padding=(0, 2))
     grid.add_row(
-        Text(f"epoch {of(event.epoch + 1, plan.epochs)}", style="bold"),
+        Text(f"epoch {of(event.epoch, plan.epochs)}", style="bold"),
         bar,
         Text(of(done, total)),
         Text.assemble("loss ", (f"{reading.loss:.4f}", "bold cyan")),

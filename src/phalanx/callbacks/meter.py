@@ -121,7 +121,7 @@ class Plan:
         """Return how many steps come after that of ``event``; None where nobody knows."""
         ends = []
         if self.epochs is not None and self.steps_per_epoch is not None:
-            ends.append((self.epochs - event.epoch) * self.steps_per_epoch - event.batch - 1)
+            ends.append((self.epochs - event.epoch + 1) * self.steps_per_epoch - event.batch)
         if self.steps is not None:
             ends.append(self.steps - event.step)
         return min(ends, default=None)
@@ -144,8 +144,8 @@ def describe_step(event: StepDone, reading: Reading, plan: Plan) -> str:
         for replica, (share, busy) in enumerate(zip(reading.shares, reading.busy, strict=True))
     )
     return (
-        f"epoch {of(event.epoch + 1, plan.epochs)}, "
-        f"batch {of(event.batch + 1, plan.steps_per_epoch)}: "
+        f"epoch {of(event.epoch, plan.epochs)}, "
+        f"batch {of(event.batch, plan.steps_per_epoch)}: "
         f"loss {reading.loss:.4f}, {reading.samples_per_s:,.0f} samples/s; {replicas}"
     )
 
@@ -157,7 +157,7 @@ def describe_epoch(event: EpochDone, samples: int, plan: Plan) -> str:
         parts += _describe_means(event.validation, "validation ")
     speed = _ratio(samples, event.seconds)
     parts.append(f"{speed:,.0f} samples/s")
-    number = of(event.epoch + 1, plan.epochs)
+    number = of(event.epoch, plan.epochs)
     width = 0 if plan.epochs is None else 1 + 2 * len(str(plan.epochs))
     return f"epoch {number:>{width}}: {', '.join(parts)}"
 

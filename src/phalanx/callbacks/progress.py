@@ -64,7 +64,6 @@ class Progress:
 
     Args:
         console: Where to; default: stderr.
-        epochs: Of the whole run, where several calls of `fit` make it up; default: as each says.
         interval_s: Seconds from one showing of the last steps to the next, at least.
         clock: Tells the seconds.
     """
@@ -73,12 +72,10 @@ class Progress:
         self,
         console: Console | None = None,
         *,
-        epochs: int | None = None,
         interval_s: float | None = None,
         clock: Callable[[], float] = now_s,
     ) -> None:
         self._console = console
-        self._epochs = epochs
         self._interval_s = interval_s
         self._clock = clock
         self._trainer: AttachedTrainer | None = None
@@ -137,7 +134,7 @@ class Progress:
         self.close()
         self._meter = Meter()
         self._plan = Plan(
-            epochs=event.last_epoch if self._epochs is None else self._epochs,
+            epochs=event.last_epoch,
             steps=event.last_step,
             steps_per_epoch=event.steps_per_epoch,
         )

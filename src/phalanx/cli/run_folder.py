@@ -188,7 +188,7 @@ class RunFolder:
         kept = [
             record
             for record in read_metrics(self.metrics_path)
-            if (record["epoch"] < epochs if record["kind"] == "epoch" else record["step"] <= steps)
+            if (record["epoch"] <= epochs if record["kind"] == "epoch" else record["step"] <= steps)
         ]
         found = [record["step"] for record in kept if record["kind"] == "step"]
         if found != list(range(1, steps + 1)):

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from phalanx.callbacks import (
+    EpochDone,
     FitEnded,
     History,
     Progress,
@@ -184,7 +185,7 @@ class Session:
             _seed_process(options.seed)
             self.data = open_data(options.data, batch_size=options.batch_size, seed=options.seed)
             self.module = build_model(options.model, self.data, seed=options.seed)
-            self.progress = Progress(self.console, epochs=options.epochs)
+            self.progress = Progress(self.console)
             self.trainer = exits.enter_context(self._open_trainer())
             if self.job.resumed is None:
                 self.folder = _create_folder(self.job)
@@ -235,14 +236,20 @@ class Session:
 
     def _train(self) -> None:
         self._write_config()
-        while self.trainer.epochs < self.options.epochs and not self._stopping:
-            try:
-                self.trainer.fit(self.data.train, epochs=1, validate=self.data.test)
-            except Exception as error:  # it ends the run, but not the steps that were done
-                self._save_before(error)
-                raise
-            if self.trainer.steps:
+        if self.trainer.epochs >= self.options.epochs or self._stopping:
+            return
+        try:
+            epochs, validate = self.options.epochs, self.data.test
+            self.trainer.fit(self.data.train, epochs=epochs, validate=validate)
+            if self.trainer.steps > self._saved_steps:
                 self._save()
+        except Exception as error:  # it ends the run, but not the steps that were done
+            self._save_before(error)
+            raise
+
+    def _save_epoch(self, event: object) -> None:
+        if isinstance(event, EpochDone):
+            self._save()
 
     def _save(self) -> None:
         # The metrics go first: lines beyond the checkpoint are dropped when the run goes on, while
@@ -324,7 +331,10 @@ class Session:
             )
             if options.executor == "processes"
             else options.executor,
-            callbacks=(self.history, self._listen, self.stragglers, self.progress),
+            callbacks=(
+                *(self.history, self._listen, self.stragglers, self.progress),
+                self._save_epoch,  # last: it saves what they have counted
+            ),
         )
 
     def _counts_classes(self) -> bool:
@@ -335,13 +345,12 @@ class Session:
         record = record_of(event)
         if record is not None:
             self._unwritten.append(record)
-        # Each epoch is a `fit` here: at the end of each, a trace would be written again and again.
-        if self.trace is not None and not isinstance(event, FitEnded):
+        if self.trace is not None and not isinstance(event, FitEnded):  # it is written by `run()`
             self.trace(event)
         if isinstance(event, FormationChosen):
             self._is_formed = True
         elif isinstance(event, StepDone) and self._stopping and not self.trainer.stopped:
-            # The request came between two calls of `fit`, and the second took no notice of it.
+            # The request came before `fit`, which took no notice of it.
             self.trainer.stop()
 
     def _go_on(self) -> None:
@@ -369,7 +378,7 @@ class Session:
         last_steps = [
             record["last_step"]
             for record in read_metrics(self.folder.metrics_path)
-            if record["kind"] == "epoch" and record["epoch"] < finished
+            if record["kind"] == "epoch" and record["epoch"] <= finished
         ]
         return finished + (self.trainer.steps > max(last_steps, default=0))
 

@@ -26,7 +26,6 @@ class Position(NamedTuple):
         samples: Rows done in the running epoch.
         weight: What they stand for.
         weighted_loss: Sum of the losses of the epoch's batches, each times its weight.
-        target: At how many epochs the interrupted `fit` would have ended; None when none is open.
     """
 
     steps: int = 0
@@ -35,7 +34,6 @@ class Position(NamedTuple):
     samples: int = 0
     weight: float = 0.0
     weighted_loss: float = 0.0
-    target: int | None = None
 
     def note_on(self, error: Exception, *, in_epoch: bool) -> None:
         """Note on ``error`` in which step it was raised: the one that comes next here."""
@@ -60,7 +58,7 @@ class Position(NamedTuple):
 
     def next_epoch(self) -> Position:
         """Return the position after the epoch's last batch."""
-        return Position(steps=self.steps, epochs=self.epochs + 1, target=self.target)
+        return Position(steps=self.steps, epochs=self.epochs + 1)
 
     @property
     def mean_loss(self) -> float:

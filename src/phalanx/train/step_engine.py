@@ -260,8 +260,8 @@ class StepEngine:
         spans = [*result.spans, *spans]
         return StepDone(
             step=before.steps + 1,
-            epoch=before.epochs,
-            batch=before.batch,
+            epoch=before.epochs + 1,
+            batch=before.batch + 1,
             loss=loss.value,
             samples=loss.samples,
             seconds=now_s() - start_s,

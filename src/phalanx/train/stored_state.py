@@ -64,7 +64,6 @@ def read_position(values: Any) -> Position:
         _finite(name, getattr(position, name))
     if position.weight < 0 or (position.batch > 0) != (position.weight > 0):
         raise ValueError(f"`weight` is {position.weight!r} after {position.batch} batches")
-    read_optional_whole("target", position.target)
     return position
 
 

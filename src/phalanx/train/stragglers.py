@@ -47,7 +47,7 @@ class Stragglers:
         >>> def step(*work_s):
         ...     return StepDone(
         ...         step=1,
-        ...         epoch=0,
+        ...         epoch=1,
         ...         batch=0,
         ...         loss=0.0,
         ...         samples=8,

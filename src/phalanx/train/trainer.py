@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -201,7 +202,6 @@ class Trainer(TrainerFacts):
             tell=self._events.tell,
         )
         self._position = Position()
-        self._resumed = False  # and no `fit` since
         self._last_step: int | None = None  # of the `fit` under way, here or where we have joined
         self._in_step = self._closed = self._stopped = self._in_fit = False
         self._stateful = find_stateful(callbacks)
@@ -218,18 +218,19 @@ class Trainer(TrainerFacts):
         validate: Iterable[Nested] | None = None,
         progress: bool | None = None,
     ) -> list[EpochDone]:
-        """Train for ``epochs`` passes over ``loader``, or ``steps`` updates, whichever ends first.
+        """Train until ``epochs`` are done, or for ``steps`` updates, whichever ends first.
 
         The loader is read to its end, as a ``for`` loop reads it. Each epoch is announced, counted
         from 0, to the loader and every part of it that has ``set_epoch``. An epoch that was left in
         the middle continues behind the last batch that was done, and is the first of this call's;
-        for the same loader its open iterator continues. Where the checkpoint of a :meth:`resume`
-        was saved during a call with ``epochs``, or after one that was interrupted, the next ends
-        with that one's last epoch.
+        for the same loader its open iterator continues.
 
         Args:
             loader: Any iterable of batches that can be iterated once per epoch.
-            epochs: To finish; default 1, or as many as ``steps`` needs.
+            epochs: Counted from the start of the run, across every `resume`. Where so many are done
+                already, nothing is trained, with a warning. Default: to the end of the running
+                epoch, or as many as ``steps`` needs.
+            steps: Updates that this call makes.
             validate: Evaluated after each epoch.
             progress: Show it on stderr, unless a callback does; default: on a terminal and in a
                 notebook.
@@ -244,13 +245,14 @@ class Trainer(TrainerFacts):
         check_moment(closed=self._closed)
         shown = self._events.open_progress(progress, self)
         self.join()
-        if epochs is None and steps is None:
-            epochs = 1
-        begin, resumed, self._resumed = self._position, self._resumed, False
-        last_epoch = begin.target if resumed else None
-        if last_epoch is None and epochs is not None:
-            last_epoch = self.epochs + epochs
-        self._position = self._position._replace(target=last_epoch)
+        if epochs is not None and self.epochs >= epochs:
+            warnings.warn(
+                f"`epochs` must be more than the {self.epochs} that the run has finished, counted "
+                f"from its start, but is {epochs}. Nothing was trained.",
+                stacklevel=2,
+            )
+            return []
+        last_epoch = self.epochs + 1 if epochs is None and steps is None else epochs
         if self._last_step is None and steps is not None:
             self._last_step = self.steps + steps
         self._stopped, self._in_fit = False, True
@@ -272,16 +274,10 @@ class Trainer(TrainerFacts):
                     if done is None:
                         break
                     finished.append(done)
-        except BaseException:
-            if self.steps == begin.steps:  # a call that did nothing leaves nothing to be finished
-                self._position, self._resumed = begin, resumed
-            raise
         finally:
             self._last_step = None
             self._reader.pause(self._position.batch, self.epochs)
         self._in_fit = False
-        if not self._stopped:
-            self._position = self._position._replace(target=None)
         return finished
 
     def join(self) -> None:
@@ -430,7 +426,7 @@ class Trainer(TrainerFacts):
         if self._engine is not None:
             self._engine.executor.check_alike()
         done = EpochDone(
-            epoch=self.epochs,
+            epoch=self.epochs + 1,
             steps=self.steps,
             samples=self._position.samples,
             seconds=seconds,
@@ -550,7 +546,6 @@ class Trainer(TrainerFacts):
         metrics = self._metrics.copy()
         restored = restore_state(state, path, lambda rest: metrics.restore(rest.counted))
         self._position = restored.position
-        self._resumed = True
         self._reader.put_back(restored.order)
         self._metrics = metrics
         self._engines.restore(restored.formation, restored.workloads)

@@ -22,8 +22,8 @@ def step_done(
     ]
     fields = {
         "step": step,
-        "epoch": (step - 1) // per_epoch,
-        "batch": (step - 1) % per_epoch,
+        "epoch": 1 + (step - 1) // per_epoch,
+        "batch": 1 + (step - 1) % per_epoch,
         "loss": 1.0 / step,
         "samples": 4 * replicas,
         "seconds": 0.1,
@@ -34,10 +34,10 @@ def step_done(
     return StepDone(**{**fields, **changes})
 
 
-def epoch_done(epoch: int = 0, *, per_epoch: int = 10, **changes: object) -> EpochDone:
+def epoch_done(epoch: int = 1, *, per_epoch: int = 10, **changes: object) -> EpochDone:
     fields = {
         "epoch": epoch,
-        "steps": (epoch + 1) * per_epoch,
+        "steps": epoch * per_epoch,
         "samples": 80,
         "seconds": 1.0,
         "train": {"loss": 0.5, "accuracy": 0.75},
@@ -67,4 +67,4 @@ def events_of_run(num_steps: int, *, per_epoch: int = 10) -> Iterator[StepDone |
     for step in range(1, num_steps + 1):
         yield step_done(step, per_epoch=per_epoch)
         if step % per_epoch == 0:
-            yield epoch_done(step // per_epoch - 1, per_epoch=per_epoch)
+            yield epoch_done(step // per_epoch, per_epoch=per_epoch)

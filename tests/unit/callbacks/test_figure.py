@@ -17,7 +17,7 @@ def played(num_steps, **changes):
     for step in range(1, num_steps + 1):
         history(step_done(step))
         if step % 10 == 0:
-            history(epoch_done(step // 10 - 1, **changes))
+            history(epoch_done(step // 10, **changes))
     return history
 
 

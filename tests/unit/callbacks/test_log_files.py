@@ -60,7 +60,7 @@ def test_every_step_and_epoch_is_a_line(tmp_path):
     play(JSONL(path), run(6))
     assert kinds(path) == WHOLE
     first = json.loads(path.read_text().splitlines()[0])
-    assert (first["loss"], first["epoch"], first["shares"]) == (1.0, 0, [4, 4])
+    assert (first["loss"], first["epoch"], first["shares"]) == (1.0, 1, [4, 4])
 
 
 @pytest.mark.parametrize("again", [1, 3, 4, 5], ids=str)
@@ -101,10 +101,10 @@ def test_numbers_without_a_word_in_json_are_null(tmp_path):
 
 def test_an_epoch_is_a_row(tmp_path):
     path = tmp_path / "log.csv"
-    play(CSV(path), [*run(3), epoch_done(1, per_epoch=3, validation=None)])
-    play(CSV(path), [epoch_done(1, per_epoch=3, validation=None), epoch_done(2, train={"f1": 1.0})])
+    play(CSV(path), [*run(3), epoch_done(2, per_epoch=3, validation=None)])
+    play(CSV(path), [epoch_done(2, per_epoch=3, validation=None), epoch_done(3, train={"f1": 1.0})])
     rows = list(csv.DictReader(path.read_text().splitlines()))
-    assert [row["epoch"] for row in rows] == ["0", "1", "2"]
+    assert [row["epoch"] for row in rows] == ["1", "2", "3"]
     assert [row["steps"] for row in rows] == ["3", "6", "30"]
     assert [row["validation.accuracy"] for row in rows] == ["0.7", "", "0.7"]
     assert [row["train.f1"] for row in rows] == ["", "", "1.0"]
@@ -163,7 +163,7 @@ def writers(monkeypatch):
 def test_scalars_of_steps_and_epochs_are_told_to_tensorboard(tmp_path, writers):
     board = TensorBoard(tmp_path)
     changes = {"learning_rates": (0.1, float("nan"), 0.2), "grad_norm": 3.0}
-    play(board, [step_done(7, **changes), epoch_done(0, per_epoch=7), fit_ended()])
+    play(board, [step_done(7, **changes), epoch_done(1, per_epoch=7), fit_ended()])
     assert [writer.purge_step for writer in writers] == [7]
     assert writers[0].folder == str(tmp_path)
     assert writers[0].closed
@@ -188,7 +188,7 @@ def test_tensorboard_is_told_where_the_run_goes_on(tmp_path, writers):
         (2, False),
     ]
     board.attach(SimpleNamespace(is_first_rank=False))
-    play(board, [step_done(1), epoch_done(0)])
+    play(board, [step_done(1), epoch_done(1)])
     assert len(writers) == 3
     assert writers[-1].closed
 

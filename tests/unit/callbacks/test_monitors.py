@@ -37,7 +37,7 @@ def attached(callback, **options):
 
 
 def play(callback, values, metric="loss"):
-    for epoch, value in enumerate(values):
+    for epoch, value in enumerate(values, 1):
         callback(epoch_done(epoch, validation={metric: value}))
 
 
@@ -114,7 +114,7 @@ def test_nothing_of_the_users_is_removed(tmp_path):
     play(best, [3.0])
     (tmp_path / "step-00000010" / "thesis.txt").write_text("mine")
     with pytest.warns(UserWarning, match="among the best no more, but stays"):
-        best(epoch_done(1, validation={"loss": 2.0}))
+        best(epoch_done(2, validation={"loss": 2.0}))
     assert names_in(tmp_path) == ["step-00000010", "step-00000020"]
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "model.safetensors").write_text("mine")
@@ -123,7 +123,7 @@ def test_nothing_of_the_users_is_removed(tmp_path):
     shutil.rmtree(tmp_path / "step-00000020")
     (tmp_path / "step-00000020").symlink_to(tmp_path / "elsewhere")
     with pytest.warns(UserWarning, match="among the best no more, but stays"):
-        best(epoch_done(2, validation={"loss": 1.0}))
+        best(epoch_done(3, validation={"loss": 1.0}))
     assert names_in(tmp_path / "elsewhere") == ["model.safetensors"]
 
 
@@ -131,7 +131,7 @@ def test_a_folder_that_is_gone_is_not_missed(tmp_path):
     best = BestCheckpoint(tmp_path)
     attached(best)
     best.load_state_dict({"kept": [[3.0, "step-00000010"]]})
-    best(epoch_done(1, validation={"loss": 2.0}))
+    best(epoch_done(2, validation={"loss": 2.0}))
     assert names_in(tmp_path) == ["step-00000020"]
 
 
@@ -156,7 +156,7 @@ def test_an_epoch_that_could_not_be_saved_is_not_among_the_best(tmp_path):
     play(best, [3.0])
     trainer.fails = True
     with pytest.raises(OSError, match="no room"):
-        best(epoch_done(1, validation={"loss": 2.0}))
+        best(epoch_done(2, validation={"loss": 2.0}))
     assert best.best == tmp_path / "step-00000010"
     assert names_in(tmp_path) == ["step-00000010"]
 

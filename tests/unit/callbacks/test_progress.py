@@ -97,11 +97,11 @@ def test_a_step_is_one_line():
 
 
 def test_an_epoch_is_one_line():
-    assert describe_epoch(epoch_done(1), 40, PLAN) == (
+    assert describe_epoch(epoch_done(2), 40, PLAN) == (
         "epoch 2/3: loss 0.5000, accuracy 75.0 %, "
         "validation loss 0.6000, validation accuracy 70.0 %, 40 samples/s"
     )
-    untested = epoch_done(1, validation=None, train={"loss": 0.25})
+    untested = epoch_done(2, validation=None, train={"loss": 0.25})
     of_ten = Plan(epochs=10, steps=None, steps_per_epoch=None)
     assert describe_epoch(untested, 80, of_ten) == "epoch  2/10: loss 0.2500, 80 samples/s"
     of_steps = Plan(epochs=None, steps=30, steps_per_epoch=None)
@@ -140,7 +140,7 @@ def test_plain_lines_come_at_an_interval_and_at_the_end_of_an_epoch():
     for step in range(1, 11):
         clock.time_s += 0.5
         progress(step_done(step))
-    progress(epoch_done(0))
+    progress(epoch_done(1))
     progress(fit_ended())
     batches = [line.split(":")[0] for line in lines_of(console)]
     assert batches == ["epoch 1/3, batch 4/10", "epoch 1/3, batch 8/10", "epoch 1/3"]
@@ -155,12 +155,12 @@ def test_plain_lines_are_not_broken():
     assert "\x1b" not in lines_of(console)[0]
 
 
-def test_epochs_may_be_those_of_several_fits():
+def test_epochs_are_counted_from_the_start_of_the_run():
     console = text_console()
-    progress = Progress(console, epochs=12)
-    progress(fit_begun(last_epoch=1))
-    progress(epoch_done(0))
-    assert lines_of(console)[0].startswith("epoch  1/12: ")
+    progress = Progress(console)
+    progress(fit_begun(epochs=4, last_epoch=12))
+    progress(epoch_done(5))
+    assert lines_of(console)[0].startswith("epoch  5/12: ")
 
 
 def test_a_live_display_is_drawn_at_most_so_often():
@@ -187,7 +187,7 @@ def test_a_live_display_shows_epoch_and_replicas_and_leaves_the_lines():
     progress(fit_begun())
     progress(step_done(3))
     drawn = console.file.getvalue()
-    progress(epoch_done(0))
+    progress(epoch_done(1))
     progress(fit_ended())
     for words in ("epoch 1/3", "3/10", "loss", "samples/s", "replica 0", "replica 1", " 80% busy"):
         assert words in drawn
@@ -226,7 +226,7 @@ def test_the_first_rank_shows(rank):
     console = text_console()
     progress = Progress(console)
     progress.attach(Rank(rank))
-    for event in (fit_begun(), step_done(1), epoch_done(0), fit_ended()):
+    for event in (fit_begun(), step_done(1), epoch_done(1), fit_ended()):
         progress(event)
     assert bool(lines_of(console)) == (rank == 0)
 
@@ -271,7 +271,7 @@ def test_a_fit_shows_itself_and_puts_the_screen_back(monkeypatch):
         assert shown.count("\x1b[?25h") == shown.count("\x1b[?25l") == 1  # the cursor
         fails.append(True)
         with pytest.raises(KeyError):
-            trainer.fit(data, epochs=2)
+            trainer.fit(data)
         assert sys.stderr.getvalue().count("\x1b[?25h") == 2
     kinds = [type(event).__name__ for event in heard]
     assert kinds.count("FitBegun") == kinds.count("FitEnded") == 3

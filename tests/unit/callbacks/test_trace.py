@@ -60,11 +60,11 @@ def test_a_lost_worker_is_a_slice_from_its_notice_on():
 def test_epochs_and_ranks_are_instants():
     changed = RanksChanged(step=2, rank=0, ranks=(0, 2), pids=(7, 9), lost=(1,), came=())
     means = {"loss": math.nan, "accuracy": 0.5}
-    rest = [(0.3, changed), (0.4, epoch_done(0, train=means, validation=None))]
+    rest = [(0.3, changed), (0.4, epoch_done(1, train=means, validation=None))]
     events = lay_out_trace([(0.2, step_done(1))], rest)
     assert [(each["name"], each["ts"], each["args"]) for each in events if each["ph"] == "i"] == [
         ("ranks changed", pytest.approx(200_000), {"lost": [1], "came": [], "ranks": [0, 2]}),
-        ("end of epoch 0", pytest.approx(300_000), {"train accuracy": 0.5}),
+        ("end of epoch 1", pytest.approx(300_000), {"train accuracy": 0.5}),
     ]
 
 

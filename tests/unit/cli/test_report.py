@@ -100,7 +100,7 @@ def test_the_best_epoch_is_named_by_its_own_number():
         for epoch, loss in ((5, 3.0), (6, 1.0), (7, 2.0))
     ]
     found = final_values(run_of([*records(2), *late]))
-    assert found["best validation loss"] == "1.0000 (epoch 7)"
+    assert found["best validation loss"] == "1.0000 (epoch 6)"
 
 
 def test_losses_are_compared_bit_by_bit():

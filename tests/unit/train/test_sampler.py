@@ -102,5 +102,5 @@ def test_a_trainer_that_is_stopped_in_mid_epoch_goes_on_behind() -> None:
         trained_on.clear()
         trainer.fit(loader, epochs=1, steps=2)
         assert len(trained_on) == 4
-        trainer.fit(loader, epochs=1)
+        trainer.fit(loader)
     assert sorted(trained_on) == list(range(10))

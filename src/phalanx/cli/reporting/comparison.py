@@ -34,7 +34,7 @@ def final_values(run: RecordedRun) -> dict[str, str]:
     validation = run.means("validation", "loss")
     if np.isfinite(validation).any():
         best = int(np.nanargmin(validation))
-        epoch = run.epochs[best]["epoch"] + 1  # a file may begin after `--resume`
+        epoch = run.epochs[best]["epoch"]  # a file may begin after `--resume`
         found["best validation loss"] = f"{validation[best]:.4f} (epoch {epoch})"
     whole = np.isfinite(seconds) & np.isfinite(samples)
     total_s = float(seconds[whole].sum())
