@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,8 @@ def flatten(
         else:
             if is_leaf is None or not is_leaf(value):
                 return list(value), _spec_of(list if kind is list else tuple, len(value))
-    leaves, spec = pytree.tree_flatten(value, is_leaf)
+    with _asking(is_leaf) as asked:
+        leaves, spec = pytree.tree_flatten(value, asked)
     strange = {
         kind: None
         for kind in map(type, leaves)
@@ -55,6 +57,20 @@ def flatten(
     for kind in strange:
         _teach(kind)
     return flatten(value, is_leaf) if strange else (leaves, spec)
+
+
+@contextlib.contextmanager
+def _asking(is_leaf: Callable[[Any], bool] | None) -> Iterator[Callable[[Any], bool] | None]:
+    """Yield a predicate that asks ``is_leaf``, and holds it no longer than the body runs.
+
+    Torch's own function refers to itself: it keeps a predicate, and the batch behind that, until
+    the cyclic collector runs.
+    """
+    held = [] if is_leaf is None else [is_leaf]
+    try:
+        yield (lambda node: held[0](node)) if held else None
+    finally:
+        held.clear()
 
 
 _ONE_LEAF = pytree.tree_flatten(0)[1]
@@ -190,7 +206,8 @@ def covering(path: str, known: Collection[str | int]) -> str | None:
 def leaf_paths(value: Nested, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
     """Return the name of every leaf, in the order of :func:`flatten`, as errors print them."""
     flatten(value, is_leaf)  # so that dataclasses are known
-    with_paths, _ = pytree.tree_flatten_with_path(value, is_leaf)
+    with _asking(is_leaf) as asked:
+        with_paths, _ = pytree.tree_flatten_with_path(value, asked)
     return [".".join(_key(key) for key in path) for path, _ in with_paths]
 
 
