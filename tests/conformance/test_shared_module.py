@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from phalanx import tables
-from phalanx.errors import ConfigError, PeerTimeout
+from phalanx.errors import ConfigError, PeerTimeout, StateError
 from tests.conformance.test_tables import (
     DEADLINE_S,
     FORMATIONS,
