@@ -13,6 +13,7 @@ import pytest
 
 from phalanx.cluster import make_secret
 from phalanx.ipc import wait_until
+from tests.multiprocess.forked_launchers import Launcher
 from tests.multiprocess.hosts import free_port
 
 pytestmark = pytest.mark.promise("launchers")
@@ -51,22 +52,34 @@ def expected_lines(num_workers: int) -> set[str]:
     return {f"worker {worker} sees {[n, n]} {[n, 2 * n, 3 * n]}" for worker in range(num_workers)}
 
 
-def play(
-    script: Path, ranks: str, commands: list[list[str]], num_workers: int = 4, **variables: str
-) -> None:
-    """Run the commands at once; see that all workers have met, and nothing is left."""
-    expected = expected_lines(num_workers)
-    environment = {
+def variables_of(script: Path, ranks: str, **more: str) -> dict[str, str]:
+    return {
         **{name: value for name, value in os.environ.items() if name != "PHALANX_HOST"},
         "PHALANX_SECRET_FILE": str(script.parent / "secret"),
         "OMP_NUM_THREADS": "1",
         "RANKS": ranks,
-        **variables,
+        **more,
     }
+
+
+def check(lines: str, codes: list[int], *, num_workers: int) -> None:
+    """See that all workers have met, and that nothing is left."""
+    expected = expected_lines(num_workers)
+    assert {line for line in expected if line in lines} == expected, lines
+    assert set(codes) == {0}, lines
+    run = "|".join(map(re.escape, re.findall("its run is (.*?);", lines)))
+    assert run
+    assert wait_until(lambda: not re.search(run, " ".join(os.listdir("/dev/shm"))), 30.0)
+
+
+def play(
+    script: Path, ranks: str, commands: list[list[str]], num_workers: int = 4, **variables: str
+) -> None:
+    """Run the commands at once; see that all workers have met, and nothing is left."""
     started = [
         subprocess.Popen(
             command,
-            env=environment,
+            env=variables_of(script, ranks, **variables),
             cwd=script.parent,
             text=True,
             stdout=subprocess.PIPE,
@@ -79,21 +92,26 @@ def play(
     finally:
         for process in started:
             process.kill()
-    lines = "".join(told)
-    assert {line for line in expected if line in lines} == expected, lines
-    assert [process.returncode for process in started] == [0] * len(started), lines
-    run = "|".join(map(re.escape, re.findall("its run is (.*?);", lines)))
-    assert run
-    assert wait_until(lambda: not re.search(run, " ".join(os.listdir("/dev/shm"))), 30.0)
+    check("".join(told), [process.returncode for process in started], num_workers=num_workers)
 
 
-def test_phalanx_launch_on_each_host(script):
-    port = free_port()
-    command = [sys.executable, "-c", "from phalanx.cli.app import main; main()", "launch"]
-    command += ["-n", "2", "--nnodes", "2", "--endpoint", f"localhost:{port}"]
-    by_option, by_variable = [*command, "--secret-file", "secret"], command
-    commands = [[*command, str(script)] for command in (by_option, by_variable)]
-    play(script, "RANK", commands, PHALANX_SECRET_FILE="secret")
+def test_phalanx_launch_on_each_host(script, monkeypatch):
+    """The launchers are forks: test_launch.py starts one as users do."""
+    monkeypatch.chdir(script.parent)  # where `secret` is
+    there = ["--nnodes", "2", "--endpoint", f"localhost:{free_port()}"]
+    by_option = ["-n", "2", *there, "--secret-file", "secret", str(script)]
+    by_variable = ["-n", "1", *there, str(script)]
+    variables = variables_of(script, "RANK", PHALANX_SECRET_FILE="secret")
+    started = [
+        Launcher(words, folder=script.parent, environment=variables)
+        for words in (by_option, by_variable)
+    ]
+    try:
+        codes = [each.wait(DEADLINE_S) for each in started]
+        check("".join(each.stdout.read() for each in started), codes, num_workers=3)
+    finally:
+        for each in started:
+            each.end()
 
 
 @pytest.mark.night

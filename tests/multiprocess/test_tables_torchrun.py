@@ -36,7 +36,7 @@ with tables.join(sync=True, timeout_s=60.0) as world:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.night  # by day `phalanx launch` and Ray set the same variables
 def test_the_workers_of_torchrun_share_tables(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
