@@ -1,4 +1,4 @@
-"""Tables outlive a host: `snapshot(every_s=…)`, and `restore` on the hosts that are left.
+"""Tables outlive a host: `snapshot` by the master, and `restore` on the hosts that are left.
 
 Three hosts, each with its server as a thread of its first worker, as in test_host_controls.py. A
 client adds lines that count themselves, (1, q, q²) for its q-th add, to a row on each host: half of
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -22,11 +22,10 @@ from phalanx import tables
 from phalanx.cluster import connection
 from phalanx.errors import CheckpointError, PeerTimeout
 from phalanx.ipc import inject, wait_until
-from phalanx.tables import host_server, snapshot_schedule, snapshots, spread
+from phalanx.tables import host_server, snapshots, spread
+from phalanx.tables import table as table_module
 from phalanx.tables.remote_part import RemotePart
-from phalanx.tables.snapshot_schedule import RoundGate
 from phalanx.tables.snapshots import SNAPSHOT_POINTS
-from phalanx.tables.table_group import TableGroup
 from tests.multiprocess.children import Child, Children, Parent, wait_for_exit
 from tests.multiprocess.hosts import become_worker, free_port, variables, wait_for_servers
 from tests.run_directories import wait_until_removed
@@ -35,7 +34,6 @@ pytestmark = pytest.mark.promise("adds-between-hosts-are-kept")
 
 NUM_HOSTS = 3
 CLIENTS = 5  # on hosts 0, 0, 1, 1 and 2
-OFTEN_S = 0.05
 SHORT_S = 1.0
 DEADLINE_S = 60.0
 _numbers = count()
@@ -77,17 +75,7 @@ def first_copy_kept() -> None:
     def save_parts(spec, parts, directory: Path) -> Path:
         return save(spec, copies.setdefault(spec.name, parts), directory)
 
-    save, snapshot_schedule.save_parts = snapshot_schedule.save_parts, save_parts
-
-
-def copied_within_a_round() -> None:
-    """A round may come in while hosts are copied one after the other."""
-    RoundGate.between_rounds = lambda self, tables, timeout_s: nullcontext()  # type: ignore[method-assign]
-
-
-def nobody_takes_over() -> None:
-    """Worker 0 writes, whoever is the master."""
-    TableGroup.is_master = property(lambda self: self.worker_id == 0)  # type: ignore[method-assign]
+    save, table_module.save_parts = table_module.save_parts, save_parts
 
 
 def drafts_stay() -> None:
@@ -106,8 +94,6 @@ BUGS: dict[str, Callable[[], None]] = {
         written_in_place,
         lost_rows_are_zeros,
         first_copy_kept,
-        copied_within_a_round,
-        nobody_takes_over,
         drafts_stay,
         silence_unheard,
     )
@@ -182,6 +168,10 @@ class Books:
         self.rows.add(line, rows=[host * CLIENTS + client for host in range(NUM_HOSTS)])
         self.keys.add(line, rows=[-1 - client, client + (q << 32), -1 - client])
 
+    def write(self, folder: Path) -> None:
+        for table in self.all:
+            table.snapshot(folder)
+
     def counts(self, client: int) -> tuple[int, int]:
         """Return how many adds of a client are in the rows, at least, and in the keys."""
         rows = self.rows.get([host * CLIENTS + client for host in range(NUM_HOSTS)]).tolist()
@@ -200,13 +190,13 @@ def keep_books(parent: Parent, folder: Path) -> None:
     """Add, with snapshots, until a host is lost; say how many adds were taken when asked."""
     with tables.join(timeout_s=DEADLINE_S) as world:
         books, q = Books(world), 0
-        for table in books.all:
-            table.snapshot(folder, every_s=OFTEN_S)
         world.barrier()
         try:
             while True:
                 books.add(world.worker_id, q + 1)
                 q += 1
+                if world.is_master:
+                    books.write(folder)
                 if parent.connection.poll():
                     assert parent.hear() == "how many"
                     world.timeout_s = SHORT_S
@@ -215,16 +205,11 @@ def keep_books(parent: Parent, folder: Path) -> None:
             parent.tell(str(exc))
         left = parent.hear()
         assert wait_until(lambda: len(world.workers) == left, DEADLINE_S)
-        before, is_master = tries(world), world.is_master
-        assert wait_until(lambda: not is_master or tries(world) > before, DEADLINE_S)
-        parent.tell(is_master)
+        if world.is_master:
+            with suppress(PeerTimeout):  # rows of the lost host
+                books.write(folder)
+        parent.tell(world.is_master)
         parent.hear()
-
-
-def tries(world: tables.TableGroup) -> int:
-    """Return how many snapshots this worker has written, or failed to write."""
-    schedule = world.snapshots
-    return sum((*schedule.num_written.values(), *schedule.num_failed.values()))
 
 
 def go_on(parent: Parent, folder: Path) -> None:
@@ -282,31 +267,23 @@ def a_host_is_lost(run: str, bug: str | None, folder: Path, host: int = 0) -> No
 
 
 def make_rounds(parent: Parent, folder: Path) -> None:
-    """Add 1 to everything, get, and so on."""
-    copy_all = RemotePart.copy_all
+    """Add 1 to everything, get, and so on; the master writes after each of its gets."""
     with tables.join(timeout_s=DEADLINE_S) as world:
         table = world.array(7, name="t", sync=True)
-
-        def copy_slowly(self: RemotePart, timeout_s: float):
-            rounds, me = table._storage.local.rounds, world.worker_id
-            before = rounds.clock_of(me)
-            wait_until(lambda: rounds.clock_of(me) > before + 1, 0.1)  # if nobody holds us up
-            return copy_all(self, timeout_s)
-
-        RemotePart.copy_all = copy_slowly  # type: ignore[method-assign]
-        table.snapshot(folder, every_s=OFTEN_S)
         while True:
             table.add(torch.ones(7))
             if table.get()[0] == NUM_HOSTS:
                 parent.tell("begun")
+            if world.is_master:
+                table.snapshot(folder)
 
 
 def rounds_are_whole(run: str, bug: str | None, folder: Path) -> None:
     with workers(run, NUM_HOSTS, NUM_HOSTS, make_rounds, bug, folder) as started:
         for worker in started:
             assert worker.get() == "begun"
-        for times in (2, 1):  # one may have been copied before that
-            written_again(folder / "t.json", times)
+        for _ in range(3):
+            written_again(folder / "t.json", 1)
             with tables.join() as world:
                 table = world.array(7, name="t")
                 table.restore(folder)
@@ -372,8 +349,7 @@ def write_until_killed(parent: Parent, run: str, bug: str | None, folder: Path, 
         inject(fault)
         parent.tell("ready")
         parent.hear()
-        table.snapshot(folder, every_s=OFTEN_S)
-        parent.hear()
+        table.snapshot(folder)
 
 
 def write_after_it(parent: Parent, run: str, bug: str | None, folder: Path) -> None:
@@ -382,8 +358,7 @@ def write_after_it(parent: Parent, run: str, bug: str | None, folder: Path) -> N
         table = world.matrix(ROWS, 2, name="t")
         parent.tell("ready")
         parent.hear()
-        table.snapshot(folder, every_s=OFTEN_S)
-        parent.tell(wait_until(lambda: table.stats().snapshots > 0, 3 * SHORT_S))
+        table.snapshot(folder)
 
 
 def plant(bug: str | None) -> None:
@@ -414,7 +389,6 @@ def a_writer_dies(
         wait_for_exit(first.pid)
         assert value_of_all(folder) == [1.0]
         second.put("go on")
-        assert second.get(), "nobody writes any more"
         second.process.join(DEADLINE_S)
     assert value_of_all(folder) == [2.0]
     left = sorted(entry.suffix for entry in folder.iterdir())
@@ -427,8 +401,6 @@ SCENES: dict[str, tuple[Scene, str]] = {
     "written_in_place": (a_writer_dies, "half of a snapshot counts"),
     "lost_rows_are_zeros": (a_host_is_lost, "are lost"),
     "first_copy_kept": (a_host_is_lost, "are lost"),
-    "copied_within_a_round": (rounds_are_whole, "rounds of two moments"),
-    "nobody_takes_over": (a_writer_dies, "nobody writes any more"),
     "drafts_stay": (a_writer_dies, "something is left"),
     "silence_unheard": (survivors_are_not_blamed, "a survivor is blamed"),
 }

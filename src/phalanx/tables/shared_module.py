@@ -33,7 +33,6 @@ from phalanx.tables.module_exchange import (
     split_by_dtype,
 )
 from phalanx.tables.snapshots import load_parts, read_directory
-from phalanx.tables.table import snapshot_together
 from phalanx.tables.table_group import TableGroup, read_mode
 from phalanx.tables.updaters import Nesterov
 
@@ -282,25 +281,17 @@ class SharedModule:
 
     # --- checkpoints ------------------------------------------------------------------------------
 
-    def snapshot(
-        self, directory: str | os.PathLike[str], *, every_s: float | None = None
-    ) -> list[Path]:
+    def snapshot(self, directory: str | os.PathLike[str]) -> list[Path]:
         """Write the shared values and the outer step's state into ``directory``.
 
-        One worker is enough, and others go on. Between two barriers all of it is of one moment;
-        else each of its tables is. Counters and the workers' optimizers are not in it.
-
-        Args:
-            directory: Where to.
-            every_s: None to write now, else every so many seconds, as :meth:`Table.snapshot`. Of a
-                synchronous module each snapshot then is of one moment between two syncs.
+        One worker is enough, and others go on. Of a synchronous module, and between two barriers,
+        all of it is of one moment; else each of its tables is. Counters and the workers' optimizers
+        are not in it.
 
         Raises:
             CheckpointError: The directory cannot be written to. An older snapshot is intact.
-
-        Collective: With ``every_s`` all workers, that any may take over.
         """
-        return snapshot_together([e.table for e in self._exchanges], directory, every_s)
+        return [exchange.table.snapshot(directory) for exchange in self._exchanges]
 
     def restore(self, directory: str | os.PathLike[str]) -> None:
         """Go back to a snapshot: shared values, the outer step's state, and every worker's copy.

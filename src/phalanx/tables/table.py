@@ -21,14 +21,7 @@ from phalanx.tables.membership import Membership
 from phalanx.tables.rounds import Arrival
 from phalanx.tables.shard import Entry, NotFinite
 from phalanx.tables.sharded import Storage
-from phalanx.tables.snapshot_schedule import SnapshotSchedule, SnapshotSource, read_interval
-from phalanx.tables.snapshots import (
-    check_place,
-    load_parts,
-    manifest_in,
-    read_directory,
-    save_parts,
-)
+from phalanx.tables.snapshots import check_place, load_parts, read_directory, save_parts
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.values import read_delta, read_out, read_rows, read_value
 
@@ -39,7 +32,6 @@ __all__ = [
     "Rows",
     "Table",
     "TableStats",
-    "snapshot_together",
     "wait_for_clocks",
 ]
 
@@ -59,7 +51,6 @@ class TableWorker(Protocol):
     left: bool
     forked: bool
     membership: Membership
-    snapshots: SnapshotSchedule
 
     @property
     def is_master(self) -> bool:
@@ -81,8 +72,6 @@ class TableStats:
         skipped: Adds left out because they held NaN or infinity (``nonfinite="skip"``).
         rejected: Adds refused for that reason (``nonfinite="reject"``).
         undone: Adds, by anybody, that a death interrupted and the next worker undid.
-        snapshots: Snapshots that this worker has written every so often (``every_s``).
-        snapshots_failed: Those of them that it could not write.
         nbytes: The table's shared memory.
     """
 
@@ -93,8 +82,6 @@ class TableStats:
     skipped: int = 0
     rejected: int = 0
     undone: int = 0
-    snapshots: int = 0
-    snapshots_failed: int = 0
     nbytes: int = 0
 
 
@@ -307,9 +294,7 @@ class Table:
     def _arrive(self) -> Arrival | None:
         group = self._group
         if self._is_bulk and group.is_counted():
-            return group.snapshots.gate.arrive(
-                self.name, lambda: self._storage.rounds.arrive(group.worker_id)
-            )
+            return self._storage.rounds.arrive(group.worker_id)
         return None
 
     def _read(
@@ -322,7 +307,6 @@ class Table:
         group = self._group
         if arrival is not None:
             self._storage.rounds.finish(arrival, group.timeout_s)
-            group.snapshots.gate.finish(self.name, arrival.number)
         elif self._is_bounded:
             self._wait_for_slow()
         backs_up = self._spec.num_backups > 0 and group.is_counted()
@@ -357,19 +341,15 @@ class Table:
         self._check_open()
         self._storage.finish_adds(self._group.worker_id, self._group.timeout_s)
 
-    def snapshot(self, directory: str | os.PathLike[str], *, every_s: float | None = None) -> Path:
+    def snapshot(self, directory: str | os.PathLike[str]) -> Path:
         """Write values and updater's state into ``directory``, synced; others go on meanwhile.
 
         Each shard is of one moment. For one moment of the whole table, call it between two
-        barriers; of a bulk-synchronous table it holds the rounds that are in.
+        barriers. Of a bulk-synchronous table it holds the rounds that are in; if the caller has no
+        get open, these are the same in all shards, on all hosts.
 
         Args:
             directory: Where to; in the place of the table's older snapshot there.
-            every_s: None to write now. Else the first snapshot is written after so many seconds,
-                and the next ones so many seconds later each, until the group is closed, by a
-                thread of the master, and of the next master where that one dies. What cannot be
-                written is logged as a warning, and tried again. Those of a bulk-synchronous table
-                hold the same rounds on all hosts. Asked again, the later call counts.
 
         Returns:
             The file of text that makes the snapshot count.
@@ -378,11 +358,10 @@ class Table:
             CheckpointError: The directory cannot be written to, or another file has the name of
                 the one returned. An older snapshot is intact.
 
-        Collective: With ``every_s`` all workers, that any may take over. Blocks: No.
+        Blocks: No.
         """
-        return snapshot_together([self], directory, every_s)[0]
-
-    def _save(self, folder: Path) -> Path:
+        folder = read_directory(directory)
+        self.flush()
         check_place(folder, self.name)  # before anything is copied
         return save_parts(self._spec, self._storage.copy_all(self._group.timeout_s), folder)
 
@@ -400,16 +379,13 @@ class Table:
         self._check_master("restore")
         self.flush()
         parts = load_parts(self._spec, read_directory(directory))
-        with self._group.snapshots.gate.whole:
-            self._storage.replace_all(parts, self._group.timeout_s)
+        self._storage.replace_all(parts, self._group.timeout_s)
 
     def stats(self) -> TableStats:
         """Return what this worker has done so far."""
         self._check_process()
         stats = TableStats(**vars(self._stats))
         stats.undone = self._storage.num_undone
-        stats.snapshots = self._group.snapshots.num_written.get(self.name, 0)
-        stats.snapshots_failed = self._group.snapshots.num_failed.get(self.name, 0)
         return stats
 
     def _check_open(self) -> None:
@@ -537,28 +513,6 @@ class KeyTable(Table):
         stats = super().stats()
         stats.nbytes = self._storage.nbytes
         return stats
-
-
-def snapshot_together(
-    tables: Sequence[Table], directory: str | os.PathLike[str], every_s: float | None
-) -> list[Path]:
-    """Write tables of one group down, now or every so often; see :meth:`Table.snapshot`."""
-    folder = read_directory(directory)
-    for table in tables:
-        table._check_open()
-    if every_s is None:
-        for table in tables:
-            table.flush()
-        return [table._save(folder) for table in tables]
-    group = tables[0]._group
-    if not group.is_counted():
-        raise StateError(
-            f"`snapshot` with `every_s` must be called by a worker of the run, but worker "
-            f"{group.worker_id} has left. Call it before `leave()`."
-        )
-    sources = [SnapshotSource(table._spec, table._storage) for table in tables]
-    group.snapshots.repeat(group, sources, folder, read_interval(every_s))
-    return [manifest_in(folder, table.name) for table in tables]
 
 
 def wait_for_clocks(group: TableWorker, judge: Callable[[], Verdict], what: str) -> None:

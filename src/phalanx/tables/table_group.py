@@ -24,7 +24,6 @@ from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.row_initializer import Uniform, read_row_init
 from phalanx.tables.run_context import RunContext, S
 from phalanx.tables.sharded import Storage
-from phalanx.tables.snapshot_schedule import SnapshotSchedule
 from phalanx.tables.spec import TableSpec, read_dtype
 from phalanx.tables.table import KeyTable, Numbers, Table, wait_for_clocks
 from phalanx.tables.updaters import Updater, parse_updater
@@ -67,7 +66,6 @@ class TableGroup:
         self.closed = False
         self.left = False
         self.forked = False  # a forked child is not this worker
-        self.snapshots = SnapshotSchedule()
         self._incarnation = context.membership.incarnation(worker_id)
         self._context = context
         self._num_tables = 0
@@ -155,18 +153,15 @@ class TableGroup:
     def leave(self) -> None:
         """Stop counting as a worker: nobody waits for this one any more.
 
-        Tables stay readable, but take no more adds of this worker, nor does it write snapshots.
+        Tables stay readable, but take no more adds of this worker.
 
         Raises:
             PhalanxError: An add that was made with ``wait=False`` failed. The worker has left all
                 the same.
         """
-        try:
-            self.snapshots.close(self.timeout_s)
-        finally:  # also after a Ctrl-C: nobody shall wait for this worker
-            self.left = True
-            if not self.closed and self.is_counted():
-                self.membership.leave(self.worker_id, self._incarnation, self.timeout_s)
+        self.left = True
+        if not self.closed and self.is_counted():
+            self.membership.leave(self.worker_id, self._incarnation, self.timeout_s)
 
     def close(self) -> None:
         """Leave and let go of everything; the last one out removes what the run has shared.

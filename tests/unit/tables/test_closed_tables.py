@@ -133,20 +133,6 @@ def test_a_worker_that_two_threads_close_counts_out_once():
         assert table.get().tolist() == [1.0, 1.0]
 
 
-def test_a_worker_whose_close_is_interrupted_has_left(monkeypatch):
-    with tables.join() as world, world.thread_worker() as other:
-
-        def interrupt(timeout_s: float) -> None:
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(world.snapshots, "close", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                world.close()
-        assert other.workers == [1]
-        assert other.barrier() == 1
-
-
 def test_tables_without_a_name_that_threads_open_are_different_ones():
     sys.setswitchinterval(1e-5)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -101,3 +102,62 @@ def test_a_digest_that_equals_nothing_is_an_error(tmp_path):
         text.write_text(json.dumps({**json.loads(text.read_text()), "sha256": float("nan")}))
         with pytest.raises(CheckpointError, match="is damaged"):
             table.restore(tmp_path)
+
+
+def test_a_snapshot_that_is_replaced_while_it_is_read_is_read_again(tmp_path, monkeypatch):
+    read_parts = snapshots._read_parts
+
+    def replaced_once(spec, data, digest):
+        monkeypatch.setattr(snapshots, "_read_parts", read_parts)
+        table.add(torch.ones(7, 3))
+        table.snapshot(tmp_path)
+        return read_parts(spec, data, digest)
+
+    with tables.join() as world:
+        table = world.matrix(7, 3, name="t")
+        table.snapshot(tmp_path)
+        monkeypatch.setattr(snapshots, "_read_parts", replaced_once)
+        table.restore(tmp_path)
+        assert table.get().unique().tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    "text", ["precious", "[1, 2]", json.dumps({"version": 1, "file": "x"}), "", "{" * 9999]
+)
+def test_a_file_of_the_users_with_the_name_of_a_snapshot_is_left_alone(tmp_path, text):
+    theirs = tmp_path / "t.json"
+    theirs.write_text(text)
+    with tables.join() as world:
+        table = world.matrix(7, 3, name="t")
+        with pytest.raises(CheckpointError) as caught:
+            table.snapshot(tmp_path)
+    assert str(caught.value) == (
+        f"{str(theirs)!r} must be a snapshot of table 't' where one is written, but is another "
+        "file, and is left as it is. Name another `directory`, or move the file away."
+    )
+    assert [entry.name for entry in tmp_path.iterdir()] == ["t.json"]
+    assert theirs.read_text() == text
+
+
+def test_a_file_that_comes_while_a_snapshot_is_written_is_left_alone(tmp_path, monkeypatch):
+    write = snapshots._write
+
+    def write_slowly(file, parts):
+        (tmp_path / "t.json").write_text("precious")
+        return write(file, parts)
+
+    monkeypatch.setattr(snapshots, "_write", write_slowly)
+    with tables.join() as world, pytest.raises(CheckpointError, match="but is another file"):
+        world.matrix(7, 3, name="t").snapshot(tmp_path)
+    assert [entry.read_text() for entry in tmp_path.iterdir()] == ["precious"]
+
+
+def test_what_a_dead_writer_has_left_goes_and_a_living_ones_stays(tmp_path):
+    names = [".t.12.34.tmp", ".t.56.78.tmp", ".t.notes.tmp", ".other.1.2.tmp"]
+    for name in names:
+        (tmp_path / name).write_text("half")
+    with (tmp_path / names[1]).open("r+") as living, tables.join() as world:
+        fcntl.flock(living, fcntl.LOCK_EX)
+        world.matrix(7, 3, name="t").snapshot(tmp_path)
+    left = {entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")}
+    assert left == set(names[1:])
