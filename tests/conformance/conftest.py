@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests import worlds
 from tests.conformance.second_device import emulate_second_device
 from tests.multiprocess.forked_workers import forked_by_day
 
@@ -55,6 +56,13 @@ def forked_workers(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with forked_by_day(request.config):
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def worlds_end() -> Iterator[None]:
+    """End the processes that worlds have started for a file of tests."""
+    yield
+    worlds.close()
 
 
 @pytest.fixture(autouse=True)

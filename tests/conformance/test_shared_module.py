@@ -16,14 +16,8 @@ from torch import Tensor, nn
 
 from phalanx import tables
 from phalanx.errors import ConfigError, PeerTimeout, StateError
-from tests.conformance.test_tables import (
-    DEADLINE_S,
-    FORMATIONS,
-    children_end,  # noqa: F401 - a fixture
-    in_every_formation,
-    run_threads,
-)
 from tests.multiprocess.children import Children, Parent
+from tests.worlds import DEADLINE_S, THREADS, in_table_worlds
 
 pytestmark = pytest.mark.promise("shared-modules")
 
@@ -91,10 +85,10 @@ def begin(world: tables.TableGroup) -> dict[str, list]:
     return state_of(net)
 
 
-@in_every_formation
+@in_table_worlds()
 @pytest.mark.parametrize("mode", [{}, {"sync": True}, {"staleness": 1}], ids=str)
-def test_every_copy_begins_with_the_masters_values(workers, n, mode, run):
-    found = workers(run, n, begin, **mode)
+def test_every_copy_begins_with_the_masters_values(world, n, mode, run):
+    found = world.run(begin, n, run=run, **mode)
     master = seeded_net(0)
     master.norm.num_batches_tracked.fill_(10)
     assert found == [state_of(master)] * n
@@ -115,16 +109,16 @@ def train_shared(world: tables.TableGroup, every: int, merge: str) -> dict[str, 
     return state_of(net)
 
 
-@pytest.mark.parametrize("workers", [p.values[0] for p in FORMATIONS if p.values[1] == 1])
+@in_table_worlds(at_most=1)
 @pytest.mark.parametrize("mode", [{}, {"sync": True}, {"staleness": 2}], ids=str)
 @pytest.mark.parametrize(("every", "merge"), [(1, "sum"), (1, "mean"), (7, "mean")])
-def test_one_worker_trains_as_if_it_were_alone_to_the_bit(workers, mode, every, merge, run):
+def test_one_worker_trains_as_if_it_were_alone_to_the_bit(world, n, mode, every, merge, run):
     torch.set_num_threads(1)
     net = seeded_net(7)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
     for step in range(30):
         train_step(net, optimizer, 0, step)
-    found = workers(run, 1, partial(train_shared, every=every, merge=merge), **mode)
+    found = world.run(partial(train_shared, every=every, merge=merge), 1, run=run, **mode)
     assert found == [state_of(net)]
 
 
@@ -180,15 +174,15 @@ def rounds_by_hand(n: int, every: int, merge: str, outer: bool, steps: int) -> d
     return nets[0].state_dict()
 
 
-@in_every_formation
+@in_table_worlds()
 @pytest.mark.parametrize(
     ("every", "merge", "outer"),
     [(1, "mean", None), (1, "sum", None), (4, "mean", None), (4, "mean", "nesterov"),
      (3, "sum", "nesterov")],
 )  # fmt: skip
-def test_synchronous_rounds_are_what_one_process_works_out(workers, n, every, merge, outer, run):
+def test_synchronous_rounds_are_what_one_process_works_out(world, n, every, merge, outer, run):
     body = partial(train_plain, every=every, merge=merge, outer=outer, steps=12)
-    found = workers(run, n, body, sync=True)
+    found = world.run(body, n, run=run, sync=True)
     wanted = rounds_by_hand(n, every, merge, outer is not None, 12)
     assert all(state == found[0] for state in found)  # the same bits
     for name, value in wanted.items():
@@ -200,8 +194,8 @@ def test_synchronous_rounds_are_what_one_process_works_out(workers, n, every, me
 
 def test_mean_of_every_step_is_sgd_with_the_averaged_gradient(run):
     n, steps = 3, 10
-    found = run_threads(
-        run, n, partial(train_plain, every=1, merge="mean", outer=None, steps=steps), sync=True
+    found = THREADS.run(
+        partial(train_plain, every=1, merge="mean", outer=None, steps=steps), n, run=run, sync=True
     )
     net = Plain()
     optimizer = sgd(net)
@@ -233,9 +227,9 @@ def train_with_statistics(world: tables.TableGroup) -> list[tuple[list, list, li
     return seen
 
 
-@in_every_formation
-def test_statistics_are_averaged_whatever_merge_is_and_counters_are_not(workers, n, run):
-    found = workers(run, n, train_with_statistics, sync=True)
+@in_table_worlds()
+def test_statistics_are_averaged_whatever_merge_is_and_counters_are_not(world, n, run):
+    found = world.run(train_with_statistics, n, run=run, sync=True)
     for step in range(4):
         for before, after in ((0, 2), (1, 3)):
             mean = torch.tensor([worker[step][before] for worker in found]).double().mean(0)
@@ -284,11 +278,11 @@ def turns_by_hand(n: int, merge: str, outer: bool) -> list[list[float]]:
     return seen
 
 
-@in_every_formation
+@in_table_worlds()
 @pytest.mark.parametrize("merge", ["sum", "mean"])
 @pytest.mark.parametrize("outer", [None, {"name": "nesterov", "lr": 0.25, "momentum": 0.5}])
-def test_asynchronous_changes_are_taken_as_they_come(workers, n, merge, outer, run):
-    found = workers(run, n, partial(sync_in_turn, merge=merge, outer=outer))
+def test_asynchronous_changes_are_taken_as_they_come(world, n, merge, outer, run):
+    found = world.run(partial(sync_in_turn, merge=merge, outer=outer), n, run=run)
     wanted = turns_by_hand(n, merge, outer is not None)
     for seen, want in zip(found, wanted, strict=True):
         assert seen == pytest.approx(want, rel=1e-14)
@@ -342,10 +336,10 @@ def add_ones(world: tables.TableGroup, bound: int | None) -> list[float]:
     return seen
 
 
-@in_every_formation
+@in_table_worlds()
 @pytest.mark.parametrize("bound", [None, 1, 3])
-def test_with_bounded_staleness_a_sync_holds_all_but_the_others_last_rounds(workers, n, bound, run):
-    for seen in workers(run, n, partial(add_ones, bound=bound)):
+def test_with_bounded_staleness_a_sync_holds_all_but_the_others_last_rounds(world, n, bound, run):
+    for seen in world.run(partial(add_ones, bound=bound), n, run=run):
         for clock, total in enumerate(seen, 1):
             behind = clock if bound is None else min(bound, clock)
             assert clock + (n - 1) * (clock - behind) - 0.01 <= total <= 20 * n + 0.01
@@ -366,14 +360,14 @@ def statistics_in_turn(world: tables.TableGroup) -> list[float]:
     return seen
 
 
-@in_every_formation
-def test_asynchronous_statistics_go_a_share_of_the_way_to_each_workers(workers, n, run):
+@in_table_worlds()
+def test_asynchronous_statistics_go_a_share_of_the_way_to_each_workers(world, n, run):
     value, wanted = 0.0, [[] for _ in range(n)]
     for step in range(2):
         for worker in range(n):
             value += (8.0 * worker + step - value) / n
             wanted[worker].append(value)
-    for seen, want in zip(workers(run, n, statistics_in_turn), wanted, strict=True):
+    for seen, want in zip(world.run(statistics_in_turn, n, run=run), wanted, strict=True):
         assert seen == pytest.approx(want, rel=1e-14)
 
 
@@ -398,9 +392,9 @@ def unequal_paces(world: tables.TableGroup) -> list[float]:
     return seen
 
 
-@in_every_formation
-def test_asynchronous_statistics_stay_between_the_workers_values(workers, n, run):
-    for seen in workers(run, n, unequal_paces):
+@in_table_worlds()
+def test_asynchronous_statistics_stay_between_the_workers_values(world, n, run):
+    for seen in world.run(unequal_paces, n, run=run):
         assert all(1.0 <= value <= 10.0 for value in seen)
 
 
@@ -427,7 +421,7 @@ def stay_away(world: tables.TableGroup) -> int | None:
 
 
 def test_a_sync_that_timed_out_is_the_last_one(run):
-    assert run_threads(run, 2, stay_away, sync=True)[0] == 1
+    assert THREADS.run(stay_away, 2, run=run, sync=True)[0] == 1
 
 
 def assign_state(net: nn.Sequential) -> None:
@@ -480,7 +474,7 @@ def train_after(world: tables.TableGroup, change: Callable[[nn.Sequential], None
 
 @pytest.mark.parametrize("change", [assign_state, replace_layer])
 def test_tensors_that_took_the_place_of_shared_ones_are_shared(change, run):
-    first, second = run_threads(run, 2, partial(train_after, change=change), sync=True)
+    first, second = THREADS.run(partial(train_after, change=change), 2, run=run, sync=True)
     assert first == second
 
 
@@ -522,7 +516,7 @@ def go_nan(world: tables.TableGroup) -> None:
 
 
 def test_what_is_not_finite_is_refused_by_name_and_changes_nothing(run):
-    run_threads(run, 1, go_nan)
+    THREADS.run(go_nan, 1, run=run)
 
 
 def sparse_net() -> nn.Module:
@@ -673,10 +667,10 @@ def train_and_go_back(world: tables.TableGroup, directory: str) -> tuple[dict, d
     return once, train(range(6, 13))
 
 
-@in_every_formation
-def test_a_restored_snapshot_goes_on_to_the_same_bits(workers, n, run, tmp_path):
+@in_table_worlds()
+def test_a_restored_snapshot_goes_on_to_the_same_bits(world, n, run, tmp_path):
     body = partial(train_and_go_back, directory=str(tmp_path))
-    for once, again in workers(run, n, body, sync=True):
+    for once, again in world.run(body, n, run=run, sync=True):
         once.pop("norm.num_batches_tracked"), again.pop("norm.num_batches_tracked")
         assert once == again
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from phalanx import tables
-from tests.conformance.test_tables import in_every_formation
+from tests.worlds import in_table_worlds
 
 pytestmark = pytest.mark.promise("updaters-are-their-formulas")
 
@@ -303,8 +303,8 @@ def train_bulk(world: tables.TableGroup) -> list:
     return table.get().tolist()
 
 
-@in_every_formation
-def test_synchronous_workers_train_the_rows_of_one_model(workers, n, run):
+@in_table_worlds()
+def test_synchronous_workers_train_the_rows_of_one_model(world, n, run):
     rows = weights()
     for step in range(5):
         parts = []
@@ -315,7 +315,7 @@ def test_synchronous_workers_train_the_rows_of_one_model(workers, n, run):
         for part in parts:
             touched = part.abs().sum(1) > 0
             rows[touched] = torch.add(rows[touched], part[touched], alpha=-LR)
-    assert workers(run, n, train_bulk, sync=True) == [rows.tolist()] * n
+    assert world.run(train_bulk, n, run=run, sync=True) == [rows.tolist()] * n
 
 
 def train_async(world: tables.TableGroup) -> tuple[list, int]:
@@ -328,8 +328,8 @@ def train_async(world: tables.TableGroup) -> tuple[list, int]:
     return table.get().tolist(), table.stats().adds
 
 
-@in_every_formation
-def test_asynchronous_gradients_are_all_there(workers, n, run):
-    for rows, adds in workers(run, n, train_async):
+@in_table_worlds()
+def test_asynchronous_gradients_are_all_there(world, n, run):
+    for rows, adds in world.run(train_async, n, run=run):
         assert rows == [[-40.0 * n] * DIM] * ROWS
         assert adds == 20

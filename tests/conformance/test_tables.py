@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -16,71 +15,9 @@ from phalanx import tables
 from phalanx.errors import OutOfSpace, PeerTimeout
 from phalanx.ipc import inject, wait_until
 from phalanx.tables.remote_part import RemoteHost
-from tests.multiprocess import hosts
-from tests.multiprocess.children import Parent, ReusedChildren
-from tests.multiprocess.hosts import run_hosts
+from tests.worlds import DEADLINE_S, HOSTS, in_table_worlds
 
 pytestmark = pytest.mark.promise("tables-one-contract")
-
-DEADLINE_S = 60.0
-WORKERS = ReusedChildren()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def children_end():
-    yield
-    WORKERS.close()
-    hosts.WORKERS.close()
-
-
-def run_threads(run: str, num_workers: int, body: Callable, **how: object) -> list:
-    results: list = [None] * num_workers
-    raised: list[BaseException] = []
-
-    def work(world: tables.TableGroup) -> None:
-        try:
-            with world:
-                results[world.worker_id] = body(world)
-        except BaseException as exc:
-            raised.append(exc)
-
-    world = tables.join(num_workers=num_workers, timeout_s=DEADLINE_S, **how)
-    worlds = [world, *(world.thread_worker() for _ in range(num_workers - 1))]
-    threads = [threading.Thread(target=work, args=(w,)) for w in worlds]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * DEADLINE_S)
-    assert not any(thread.is_alive() for thread in threads)
-    if raised:
-        raise raised[0]
-    return results
-
-
-def _process(parent: Parent, run: str, num_workers: int, body: Callable, how: dict) -> None:
-    torch.set_num_threads(1)
-    with tables.join(run, num_workers=num_workers, timeout_s=DEADLINE_S, **how) as world:
-        result = body(world)
-        parent.tell((world.worker_id, result))
-
-
-def run_processes(run: str, num_workers: int, body: Callable, **how: object) -> list:
-    results = dict(WORKERS.run(_process, [(run, num_workers, body, how)] * num_workers))
-    assert sorted(results) == list(range(num_workers))
-    return [results[worker] for worker in range(num_workers)]
-
-
-FORMATIONS = [
-    pytest.param(run_threads, 1, id="one process"),
-    pytest.param(run_threads, 2, id="2 threads", marks=pytest.mark.night),
-    pytest.param(run_threads, 3, id="3 threads"),
-    pytest.param(run_processes, 1, id="1 process", marks=pytest.mark.night),
-    pytest.param(run_processes, 2, id="2 processes"),
-    pytest.param(run_processes, 3, id="3 processes", marks=pytest.mark.night),
-    pytest.param(partial(run_hosts, 2), 2, id="2 hosts", marks=pytest.mark.night),
-    pytest.param(partial(run_hosts, 3), 3, id="3 hosts"),
-]
-in_every_formation = pytest.mark.parametrize(("workers", "n"), FORMATIONS)
 
 
 # --- the laws of Multiverso's own tests -----------------------------------------------------------
@@ -98,9 +35,9 @@ def array_law(world: tables.TableGroup, rounds: int, size: int) -> None:
         world.barrier()
 
 
-@in_every_formation
-def test_after_each_barrier_an_array_holds_everybodys_adds(workers, n, run):
-    workers(run, n, partial(array_law, rounds=30, size=10_000))
+@in_table_worlds()
+def test_after_each_barrier_an_array_holds_everybodys_adds(world, n, run):
+    world.run(partial(array_law, rounds=30, size=10_000), n, run=run)
 
 
 def matrix_law(world: tables.TableGroup, num_shards: int) -> None:
@@ -119,10 +56,10 @@ def matrix_law(world: tables.TableGroup, num_shards: int) -> None:
         world.barrier()
 
 
-@in_every_formation
+@in_table_worlds()
 @pytest.mark.parametrize("num_shards", [1, 4, 20])
-def test_after_each_barrier_a_matrix_holds_everybodys_rows(workers, n, num_shards, run):
-    workers(run, n, partial(matrix_law, num_shards=num_shards))
+def test_after_each_barrier_a_matrix_holds_everybodys_rows(world, n, num_shards, run):
+    world.run(partial(matrix_law, num_shards=num_shards), n, run=run)
 
 
 def master_init(world: tables.TableGroup) -> list[float]:
@@ -130,18 +67,18 @@ def master_init(world: tables.TableGroup) -> list[float]:
     return table.get().tolist()
 
 
-@in_every_formation
-def test_the_masters_initial_value_is_there_for_everybody_once(workers, n, run):
-    assert workers(run, n, master_init) == [[1.0, 2.0, 3.0]] * n
+@in_table_worlds()
+def test_the_masters_initial_value_is_there_for_everybody_once(world, n, run):
+    assert world.run(master_init, n, run=run) == [[1.0, 2.0, 3.0]] * n
 
 
 def shifted_by_momentum(world: tables.TableGroup) -> list[float]:
     return world.array(2, name="m", init=5.0, updater={"name": "sgd", "lr": 1.0}).get().tolist()
 
 
-@in_every_formation
-def test_the_initial_value_never_goes_through_the_updater(workers, n, run):
-    assert workers(run, n, shifted_by_momentum) == [[5.0, 5.0]] * n
+@in_table_worlds()
+def test_the_initial_value_never_goes_through_the_updater(world, n, run):
+    assert world.run(shifted_by_momentum, n, run=run) == [[5.0, 5.0]] * n
 
 
 # --- modes ----------------------------------------------------------------------------------------
@@ -174,11 +111,11 @@ def bulk_rounds_by_one(n: int) -> list[list]:
     return seen
 
 
-@in_every_formation
+@in_table_worlds()
 @pytest.mark.parametrize("num_shards", [1, 3])
-def test_in_bulk_synchronous_mode_every_get_is_equal_bit_for_bit(workers, n, num_shards, run):
+def test_in_bulk_synchronous_mode_every_get_is_equal_bit_for_bit(world, n, num_shards, run):
     expected = bulk_rounds_by_one(n)
-    for seen in workers(run, n, partial(bulk_rounds, num_shards=num_shards), sync=True):
+    for seen in world.run(partial(bulk_rounds, num_shards=num_shards), n, run=run, sync=True):
         assert seen == expected
 
 
@@ -191,9 +128,9 @@ def unequal_lengths(world: tables.TableGroup) -> float:
     return value.item()
 
 
-@in_every_formation
-def test_workers_of_unequal_length_finish_in_bulk_synchronous_mode(workers, n, run):
-    last = workers(run, n, unequal_lengths, sync=True)
+@in_table_worlds()
+def test_workers_of_unequal_length_finish_in_bulk_synchronous_mode(world, n, run):
+    last = world.run(unequal_lengths, n, run=run, sync=True)
     # The i-th get holds everybody's adds up to the i-th of those who still take part.
     assert last == [sum(min(2 * (w + 1), 2 * (me + 1)) for w in range(n)) for me in range(n)]
 
@@ -211,10 +148,10 @@ def stale_rounds(world: tables.TableGroup, bound: int) -> list[tuple[int, list[f
     return seen
 
 
-@in_every_formation
+@in_table_worlds()
 @pytest.mark.parametrize("bound", [1, 3])
-def test_with_bounded_staleness_nobody_reads_from_further_ahead(workers, n, bound, run):
-    seen = workers(run, n, partial(stale_rounds, bound=bound), staleness=bound)
+def test_with_bounded_staleness_nobody_reads_from_further_ahead(world, n, bound, run):
+    seen = world.run(partial(stale_rounds, bound=bound), n, run=run, staleness=bound)
     for worker, gets in enumerate(seen):
         for clock, columns in gets:
             assert columns[worker] == clock
@@ -234,9 +171,9 @@ def read_alone(world: tables.TableGroup) -> float:
     return table.get().item()
 
 
-@in_every_formation
-def test_in_asynchronous_mode_nobody_waits(workers, n, run):
-    assert workers(run, n, read_alone) == [50.0] * n
+@in_table_worlds()
+def test_in_asynchronous_mode_nobody_waits(world, n, run):
+    assert world.run(read_alone, n, run=run) == [50.0] * n
 
 
 def stay_away(world: tables.TableGroup, how: str) -> tuple[str, int | None] | None:
@@ -261,11 +198,11 @@ def stay_away(world: tables.TableGroup, how: str) -> tuple[str, int | None] | No
     return raised
 
 
-@pytest.mark.parametrize(("workers", "n"), [p for p in FORMATIONS if p.values[1] > 1])
+@in_table_worlds(at_least=2)
 @pytest.mark.parametrize("how", ["barrier", "sync", "staleness"])
-def test_who_stays_away_makes_the_others_fail_at_the_deadline_with_its_id(workers, n, how, run):
+def test_who_stays_away_makes_the_others_fail_at_the_deadline_with_its_id(world, n, how, run):
     mode = {"sync": {"sync": True}, "staleness": {"staleness": 1}}.get(how, {})
-    *waiting, away = workers(run, n, partial(stay_away, how=how), **mode)
+    *waiting, away = world.run(partial(stay_away, how=how), n, run=run, **mode)
     assert away is None
     for message, rank in waiting:
         # with three workers, who waits may name another one that has given up before
@@ -292,9 +229,9 @@ def edges(world: tables.TableGroup) -> None:
     assert few.get([1, 0, 1]).tolist() == [[4.0 * n] * 3, [2.0 * n] * 3, [4.0 * n] * 3]
 
 
-@in_every_formation
-def test_no_rows_one_element_and_fewer_rows_than_shards(workers, n, run):
-    workers(run, n, edges)
+@in_table_worlds()
+def test_no_rows_one_element_and_fewer_rows_than_shards(world, n, run):
+    world.run(edges, n, run=run)
 
 
 def every_second_row(world: tables.TableGroup) -> None:
@@ -312,9 +249,9 @@ def every_second_row(world: tables.TableGroup) -> None:
     assert torch.equal(table.get(), values)
 
 
-@in_every_formation
-def test_rows_of_one_part_may_be_a_strided_tensor(workers, n, run):
-    workers(run, n, every_second_row)
+@in_table_worlds()
+def test_rows_of_one_part_may_be_a_strided_tensor(world, n, run):
+    world.run(every_second_row, n, run=run)
 
 
 NOT_AWAITED = 61
@@ -366,9 +303,9 @@ def added_by_one(n: int) -> list:
         return [matrix.get().tolist(), order.get().tolist(), len(keys), keys.get([-5, 0]).tolist()]
 
 
-@in_every_formation
-def test_adds_that_nobody_waits_for_are_in_once_and_in_their_order(workers, n, run):
-    assert workers(run, n, add_without_waiting) == [added_by_one(n)] * n
+@in_table_worlds()
+def test_adds_that_nobody_waits_for_are_in_once_and_in_their_order(world, n, run):
+    assert world.run(add_without_waiting, n, run=run) == [added_by_one(n)] * n
 
 
 def refuse_once(remote: RemoteHost) -> None:
@@ -431,7 +368,7 @@ def adds_that_fail(world: tables.TableGroup) -> list:
 
 def test_an_add_that_fails_is_made_on_no_host_or_says_on_which(run):
     behind, here = [1, 0, 0, 0, 1, 0, 0, 0, 1], [0, 0, 0, 2, 2, 2, 1, 1, 1]
-    assert run_hosts(3, run, 3, adds_that_fail) == [[behind, here]] * 3
+    assert HOSTS.run(adds_that_fail, run=run) == [[behind, here]] * 3
 
 
 def join_again_and_again(world: tables.TableGroup) -> None:
@@ -476,9 +413,9 @@ def add_to_a_round_by_threads(world: tables.TableGroup) -> list:
     return table.get().tolist()
 
 
-@in_every_formation
-def test_each_add_of_a_workers_threads_to_a_round_counts(workers, n, run):
-    assert workers(run, n, add_to_a_round_by_threads) == [[120 * n] * 9] * n
+@in_table_worlds()
+def test_each_add_of_a_workers_threads_to_a_round_counts(world, n, run):
+    assert world.run(add_to_a_round_by_threads, n, run=run) == [[120 * n] * 9] * n
 
 
 def add_to_rounds_beside_gets(world: tables.TableGroup) -> list:
@@ -496,9 +433,9 @@ def add_to_rounds_beside_gets(world: tables.TableGroup) -> list:
     return table.get().tolist()
 
 
-@in_every_formation
-def test_an_add_beside_the_get_that_ends_its_round_counts(workers, n, run):
-    assert workers(run, n, add_to_rounds_beside_gets) == [[100 * n] * 9] * n
+@in_table_worlds()
+def test_an_add_beside_the_get_that_ends_its_round_counts(world, n, run):
+    assert world.run(add_to_rounds_beside_gets, n, run=run) == [[100 * n] * 9] * n
 
 
 def add_twice_after_one_that_failed(world: tables.TableGroup) -> list:
@@ -524,7 +461,7 @@ def add_twice_after_one_that_failed(world: tables.TableGroup) -> list:
 
 
 def test_a_repeated_add_to_a_round_counts_once_behind_one_that_failed(run):
-    assert run_hosts(3, run, 3, add_twice_after_one_that_failed) == [[0] * 8 + [1]] * 3
+    assert HOSTS.run(add_twice_after_one_that_failed, run=run) == [[0] * 8 + [1]] * 3
 
 
 def get_and_be_interrupted(world: tables.TableGroup) -> list:
@@ -552,7 +489,7 @@ def get_and_be_interrupted(world: tables.TableGroup) -> list:
 
 
 def test_an_interrupted_get_writes_nothing_later(run):
-    assert run_hosts(3, run, 3, get_and_be_interrupted) == [[5] * 9] * 3
+    assert HOSTS.run(get_and_be_interrupted, run=run) == [[5] * 9] * 3
 
 
 def serve_under_another_default_device(world: tables.TableGroup, folder: Path) -> list:
@@ -577,19 +514,20 @@ def serve_under_another_default_device(world: tables.TableGroup, folder: Path) -
     return [each[:, 0].tolist() for each in found]
 
 
-@in_every_formation
-def test_tables_serve_whatever_the_default_device_is(workers, n, run, tmp_path):
+@in_table_worlds()
+def test_tables_serve_whatever_the_default_device_is(world, n, run, tmp_path):
     twice = [2.0 * n * row for row in range(3 * n)]
     matrix = [0.5 + each for each in twice]
     found = [matrix[::-1], matrix, twice[::-1], [float(n), 0.0], []]
     assert (
-        workers(run, n, partial(serve_under_another_default_device, folder=tmp_path)) == [found] * n
+        world.run(partial(serve_under_another_default_device, folder=tmp_path), n, run=run)
+        == [found] * n
     )
 
 
-@pytest.mark.parametrize(("workers", "n"), [p for p in FORMATIONS if "hosts" in p.id])
-def test_who_joins_and_closes_again_and_again_leaves_no_thread_and_no_descriptor(workers, n, run):
-    workers(run, n, join_again_and_again)
+@in_table_worlds(only="hosts")
+def test_who_joins_and_closes_again_and_again_leaves_no_thread_and_no_descriptor(world, n, run):
+    world.run(join_again_and_again, n, run=run)
 
 
 def several_gets(world: tables.TableGroup) -> None:
@@ -612,9 +550,9 @@ def several_gets(world: tables.TableGroup) -> None:
             assert begun.wait()[:, 0].tolist() == asked
 
 
-@in_every_formation
-def test_several_gets_may_be_open(workers, n, run):
-    workers(run, n, several_gets)
+@in_table_worlds()
+def test_several_gets_may_be_open(world, n, run):
+    world.run(several_gets, n, run=run)
 
 
 # --- rows found by key ----------------------------------------------------------------------------
@@ -644,10 +582,10 @@ def keys_law(world: tables.TableGroup, num_shards: int) -> None:
     assert torch.equal(table.keys(), torch.cat([keys, keys + 1]).sort().values)
 
 
-@in_every_formation
+@in_table_worlds()
 @pytest.mark.parametrize("num_shards", [1, 4])
-def test_after_each_barrier_a_keys_table_holds_everybodys_rows(workers, n, num_shards, run):
-    workers(run, n, partial(keys_law, num_shards=num_shards))
+def test_after_each_barrier_a_keys_table_holds_everybodys_rows(world, n, num_shards, run):
+    world.run(partial(keys_law, num_shards=num_shards), n, run=run)
 
 
 def master_rule(world: tables.TableGroup) -> tuple[list, list]:
@@ -661,10 +599,10 @@ def master_rule(world: tables.TableGroup) -> tuple[list, list]:
     return before.tolist(), (table.get([-7, 10**18]) - n).tolist()
 
 
-@in_every_formation
-def test_the_masters_rule_makes_the_same_first_rows_for_everybody(workers, n, run):
+@in_table_worlds()
+def test_the_masters_rule_makes_the_same_first_rows_for_everybody(world, n, run):
     expected = tables.Uniform(0.0, 1.0, seed=5).draw(np.array([-7, 10**18]), 3).float()
-    for before, after in workers(run, n, master_rule):
+    for before, after in world.run(master_rule, n, run=run):
         assert before == expected.tolist()
         assert torch.allclose(torch.tensor(after), expected, atol=1e-6)  # 1 was added n times
 
@@ -709,11 +647,11 @@ def bulk_keys_by_one(n: int) -> list[tuple[list, list]]:
     return seen
 
 
-@in_every_formation
+@in_table_worlds()
 @pytest.mark.parametrize("num_shards", [1, 3])
-def test_in_bulk_synchronous_mode_keys_come_with_their_round(workers, n, num_shards, run):
+def test_in_bulk_synchronous_mode_keys_come_with_their_round(world, n, num_shards, run):
     expected = bulk_keys_by_one(n)
-    for seen in workers(run, n, partial(bulk_keys, num_shards=num_shards), sync=True):
+    for seen in world.run(partial(bulk_keys, num_shards=num_shards), n, run=run, sync=True):
         assert seen == expected
 
 
@@ -729,9 +667,9 @@ def stale_keys(world: tables.TableGroup) -> list[tuple[int, list[float]]]:
     return seen
 
 
-@in_every_formation
-def test_with_bounded_staleness_nobody_reads_keys_from_further_ahead(workers, n, run):
-    for worker, gets in enumerate(workers(run, n, stale_keys, staleness=2)):
+@in_table_worlds()
+def test_with_bounded_staleness_nobody_reads_keys_from_further_ahead(world, n, run):
+    for worker, gets in enumerate(world.run(stale_keys, n, run=run, staleness=2)):
         for clock, columns in gets:
             assert columns[worker] == clock
             assert min(columns) >= clock - 2
