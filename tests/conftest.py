@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -20,6 +21,11 @@ import torch
 
 THREAD_NAME_PREFIX = "phalanx"
 JOIN_S = 2.0
+SLOW_FOLDERS = {"benchmarks", "chaos", "device", "examples", "meta", "multiprocess"}
+SLOW_FILES = (  # of other folders
+    *("test_backend", "test_compiled_models", "test_executors", "test_hugging_face"),
+    *("test_launching", "test_nccl", "test_process_executor", "test_worker_gradients"),
+)
 NO_TESTS = 5  # what pytest returns where it finds none
 
 # Times vary on a shared machine, so no deadline; a failing example is printed so that it can be
@@ -64,7 +70,21 @@ def register_test_device() -> None:
     accelerator.register()
 
 
+def is_slow(item: pytest.Item) -> bool:
+    """Tell by its place whether a test is left out of `make test-fast`: most start processes."""
+    folder = item.nodeid.removeprefix("tests/").partition("/")[0]
+    return (
+        folder in SLOW_FOLDERS
+        or item.path.name.startswith(SLOW_FILES)
+        or re.search(r"processes|forked|hosts|ranks", item.name) is not None
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_slow(item):
+            item.add_marker(pytest.mark.slow)
     if torch.accelerator.current_accelerator(check_available=True) is not None:
         return
     for item in items:

@@ -11,36 +11,35 @@ from tests import worlds
 from tests.conformance.second_device import emulate_second_device
 from tests.multiprocess.forked_workers import forked_by_day
 
+# With a second device that is emulated these files run at night, but for tests that tell most for
+# their time; `make test` has them on the test device, where the second device is one.
 RUN_ON_TWO_DEVICES = {
-    "test_containers",
-    "test_containers_rules",
-    "test_executor_group",
-    "test_executor_group_rules",
-    "test_mxnet",
-    "test_stale_replicas",
-    "test_torch7",
-}
-RUN_ON_TWO_DEVICES_BY_NIGHT = {
     "test_all_gradients_arrive",
     "test_batches",
+    "test_containers",
     "test_containers_arguments",
     "test_containers_attack",
     "test_containers_methods",
     "test_containers_refusals",
+    "test_containers_rules",
     "test_containers_seeds",
+    "test_executor_group",
     "test_executor_group_attack",
     "test_executor_group_input",
     "test_executor_group_metrics",
+    "test_executor_group_rules",
     "test_executor_group_uses",
+    "test_mxnet",
     "test_mxnet_metrics",
     "test_shared_module",
+    "test_stale_replicas",
     "test_state_that_forward_changes",
+    "test_torch7",
     "test_torch7_bugs",
     "test_torch7_flat",
     "test_torch7_subclasses",
 }
-# Out of those files: the tests that tell most for their time.
-BY_DAY_ALL_THE_SAME = {
+BY_DAY = {
     "test_a_column_of_its_own_may_write_its_parameters",
     "test_a_container_merges_what_its_replicas_bring_to_the_module",
     "test_a_group_merges_what_its_replicas_bring_to_the_module",
@@ -79,8 +78,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     name = metafunc.module.__name__.rpartition(".")[2]
     if hasattr(torch, "dev"):
         return  # there the second device is one
-    if name in RUN_ON_TWO_DEVICES | RUN_ON_TWO_DEVICES_BY_NIGHT:
-        by_day = name in RUN_ON_TWO_DEVICES or metafunc.function.__name__ in BY_DAY_ALL_THE_SAME
+    if name in RUN_ON_TWO_DEVICES:
+        by_day = metafunc.function.__name__ in BY_DAY
         marks = [] if by_day else [pytest.mark.night]
         metafunc.parametrize(
             "second_device",
