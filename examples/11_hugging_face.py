@@ -89,6 +89,7 @@ def train(replicas: int, lines: list[str]) -> tuple[Any, Any, str]:
         scheduler=lambda optimizer: transformers.get_cosine_schedule_with_warmup(
             optimizer, 5, EPOCHS * len(loader)
         ),
+        scheduler_interval="step",
         forward=forward,
         weight=num_tokens,
         replicas=replicas,

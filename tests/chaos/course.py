@@ -122,6 +122,7 @@ class Watched:
             seed=11,
             clip_norm=0.5,
             scheduler=schedule,
+            scheduler_interval="step",
             callbacks=[self._note],
         )
         self._data = batches()

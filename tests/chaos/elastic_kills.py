@@ -106,6 +106,7 @@ def train(
         seed=7,
         clip_norm=0.5,
         scheduler=schedule,
+        scheduler_interval="step",
         metrics={"right": right},
         callbacks=[tell],
     )

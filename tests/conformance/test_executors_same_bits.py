@@ -111,6 +111,7 @@ def trainer(executor: str, replicas: int, losses: list[float], net: nn.Module) -
         seed=11,
         clip_norm=0.5,
         scheduler=schedule,
+        scheduler_interval="step",
         callbacks=[note],
     )
 
@@ -201,7 +202,7 @@ def test_the_comparison_notices_another_formation_of_the_batch(expected: Run) ->
     with torch.autocast("cpu", dtype=torch.bfloat16):
         other = phalanx.Trainer(
             made(), nn.functional.cross_entropy, adamw, replicas=2, microbatches=6, seed=11,
-            clip_norm=0.5, scheduler=schedule, callbacks=[],
+            clip_norm=0.5, scheduler=schedule, scheduler_interval="step", callbacks=[],
         )  # fmt: skip
         with other:
             other.fit(batches(), epochs=3)

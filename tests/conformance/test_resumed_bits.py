@@ -154,10 +154,24 @@ def test_a_learning_rate_may_be_a_tensor(
 
     torch.manual_seed(0)
     schedule = (lambda optimizer: StepLR(optimizer, 2)) if scheduled else None
-    nets = runs(Experts(), expert_data(), make, tmp_path / "c", 3, scheduler=schedule)
+    nets = runs(
+        Experts(),
+        expert_data(),
+        make,
+        tmp_path / "c",
+        3,
+        scheduler=schedule,
+        scheduler_interval="step",
+    )
     assert_same_bits(*nets)
     with phalanx.Trainer(
-        Experts(), F.mse_loss, make, replicas=1, microbatches=2, scheduler=schedule
+        Experts(),
+        F.mse_loss,
+        make,
+        replicas=1,
+        microbatches=2,
+        scheduler=schedule,
+        scheduler_interval="step",
     ) as trainer:
         trainer.resume(tmp_path / "c")
         rate = trainer.optimizer.param_groups[0]["lr"]

@@ -412,6 +412,7 @@ def test_ctrl_c_in_the_update_comes_after_it(
             microbatches=2,
             executor=executor,
             scheduler=lambda optimizer: SignalledScheduler(optimizer, 2),
+            scheduler_interval="step",
         )
 
     before = [signal.signal(each, interrupt) for each in (signal.SIGINT, signal.SIGALRM)]

@@ -518,7 +518,9 @@ def test_schedulers_step_once_per_optimizer_step(factory: Factory, scheduler: An
     twin = twin_of(net)
     batches = batches_of(MLP, 9, F64, STEPS)
     plain_steps(twin, MLP.loss, factory, batches, scheduler=scheduler)
-    with phalanx.Trainer(net, MLP.loss, factory, replicas=2, scheduler=scheduler) as trainer:
+    with phalanx.Trainer(
+        net, MLP.loss, factory, replicas=2, scheduler=scheduler, scheduler_interval="step"
+    ) as trainer:
         for batch in batches:
             trainer.step(batch)
         assert_close(state_of(trainer.module), state_of(twin), F64, times=10)
@@ -605,6 +607,7 @@ def test_a_step_tells_the_learning_rates_it_was_made_with(executor: str, factory
         replicas=replicas,
         executor=executor,
         scheduler=SCHEDULERS["step"],
+        scheduler_interval="step",
     ) as trainer:
         assert [trainer.step(batch).learning_rates for batch in batches] == expected
 

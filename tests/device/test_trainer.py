@@ -85,6 +85,7 @@ def everything(devices: list[str], folder: Path, **loading: Any) -> dict[str, An
         callbacks=callbacks,
         metrics={"accuracy": MulticlassAccuracy(CLASSES, average="micro")},
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5),
+        scheduler_interval="step",
     ) as trained:
         epochs = trained.fit(data(**loading), epochs=2, validate=data(**loading), progress=False)
         found: dict[str, Any] = {"train": {f"{each.epoch}": each.train for each in epochs}}

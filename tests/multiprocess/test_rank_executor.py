@@ -242,6 +242,7 @@ def rates_of_steps(rank: int) -> list[tuple[float, ...]]:
         executor="ranks",
         microbatches=4,
         scheduler=schedule,
+        scheduler_interval="step",
     ) as trained:
         return [trained.step(batch).learning_rates for batch in rows([8, 8, 8])]
 

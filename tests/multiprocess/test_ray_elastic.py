@@ -85,6 +85,7 @@ def train(executor: object, folder: str, lost: str) -> tuple[int, str, list[int]
         microbatches=7,
         seed=11,
         scheduler=schedule,
+        scheduler_interval="step",
         callbacks=[note],
     ) as trained:
         trained.fit(data(), epochs=2)

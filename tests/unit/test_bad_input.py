@@ -171,7 +171,13 @@ def test_a_loss_that_is_not_finite_is_refused_with_its_microbatch(
 
     def run(*, with_bad: bool) -> dict[str, Any]:
         with phalanx.Trainer(
-            cnn_norm(), loss, adamw, replicas=2, microbatches=4, scheduler=scheduler
+            cnn_norm(),
+            loss,
+            adamw,
+            replicas=2,
+            microbatches=4,
+            scheduler=scheduler,
+            scheduler_interval="step",
         ) as trainer:
             trainer.step(good[0])
             if with_bad:

@@ -322,6 +322,7 @@ class Session:
             intra_op=None if kept is None else kept.intra_op,
             seed=options.seed,
             scheduler=_schedule_for(self.data, options.epochs),
+            scheduler_interval="step",
             forward=own,
             metrics=_metrics_for(self.data) if self._counts_classes() else None,
             executor=Processes(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from phalanx.callbacks import EMA, Callback, EpochDone, FitBegun, FitEnded, StepDone
 from phalanx.clock import now_s
@@ -60,7 +60,6 @@ from phalanx.train.trainer_arguments import (
     check_replicas,
     check_resize,
     check_splitting,
-    is_by_epoch,
     make_optimizer,
     make_scheduler,
     read_folder,
@@ -86,7 +85,9 @@ class Trainer(TrainerFacts):
         module: Trained in place; ``trainer.module`` is it, always current. Between construction and
             :meth:`close` its parameters lie in flat buffers.
         loss: (outputs, targets) -> a mean over what it counts; not with ``forward``.
-        optimizer: Makes a torch optimizer from the list of the module's parameters.
+        optimizer: A torch optimizer, or a function that makes one from the list of the module's
+            parameters. `eval()` and `train()` of schedule-free ones are called around validation
+            and saving.
         replicas: How many, or a device for each, or "auto": a short measured trial before the first
             step decides how many replicas with how many threads each.
         workloads: Each replica's relative share; equal by default. "auto": shares follow the
@@ -109,8 +110,9 @@ class Trainer(TrainerFacts):
             batches or models of another form; the latter two are for metrics.
         layout: Which dim of which leaf of (inputs, targets) is split; default dim 0 of all.
         clip_norm: Largest 2-norm of all gradients together; `StepDone.grad_norm` tells what it was.
-        scheduler: Makes a learning-rate scheduler from the optimizer; stepped after every update,
-            but `ReduceLROnPlateau` after every epoch, by the loss of its validation or training.
+        scheduler: A learning-rate scheduler, or a function that makes one from the optimizer.
+        scheduler_interval: When :meth:`fit` steps it: after every "epoch" or every "step". An epoch
+            steps `ReduceLROnPlateau` by the loss of its validation, or of its training without one.
         metrics: torchmetrics or functions by name, counted in :meth:`fit` and :meth:`evaluate`.
         callbacks: Called with every event, in order. Those of `phalanx.callbacks`, and all that
             have ``state_dict`` and ``load_state_dict``, have their state in checkpoints.
@@ -136,7 +138,7 @@ class Trainer(TrainerFacts):
         self,
         module: nn.Module,
         loss: LossFn | None = None,
-        optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
+        optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None = None,
         *,
         replicas: int | str | Sequence[Device] = "auto",
         workloads: Sequence[float] | str | None = None,
@@ -149,7 +151,8 @@ class Trainer(TrainerFacts):
         forward: ForwardFn | None = None,
         layout: Layout | None = None,
         clip_norm: float | None = None,
-        scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+        scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
+        scheduler_interval: str = "epoch",
         metrics: Mapping[str, Any] | None = None,  # Any: a metric or a function
         callbacks: Sequence[Callback] = (),
         **moved: object,
@@ -175,7 +178,8 @@ class Trainer(TrainerFacts):
         self._metrics = ReplicaMetrics(metrics or {})
         self.optimizer = make_optimizer(optimizer, parameters)
         check_members(module, self.optimizer)
-        self.scheduler = make_scheduler(scheduler, self.optimizer)
+        self.scheduler = make_scheduler(scheduler, self.optimizer, scheduler_interval)
+        self._scheduler_interval = scheduler_interval
         self._seed = seed
         self._reader = Reader()
         self._choice = choice
@@ -310,6 +314,7 @@ class Trainer(TrainerFacts):
         self._spec.splitter.check_rows(batch)
         with caller_intra_op(1):
             leave_evaluation(self.module)
+            self._switch_optimizer("train")
             return self._step(batch, in_epoch=False)
 
     def resize(self, replicas: int | Sequence[Device]) -> None:
@@ -382,9 +387,24 @@ class Trainer(TrainerFacts):
         check_moment(closed=self._closed)
         self._join_at(self.steps)
         seed = (self._seed, self.steps)
-        with caller_intra_op(1):
+        with caller_intra_op(1), self._averaged():
             yield Evaluation(self._spec, self._engines, self._objective, seed)
         self._events.tell_of_failures(self.steps)
+
+    def _switch_optimizer(self, mode: str) -> None:
+        """Call the optimizer's `train()` or `eval()`, which schedule-free ones have."""
+        switch = getattr(self.optimizer, mode, None)
+        if callable(switch):
+            self._engines.write(switch)
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """Let a schedule-free optimizer show the weights that are to be evaluated and saved."""
+        self._switch_optimizer("eval")
+        try:
+            yield
+        finally:
+            self._switch_optimizer("train")
 
     def _run_epoch(
         self, loader: Iterable[Nested], validate: Iterable[Nested] | None
@@ -392,6 +412,7 @@ class Trainer(TrainerFacts):
         """Run what is left of the current epoch; None when it was left in the middle."""
         begin_s = now_s()
         enter_training(self.module)
+        self._switch_optimizer("train")
         length = length_of(loader)
         self._reader.open(loader, self._position.batch, self.epochs)
         while True:
@@ -435,8 +456,10 @@ class Trainer(TrainerFacts):
         )
 
         def finish() -> None:
-            if is_by_epoch(self.scheduler):
+            if isinstance(self.scheduler, ReduceLROnPlateau):
                 self.scheduler.step((done.validation or done.train)["loss"])
+            elif self.scheduler is not None and self._scheduler_interval == "epoch":
+                self.scheduler.step()
             self._position = self._position.next_epoch()
             self._reader.end_epoch()
 
@@ -480,7 +503,7 @@ class Trainer(TrainerFacts):
             self._position = before.next_batch(loss) if in_epoch else before.next_step()
             if counts:
                 self._metrics.commit()
-            if self.scheduler is not None and not is_by_epoch(self.scheduler):
+            if self.scheduler is not None and self._scheduler_interval == "step":
                 self.scheduler.step()
 
         def count(result: RunResult) -> None:
@@ -524,7 +547,8 @@ class Trainer(TrainerFacts):
         self.join()
         if self._engine is not None:
             self._engine.complete_state()
-        self._choice.write_once(partial(capture_state, self._state(), path))
+        with self._averaged():
+            self._choice.write_once(partial(capture_state, self._state(), path))
 
     def resume(self, folder: str | Path) -> None:
         """Continue from what :meth:`save` wrote: model, optimizer, scheduler, position, data order,

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from torch import nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
@@ -37,7 +37,6 @@ __all__ = [
     "check_replicas",
     "check_resize",
     "check_splitting",
-    "is_by_epoch",
     "make_optimizer",
     "make_scheduler",
     "read_folder",
@@ -191,27 +190,31 @@ def check_fit(loader: Any, validate: Any, epochs: int | None, steps: int | None)
 
 
 def make_optimizer(
-    make: Callable[[list[nn.Parameter]], Optimizer] | None, parameters: list[nn.Parameter]
+    given: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None,
+    parameters: list[nn.Parameter],
 ) -> Optimizer:
-    """Make the optimizer, and refuse one that a trainer cannot step."""
-    told = "not given" if make is None else repr(type(make).__name__)
-    if make is None or not callable(make):
+    """Return the optimizer, or make it, and refuse one that a trainer cannot step."""
+    told = "not given" if given is None else repr(type(given).__name__)
+    if given is None or not (isinstance(given, Optimizer) or callable(given)):
         raise ConfigError(
-            f"`optimizer` must be a function that makes one from parameters, but is {told}. Give "
-            "lambda params: torch.optim.AdamW(params, lr=1e-3)."
+            "`optimizer` must be a torch optimizer or a function that makes one from parameters, "
+            f"but is {told}. Give lambda params: torch.optim.AdamW(params, lr=1e-3)."
         )
     if not parameters:
         raise ConfigError(
             "`module` must have at least one parameter to be trained, but has none. Run it as it "
             "is, or in a `DataParallel`."
         )
-    if isinstance(make, nn.Module) or not _takes_one(make):
+    if isinstance(given, Optimizer):
+        optimizer = given
+    elif isinstance(given, nn.Module) or not _takes_one(given):
         raise ConfigError(
             "`optimizer` must be a function of the parameters alone, but is "
-            f"{getattr(make, '__name__', type(make).__name__)!r}. Give Trainer(module, loss, "
+            f"{getattr(given, '__name__', type(given).__name__)!r}. Give Trainer(module, loss, "
             "optimizer), in this order."
         )
-    optimizer = make(parameters)
+    else:
+        optimizer = given(parameters)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
             "`optimizer` must return a `torch.optim.Optimizer`, but returned "
@@ -237,19 +240,42 @@ def _takes_one(function: Callable[..., object]) -> bool:
 
 
 def make_scheduler(
-    make: Callable[[Optimizer], LRScheduler] | None, optimizer: Optimizer
+    given: LRScheduler | Callable[[Optimizer], LRScheduler] | None,
+    optimizer: Optimizer,
+    interval: str,
 ) -> LRScheduler | None:
-    """Make the scheduler, if any."""
-    if make is None:
-        return None
-    if not callable(make):
+    """Return the scheduler, or make it, if any; refuse one that could not be stepped or saved."""
+    if interval not in ("epoch", "step"):
         raise ConfigError(
-            "`scheduler` must be a function that makes one from the optimizer, but is "
-            f"{type(make).__name__!r}. Give lambda optimizer: StepLR(optimizer, 10)."
+            f"`scheduler_interval` must be 'epoch' or 'step', but is {interval!r}. Give 'step' for "
+            "a schedule that counts updates."
         )
-    return make(optimizer)
-
-
-def is_by_epoch(scheduler: LRScheduler | None) -> TypeGuard[ReduceLROnPlateau]:
-    """Tell whether it is stepped after every epoch, by a loss, and not after every update."""
-    return isinstance(scheduler, ReduceLROnPlateau)
+    if given is None:
+        return None
+    scheduler: Any = given
+    if callable(given) and not isinstance(given, LRScheduler):
+        scheduler = given(optimizer)
+    if isinstance(scheduler, (list, tuple)):
+        raise ConfigError(
+            f"`scheduler` must be one scheduler, but is {len(scheduler)} of them. Combine them: "
+            "SequentialLR one after another, ChainedScheduler all at once."
+        )
+    for name in ("step", "state_dict", "load_state_dict"):
+        if not callable(getattr(scheduler, name, None)):
+            raise ConfigError(
+                "`scheduler` must be a torch scheduler or a function that makes one from the "
+                f"optimizer, but is {type(scheduler).__name__!r} without `{name}()`. Give "
+                "lambda optimizer: StepLR(optimizer, 10)."
+            )
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ConfigError(
+            "`scheduler` must be of the trainer's optimizer, but is of another. Give the optimizer "
+            "itself as `optimizer`, or a function that makes the scheduler."
+        )
+    if interval == "step" and isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigError(
+            "`scheduler_interval` must be 'epoch' for ReduceLROnPlateau, which is stepped by an "
+            "epoch's loss, but is 'step'."
+        )
+    made: LRScheduler = scheduler
+    return made
