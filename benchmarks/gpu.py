@@ -160,7 +160,9 @@ def _two_on_one(job: GpuJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
 @contextmanager
 def _trainer(job: GpuJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
     first = job.devices[0]
-    with phalanx.Trainer(module.to(first), loss_of, sgd, replicas=job.devices) as trainer:
+    with phalanx.Trainer(
+        module.to(first), loss_of, sgd, microbatches=None, replicas=job.devices
+    ) as trainer:
         own = _on(first, batch)
         yield lambda: trainer.step(own)
 

@@ -72,7 +72,12 @@ def _optimizer(job: MemoryJob) -> Callable[[Iterable[nn.Parameter]], torch.optim
 def _processes(job: MemoryJob) -> Iterator[Step]:
     module, batch = build(job)
     with phalanx.Trainer(
-        module, F.mse_loss, _optimizer(job), executor="processes", replicas=job.workers, intra_op=1
+        module,
+        F.mse_loss,
+        _optimizer(job),
+        microbatches=None,
+        replicas=job.workers,
+        executor=phalanx.Processes(intra_op=1),
     ) as trainer:
         yield lambda: trainer.step(batch)
 

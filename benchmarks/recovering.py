@@ -92,7 +92,9 @@ def _run_trainer(job: RecoveryJob, tell: Callable[[Beat], None]) -> None:
     executor = phalanx.Processes(
         max_failures=None, on_failure=lambda failure: lost.append(failure.pid)
     )
-    with phalanx.Trainer(module, loss_of, sgd, executor=executor, replicas=job.workers) as trainer:
+    with phalanx.Trainer(
+        module, loss_of, sgd, microbatches=None, replicas=job.workers, executor=executor
+    ) as trainer:
         while True:
             started_s = now_s()
             done = trainer.step(batch)
@@ -152,7 +154,12 @@ def _run_survivor(job: RecoveryJob, tell: Callable[[Beat], None]) -> None:
             changes.append(event)
 
     with phalanx.Trainer(
-        module, loss_of, sgd, executor=phalanx.Ranks(), intra_op=1, callbacks=[note]
+        module,
+        loss_of,
+        sgd,
+        microbatches=None,
+        executor=phalanx.Ranks(intra_op=1),
+        callbacks=[note],
     ) as trainer:
         trainer.join()
         pids: dict[int, int] = {}

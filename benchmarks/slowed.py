@@ -80,7 +80,12 @@ Opened = tuple[Callable[[], Sequence[int]], Callable[[], Sequence[Decision]]]
 @contextmanager
 def _trainer(job: BalanceJob, module: nn.Module, batch: Batch) -> Iterator[Opened]:
     with phalanx.Trainer(
-        module, loss_of, sgd, replicas=NUM_REPLICAS, workloads=job.workloads
+        module,
+        loss_of,
+        sgd,
+        microbatches=None,
+        replicas=NUM_REPLICAS,
+        workloads=job.workloads,
     ) as trainer:
         yield lambda: trainer.step(batch).shares, lambda: trainer.decisions
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         StateError,
         UnsupportedError,
     )
-    from phalanx.execution import Processes, Ranks, Span, WorkerLost
+    from phalanx.execution import Processes, Ranks, Span, Threads, WorkerLost
     from phalanx.executor_group import DataBatch, DataDesc, DataParallelExecutorGroup, Monitor
     from phalanx.parallel import (
         AbstractParallel,
@@ -86,6 +86,7 @@ __all__ = [
     "StateError",
     "StepDone",
     "Stragglers",
+    "Threads",
     "Trainer",
     "UnsupportedError",
     "Update",
@@ -117,7 +118,7 @@ _NAMES_BY_ROOM = {
         "StateError",
         "UnsupportedError",
     ),
-    "phalanx.execution": ("Processes", "Ranks", "Span", "WorkerLost"),
+    "phalanx.execution": ("Processes", "Ranks", "Span", "Threads", "WorkerLost"),
     "phalanx.executor_group": ("DataBatch", "DataDesc", "DataParallelExecutorGroup", "Monitor"),
     "phalanx.parallel": (
         "AbstractParallel",

@@ -147,7 +147,7 @@ def trained(make: Callable[[], nn.Module], of: Callable[..., Any], **options: An
     torch.manual_seed(0)
     net = make()
     expected = trained_plainly(net, of(net))
-    with phalanx.Trainer(net, of(net), sgd, **options) as trainer:
+    with phalanx.Trainer(net, of(net), sgd, **{"microbatches": None, **options}) as trainer:
         trainer.fit(batches())
     return expected, net.state_dict()
 
@@ -209,7 +209,7 @@ def test_worker_processes_serve_a_loss_that_takes_slopes() -> None:
         torch.manual_seed(0)
         net = Net()
         with phalanx.Trainer(
-            net, optimizer=sgd, forward=slope_loss, executor=executor, replicas=1
+            net, optimizer=sgd, forward=slope_loss, executor=executor, microbatches=None, replicas=1
         ) as it:
             it.fit(batches())
         found.append(net.state_dict())
@@ -327,7 +327,7 @@ def test_a_group_merges_what_its_replicas_bring_to_the_module() -> None:
 def test_the_modules_own_gradients_are_the_users_outside_of_a_step() -> None:
     net = Net()
     x, y = batches(1)[0]
-    with phalanx.Trainer(net, mse, sgd, replicas=2) as trainer:
+    with phalanx.Trainer(net, mse, sgd, microbatches=None, replicas=2) as trainer:
         trainer.fit(batches())
         copied = copy.deepcopy(net)
         net.zero_grad()
@@ -367,7 +367,10 @@ def test_features_that_a_hook_keeps_by_the_module_are_explained(replicas: int) -
     keeping(net, feats, by_module=True)
     loss = lambda o, y: mse(o, y) + feats[net.a].pow(2).mean()  # noqa: E731
     refusal = pytest.raises(UnsupportedError, match=r"KeyError was raised .* forward hooks")
-    with phalanx.Trainer(net, loss, sgd, replicas=replicas) as trainer, refusal as caught:
+    with (
+        phalanx.Trainer(net, loss, sgd, microbatches=None, replicas=replicas) as trainer,
+        refusal as caught,
+    ):
         trainer.fit(batches())
     assert isinstance(caught.value.__cause__, KeyError)
     assert "Let `forward()` return what the loss needs" in str(caught.value)
@@ -397,7 +400,9 @@ def signed(sign: float) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(("executor", "replicas"), [*FORMATIONS, ("processes", 1)])
 def test_parameters_that_never_got_a_gradient_are_told_once(executor: str, replicas: int) -> None:
     net = Partly()
-    trainer = phalanx.Trainer(net, mse, sgd, executor=executor, replicas=replicas)
+    trainer = phalanx.Trainer(
+        net, mse, sgd, executor=executor, microbatches=None, replicas=replicas
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trainer.fit([signed(1.0), signed(-1.0)])
@@ -412,7 +417,9 @@ def test_parameters_that_never_got_a_gradient_are_told_once(executor: str, repli
 def test_a_long_run_tells_before_its_end() -> None:
     net: Any = Net()
     net.unused = nn.Parameter(torch.zeros(3))
-    with phalanx.Trainer(net, mse, sgd, executor="inline", replicas=1) as trainer:
+    with phalanx.Trainer(
+        net, mse, sgd, executor="inline", microbatches=None, replicas=1
+    ) as trainer:
         trainer.fit([signed(1.0)], steps=99)
         with pytest.warns(UserWarning, match="`unused` got no gradient in any of 100 updates"):
             trainer.fit([signed(1.0)], steps=1)

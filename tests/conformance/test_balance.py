@@ -160,7 +160,7 @@ def test_a_trainer_gives_a_slow_replica_less_and_trains_as_plain_pytorch(clocks,
     twin = twin_of(module)
     losses = plain_steps(twin, F.cross_entropy, sgd, BATCHES)
     with phalanx.Trainer(
-        module, F.cross_entropy, sgd, replicas=len(forward_s), workloads="auto"
+        module, F.cross_entropy, sgd, microbatches=None, replicas=len(forward_s), workloads="auto"
     ) as trainer:
         done = [trainer.step(batch) for batch in BATCHES]
         assert is_near(workload_sizes(ROWS, trainer.workloads), ideal)
@@ -173,21 +173,25 @@ def test_a_trainer_gives_a_slow_replica_less_and_trains_as_plain_pytorch(clocks,
 def test_what_backward_takes_counts_in_a_trainer(clocks):
     clocks.backward_s = [0.0, 3.0]
     with phalanx.Trainer(
-        Net(), F.cross_entropy, sgd, replicas=2, workloads="auto"
+        Net(), F.cross_entropy, sgd, microbatches=None, replicas=2, workloads="auto"
     ) as trainer:  # 1 to 4
         shares = train(trainer, BATCHES)
     assert is_near(shares[-1], workload_sizes(ROWS, [4, 1]))
 
 
 def test_equal_replicas_keep_equal_shares(clocks):
-    with phalanx.Trainer(Net(), F.cross_entropy, sgd, replicas=3, workloads="auto") as trainer:
+    with phalanx.Trainer(
+        Net(), F.cross_entropy, sgd, microbatches=None, replicas=3, workloads="auto"
+    ) as trainer:
         assert set(train(trainer, BATCHES)) == {(14, 14, 13)}
         assert [each.step for each in trainer.decisions] == list(range(1, 11))
         assert trainer.decisions[-1].seconds_per_row == (1.0, 1.0, 1.0)
 
 
 def test_shares_follow_a_change_of_speed(clocks):
-    with phalanx.Trainer(Net(), F.cross_entropy, sgd, replicas=2, workloads="auto") as trainer:
+    with phalanx.Trainer(
+        Net(), F.cross_entropy, sgd, microbatches=None, replicas=2, workloads="auto"
+    ) as trainer:
         assert set(train(trainer, BATCHES)) == {(21, 20)}
         clocks.forward_s = [3.0, 1.0]
         assert is_near(train(trainer, BATCHES)[-1], IDEAL_TWO[::-1])
@@ -197,7 +201,7 @@ def test_evaluation_is_cut_as_training_and_teaches_nothing(clocks):
     clocks.forward_s = [1.0, 3.0]
     module = Net()
     with phalanx.Trainer(
-        module, F.cross_entropy, plain_sgd, replicas=2, workloads="auto"
+        module, F.cross_entropy, plain_sgd, microbatches=None, replicas=2, workloads="auto"
     ) as trainer:
         trainer.fit(BATCHES)
         num_decisions = len(trainer.decisions)
@@ -225,7 +229,9 @@ def test_with_microbatches_auto_means_equal_shares_and_the_same_bits(clocks):
 
 
 def test_a_step_that_failed_teaches_nothing(clocks):
-    with phalanx.Trainer(Net(), F.cross_entropy, sgd, replicas=2, workloads="auto") as trainer:
+    with phalanx.Trainer(
+        Net(), F.cross_entropy, sgd, microbatches=None, replicas=2, workloads="auto"
+    ) as trainer:
         trainer.step(BATCHES[0])
         inputs, targets = BATCHES[1]
         with pytest.raises(ConfigError, match="must be finite"):
@@ -254,6 +260,7 @@ def test_a_lost_workers_slice_counts_for_the_replica_that_computed_it(tmp_path):
         F.mse_loss,
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         executor="processes",
+        microbatches=None,
         replicas=2,
         workloads="auto",
     ) as trainer:
@@ -264,21 +271,15 @@ def test_a_lost_workers_slice_counts_for_the_replica_that_computed_it(tmp_path):
     assert list(decision.seconds_per_row) == costs
 
 
-def test_replicas_may_be_chosen_by_trial_beside_it(clocks):
-    with phalanx.Trainer(Net(), F.cross_entropy, sgd, workloads="auto") as trainer:
-        assert trainer.workloads == ()
-        trainer.step(BATCHES[0])
-        assert len(trainer.workloads) == len(trainer.devices)
-        assert len(trainer.decisions) == 1
-
-
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
 def balanced(clocks: Clocks, folder: Path) -> tuple[float, ...]:
     """Save a trainer that has found its workloads, and return them."""
     clocks.forward_s = [1.0, 3.0]
-    with phalanx.Trainer(Net(), F.cross_entropy, sgd, replicas=2, workloads="auto") as trainer:
+    with phalanx.Trainer(
+        Net(), F.cross_entropy, sgd, microbatches=None, replicas=2, workloads="auto"
+    ) as trainer:
         train(trainer, BATCHES)
         trainer.save(folder)
         return trainer.workloads
@@ -286,7 +287,9 @@ def balanced(clocks: Clocks, folder: Path) -> tuple[float, ...]:
 
 def test_a_run_goes_on_with_the_workloads_that_it_had_found(clocks, tmp_path):
     found = balanced(clocks, tmp_path / "saved")
-    with phalanx.Trainer(Net(), F.cross_entropy, sgd, replicas=2, workloads="auto") as trainer:
+    with phalanx.Trainer(
+        Net(), F.cross_entropy, sgd, microbatches=None, replicas=2, workloads="auto"
+    ) as trainer:
         trainer.resume(tmp_path / "saved")
         assert trainer.workloads == pytest.approx(found)
         assert is_near(trainer.step(BATCHES[0]).shares, IDEAL_TWO)
@@ -295,7 +298,9 @@ def test_a_run_goes_on_with_the_workloads_that_it_had_found(clocks, tmp_path):
 def test_workloads_are_taken_back_by_a_trainer_that_has_gone_elsewhere(clocks, tmp_path):
     found = balanced(clocks, tmp_path / "saved")
     clocks.forward_s = [3.0, 1.0]
-    with phalanx.Trainer(Net(), F.cross_entropy, sgd, replicas=2, workloads="auto") as trainer:
+    with phalanx.Trainer(
+        Net(), F.cross_entropy, sgd, microbatches=None, replicas=2, workloads="auto"
+    ) as trainer:
         train(trainer, BATCHES)
         trainer.resume(tmp_path / "saved")
         assert trainer.workloads == pytest.approx(found)
@@ -313,7 +318,9 @@ def test_workloads_are_taken_back_by_a_trainer_that_has_gone_elsewhere(clocks, t
 def test_workloads_of_others_are_left_in_the_checkpoint(clocks, tmp_path, options, sizes):
     balanced(clocks, tmp_path / "saved")
     clocks.forward_s = [1.0, 1.0, 1.0]
-    with phalanx.Trainer(Net(), F.cross_entropy, sgd, **options) as trainer:
+    with phalanx.Trainer(
+        Net(), F.cross_entropy, sgd, **{"microbatches": None, **options}
+    ) as trainer:
         trainer.resume(tmp_path / "saved")
         assert trainer.step(BATCHES[0]).shares == sizes
 
@@ -336,7 +343,9 @@ def test_a_checkpoint_from_before_there_were_balanced_workloads_is_read(
 ):
     balanced(clocks, tmp_path / "saved")
     stored_without(tmp_path, monkeypatch, workloads=...)
-    with phalanx.Trainer(Net(), F.cross_entropy, sgd, replicas=2, workloads="auto") as trainer:
+    with phalanx.Trainer(
+        Net(), F.cross_entropy, sgd, microbatches=None, replicas=2, workloads="auto"
+    ) as trainer:
         trainer.resume(tmp_path / "saved")
         assert trainer.step(BATCHES[0]).shares == (21, 20)
 
@@ -347,7 +356,9 @@ def test_damaged_workloads_are_refused_and_nothing_changes(clocks, tmp_path, mon
     stored_without(tmp_path, monkeypatch, workloads=wrong)
     module = Net()
     before = state_of(module)
-    with phalanx.Trainer(module, F.cross_entropy, sgd, replicas=2, workloads="auto") as trainer:
+    with phalanx.Trainer(
+        module, F.cross_entropy, sgd, microbatches=None, replicas=2, workloads="auto"
+    ) as trainer:
         with pytest.raises(CheckpointError, match="must hold what `save"):
             trainer.resume(tmp_path / "saved")
         assert trainer.steps == 0
@@ -508,7 +519,9 @@ def test_workloads_that_are_given_stay():
     "make",
     [
         lambda: phalanx.DataParallel(Net(), TWO, workloads="even"),
-        lambda: phalanx.Trainer(Net(), F.cross_entropy, sgd, replicas=2, workloads="even"),
+        lambda: phalanx.Trainer(
+            Net(), F.cross_entropy, sgd, microbatches=None, replicas=2, workloads="even"
+        ),
     ],
 )
 def test_another_word_than_auto_is_refused(make):

@@ -95,7 +95,7 @@ def check_trainer(case: str, options: dict[str, Any]) -> None:
     (x, y), net = data(), kind()
     inputs, twin = make(x), copy.deepcopy(net)
     optimizer = sgd(twin.parameters())
-    with phalanx.Trainer(net, MSE, sgd, **options) as trainer:
+    with phalanx.Trainer(net, MSE, sgd, **{"microbatches": None, **options}) as trainer:
         for _ in range(3):
             optimizer.zero_grad()
             loss = MSE(plain(twin, inputs), y)

@@ -352,7 +352,7 @@ def test_what_auto_replicas_come_to_is_not_decided_by_a_prediction() -> None:
         if isinstance(event, phalanx.FormationChosen):
             chosen.append(event)
 
-    with make("threads", "auto", [note], microbatches=None) as trainer:  # type: ignore[arg-type]
+    with make("threads", "auto", [note]) as trainer:  # type: ignore[arg-type]
         first = trainer.predict([x for x, _ in VALIDATION])
         assert not chosen
         assert trainer.devices == ()

@@ -93,7 +93,7 @@ def batches(rows: int = ROWS) -> list[tuple[Tensor, Tensor]]:
 
 def trained(module: nn.Module, rows: int = ROWS, **options: Any) -> list[Tensor]:
     options = {"microbatches": MICROBATCHES, **options}
-    with phalanx.Trainer(module, F.mse_loss, sgd, **options) as trainer:
+    with phalanx.Trainer(module, F.mse_loss, sgd, **{"microbatches": None, **options}) as trainer:
         trainer.fit(batches(rows))
     return [parameter.detach().clone() for parameter in module.parameters()]
 
@@ -242,7 +242,7 @@ def test_a_module_that_was_compiled_in_place_is_refused(executor: str) -> None:
     with (
         refused,
         phalanx.Trainer(
-            compiled_in_place(), F.mse_loss, sgd, replicas=1, executor=executor
+            compiled_in_place(), F.mse_loss, sgd, microbatches=None, replicas=1, executor=executor
         ) as trainer,
     ):
         trainer.step((torch.ones(3, 4), torch.ones(3, 2)))

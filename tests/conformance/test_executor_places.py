@@ -58,7 +58,7 @@ def make(
         nn.Linear(3, 1) if module is None else module,
         loss,
         sgd,
-        **{"replicas": 1, "executor": "processes", **options},
+        **{"microbatches": None, "replicas": 1, "executor": "processes", **options},
     )
 
 
@@ -171,6 +171,7 @@ def test_a_full_place_is_an_error_with_the_way_out_and_no_crash(small_place: Pat
             net,
             nn.functional.mse_loss,
             sgd,
+            microbatches=None,
             replicas=1,
             executor=phalanx.Processes(memory_dir=small_place),
         ) as trainer,

@@ -165,6 +165,7 @@ def test_a_buffer_that_was_none_can_go_and_rows_may_lie_anywhere(executor: str) 
         F.mse_loss,
         lambda p: torch.optim.SGD(p, lr=0.1),
         executor=executor,
+        microbatches=None,
         replicas=2 if executor == "threads" else 1,
     ) as trainer:
         first = trainer.evaluate([(x, y)])
@@ -246,6 +247,7 @@ def test_a_bound_lambda_trains_as_in_threads() -> None:
             F.mse_loss,
             lambda p: torch.optim.SGD(p, lr=0.1),
             executor=executor,
+            microbatches=None,
             replicas=1,
         ) as trainer:
             trainer.step((torch.randn(8, 5), torch.randn(8, 3)))

@@ -181,7 +181,9 @@ def test_after_a_failure_the_trainer_goes_on_as_if_there_had_been_none(where: st
 @WHERE
 def test_the_next_fit_goes_on_behind_the_last_step_that_was_done(where: str) -> None:
     good = [vector_batch(ROWS, seed=seed) for seed in range(3)]
-    with phalanx.Trainer(Fused(where), loss_for(where), sgd, replicas=2) as trainer:
+    with phalanx.Trainer(
+        Fused(where), loss_for(where), sgd, microbatches=None, replicas=2
+    ) as trainer:
         with pytest.raises(Boom):
             trainer.fit(Loader([good[0], marked_batch(3), good[2]]))
         assert (trainer.steps, trainer.epochs) == (1, 0)
@@ -193,7 +195,9 @@ def test_the_next_fit_goes_on_behind_the_last_step_that_was_done(where: str) -> 
 
 @pytest.mark.parametrize("where", ["forward", "loss"])
 def test_a_failure_in_evaluation_arrives_too_and_training_mode_comes_back(where: str) -> None:
-    with phalanx.Trainer(Fused(where), loss_for(where), sgd, replicas=2) as trainer:
+    with phalanx.Trainer(
+        Fused(where), loss_for(where), sgd, microbatches=None, replicas=2
+    ) as trainer:
         trainer.step(vector_batch(ROWS))
         before = whole_state(trainer)
         with pytest.raises(Boom) as caught:
@@ -221,7 +225,7 @@ def test_the_same_exception_object_raised_by_two_replicas_is_no_trouble() -> Non
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         raise one
 
-    with phalanx.Trainer(mlp(), loss, sgd, replicas=3) as trainer:
+    with phalanx.Trainer(mlp(), loss, sgd, microbatches=None, replicas=3) as trainer:
         for _ in range(2):
             with pytest.raises(Boom) as caught:
                 trainer.step(vector_batch(ROWS))
@@ -233,7 +237,9 @@ def test_an_exception_of_the_weight_function_arrives() -> None:
         explode("weight")
         return 1.0
 
-    with phalanx.Trainer(mlp(), MLP.loss, sgd, replicas=2, weight=weight) as trainer:
+    with phalanx.Trainer(
+        mlp(), MLP.loss, sgd, microbatches=None, replicas=2, weight=weight
+    ) as trainer:
         before = whole_state(trainer)
         with pytest.raises(Boom):
             trainer.step(vector_batch(ROWS))
@@ -246,7 +252,9 @@ def test_an_exception_of_a_callback_arrives_and_the_step_counts() -> None:
             explode("callback")
 
     batches = batches_of(MLP, ROWS, torch.float32, 4)
-    with phalanx.Trainer(mlp(), MLP.loss, sgd, replicas=2, callbacks=[watch]) as trainer:
+    with phalanx.Trainer(
+        mlp(), MLP.loss, sgd, microbatches=None, replicas=2, callbacks=[watch]
+    ) as trainer:
         with pytest.raises(Boom):
             trainer.fit(Loader(batches))
         assert trainer.steps == 2
@@ -259,7 +267,7 @@ def test_an_exception_of_the_loader_arrives() -> None:
         yield vector_batch(ROWS)
         explode("loader")
 
-    with phalanx.Trainer(mlp(), MLP.loss, sgd, replicas=2) as trainer:
+    with phalanx.Trainer(mlp(), MLP.loss, sgd, microbatches=None, replicas=2) as trainer:
         with pytest.raises(Boom):
             trainer.fit(broken())
         assert trainer.steps == 1
@@ -331,7 +339,7 @@ def threads_before() -> list[str]:
 
 @pytest.mark.parametrize("failing", [False, True])
 def test_no_thread_is_left_after_close(failing: bool, threads_before: list[str]) -> None:
-    trainer = phalanx.Trainer(Fused("forward"), loss_for(""), sgd, replicas=3)
+    trainer = phalanx.Trainer(Fused("forward"), loss_for(""), sgd, microbatches=None, replicas=3)
     if failing:
         with pytest.raises(Boom):
             trainer.step(marked_batch(4))
@@ -357,7 +365,7 @@ def test_no_thread_of_a_container_is_left_after_close(threads_before: list[str])
 
 def test_leaving_the_block_by_an_exception_closes(threads_before: list[str]) -> None:
     def work() -> None:
-        with phalanx.Trainer(mlp(), MLP.loss, sgd, replicas=2) as trainer:
+        with phalanx.Trainer(mlp(), MLP.loss, sgd, microbatches=None, replicas=2) as trainer:
             trainer.step(vector_batch(ROWS))
             explode("block")
 
@@ -376,7 +384,9 @@ def test_stop_finishes_the_step_and_fit_returns() -> None:
                 trainer.stop()
 
     batches = batches_of(MLP, ROWS, torch.float32, 5)
-    with phalanx.Trainer(mlp(), MLP.loss, sgd, replicas=2, callbacks=[watch]) as trainer:
+    with phalanx.Trainer(
+        mlp(), MLP.loss, sgd, microbatches=None, replicas=2, callbacks=[watch]
+    ) as trainer:
         assert not trainer.stopped
         trainer.fit(Loader(batches), epochs=2)
         assert trainer.stopped
@@ -399,7 +409,9 @@ def test_stop_may_be_called_from_another_thread() -> None:
 
     stopper = threading.Thread(target=stop)
     batches = batches_of(MLP, ROWS, torch.float32, 5)
-    with phalanx.Trainer(mlp(), MLP.loss, sgd, replicas=2, callbacks=[watch]) as trainer:
+    with phalanx.Trainer(
+        mlp(), MLP.loss, sgd, microbatches=None, replicas=2, callbacks=[watch]
+    ) as trainer:
         stopper.start()
         trainer.fit(Loader(batches), epochs=100)
         assert trainer.steps == 2
@@ -412,14 +424,16 @@ def test_an_interrupt_in_a_callback_arrives_and_the_trainer_can_be_saved(tmp_pat
 
     batches = batches_of(CNN_NORM, ROWS, torch.float32, 4)
     with phalanx.Trainer(
-        cnn_norm(), CNN_NORM.loss, adamw, replicas=2, callbacks=[watch]
+        cnn_norm(), CNN_NORM.loss, adamw, microbatches=None, replicas=2, callbacks=[watch]
     ) as trainer:
         with pytest.raises(KeyboardInterrupt):
             trainer.fit(Loader(batches))
         assert trainer.steps == 2
         trainer.save(tmp_path / "checkpoint")
         expected = whole_state(trainer)
-    with phalanx.Trainer(cnn_norm(seed=2), CNN_NORM.loss, adamw, replicas=3) as trainer:
+    with phalanx.Trainer(
+        cnn_norm(seed=2), CNN_NORM.loss, adamw, microbatches=None, replicas=3
+    ) as trainer:
         trainer.resume(tmp_path / "checkpoint")
         assert_same_bits(whole_state(trainer), expected)
 
@@ -476,7 +490,9 @@ def test_a_step_of_another_thread_within_a_step_is_refused(executor: str) -> Non
         return MLP.loss(outputs, targets)
 
     within, replicas = threading.Event(), 1 if executor == "inline" else 2
-    with phalanx.Trainer(mlp(), loss, adamw, replicas=replicas, executor=executor) as trainer:
+    with phalanx.Trainer(
+        mlp(), loss, adamw, microbatches=None, replicas=replicas, executor=executor
+    ) as trainer:
         trainer.step(vector_batch(ROWS))
         within.set()
         assert trainer.step(vector_batch(ROWS)).step == trainer.steps == 2

@@ -46,7 +46,9 @@ def test_a_frozen_part_stays_frozen_in_fit_and_evaluate(executor: str, replicas:
     module = net().train()
     module[1].eval()
     twin = twin_of(module)
-    with phalanx.Trainer(module, loss, sgd, replicas=replicas, executor=executor) as trainer:
+    with phalanx.Trainer(
+        module, loss, sgd, microbatches=None, replicas=replicas, executor=executor
+    ) as trainer:
         trainer.fit(batches()[:2], validate=batches())
         trainer.evaluate(batches())
         trainer.fit(batches()[2:])
@@ -59,7 +61,7 @@ def test_a_frozen_part_stays_frozen_in_step() -> None:
     module = net().train()
     module[1].eval()
     twin = twin_of(module)
-    with phalanx.Trainer(module, loss, sgd, replicas=2) as trainer:
+    with phalanx.Trainer(module, loss, sgd, microbatches=None, replicas=2) as trainer:
         for batch in batches():
             trainer.step(batch)
     plain_steps(twin, loss, sgd, batches())
@@ -70,7 +72,7 @@ def test_a_frozen_part_stays_frozen_in_step() -> None:
 def test_a_model_that_freezes_its_parts_in_train_is_let() -> None:
     module = net(FreezesItself)
     twin = twin_of(module).train()
-    with phalanx.Trainer(module, loss, sgd, replicas=2) as trainer:
+    with phalanx.Trainer(module, loss, sgd, microbatches=None, replicas=2) as trainer:
         trainer.fit(batches())
     plain_steps(twin, loss, sgd, batches())
     assert_close(state_of(module), state_of(twin), F64)
@@ -79,7 +81,7 @@ def test_a_model_that_freezes_its_parts_in_train_is_let() -> None:
 @pytest.mark.parametrize("method", ["fit", "step"])
 def test_a_model_in_eval_mode_as_a_whole_is_put_into_training_mode(method: str) -> None:
     module = net().eval()
-    with phalanx.Trainer(module, loss, sgd, replicas=2) as trainer:
+    with phalanx.Trainer(module, loss, sgd, microbatches=None, replicas=2) as trainer:
         if method == "fit":
             trainer.fit(batches())
         else:
@@ -90,6 +92,6 @@ def test_a_model_in_eval_mode_as_a_whole_is_put_into_training_mode(method: str) 
 def test_only_a_head_that_trains_is_trained() -> None:
     module = net().eval()
     module[2].train()
-    with phalanx.Trainer(module, loss, sgd, replicas=2) as trainer:
+    with phalanx.Trainer(module, loss, sgd, microbatches=None, replicas=2) as trainer:
         trainer.fit(batches())
     assert modes(module) == [False, False, False, True]

@@ -42,7 +42,9 @@ def batch(seed: int = 0, rows: int = 12) -> tuple[Tensor, Tensor]:
 
 
 def trainer(module: nn.Module | None = None, make: Callable[..., Any] = sgd, **kw: Any) -> Any:
-    return phalanx.Trainer(module or net(), mse, make, **{"replicas": 2, **kw})
+    return phalanx.Trainer(
+        module or net(), mse, make, **{"microbatches": None, "replicas": 2, **kw}
+    )
 
 
 def weights(owner: Any) -> list[Tensor]:
@@ -306,7 +308,7 @@ def test_a_loss_of_one_element_is_a_loss() -> None:
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return mse(outputs, targets).reshape(1)
 
-    with phalanx.Trainer(net(), loss, sgd, replicas=2) as t:
+    with phalanx.Trainer(net(), loss, sgd, microbatches=None, replicas=2) as t:
         assert t.step(batch()).step == 1
 
 
@@ -337,7 +339,7 @@ def test_a_trial_does_not_change_the_users_batch() -> None:
             return self.conv(x.add_(1)).flatten(1)
 
     x = torch.zeros(4, 4, 1, 1)
-    with trainer(Shifts(), replicas="auto") as t:
+    with trainer(Shifts(), replicas="auto", microbatches=4) as t:
         t.step((x, torch.zeros(4, 1)))
     assert x.unique().tolist() == [0.0]  # neither the trial nor the step writes to it
 

@@ -35,7 +35,7 @@ def trainer(seen: Seen, **options: Any) -> phalanx.Trainer:
     torch.manual_seed(0)
     sgd = lambda parameters: torch.optim.SGD(parameters, lr=1e-3)  # noqa: E731
     options = {"executor": "inline", "replicas": 1, "microbatches": 1, **options}
-    return phalanx.Trainer(nn.Linear(3, 1), seen, sgd, **options)
+    return phalanx.Trainer(nn.Linear(3, 1), seen, sgd, **{"microbatches": None, **options})
 
 
 def trained(loader: Any, epochs: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""`reduce="nccl"`: refused where it cannot be, and plain PyTorch's numbers on GPUs."""
+"""Sums by NCCL: refused where it cannot be, and plain PyTorch's numbers on GPUs."""
 
 from __future__ import annotations
 
@@ -16,31 +16,25 @@ from tests.zoo import assert_close, sgd
 TWO = ["cpu", "cpu"]
 
 
-def container(**options: Any) -> None:
-    phalanx.DataParallel(nn.Linear(3, 2), TWO, **options)
+def container() -> None:
+    phalanx.DataParallel(nn.Linear(3, 2), TWO, reduce="nccl")
 
 
-def trainer(**options: Any) -> None:
-    phalanx.Trainer(nn.Linear(3, 2), F.mse_loss, sgd, replicas=TWO, **options)
+def trainer() -> None:
+    executor = phalanx.Threads(nccl=True)
+    phalanx.Trainer(nn.Linear(3, 2), F.mse_loss, sgd, replicas=TWO, executor=executor)
 
 
-def trainer_on_auto(**options: Any) -> None:
-    phalanx.Trainer(nn.Linear(3, 2), F.mse_loss, sgd, **options)
+def trainer_on_auto() -> None:
+    phalanx.Trainer(nn.Linear(3, 2), F.mse_loss, sgd, executor=phalanx.Threads(nccl=True))
 
 
-ALL = [container, trainer, trainer_on_auto]
-
-
-@pytest.mark.parametrize("make", ALL)
+@pytest.mark.parametrize("make", [container, trainer, trainer_on_auto])
 def test_devices_that_nccl_does_not_serve(make: Any) -> None:
-    with pytest.raises(UnsupportedError, match=r"`reduce` must be 'tree' .* is 'nccl' for cpu"):
-        make(reduce="nccl")
-
-
-@pytest.mark.parametrize("make", [trainer, trainer_on_auto])
-def test_what_does_not_go_with_it(make: Any) -> None:
-    with pytest.raises(UnsupportedError, match="`executor` must be 'threads' for reduce='nccl'"):
-        make(reduce="nccl", executor="processes")
+    with pytest.raises(
+        UnsupportedError, match=r"Devices must be CUDA's for .* the devices are cpu"
+    ):
+        make()
 
 
 @pytest.mark.gpu

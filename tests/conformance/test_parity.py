@@ -126,7 +126,11 @@ def test_ten_optimizer_steps_of_the_trainer_equal_the_twins(
 ) -> None:
     weights, losses, outputs = plain_run(case, rows, dtype, optimizer)
     with phalanx.Trainer(
-        case.build(dtype), case.loss, OPTIMIZERS[optimizer], replicas=cpu_and_others(replicas)
+        case.build(dtype),
+        case.loss,
+        OPTIMIZERS[optimizer],
+        microbatches=None,
+        replicas=cpu_and_others(replicas),
     ) as trainer:
         done = [trainer.step(batch) for batch in batches_of(case, rows, dtype, STEPS)]
         with torch.no_grad():
@@ -145,7 +149,9 @@ def test_the_trainers_gradient_equals_the_twins(
     net = case.build(dtype)
     twin = twin_of(net)
     batch = case.batch(rows, dtype)
-    with phalanx.Trainer(net, case.loss, plain_sgd, replicas=cpu_and_others(replicas)) as trainer:
+    with phalanx.Trainer(
+        net, case.loss, plain_sgd, microbatches=None, replicas=cpu_and_others(replicas)
+    ) as trainer:
         before = state_of(trainer.module)
         trainer.step(batch)
         after = state_of(trainer.module)
@@ -259,7 +265,11 @@ def test_the_trainer_keeps_shared_weights_one_weight(replicas: int) -> None:
     batches = batches_of(GPT, 9, torch.float64, STEPS)
     plain_steps(twin, GPT.loss, adamw, batches)
     with phalanx.Trainer(
-        gpt(torch.float64, tied=True), GPT.loss, adamw, replicas=cpu_and_others(replicas)
+        gpt(torch.float64, tied=True),
+        GPT.loss,
+        adamw,
+        microbatches=None,
+        replicas=cpu_and_others(replicas),
     ) as trainer:
         for batch in batches:
             trainer.step(batch)
@@ -446,7 +456,9 @@ class TestTrainerInputs:
             left, targets = vector_batch(7, torch.float64, seed=seed)
             batches.append(((left, left[:, :3] * 2), targets))
         plain_steps(twin, MLP.loss, sgd, batches)
-        with phalanx.Trainer(net, MLP.loss, sgd, replicas=cpu_and_others(3)) as trainer:
+        with phalanx.Trainer(
+            net, MLP.loss, sgd, microbatches=None, replicas=cpu_and_others(3)
+        ) as trainer:
             for batch in batches:
                 trainer.step(batch)
             assert_close(state_of(trainer.module), state_of(twin), torch.float64)
@@ -461,7 +473,9 @@ class TestTrainerInputs:
             mask = (tokens > 3).float()
             batches.append(({"tokens": tokens, "mask": mask}, tokens[:, 0] % 4))
         plain_steps(twin, MLP.loss, adamw, batches)
-        with phalanx.Trainer(net, MLP.loss, adamw, replicas=cpu_and_others(2)) as trainer:
+        with phalanx.Trainer(
+            net, MLP.loss, adamw, microbatches=None, replicas=cpu_and_others(2)
+        ) as trainer:
             for batch in batches:
                 trainer.step(batch)
             assert_close(state_of(trainer.module), state_of(twin), torch.float32)
@@ -477,7 +491,9 @@ class TestTrainerInputs:
         x, hard = vector_batch(9, torch.float64)
         batch = (x, {"hard": hard, "soft": torch.ones(9, 4, dtype=torch.float64)})
         plain_steps(twin, loss, sgd, [batch])
-        with phalanx.Trainer(net, loss, sgd, replicas=cpu_and_others(2)) as trainer:
+        with phalanx.Trainer(
+            net, loss, sgd, microbatches=None, replicas=cpu_and_others(2)
+        ) as trainer:
             trainer.step(batch)
             assert_close(state_of(trainer.module), state_of(twin), torch.float64)
 
@@ -506,7 +522,9 @@ def test_frozen_and_unused_parameters_stay_as_they_are(build: Any, optimizer: st
     plain_steps(twin, MLP.loss, factory, batches)
     with parallel(net) as model:
         plain_steps(model, MLP.loss, factory, batches)
-    with phalanx.Trainer(for_trainer, MLP.loss, factory, replicas=cpu_and_others(2)) as trainer:
+    with phalanx.Trainer(
+        for_trainer, MLP.loss, factory, microbatches=None, replicas=cpu_and_others(2)
+    ) as trainer:
         for batch in batches:
             trainer.step(batch)
         trained = state_of(trainer.module)
@@ -544,7 +562,7 @@ def test_the_trainer_notices_freezing_and_thawing_between_steps(
     twin = mlp(torch.float64)
     plain = factory(twin.parameters())
     with phalanx.Trainer(
-        mlp(torch.float64), MLP.loss, factory, replicas=cpu_and_others(2)
+        mlp(torch.float64), MLP.loss, factory, microbatches=None, replicas=cpu_and_others(2)
     ) as trainer:
         for index, (inputs, targets) in enumerate(batches):
             for each in (trainer.module, twin):
@@ -585,7 +603,9 @@ def test_parameters_of_several_dtypes_live_side_by_side() -> None:
     plain_steps(twin, MLP.loss, adamw, batches)
     with parallel(net) as model:
         plain_steps(model, MLP.loss, adamw, batches)
-    with phalanx.Trainer(for_trainer, MLP.loss, adamw, replicas=cpu_and_others(2)) as trainer:
+    with phalanx.Trainer(
+        for_trainer, MLP.loss, adamw, microbatches=None, replicas=cpu_and_others(2)
+    ) as trainer:
         for batch in batches:
             trainer.step(batch)
         assert_close(state_of(trainer.module), state_of(twin), torch.float32)

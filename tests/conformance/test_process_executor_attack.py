@@ -171,7 +171,11 @@ def test_a_worker_that_dies_with_nothing_to_do_is_replaced_while_another_compute
         os.mkfifo(tmp_path / name)
     lost: list[phalanx.WorkerLost] = []
     with make(
-        Waiting(tmp_path), phalanx.Processes(on_failure=lost.append), replicas=2, microbatches=1
+        Waiting(tmp_path),
+        phalanx.Processes(on_failure=lost.append),
+        replicas=2,
+        microbatches=None,
+        workloads=[1, 0],
     ) as trainer:
         trainer.step(batch())
 
@@ -196,7 +200,7 @@ def test_a_worker_that_dies_with_nothing_to_do_is_replaced_while_another_compute
 
 def test_workers_compute_under_the_settings_of_the_process_that_has_them() -> None:
     """Threads have them by nature."""
-    with make(Told(), intra_op=1) as trainer, make(Told(), "inline", replicas=1) as judge:
+    with make(Told()) as trainer, make(Told(), "inline", replicas=1) as judge:
         trainer.step(batch())
         judge.step(batch())
         for seed, name in enumerate(SETTINGS):
@@ -214,7 +218,8 @@ def must_flush(_: object) -> None:
 
 
 def test_a_worker_that_has_computed_nothing_steps_under_these_settings_too() -> None:
-    with make(replicas=2, microbatches=None, workloads=[1, 0], intra_op=1) as trainer:
+    executor = phalanx.Processes(intra_op=1)
+    with make(None, executor, replicas=2, microbatches=None, workloads=[1, 0]) as trainer:
         trainer.step(batch())
         executor = trainer._engine.executor
 

@@ -50,7 +50,7 @@ def trained(executor: str, module: nn.Module, batches: list[Any], **options: Any
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
         executor=executor,
         replicas=1,
-        **options,
+        **{"microbatches": None, **options},
     ) as trainer:
         for batch in batches:
             trainer.step(batch)
@@ -110,6 +110,7 @@ def test_evaluating_in_inference_mode_leaves_a_trainer_that_trains() -> None:
         nn.functional.cross_entropy,
         lambda p: torch.optim.SGD(p, lr=0.1),
         executor="processes",
+        microbatches=None,
         replicas=1,
     ) as trainer:
         trainer.step((x[:9], y[:9]))

@@ -229,7 +229,7 @@ def test_a_generator_made_where_it_is_drawn_from_is_plain_torchs(
     net = OwnGenerator()
     expected = F.cross_entropy(net(batches()[0][0]), batches()[0][1]).item()
     with phalanx.Trainer(
-        net, F.cross_entropy, sgd, replicas=replicas, executor=executor
+        net, F.cross_entropy, sgd, microbatches=None, replicas=replicas, executor=executor
     ) as trainer:
         assert trainer.step(batches()[0]).loss == pytest.approx(expected, rel=1e-5)
 
@@ -407,7 +407,9 @@ def test_what_cannot_be_repeated_is_refused_in_the_first_step(
     net = kind()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     with (
-        phalanx.Trainer(net, F.cross_entropy, sgd, replicas=replicas, executor=executor) as trainer,
+        phalanx.Trainer(
+            net, F.cross_entropy, sgd, microbatches=None, replicas=replicas, executor=executor
+        ) as trainer,
         pytest.raises(UnsupportedError, match=told),
     ):
         trainer.step(batches()[1])
@@ -418,7 +420,7 @@ def test_what_cannot_be_repeated_is_refused_in_the_first_step(
 def test_a_generator_that_the_loss_keeps_is_refused(executor: str, replicas: int) -> None:
     with (
         phalanx.Trainer(
-            Drops(), KeptByLoss(), sgd, replicas=replicas, executor=executor
+            Drops(), KeptByLoss(), sgd, microbatches=None, replicas=replicas, executor=executor
         ) as trainer,
         pytest.raises(UnsupportedError, match=r"draws from a `Generator` of NumPy's"),
     ):
@@ -434,7 +436,12 @@ def test_draws_in_a_thread_that_forward_starts_are_refused() -> None:
     # In a worker process, which has no other threads; here the test runner may have some.
     with (
         phalanx.Trainer(
-            DrawsInThread(), F.cross_entropy, sgd, executor="processes", replicas=1
+            DrawsInThread(),
+            F.cross_entropy,
+            sgd,
+            executor="processes",
+            microbatches=None,
+            replicas=1,
         ) as trainer,
         pytest.raises(UnsupportedError, match="default generator in a thread that it starts"),
     ):
@@ -459,7 +466,7 @@ def test_numpys_generator_is_refused_in_the_first_step(
 def train_numpys(executor: str, replicas: int, file: str) -> None:
     with (
         phalanx.Trainer(
-            Numpys(), F.cross_entropy, sgd, replicas=replicas, executor=executor
+            Numpys(), F.cross_entropy, sgd, microbatches=None, replicas=replicas, executor=executor
         ) as trainer,
         pytest.raises(UnsupportedError) as raised,
     ):

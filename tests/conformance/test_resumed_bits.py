@@ -42,17 +42,17 @@ def runs(
     """Return the module as trained in one go, across a resume, and across a resize."""
     options = {"replicas": 1, "microbatches": 2, **options}
     whole, first, second, resized = (copy.deepcopy(net) for _ in range(4))
-    with phalanx.Trainer(whole, F.mse_loss, make, **options) as trainer:
+    with phalanx.Trainer(whole, F.mse_loss, make, **{"microbatches": None, **options}) as trainer:
         trainer.fit(data)
-    with phalanx.Trainer(first, F.mse_loss, make, **options) as trainer:
+    with phalanx.Trainer(first, F.mse_loss, make, **{"microbatches": None, **options}) as trainer:
         trainer.fit(data, steps=middle)
         trainer.save(folder)
-    with phalanx.Trainer(second, F.mse_loss, make, **options) as trainer:
+    with phalanx.Trainer(second, F.mse_loss, make, **{"microbatches": None, **options}) as trainer:
         trainer.resume(folder)
         trainer.save(folder)  # at once: nothing is lost by it
         trainer.resume(folder)
         trainer.fit(data)
-    with phalanx.Trainer(resized, F.mse_loss, make, **options) as trainer:
+    with phalanx.Trainer(resized, F.mse_loss, make, **{"microbatches": None, **options}) as trainer:
         trainer.fit(data, steps=middle)
         trainer.resize(2)
         trainer.fit(data)
@@ -197,13 +197,17 @@ def test_parameters_may_be_of_complex128(tmp_path: Path) -> None:
 
 
 def test_what_the_user_keeps_in_the_optimizers_state_comes_back(tmp_path: Path) -> None:
-    with phalanx.Trainer(Experts(), F.mse_loss, adamw_of_two_groups, replicas=2) as trainer:
+    with phalanx.Trainer(
+        Experts(), F.mse_loss, adamw_of_two_groups, microbatches=None, replicas=2
+    ) as trainer:
         trainer.fit(expert_data(), steps=2)
         first = trainer.optimizer.param_groups[0]["params"][0]
         trainer.optimizer.state[first].update(number=7, ema=torch.ones(7))
         trainer.fit(expert_data(), steps=2)
         trainer.save(tmp_path / "c")
-    with phalanx.Trainer(Experts(), F.mse_loss, adamw_of_two_groups, replicas=2) as trainer:
+    with phalanx.Trainer(
+        Experts(), F.mse_loss, adamw_of_two_groups, microbatches=None, replicas=2
+    ) as trainer:
         trainer.resume(tmp_path / "c")
         entry = trainer.optimizer.state[trainer.optimizer.param_groups[0]["params"][0]]
         assert entry["number"] == 7
@@ -246,24 +250,24 @@ def test_a_buffer_outside_of_the_state_dict_is_saved_if_training_writes_it(
 def test_a_buffer_outside_of_the_state_dict_that_nobody_writes_is_the_models(
     tmp_path: Path,
 ) -> None:
-    with phalanx.Trainer(Centering(), F.mse_loss, sgd, replicas=1) as trainer:
+    with phalanx.Trainer(Centering(), F.mse_loss, sgd, microbatches=None, replicas=1) as trainer:
         trainer.fit(centering_data())
         trainer.save(tmp_path / "c")
     other = Centering()
     other.scale.fill_(3.0)
-    with phalanx.Trainer(other, F.mse_loss, sgd, replicas=1) as trainer:
+    with phalanx.Trainer(other, F.mse_loss, sgd, microbatches=None, replicas=1) as trainer:
         trainer.resume(tmp_path / "c")
     assert other.scale.tolist() == [3.0] * 5
 
 
 def test_a_checkpoint_with_a_buffer_that_the_model_lacks_changes_nothing(tmp_path: Path) -> None:
-    with phalanx.Trainer(Centering(), F.mse_loss, sgd, replicas=1) as trainer:
+    with phalanx.Trainer(Centering(), F.mse_loss, sgd, microbatches=None, replicas=1) as trainer:
         trainer.fit(centering_data())
         trainer.save(tmp_path / "c")
     other = Centering()
     other.mean = torch.zeros(5, dtype=torch.float64)
     before = copy.deepcopy(other)
-    with phalanx.Trainer(other, F.mse_loss, sgd, replicas=1) as trainer:
+    with phalanx.Trainer(other, F.mse_loss, sgd, microbatches=None, replicas=1) as trainer:
         refusal = pytest.raises(CheckpointError, match=r"buffer `mean`.* but the model has float64")
         with refusal:
             trainer.resume(tmp_path / "c")
@@ -334,7 +338,7 @@ def test_what_the_user_seeds_after_a_failure_in_the_first_batch_counts() -> None
         net = Failing()
         data = TensorDataset(torch.arange(40.0).view(8, 5), torch.zeros(8, 3))
         loader = DataLoader(data, batch_size=2, shuffle=True)
-        with phalanx.Trainer(net, F.mse_loss, sgd, replicas=1) as trainer:
+        with phalanx.Trainer(net, F.mse_loss, sgd, microbatches=None, replicas=1) as trainer:
             if disturbed:
                 net.failure = RuntimeError
                 with pytest.raises(RuntimeError):

@@ -8,6 +8,7 @@ replicas. Tolerance: none.
 from __future__ import annotations
 
 import functools
+import hashlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
+from phalanx.cli.data import open_data
+from phalanx.replicas import num_cores
 from phalanx.train import StepDone, step_engine
 from tests.zoo import (
     CNN_NORM,
@@ -157,6 +160,34 @@ def test_the_number_of_replicas_does_not_show(recipe: Recipe, replicas: int) -> 
     assert_same(outcome, reference(str(recipe)))
 
 
+@pytest.mark.promise("automatic-choices-change-no-bit")
+def test_fresh_runs_that_fix_nothing_and_runs_on_fixed_replicas_have_one_hash() -> None:
+    """The README's example."""
+
+    def digest(**options: Any) -> str:
+        torch.manual_seed(0)
+        digits = open_data("digits", batch_size=64, seed=0)
+        layers = nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2)
+        net = nn.Sequential(*layers, nn.Linear(16 * 36, 10))
+        with phalanx.Trainer(net, nn.CrossEntropyLoss(), adamw, **options) as trainer:
+            trainer.fit(digits.train, steps=4)
+        weights = b"".join(each.numpy().tobytes() for each in net.state_dict().values())
+        return hashlib.sha256(weights).hexdigest()
+
+    runs = [{}, {}, {}, {"replicas": "auto"}, {"replicas": 1}, {"replicas": 2}, {"replicas": 4}]
+    assert len({digest(**options) for options in runs}) == 1
+
+
+def test_without_microbatches_one_replica_computes_on_all_cores() -> None:
+    with phalanx.Trainer(MLP.build(), MLP.loss, sgd, microbatches=None) as trainer:
+        assert len(trainer.devices) == 1
+        assert trainer.intra_op == num_cores()
+    with phalanx.Trainer(MLP.build(), MLP.loss, sgd) as trainer:
+        trainer.step(MLP.batch(8))
+        assert len(trainer.devices) <= 4
+        assert trainer.intra_op == 1
+
+
 @pytest.mark.promise("fast-mode-repeats")
 @EVERY_RECIPE
 def test_a_run_without_microbatches_repeats(recipe: Recipe) -> None:
@@ -189,8 +220,12 @@ def test_autocast_around_a_step_is_around_the_forward_pass_alone(
     monkeypatch.setattr(step_engine, "_LIGHT_BYTES", light_bytes)
     options: dict[str, Any] = {"replicas": replicas, "executor": executor, "microbatches": 4}
     with (
-        phalanx.Trainer(MLP.build(), MLP.loss, adafactor, **options) as trainer,
-        phalanx.Trainer(MLP.build(), None, adafactor, forward=in_bfloat16, **options) as other,
+        phalanx.Trainer(
+            MLP.build(), MLP.loss, adafactor, **{"microbatches": None, **options}
+        ) as trainer,
+        phalanx.Trainer(
+            MLP.build(), None, adafactor, forward=in_bfloat16, **{"microbatches": None, **options}
+        ) as other,
     ):
         for seed in range(3):
             batch = MLP.batch(12, seed=seed)

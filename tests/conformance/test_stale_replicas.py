@@ -67,7 +67,9 @@ def in_group(module: nn.Module, factory: Callable[..., Optimizer]) -> None:
 
 
 def in_trainer(module: nn.Module, factory: Callable[..., Optimizer]) -> None:
-    with phalanx.Trainer(module, nn.functional.mse_loss, factory, replicas=3) as trainer:
+    with phalanx.Trainer(
+        module, nn.functional.mse_loss, factory, microbatches=None, replicas=3
+    ) as trainer:
         trainer.fit(batches())
 
 
@@ -171,7 +173,9 @@ def test_weights_that_a_module_moves_are_still_those_that_are_trained(executor: 
     plain_steps(plain, loss, FUSED["sgd"], batches())
     replicas = 1 if executor == "inline" else 2
     options = {"executor": executor, "replicas": replicas, "microbatches": 2}
-    with phalanx.Trainer(module, loss, FUSED["sgd"], **options) as trainer:
+    with phalanx.Trainer(
+        module, loss, FUSED["sgd"], **{"microbatches": None, **options}
+    ) as trainer:
         for batch in batches():
             trainer.step(batch)
     for own, theirs in zip(module.parameters(), plain.parameters(), strict=True):

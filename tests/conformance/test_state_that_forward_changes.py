@@ -76,7 +76,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def trainer(net: nn.Module, executor: str, replicas: int, loss: Callable[..., Any] = mse) -> Any:
     options: dict[str, Any] = {"executor": executor, "replicas": replicas, "microbatches": 4}
-    return phalanx.Trainer(net, loss, sgd, **options)
+    return phalanx.Trainer(net, loss, sgd, **{"microbatches": None, **options})
 
 
 def assert_refused(net: nn.Module, name: str, run: Callable[[], object]) -> None:

@@ -40,7 +40,9 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("executor", ["inline", "threads", "processes"])
 def test_a_trainer_refuses_it(make: Callable[[], nn.Module], name: str, executor: str) -> None:
     with refused(name):
-        phalanx.Trainer(make(), nn.functional.mse_loss, sgd, replicas=1, executor=executor)
+        phalanx.Trainer(
+            make(), nn.functional.mse_loss, sgd, microbatches=None, replicas=1, executor=executor
+        )
 
 
 @EVERY

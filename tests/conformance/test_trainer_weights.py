@@ -53,7 +53,9 @@ BY_NIGHT = pytest.param(2, marks=pytest.mark.night)  # replicas: between the two
 
 def gradient_by_trainer(net: nn.Module, loss: Any, batch: Any, **options: Any) -> dict[str, Tensor]:
     """Return what one step of gradient descent at rate 1 takes away: the gradient."""
-    with phalanx.Trainer(twin_of(net), loss, plain_sgd, **options) as trainer:
+    with phalanx.Trainer(
+        twin_of(net), loss, plain_sgd, **{"microbatches": None, **options}
+    ) as trainer:
         before = state_of(trainer.module)
         trainer.step(batch)
         after = state_of(trainer.module)
@@ -70,7 +72,7 @@ def gradient_by_torch(net: nn.Module, loss: Any, batch: tuple[Any, Any]) -> dict
 
 
 @pytest.mark.parametrize(
-    ("rows", "microbatches"), [(7, 2), (7, 3), (9, 8), (15, 4), (64, 7), (3, 3)]
+    ("rows", "microbatches"), [(7, 4), (7, 3), (9, 8), (15, 4), (64, 7), (3, 3), (2, 3)]
 )
 @pytest.mark.parametrize("replicas", [1, BY_NIGHT, 3])
 def test_microbatches_of_unequal_size_count_by_their_rows(
@@ -101,7 +103,7 @@ def test_replicas_without_rows_add_nothing(rows: int, workloads: list[float] | N
     batch = vector_batch(rows, F64)
     net = mlp(F64)
     with phalanx.Trainer(
-        twin_of(net), MLP.loss, plain_sgd, replicas=3, workloads=workloads
+        twin_of(net), MLP.loss, plain_sgd, microbatches=None, replicas=3, workloads=workloads
     ) as trainer:
         before = state_of(trainer.module)
         event = trainer.step(batch)
@@ -125,7 +127,7 @@ def count_tokens(microbatch: tuple[Tensor, Tensor]) -> int:
     return int((microbatch[1] != -100).sum())
 
 
-@pytest.mark.parametrize("microbatches", [None, 1, 4, 9])
+@pytest.mark.parametrize("microbatches", [None, 3, 4, 9])
 @pytest.mark.parametrize("replicas", [1, BY_NIGHT, 3])
 def test_masked_tokens_count_by_what_the_loss_counts(
     microbatches: int | None, replicas: int
@@ -192,7 +194,7 @@ def test_an_epoch_with_a_ragged_last_batch_equals_the_plain_loop(replicas: int) 
     losses = plain_steps(twin, MLP.loss, adamw, batches * 3)
     seen: list[Any] = []
     with phalanx.Trainer(
-        net, MLP.loss, adamw, replicas=replicas, callbacks=[seen.append]
+        net, MLP.loss, adamw, microbatches=None, replicas=replicas, callbacks=[seen.append]
     ) as trainer:
         epochs = trainer.fit(Loader(batches), epochs=3)
         assert_close(state_of(trainer.module), state_of(twin), F64)
@@ -235,7 +237,7 @@ def test_steps_by_hand_take_nothing_from_a_loader() -> None:
     net = mlp(F64)
     twin = twin_of(net)
     plain_steps(twin, MLP.loss, sgd, [batches[2], *batches])
-    with phalanx.Trainer(net, MLP.loss, sgd, replicas=2) as trainer:
+    with phalanx.Trainer(net, MLP.loss, sgd, microbatches=None, replicas=2) as trainer:
         trainer.step(batches[2])
         (done,) = trainer.fit(Loader(batches))
         assert (trainer.steps, done.samples) == (4, 24)
@@ -247,7 +249,7 @@ def test_fit_by_steps_ends_in_the_middle_of_an_epoch() -> None:
     net = mlp(F64)
     twin = twin_of(net)
     plain_steps(twin, MLP.loss, sgd, [*batches, *batches[:2]])
-    with phalanx.Trainer(net, MLP.loss, sgd, replicas=2) as trainer:
+    with phalanx.Trainer(net, MLP.loss, sgd, microbatches=None, replicas=2) as trainer:
         trainer.fit(Loader(batches), steps=6)
         assert trainer.steps == 6
         assert_close(state_of(trainer.module), state_of(twin), F64)
@@ -286,7 +288,7 @@ class TestForward:
         batches = [vector_batch(rows, F64, seed=rows) for rows in (9, 7, 2)]
         net = mlp(F64)
         with phalanx.Trainer(
-            net, None, sgd, forward=forward, replicas=2, metrics=exact_metrics()
+            net, None, sgd, forward=forward, microbatches=None, replicas=2, metrics=exact_metrics()
         ) as trainer:
             assert_close(
                 trainer.evaluate(Loader(batches)), plain_evaluation(net, batches), F64, times=10
@@ -328,7 +330,7 @@ def plain_evaluation(net: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> di
 
 
 @pytest.mark.parametrize("replicas", [1, BY_NIGHT, 3])
-@pytest.mark.parametrize("options", [{}, {"workloads": "unequal"}, {"microbatches": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"workloads": "unequal"}, {"microbatches": 3}], ids=str)
 def test_evaluation_equals_plain_pytorch_over_unequal_slices(
     replicas: int, options: dict[str, Any]
 ) -> None:
@@ -338,7 +340,12 @@ def test_evaluation_equals_plain_pytorch_over_unequal_slices(
     net = mlp(F64)
     expected = plain_evaluation(net, batches)
     with phalanx.Trainer(
-        net, MLP.loss, sgd, replicas=replicas, metrics=exact_metrics(), **options
+        net,
+        MLP.loss,
+        sgd,
+        replicas=replicas,
+        metrics=exact_metrics(),
+        **{"microbatches": None, **options},
     ) as trainer:
         for _ in range(2):  # the second evaluation starts from nothing again
             found = trainer.evaluate(Loader(batches))
@@ -358,7 +365,9 @@ def test_a_mean_over_batches_would_be_wrong_here() -> None:
 def test_evaluation_changes_nothing() -> None:
     batches = [CNN_NORM.batch(rows, F64, seed=rows) for rows in (9, 4)]
     net = cnn_norm(F64)
-    with phalanx.Trainer(net, CNN_NORM.loss, sgd, replicas=2, metrics=exact_metrics()) as trainer:
+    with phalanx.Trainer(
+        net, CNN_NORM.loss, sgd, microbatches=None, replicas=2, metrics=exact_metrics()
+    ) as trainer:
         trainer.step(batches[0])
         before = state_of(trainer.module)
         found = trainer.evaluate(Loader(batches))
@@ -375,7 +384,9 @@ def test_evaluation_of_masked_tokens_counts_tokens() -> None:
     net = gpt(F64)
     inputs, targets = (torch.cat(each) for each in zip(*batches, strict=True))
     expected = token_loss(net(inputs), targets).item()
-    with phalanx.Trainer(net, token_loss, sgd, replicas=2, weight=count_tokens) as trainer:
+    with phalanx.Trainer(
+        net, token_loss, sgd, microbatches=None, replicas=2, weight=count_tokens
+    ) as trainer:
         assert trainer.evaluate(Loader(batches))["loss"] == pytest.approx(expected, rel=1e-10)
 
 
@@ -383,7 +394,9 @@ def test_fit_reports_training_and_validation_metrics() -> None:
     batches = [vector_batch(rows, F64, seed=rows) for rows in (9, 7)]
     held_out = [vector_batch(rows, F64, seed=50 + rows) for rows in (15, 2)]
     net = mlp(F64)
-    with phalanx.Trainer(net, MLP.loss, sgd, replicas=2, metrics=exact_metrics()) as trainer:
+    with phalanx.Trainer(
+        net, MLP.loss, sgd, microbatches=None, replicas=2, metrics=exact_metrics()
+    ) as trainer:
         (done,) = trainer.fit(Loader(batches), epochs=1, validate=Loader(held_out))
         expected = plain_evaluation(trainer.module, held_out)
     assert set(done.train) == set(done.validation or {}) == {"loss", "accuracy", "f1"}
@@ -404,6 +417,7 @@ def test_steps_outside_of_an_epoch_count_in_no_metric_and_keep_nothing() -> None
             nn.Linear(3, 1),
             nn.functional.mse_loss,
             lambda params: torch.optim.SGD(params, lr=0.0),
+            microbatches=None,
             replicas=2,
             metrics={"error": mean_error},
         ) as trainer:
@@ -425,6 +439,7 @@ def test_training_metrics_are_exact() -> None:
         net,
         MLP.loss,
         lambda params: torch.optim.SGD(params, lr=0.0),
+        microbatches=None,
         replicas=3,
         metrics=exact_metrics(),
     ) as trainer:
@@ -501,7 +516,7 @@ def test_ten_steps_of_any_optimizer_equal_plain_torchs(factory: Factory, replica
     twin = twin_of(net)
     batches = batches_of(GPT, 7, F64, STEPS)
     plain_steps(twin, GPT.loss, factory, batches)
-    with phalanx.Trainer(net, GPT.loss, factory, replicas=replicas) as trainer:
+    with phalanx.Trainer(net, GPT.loss, factory, microbatches=None, replicas=replicas) as trainer:
         for batch in batches:
             trainer.step(batch)
         # Ratios of small numbers (Adam, Rprop's signs) cost digits; a wrong rule would show at
@@ -519,7 +534,13 @@ def test_schedulers_step_once_per_optimizer_step(factory: Factory, scheduler: An
     batches = batches_of(MLP, 9, F64, STEPS)
     plain_steps(twin, MLP.loss, factory, batches, scheduler=scheduler)
     with phalanx.Trainer(
-        net, MLP.loss, factory, replicas=2, scheduler=scheduler, scheduler_interval="step"
+        net,
+        MLP.loss,
+        factory,
+        microbatches=None,
+        replicas=2,
+        scheduler=scheduler,
+        scheduler_interval="step",
     ) as trainer:
         for batch in batches:
             trainer.step(batch)
@@ -564,9 +585,13 @@ def test_a_step_tells_the_gradients_norm_before_clipping(
     MLP.loss(twin(batch[0]), batch[1]).backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in twin.parameters() if p.grad is not None])
     formation: dict[str, Any] = {"replicas": replicas, "microbatches": microbatches}
-    with phalanx.Trainer(net, MLP.loss, plain_sgd, clip_norm=1e-3, **formation) as trainer:
+    with phalanx.Trainer(
+        net, MLP.loss, plain_sgd, clip_norm=1e-3, **{"microbatches": None, **formation}
+    ) as trainer:
         assert trainer.step(batch).grad_norm == pytest.approx(norm.item(), rel=1e-12)
-    with phalanx.Trainer(net, MLP.loss, plain_sgd, **formation) as trainer:
+    with phalanx.Trainer(
+        net, MLP.loss, plain_sgd, **{"microbatches": None, **formation}
+    ) as trainer:
         assert trainer.step(batch).grad_norm is None
 
 
@@ -604,6 +629,7 @@ def test_a_step_tells_the_learning_rates_it_was_made_with(executor: str, factory
         mlp(F64),
         MLP.loss,
         factory,
+        microbatches=None,
         replicas=replicas,
         executor=executor,
         scheduler=SCHEDULERS["step"],
@@ -618,7 +644,7 @@ def test_a_learning_rate_that_is_no_number_is_told_as_nan() -> None:
         optimizer.param_groups[0]["lr"] = None
         return optimizer
 
-    with phalanx.Trainer(mlp(F64), MLP.loss, unrated, replicas=2) as trainer:
+    with phalanx.Trainer(mlp(F64), MLP.loss, unrated, microbatches=None, replicas=2) as trainer:
         (rate,) = trainer.step(vector_batch(9, F64)).learning_rates
     assert math.isnan(rate)
 
@@ -626,7 +652,7 @@ def test_a_learning_rate_that_is_no_number_is_told_as_nan() -> None:
 @EVERY_FACTORY
 def test_plain_torch_reads_the_optimizers_state_and_goes_on_identically(factory: Factory) -> None:
     batches = batches_of(GPT, 9, torch.float32, 4)
-    with phalanx.Trainer(gpt(), GPT.loss, factory, replicas=2) as trainer:
+    with phalanx.Trainer(gpt(), GPT.loss, factory, microbatches=None, replicas=2) as trainer:
         for batch in batches[:2]:
             trainer.step(batch)
         twin = gpt(seed=3)
@@ -648,7 +674,7 @@ def test_the_optimizers_state_has_plain_torchs_layout() -> None:
     optimizer = adamw(twin.parameters())
     GPT.loss(twin(GPT.batch(9)[0]), GPT.batch(9)[1]).backward()
     optimizer.step()
-    with phalanx.Trainer(gpt(), GPT.loss, adamw, replicas=2) as trainer:
+    with phalanx.Trainer(gpt(), GPT.loss, adamw, microbatches=None, replicas=2) as trainer:
         trainer.step(GPT.batch(9))
         ours, theirs = trainer.optimizer.state_dict(), optimizer.state_dict()
     assert list(ours["state"]) == list(theirs["state"])
@@ -663,7 +689,7 @@ def test_the_optimizers_state_has_plain_torchs_layout() -> None:
 
 def test_the_module_outlives_the_trainer() -> None:
     net = mlp(F64)
-    with phalanx.Trainer(net, MLP.loss, sgd, replicas=2) as trainer:
+    with phalanx.Trainer(net, MLP.loss, sgd, microbatches=None, replicas=2) as trainer:
         trainer.step(vector_batch(9, F64))
         kept = state_of(trainer.module)
     assert_same_bits(state_of(trainer.module), kept)
@@ -675,7 +701,7 @@ def test_weights_written_between_steps_are_what_the_next_step_starts_from() -> N
     batch = vector_batch(9, F64)
     net = mlp(F64)
     twin = mlp(F64, seed=6)
-    with phalanx.Trainer(net, MLP.loss, plain_sgd, replicas=2) as trainer:
+    with phalanx.Trainer(net, MLP.loss, plain_sgd, microbatches=None, replicas=2) as trainer:
         trainer.step(batch)
         trainer.module.load_state_dict(twin.state_dict())
         trainer.step(batch)

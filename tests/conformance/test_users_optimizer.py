@@ -66,7 +66,7 @@ def trained(
     make: Callable[..., Optimizer], between: Callable[[Optimizer, int], None], **how: Any
 ) -> nn.Linear:
     net = model()
-    with phalanx.Trainer(net, F.mse_loss, make, **how) as trainer:
+    with phalanx.Trainer(net, F.mse_loss, make, **{"microbatches": None, **how}) as trainer:
         for index, batch in enumerate(data()):
             between(trainer.optimizer, index)
             trainer.step(batch)
@@ -128,7 +128,9 @@ def test_how_many_threads_a_step_sets_is_forgotten_after_it(how: dict[str, Any])
 
     seen: list[int] = []
     told = lambda _: seen.append(torch.get_num_threads())  # noqa: E731
-    with phalanx.Trainer(model(), F.mse_loss, make, callbacks=[told], **how) as trainer:
+    with phalanx.Trainer(
+        model(), F.mse_loss, make, callbacks=[told], **{"microbatches": None, **how}
+    ) as trainer:
         trainer.fit(data(3))
     assert {*seen, torch.get_num_threads()} == {1}
 
@@ -183,7 +185,7 @@ def hooked(request: pytest.FixtureRequest) -> Iterator[list[Optimizer]]:
 def test_a_hook_on_all_optimizers_runs_once_a_step_with_the_users(
     how: dict[str, Any], hooked: list[Optimizer]
 ) -> None:
-    with phalanx.Trainer(model(), F.mse_loss, adamw, **how) as trainer:
+    with phalanx.Trainer(model(), F.mse_loss, adamw, **{"microbatches": None, **how}) as trainer:
         trainer.fit(data())
         assert hooked == [trainer.optimizer] * 6
 
@@ -265,7 +267,7 @@ def test_an_entry_of_the_optimizers_state_may_be_exchanged(how: dict[str, Any]) 
 
 
 def test_what_is_kept_in_the_optimizers_state_for_each_parameter_stays_there() -> None:
-    with phalanx.Trainer(model(), F.mse_loss, adamw, replicas=2) as trainer:
+    with phalanx.Trainer(model(), F.mse_loss, adamw, microbatches=None, replicas=2) as trainer:
         trainer.step(data()[0])
         parameters = trainer.optimizer.param_groups[0]["params"]
         for index, parameter in enumerate(parameters):
@@ -305,7 +307,9 @@ def test_torchs_own_state_is_no_reason_to_step_plainly(
 @all_formations
 def test_after_a_step_every_gradient_is_there(how: dict[str, Any]) -> None:
     net, twin = model(), model()
-    with phalanx.Trainer(net, F.mse_loss, lambda ps: SGD(ps, lr=0.0), **how) as trainer:
+    with phalanx.Trainer(
+        net, F.mse_loss, lambda ps: SGD(ps, lr=0.0), **{"microbatches": None, **how}
+    ) as trainer:
         for x, y in data(3):
             trainer.optimizer.zero_grad()
             assert net.weight.grad is None

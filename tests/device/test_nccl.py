@@ -58,7 +58,14 @@ def by_container(net: nn.Module, devices: Sequence[str]) -> None:
 
 
 def by_trainer(net: nn.Module, devices: Sequence[str]) -> None:
-    with phalanx.Trainer(net, F.mse_loss, SGD, replicas=devices, reduce="nccl") as trainer:
+    with phalanx.Trainer(
+        net,
+        F.mse_loss,
+        SGD,
+        microbatches=None,
+        replicas=devices,
+        executor=phalanx.Threads(nccl=True),
+    ) as trainer:
         for step in range(STEPS):
             trainer.step(batch(step, "dev:0"))
 
@@ -86,7 +93,14 @@ def test_one_call_a_step_with_the_modules_device_as_root(
 def test_gradients_travel_by_nccl_alone(nccl: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda.nccl, "reduce", lambda inputs, root: None)
     net = nn.Linear(5, 6, bias=False, dtype=F64, device="dev:0")
-    with phalanx.Trainer(net, F.mse_loss, SGD, replicas=["dev:0", "dev:1"], reduce="nccl") as t:
+    with phalanx.Trainer(
+        net,
+        F.mse_loss,
+        SGD,
+        microbatches=None,
+        replicas=["dev:0", "dev:1"],
+        executor=phalanx.Threads(nccl=True),
+    ) as t:
         t.step(batch(0, "dev:0"))
         before = torch.dev.copies("dev:1", "dev:0")
         t.step(batch(1, "dev:0"))
@@ -116,8 +130,9 @@ def test_what_only_some_devices_have_and_what_reaches_the_module_itself(nccl: St
             return module(part).square().mean() + net.everywhere.square().sum().to(part.device)
 
         optimizer = partial(torch.optim.SGD, lr=1.0)
-        options: Any = {"forward": loss, "replicas": ["dev:0", "dev:1"], "reduce": reduce}
-        with phalanx.Trainer(net, None, optimizer, **options) as trainer:
+        options: Any = {"forward": loss, "replicas": ["dev:0", "dev:1"]}
+        options["executor"] = phalanx.Threads(nccl=reduce == "nccl")
+        with phalanx.Trainer(net, None, optimizer, **{"microbatches": None, **options}) as trainer:
             trainer.step(x)
         return [parameter.detach().cpu() for parameter in net.parameters()]
 

@@ -34,7 +34,9 @@ def test_a_model_that_calls_a_devices_default_generator_is_refused(
     net = kind(5, 6, dtype=F64, device="dev:0")
     told = rf"calls `{called}` of torch's default generator \(test_random_numbers.py:\d+\)"
     with (
-        phalanx.Trainer(net, F.mse_loss, sgd, replicas=["dev:0", "dev:1"]) as trainer,
+        phalanx.Trainer(
+            net, F.mse_loss, sgd, microbatches=None, replicas=["dev:0", "dev:1"]
+        ) as trainer,
         pytest.raises(UnsupportedError, match=told),
     ):
         trainer.step(batch(0, "dev:0"))

@@ -31,7 +31,7 @@ def trained(rank: int, homes: list[str], executor: Any) -> tuple[str, Any]:
     net = Net().to(homes[rank])
     options = {"executor": executor, "replicas": [f"dev:{rank}"]}
     try:
-        with phalanx.Trainer(net, F.mse_loss, SGD, **options) as trainer:
+        with phalanx.Trainer(net, F.mse_loss, SGD, **{"microbatches": None, **options}) as trainer:
             for step in range(STEPS):
                 trainer.step(batch(step, "cpu"))
     except Exception as error:

@@ -99,7 +99,9 @@ def by_group(net: nn.Module, devices: list[str], workloads: Any, optimizer: Any)
 
 def by_trainer(net: nn.Module, devices: list[str], workloads: Any, optimizer: Any) -> None:
     options = {"replicas": devices, "workloads": workloads}
-    with phalanx.Trainer(net, F.mse_loss, optimizer, **options) as trainer:
+    with phalanx.Trainer(
+        net, F.mse_loss, optimizer, **{"microbatches": None, **options}
+    ) as trainer:
         for step in range(STEPS):
             trainer.step(batch(step, devices[0]))
 
@@ -279,7 +281,9 @@ def test_buffers_travel_once_each_way() -> None:
 
     def travelled(source: str, target: str, *, tracks: bool) -> int:
         norm = nn.BatchNorm1d(5, track_running_stats=tracks, dtype=F64, device="dev:0")
-        with phalanx.Trainer(norm, F.mse_loss, torch.optim.SGD, replicas=["dev:0", "dev:1"]) as t:
+        with phalanx.Trainer(
+            norm, F.mse_loss, torch.optim.SGD, microbatches=None, replicas=["dev:0", "dev:1"]
+        ) as t:
             x = batch(0, "dev:0")[0]
             t.step((x, x))
             before = torch.dev.copies(source, target)[1]
@@ -334,7 +338,9 @@ def test_a_trainer_copies_parameters_once_for_each_device_and_step() -> None:
     rows = ROWS // 2
     given = x[:rows].nbytes + y[:rows].nbytes
     optimizer, options = OPTIMIZERS["SGD-fused"], {"replicas": ["dev:0", "dev:1"]}
-    with phalanx.Trainer(net, F.mse_loss, optimizer, **options) as trainer:
+    with phalanx.Trainer(
+        net, F.mse_loss, optimizer, **{"microbatches": None, **options}
+    ) as trainer:
         trainer.step((x, y))
         step = partial(trainer.step, (x, y))
         assert copied_bytes(step) == PARAMETERS + given + net.seen.nbytes
@@ -371,7 +377,9 @@ def test_pinned_batches_on_their_way_train_the_same(way: str) -> None:
     x, y = (each.to("dev:0", non_blocking=True) for each in pinned)
     make = OPTIMIZERS["SGD-fused"]
     if way == "trainer":
-        with phalanx.Trainer(net, F.mse_loss, make, replicas=["dev:0", "dev:1"]) as trainer:
+        with phalanx.Trainer(
+            net, F.mse_loss, make, microbatches=None, replicas=["dev:0", "dev:1"]
+        ) as trainer:
             trainer.step((x, y))
             trainer.step(tuple(pinned))
     else:
@@ -438,7 +446,7 @@ def test_autocast_of_the_caller_is_a_groups_and_a_trainers() -> None:
     optimizer, options = OPTIMIZERS["SGD-fused"], {"replicas": ["dev:0", "dev:1"]}
     with (
         DataParallelExecutorGroup(net, ["dev:0", "dev:1"], data=data) as group,
-        phalanx.Trainer(net, loss, optimizer, **options) as trainer,
+        phalanx.Trainer(net, loss, optimizer, **{"microbatches": None, **options}) as trainer,
         torch.autocast("dev", dtype=torch.bfloat16),
     ):
         group.forward({"data": x}, is_train=True)
@@ -462,7 +470,9 @@ def test_autocast_of_the_caller_is_that_of_all_replicas() -> None:
 def test_a_checkpoint_of_two_devices_goes_on_on_another_number(tmp_path: Path) -> None:
     def trained(steps: range, devices: list[str], *, resume: bool = False) -> nn.Module:
         net, options = Net().to(devices[0]), {"replicas": devices, "microbatches": 3}
-        with phalanx.Trainer(net, F.mse_loss, OPTIMIZERS["AdamW-fused"], **options) as trainer:
+        with phalanx.Trainer(
+            net, F.mse_loss, OPTIMIZERS["AdamW-fused"], **{"microbatches": None, **options}
+        ) as trainer:
             if resume:
                 trainer.resume(tmp_path)
             for step in steps:

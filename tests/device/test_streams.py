@@ -77,7 +77,7 @@ def test_a_replica_without_others_runs_on_the_callers_stream(noting: Noting, exe
     with stream, torch.dev.device(0):
         stream.wait_stream(torch.dev.default_stream("dev:1"))
         with phalanx.Trainer(
-            noting, F.mse_loss, optimizer, replicas=["dev:1"], executor=executor
+            noting, F.mse_loss, optimizer, microbatches=None, replicas=["dev:1"], executor=executor
         ) as trainer:
             trainer.step((x, x))
         assert torch.dev.current_stream("dev:1") == stream
@@ -129,7 +129,7 @@ def test_a_missing_wait_shows(
     net, options = Net().to("dev:0"), {"replicas": ["dev:0", "dev:0"], "microbatches": 7}
     with (
         raises_race("has not waited"),
-        phalanx.Trainer(net, F.mse_loss, SGD, **options) as trainer,
+        phalanx.Trainer(net, F.mse_loss, SGD, **{"microbatches": None, **options}) as trainer,
     ):
         for step in range(3):
             trainer.step(batch(step, "dev:0"))
@@ -262,7 +262,9 @@ def test_threads_with_one_container_leave_no_stale_replica(
 
 def trained(devices: list[str], **options: Any) -> list[Tensor]:
     net = Net().float().to(devices[0])
-    with phalanx.Trainer(net, F.mse_loss, SGD, replicas=devices, **options) as trainer:
+    with phalanx.Trainer(
+        net, F.mse_loss, SGD, replicas=devices, **{"microbatches": None, **options}
+    ) as trainer:
         for step in range(3):
             trainer.step(tuple(each.float() for each in batch(step, devices[0])))
     return [parameter.detach().cpu() for parameter in net.parameters()]
@@ -287,7 +289,7 @@ def test_sums_have_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch, noting
     monkeypatch.setattr(partial_sums, "add_gradients", add_noting)
     x = batch(0, "dev:0")[0]
     options: Any = {"replicas": ["dev:0", "dev:1"], "microbatches": 7}
-    with phalanx.Trainer(noting, F.mse_loss, SGD, **options) as trainer:
+    with phalanx.Trainer(noting, F.mse_loss, SGD, **{"microbatches": None, **options}) as trainer:
         trainer.step((x, x))
     assert len(seen) == 1
     assert seen.isdisjoint([*Noting.seen, torch.dev.current_stream("dev:0")])
@@ -301,7 +303,7 @@ def test_all_that_a_trainer_does_on_side_streams() -> None:
         data = [batch(step, devices[0]) for step in range(4)]
         options: Any = {"microbatches": 3, "clip_norm": 0.1}
         options |= {"metrics": {"error": lambda out, y: (out - y).mean()}, "replicas": devices}
-        with phalanx.Trainer(net, F.mse_loss, SGD, **options) as trainer:
+        with phalanx.Trainer(net, F.mse_loss, SGD, **{"microbatches": None, **options}) as trainer:
             (epoch,) = trainer.fit(data, progress=False)
             found = [*epoch.train.values(), *trainer.evaluate(data).values()]
             found.append(trainer.predict([each for each, _ in data]))

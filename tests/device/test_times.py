@@ -39,7 +39,9 @@ def shares_by_container(net: nn.Module, x: Tensor) -> tuple[float, ...]:
 def shares_by_trainer(net: nn.Module, x: Tensor) -> tuple[float, ...]:
     options = {"replicas": ["dev:0", "dev:1"], "workloads": "auto"}
     optimizer = partial(torch.optim.SGD, lr=0.01)
-    with phalanx.Trainer(net, F.mse_loss, optimizer, **options) as trainer:
+    with phalanx.Trainer(
+        net, F.mse_loss, optimizer, **{"microbatches": None, **options}
+    ) as trainer:
         for _ in range(12):
             step = trainer.step((x, x))
     return step.shares

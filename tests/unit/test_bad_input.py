@@ -70,7 +70,7 @@ def test_a_refused_construction_leaves_the_module_as_it_was() -> None:
     before = state_of(net)
     places = [parameter.data_ptr() for parameter in net.parameters()]
     with pytest.raises(ConfigError):
-        phalanx.Trainer(net, MLP.loss, sgd, replicas=2, workloads=[1])
+        phalanx.Trainer(net, MLP.loss, sgd, microbatches=None, replicas=2, workloads=[1])
     assert_same_bits(state_of(net), before)
     assert [parameter.data_ptr() for parameter in net.parameters()] == places
 
@@ -93,12 +93,16 @@ def test_a_mean_over_no_targets_is_a_cause_of_nan_with_a_way_out() -> None:
     y[4:] = -100  # the second microbatch has none; cross-entropy ignores them
     options: dict[str, Any] = {"replicas": 2, "microbatches": 2}
     match = r"is nan in microbatch 1; .*no targets.*`weight=`"
-    trainer = phalanx.Trainer(mlp(), MLP.loss, sgd, **options)
+    trainer = phalanx.Trainer(mlp(), MLP.loss, sgd, **{"microbatches": None, **options})
     with trainer, refused(trainer, ConfigError, match):
         trainer.step((x, y))
     expected = MLP.loss(mlp()(x), y).item()
     with phalanx.Trainer(
-        mlp(), MLP.loss, sgd, weight=lambda pair: (pair[1] != -100).sum(), **options
+        mlp(),
+        MLP.loss,
+        sgd,
+        weight=lambda pair: (pair[1] != -100).sum(),
+        **{"microbatches": None, **options},
     ) as trainer:
         assert trainer.step((x, y)).loss == pytest.approx(expected)
 
@@ -110,7 +114,13 @@ def test_batches_without_labels_are_predicted_and_not_evaluated() -> None:
 
     batch = {"x": vector_batch(8)[0]}
     with phalanx.Trainer(
-        mlp(), None, sgd, forward=forward, weight=lambda batch: len(batch["labels"]), replicas=2
+        mlp(),
+        None,
+        sgd,
+        forward=forward,
+        weight=lambda batch: len(batch["labels"]),
+        microbatches=None,
+        replicas=2,
     ) as trainer:
         with pytest.raises(KeyError, match="labels") as caught:
             trainer.evaluate([batch])
@@ -120,7 +130,7 @@ def test_batches_without_labels_are_predicted_and_not_evaluated() -> None:
 
 def test_outputs_of_different_lengths_are_not_joined() -> None:
     batches = [torch.ones(4, length) for length in (3, 5)]
-    trainer = phalanx.Trainer(nn.PReLU(), MLP.loss, sgd, replicas=1)
+    trainer = phalanx.Trainer(nn.PReLU(), MLP.loss, sgd, microbatches=None, replicas=1)
     match = r"but microbatches returned \(4, 3\), \(4, 5\)"
     with trainer, pytest.raises(ConfigError, match=match):
         trainer.predict(batches)
@@ -130,7 +140,7 @@ def test_an_input_of_another_batch_size_is_named() -> None:
     tokens, _ = token_batch(12)
     good = ({"tokens": tokens, "mask": torch.ones(12, 5)}, tokens[:, 0] % 4)
     bad = ({"tokens": tokens, "mask": torch.ones(10, 5)}, tokens[:, 0] % 4)
-    with phalanx.Trainer(Named(), MLP.loss, sgd, replicas=2) as trainer:
+    with phalanx.Trainer(Named(), MLP.loss, sgd, microbatches=None, replicas=2) as trainer:
         trainer.step(good)
         match = r"mask` must have 12 rows along dim 0 like .*tokens`, but has 10"
         with refused(trainer, ConfigError, match):
@@ -410,13 +420,13 @@ def test_a_checkpoint_of_an_optimizer_with_its_parameters_in_another_order(
 
 def test_saving_again_replaces_the_checkpoint_whole(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
-    with phalanx.Trainer(mlp(), MLP.loss, adamw, replicas=2) as trainer:
+    with phalanx.Trainer(mlp(), MLP.loss, adamw, microbatches=None, replicas=2) as trainer:
         trainer.step(vector_batch(8))
         trainer.save(folder)
         trainer.step(vector_batch(8))
         trainer.save(folder)
         expected = whole_state(trainer)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
-    with phalanx.Trainer(mlp(seed=8), MLP.loss, adamw, replicas=3) as trainer:
+    with phalanx.Trainer(mlp(seed=8), MLP.loss, adamw, microbatches=None, replicas=3) as trainer:
         trainer.resume(folder)
         assert_same_bits(whole_state(trainer), expected)

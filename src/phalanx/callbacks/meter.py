@@ -166,7 +166,7 @@ def describe_formation(event: FormationChosen) -> str:
     """Say in one line what `replicas="auto"` came to."""
     replicas = "1 replica" if event.replicas == 1 else f"{event.replicas} replicas"
     threads = "1 thread" if event.intra_op == 1 else f"{event.intra_op} threads"
-    return f"Formation: {replicas} × {threads} ({event.reason})"
+    return f"Chosen: {replicas} × {threads} ({event.reason})"
 
 
 def describe_loss(event: WorkerLost) -> str:

@@ -83,7 +83,7 @@ def examine(machine: Machine) -> list[Finding]:
 def choose(machine: Machine) -> list[Choice]:
     """Return what phalanx takes here where the user names nothing."""
     cores = machine.cores
-    formations = [str(each) for each in candidates(torch.device("cpu"), None, cores=cores)]
+    formations = [str(each) for each in candidates(torch.device("cpu"), 4, cores=cores)]
     trainer = (
         Choice("Trainer, phalanx train", f"threads, {formations[0]}", "there is one core")
         if len(formations) == 1
@@ -94,9 +94,9 @@ def choose(machine: Machine) -> list[Choice]:
         )
     )
     fixed = Choice(
-        "… with microbatches=",
-        f"threads, 1 thread in each of 1 to {cores} replicas",
-        "the bits must not depend on the number of replicas",
+        "… with microbatches=None",
+        f"1 replica × {_count(cores, 'thread')}",
+        "the number of replicas decides the bits, so it is not measured",
     )
     given = machine.omp_num_threads
     threads = 1 if given is None else _read_threads(given) or machine.threads

@@ -88,7 +88,7 @@ class TrainOptions:
             "auto|N|DEVICES",
             "How many replicas, or one device for each, as cpu,cpu,cuda:0. With auto, a short "
             "trial decides what is fastest here.",
-            "auto",
+            "auto; 1 without microbatches",
         ),
     ] = "auto"
     workloads: Annotated[
@@ -101,14 +101,14 @@ class TrainOptions:
         ),
     ] = None
     microbatches: Annotated[
-        int | None,
+        int,
         _option(
             "M",
-            "Cut each batch into M pieces whatever the replicas: the trained weights are then the "
-            "same bits for any number of them.",
-            "one per replica",
+            "Cut each batch into M pieces: the trained weights are then bitwise identical for any "
+            "number of replicas. 0: one piece per replica, which is faster.",
+            "4",
         ),
-    ] = None
+    ] = 4
     epochs: Annotated[int, _option("N", "Times through the data.", "suits data and model")]
     batch_size: Annotated[int, _option("N", "Samples per step.", "suits data and model")]
     lr: Annotated[
@@ -155,10 +155,10 @@ class TrainOptions:
     ] = None
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "microbatches"):
+        for name, least in (("epochs", 1), ("batch_size", 1), ("microbatches", 0)):
             count = getattr(self, name)
-            if count is not None and count < 1:
-                raise ConfigError(f"`{_flag(name)}` must be 1 or more, but is {count!r}.")
+            if count < least:
+                raise ConfigError(f"`{_flag(name)}` must be {least} or more, but is {count!r}.")
         if not 0 < self.lr <= _LARGEST_RATE:
             raise ConfigError(
                 f"`--lr` must be a number above 0 that float32 holds, but is {self.lr!r}."
@@ -175,7 +175,9 @@ class TrainOptions:
             raise ConfigError(f"`--timeout-s` must be above 0 seconds, but is {self.timeout_s!r}.")
         if self.max_failures < 0:
             raise ConfigError(f"`--max-failures` must be 0 or more, but is {self.max_failures!r}.")
-        check_formation(parse_replicas(self.replicas), parse_workloads(self.workloads))
+        replicas, workloads = parse_replicas(self.replicas), parse_workloads(self.workloads)
+        check_formation(replicas, workloads)
+        _check_microbatches(replicas, self.microbatches)
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -282,6 +284,23 @@ def parse_workloads(text: str | None) -> Workloads:
     return workloads
 
 
+def _check_microbatches(replicas: Replicas, microbatches: int) -> None:
+    """Refuse replicas without microbatches of their own."""
+    if replicas == "auto":
+        if microbatches == 0:
+            raise ConfigError(
+                "`--replicas` must be a number or devices with --microbatches 0, where each "
+                "replica computes one piece, but is auto."
+            )
+        return
+    count = replicas if isinstance(replicas, int) else len(replicas)
+    if microbatches and count > microbatches:
+        raise ConfigError(
+            f"`--replicas` must be at most as many as there are microbatches ({microbatches}), "
+            f"but are {count}. Give --microbatches {count} or more."
+        )
+
+
 def check_formation(replicas: Replicas, workloads: Workloads) -> None:
     """Refuse workloads that do not match the replicas."""
     if workloads is None or workloads == "auto":
@@ -312,6 +331,8 @@ def complete(given: Given) -> TrainOptions:
     data = given.get("data", "digits")
     model = given.get("model", default_model(data))
     recipe = asdict(defaults_for(data, model))
+    if given.get("microbatches") == 0:
+        recipe["replicas"] = "1"
     return _served(TrainOptions(**{"data": data, "model": model, **recipe, **given}), given)
 
 

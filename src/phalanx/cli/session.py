@@ -50,7 +50,7 @@ from phalanx.cli.run_folder import RunFolder, name_run, read_metrics, refuse_exi
 from phalanx.cli.summary import draw_summary
 from phalanx.clock import now_s
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError
-from phalanx.execution import Processes
+from phalanx.execution import Processes, Threads
 from phalanx.train import FormationChosen, StepDone, Stragglers, Trainer
 
 if TYPE_CHECKING:
@@ -318,25 +318,30 @@ class Session:
             partial(torch.optim.AdamW, lr=options.lr),
             replicas=parse_replicas(options.replicas) if kept is None else kept.devices,
             workloads=parse_workloads(options.workloads),
-            microbatches=options.microbatches,
-            intra_op=None if kept is None else kept.intra_op,
+            microbatches=options.microbatches or None,
             seed=options.seed,
             scheduler=_schedule_for(self.data, options.epochs),
             scheduler_interval="step",
             forward=own,
             metrics=_metrics_for(self.data) if self._counts_classes() else None,
-            executor=Processes(
-                timeout_s=options.timeout_s,
-                max_failures=options.max_failures,
-                memory_dir=options.memory_dir,
-            )
-            if options.executor == "processes"
-            else options.executor,
+            executor=self._executor(),
             callbacks=(
                 *(self.history, self._listen, self.stragglers, self.progress),
                 self._save_epoch,  # last: it saves what they have counted
             ),
         )
+
+    def _executor(self) -> str | Threads | Processes:
+        options, kept = self.options, self.job.formation
+        intra_op = None if kept is None or options.microbatches else kept.intra_op
+        if options.executor == "processes":
+            return Processes(
+                intra_op=intra_op,
+                timeout_s=options.timeout_s,
+                max_failures=options.max_failures,
+                memory_dir=options.memory_dir,
+            )
+        return Threads(intra_op=intra_op) if options.executor == "threads" else options.executor
 
     def _counts_classes(self) -> bool:
         """Tell whether the loss is cross entropy, as accuracy and perplexity take for granted."""
@@ -408,7 +413,7 @@ class Session:
     def _name_formation(self) -> str:
         count, pieces = len(self.trainer.devices), self.options.microbatches
         replicas = "1 replica" if count == 1 else f"{count} replicas"
-        return replicas if pieces is None else f"{replicas}, {pieces} microbatches"
+        return f"{replicas}, {pieces} microbatches" if pieces else replicas
 
     def _describe_start(self) -> str:
         options = self.options
@@ -429,7 +434,7 @@ class Session:
 
     def _describe_lost_bits(self) -> str:
         """Say why a run that goes on does so with other bits, if it does."""
-        if self.job.resumed is None or self.options.microbatches is not None:
+        if self.job.resumed is None or self.options.microbatches:
             return ""
         if self.options.workloads == "auto":
             return "; not bit for bit, as with --workloads auto the bits depend on timing"

@@ -18,9 +18,9 @@ from phalanx.execution.opening import (
     ExecutorMaker,
     Processes,
     Ranks,
+    Threads,
     check_reduce,
     nccl_serves,
-    refuse_moved,
     refuse_without_nccl,
 )
 from phalanx.execution.partial_sums import Gradients, PartialSum
@@ -57,6 +57,7 @@ __all__ = [
     "Stepper",
     "ThreadExecutor",
     "ThreadPool",
+    "Threads",
     "WholeStepper",
     "WorkerFailure",
     "WorkerLost",
@@ -65,6 +66,5 @@ __all__ = [
     "described",
     "nccl_serves",
     "norm_of_gradients",
-    "refuse_moved",
     "refuse_without_nccl",
 ]

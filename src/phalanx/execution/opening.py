@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from phalanx.distributed import ElasticExchange, Exchange, nccl_is_here
-from phalanx.errors import ConfigError, UnsupportedError
+from phalanx.errors import UnsupportedError
 from phalanx.execution.contract import Executor
 from phalanx.execution.elastic_ranks import ElasticRankExecutor, write_once_elastic
 from phalanx.execution.failures import FailureLog, WorkerLost, check_limits, check_seconds
@@ -21,7 +21,7 @@ from phalanx.execution.ranks import RankExecutor, write_once
 from phalanx.execution.shared_stepping import is_worth_sending
 from phalanx.execution.threads import ThreadExecutor
 from phalanx.memory import Allocate, SharedMemoryPool, zeros
-from phalanx.plan import BufferRules, check_argument, check_function
+from phalanx.plan import BufferRules, check_argument, check_function, read_intra_op
 
 __all__ = [
     "EXECUTORS",
@@ -29,9 +29,9 @@ __all__ = [
     "ExecutorMaker",
     "Processes",
     "Ranks",
+    "Threads",
     "check_reduce",
     "nccl_serves",
-    "refuse_moved",
     "refuse_without_nccl",
 ]
 
@@ -40,12 +40,41 @@ EXECUTORS = ("threads", "processes", "inline", "ranks")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Threads:
+    """Replicas in threads of this process, with options.
+
+    ``executor="threads"`` is the same with the defaults.
+
+    Args:
+        intra_op: Threads inside operators, per replica. Default: cores divided by replicas. With
+            microbatches every operator runs on one thread, because their number decides the bits.
+        nccl: Sum gradients on each GPU, and then over all GPUs by NCCL. The order of the sums, and
+            so their rounding, is NCCL's and depends on the number of GPUs.
+
+    Raises:
+        ConfigError: An option cannot work.
+
+    Example:
+        >>> Threads(intra_op=2).nccl
+        False
+    """
+
+    intra_op: int | None = None
+    nccl: bool = False
+
+    def __post_init__(self) -> None:
+        read_intra_op(self.intra_op)
+        check_argument(isinstance(self.nccl, bool), "nccl", "be True or False", self.nccl)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Processes:
-    """Worker processes of this host, as ``executor=`` takes them with options.
+    """Worker processes of this host, with options.
 
     ``executor="processes"`` is the same with the defaults.
 
     Args:
+        intra_op: As for `Threads`.
         timeout_s: How long a microbatch may take before its worker process counts as hung.
         max_failures: How many worker processes may be lost in all; None for any number.
         on_failure: Called with every `WorkerLost`, after the update that it was lost in.
@@ -60,12 +89,14 @@ class Processes:
         20
     """
 
+    intra_op: int | None = None
     timeout_s: float = 300.0
     max_failures: int | None = 20
     on_failure: Callable[[WorkerLost], object] | None = None
     memory_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
+        read_intra_op(self.intra_op)
         check_limits(self.timeout_s, self.max_failures)
         if self.on_failure is not None:
             check_function("on_failure", self.on_failure)
@@ -76,7 +107,7 @@ class Processes:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Ranks that survive the loss of others, as ``executor=`` takes them.
+    """Ranks that survive the loss of others.
 
     When a rank dies, those left form another group and do the step again: the weights are the same
     bits as if nothing had happened, given ``microbatches``. A process that comes in its place, or
@@ -86,6 +117,7 @@ class Ranks:
     Every rank holds all of the optimizer's state, where ``executor="ranks"`` holds a slice.
 
     Args:
+        intra_op: As for `Threads`.
         timeout_s: How long a rank that lives may take for its part of a step.
         lost_after_s: After how long without a sign of life a rank of another host counts as lost;
             a process that ends is noticed at once.
@@ -98,10 +130,12 @@ class Ranks:
         5.0
     """
 
+    intra_op: int | None = None
     timeout_s: float = 300.0
     lost_after_s: float = 5.0
 
     def __post_init__(self) -> None:
+        read_intra_op(self.intra_op)
         for name in ("timeout_s", "lost_after_s"):
             check_seconds(name, getattr(self, name))
 
@@ -113,42 +147,39 @@ class ExecutorChoice:
     Attributes:
         kind: "threads", "processes", "inline" or "ranks".
         options: Those of worker processes.
+        intra_op: Threads inside operators, per replica; None for the default.
         elastic: The ranks that survive the loss of others; None for any others.
         nccl: Whether gradients are summed by NCCL.
     """
 
     kind: str
-    options: Processes
+    options: Processes = Processes()
+    intra_op: int | None = None
     elastic: ElasticExchange | None = None
     nccl: bool = False
 
     @staticmethod
     # Any: whatever the user wrote.
-    def read(given: Any, kinds: Sequence[str], reduce: Any = "tree") -> ExecutorChoice:
-        """Read one of ``kinds``, or `Processes`, or `Ranks` where ranks are one of them.
-
-        Args:
-            reduce: How gradients are summed.
+    def read(given: Any) -> ExecutorChoice:
+        """Read a name or an object with options.
 
         Raises:
-            ConfigError: It is neither; or ``reduce`` is unknown.
-            UnsupportedError: ``reduce`` does not fit the others.
+            ConfigError: It is neither.
         """
-        check_reduce(reduce, given)
-        named = ", ".join(map(repr, kinds))
-        others = "`Processes(…)` or `Ranks(…)`" if "ranks" in kinds else "`Processes(…)`"
-        known = (
-            isinstance(given, Processes)
-            or (isinstance(given, Ranks) and "ranks" in kinds)
-            or (isinstance(given, str) and given in kinds)
+        known = isinstance(given, (Threads, Processes, Ranks)) or (
+            isinstance(given, str) and given in EXECUTORS
         )
+        named = ", ".join(map(repr, EXECUTORS))
+        others = "`Threads(…)`, `Processes(…)` or `Ranks(…)`"
         check_argument(known, "executor", f"be one of {named}, or {others}", given)
+        if isinstance(given, str):
+            return ExecutorChoice(kind=given)
+        if isinstance(given, Threads):
+            return ExecutorChoice(kind="threads", intra_op=given.intra_op, nccl=given.nccl)
         if isinstance(given, Processes):
-            return ExecutorChoice(kind="processes", options=given)
-        if isinstance(given, Ranks):
-            elastic = ElasticExchange(timeout_s=given.timeout_s, lost_after_s=given.lost_after_s)
-            return ExecutorChoice(kind="ranks", options=Processes(), elastic=elastic)
-        return ExecutorChoice(kind=given, options=Processes(), nccl=reduce == "nccl")
+            return ExecutorChoice(kind="processes", options=given, intra_op=given.intra_op)
+        elastic = ElasticExchange(timeout_s=given.timeout_s, lost_after_s=given.lost_after_s)
+        return ExecutorChoice(kind="ranks", intra_op=given.intra_op, elastic=elastic)
 
     @property
     def is_first(self) -> bool:
@@ -178,7 +209,7 @@ class ExecutorChoice:
             UnsupportedError: There is one.
         """
         if self.nccl:
-            refuse_without_nccl(devices)
+            refuse_without_nccl(devices, "nccl=True")
         others = [str(device) for device in devices if device.type != "cpu"]
         if others and self.kind == "processes":
             raise UnsupportedError(
@@ -194,23 +225,21 @@ def nccl_serves(devices: Sequence[torch.device]) -> bool:
 
 
 # Any: whatever the user wrote.
-def check_reduce(reduce: Any, executor: Any = "threads") -> None:
-    """Refuse a way of summing gradients that is unknown, or does not fit the executor.
+def check_reduce(reduce: Any) -> None:
+    """Refuse a way of summing gradients that is unknown.
 
     Raises:
-        ConfigError: ``reduce`` is unknown.
-        UnsupportedError: It does not fit ``executor``.
+        ConfigError: It is unknown.
     """
     fits = isinstance(reduce, str) and reduce in _REDUCTIONS
     check_argument(fits, "reduce", "be 'tree' or 'nccl'", reduce)
-    if reduce == "nccl" and executor != "threads":
-        raise UnsupportedError(
-            f"`executor` must be 'threads' for reduce='nccl', but is {executor!r}. Leave one out."
-        )
 
 
-def refuse_without_nccl(devices: Sequence[torch.device]) -> None:
+def refuse_without_nccl(devices: Sequence[torch.device], option: str) -> None:
     """Refuse devices that NCCL does not serve.
+
+    Args:
+        option: What asks for it, such as "nccl=True".
 
     Raises:
         UnsupportedError: There is one.
@@ -218,8 +247,8 @@ def refuse_without_nccl(devices: Sequence[torch.device]) -> None:
     if not nccl_serves(devices):
         named = ", ".join(dict.fromkeys(map(str, devices)))
         raise UnsupportedError(
-            f"`reduce` must be 'tree' for devices that NCCL does not serve, but is 'nccl' for "
-            f"{named}. It serves CUDA's, where torch was built with it. Leave it out."
+            f"Devices must be CUDA's for {option}, and torch must be built with NCCL, but the "
+            f"devices are {named}. Leave {option} out."
         )
 
 
@@ -307,19 +336,3 @@ class ExecutorMaker:
         if self._choice.elastic is not None:
             return ElasticRankExecutor
         return RankExecutor if self._choice.kind == "ranks" else ThreadExecutor
-
-
-def refuse_moved(given: Mapping[str, object]) -> None:
-    """Refuse keywords that a constructor does not know, and name the new place of those it knew.
-
-    Raises:
-        ConfigError: One is an option of `Processes` now.
-        TypeError: There is no such keyword.
-    """
-    for name in given:
-        if name in {each.name for each in fields(Processes)}:
-            raise ConfigError(
-                f"`{name}` must be an option of worker processes, but is given by itself. Give "
-                f"executor=Processes({name}=…)."
-            )
-        raise TypeError(f"unexpected keyword argument {name!r}")

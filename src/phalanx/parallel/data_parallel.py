@@ -125,7 +125,7 @@ class DataParallel(Container, Unwrapped):
         self._balances = isinstance(workloads, str)
         check_workloads(self._workloads, len(self._devices))
         if self._nccl:
-            refuse_without_nccl(self._devices)
+            refuse_without_nccl(self._devices, "reduce='nccl'")
         if layout is not None and not isinstance(layout, Layout):
             raise ConfigError(
                 f"`layout` must be a `Layout`, but is {layout!r}. Give Layout(dim=1), say."

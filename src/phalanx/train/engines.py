@@ -174,7 +174,7 @@ class Engines:
     def _choose_formation(self, batch: Nested) -> Formation:
         """Find out what `replicas="auto"` shall be, and tell."""
         trial = Trial(self._spec.module, self._spec.splitter, self._objective, batch)
-        chosen, why = trial.choose(self._home, self._intra_op, self._spec.workloads)
+        chosen, why = trial.choose(self._home, self._spec.workloads)
         count = len(chosen.devices)
         self._tell(FormationChosen(replicas=count, intra_op=chosen.intra_op, reason=why))
         return chosen

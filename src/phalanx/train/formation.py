@@ -46,22 +46,20 @@ class Formation:
 
 
 def candidates(
-    home: torch.device, intra_op: int | None, *, cores: int | None = None
+    home: torch.device, microbatches: int, *, cores: int | None = None
 ) -> list[Formation]:
-    """Return what `replicas="auto"` may choose from.
+    """Return what `replicas="auto"` may choose from; each gives the same bits.
 
-    On a CPU: from one replica with all cores to one replica per core. With ``intra_op`` given, or
-    fixed because bits are promised, only the number of replicas is open.
+    On a CPU: one replica, two, or one per core, as far as there are microbatches for them.
 
     Example:
-        >>> [str(each) for each in candidates(torch.device("cpu"), None, cores=4)]
-        ['1 replica × 4 threads', '2 replicas × 2 threads', '4 replicas × 1 thread']
+        >>> [str(each) for each in candidates(torch.device("cpu"), 4, cores=8)]
+        ['1 replica × 1 thread', '2 replicas × 1 thread', '4 replicas × 1 thread']
     """
     if home.type != "cpu":
-        return [Formation((home,), intra_op or 1)]
-    cores = num_cores() if cores is None else cores
-    counts = sorted({1, cores, *(n for n in (2,) if n < cores)})
-    return [Formation((home,) * count, intra_op or max(1, cores // count)) for count in counts]
+        return [Formation((home,), 1)]
+    most = min(microbatches, num_cores() if cores is None else cores)
+    return [Formation((home,) * count, 1) for count in sorted({1, min(2, most), most})]
 
 
 def read_replicas(

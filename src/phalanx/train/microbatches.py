@@ -78,21 +78,6 @@ class Splitter:
             pieces, sizes, weights, scales, weight, pinned=self.microbatches is None
         )
 
-    def check_rows(self, batch: Nested) -> None:
-        """Refuse a batch that has fewer rows than there shall be microbatches, but some.
-
-        Only the first batch of an epoch is checked: its last one may be smaller, and leaves the
-        last microbatches empty.
-        """
-        if self.microbatches is None:
-            return
-        if 0 < (count := open_rows(batch, self.layout).count()) < self.microbatches:
-            raise ConfigError(
-                f"`microbatches` must be at most the batch's rows ({count}), but is "
-                f"{self.microbatches}. Give larger batches, or microbatches={count} or fewer; in "
-                "`fit()`, later batches of an epoch may have fewer rows."
-            )
-
     def _weights(self, parts: Sequence[Nested], sizes: Sequence[int]) -> list[float]:
         if self.weight is None:
             return [float(size) for size in sizes]

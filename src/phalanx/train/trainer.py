@@ -19,7 +19,6 @@ from phalanx.callbacks import EMA, Callback, EpochDone, FitBegun, FitEnded, Step
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError, StateError
 from phalanx.execution import (
-    EXECUTORS,
     ExecutorChoice,
     ExecutorMaker,
     FailureLog,
@@ -27,8 +26,8 @@ from phalanx.execution import (
     Processes,
     Ranks,
     RunResult,
+    Threads,
     described,
-    refuse_moved,
 )
 from phalanx.metrics import ReplicaMetrics
 from phalanx.plan import Layout, check_workloads, fixed_workloads
@@ -77,9 +76,9 @@ class Trainer(TrainerFacts):
     """Train ``module`` on several replicas as plain PyTorch would on one.
 
     Every batch is cut into microbatches; their gradients, weighted by what they stand for, are
-    summed along a fixed tree, and the optimizer steps once. Without ``microbatches`` every replica
-    gets one slice, which is fastest. With it the trained weights are the same bits for any number
-    of replicas, any timing, and across a stop and a resume.
+    summed along a fixed tree, and the optimizer steps once. The trained weights are bitwise
+    identical for any number of replicas, in every executor, at any timing, and across a stop and a
+    resume. With ``microbatches=None``, the fast mode, every replica computes one slice.
 
     Args:
         module: Trained in place; ``trainer.module`` is it, always current. Between construction and
@@ -88,14 +87,22 @@ class Trainer(TrainerFacts):
         optimizer: A torch optimizer, or a function that makes one from the list of the module's
             parameters. `eval()` and `train()` of schedule-free ones are called around validation
             and saving.
-        replicas: How many, or a device for each, or "auto": a short measured trial before the first
-            step decides how many replicas with how many threads each.
+        microbatches: Number of pieces that every batch is cut into. It is part of what decides the
+            bits, and every operator on a CPU runs on one thread, for the same reason. None: one
+            slice for each replica, with all cores.
+        replicas: How many, or a device for each; at most as many as there are microbatches.
+            Default: "auto", a short measured trial before the first step, which changes the speed
+            and never a bit; without microbatches, 1.
         workloads: Each replica's relative share; equal by default. "auto": shares follow the
             seconds that each replica takes per row, until all take the same time. With
-            ``microbatches`` it means equal shares: there whoever is free takes what is left.
-        microbatches: Into how many pieces every batch is cut; fixes the bits.
-        intra_op: Threads inside operators, per replica. Part of what fixes the bits: 1 when
-            ``microbatches`` is given, else cores divided by replicas.
+            microbatches it means equal shares: there whoever is free takes what is left.
+        executor: "threads", or `Threads` with options: replicas are threads of this process.
+            "processes", or `Processes`: they are worker processes of this host, which take nothing
+            with them when they die. "inline": the one replica runs in the caller's thread, where a
+            debugger finds it. "ranks": every process of a `torch.distributed` job has such a
+            trainer, is given the same batches, and computes its share of them with its replicas;
+            each steps and keeps a slice of the optimizer's state (ZeRO, stage 1). `Ranks` survive
+            the loss of others.
         seed: Where dropout and its like start; each microbatch of each step has numbers of its own.
         executor: "threads": replicas are threads of this process. "processes", or `Processes` with
             options: they are worker processes of this host, which take nothing with them when they
@@ -103,7 +110,6 @@ class Trainer(TrainerFacts):
             "ranks": every process of a `torch.distributed` job has such a trainer, is given the
             same batches, and computes its share of them with its replicas; each steps and keeps a
             slice of the optimizer's state (ZeRO, stage 1). `Ranks` survive the loss of others.
-        reduce: How gradients are added: "tree", or "nccl", by NCCL over GPUs and to its own bits.
         weight: microbatch -> what its mean loss stands for, such as its number of unmasked tokens;
             default its rows.
         forward: (module, microbatch) -> loss, (loss, outputs) or (loss, outputs, targets), for
@@ -120,10 +126,10 @@ class Trainer(TrainerFacts):
     Raises:
         ConfigError: An argument cannot work.
 
-    Determinism: with ``microbatches``, bitwise the same for any formation on the same kind of
-    device; without, bitwise from run to run for the same formation. With ``workloads="auto"`` and
-    no ``microbatches`` the shares, and so the bits, depend on timing; the gradient is the whole
-    batch's all the same, within float rounding.
+    Determinism: bitwise identical for any replicas and executor on the same kind of device, but for
+    ``Threads(nccl=True)``. With ``microbatches=None``, bitwise from run to run for the same
+    replicas, but with ``workloads="auto"`` the shares, and so the bits, depend on timing; the
+    gradient is the whole batch's all the same, within float rounding.
 
     Example:
         >>> data = [(torch.ones(6, 3), torch.zeros(6, 1))]
@@ -140,13 +146,11 @@ class Trainer(TrainerFacts):
         loss: LossFn | None = None,
         optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None = None,
         *,
-        replicas: int | str | Sequence[Device] = "auto",
+        microbatches: int | None = 4,
+        replicas: int | str | Sequence[Device] | None = None,
         workloads: Sequence[float] | str | None = None,
-        microbatches: int | None = None,
-        intra_op: int | None = None,
+        executor: str | Threads | Processes | Ranks = "threads",
         seed: int = 0,
-        executor: str | Processes | Ranks = "threads",
-        reduce: str = "tree",
         weight: WeightFn | None = None,
         forward: ForwardFn | None = None,
         layout: Layout | None = None,
@@ -155,24 +159,26 @@ class Trainer(TrainerFacts):
         scheduler_interval: str = "epoch",
         metrics: Mapping[str, Any] | None = None,  # Any: a metric or a function
         callbacks: Sequence[Callback] = (),
-        **moved: object,
     ) -> None:
-        refuse_moved(moved)
-        choice = ExecutorChoice.read(executor, EXECUTORS, reduce)
-        check_options(module, replicas, microbatches, intra_op, choice.kind, clip_norm)
+        choice = ExecutorChoice.read(executor)
+        check_options(module, microbatches, choice.intra_op, clip_norm)
         check_callables(seed, metrics, callbacks)
         check_ranks(choice.kind, workloads)
         check_splitting(weight, layout)
+        if replicas is None:
+            replicas = 1 if microbatches is None else "auto"
+        check_replicas(replicas, microbatches, choice.kind)
         parameters = list(module.parameters())
         self.module = module
         self._home = parameters[0].device if parameters else torch.device("cpu")
-        self._intra_op = 1 if microbatches is not None and intra_op is None else intra_op
+        self._intra_op = choice.intra_op if microbatches is None else 1
         if choice.elastic is not None and replicas == "auto":
             replicas = 1  # ranks that come later begin in the middle, without a trial
         formation = read_replicas(replicas, self._home, self._intra_op, choice)
         fixed = fixed_workloads(workloads)
         if fixed is not None:
             check_workloads(fixed, len(formation.devices) if formation is not None else None)
+            check_replicas(len(fixed), microbatches, choice.kind)
         balances = isinstance(workloads, str) and microbatches is None
         self._objective = Objective(loss, forward, module)
         self._metrics = ReplicaMetrics(metrics or {})
@@ -311,7 +317,6 @@ class Trainer(TrainerFacts):
         """
         check_moment(closed=self._closed)
         self._join_at(self.steps)
-        self._spec.splitter.check_rows(batch)
         with caller_intra_op(1):
             leave_evaluation(self.module)
             self._switch_optimizer("train")
@@ -331,7 +336,7 @@ class Trainer(TrainerFacts):
             ConfigError: They cannot be, or do not fit the workloads given; nothing changes then.
         """
         check_moment(closed=self._closed)
-        check_replicas(replicas, self._choice.kind)
+        check_replicas(replicas, self._spec.splitter.microbatches, self._choice.kind)
         check_resize(self._choice.kind)
         formation = read_replicas(replicas, self._home, self._intra_op, self._choice)
         if formation is None:
@@ -429,7 +434,6 @@ class Trainer(TrainerFacts):
             if ends:
                 return None
             if self._position.batch == 0:
-                self._spec.splitter.check_rows(batch)
                 self._metrics.reset()
             self._step(batch, in_epoch=True)
         if self._position.batch == 0:

@@ -20,7 +20,6 @@ from phalanx.plan import (
     check_function,
     check_iterable,
     read_count,
-    read_intra_op,
     read_number,
     read_whole,
 )
@@ -48,10 +47,8 @@ _A_LOADER = "Give a `DataLoader`, or a list of batches."
 
 def check_options(
     module: nn.Module,
-    replicas: int | str | Sequence[Device],
     microbatches: int | None,
     intra_op: int | None,
-    executor: str,
     clip_norm: float | None,
 ) -> None:
     """Refuse options that cannot work."""
@@ -60,12 +57,15 @@ def check_options(
     refuse_scripts(module)
     if microbatches is not None:
         read_count("microbatches", microbatches, 1, way_out="Give None for one slice per replica.")
-    read_intra_op(intra_op)
+        if intra_op not in (None, 1):
+            raise ConfigError(
+                "`intra_op` must be 1 with microbatches, whose operators run on one thread each, "
+                f"but is {intra_op!r}. Leave it out, or give microbatches=None."
+            )
     if clip_norm is not None and not read_number("clip_norm", clip_norm) > 0:
         raise ConfigError(
             f"`clip_norm` must be above 0, but is {clip_norm!r}. Give None not to clip."
         )
-    check_replicas(replicas, executor)
 
 
 # Any, here and below: whatever the user wrote.
@@ -111,8 +111,10 @@ def read_folder(folder: Any) -> Path:
     return Path(folder)
 
 
-def check_replicas(replicas: int | str | Sequence[Device], executor: str) -> None:
-    """Refuse replicas that are neither a number nor devices, or too many for the executor."""
+def check_replicas(
+    replicas: int | str | Sequence[Device], microbatches: int | None, executor: str
+) -> None:
+    """Refuse replicas that are neither a number nor devices, or too many."""
     if isinstance(replicas, str) and replicas != "auto":
         raise ConfigError(
             f"`replicas` must be a number, a sequence of devices or 'auto', but is {replicas!r}. "
@@ -127,7 +129,17 @@ def check_replicas(replicas: int | str | Sequence[Device], executor: str) -> Non
         replicas,
         "Give 2, or ['cpu', 'cpu'].",
     )
-    count = len(replicas) if isinstance(replicas, (tuple, list)) else replicas
+    if replicas == "auto" and microbatches is None:
+        raise ConfigError(
+            "`replicas` must be a number or devices for microbatches=None, where each replica "
+            "computes one slice, but is 'auto'. Give replicas=2, say, or a number of microbatches."
+        )
+    count: Any = len(replicas) if isinstance(replicas, (tuple, list)) else replicas
+    if microbatches is not None and isinstance(count, Integral) and int(count) > microbatches:
+        raise ConfigError(
+            f"`replicas` must be at most as many as there are microbatches ({microbatches}), but "
+            f"are {count}. Give microbatches={count} or more, or fewer replicas."
+        )
     if executor == "inline" and count not in ("auto", 1):
         raise ConfigError(
             f"`replicas` must be 1 for executor='inline', which is the caller's own thread, but is "

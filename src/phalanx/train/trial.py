@@ -45,18 +45,18 @@ class Trial:
         self._batch = unflatten(copies, spec)
 
     def choose(
-        self, home: torch.device, intra_op: int | None, workloads: Sequence[float] | None
+        self, home: torch.device, workloads: Sequence[float] | None
     ) -> tuple[Formation, str]:
         """Return the fastest formation, and a line that says why.
 
         Args:
             home: Where the replicas shall be.
-            intra_op: Threads inside operators, if that is decided.
             workloads: A share for each replica, if their number is decided.
         """
-        options = candidates(home, intra_op)
         if workloads is not None:
-            options = [Formation((home,) * len(workloads), intra_op or 1)]
+            return Formation((home,) * len(workloads), 1), "as many as there are workloads"
+        assert self._splitter.microbatches is not None  # "auto" is refused without
+        options = candidates(home, self._splitter.microbatches)
         if len(options) == 1:
             return options[0], "the only choice"
         return try_out(options, lambda formation: self._open(formation, workloads))

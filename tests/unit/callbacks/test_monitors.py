@@ -31,7 +31,7 @@ class Trainer:
 
 
 def attached(callback, **options):
-    trainer = Trainer(**options)
+    trainer = Trainer(**{"microbatches": None, **options})
     callback.attach(trainer)
     return trainer
 

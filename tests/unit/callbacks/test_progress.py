@@ -110,7 +110,7 @@ def test_an_epoch_is_one_line():
 
 def test_a_formation_is_one_line():
     chosen = FormationChosen(replicas=2, intra_op=1, reason="measured")
-    assert describe_formation(chosen) == "Formation: 2 replicas × 1 thread (measured)"
+    assert describe_formation(chosen) == "Chosen: 2 replicas × 1 thread (measured)"
 
 
 def test_a_change_of_the_ranks_is_one_line():
@@ -261,7 +261,7 @@ def test_a_fit_shows_itself_and_puts_the_screen_back(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     data = [(torch.ones(4, 3), torch.zeros(4, 1))] * 2
     with phalanx.Trainer(
-        nn.Linear(3, 1), loss, sgd, replicas=1, callbacks=[heard.append]
+        nn.Linear(3, 1), loss, sgd, microbatches=None, replicas=1, callbacks=[heard.append]
     ) as trainer:
         trainer.fit(data, progress=False)
         assert sys.stderr.getvalue() == ""

@@ -57,7 +57,7 @@ def test_what_is_not_said_comes_from_the_recipe(data):
         recipe.batch_size,
         recipe.lr,
     )
-    assert (options.replicas, options.workloads, options.microbatches) == ("auto", None, None)
+    assert (options.replicas, options.workloads, options.microbatches) == ("auto", None, 4)
     assert options.seed == 0
 
 
@@ -86,7 +86,9 @@ def test_what_is_said_is_taken():
     [
         ({"epochs": 0}, "`--epochs` must be 1 or more, but is 0"),
         ({"batch_size": -1}, "`--batch-size` must be 1 or more, but is -1"),
-        ({"microbatches": 0}, "`--microbatches` must be 1 or more, but is 0"),
+        ({"microbatches": -1}, "`--microbatches` must be 0 or more, but is -1"),
+        ({"replicas": "5"}, r"`--replicas` must be at most .* microbatches \(4\), but are 5"),
+        ({"replicas": "auto", "microbatches": 0}, "must be a number or devices with --micro"),
         ({"lr": 0.0}, "`--lr` must be a number above 0 that float32 holds, but is 0.0"),
         ({"lr": float("nan")}, "`--lr` must be a number above 0 that float32 holds, but is nan"),
         ({"lr": 1e300}, "`--lr` must be a number above 0 that float32 holds, but is 1e\\+300"),
@@ -115,6 +117,11 @@ def test_what_is_said_is_taken():
 def test_values_out_of_range_are_refused(said, message):
     with pytest.raises(ConfigError, match=message):
         complete(said)
+
+
+def test_without_microbatches_there_is_one_replica_unless_it_is_said() -> None:
+    assert complete({"microbatches": 0}).replicas == "1"
+    assert complete({"microbatches": 0, "replicas": "9"}).replicas == "9"
 
 
 @pytest.mark.parametrize("replicas", ["auto", "3", "cpu,cpu"])

@@ -317,6 +317,7 @@ def test_the_seed_decides_the_numbers(phalanx):
 
 def test_workloads_and_devices_are_passed_on(phalanx):
     words = ("--replicas", "cpu,cpu", "--workloads", "3,1", "--batch-size", "64")
+    words += ("--microbatches", "0")
     words += ("--model", "own_code:Net")
     code, _, _ = phalanx("train", "--epochs", 1, "--out", "run", *words)
     assert code == 0
@@ -332,6 +333,7 @@ def test_balanced_workloads_follow_the_replicas_and_are_kept_when_a_run_goes_on(
 
     monkeypatch.setattr(stopwatch, "now_s", read)
     words = ("--model", "own_code:Unequal", "--replicas", 2, "--batch-size", 64)
+    words += ("--microbatches", 0)
     code, out, _ = phalanx("train", *words, "--workloads", "auto", "--epochs", 1, "--out", "run")
     assert code == 0
     assert "bit for bit" not in out
@@ -355,11 +357,11 @@ def test_a_formation_that_was_tried_out_is_told_and_kept(phalanx):
     words = (*own, "--batch-size", 256, "--replicas", "auto")
     code, out, _ = phalanx("train", *words, "--epochs", 1, "--out", "run")
     assert code == 0
-    assert out.count("Formation: ") == 1
+    assert out.count("Chosen: ") == 1
     chosen = json.loads(Path("run/config.json").read_text())["formation"]
     code, out, _ = phalanx("train", "--resume", "run", *own, "--epochs", 2)
     assert code == 0
-    assert "Formation: " not in out
+    assert "Chosen: " not in out
     assert json.loads(Path("run/config.json").read_text())["formation"] == chosen
 
 

@@ -534,7 +534,12 @@ def test_a_trainers_metric_sees_each_batch_as_one(name: str) -> None:
     squeezed = nn.Sequential(module, nn.Flatten(0))
     for options in ({"workloads": SIZES}, {"microbatches": 4}):
         with Trainer(
-            squeezed, nn.MSELoss(), sgd, replicas=3, metrics={"m": metric}, **options
+            squeezed,
+            nn.MSELoss(),
+            sgd,
+            replicas=3,
+            metrics={"m": metric},
+            **{"microbatches": None, **options},
         ) as trainer:
             assert abs(trainer.evaluate(loader)["m"] - float(expected.compute())) < EXACT
 
@@ -546,6 +551,7 @@ def test_a_refused_step_counts_nothing() -> None:
         module,
         nn.MSELoss(),
         sgd,
+        microbatches=None,
         replicas=3,
         clip_norm=1.0,
         metrics={"m": MeanSquaredError().set_dtype(torch.float64)},
