@@ -14,16 +14,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import phalanx
+from tests.worlds import World, in_executor_worlds
 
 STEPS = 24
-FORMATIONS = [
-    ("inline", 1),
-    ("threads", 1),
-    ("threads", 2),
-    ("threads", 3),
-    ("processes", 2),
-    *(pytest.param("processes", count, marks=pytest.mark.night) for count in (1, 3)),
-]  # worker processes that are 2, then 3, then 1: the resized run
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
@@ -132,7 +125,17 @@ def result(trained: phalanx.Trainer, losses: list[float]) -> Run:
     return Run(state, moments, rates, list(losses))
 
 
-def train(executor: str, replicas: int, *, between: Callable[[phalanx.Trainer, int], None]) -> Run:
+def nothing(trained: phalanx.Trainer, epoch: int) -> None:
+    """Leave the trainer as it is."""
+
+
+def train(
+    executor: str,
+    replicas: int,
+    *,
+    between: Callable[[phalanx.Trainer, int], None] = nothing,
+    folder: Path | None = None,
+) -> Run:
     losses: list[float] = []
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),
@@ -142,6 +145,8 @@ def train(executor: str, replicas: int, *, between: Callable[[phalanx.Trainer, i
             between(trained, epoch)
             trained.fit(batches())
         assert trained.steps == STEPS
+        if folder is not None:
+            trained.save(folder)  # by this, ranks have all of the optimizer's state
         return result(trained, losses)
 
 
@@ -156,14 +161,15 @@ def assert_same_bits(run: Run, expected: Run) -> None:
 
 @pytest.fixture(scope="module")
 def expected() -> Run:
-    return train("threads", 1, between=lambda _, __: None)
+    return train("threads", 1)
 
 
-@pytest.mark.parametrize(("executor", "replicas"), FORMATIONS)
+@in_executor_worlds
 def test_weights_buffers_moments_and_losses_are_the_same_bits(
-    executor: str, replicas: int, expected: Run
+    world: World, n: int, expected: Run, tmp_path: Path
 ) -> None:
-    assert_same_bits(train(executor, replicas, between=lambda _, __: None), expected)
+    for run in world.run(train, n, folder=tmp_path / "checkpoint"):
+        assert_same_bits(run, expected)
 
 
 @pytest.mark.parametrize("executor", ["threads", "processes"])

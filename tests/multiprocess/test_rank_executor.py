@@ -28,7 +28,7 @@ from tests.conformance.test_executors_same_bits import (
     warm_up,
 )
 from tests.multiprocess.ranks import Ranks
-from tests.multiprocess.two_epochs import EPOCHS, STEPS, batches, train_in_one_process
+from tests.multiprocess.two_epochs import EPOCHS, batches, train_in_one_process
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
@@ -64,17 +64,6 @@ def trained_everything(rank: int, replicas: int, folder: Path, stop: int) -> Run
         trained.fit(batches(), epochs=EPOCHS, steps=stop)
         trained.save(folder)
         return result(trained, losses)
-
-
-@pytest.mark.parametrize(
-    ("size", "replicas"), [pytest.param(2, 2, marks=pytest.mark.night), (3, 1)]
-)
-def test_weights_buffers_moments_and_losses_are_those_of_one_process(
-    size: int, replicas: int, two: Ranks, three: Ranks, expected: Run, tmp_path: Path
-) -> None:
-    ranks = two if size == 2 else three
-    for run in ranks.run(trained_everything, replicas, tmp_path / "checkpoint", STEPS):
-        assert_same_bits(run, expected)
 
 
 def test_a_stopped_job_is_resumed_by_one_process(
