@@ -28,6 +28,7 @@ __all__ = [
     "TRIED_ON",
     "BatchNorm",
     "TorchDispatchMode",
+    "backward_id",
     "call_after_backward",
     "foreach_add",
     "foreach_copy",
@@ -92,7 +93,12 @@ COMPILED_FROM = "_torchdynamo_orig_callable"
 
 def in_backward() -> bool:
     """Tell whether the calling thread is in a backward pass."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_id() != -1
+
+
+def backward_id() -> int:
+    """Return the number of the backward pass that this thread works for, or -1."""
+    return torch._C._current_graph_task_id()
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:

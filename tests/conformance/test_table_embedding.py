@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import phalanx
 from phalanx import tables
+from phalanx.errors import UnsupportedError
 from tests.worlds import in_table_worlds
 
 pytestmark = pytest.mark.promise("updaters-are-their-formulas")
@@ -113,53 +119,118 @@ def test_it_stands_within_a_module_and_has_nothing_for_its_optimizer():
     with tables.join() as world:
         table = open_table(world)
         net = nn.Sequential(tables.TableEmbedding(table), nn.Linear(DIM, 2))
-        assert [name for name, _ in net.named_parameters()] == ["1.weight", "1.bias"]
-        assert list(net.state_dict()) == ["1.weight", "1.bias"]
+        assert sum(parameter.numel() for parameter in net[0].parameters()) == 0
+        optimizer = torch.optim.Adam(net.parameters(), lr=1.0)
         net(torch.tensor([5])).sum().backward()
-        assert not torch.equal(table.get([5])[0], weights()[5])
+        trained = table.get([5])[0]
+        assert not torch.equal(trained, weights()[5])
+        optimizer.step()
+        assert torch.equal(table.get([5])[0], trained)
         assert "TableEmbedding(Table('t', 11x3 float32" in repr(net)
 
 
-# --- prefetch -------------------------------------------------------------------------------------
+# --- freezing, several look-ups, copies -----------------------------------------------------------
 
 
-def test_prefetched_rows_hold_what_was_added_since_and_are_got_once():
+def freeze_by_module(net: nn.Module) -> None:
+    net.requires_grad_(False)
+
+
+def freeze_by_parameters(net: nn.Module) -> None:
+    for parameter in net.parameters():
+        parameter.requires_grad = False
+
+
+@pytest.mark.parametrize("freeze", [freeze_by_module, freeze_by_parameters])
+def test_what_freezes_the_parameters_of_a_module_freezes_the_rows(freeze):
+    with tables.join() as world:
+        table = open_table(world)
+        net = nn.Sequential(tables.TableEmbedding(table), nn.Linear(DIM, 2))
+        freeze(net)
+        assert not net(torch.tensor([5])).requires_grad
+        net[1].requires_grad_(True)
+        net(torch.tensor([5])).sum().backward()
+        assert torch.equal(table.get(), weights())
+        net.requires_grad_(True)
+        net(torch.tensor([5])).sum().backward()
+        assert not torch.equal(table.get(), weights())
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("modules", [1, 2])
+@pytest.mark.parametrize("padding", [None, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_look_ups_of_one_backward_pass_are_one_update(name, padding, modules):
+    """Rows of one look-up, of two, of three; and an updater sees each of them once."""
+    twin = torchs_own(nn.Embedding, padding_idx=padding)
+    optimizer = OPTIMIZERS[name](twin.parameters())
+    with tables.join() as world:
+        table = open_table(world, updater={"name": name, "lr": 0.1})
+        ours = [tables.TableEmbedding(table, padding) for _ in range(modules)]
+        order = torch.arange(ROWS)
+        for step in range(3):
+            for looks in (ours[0], ours[-1], ours[0]), (twin, twin, twin):
+                a, b, c = (
+                    look(rows)
+                    for look, rows in zip(looks, (order, order[:7], order[:5]), strict=True)
+                )
+                (some_loss(a[:7] * b) + some_loss(c)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.testing.assert_close(table.get(), twin.weight)
+            assert table.stats().adds == step + 1
+
+
+def test_a_backward_pass_that_failed_leaves_nothing_for_the_next_one():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, gradient: Tensor) -> Tensor:
+            raise RuntimeError("on its way back")
+
     with tables.join() as world:
         table = open_table(world)
         embedding = tables.TableEmbedding(table)
-        twin = torchs_own(nn.Embedding)
-        optimizer = torch.optim.SGD(twin.parameters(), lr=LR)
-        batches = [torch.tensor(rows) for rows in ([1, 2, 2], [2, 3], [1, 1], [9])]
-        embedding.prefetch(batches[0])
-        for here, after in zip(batches, [*batches[1:], None], strict=True):
-            out = embedding(here)
-            if after is not None:
-                embedding.prefetch(after)
-            optimizer.zero_grad()
-            some_loss(out).backward()
-            some_loss(twin(here)).backward()
-            optimizer.step()
-            assert torch.equal(table.get(), twin.weight)
-        assert table.stats().gets == 2 * len(batches)
-        assert embedding._prefetched == []
+        fails, other = Fails.apply(embedding(torch.tensor([1]))), embedding(torch.tensor([2]))
+        with pytest.raises(RuntimeError, match="on its way back"):
+            (fails + other).sum().backward()
+        assert torch.equal(table.get(), weights())
+        first, second = embedding(torch.tensor([3])), embedding(torch.tensor([4]))
+        first.sum().backward()
+        second.sum().backward()
+        moved = table.get() - weights()
+        assert moved.abs().sum(1).nonzero().flatten().tolist() == [3, 4]
 
 
-def test_prefetched_batches_may_be_passed_over_and_do_not_pile_up():
+def in_trainer(net: nn.Module) -> None:
+    def loss(out: Tensor, target: Tensor) -> Tensor:
+        return out.square().mean()
+
+    phalanx.Trainer(net, loss, partial(torch.optim.SGD, lr=0.1), replicas=2, microbatches=2).step(
+        (torch.tensor([1, 2]), torch.tensor([1, 2]))
+    )
+
+
+def in_data_parallel(net: nn.Module) -> None:
+    phalanx.DataParallel(net, devices=2)(torch.tensor([1, 2]))
+
+
+@pytest.mark.parametrize("use", [in_trainer, in_data_parallel, copy.deepcopy, pickle.dumps])
+def test_it_says_that_it_cannot_be_copied_into_replicas(use):
     with tables.join() as world:
-        embedding = tables.TableEmbedding(open_table(world))
-        for row in range(3):
-            embedding.prefetch(torch.tensor([row]))
-        assert torch.equal(embedding(torch.tensor([5])), weights()[[5]])
-        assert len(embedding._prefetched) == 3
-        assert torch.equal(embedding(torch.tensor([1])), weights()[[1]])
-        assert len(embedding._prefetched) == 1
-        changed = torch.tensor([4])
-        embedding.prefetch(changed)
-        changed.fill_(6)
-        assert torch.equal(embedding(changed), weights()[[6]])
-        for row in range(40):
-            embedding.prefetch(torch.tensor([row % ROWS]))
-        assert len(embedding._prefetched) == 16
+        net = nn.Sequential(tables.TableEmbedding(open_table(world)), nn.Linear(DIM, 2))
+        with pytest.raises(UnsupportedError, match="Table 't' must stay with the worker that"):
+            use(net)
 
 
 # --- TableEmbeddingBag ----------------------------------------------------------------------------
@@ -237,16 +308,6 @@ def test_rows_of_no_indices_are_bags_of_zeros(mode):
         out.sum().backward()
 
 
-def test_bags_are_prefetched_too():
-    with tables.join() as world:
-        table = open_table(world)
-        bags = tables.TableEmbeddingBag(table, "sum")
-        bags.prefetch(torch.tensor([3, 1, 3]))
-        out = bags(torch.tensor([3, 1, 3]), torch.tensor([0, 1]))
-        assert torch.equal(out, torch.stack([weights()[3], weights()[1] + weights()[3]]))
-        assert table.stats().gets == 1
-
-
 # --- rows found by key ----------------------------------------------------------------------------
 
 KEYS = torch.tensor([-7, 10**18, 0, 3, 2**63 - 1, -(2**63)])
@@ -262,7 +323,6 @@ def test_over_a_keys_table_indices_are_keys(padding):
         embedding = tables.TableEmbedding(table, padding_idx=given)
         assert (len(table), embedding.embedding_dim) == (0, DIM)
         for places in ([[0, 1, 1], [5, 4, 1]], [[2, 2, 0]]):
-            embedding.prefetch(KEYS[torch.tensor(places)])
             out, want = embedding(KEYS[torch.tensor(places)]), twin(torch.tensor(places))
             assert torch.equal(out, want)
             optimizer.zero_grad()
@@ -294,11 +354,9 @@ def train_bulk(world: tables.TableGroup) -> list:
     """Synchronous rounds: everybody's gradients of a round, in the order of workers."""
     table = open_table(world)
     embedding = tables.TableEmbedding(table)
-    embedding.prefetch(torch.tensor([world.worker_id, 0, 0]))
     for step in range(5):
         out = embedding(torch.tensor([world.worker_id, step, step]))
         some_loss(out).backward()
-        embedding.prefetch(torch.tensor([world.worker_id, step + 1, step + 1]))
     embedding(torch.tensor([world.worker_id, 5, 5]))
     return table.get().tolist()
 

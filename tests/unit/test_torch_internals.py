@@ -48,6 +48,7 @@ def test_a_backward_pass_tells_of_itself() -> None:
     told: list[object] = []
 
     def look(_: Tensor) -> None:
+        assert internals.backward_id() >= 0
         told.extend((internals.in_backward(), internals.keeps_graph()))
         told.extend((internals.will_execute(node), internals.will_execute(left)))
         internals.call_after_backward(lambda: told.append("after"))

@@ -4,7 +4,8 @@
     unique    [2 5 7]           pulled: rows 2, 5, 7 of the table, each once
     inverse   [2 0 2 1]    →    torch's own embedding over the three rows, and its own backward,
                                 which adds up what a row has got from several places
-    pushed    [2 5 7]           one gradient each, which the table's updater takes
+    pushed    [2 5 7]           one gradient each, which the table's updater takes, once for all
+                                look-ups of a backward pass
 
 Shapes:
     K: indices.  U: rows among them, each once.  D: row width.
@@ -12,56 +13,103 @@ Shapes:
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import weakref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 from phalanx.plan import check_argument, check_choice, read_whole
-from phalanx.tables.table import PendingGet, Table
+from phalanx.tables.table import Table
 from phalanx.tables.updaters import Sum
+from phalanx.torch_internals import backward_id
 
 __all__ = ["TableEmbedding", "TableEmbeddingBag"]
 
-_MOST_PREFETCHED = 16
 _MODES = ("sum", "mean", "max")
 
 
+_Gradients = dict[int, list[tuple[Tensor, Tensor]]]
+"""By backward pass, what the look-ups of a table have got: rows, and a gradient for each."""
+
+
+class _Add(torch.autograd.Function):
+    """What all look-ups of a step depend on, so that its backward pass comes after all of theirs.
+
+    There it gives the table the sum of their gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, table: Table, gradients: _Gradients) -> Tensor:
+        ctx.table, ctx.gradients = weakref.ref(table), gradients  # a table keeps its last step
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, None, None]:
+        table = ctx.table()
+        if table in _steps and _steps[table][1] is ctx.gradients:
+            del _steps[table]  # look-ups from here on are of another step
+        unique_U, gradient_UD = _summed(ctx.gradients.pop(backward_id()))
+        table.add(gradient_UD, rows=unique_U)
+        return None, None, None
+
+
+_steps: weakref.WeakKeyDictionary[Table, tuple[Tensor, _Gradients]] = weakref.WeakKeyDictionary()
+"""For each table what `_Add` returned for the present step, and where its gradients go."""
+
+
+def _present_step(table: Table) -> tuple[Tensor, _Gradients]:
+    if table not in _steps:
+        gradients: _Gradients = {}
+        anchor = torch.empty(0, device="cpu", requires_grad=True)
+        _steps[table] = _Add.apply(anchor, table, gradients), gradients  # type: ignore[no-untyped-call]
+    return _steps[table]
+
+
+def _summed(given: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return each row once, with its gradients added up in the order of the look-ups' passes."""
+    if len(given) == 1:
+        return given[0]
+    rows_K = torch.cat([unique_U for unique_U, _ in given])
+    unique_U, inverse_K = rows_K.unique(return_inverse=True)
+    gradient_KD = torch.cat([gradient_UD.cpu() for _, gradient_UD in given])
+    total_UD = gradient_KD.new_zeros(len(unique_U), gradient_KD.shape[1])
+    return unique_U, total_UD.index_add_(0, inverse_K, gradient_KD)
+
+
 class _Push(torch.autograd.Function):
-    """The rows as they are; their gradients go to the table."""
+    """The rows as they are; their gradients go to the step's others."""
 
     @staticmethod
     def forward(
-        ctx: Any, _anchor: Tensor, rows_UD: Tensor, unique_U: Tensor, pulled: _Rows
+        ctx: Any,
+        step: Tensor,  # noqa: ARG004 - so that `_Add` comes after this one
+        parameter: Tensor,  # noqa: ARG004 - as DDP looks for those without a part in the loss
+        rows_UD: Tensor,
+        kept_U: Tensor | None,
+        unique_U: Tensor,
+        gradients: _Gradients,
     ) -> Tensor:
-        ctx.unique_U, ctx.pulled = unique_U, pulled
+        ctx.kept_U, ctx.unique_U, ctx.gradients = kept_U, unique_U, gradients
         return rows_UD
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None, None]:
-        ctx.pulled.push(gradients[0], ctx.unique_U)
-        return None, None, None, None
-
-
-class _Sorted(NamedTuple):
-    """The rows of some indices, on their way.
-
-    Attributes:
-        indices: As they were asked for.
-        unique_U: Each row once, in ascending order.
-        inverse: Of the shape of the indices: where in ``unique_U`` each is.
-        pending: The get.
-    """
-
-    indices: Tensor
-    unique_U: Tensor
-    inverse: Tensor
-    pending: PendingGet
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None, None, None, None]:
+        gradient_UD, unique_U = gradients[0], ctx.unique_U
+        if ctx.kept_U is not None:
+            unique_U = unique_U[ctx.kept_U]
+            gradient_UD = gradient_UD[ctx.kept_U.to(gradient_UD.device)]
+        ctx.gradients.setdefault(backward_id(), []).append((unique_U, gradient_UD))
+        return None, None, None, None, None, None
 
 
 class _Rows(nn.Module):
-    """What both embeddings are: a table, a row without gradient, and rows that are on their way."""
+    """What both embeddings are: a table, and a row without gradient.
+
+    Attributes:
+        rows: An empty parameter that stands for the table's rows: what freezes it freezes them.
+    """
 
     def __init__(self, table: Table, padding_idx: int | None) -> None:
         super().__init__()
@@ -78,63 +126,29 @@ class _Rows(nn.Module):
             )
         self.table = table
         self.padding_idx = _read_padding(padding_idx, table)
-        self._prefetched: list[_Sorted] = []
+        with torch.inference_mode(False):  # else it could not be used outside of it
+            self.rows = nn.Parameter(torch.empty(0, device="cpu"))
 
     @property
     def embedding_dim(self) -> int:
         """D, the width of a row."""
         return self.table.shape[1]
 
-    def prefetch(self, indices: Tensor) -> None:
-        """Begin to pull the rows of the next batch, which a forward pass with it then takes.
-
-        Rows are as of that forward pass, which on one host is spared the sorting and the checking.
-        In a bulk-synchronous table this ends the worker's round, and the forward pass does not end
-        another. At most 16 batches are kept; a forward pass drops those older than its own.
-
-        Args:
-            indices: As the forward pass will have them, int64 or int32.
-
-        Raises:
-            ConfigError: They are no indices of the table.
-        """
-        _refuse_other_than_indices(indices)
-        self._prefetched.append(self._begin(indices.clone()))
-        del self._prefetched[:-_MOST_PREFETCHED]
-
-    def push(self, gradient_UD: Tensor, unique_U: Tensor) -> None:
-        """Give the table the gradients of rows, but for that of ``padding_idx``; for backward."""
-        if self.padding_idx is not None:
-            kept = unique_U != self.padding_idx
-            if not bool(kept.all()):
-                unique_U, gradient_UD = unique_U[kept], gradient_UD[kept.to(gradient_UD.device)]
-        self.table.add(gradient_UD, rows=unique_U)
-
-    def _begin(self, indices: Tensor) -> _Sorted:
-        unique_U, inverse = torch.unique(indices, return_inverse=True)
-        unique_U = unique_U.cpu().long()
-        return _Sorted(indices, unique_U, inverse, self.table.async_get(unique_U))
-
-    def _take(self, indices: Tensor) -> _Sorted:
-        for index, found in enumerate(self._prefetched):
-            if found.indices.shape == indices.shape and torch.equal(found.indices, indices):
-                del self._prefetched[: index + 1]
-                return found
-        return self._begin(indices)
-
     def _pull(self, indices: Tensor) -> tuple[Tensor, Tensor, int | None]:
         """Return the rows (U, D), where each index is in them, and where ``padding_idx`` is."""
         _refuse_other_than_indices(indices)
-        _, unique_U, inverse, pending = self._take(indices)
-        rows_UD = pending.wait().to(indices.device)
-        if torch.is_grad_enabled():
-            # so that there is something to go back to
-            anchor = torch.empty(0, device="cpu", requires_grad=True)
-            rows_UD = _Push.apply(anchor, rows_UD, unique_U, self)  # type: ignore[no-untyped-call]
-        padding = None
-        if self.padding_idx is not None:
-            found = (unique_U == self.padding_idx).nonzero()
-            padding = int(found[0]) if len(found) else None
+        unique_U, inverse = torch.unique(indices, return_inverse=True)
+        unique_U = unique_U.cpu().long()
+        rows_UD = self.table.get(unique_U).to(indices.device)
+        padding, kept_U = None, None
+        if self.padding_idx is not None and bool((unique_U == self.padding_idx).any()):
+            kept_U = unique_U != self.padding_idx
+            padding = int((~kept_U).nonzero()[0])
+        if torch.is_grad_enabled() and self.rows.requires_grad:
+            step, gradients = _present_step(self.table)
+            rows_UD = _Push.apply(  # type: ignore[no-untyped-call]
+                step, self.rows, rows_UD, kept_U, unique_U, gradients
+            )
         return rows_UD, inverse, padding
 
     def extra_repr(self) -> str:
@@ -166,10 +180,14 @@ def _refuse_other_than_indices(indices: Tensor) -> None:
 class TableEmbedding(_Rows):
     """``nn.Embedding`` over the rows of a table that workers share.
 
-    The backward pass *is* the update: it gives the table one gradient for each row of the batch,
-    summed over its places, and the table's updater takes it at once. No optimizer steps, and
-    :meth:`state_dict` is empty: rows are kept by ``table.snapshot``. Two backward passes through
-    one forward pass push twice; without a backward pass, or under ``torch.no_grad``, nothing does.
+    The backward pass *is* the update: it gives the table one gradient for each row, summed over its
+    places in all look-ups of the table, and the table's updater takes it at once. No optimizer
+    steps, and :meth:`state_dict` holds no rows: they are kept by ``table.snapshot``. Two backward
+    passes push twice; without a backward pass, or under ``torch.no_grad``, nothing does.
+    ``requires_grad_(False)``, also of a module that it stands in, freezes the rows for this worker.
+
+    It trains in a loop of the worker's own: replicas, as of ``Trainer`` and ``DataParallel``, share
+    no table.
 
     Args:
         table: From ``world.matrix`` or ``world.keys``, of floating point, with "sgd", "adagrad" or

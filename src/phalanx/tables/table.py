@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.errors import ConfigError, PeerTimeout, StateError
+from phalanx.errors import ConfigError, PeerTimeout, StateError, UnsupportedError
 from phalanx.ipc import wait_until
 from phalanx.memory import all_finite, has_memory
 from phalanx.plan import Verdict
@@ -401,6 +401,14 @@ class Table:
                 f"Table {self.name!r} must be used by the process that opened it, but this one was "
                 "forked from that. Call `join` here, and open the table again."
             )
+
+    def __reduce__(self) -> tuple[Any, ...]:  # Any: as `object` has it
+        raise UnsupportedError(
+            f"Table {self.name!r} must stay with the worker that opened it, so a module that holds "
+            "it, such as a `TableEmbedding`, cannot be copied, pickled, or run in replicas of "
+            "`Trainer` or `DataParallel`. Train it in a loop of your own, in workers that open "
+            "the table by its name."
+        )
 
     def __repr__(self) -> str:
         spec = self._spec
