@@ -12,7 +12,6 @@ pytestmark = pytest.mark.promise("killed-ranks-cost-no-bit")
 
 
 @pytest.mark.night  # each rank that is started again imports torch: seconds
-@pytest.mark.filterwarnings("ignore:Metric 'right' cannot be merged")
 def test_ranks_that_are_killed_and_started_again_come_to_the_bits_of_one_process() -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, Metric, MetricCollection, MinMaxMetric
+from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from phalanx.compat import mxnet
@@ -268,57 +268,6 @@ def test_labels_cut_by_the_user_may_hold_each_devices_padded_rows():
         metric = MulticlassAccuracy(CLASSES, average="micro")
         group.update_metric(metric, [Y[:4], Y[4:]], pre_sliced=True)
         assert metric.tp + metric.fn == 6
-
-
-# --- metrics --------------------------------------------------------------------------------------
-
-
-class Moody(Metric):
-    """Counts rows, and at times fails halfway."""
-
-    full_state_update = True
-    rows: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fails = False
-        self.add_state("rows", torch.tensor(0), dist_reduce_fx="sum")
-
-    def update(self, outputs: Tensor, labels: Tensor) -> None:
-        self.rows += len(outputs)
-        if self.fails:
-            raise RuntimeError("moody")
-
-    def compute(self) -> Tensor:
-        return self.rows
-
-
-@pytest.mark.filterwarnings("ignore:Metric .* cannot be merged")
-@pytest.mark.parametrize("last", ["a", "z"])
-def test_a_collection_counts_a_batch_in_all_its_members_or_in_none(last):
-    inner = MulticlassAccuracy(CLASSES)
-    wrapper, moody = MinMaxMetric(inner), Moody()
-    plain = MulticlassAccuracy(CLASSES, average="micro")
-    names = {"m": wrapper, "n": plain, last: moody}
-    collection = MetricCollection(names)
-    with group_of(Net(), DATA, labels=[labels_desc(7)]) as group:
-        group.forward(DataBatch(X, Y))
-        group.update_metric(collection)
-        before, num_updates = dict(collection.compute()), collection["n"].update_count
-        moody_member = collection[last]
-        moody_member.fails = True
-        group.forward(DataBatch(X.flip(0), Y))
-        with pytest.raises(RuntimeError, match="moody"):
-            group.update_metric(collection)
-        moody_member.fails = False
-        for member in collection.values():
-            member._computed = None
-        assert moody_member.rows == 7
-        assert collection["n"].update_count == num_updates
-        assert collection.compute() == before
-        group.update_metric(collection)  # all objects are those they were, and count on
-        assert moody_member.rows == 14
-        assert collection["n"].update_count == 2 * num_updates
 
 
 # --- shapes, flags and parameters -----------------------------------------------------------------

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, Metric, MetricCollection
+from torchmetrics import MeanMetric, Metric
 
 from phalanx.errors import ConfigError, StateError
-from phalanx.executor_group import Collected, DataBatch, DataParallelExecutorGroup
+from phalanx.executor_group import DataBatch, DataParallelExecutorGroup
 from tests.conformance.containers import draw
 from tests.conformance.groups import (
     CLASSES,
@@ -107,24 +106,6 @@ class Turned(nn.Module):
 
     def forward(self, data: Tensor) -> Tensor:
         return data.cumsum(0)
-
-
-def test_a_collected_metric_of_a_collection_joins_them_as_well():
-    x, y = draw(3, 15), draw(15, seed=1)
-    collection = MetricCollection({"gap": Collected(lambda out, label: (out[-1] - label).sum())})
-    group = group_of(Turned(), desc("data", 3, 15, layout="TN"), labels=[desc("label", 15)])
-    with group:
-        group.forward(DataBatch(x, y))
-        group.update_metric(collection)
-    assert_close(collection.compute()["gap"], (x.sum(0) - y).sum(), F64)
-
-
-def test_collected_says_what_has_no_rows():
-    metric = Collected(torch.sum, dims=(1, 0))
-    metric.update(torch.ones(2, 3))
-    with pytest.raises(ConfigError, match=r"`Collected` must be given tensors .* shape \(3,\)"):
-        metric.update(torch.ones(3))
-    assert metric.compute() == 6
 
 
 def test_a_loss_stands_for_its_rows_where_labels_have_them_in_another_dim():
@@ -441,27 +422,6 @@ def test_metrics_get_tensors_without_gaps(pre_sliced):
 
 
 # --- weights and names ----------------------------------------------------------------------------
-
-
-class WeightedLoss(Net):
-    def forward(self, data: Tensor, label: Tensor, weights: Tensor | None = None) -> Tensor:
-        losses = F.cross_entropy(super().forward(data), label, reduction="none")
-        weights = torch.ones_like(losses) if weights is None else weights
-        return (losses * weights).sum() / weights.sum()
-
-
-@pytest.mark.parametrize("fed", [True, False], ids=["weighted", "as many as there are rows"])
-def test_the_mean_of_losses_weighs_them_by_what_they_stand_for(fed):
-    net, twin, mean = WeightedLoss(), WeightedLoss(), MeanMetric().set_dtype(F64)
-    x, y = draw(29, 5), classes(29)
-    weights = draw(29, seed=3).exp() if fed else None
-    with group_of(net, desc("data", 15, 5), labels=[labels_desc(15)]) as group:
-        for part in (slice(0, 15), slice(15, 29)):
-            own = None if weights is None else weights[part]
-            group.forward(DataBatch(x[part], y[part], pad=2 if part.stop == 29 else 0, weights=own))
-            group.update_metric(mean)
-    expected = twin(x[:27], y[:27], None if weights is None else weights[:27])
-    assert_close(mean.compute(), expected.detach(), F64)
 
 
 def test_weights_that_the_module_does_not_take_weigh_no_loss():

@@ -103,7 +103,5 @@ def test_importing_phalanx_imports_nothing_slow_that_few_need() -> None:
         "import sys, phalanx\n"
         "slow = {'torchmetrics', 'matplotlib', 'torch._dynamo', 'typer'} & set(sys.modules)\n"
         "assert not slow, slow\n"
-        "phalanx.executor_group.Collected\n"
-        "assert 'torchmetrics' in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

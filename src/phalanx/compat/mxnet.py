@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phalanx import executor_group
 from phalanx.compat.mxnet_metrics import Accuracy, CustomMetric, EvalMetric
-from phalanx.errors import ConfigError, UnsupportedError
+from phalanx.errors import ConfigError
 from phalanx.executor_group import DataDesc, Monitor
 from phalanx.plan import workload_sizes
 
@@ -291,7 +291,7 @@ class DataParallelExecutorGroup(executor_group.DataParallelExecutorGroup):
         allowExtra="allow_extra",
         allowMissing="allow_missing",
     )
-    _update_metric = _also(_Group.update_metric, eval_metric="metric", evalMetric="metric")
+    update_metric = _also(_Group.update_metric, eval_metric="metric", evalMetric="metric")
     install_monitor = _also(_Group.install_monitor, monitor="mon")
 
     # Any: a batch in any of its forms.
@@ -459,32 +459,6 @@ class DataParallelExecutorGroup(executor_group.DataParallelExecutorGroup):
     def installMonitor(self, monitor: Monitor) -> None:
         """Let ``monitor`` watch; see ``install_monitor``."""
         self.install_monitor(monitor)
-
-    def update_metric(self, *args: Any, **kwargs: Any) -> bool:
-        """Count the last batch; see the group's, whose arguments this takes.
-
-        An :class:`EvalMetric` is called as ``update(labels, preds)``, once per batch, with lists.
-        Of others the names of the arguments say the order: ``update(labels, preds)`` or
-        torchmetrics' ``update(preds, target)``.
-
-        Raises:
-            UnsupportedError: The metric chooses among several outputs, or among labels.
-        """
-        metric = next(
-            (kwargs[key] for key in ("metric", "eval_metric", "evalMetric") if key in kwargs),
-            args[0] if args else None,
-        )
-        if isinstance(metric, EvalMetric) and "output" not in kwargs:
-            chosen = metric.output_names
-            if metric.label_names is not None or (chosen is not None and len(chosen) != 1):
-                raise UnsupportedError(
-                    f"Metric {metric.name!r} must name one output at most and no labels to be "
-                    f"counted by a group, but names {chosen} and {metric.label_names}. Call its "
-                    "`update_dict()` with `get_outputs()`."
-                )
-            if chosen is not None:
-                kwargs["output"] = chosen[0]
-        return self._update_metric(*args, **kwargs)
 
     def updateMetric(self, evalMetric: Any, labels: Any) -> None:
         """Count the last batch; see ``update_metric``."""

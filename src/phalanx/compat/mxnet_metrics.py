@@ -43,9 +43,6 @@ class EvalMetric:
     Source: MXNet's ``mx.metric.EvalMetric``.
     """
 
-    labels_first = True  # what a group asks, see `phalanx.executor_group`
-    takes_lists = True
-
     def __init__(
         self,
         name: str,

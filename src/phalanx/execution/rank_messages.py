@@ -8,19 +8,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from phalanx.errors import UnsupportedError
 from phalanx.execution.contract import MicrobatchResult
 from phalanx.execution.partial_sums import PartialSum
-from phalanx.plan import Node
+from phalanx.plan import Node, pack_nested, unpack_nested
 from phalanx.replicas import Statistic
-from phalanx.torch_internals import pytree
-from phalanx.types import Nested
 
 __all__ = ["RankMessage"]
 
@@ -70,14 +66,21 @@ class RankMessage:
             "fingerprint": self.fingerprint,
             "error": self.error,
             "results": [
-                [index, each.loss.hex(), _put(tensors, each.outputs), _put(tensors, each.targets)]
+                [index, each.loss.hex(), pack_nested(tensors, (each.outputs, each.targets))]
                 for index, each in self.results.items()
             ],
             "absent": [[n.level, n.index, sorted(each)] for n, each in self.absent.items()],
             "statistics": [
-                [n.level, n.index, name, each.weight.hex(), each.rule, _put(tensors, each.value)]
+                [
+                    n.level,
+                    n.index,
+                    key,
+                    each.weight.hex(),
+                    each.rule,
+                    pack_nested(tensors, each.value),
+                ]
                 for n, found in self.statistics.items()
-                for name, each in found.items()
+                for key, each in found.items()
             ],
         }
         tensors[_TEXT] = torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8)
@@ -89,41 +92,14 @@ class RankMessage:
         tensors = safetensors.torch.load(packed)  # bytes of a rank: numbers, and no code to run
         text = json.loads(tensors[_TEXT].numpy().tobytes())
         message = cls(text["fingerprint"], text["error"])
-        for index, loss, outputs, targets in text["results"]:
-            message.results[index] = MicrobatchResult(
-                float.fromhex(loss), _take(tensors, outputs), _take(tensors, targets)
-            )
+        for index, loss, kept in text["results"]:
+            outputs, targets = unpack_nested(tensors, kept)
+            message.results[index] = MicrobatchResult(float.fromhex(loss), outputs, targets)
         for level, index, absent in text["absent"]:
             message.absent[Node(level, index)] = frozenset(absent)
             message.statistics[Node(level, index)] = {}
         for level, index, name, weight, rule, value in text["statistics"]:
             message.statistics[Node(level, index)][name] = Statistic(
-                _take(tensors, value), float.fromhex(weight), rule
+                unpack_nested(tensors, value), float.fromhex(weight), rule
             )
         return message
-
-
-def _put(tensors: dict[str, Tensor], value: Nested) -> Any:  # Any: what JSON can hold
-    """Set the tensors of ``value`` aside, and return what is left of it."""
-    leaves, structure = pytree.tree_flatten(value)
-    names: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            names.append([str(len(tensors))])
-            tensors[str(len(tensors))] = leaf.detach().cpu().contiguous().clone()
-        else:
-            names.append(leaf)
-    try:
-        json.dumps(names)
-        return [names, pytree.treespec_dumps(structure)]
-    except (TypeError, NotImplementedError) as error:
-        raise UnsupportedError(
-            "Outputs and targets must be tensors, numbers and texts in lists, tuples and dicts to "
-            f"be counted by metrics over ranks, but hold something else: {error}."
-        ) from error
-
-
-def _take(tensors: Mapping[str, Tensor], packed: Any) -> Nested:
-    names, structure = packed
-    leaves = [tensors[each[0]] if isinstance(each, list) else each for each in names]
-    return pytree.tree_unflatten(leaves, pytree.treespec_loads(structure))

@@ -94,8 +94,8 @@ class DataBatch:
         labels: Likewise; None where there are none.
         pad: How many of the last rows only fill the batch up. They count nowhere: not in outputs,
             gradients, statistics or metrics.
-        weights: One per row, [B]. They weight metrics; a module whose forward has an argument
-            ``weights`` gets them, and its losses stand for their sum.
+        weights: One per row, [B], for a module whose forward has an argument ``weights``; its
+            losses stand for their sum.
 
     Example:
         >>> DataBatch(torch.ones(4, 2), labels=torch.tensor([0, 1, 1, 0]), pad=1).pad

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from phalanx.errors import ConfigError
 from phalanx.executor_group.batches import DataBatch, DataDesc, read_descs
 from phalanx.executor_group.given_tensors import as_bound, read_tensor
-from phalanx.metrics import Columns
 from phalanx.plan import read_whole
 from phalanx.types import Nested
 
@@ -134,8 +133,8 @@ class Binding:
             weights = list(_split(fed.weights, 0, sizes))
         return [Share(data[i], labels[i], weights[i], size) for i, size in enumerate(sizes)]
 
-    def cut_labels(self, given: Nested, sizes: Sequence[int], pad: int) -> list[Nested]:
-        """Read labels alone and cut them as metrics take them; padded rows may be there or not.
+    def cut_labels(self, given: Nested, sizes: Sequence[int], pad: int) -> list[dict[str, Tensor]]:
+        """Read labels alone and cut them; padded rows may be there or not.
 
         Raises:
             ConfigError: Names or rows do not fit.
@@ -151,10 +150,12 @@ class Binding:
                     f"`{desc.name}` must have {rows + pad} rows like the last batch, but has shape "
                     f"{shape}."
                 )
-        return [self.joined(each) for each in _cut(labels, self.labels, sizes)]
+        return _cut(labels, self.labels, sizes)
 
     # Any: labels in any of their forms, by device.
-    def read_sliced(self, given: Any, sizes: Sequence[int], pads: Sequence[int]) -> list[Nested]:
+    def read_sliced(
+        self, given: Any, sizes: Sequence[int], pads: Sequence[int]
+    ) -> list[dict[str, Tensor]]:
         """Read labels that are cut already; each device's own padded rows may be there or not.
 
         Raises:
@@ -165,7 +166,7 @@ class Binding:
                 f"`labels` must hold one entry per device ({len(sizes)}) if pre_sliced, but "
                 f"is {given!r:.80}."
             )
-        read: list[Nested] = []
+        read: list[dict[str, Tensor]] = []
         for place, (own, size, pad) in enumerate(zip(given, sizes, pads, strict=True)):
             if own is None:
                 if size:
@@ -173,7 +174,7 @@ class Binding:
                         f"`labels` must hold an entry for device {place}, which has {size} rows, "
                         "but hold None. Leave `labels` out to take the batch's own."
                     )
-                read.append(None)
+                read.append({})
                 continue
             labels = self.read_labels(own)
             for desc in self.labels:
@@ -187,13 +188,21 @@ class Binding:
                         f"but has shape {shape}. `slices` says which rows each device has."
                     )
                 labels[desc.name] = labels[desc.name].narrow(axis, 0, size)
-            read.append(self.joined(labels))
+            read.append(labels)
         return read
 
-    def joined(self, labels: Mapping[str, Tensor]) -> Nested:
-        """Return labels as metrics take them: None, one tensor, or a list."""
-        values = [labels[each.name] for each in self.labels if each.name in labels]
-        return values[0] if len(values) == 1 else Columns(values) or None
+    def join_labels(
+        self, by_device: Sequence[Mapping[str, Tensor]], sizes: Sequence[int], home: torch.device
+    ) -> dict[str, Tensor]:
+        """Return whole labels on ``home``, of the devices that have rows."""
+        used = [own for own, size in zip(by_device, sizes, strict=True) if size] or by_device[:1]
+        whole = {}
+        for desc in self.labels:
+            parts = [own[desc.name].to(home) for own in used if desc.name in own]
+            if parts:
+                axis = desc.batch_axis
+                whole[desc.name] = parts[0] if axis is None else torch.cat(parts, axis)
+        return whole
 
     def call(
         self, share: Share, data: Mapping[str, Tensor], states: Mapping[str, Tensor]
@@ -211,12 +220,6 @@ class Binding:
         if share.weights is None or not self.feeds_weights:
             return share.rows
         return float(share.weights.sum())
-
-    def label_axis(self, given: Nested) -> int:
-        """Return along which dim rows lie in the labels: in the first of ``given`` that has any."""
-        named = given if isinstance(given, Mapping) else [each.name for each in self.labels]
-        axes = (each.batch_axis for each in self.labels if each.name in named)
-        return next((axis for axis in axes if axis is not None), 0)
 
     def of_rows(self, rows: int) -> Binding:
         """Return the binding to ``rows`` rows."""

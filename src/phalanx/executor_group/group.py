@@ -10,7 +10,7 @@ Shape legend: B rows of the batch; device i has rows_i of them.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +32,10 @@ from phalanx.executor_group.parameters import read_tensors, share_tensors, write
 from phalanx.executor_group.passes import Pass, check_graph, mode_of, telling_shapes
 from phalanx.executor_group.shapes import infer_shapes
 from phalanx.executor_group.states import States
+from phalanx.metrics import device_of, update_metric
 from phalanx.parallel import DataParallel
 from phalanx.plan import Decision, read_whole, workload_sizes
 from phalanx.types import Device, Nested
-
-if TYPE_CHECKING:
-    from phalanx.metrics import GroupMetrics
 
 __all__ = ["DataParallelExecutorGroup"]
 
@@ -119,7 +117,6 @@ class DataParallelExecutorGroup:
         self.for_training = for_training
         self.inputs_need_grad = inputs_need_grad
         self._states = States(len(self._model.devices))
-        self._metrics: GroupMetrics | None = None
         self._pass: Pass | None = None
         self._closed = False
         if shared_group is not None:
@@ -413,32 +410,30 @@ class DataParallelExecutorGroup:
         labels: Any = None,
         pre_sliced: bool = False,
         output: str | None = None,
-    ) -> bool:
-        """Count the last batch: exactly as one device would have, padded rows left out.
+    ) -> None:
+        """Update ``metric`` once with the last batch, whole and in order, without padded rows.
 
         Args:
-            metric: A `torchmetrics.Metric`, a collection, or what has ``update(outputs, labels)``
-                or, by these names, ``update(labels, preds)``.
+            metric: A `torchmetrics.Metric`, a collection, or an object with ``update(outputs,
+                labels)``: one tensor each, or a list of several. Labels are left out where it takes
+                none. MXNet's have ``update_dict(labels, outputs)``, by name.
             labels: Of the whole batch, or one per device if ``pre_sliced``; default: the batch's.
-            output: Which output is measured; default: all that are no losses; else the losses.
-
-        Returns:
-            Whether there were rows to count.
+            output: Which output is measured; default: those that MXNet's metric names, or all that
+                are no losses; else the losses.
 
         Raises:
             StateError: There was no forward pass.
             ConfigError: Labels do not fit, or no output has that name.
         """
-        last = self._last()
-        outputs = measured(last.outputs, output)
-        own = last.labels(self._binding, labels, pre_sliced)
-        named = last.shares[0].labels if labels is None else labels
-        dims = outputs[0].axis or 0, self._binding.label_axis(named)
-        if self._metrics is None:
-            from phalanx.metrics import group_metrics  # slow: see `replica_metrics`
-
-            self._metrics = group_metrics.GroupMetrics()
-        return self._metrics.update_metric(metric, last.parts(outputs, own, dims[1]), dims)
+        last, home = self._last(), device_of(metric, self.devices[0])
+        named = output is None and getattr(metric, "output_names", None) is not None
+        chosen = last.outputs if named else measured(last.outputs, output)
+        outputs = {each.name: each.merged(home) for each in chosen}
+        whole = last.labels(self._binding, labels, pre_sliced, home)
+        if hasattr(metric, "update_dict"):
+            metric.update_dict(whole, outputs)
+        else:
+            update_metric(metric, _one_or_all(outputs), _one_or_all(whole))
 
     def install_monitor(self, mon: Monitor) -> None:
         """Let a monitor watch the module on every device."""
@@ -471,3 +466,9 @@ class DataParallelExecutorGroup:
 
     def _next_sizes(self) -> list[int]:
         return workload_sizes(self.batch_size, self.workloads)
+
+
+def _one_or_all(tensors: Mapping[str, Tensor]) -> Nested:
+    """Return the one of ``tensors``, or a list of all; None without any."""
+    values = list(tensors.values())
+    return values[0] if len(values) == 1 else values or None

@@ -15,11 +15,10 @@ from torch import Tensor
 from phalanx.errors import ConfigError
 from phalanx.executor_group.batches import DataDesc
 from phalanx.executor_group.given_tensors import check_dense
-from phalanx.metrics import Columns
 from phalanx.plan import flatten, leaf_paths
 from phalanx.types import Nested
 
-__all__ = ["Output", "contiguous", "measured", "pick_gradients", "read_outputs", "values_of"]
+__all__ = ["Output", "measured", "pick_gradients", "read_outputs"]
 
 
 @dataclass(frozen=True)
@@ -216,20 +215,6 @@ def measured(outputs: Sequence[Output], name: str | None) -> list[Output]:
             f"`output` must be one of {[each.name for each in outputs]}, but is {name!r}."
         )
     return chosen
-
-
-# Any: tensors, or whatever else the module returns.
-def values_of(outputs: Sequence[Output], place: int) -> Any:
-    """Return one device's outputs as metrics take them: one, or a list of several."""
-    values = [contiguous(each.per_device()[place]) for each in outputs]
-    return values[0] if len(values) == 1 else Columns(values)
-
-
-def contiguous(value: Nested) -> Nested:
-    """Lay tensors out for metrics, many of which call `view`."""
-    if isinstance(value, list):
-        return type(value)(contiguous(each) for each in value)
-    return value.contiguous() if isinstance(value, Tensor) else value
 
 
 def _kind(first: Any, axis: int | None) -> str:  # Any: whatever the module returns

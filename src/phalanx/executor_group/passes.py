@@ -17,9 +17,7 @@ from phalanx.errors import StateError
 from phalanx.executor_group.batches import DataDesc
 from phalanx.executor_group.binding import Binding, Share, resized
 from phalanx.executor_group.given_tensors import savable
-from phalanx.executor_group.outputs import Output, contiguous, values_of
-from phalanx.metrics import Part
-from phalanx.types import Nested
+from phalanx.executor_group.outputs import Output
 
 __all__ = ["Pass", "apart", "check_graph", "leaves_of", "mode_of", "normal_share", "telling_shapes"]
 
@@ -85,41 +83,22 @@ class Pass:
         )
 
     # Any: labels in any of their forms.
-    def labels(self, binding: Binding, given: Any, pre_sliced: bool) -> list[Nested]:
-        """Return each device's labels as metrics take them; the pass's own if none are given.
+    def labels(
+        self, binding: Binding, given: Any, pre_sliced: bool, home: torch.device
+    ) -> dict[str, Tensor]:
+        """Return whole labels by name, without padded rows; the pass's own if none are given.
 
         Raises:
             ConfigError: They do not fit.
         """
         if given is None:
-            return [binding.joined(share.labels) for share in self.shares]
-        if not pre_sliced:
-            return binding.cut_labels(given, self.sizes, self.pad)
-        pads = self.pads if len(self.pads) == len(self.shares) else [0] * len(self.shares)
-        return binding.read_sliced(given, self.sizes, pads)
-
-    def parts(
-        self, outputs: Sequence[Output], labels: Sequence[Nested], label_dim: int
-    ) -> list[Part | None]:
-        """Return what a metric is to count of each device, None for those that took no part.
-
-        A loss comes with what it stands for, where labels do not say it by their length.
-        """
-        first = outputs[0]
-        parts: list[Part | None] = [None] * len(self.shares)
-        for place in first.used:
-            weights = self.shares[place].weights
-            says_rows = weights is None and labels[place] is not None and label_dim == 0
-            if first.kind == "loss" and not says_rows:
-                weights = torch.tensor([float(first.shares[place])], dtype=_as_exact(first.parts))
-            parts[place] = values_of(outputs, place), contiguous(labels[place]), weights
-        return parts
-
-
-def _as_exact(losses: Sequence[Any]) -> torch.dtype:  # Any: None for devices without a part
-    """Return in what their weights are no less exact than they are."""
-    wide = any(loss is not None and loss.dtype.itemsize >= 8 for loss in losses)
-    return torch.float64 if wide else torch.float32
+            found = [share.labels for share in self.shares]
+        elif pre_sliced:
+            pads = self.pads if len(self.pads) == len(self.shares) else [0] * len(self.shares)
+            found = binding.read_sliced(given, self.sizes, pads)
+        else:
+            found = binding.cut_labels(given, self.sizes, self.pad)
+        return binding.join_labels(found, self.sizes, home)
 
 
 def _zeros(like: Tensor, axis: int, rows: int) -> Tensor:

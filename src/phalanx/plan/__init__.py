@@ -15,6 +15,7 @@ from phalanx.plan.buffer_rules import BufferRules
 from phalanx.plan.layout import Layout, Rows, Samples, cut, num_rows, open_rows
 from phalanx.plan.leaves import flatten, leaf_paths, unflatten
 from phalanx.plan.merging import Merge, Merging, join
+from phalanx.plan.packed import pack_nested, unpack_nested
 from phalanx.plan.parts import Overlap, overlaps, part_bounds
 from phalanx.plan.placement import least_loaded
 from phalanx.plan.shares import Shares
@@ -59,6 +60,7 @@ __all__ = [
     "num_rows",
     "open_rows",
     "overlaps",
+    "pack_nested",
     "part_bounds",
     "read_count",
     "read_intra_op",
@@ -68,5 +70,6 @@ __all__ = [
     "round_robin",
     "say_numbers",
     "unflatten",
+    "unpack_nested",
     "workload_sizes",
 ]

@@ -12,7 +12,7 @@ from torch import nn
 
 from phalanx.errors import ConfigError
 from phalanx.execution import GroupChanged, RunResult
-from phalanx.metrics import ReplicaMetrics
+from phalanx.metrics import Metrics
 from phalanx.plan import Merging
 from phalanx.train.engines import Engines
 from phalanx.train.lent_weights import find_weights, lent_weights
@@ -44,7 +44,7 @@ def leave_evaluation(module: nn.Module) -> None:
         module.train()
 
 
-def names_of_means(metrics: ReplicaMetrics, *, validates: bool) -> tuple[str, ...]:
+def names_of_means(metrics: Metrics, *, validates: bool) -> tuple[str, ...]:
     """Return what an `EpochDone` will hold, such as "train.loss"."""
     kinds = ("train", "validation") if validates else ("train",)
     return tuple(f"{kind}.{name}" for kind in kinds for name in ("loss", *metrics.names))
@@ -69,9 +69,7 @@ class Evaluation:
     seed: tuple[int, ...]
 
     # Any, here and below: a module, or what has one; see `lent_weights`.
-    def evaluate(
-        self, loader: Iterable[Nested], lender: Any, metrics: ReplicaMetrics
-    ) -> dict[str, float]:
+    def evaluate(self, loader: Iterable[Nested], lender: Any, metrics: Metrics) -> dict[str, float]:
         """Return the weighted mean loss and the metrics over all of ``loader``.
 
         Args:
@@ -82,11 +80,12 @@ class Evaluation:
             ConfigError: The loader yields nothing, or no batches.
         """
         task = EvaluateTask(self.objective, keep_outputs=bool(metrics))
-        metrics = metrics.copy()
+        metrics = metrics.fresh()
         total = weight = 0.0
         with self._evaluating(lender) as begin:
             for microbatches, result in self._results(loader, task, begin):
-                metrics.update(outputs_of(result))
+                if metrics:
+                    metrics.update(*outputs_of(microbatches, result, metrics.joining))
                 total += loss_of(microbatches, result) * microbatches.weight
                 weight += microbatches.weight
         return {"loss": total / weight, **metrics.compute()}

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,6 +27,7 @@ from phalanx.execution import (
     norm_of_gradients,
 )
 from phalanx.memory import FlatParameters
+from phalanx.metrics import Joining
 from phalanx.replicas import (
     check_statistics,
     refuse_aliases,
@@ -414,7 +414,16 @@ def loss_of(microbatches: Microbatches, result: RunResult) -> float:
     )
 
 
-# Any: outputs and targets are whatever the user's code makes.
-def outputs_of(result: RunResult) -> list[tuple[Any, Any, None] | None]:
-    """Return what metrics count of each microbatch: outputs, targets, and no weights."""
-    return [None if each is None else (each.outputs, each.targets, None) for each in result.results]
+def outputs_of(
+    microbatches: Microbatches, result: RunResult, joining: Joining
+) -> tuple[Nested, Nested, int]:
+    """Return the outputs and targets of the whole batch, and its rows.
+
+    Microbatches that were left out, because they weigh nothing, are in none of them.
+    """
+    columns = (result.results, microbatches.sizes, microbatches.weights)
+    kept = [each for each in zip(*columns, strict=True) if each[0] is not None]
+    found, sizes, weights = zip(*kept, strict=True)
+    outputs = joining.outputs([each.outputs for each in found], sizes, weights)
+    targets = joining.targets([each.targets for each in found], sizes, weights)
+    return outputs, targets, sum(sizes)

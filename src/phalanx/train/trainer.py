@@ -29,7 +29,7 @@ from phalanx.execution import (
     Threads,
     described,
 )
-from phalanx.metrics import ReplicaMetrics
+from phalanx.metrics import Joining, Metrics
 from phalanx.plan import Layout, check_workloads, fixed_workloads
 from phalanx.replicas import caller_intra_op
 from phalanx.train.callback_state import attach_callbacks, find_stateful
@@ -181,7 +181,8 @@ class Trainer(TrainerFacts):
             check_replicas(len(fixed), microbatches, choice.kind)
         balances = isinstance(workloads, str) and microbatches is None
         self._objective = Objective(loss, forward, module)
-        self._metrics = ReplicaMetrics(metrics or {})
+        layout = Layout() if layout is None else layout
+        self._metrics = Metrics(metrics or {}, Joining(layout))
         self.optimizer = make_optimizer(optimizer, parameters)
         check_members(module, self.optimizer)
         self.scheduler = make_scheduler(scheduler, self.optimizer, scheduler_interval)
@@ -195,7 +196,7 @@ class Trainer(TrainerFacts):
         self._spec = EngineSpec(
             module=module,
             optimizer=self.optimizer,
-            splitter=Splitter(layout if layout is not None else Layout(), microbatches, weight),
+            splitter=Splitter(layout, microbatches, weight),
             workloads=fixed,
             clip_norm=clip_norm,
             new_maker=partial(maker, shared=[self._objective], timed=balances, steps=True),
@@ -434,7 +435,7 @@ class Trainer(TrainerFacts):
             if ends:
                 return None
             if self._position.batch == 0:
-                self._metrics.reset()
+                self._metrics = self._metrics.fresh()
             self._step(batch, in_epoch=True)
         if self._position.batch == 0:
             raise ConfigError(
@@ -511,8 +512,8 @@ class Trainer(TrainerFacts):
                 self.scheduler.step()
 
         def count(result: RunResult) -> None:
-            own = [max(0, each) for each in result.replica_of]  # -1: another rank's
-            self._metrics.count(outputs_of(result), replica_of=own, each=engine.executor.each)
+            self._metrics.keep()
+            self._metrics.update(*outputs_of(microbatches, result, self._metrics.joining))
 
         check_moment(closed=self._closed, in_step=self._in_step)
         self._in_step = True
@@ -530,6 +531,7 @@ class Trainer(TrainerFacts):
             before.note_on(error, in_epoch=in_epoch)
             raise
         finally:
+            self._metrics.rollback()  # after a commit this finds nothing to take back
             self._in_step = False
             if self._closed:  # since it has begun
                 self.__exit__(StateError)
@@ -571,7 +573,7 @@ class Trainer(TrainerFacts):
 
     def _restore(self, path: Path) -> None:
         state = self._state()
-        metrics = self._metrics.copy()
+        metrics = self._metrics.fresh()
         restored = restore_state(state, path, lambda rest: metrics.restore(rest.counted))
         self._position = restored.position
         self._reader.put_back(restored.order)

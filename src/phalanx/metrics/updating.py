@@ -1,0 +1,78 @@
+"""How a metric is updated with a batch, and its value as a number."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import ConfigError
+from phalanx.types import Nested
+
+__all__ = ["as_float", "device_of", "update_metric"]
+
+_ANYTHING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_WEIGHTS = ("weight", "weights", "sample_weight", "sample_weights")
+
+
+# Any: a metric, or what has an `update` like one.
+def update_metric(metric: Any, outputs: Nested, targets: Nested) -> None:
+    """Call ``metric.update(outputs, targets)``, without targets where it takes none."""
+    with torch.no_grad():
+        if targets is not None and _takes_targets(metric):
+            metric.update(outputs, targets)
+        else:
+            metric.update(outputs)
+
+
+def device_of(metric: Any, default: torch.device) -> torch.device:
+    """Return where a metric, or the first of a collection, counts."""
+    modules = metric.modules() if isinstance(metric, nn.Module) else ()
+    found = (getattr(each, "device", None) for each in modules)
+    return next((each for each in found if isinstance(each, torch.device)), default)
+
+
+def _takes_targets(metric: Any) -> bool:
+    """Tell whether ``update`` has a second position that is no weight of values.
+
+    One that passes everything on, as wrappers do, takes what the first metric inside of it takes.
+    """
+    for each in metric.modules() if isinstance(metric, nn.Module) else [metric]:
+        update: Any = getattr(each, "update", None)
+        if not callable(update):
+            continue
+        parameters = inspect.signature(update).parameters.values()
+        if any(parameter.kind not in _ANYTHING for parameter in parameters):
+            names = [each.name for each in parameters if each.kind in _BY_POSITION]
+            return len([name for name in names if name not in _WEIGHTS]) > 1
+    return True
+
+
+# Any: whatever a metric computes.
+def as_float(name: str, value: Any) -> float:
+    """Return a metric's value as the shortest float that is the same in the value's own precision.
+
+    Metrics count in float32, whose 0.31 is 0.3100000023841858 as a Python float; this is 0.31.
+
+    Raises:
+        ConfigError: It is not one number.
+
+    Example:
+        >>> as_float("accuracy", torch.tensor(0.31))
+        0.31
+    """
+    if isinstance(value, Tensor) and value.numel() == 1:
+        narrow = value.is_floating_point() and value.dtype != torch.float64
+        value = np.float32(value.item()) if narrow else value.item()
+    if isinstance(value, (np.float16, np.float32)):
+        return float(str(value))
+    if isinstance(value, (int, float, np.number)):
+        return float(value)
+    raise ConfigError(
+        f"Metric {name!r} must compute one number, but computes {value!r:.80}. Give `average=` or "
+        "another option that makes it one."
+    )

@@ -1,0 +1,131 @@
+"""The outputs and targets of a whole batch, put together from those of its pieces.
+
+tensors, arrays      concatenated along the layout's dim
+lists of rows        one behind the other, as the layout splits them
+numbers              floats: their mean, weighted as the loss is; others: a vector of the pieces
+anything else        the first piece's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx.errors import ConfigError
+from phalanx.plan import Layout, flatten, leaf_paths, unflatten
+from phalanx.types import Nested
+
+__all__ = ["Joining"]
+
+
+@dataclass(frozen=True)
+class Joining:
+    """How pieces of a batch, or batches, become one again.
+
+    Args:
+        layout: How batches were split.
+    """
+
+    layout: Layout
+
+    def outputs(
+        self, parts: Sequence[Nested], sizes: Sequence[int], weights: Sequence[float]
+    ) -> Nested:
+        """Join outputs of ``sizes`` rows each, along the layout's dim.
+
+        Raises:
+            ConfigError: They differ in their structure.
+        """
+        return self._join(parts, sizes, weights, within=None)
+
+    def targets(
+        self, parts: Sequence[Nested], sizes: Sequence[int], weights: Sequence[float]
+    ) -> Nested:
+        """Join targets, the second of a batch's pair, as the layout has split them.
+
+        Raises:
+            ConfigError: They differ in their structure.
+        """
+        return self._join(parts, sizes, weights, within="1")
+
+    def _join(
+        self,
+        parts: Sequence[Nested],
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        within: str | None,
+    ) -> Nested:
+        if len(parts) == 1:
+            return parts[0]
+        tests = [self._test_of_rows(size) for size in sizes]
+        flat = [flatten(part, is_rows) for part, is_rows in zip(parts, tests, strict=True)]
+        spec = flat[0][1]
+        if any(other != spec for _, other in flat):
+            raise ConfigError(
+                "`metrics` must be given outputs and targets of one structure for all microbatches "
+                f"of a batch, but are given {_shown(parts)}. Return tensors with a row for each "
+                "sample."
+            )
+        dims: list[int | None] = [self.layout.dim] * spec.num_leaves
+        if within is not None and self.layout.dims:
+            below = leaf_paths(parts[0], tests[0])
+            dims = self.layout.chosen([f"{within}.{path}" if path else within for path in below])
+        columns = zip(*(leaves for leaves, _ in flat), strict=True)
+        joined = [_joined(column, dim, weights) for column, dim in zip(columns, dims, strict=True)]
+        return unflatten(joined, spec)
+
+    def _test_of_rows(self, size: int) -> Callable[[Any], bool]:
+        """Return what tells of a node whether it is a list with an item for each of the rows.
+
+        Lists of tensors are columns, unless the user's own function collates them. Those of texts,
+        numbers and dicts (a dict of boxes for each image) are rows, and tuples of texts, as
+        `default_collate` makes them.
+        """
+        collated = self.layout.split is not None
+
+        def is_list_of_rows(node: Any) -> bool:
+            if type(node) not in (list, tuple) or len(node) != size or not size:
+                return False
+            if type(node) is tuple:
+                return all(isinstance(each, str) for each in node)
+            leaves, _ = flatten([each for each in node if not isinstance(each, Mapping)])
+            return collated or not any(map(_is_array, leaves))
+
+        return is_list_of_rows
+
+
+# Any, here and below: leaves and nodes of the user's own outputs.
+def _joined(leaves: Sequence[Any], dim: int | None, weights: Sequence[float]) -> Any:
+    first = leaves[0]
+    if dim is None:
+        return first
+    if isinstance(first, Tensor):
+        here = [leaf.to(first.device) for leaf in leaves]
+        return torch.cat(here, dim) if first.dim() else _mean(torch.stack(here), weights)
+    if isinstance(first, np.ndarray):
+        return np.concatenate(leaves, dim) if first.ndim else np.stack(leaves)
+    if type(first) in (list, tuple):
+        return type(first)(chain.from_iterable(leaves))
+    return first
+
+
+def _mean(values: Tensor, weights: Sequence[float]) -> Tensor:
+    """Return the weighted mean of floating-point numbers; counts and the like stay apart."""
+    if not (values.is_floating_point() or values.is_complex()):
+        return values
+    return (values * values.new_tensor(weights)).sum() / sum(weights)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (Tensor, np.ndarray))
+
+
+def _shown(parts: Sequence[Nested]) -> str:
+    """Name the kinds of what the pieces hold, each once."""
+    return " and ".join(dict.fromkeys(str(flatten(part)[1])[:120] for part in parts))
