@@ -24,7 +24,8 @@ def test_python_m_phalanx_is_the_command(arguments):
 
 
 def test_what_an_encoding_lacks_is_replaced():
-    command = [sys.executable, "-m", "phalanx", "doctor"]
+    prints = "from phalanx.cli import console; console.prepare_stdout(); print('1 replica × 2')"
+    command = [sys.executable, "-c", prints]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert "1 replica ? " in ran.stdout
