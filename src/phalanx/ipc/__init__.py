@@ -2,7 +2,7 @@
 
 from phalanx.ipc.at_fork import register_at_fork
 from phalanx.ipc.available_memory import available_memory_bytes
-from phalanx.ipc.control_groups import cores_allowed, memory_limit_bytes
+from phalanx.ipc.control_groups import cores_allowed
 from phalanx.ipc.fail_points import Fault, fail_point, inject, injected
 from phalanx.ipc.liveness import LivenessTimer, Waiting, late_peers, wait_until
 from phalanx.ipc.locks import LockFile, RangeLock
@@ -31,7 +31,6 @@ __all__ = [
     "inject",
     "injected",
     "late_peers",
-    "memory_limit_bytes",
     "register_at_fork",
     "signal_main_thread",
     "wait_until",

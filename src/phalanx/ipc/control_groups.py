@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["cores_allowed", "enclosing_groups", "memory_limit_bytes", "read_or_nothing"]
+__all__ = ["cores_allowed", "enclosing_groups", "read_or_nothing"]
 
 _CGROUPS = Path("sys/fs/cgroup")
-_UNLIMITED_BYTES = 1 << 60  # what version 1 says for no limit is more
 
 
 def enclosing_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]]:
@@ -31,22 +30,6 @@ def enclosing_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[
             yield folder, version
             if folder == top:
                 break
-
-
-def memory_limit_bytes(root: Path = Path("/")) -> int | None:
-    """Return the tightest limit on memory; None where there is none.
-
-    Example:
-        >>> memory_limit_bytes(Path("/no/such/root")) is None
-        True
-    """
-    names = {1: "memory.limit_in_bytes", 2: "memory.max"}
-    texts = (
-        read_or_nothing(folder / names[version]).strip()
-        for folder, version in enclosing_groups("memory", root)
-    )
-    limits = (int(text) for text in texts if text.isdigit())
-    return min((limit for limit in limits if limit < _UNLIMITED_BYTES), default=None)
 
 
 def cores_allowed(root: Path = Path("/")) -> float | None:

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.ipc.control_groups import cores_allowed, memory_limit_bytes
+from phalanx.ipc.control_groups import cores_allowed
 
 V2 = {"proc/self/cgroup": "0::/a/b\n"}
 V1 = {"proc/self/cgroup": "9:name=systemd:/\n4:memory:/job\n3:cpu,cpuacct:/job\n0::/\n"}
-UNLIMITED = 9223372036854771712
 
 
 def machine(root: Path, files: dict[str, str]) -> Path:
@@ -51,17 +50,3 @@ def machine(root: Path, files: dict[str, str]) -> Path:
 )
 def test_the_tightest_quota_of_cores_counts(tmp_path, files, cores):
     assert cores_allowed(machine(tmp_path, files)) == cores
-
-
-@pytest.mark.parametrize(
-    ("files", "limit"),
-    [
-        ({}, None),
-        (V2 | {"sys/fs/cgroup/a/memory.max": "max\n"}, None),
-        (V2 | {"sys/fs/cgroup/a/memory.max": "9\n", "sys/fs/cgroup/memory.max": "7\n"}, 7),
-        (V1 | {"sys/fs/cgroup/memory/job/memory.limit_in_bytes": "12345\n"}, 12345),
-        (V1 | {"sys/fs/cgroup/memory/job/memory.limit_in_bytes": f"{UNLIMITED}\n"}, None),
-    ],
-)
-def test_the_tightest_limit_on_memory_counts(tmp_path, files, limit):
-    assert memory_limit_bytes(machine(tmp_path, files)) == limit
