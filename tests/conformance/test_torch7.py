@@ -831,6 +831,83 @@ def test_modules_may_be_added_one_by_one():
         close(net.forward(draw(5, 4)), mlp()(draw(5, 4)).detach())
 
 
+class Flattened(nn.Module):
+    """Returns (B·T, C) of [B, T, F], as for a criterion of Torch7's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).flatten(0, 1)
+
+
+class Means(Flattened):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).mean()
+
+
+@pytest.mark.parametrize("kind", [torch7.DataParallel, torch7.DataParallelTable])
+@pytest.mark.parametrize(
+    ("make", "shape", "sizes"),
+    [(mlp, [12], [4, 4, 4]), (Flattened, [7, 2, 4], [3, 2, 2]), (Means, [5, 4], [2, 2, 1])],
+    ids=["wide vectors", "rows and steps", "scalars"],
+)
+def test_outputs_of_any_size_are_joined(kind, make, shape, sizes):
+    """fbcunn's own test splits one wide vector into an input for each column."""
+    twin, x = make(), draw(*shape).requires_grad_()
+    outputs = [twin(part) for part in x.split(sizes)]
+    expected = torch.stack(outputs) if make is Means else torch.cat(outputs)
+    gradient = draw(*expected.shape, seed=1)
+    expected.backward(gradient)
+    with kind(0) as net:
+        for place in THREE:
+            net.add(make(), place)
+        close(net.forward(x), expected.detach())
+        close(net.backward(x, gradient), x.grad)
+        close(gradients(net), gradients(twin))
+
+
+@pytest.mark.parametrize("kind", [torch7.DataParallel, torch7.DataParallelTable])
+def test_an_empty_tensor_of_a_table_is_given_whole(kind):
+    class Second(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = mlp()
+
+        def forward(self, table: list[Tensor]) -> Tensor:
+            assert table[0].shape == (0,)
+            return self.layers(table[1])
+
+    twin, x = mlp(), draw(7, 4).requires_grad_()
+    expected, table = twin(x), [torch.empty(0), x]
+    expected.backward(torch.ones(7, 3))
+    with kind(0) as net:
+        for place in THREE:
+            net.add(Second(), place)
+        close(net.forward(table), expected.detach())
+        empty, found = net.backward(table, torch.ones(7, 3))
+        assert empty.shape == (0,)
+        close(found, x.grad)
+
+
+@pytest.mark.parametrize("kind", [torch7.DataParallel, torch7.DataParallelTable])
+def test_modules_added_later_hold_the_tensors_of_the_first(kind):
+    """After fbcunn's training all columns are equal, by whichever one asks."""
+    columns = [nn.Sequential(mlp(), nn.BatchNorm1d(3).double()) for _ in THREE]
+    with kind(0) as net:
+        for column, place in zip(columns, THREE, strict=True):
+            net.add(column, place)
+        for _ in range(2):
+            net.zeroGradParameters()
+            net.backward(draw(7, 4), net.forward(draw(7, 4)))
+            net.updateParameters(LR)
+    first, *others = (column.state_dict() for column in columns)
+    assert not torch.equal(first["0.0.weight"], mlp()[0].weight.to(first["0.0.weight"]))
+    for state in others:
+        assert all(torch.equal(state[name], first[name]) for name in first)
+
+
 def test_the_first_module_is_the_one_that_is_trained():
     first = mlp()
     before = set(threading.enumerate())  # an executor of an earlier test may still be uncollected

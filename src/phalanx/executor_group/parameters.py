@@ -104,7 +104,7 @@ def share_tensors(module: nn.Module, other: nn.Module) -> None:
     """
     theirs: dict[str, Tensor] = dict(other.named_parameters(remove_duplicate=False))
     theirs.update(other.named_buffers(remove_duplicate=False))
-    places: list[tuple[dict[str, Tensor], str, Tensor]] = []
+    places: list[tuple[nn.Module, str, Tensor]] = []
     for prefix, owner in module.named_modules(remove_duplicate=False):
         for own in (owner._parameters, owner._buffers):
             for key, tensor in own.items():
@@ -120,9 +120,9 @@ def share_tensors(module: nn.Module, other: nn.Module) -> None:
                         f"`shared_group` must have `{name}` as the module has it, {mine}, but has "
                         f"it as {(tuple(found.shape), found.dtype, found.device)}."
                     )
-                places.append((own, key, found))
-    for own_tensors, key, found in places:
-        own_tensors[key] = found
+                places.append((owner, key, found))
+    for owner, key, found in places:
+        setattr(owner, key, found)  # recurrent layers keep a second list of their weights
 
 
 def _copy(given: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:

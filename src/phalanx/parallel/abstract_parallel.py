@@ -14,15 +14,7 @@ from phalanx.execution import ThreadExecutor
 from phalanx.parallel.call import Call
 from phalanx.parallel.container import Container
 from phalanx.parallel.pinning import keeping
-from phalanx.plan import (
-    Merge,
-    Merging,
-    check_argument,
-    flatten,
-    leaf_paths,
-    least_loaded,
-    read_whole,
-)
+from phalanx.plan import Merging, check_argument, least_loaded, read_whole
 from phalanx.replicas import known_devices, present_devices, resolve_device, uncompiled
 from phalanx.types import Device, Nested
 
@@ -32,15 +24,12 @@ _CPU = torch.device("cpu")
 
 
 def join_columns(outputs: Sequence[Nested], dim: int, home: torch.device) -> Nested:
-    """Concatenate columns' outputs along ``dim`` on ``home``; of what is no tensor, the first's."""
-    leaves = zip(*(flatten(output)[0] for output in outputs), strict=False)  # refused below
-    rules: dict[str | int, Merge | str] = {
-        path: Merge.cat(dim) if any(isinstance(leaf, Tensor) for leaf in each) else "first"
-        for path, each in zip(leaf_paths(outputs[0]), leaves, strict=False)
-    }
+    """Concatenate columns' outputs along ``dim`` on ``home``, whatever their sizes there.
+
+    Scalars are stacked; of what is no tensor, the first column's is taken.
+    """
     way_out = "Write a `merge()` that takes them as they are."
-    merging = Merging(rules, noun="column", way_out=way_out)
-    return merging.merge(outputs, [0] * len(outputs), home)
+    return Merging(dim=dim, noun="column", way_out=way_out).merge(outputs, None, home)
 
 
 class AbstractParallel(Container):
@@ -103,8 +92,8 @@ class AbstractParallel(Container):
     def merge(self, outputs: list[Nested]) -> Nested:
         """Return the container's output; by default, columns' outputs concatenated along ``dim``.
 
-        Leaf by leaf, on the first column's device; of leaves that are no tensors the first
-        column's.
+        Leaf by leaf, on the first column's device; scalars are stacked, and of leaves that are no
+        tensors the first column's is taken.
 
         Args:
             outputs: What the columns returned, in order, each on its column's device.

@@ -224,7 +224,8 @@ class Container(nn.Module):
                 )
         for name, parameter in theirs.items():
             path, _, key = name.rpartition(".")
-            self._trained().get_submodule(path).register_parameter(key, parameter)
+            # Not `register_parameter()`: recurrent layers keep a second list of their weights.
+            setattr(self._trained().get_submodule(path), key, parameter)
         return self
 
     def reset_parameters(self) -> Self:

@@ -101,6 +101,9 @@ class DataParallel(Container, Unwrapped):
     cut, leaves of different batch size are refused, and buffers do not drift apart.
     """
 
+    # Whether outputs without a rule must have their slice's rows along the layout's dim.
+    _checks_rows = True
+
     def __init__(
         self,
         module: nn.Module,
@@ -324,6 +327,9 @@ class DataParallel(Container, Unwrapped):
         return self._outputs(call, parts, sizes)
 
     def _cut(self, call: Call, sizes: Sequence[int] | None) -> tuple[list[Nested], list[int]]:
+        if not call.leaves:  # replica 0 is called once, as the module would be
+            num_replicas = len(self._devices)
+            return [{}] * num_replicas, read_sizes(sizes or [0] * num_replicas, 0, num_replicas)
         layout = self._layout_of(call)
         batch = open_rows(call.leaves if layout.split is None else call.inputs(), layout)
         rows = batch.count()
@@ -341,7 +347,8 @@ class DataParallel(Container, Unwrapped):
         An argument of the module that is not given is no wrong path.
         """
         dims: dict[str | int, int | None] = {}
-        for path, dim in self._layout.dims.items():
+        layout = self._layout_for(call.leaves)
+        for path, dim in layout.dims.items():
             root, dot, below = str(path).partition(".")
             place = self._arguments.get(root, len(call.leaves))
             if root in call.leaves:
@@ -350,16 +357,22 @@ class DataParallel(Container, Unwrapped):
                 dims[f"{place}{dot}{below}"] = dim
             elif root not in self._arguments:
                 dims[str(path)] = dim  # refused where it is looked up
-        return Layout(self._layout.dim, dims) if self._layout.dims else self._layout
+        return Layout(layout.dim, dims) if layout.dims else layout
+
+    # Any: the user's own inputs.
+    def _layout_for(self, inputs: Any) -> Layout:  # noqa: ARG002 - subclasses look at them
+        """Return the layout for a call's inputs, by their paths."""
+        return self._layout
 
     def _outputs(self, call: Call, parts: list[Nested], sizes: list[int]) -> Nested:
         used = _used(sizes)
+        rows = _used_of(sizes, used) if self._checks_rows and call.leaves else None
 
         def run(_: int, module: nn.Module, inputs: Nested) -> Nested:
             return call.run(module, inputs)
 
         def merge(outputs: list[Nested]) -> Nested:
-            return self._merging.merge(outputs, _used_of(sizes, used), self._home())
+            return self._merging.merge(outputs, rows, self._home())
 
         return self._run(_only(parts, used), used, run, merge, self._observer(sizes))
 

@@ -110,7 +110,7 @@ class _Part:
     """One leaf of one part."""
 
     leaf: Any  # Any: a leaf of the user's own outputs
-    rows: int
+    rows: int | None  # None: the leaf may have any
 
 
 class Merging:
@@ -159,12 +159,19 @@ class Merging:
             self._whole = Merge.of(output)
 
     def merge(
-        self, parts: Sequence[Nested], sizes: Sequence[int], home: torch.device | None = None
+        self,
+        parts: Sequence[Nested],
+        sizes: Sequence[int] | None,
+        home: torch.device | None = None,
     ) -> Nested:
         """Merge ``parts``, outputs for ``sizes`` rows each, on ``home`` (default: where they are).
 
+        Args:
+            sizes: None concatenates leaves without a rule whatever their sizes.
+
         Determinism: sums are taken in the order of the parts.
         """
+        rows = [None] * len(parts) if sizes is None else sizes
         if self._whole is not None and self._whole.kind == "per_replica":
             return list(parts)
         flat = [flatten(part) for part in parts]
@@ -181,7 +188,7 @@ class Merging:
         columns = zip(*(leaves for leaves, _ in flat), strict=True)
         return unflatten(
             [
-                self._merge_leaf(path, rule, list(map(_Part, column, sizes)), home)
+                self._merge_leaf(path, rule, list(map(_Part, column, rows)), home)
                 for path, rule, column in zip(paths, rules, columns, strict=True)
             ],
             spec,
@@ -226,7 +233,7 @@ class Merging:
             return torch.cat(leaves, rule.dim)
         if rule.kind == "stack":
             return torch.stack(leaves)
-        return _sum(leaves) if rule.kind == "sum" else _mean(leaves, [part.rows for part in parts])
+        return _sum(leaves) if rule.kind == "sum" else _mean(leaves, [p.rows or 0 for p in parts])
 
     def _default(self, path: str, parts: list[_Part]) -> Merge:
         """Concatenate what has its slice's rows, stack scalars, refuse the rest."""
@@ -234,6 +241,8 @@ class Merging:
             return Merge.stack()
         dim = self._dim
         for part in parts:
+            if part.rows is None:
+                continue
             shape = part.leaf.shape
             if not -len(shape) <= dim < len(shape) or shape[dim] != part.rows:
                 raise ConfigError(

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx import AbstractParallel, DataParallel
+from phalanx import AbstractParallel, DataDesc, DataParallel, DataParallelExecutorGroup
 from phalanx.errors import StateError, UnsupportedError
 from phalanx.parallel import container
 from phalanx.parallel.container import Container
@@ -628,6 +628,60 @@ def test_ties_are_shared_as_ties() -> None:
     model, other = DataParallel(tied(), 2), tied()
     model.share(other)
     assert model.module[0].weight is model.module[1].weight is other[0].weight
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, which keeps a second list of its weights."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer = kind(3, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("by", ["share", "shared_group"])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_recurrent_layers_run_with_shared_weights(kind: type[nn.RNNBase], by: str) -> None:
+    first, second = Recurrent(kind), Recurrent(kind)
+    x, data = torch.randn(5, 2, 3), [DataDesc("x", (5, 2, 3), torch.float32)]
+    if by == "share":
+        with DataParallel(first, 2) as one, DataParallel(second, 2) as two:
+            two(x)
+            two.share(one)
+            found = two(x)
+    else:
+        group = DataParallelExecutorGroup
+        with (
+            group(first, 2, data=data) as lender,
+            group(second, 2, data=data, shared_group=lender) as two,
+        ):
+            two.forward(x)
+            (found,) = two.outputs()
+    assert second.layer.weight_hh_l0 is first.layer.weight_hh_l0
+    assert_close(found, first(x))
+    assert_close(second(x), first(x))
+
+
+def test_a_module_without_inputs_runs_on_one_replica() -> None:
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.arange(3.0))
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self) -> Tensor:
+            self.calls += 1
+            return 2 * self.weight
+
+    net = Constant()
+    with DataParallel(net, 3, buffers="sum") as model:
+        found = model()
+        found.sum().backward()
+    assert torch.equal(found, 2 * net.weight)
+    assert net.calls == 1
+    assert torch.equal(net.weight.grad, torch.full((3,), 2.0))
 
 
 # --- drawing parameters anew ----------------------------------------------------------------------

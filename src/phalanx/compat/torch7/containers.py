@@ -15,7 +15,15 @@ from phalanx.compat.torch7.explicit import Explicit
 from phalanx.compat.torch7.module import Torch7Module, is_called
 from phalanx.errors import ConfigError, StateError, UnsupportedError
 from phalanx.execution import nccl_serves
-from phalanx.plan import Layout, equal_sizes, least_loaded, open_rows, read_whole
+from phalanx.plan import (
+    Layout,
+    equal_sizes,
+    flatten,
+    leaf_paths,
+    least_loaded,
+    open_rows,
+    read_whole,
+)
 from phalanx.replicas import accelerator_kind, known_devices, resolve_device
 from phalanx.types import Device
 
@@ -124,6 +132,8 @@ class ModelParallel(AbstractParallel, parallel.ModelParallel):
 class _Replicated(Torch7Module, parallel.DataParallel):
     """One module, a replica of it for each device that was given with it."""
 
+    _checks_rows = False  # outputs of any size are joined along `dim`
+
     def __init__(self, dim: int) -> None:
         if not isinstance(dim, int):
             raise ConfigError(f"`dim` must be a whole number, counted from 0, but is {dim!r}.")
@@ -186,6 +196,7 @@ class _Replicated(Torch7Module, parallel.DataParallel):
         module = _unwrapped(module)
         if self._gpus:
             _check_equal(self.module, module)
+            _hold_tensors_of(self.module, module)
             module = self.module
         else:
             module.to(places[0])
@@ -209,6 +220,10 @@ class _Replicated(Torch7Module, parallel.DataParallel):
         self._gpus = gpus
         self._initialisers = initialisers
 
+    # Any: the user's own inputs.
+    def _layout_for(self, inputs: Any) -> Layout:
+        return _layout(inputs, self.dim)
+
     def _share(self, other: nn.Module, names: tuple[str, ...]) -> None:
         parallel.DataParallel.share(self, other, *names)
 
@@ -217,7 +232,8 @@ class DataParallel(_Replicated):
     """Split the input along ``dim`` over equal columns, and concatenate their outputs.
 
     Columns are replicas of the first one, so their gradients are summed in it, once per pass back.
-    Any size is split: the first columns get one more.
+    Any size is split: the first columns get one more. Outputs may have any size along ``dim``;
+    scalars become one value per column.
 
     Args:
         dim: Along which inputs are split and outputs concatenated.
@@ -266,21 +282,21 @@ class DataParallel(_Replicated):
         return _several(self, self._distributeInput(inputs))
 
     def _distributeInput(self, input: Any) -> Sequence[Any]:
-        layout = Layout(self.dim)
-        rows = open_rows(input, layout)
+        rows = open_rows(input, _layout(input, self.dim))
         sizes = equal_sizes(rows.count(), len(self._gpus))
         used = sizes if any(sizes) else [1] + [0] * (len(sizes) - 1)
         return [part if size else None for part, size in zip(rows.cut(sizes), used, strict=True)]
 
     def merge(self, outputs: list[Any]) -> Any:
-        """Return the outputs of the columns that took part, concatenated along ``dim``."""
+        """Return the outputs of the columns that took part, joined along ``dim``."""
         found = [output for output in outputs if output is not None]
         return parallel.join_columns(found, self.dim, self.devices[0])
 
     def add(self, module: nn.Module, gpuid: Gpu | None = None) -> Self:
         """Add a column on ``gpuid`` or on :meth:`nextGPU`; return self.
 
-        The first column is kept. Later ones are looked at only: they must be equal to it.
+        The first column is kept. Later ones must be equal to it, and hold its parameters and
+        buffers from now on.
 
         Raises:
             ConfigError: A later column has other layers or values, or the device does not exist.
@@ -293,6 +309,9 @@ AbstractParallel.register(DataParallel)
 
 class DataParallelTable(_Replicated):
     """Split nested inputs along ``dim`` over replicas of one module, and concatenate outputs.
+
+    An empty tensor among the inputs is given whole to every replica. Outputs may have any size
+    along ``dim``; scalars become one value per replica in use.
 
     Args:
         dim: Along which all input leaves are split and all outputs concatenated.
@@ -334,7 +353,8 @@ class DataParallelTable(_Replicated):
 
         Args:
             gpus: Indices of accelerators from 0, or devices such as ``"cpu"``; once, as a list, or
-                one by one with a module equal to the first each time.
+                one by one with a module equal to the first each time, which then holds the
+                parameters and buffers of the first.
 
         Raises:
             ConfigError: There is no such device, the list is empty, or a later module differs from
@@ -434,6 +454,24 @@ def _device(gpu: Gpu) -> torch.device:
             "once per replica, such as ['cpu', 'cpu']."
         )
     return resolve_device(f"{kind}:{gpu}" if isinstance(gpu, int) else gpu)
+
+
+def _layout(inputs: Any, dim: int) -> Layout:
+    """Return the layout that splits along ``dim``, and gives empty tensors among others whole."""
+    leaves, _ = flatten(inputs)
+    empty = [isinstance(leaf, Tensor) and not leaf.numel() for leaf in leaves]
+    if not any(empty) or not any(isinstance(leaf, Tensor) and leaf.numel() for leaf in leaves):
+        return Layout(dim)
+    paths = zip(leaf_paths(inputs), empty, strict=True)
+    return Layout(dim, {path: None for path, is_empty in paths if is_empty})
+
+
+def _hold_tensors_of(first: nn.Module, other: nn.Module) -> None:
+    """Let ``other``, which is equal to ``first``, hold its parameters and buffers."""
+    tensors = (*first.named_parameters(remove_duplicate=False), *first.named_buffers())
+    for name, tensor in tensors:
+        path, _, key = name.rpartition(".")
+        setattr(other.get_submodule(path), key, tensor)
 
 
 def _check_equal(first: nn.Module, other: nn.Module) -> None:
