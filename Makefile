@@ -36,7 +36,7 @@ STAMP := $(VENV)/.installed
 AUTOLOAD := src/phalanx_autoload.py  # stands in site-packages itself, as a copy
 ON_DEVICE = tests/device $(shell grep -rl --include='test_*.py' -e 'mark\.gpu' -e 'mark\.devices' tests)
 ON_DEVICE_AT_NIGHT = tests/conformance/test_parity.py  # a minute
-FAST := -m "not slow and not night and not alone" tests/unit tests/conformance
+FAST := -m "not slow and not night and not alone" tests/unit tests/conformance tests/contracts
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)
 # By itself pip would compile every file that comes, a minute and a half; Python compiles those that are used.
 INSTALL = $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
@@ -98,7 +98,7 @@ test: $(STAMP)  ## run the whole test suite
 	exit $$failed
 
 test-fast: $(STAMP)  ## run the tests that need no other process: a minute or two
-	@$(BIN)/python -m pytest $(FAST) -n $(WORKERS) --dist loadfile $(ARGS)
+	@unset PYTHONDONTWRITEBYTECODE; $(BIN)/python -m pytest $(FAST) -n $(WORKERS) --dist loadfile $(ARGS)
 
 matrix: $(STAMP)  # run the fast tests with other versions of Python and torch; 5 GB a cell, removed afterwards
 	@$(BIN)/python -m tests.matrix $(CELLS) -- $(FAST) -n $(WORKERS) --dist loadfile $(ARGS)

@@ -366,18 +366,19 @@ def test_too_few_descriptors_are_told(tmp_path, left):
     lowest = os.open(os.devnull, os.O_RDONLY)
     os.close(lowest)
     gaps = [os.open(os.devnull, os.O_RDONLY) for _ in range(max(map(int, before)) - lowest + 1)]
-    run = None
+    run, held = None, []
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(gaps) + 1 + left, limits[1]))
         with pytest.raises(OutOfSpace, match=r"descriptors are left for r.*`ulimit -n`"):  # noqa: PT012
             run = RunDirectory.join("a", base=tmp_path)  # takes two
-            run.open_region("w", 64)  # takes one, and until Python 3.13 its mapping another
-            held = [run.open_region("v", 64)]
-            held.append(run.open_region("u", 64))
+            for name in "wvu":  # takes one, and until Python 3.13 its mapping another
+                held.append(run.open_region(name, 64))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for fd in gaps:
             os.close(fd)
+        for region in held:
+            region.close()
         if run is not None:
             run.close()
     with RunDirectory.join("a", base=tmp_path) as run:
