@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx import ConfigError, UnsupportedError
+from phalanx import ConfigError
 from tests.conformance.groups import desc, group_of
 
 pytestmark = pytest.mark.promise("whole-batch-gradients")
@@ -195,44 +195,6 @@ def test_worker_processes_train_what_the_loss_takes_from_the_module(of: Callable
     torch.testing.assert_close(state, here, rtol=0.0, atol=0.0)
 
 
-def slope_loss(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Like a gradient penalty: the points at which it takes the slope are leaves of its own."""
-    points = batch[0].clone().requires_grad_()
-    outputs = net(points)
-    (slope,) = torch.autograd.grad(outputs.sum(), points, create_graph=True)
-    return mse(outputs, batch[1]) + slope.square().mean()
-
-
-def test_worker_processes_serve_a_loss_that_takes_slopes() -> None:
-    found = []
-    for executor in ("inline", "processes"):
-        torch.manual_seed(0)
-        net = Net()
-        with phalanx.Trainer(
-            net, optimizer=sgd, forward=slope_loss, executor=executor, microbatches=None, replicas=1
-        ) as it:
-            it.fit(batches())
-        found.append(net.state_dict())
-    torch.testing.assert_close(*found, rtol=0.0, atol=0.0)
-
-
-class Perceptual(nn.Module):
-    """A loss through layers that nobody trains, and nobody has frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Linear(4, 2)
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return mse(self.features(outputs), self.features(targets))
-
-
-def test_worker_processes_serve_a_loss_with_layers_of_its_own() -> None:
-    loss = Perceptual()
-    expected, state = trained(Net, lambda _: loss, executor="processes", replicas=1)
-    torch.testing.assert_close(state, expected)
-
-
 def test_one_gradient_for_two_places_is_counted_once_for_each() -> None:
     """Autograd hands the gradient of a sum to both operands: here to replica and module."""
 
@@ -337,14 +299,6 @@ def test_the_modules_own_gradients_are_the_users_outside_of_a_step() -> None:
     torch.testing.assert_close(grads, [parameter.grad for parameter in copied.parameters()])
 
 
-def test_a_trainer_with_forward_needs_no_placeholder_for_the_loss() -> None:
-    net = Net()
-    before = net.b.weight.detach().clone()
-    with phalanx.Trainer(net, optimizer=sgd, forward=lambda m, b: mse(m(b[0]), b[1])) as trainer:
-        trainer.fit(batches(), steps=1)
-    assert not torch.equal(net.b.weight, before)
-
-
 def test_a_trainer_without_an_optimizer_says_that_it_needs_one() -> None:
     refusal = pytest.raises(ConfigError, match=r"`optimizer` must be a function .* is not given")
     with refusal:
@@ -352,28 +306,6 @@ def test_a_trainer_without_an_optimizer_says_that_it_needs_one() -> None:
 
 
 # -- features that a hook keeps ---------------------------------------
-
-
-def keeping(net: Any, feats: dict[Any, Tensor], *, by_module: bool) -> None:
-    def keep(module: nn.Module, _: object, outputs: Tensor) -> None:
-        feats[module if by_module else "a"] = outputs
-
-    net.a.register_forward_hook(keep)
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_features_that_a_hook_keeps_by_the_module_are_explained(replicas: int) -> None:
-    net, feats = Net(), {}  # type: ignore[var-annotated]
-    keeping(net, feats, by_module=True)
-    loss = lambda o, y: mse(o, y) + feats[net.a].pow(2).mean()  # noqa: E731
-    refusal = pytest.raises(UnsupportedError, match=r"KeyError was raised .* forward hooks")
-    with (
-        phalanx.Trainer(net, loss, sgd, microbatches=None, replicas=replicas) as trainer,
-        refusal as caught,
-    ):
-        trainer.fit(batches())
-    assert isinstance(caught.value.__cause__, KeyError)
-    assert "Let `forward()` return what the loss needs" in str(caught.value)
 
 
 # -- parameters that get none -----------------------------------------
@@ -412,18 +344,3 @@ def test_parameters_that_never_got_a_gradient_are_told_once(executor: str, repli
     assert len(caught) == 1
     told = str(caught[0].message)
     assert "`log_variance`, `c.weight`, `c.bias` got" in told
-
-
-def test_a_long_run_tells_before_its_end() -> None:
-    net: Any = Net()
-    net.unused = nn.Parameter(torch.zeros(3))
-    with phalanx.Trainer(
-        net, mse, sgd, executor="inline", microbatches=None, replicas=1
-    ) as trainer:
-        trainer.fit([signed(1.0)], steps=99)
-        with pytest.warns(UserWarning, match="`unused` got no gradient in any of 100 updates"):
-            trainer.fit([signed(1.0)], steps=1)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            trainer.fit([signed(1.0)], steps=2)
-            trainer.close()

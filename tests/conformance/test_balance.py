@@ -7,13 +7,11 @@ model says how long something takes. So nothing depends on how fast or busy this
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
-import pickle
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -338,18 +336,6 @@ def stored_without(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: obj
     monkeypatch.setattr("phalanx.train.state.load_stored", changed)
 
 
-def test_a_checkpoint_from_before_there_were_balanced_workloads_is_read(
-    clocks, tmp_path, monkeypatch
-):
-    balanced(clocks, tmp_path / "saved")
-    stored_without(tmp_path, monkeypatch, workloads=...)
-    with phalanx.Trainer(
-        Net(), F.cross_entropy, sgd, microbatches=None, replicas=2, workloads="auto"
-    ) as trainer:
-        trainer.resume(tmp_path / "saved")
-        assert trainer.step(BATCHES[0]).shares == (21, 20)
-
-
 @pytest.mark.parametrize("wrong", [[1.0, 0.0], [1.0, float("nan")], ["x"], 3])
 def test_damaged_workloads_are_refused_and_nothing_changes(clocks, tmp_path, monkeypatch, wrong):
     balanced(clocks, tmp_path / "saved")
@@ -366,8 +352,6 @@ def test_damaged_workloads_are_refused_and_nothing_changes(clocks, tmp_path, mon
 
 
 # --- the container --------------------------------------------------------------------------------
-
-Pass = Callable[[phalanx.DataParallel, Tensor, Tensor], Tensor]
 
 
 def by_outputs(model: phalanx.DataParallel, x: Tensor, y: Tensor) -> Tensor:
@@ -418,14 +402,6 @@ def test_what_backward_takes_counts_in_a_container(clocks):
         assert is_near(workload_sizes(ROWS, model.workloads), workload_sizes(ROWS, [4, 1]))
 
 
-def test_a_pass_without_gradients_counts_by_itself(clocks):
-    clocks.forward_s = [1.0, 3.0]
-    with phalanx.DataParallel(Net(), TWO, workloads="auto") as model, torch.no_grad():
-        for x, _ in BATCHES:
-            model(x)
-        assert is_near(workload_sizes(ROWS, model.workloads), IDEAL_TWO)
-
-
 def test_a_pass_counts_once_and_not_before_its_backward_pass(clocks):
     with phalanx.DataParallel(Net(), TWO, workloads="auto") as model:
         x, y = BATCHES[0]
@@ -436,14 +412,6 @@ def test_a_pass_counts_once_and_not_before_its_backward_pass(clocks):
         assert len(model.decisions) == 1
 
 
-def test_a_backward_pass_through_some_replicas_only_tells_nothing(clocks):
-    with phalanx.DataParallel(Net(), TWO, workloads="auto", output="per_replica") as model:
-        x, _ = BATCHES[0]
-        first, _ = model(x)
-        first.sum().backward()
-        assert model.decisions == ()
-
-
 def test_passes_may_be_open_at_once(clocks):
     clocks.forward_s = [1.0, 3.0]
     with phalanx.DataParallel(Net(), TWO, workloads="auto") as model:
@@ -452,21 +420,6 @@ def test_passes_may_be_open_at_once(clocks):
             loss.backward()
         assert len(model.decisions) == len(BATCHES)
         assert is_near(workload_sizes(ROWS, model.workloads), IDEAL_TWO)
-
-
-def test_sizes_that_are_given_are_measured_too(clocks):
-    clocks.forward_s = [1.0, 3.0]
-    with phalanx.DataParallel(Net(), TWO, workloads="auto") as model, torch.no_grad():
-        for x, _ in BATCHES:
-            model.forward_sized([20, 21], x)
-        assert is_near(workload_sizes(ROWS, model.workloads), IDEAL_TWO)
-
-
-def test_a_part_without_rows_is_no_measurement(clocks):
-    clocks.call_s = 0.5
-    with phalanx.DataParallel(Net(), TWO, workloads="auto") as model, torch.no_grad():
-        model.forward_parts([BATCHES[0][0], torch.zeros(0, 5, dtype=F64)])
-        assert model.decisions[0].seconds_per_row == (1 + 0.5 / ROWS, None)
 
 
 def test_what_a_replica_waits_for_others_is_not_its_own_time(clocks, monkeypatch):
@@ -496,34 +449,7 @@ def test_what_a_replica_waits_for_others_is_not_its_own_time(clocks, monkeypatch
         assert is_near(workload_sizes(ROWS, model.workloads), IDEAL_TWO)
 
 
-def test_a_copy_begins_anew_and_is_balanced_too(clocks):
-    clocks.forward_s = [1.0, 3.0]
-    with phalanx.DataParallel(Net(), TWO, workloads="auto") as model, torch.no_grad():
-        for x, _ in BATCHES:
-            model(x)
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            with other:
-                assert other.workloads == (0.5, 0.5)
-                for x, _ in BATCHES:
-                    other(x)
-                assert is_near(workload_sizes(ROWS, other.workloads), IDEAL_TWO)
-
-
 def test_workloads_that_are_given_stay():
     with phalanx.DataParallel(Net(), THREE, workloads=[1, 0, 2]) as model:
         assert model.workloads == (1, 0, 2)
         assert model.decisions == ()
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: phalanx.DataParallel(Net(), TWO, workloads="even"),
-        lambda: phalanx.Trainer(
-            Net(), F.cross_entropy, sgd, microbatches=None, replicas=2, workloads="even"
-        ),
-    ],
-)
-def test_another_word_than_auto_is_refused(make):
-    with pytest.raises(ConfigError, match="one share per device or be 'auto', but is 'even'"):
-        make()

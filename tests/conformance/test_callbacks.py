@@ -242,17 +242,6 @@ def test_weights_are_put_back_after_an_error_and_a_ctrl_c(
         assert trainer.module.training
 
 
-def test_weights_may_be_of_anything_that_has_the_same_module() -> None:
-    with make() as trainer:
-        averaged = AveragedModel(trainer.module)
-        trainer.step(TRAIN[0])
-        loss = plain_loss(averaged.module, VALIDATION)
-        assert trainer.evaluate(VALIDATION, module=averaged)["loss"] == pytest.approx(loss)
-        with phalanx.DataParallel(copy.deepcopy(averaged.module), devices=["cpu"]) as wrapped:
-            found = trainer.evaluate(VALIDATION, module=wrapped)["loss"]
-        assert found == pytest.approx(loss)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -343,22 +332,6 @@ def test_batches_to_be_predicted_may_be_of_any_form_of_inputs() -> None:
         for each in (trainer, other):
             each.fit(TRAIN)
         assert_same(trainer.module, other.module)
-
-
-def test_what_auto_replicas_come_to_is_not_decided_by_a_prediction() -> None:
-    chosen: list[Any] = []
-
-    def note(event: object) -> None:
-        if isinstance(event, phalanx.FormationChosen):
-            chosen.append(event)
-
-    with make("threads", "auto", [note]) as trainer:  # type: ignore[arg-type]
-        first = trainer.predict([x for x, _ in VALIDATION])
-        assert not chosen
-        assert trainer.devices == ()
-        trainer.step(TRAIN[0])
-        assert len(chosen) == 1
-        assert len(trainer.predict(VALIDATION)) == len(first) == 13
 
 
 def test_predictions_of_an_average() -> None:

@@ -19,8 +19,6 @@ from tests.conformance.containers import assert_equal_pass, draw, parallel
 from tests.zoo import (
     assert_close,
     assert_same_bits,
-    gradients_of,
-    mlp,
 )
 
 F32, F64 = torch.float32, torch.float64
@@ -41,39 +39,8 @@ def jagged() -> Tensor:
 # --- sparse and nested tensors --------------------------------------------------------------------
 
 
-class Graph(nn.Module):
-    """A layer over the nodes of one graph, the same for all rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = linear()
-
-    def forward(self, inputs: Tensor, graph: Tensor) -> Tensor:
-        return torch.stack([graph @ self.layer(each) for each in inputs])
-
-
 def graph_of(kind: str) -> Tensor:
     return getattr(torch.arange(25, dtype=F64).view(5, 5) % 3, kind)()
-
-
-@pytest.mark.parametrize("kind", EACH_SPARSE)
-def test_a_sparse_input_goes_whole_to_all(kind: str) -> None:
-    net, inputs = Graph(), draw(7, 5, 4)
-    with parallel(net, layout=WHOLE) as model:
-        assert_equal_pass(model, copy.deepcopy(net), inputs, graph_of(kind))
-
-
-@pytest.mark.parametrize("kind", EACH_SPARSE[:2])
-def test_a_sparse_input_gets_its_gradient(kind: str) -> None:
-    net, inputs = Graph(), draw(7, 5, 4)
-    found = []
-    with parallel(net, layout=WHOLE) as model:
-        for module in (net, model):
-            graph = graph_of(kind).requires_grad_()
-            module(inputs, graph).square().sum().backward()
-            assert graph.grad is not None
-            found.append(graph.grad.to_dense())
-    assert_close(found[1], found[0], F64)
 
 
 class Passes(nn.Module):
@@ -89,29 +56,6 @@ def test_an_output_that_is_an_input_is_a_copy(make: str) -> None:
     values = [each._values() if each.is_sparse else each.values() for each in (found, graph)]
     assert torch.equal(*values)
     assert values[0].data_ptr() != values[1].data_ptr()
-
-
-class Holds(nn.Module):
-    """A sparse buffer, and the same tensor as an attribute and in a list."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.layer = linear(5, 3)
-        self.register_buffer("graph", graph_of(kind))
-        self.again, self.several = self.graph, [self.graph]
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.layer((self.graph @ inputs.T).T + (self.again @ inputs.T).T)
-
-
-@pytest.mark.parametrize("kind", EACH_SPARSE)
-def test_sparse_buffers_and_attributes_are_followed(kind: str) -> None:
-    net, twin, inputs = Holds(kind), Holds(kind), draw(7, 5)  # torch cannot deepcopy all of them
-    with parallel(net) as model:
-        assert_equal_pass(model, twin, inputs)
-        net.graph = twin.graph = graph_of(kind) * 2
-        net.zero_grad(), twin.zero_grad()
-        assert_equal_pass(model, twin, inputs)
 
 
 # --- drawing in inference mode --------------------------------------------------------------------
@@ -155,20 +99,6 @@ def test_layers_draw_the_same_numbers_in_inference_mode(name: str) -> None:
 
 
 # --- other ways to differentiate, and to compile --------------------------------------------------
-
-
-def test_what_workers_kept_survives_freezing() -> None:
-    net = mlp(F64)
-    twin, inputs = copy.deepcopy(net), draw(5, 7)
-    with parallel(net) as model:
-        with model.no_sync():
-            model(inputs).sum().backward()
-        twin(inputs).sum().backward()
-        for module in (net, twin):
-            next(module.parameters()).requires_grad_(False)
-        model(inputs).sum().backward()
-        twin(inputs).sum().backward()
-        assert_close(gradients_of(net), gradients_of(twin), F64)
 
 
 def test_a_compiled_model_leaves_its_containers_as_they_are() -> None:

@@ -23,7 +23,6 @@ from tests.conformance.groups import (
     TWO,
     Loss,
     Net,
-    Sum,
     check_against_plain,
     check_picture,
     classes,
@@ -201,43 +200,6 @@ def test_a_batch_that_does_not_fit_is_refused_by_name(case):
         check_refusal(group, net, lambda: group.forward(batch), error, match)
 
 
-@pytest.mark.parametrize(
-    ("labels", "match"),
-    [
-        (classes(6), r"label.*7.*6|label.*6.*7"),
-        ((Y, Y), r"label"),
-        ({"lable": Y}, r"lable"),
-    ],
-)
-def test_labels_that_do_not_fit_are_refused(labels, match):
-    net = Loss()
-    with loss_group(net) as group:
-        forward(group)
-        group.backward()
-        check_refusal(group, net, lambda: group.forward(DataBatch(X, labels)), ConfigError, match)
-
-
-@pytest.mark.parametrize("pad", [-1, 8, 2.5])
-def test_a_pad_that_is_no_number_of_rows_is_refused(pad):
-    net = Loss()
-    with loss_group(net) as group:
-        forward(group)
-        group.backward()
-        check_refusal(
-            group, net, lambda: group.forward(DataBatch(X, Y, pad=pad)), ConfigError, "`pad`"
-        )
-
-
-def test_inputs_of_different_batch_sizes_are_refused_by_name():
-    with (
-        group_of(Sum(), *(desc(name, 7) for name in "abc")) as group,
-        pytest.raises(ConfigError, match=r"`?b`?.*7.*6"),
-    ):
-        group.forward({"a": draw(7), "b": draw(6), "c": draw(7)})
-    with pytest.raises(ConfigError, match=r"`?b`?.*7.*6"):
-        group_of(Sum(), desc("a", 7), desc("b", 6), desc("c", 7))
-
-
 def check_refusal(
     group: DataParallelExecutorGroup,
     net: nn.Module,
@@ -287,47 +249,6 @@ def test_backward_needs_a_training_pass():
         assert all(gradient is not None for gradient in gradients_of(net))
 
 
-@pytest.mark.parametrize(
-    "grads",
-    [
-        [draw(7, 4), draw(7, 4)],
-        [],
-        [draw(6, 4)],
-        [draw(7, 3)],
-        {"logits": draw(7, 4)},
-        ["abc"],
-        None,
-    ],
-)
-def test_out_grads_of_another_structure_are_refused(grads):
-    net, twin = Net(), Net()
-    with group_of(net, desc("data", 7, 5)) as group:
-        group.forward(X)
-        before = picture(group, net)
-        with pytest.raises(ConfigError, match=r"`out_grads`|out_grads"):
-            group.backward(grads)
-        check_picture(group, net, before)
-        group.backward([draw(7, 4)])  # the graph is still there
-        twin(X).backward(draw(7, 4))
-        assert_close(gradients_of(net), gradients_of(twin), F64)
-
-
-@pytest.mark.parametrize(
-    ("workloads", "match"),
-    [
-        ([1, 1], r"one share per device \(3\)"),
-        ([1, -1, 1], "share 1 is -1"),
-        ([0, 0, 0], "at least one share above 0"),
-        ([1, float("nan"), 1], "share 1 is nan"),
-    ],
-)
-def test_wrong_workloads_are_refused(workloads, match):
-    net = Net()
-    with pytest.raises(ConfigError, match=match):
-        group_of(net, desc("data", 7, 5), devices=THREE, workloads=workloads)
-    assert all(parameter.requires_grad for parameter in net.parameters())
-
-
 def test_a_second_bind_is_refused_unless_it_reshapes():
     net = Loss()
     with loss_group(net) as group:
@@ -337,23 +258,6 @@ def test_a_second_bind_is_refused_unless_it_reshapes():
         check_refusal(group, net, lambda: group.bind(*again), StateError, "reshape")
         group.bind(*again, reshape=True)
         assert group.batch_size == 9
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"grad_req": "sum"}, "grad_req"),
-        ({"grad_req": {"body.*": "sum"}}, "grad_req"),
-        ({"grad_req": {"tail.*": "add"}}, "tail"),
-        ({"fixed_parameters": ["tail.bias"]}, r"tail\.bias"),
-        ({"labels": [("data", (7,))]}, "data"),
-    ],
-)
-def test_options_that_name_nothing_are_refused(options, match):
-    net = Net()
-    with pytest.raises(ConfigError, match=match):
-        group_of(net, desc("data", 7, 5), **options)
-    assert all(parameter.requires_grad for parameter in net.parameters())
 
 
 def test_a_module_that_fails_leaves_the_group_usable():

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from phalanx.errors import ConfigError, StateError
-from phalanx.executor_group import DataBatch, DataDesc
+from phalanx.errors import ConfigError
+from phalanx.executor_group import DataBatch
 from tests.conformance.containers import draw
 from tests.conformance.groups import (
     CLASSES,
@@ -59,18 +59,6 @@ def test_weights_reach_the_module_and_its_loss_stands_for_their_sum():
         expected.backward()
         assert_close(group.outputs()[0], expected.detach(), F64)
     assert_close(gradients_of(net), gradients_of(twin), F64)
-
-
-def test_weights_are_refused_or_needed_by_name():
-    net = Weighted()
-    with group_of(net, desc("data", 7, 5), labels=[labels_desc(7)]) as group:
-        for weights, match in [
-            (None, "weights"),
-            (-draw(7).abs(), "weights"),
-            (draw(6), "weights"),
-        ]:
-            with pytest.raises(ConfigError, match=match):
-                group.forward(DataBatch(draw(7, 5), classes(7), weights=weights))
 
 
 def test_a_loss_beside_scores_is_what_is_differentiated_and_scores_are_measured():
@@ -150,57 +138,6 @@ def test_the_module_keeps_its_mode_and_that_of_its_parts(training):
         assert [each.training for each in net.modules()] == before
         group.forward(draw(9, 5), is_train=False)
         assert [each.training for each in net.modules()] == before
-
-
-def test_two_passes_back_need_two_forward_passes_also_after_a_failed_one():
-    net, twin = Net(), Net()
-    with group_of(net, desc("data", 7, 5)) as group:
-        with pytest.raises(StateError, match=r"`forward\(\)`"):
-            group.outputs()
-        group.forward(draw(7, 5))
-        group.backward([draw(7, 4)])
-        with pytest.raises(StateError, match="inputs_need_grad"):
-            group.input_grads()
-    with pytest.raises(StateError, match="closed"):
-        group.forward(draw(7, 5))
-    twin(draw(7, 5)).backward(draw(7, 4))
-    assert_close(gradients_of(net), gradients_of(twin), F64)
-
-
-@pytest.mark.parametrize(
-    ("given", "match"),
-    [
-        ({"layout": "NNC"}, "layout"),
-        ({"layout": "N"}, "layout"),
-        ({"dtype": "float33"}, "dtype"),
-        ({"name": ""}, "name"),
-    ],
-)
-def test_descriptions_that_cannot_be_read_are_refused(given: dict[str, Any], match):
-    with pytest.raises(ConfigError, match=match):
-        DataDesc(**{"name": "x", "shape": (3, 4, 5), **given})
-
-
-def test_numbers_are_converted_as_bound_but_never_cut_off():
-    with group_of(nn.Identity(), desc("input", 7, dtype=torch.int64)) as group:
-        group.forward(torch.arange(7, dtype=torch.int32))
-        assert group.outputs()[0].dtype == torch.int64
-        with pytest.raises(ConfigError, match=r"`input` must be torch\.int64"):
-            group.forward(draw(7))
-
-
-@pytest.mark.filterwarnings("error")
-def test_arrays_are_read_whatever_their_memory():
-    net = nn.Linear(4, 2)
-    array = draw(5, 4, dtype=torch.float32).numpy()
-    locked = array.copy()
-    locked.flags.writeable = False
-    with group_of(net, desc("input", 5, 4, dtype=torch.float32)) as group:
-        for form in (locked, array[::-1].copy()[::-1], array.T.copy().T, array.astype("f8")):
-            group.forward(form)
-            assert_close(group.outputs()[0], net(torch.tensor(array)).detach(), torch.float32)
-        with pytest.raises(ConfigError, match=r"2 dims like \(5, 4\).*shape \(\)"):
-            group.forward(5)
 
 
 class Breaking(torch.autograd.Function):
@@ -284,61 +221,6 @@ def test_binding_to_a_shared_group_keeps_the_gradient_requests():
         assert_close(net.body.weight.grad, twin.body.weight.grad, F64)
         assert net.head.bias.grad is None
     assert net.head.bias.requires_grad
-
-
-def test_rows_that_pad_a_device_of_a_list_are_not_taken_for_the_batchs_end():
-    x = draw(8, 5)
-    batches = [DataBatch(x[:3], pad=1), None, DataBatch(x[3:], pad=2)]
-    with group_of(Net(), desc("data", 8, 5), inputs_need_grad=True) as group:
-        group.forward(batches)
-        with pytest.raises(ConfigError, match=r"shape \(5, 4\)"):
-            group.backward([draw(8, 4)])
-        group.backward([draw(5, 4)])
-        grad = group.input_grads()[0]
-        assert [bool(row.any()) for row in grad] == [True] * 2 + [False] + [True] * 3 + [False] * 2
-
-
-def test_outputs_that_are_refused_leave_statistics_alone():
-    net = nn.BatchNorm1d(2).double()
-    with (
-        group_of(
-            net, desc("input", 9, 2), devices=2, outputs=[("a", (9, 2)), ("b", (9,))]
-        ) as group,
-        pytest.raises(ConfigError, match="declare all 1 outputs"),
-    ):
-        group.forward(draw(9, 2))
-    assert net.num_batches_tracked == 0
-    assert not net.running_mean.any()
-
-
-def test_get_params_that_is_refused_writes_nothing():
-    net = nn.BatchNorm1d(2).double()
-    own = {"weight": torch.zeros(2, dtype=F64)}
-    with group_of(net, desc("input", 9, 2)) as group, pytest.raises(ConfigError, match="'bad'"):
-        group.get_params((own, {"bad": torch.zeros(1)}))
-    assert own.keys() == {"weight"}
-    assert not own["weight"].any()
-
-
-def test_an_output_that_is_none_is_none():
-    class Pair(Net):
-        def forward(self, data: Tensor) -> tuple[Tensor, None]:
-            return super().forward(data), None
-
-    net = Pair()
-    with group_of(net, desc("data", 15, 5)) as group:
-        group.forward(draw(15, 5))
-        assert group.outputs()[1] is None
-        group.backward([draw(15, 4), None])
-
-
-def test_states_may_have_the_padded_rows_too():
-    states = [desc("h", 15, 3), desc("c", 15, 3)]
-    h, c, x = draw(15, 3), draw(15, 3, seed=1), draw(15, 5)
-    with group_of(Cell(), desc("data", 15, 5), states=states) as group:
-        group.set_states([h, c])
-        group.forward(DataBatch(x, pad=4))
-        assert_close(group.outputs()[0], Cell()(x[:11], h[:11], c[:11])[0].detach(), F64)
 
 
 @pytest.mark.skipif(hasattr(torch, "dev"), reason="weighs what lies on the CPU")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,72 +124,3 @@ def test_what_a_script_sets_under_its_guard_counts_in_worker_processes(tmp_path:
         [sys.executable, path, "0.5", "2.0"], capture_output=True, text=True, timeout=200
     )
     assert (done.stdout, done.returncode) == ("equal\n", 0), done.stderr
-
-
-def doubled(x: Tensor) -> Tensor:
-    return x * 2.0
-
-
-def gained(x: Tensor) -> Tensor:
-    return x * LATE_GAIN
-
-
-LATE_GAIN = 1.0
-CHOSEN = doubled
-RECIPE = SimpleNamespace(rate=1.0, act=torch.tanh, table={"double": doubled}, out=Path("runs"))
-
-
-class Heir(Net):
-    bias = 0.25
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = RECIPE.table["double"](CHOSEN(RECIPE.act(self.layer(x)))) * RECIPE.rate
-        return out * self.scale + self.bias
-
-
-class Elder(Net):
-    bias = 1.0
-
-
-class Younger(Elder, Heir):
-    bias = 0.5
-
-
-def heirs_weights(executor: str, monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    """Train four steps, with other code and other class attributes before each but the first."""
-    here = sys.modules[__name__]
-    torch.manual_seed(0)
-    with monkeypatch.context() as patch:
-        net = Younger()
-        acts = [
-            lambda: None,
-            # An attribute that hides a base's, one that shows a base's again, and other functions.
-            lambda: (
-                patch.setattr(Younger, "scale", 3.0, raising=False),
-                patch.delattr(Younger, "bias"),
-                patch.setattr(here, "CHOSEN", gained),
-                patch.setattr(RECIPE, "rate", 0.5),
-            ),
-            # What only the code that came in reads.
-            lambda: patch.setattr(here, "LATE_GAIN", 0.75),
-            lambda: patch.setitem(RECIPE.table, "double", gained),
-        ]
-        with phalanx.Trainer(
-            net,
-            F.mse_loss,
-            lambda p: torch.optim.SGD(p, lr=0.1),
-            executor=executor,
-            replicas=2,
-            microbatches=4,
-        ) as trainer:
-            for act in acts:
-                act()
-                trainer.step((torch.randn(8, 5), torch.randn(8, 3)))
-        return net.layer.weight.detach().clone()
-
-
-def test_worker_processes_follow_code_and_class_attributes_that_come_and_go(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found, expected = (heirs_weights(each, monkeypatch) for each in ("processes", "threads"))
-    assert torch.equal(found, expected)

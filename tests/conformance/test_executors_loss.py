@@ -8,7 +8,6 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -282,22 +281,6 @@ def test_a_moving_average_teaches_in_worker_processes(through_data: bool, kill: 
     assert torch.equal(run("threads"), run("processes"))
 
 
-def test_two_trainers_that_hold_each_others_modules_train_alike() -> None:
-    def run(executor: str) -> Tensor:
-        nets = [linear(), linear()]
-        with (
-            open_trainer(nets[0], None, executor, 1, forward=Taught(nets[1])) as first,
-            open_trainer(nets[1], None, executor, 1, forward=Taught(nets[0])) as second,
-        ):
-            in_place(nets[1][0].weight, 1)  # type: ignore[index]
-            for batch in batches():
-                first.step(batch)
-                second.step(batch)
-        return torch.cat([weights_of(net) for net in nets])
-
-    assert torch.equal(run("threads"), run("processes"))
-
-
 def test_a_loss_of_the_module_itself_trains_the_modules_parameters() -> None:
     def run(executor: str) -> Tensor:
         torch.manual_seed(0)
@@ -313,20 +296,3 @@ def test_a_loss_of_the_module_itself_trains_the_modules_parameters() -> None:
         return found
 
     assert torch.equal(run("threads"), run("processes"))
-
-
-def test_what_a_loss_keeps_itself_stays_while_nothing_else_changes() -> None:
-    with open_trainer(linear(), Counting(), "processes", 1) as trainer:
-        losses = [trainer.step(batch).loss for batch in batches()]
-    assert all(after > before + 1 for before, after in pairwise(losses))
-
-
-class Counting:
-    """A loss that grows with the number of times it was called."""
-
-    def __init__(self) -> None:
-        self.calls = torch.zeros(())
-
-    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        self.calls += 1
-        return F.cross_entropy(outputs, targets) + self.calls

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from tests.multiprocess.forked_scripts import run_forked
 
 PATIENCE_S = 200.0
 ROOT = Path(__file__).parents[2]
@@ -295,14 +294,3 @@ def test_a_script_need_not_be_a_file(way: str, tmp_path: Path) -> None:
     else:
         stdout, stderr = run("-", text=SCRIPT, cwd=tmp_path)
     assert stdout == "once\nTrue\n", stderr
-
-
-def test_what_cannot_be_sent_ends_a_script_with_one_traceback(tmp_path: Path) -> None:
-    text = SCRIPT.replace("    known = {}", "    known = {}\n    lock = LOCK")
-    (tmp_path / "script.py").write_text(text)
-    code, said = run_forked("python", "script.py", folder=tmp_path, deadline_s=PATIENCE_S)
-    assert code == 1, said
-    assert said.startswith("once\n"), said
-    assert said.count("Traceback (most recent call last)") == 1, said
-    last = said.rstrip().splitlines()[-1]
-    assert last.startswith("phalanx.errors.ConfigError: Class `Named` must be picklable"), said

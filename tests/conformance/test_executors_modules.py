@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,6 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import phalanx
-from phalanx.replicas.packing import load, pack
 
 pytestmark = pytest.mark.promise("attributes-are-followed")
 
@@ -111,67 +109,6 @@ def test_they_train_alike_in_threads_and_processes(name: str) -> None:
     assert threads.keys() == processes.keys()
     for key, value in threads.items():
         assert torch.equal(value, processes[key]), key
-
-
-def scaled(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.mse_loss(outputs, targets)
-
-
-def make_loss(gain: float) -> Callable[[Tensor, Tensor], Tensor]:
-    def loss(outputs: Tensor, targets: Tensor, gain: float = gain) -> Tensor:
-        return scaled(outputs, targets) * gain
-
-    def other(outputs: Tensor, targets: Tensor) -> Tensor:
-        return scaled(outputs, targets) * 0
-
-    return loss if gain else other
-
-
-def test_inner_functions_without_captured_variables_arrive_as_themselves() -> None:
-    module = sys.modules[__name__]
-    for gain in (2.0, 0.0):
-        loss = load(pack(make_loss(gain)))
-        assert loss(torch.ones(2), torch.zeros(2)) == gain
-        assert loss.__globals__ is vars(module)
-        assert loss.__qualname__ == make_loss(gain).__qualname__
-
-
-class WithHole(nn.Module):
-    """Has a place for a buffer, as batch norms without running statistics have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(5, 3)
-        self.register_buffer("mean", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x)
-        return out
-
-
-def odd(tensor: Tensor) -> Tensor:
-    """Return the same numbers at an address that is no multiple of their size."""
-    raw = bytearray(b"\0" + tensor.numpy().tobytes())
-    return torch.frombuffer(raw, dtype=tensor.dtype, offset=1).view(tensor.shape)
-
-
-@pytest.mark.parametrize("executor", ["threads", "processes"])
-def test_a_buffer_that_was_none_can_go_and_rows_may_lie_anywhere(executor: str) -> None:
-    torch.manual_seed(0)
-    module = WithHole()
-    x, y = torch.randn(8, 5), torch.randn(8, 3)
-    with phalanx.Trainer(
-        module,
-        F.mse_loss,
-        lambda p: torch.optim.SGD(p, lr=0.1),
-        executor=executor,
-        microbatches=None,
-        replicas=2 if executor == "threads" else 1,
-    ) as trainer:
-        first = trainer.evaluate([(x, y)])
-        del module.mean
-        assert trainer.evaluate([(x, y)]) == first
-        assert trainer.evaluate([(odd(x), odd(y))]) == first
 
 
 def halved(self: nn.Linear, x: Tensor) -> Tensor:

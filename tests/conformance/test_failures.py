@@ -219,19 +219,6 @@ def test_when_all_replicas_fail_one_exception_arrives() -> None:
         trainer.step((x, targets))
 
 
-def test_the_same_exception_object_raised_by_two_replicas_is_no_trouble() -> None:
-    one = Boom(1, where="shared")
-
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        raise one
-
-    with phalanx.Trainer(mlp(), loss, sgd, microbatches=None, replicas=3) as trainer:
-        for _ in range(2):
-            with pytest.raises(Boom) as caught:
-                trainer.step(vector_batch(ROWS))
-            assert caught.value is one
-
-
 def test_an_exception_of_the_weight_function_arrives() -> None:
     def weight(part: Any) -> float:
         explode("weight")
@@ -348,19 +335,6 @@ def test_no_thread_is_left_after_close(failing: bool, threads_before: list[str])
     trainer.close()
     assert house_threads() == threads_before
     trainer.close()
-
-
-def test_no_thread_of_a_container_is_left_after_close(threads_before: list[str]) -> None:
-    model = phalanx.DataParallel(mlp(), devices=["cpu"] * 3)
-    assert house_threads() == threads_before, (
-        "construction is cheap: threads start when there is work"
-    )
-    outputs = model(vector_batch(ROWS)[0])
-    assert len(house_threads()) > len(threads_before)
-    outputs.sum().backward()
-    model.close()
-    assert house_threads() == threads_before
-    model.close()
 
 
 def test_leaving_the_block_by_an_exception_closes(threads_before: list[str]) -> None:

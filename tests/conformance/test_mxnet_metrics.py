@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import UserDict
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.compat import mxnet
-from phalanx.errors import ConfigError, StateError
+from phalanx.errors import ConfigError
 from tests.conformance.containers import cpu_and_others
 from tests.conformance.groups import Net
 
@@ -62,10 +61,6 @@ def classifier_group() -> mxnet.DataParallelExecutorGroup:
         data=[("data", (ROWS, 4))],
         labels=[("softmax_label", (ROWS,))],
     )
-
-
-class Batch(UserDict[str, Any]):
-    """A mapping that is no dict."""
 
 
 class Ported(mxnet.EvalMetric):
@@ -123,18 +118,6 @@ def test_a_metric_chooses_an_output_by_name() -> None:
     assert chosen.get() == ("accuracy", 1.0)
     with pytest.raises(ConfigError, match="`output_names` must name what there is"):
         chosen.update_dict({"l": CLASSES}, {"other": Y})
-
-
-def test_metrics_refuse_what_does_not_belong_together() -> None:
-    with pytest.raises(ConfigError, match=r"must be as many as the outputs \(2\), but are 1"):
-        mxnet.Accuracy().update([CLASSES], [CLASSES, CLASSES])
-    with pytest.raises(ConfigError, match="must have one class per row"):
-        mxnet.Accuracy().update([CLASSES[:3]], [torch.ones(ROWS, 3)])
-    with pytest.raises(NotImplementedError, match="`EvalMetric` must have `update"):
-        mxnet.EvalMetric("none").update([], [])
-    extra = mxnet.CustomMetric(lambda label, pred: 1.0, allow_extra_outputs=True)
-    extra.update([CLASSES], [CLASSES, CLASSES])
-    assert extra.num_inst == 1
 
 
 class Pair(nn.Module):
@@ -226,26 +209,3 @@ def test_output_shapes_are_known_before_the_first_pass() -> None:
     tokens = mxnet.DataParallelExecutorGroup(nn.Embedding(5, 3), 2, data=[("input", (7, 2))])
     assert tokens.get_output_shapes() == [("output0", (7, 2, 3))]
     tokens.close()
-
-
-class ByValue(nn.Module):
-    def forward(self, data: Tensor) -> Tensor:
-        return data[: int(data.sum())]
-
-
-def test_output_shapes_that_depend_on_values_need_a_pass() -> None:
-    with (
-        mxnet.DataParallelExecutorGroup(ByValue(), 2, data=[("data", (7, 2))]) as group,
-        pytest.raises(StateError, match=r"does not tell their shapes .* Call `forward\(\)` first"),
-    ):
-        group.get_output_shapes()
-
-
-def test_a_width_that_was_not_bound_is_told_beside_torchs_error() -> None:
-    with regression_group() as group:
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
-            group.forward(torch.ones(ROWS, 5))
-        notes = " ".join(raised.value.__notes__)
-        assert f"`data` has shape ({ROWS}, 5), and the group was bound to ({ROWS}, 4)." in notes
-        with pytest.raises(ConfigError, match=r"`pad` must be .* which leaves one, but is 9"):
-            group.forward(mxnet.DataBatch(X, Y, pad=ROWS))

@@ -6,10 +6,8 @@ more or less than even, and plain even ones. The tolerance is argued in `models.
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
-import pickle
 from typing import Any
 
 import pytest
@@ -31,7 +29,6 @@ from tests.zoo import (
     Nest,
     Pair,
     PartlyUsed,
-    SharedInside,
     TwoInputs,
     adamw,
     assert_close,
@@ -181,44 +178,6 @@ def test_the_trainer_equals_the_twin_whatever_the_number_of_microbatches(
 # --- inputs and graphs of other kinds -------------------------------------------------------------
 
 
-@REPLICAS
-def test_data_parallel_inside_a_larger_sequential_equals_the_twin(replicas: int) -> None:
-    torch.manual_seed(3)
-    around = nn.Sequential(nn.Linear(5, 7), mlp(), nn.Linear(4, 3)).double()
-    twin = twin_of(around)
-    inner = parallel(around[1], replicas)
-    around[1] = inner
-    with inner:
-        x = torch.randn(9, 5, dtype=torch.float64, requires_grad=True)
-        other = x.detach().clone().requires_grad_()
-        outputs, expected = around(x), twin(other)
-        outputs.square().mean().backward()
-        expected.square().mean().backward()
-        assert_close(outputs, expected, torch.float64)
-        assert_close(x.grad, other.grad, torch.float64)
-        assert_close(gradients_of(around), gradients_of(twin), torch.float64)
-        assert list(around.state_dict()) == list(twin.state_dict())
-
-
-def test_an_input_that_needs_no_gradient_gets_none() -> None:
-    net = mlp(torch.float64)
-    twin = twin_of(net)
-    x, targets = vector_batch(7, torch.float64)
-    with parallel(net) as model:
-        MLP.loss(model(x), targets).backward()
-    MLP.loss(twin(x), targets).backward()
-    assert x.grad is None
-    assert_close(gradients_of(net), gradients_of(twin), torch.float64)
-
-
-def test_when_nothing_needs_a_gradient_the_output_needs_none() -> None:
-    net = mlp().requires_grad_(False)
-    x, _ = vector_batch(7)
-    with parallel(net) as model:
-        assert not model(x).requires_grad
-        assert model(x.requires_grad_()).requires_grad
-
-
 def test_only_the_input_needs_a_gradient() -> None:
     net = mlp(torch.float64).requires_grad_(False)
     twin = twin_of(net)
@@ -242,23 +201,6 @@ def test_an_intermediate_input_hands_its_gradient_on() -> None:
     assert_close(scale.grad, other.grad, torch.float64)
 
 
-@pytest.mark.parametrize(
-    "build", [lambda: gpt(torch.float64, tied=True), lambda: SharedInside().double()]
-)
-@REPLICAS
-def test_weights_shared_inside_the_model_stay_one_weight(build: Any, replicas: int) -> None:
-    net = build()
-    twin = twin_of(net)
-    case = GPT if hasattr(net, "embed") else MLP
-    batches = batches_of(case, 9, torch.float64, STEPS)
-    names = [name for name, _ in net.named_parameters()]
-    with parallel(net, replicas) as model:
-        plain_steps(model, case.loss, sgd, batches)
-    plain_steps(twin, case.loss, sgd, batches)
-    assert [name for name, _ in net.named_parameters()] == names
-    assert_close(state_of(net), state_of(twin), torch.float64)
-
-
 @REPLICAS
 def test_the_trainer_keeps_shared_weights_one_weight(replicas: int) -> None:
     twin = gpt(torch.float64, tied=True)
@@ -275,24 +217,6 @@ def test_the_trainer_keeps_shared_weights_one_weight(replicas: int) -> None:
             trainer.step(batch)
         assert trainer.module.head.weight is trainer.module.embed.weight
         assert_close(state_of(trainer.module), state_of(twin), torch.float64)
-
-
-@REPLICAS
-@MODELS
-def test_three_backwards_without_zeroing_add_up(case: Case, replicas: int) -> None:
-    net = case.build(torch.float64)
-    twin = twin_of(net)
-    with parallel(net, replicas) as model:
-        for each in (model, twin):
-            optimizer = sgd(each.parameters())
-            for rows in (9, 2, 7):
-                inputs, targets = case.batch(rows, torch.float64)
-                case.loss(each(inputs), targets).backward()
-            if each is twin:
-                assert_close(gradients_of(net), gradients_of(twin), torch.float64)
-            optimizer.step()
-    # The comparison above ran after ours had stepped: a step does not touch gradients.
-    assert_close(state_of(net), state_of(twin), torch.float64)
 
 
 def test_two_graphs_live_at_once_and_run_back_in_any_order() -> None:
@@ -574,44 +498,6 @@ def test_the_trainer_notices_freezing_and_thawing_between_steps(
             assert_close(state_of(trainer.module), state_of(twin), torch.float64)
 
 
-def test_a_module_without_parameters_runs() -> None:
-    x = torch.randn(7, 4, requires_grad=True)
-    other = x.detach().clone().requires_grad_()
-    with parallel(nn.Tanh(), 3) as model:
-        outputs = model(x)
-        outputs.sum().backward()
-        assert list(model.parameters()) == []
-    torch.tanh(other).sum().backward()
-    assert_close(outputs, torch.tanh(other), torch.float32)
-    assert_close(x.grad, other.grad, torch.float32)
-
-
-def test_parameters_of_several_dtypes_live_side_by_side() -> None:
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fine = nn.Linear(7, 5, dtype=torch.float64)
-            self.coarse = nn.Linear(5, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.coarse(self.fine(x).float())
-
-    torch.manual_seed(0)
-    net = Mixed()
-    twin, for_trainer = twin_of(net), twin_of(net)
-    batches = batches_of(MLP, 9, torch.float64, STEPS)
-    plain_steps(twin, MLP.loss, adamw, batches)
-    with parallel(net) as model:
-        plain_steps(model, MLP.loss, adamw, batches)
-    with phalanx.Trainer(
-        for_trainer, MLP.loss, adamw, microbatches=None, replicas=cpu_and_others(2)
-    ) as trainer:
-        for batch in batches:
-            trainer.step(batch)
-        assert_close(state_of(trainer.module), state_of(twin), torch.float32)
-    assert_close(state_of(net), state_of(twin), torch.float32)
-
-
 class TestChangesFromOutside:
     """No call tells the container that parameters have changed; it must see it by itself."""
 
@@ -758,29 +644,6 @@ def test_to_takes_the_replicas_along() -> None:
         assert_close(gradients_of(model), gradients_of(twin), torch.float64)
 
 
-@pytest.mark.parametrize(
-    "clone_of",
-    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
-    ids=["deepcopy", "pickle"],
-)
-@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
-def test_a_clone_computes_the_same_and_lives_on_its_own(clone_of: Any, used: bool) -> None:
-    net = cnn_norm(torch.float64)
-    x, targets = CNN_NORM.batch(9, torch.float64)
-    with parallel(net, 2) as model:
-        if used:
-            CNN_NORM.loss(model(x), targets).backward()
-        with clone_of(model) as clone:
-            assert list(clone.state_dict()) == list(model.state_dict())
-            assert_same_bits(state_of(clone), state_of(model))
-            before = state_of(net)
-            plain_steps(clone, CNN_NORM.loss, sgd, [(x, targets)] * 2)
-            assert_same_bits(state_of(net), before)
-            assert not torch.equal(next(clone.parameters()), next(model.parameters()))
-            clone.load_state_dict(model.state_dict())
-            assert_close(clone.eval()(x), model.eval()(x), torch.float64)
-
-
 def test_state_dict_has_the_keys_of_the_unwrapped_module_and_loads_both_ways() -> None:
     net = cnn_norm()
     plain = cnn_norm(seed=4)
@@ -841,14 +704,6 @@ def test_autocast_reaches_the_replicas(replicas: int) -> None:
     torch.testing.assert_close(outputs, expected, rtol=2e-2, atol=2e-2)
     assert {gradient.dtype for gradient in gradients_of(net)} == {torch.float32}
     torch.testing.assert_close(gradients_of(net), gradients_of(twin), rtol=2e-2, atol=2e-2)
-
-
-def test_autocast_does_not_outlive_its_block() -> None:
-    x, _ = vector_batch(7)
-    with parallel(mlp(), 2) as model:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            model(x)
-        assert model(x).dtype == torch.float32
 
 
 def gradient_penalty(model: nn.Module, x: Tensor) -> None:

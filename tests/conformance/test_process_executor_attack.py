@@ -11,13 +11,12 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -213,72 +212,7 @@ def test_workers_compute_under_the_settings_of_the_process_that_has_them() -> No
         assert same(weights(trainer), weights(judge))
 
 
-def must_flush(_: object) -> None:
-    assert flushes_denormals()
-
-
-def test_a_worker_that_has_computed_nothing_steps_under_these_settings_too() -> None:
-    executor = phalanx.Processes(intra_op=1)
-    with make(None, executor, replicas=2, microbatches=None, workloads=[1, 0]) as trainer:
-        trainer.step(batch())
-        executor = trainer._engine.executor
-
-        def calls() -> list[bool]:
-            done: list[bool] = executor.each(
-                lambda index: executor.call_worker(index, lambda _: must_flush)
-            )
-            return done
-
-        with changed("flushed denormals"):
-            trainer.step(batch())
-        assert calls() == [True, True]
-        trainer.step(batch())
-        assert calls() == [False, False]
-
-
-def fail(_: object) -> None:
-    raise MemoryError
-
-
-def leave(worker: Any) -> None:
-    worker.saved["left"] = 1
-
-
-def leave_and_fail(worker: Any) -> None:
-    leave(worker)
-    raise MemoryError
-
-
-def test_what_a_worker_has_saved_is_known_whether_its_call_failed_or_not() -> None:
-    """Else the next one would count on it, and fail for ever; or leave it there."""
-    with make() as trainer:
-        trainer.step(batch())
-        executor = trainer._engine.executor
-        seen: list[bool] = []
-
-        def call(deed: Any) -> Any:
-            def note(saved: Collection[str]) -> Any:
-                seen.append("left" in saved)
-                return deed
-
-            return lambda index: index == 0 and executor.call_worker(0, note)
-
-        deeds = fail, leave, print
-        assert [executor.each(call(deed))[0] for deed in deeds] == [False, True, True]
-        executor.forget("left")
-        deeds = print, leave_and_fail, print
-        assert [executor.each(call(deed))[0] for deed in deeds] == [True, False, True]
-        assert seen == [False, False, True, False, False, True]
-
-
 # -- options -----------------------------------------------------------
-
-
-@pytest.mark.parametrize("timeout_s", [float("inf"), np.float32(PATIENCE_S)])
-def test_any_time_above_zero_is_a_time_to_wait(timeout_s: float) -> None:
-    with make(executor=phalanx.Processes(timeout_s=timeout_s)) as trainer:
-        trainer.step(batch())
-        assert trainer.steps == 1
 
 
 # -- data that cannot be sent ------------------------------------------

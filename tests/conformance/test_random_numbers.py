@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import random
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -208,17 +207,6 @@ def test_a_checkpointed_part_may_draw_where_nothing_goes_back(preserve: dict[str
         ) as trainer:
             losses.append(trainer.evaluate(batches())["loss"])
     assert losses[0] == losses[1]
-
-
-def test_preserving_does_nothing_outside_of_replicas() -> None:
-    net, plain = Checkpointed(), NotCheckpointed()
-    plain.load_state_dict(net.state_dict())
-    found = []
-    for each in (net, plain):
-        torch.manual_seed(3)
-        each(batches()[0][0]).sum().backward()
-        found.append(each.first.weight.grad)
-    assert torch.equal(*found)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("executor", "replicas"), EXECUTORS)
@@ -474,43 +462,7 @@ def train_numpys(executor: str, replicas: int, file: str) -> None:
     Path(file).write_text(str(raised.value))
 
 
-def test_checkpointing_what_draws_nothing_is_no_seeding() -> None:
-    class Quiet(Net):
-        def hidden(self, x: Tensor) -> Tensor:
-            once: Tensor = checkpoint(torch.tanh, x, use_reentrant=False)
-            return checkpoint(torch.tanh, once, use_reentrant=True)  # type: ignore[no-any-return]
-
-    assert train(Quiet, "threads", 2)
-
-
 # --- others' numbers ------------------------------------------------------------------------------
-
-
-def test_another_thread_of_the_program_keeps_its_numbers() -> None:
-    net = nn.Linear(9, 3)
-    with phalanx.Trainer(net, F.cross_entropy, sgd, replicas=2, microbatches=4) as trainer:
-        data = [batches()[1]] * 20
-        trainer.fit(data, steps=2)
-        torch.manual_seed(7)
-        found: list[Tensor] = []
-        done = threading.Event()
-
-        def draw() -> None:
-            while not done.is_set():
-                found.append(torch.rand(()))
-
-        thread = threading.Thread(target=draw)
-        thread.start()
-        try:
-            trainer.fit(data, epochs=2)
-            trainer.evaluate(data)
-        finally:
-            done.set()
-            thread.join()
-    own = torch.Generator().manual_seed(7)
-    assert torch.equal(
-        torch.stack(found), torch.stack([torch.rand((), generator=own) for _ in found])
-    )
 
 
 def test_no_forward_pass_is_run_twice() -> None:
@@ -585,24 +537,6 @@ def test_a_slice_of_a_group_draws_the_same_bits_whatever_is_beside_it(kind: type
         for replicas in range(used, 4):
             found = passes_of_group(kind, replicas, sizes[:used])
             assert all(map(torch.equal, found[0] + found[1], expected[0] + expected[1]))
-
-
-def evaluated(module: nn.Module, batch: Any) -> Tensor:
-    return module(batch).mean()  # type: ignore[no-any-return]
-
-
-def test_torchs_fused_evaluation_of_transformers_is_used() -> None:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    net = nn.TransformerEncoder(layer, 2)
-    with (
-        phalanx.Trainer(
-            net, None, sgd, forward=evaluated, executor="inline", replicas=1, microbatches=2
-        ) as trainer,
-        torch.profiler.profile() as profile,
-    ):
-        trainer.evaluate([torch.ones(4, 5, 8)] * 2)
-    used = [each.count for each in profile.key_averages() if "encoder_layer_fwd" in each.key]
-    assert used == [16]  # 2 batches × 2 microbatches × 2 layers, each seen and then computed
 
 
 # --- the process's generators, across a stop ------------------------------------------------------

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import phalanx
 from phalanx import DataParallel, Layout, ModelParallel, Trainer, merge_updates, tables
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError, StateError, UnsupportedError
+from tests.conformance import groups
 from tests.zoo import MLP, adamw, assert_same_bits, gradients_of, mlp, sgd, state_of, vector_batch
 
 pytestmark = pytest.mark.promise("refused-calls-change-nothing", "limits-say-so")
@@ -159,6 +160,27 @@ def use_columns(model: Copies) -> None:
 
 COLUMNS = Subject(
     "columns", open_columns, lambda model: [state_of(model), gradients_of(model)], use_columns
+)
+
+
+FIVE, LABELS = torch.ones(7, 5, dtype=torch.float64), torch.ones(7, dtype=torch.int64)
+NET, DATA = groups.Net(), [groups.desc("data", 7, 5)]
+
+
+@contextlib.contextmanager
+def open_group() -> Iterator[Any]:
+    data, label = groups.desc("data", 7, 5), groups.labels_desc(7)
+    with groups.group_of(groups.Loss(), data, labels=[label]) as group:
+        group.forward(phalanx.DataBatch(FIVE, LABELS))
+        group.backward()
+        yield group
+
+
+GROUP = Subject(
+    "group",
+    open_group,
+    lambda group: [state_of(group.module), gradients_of(group.module), group.slices],
+    lambda group: group.forward(phalanx.DataBatch(FIVE, LABELS)),
 )
 
 
@@ -403,6 +425,25 @@ ROWS: list[Row] = [
         lambda _: DataParallel(nn.Tanh(), 2).flat_parameters(),
         "none",
         UnsupportedError,
+    ),
+    # executor groups
+    *(
+        Row(GROUP, lambda g, data=data: g.forward(phalanx.DataBatch(*data)), match)
+        for data, match in (
+            ((FIVE, LABELS[:6]), "label.*7.*6|label.*6.*7"),
+            ((FIVE, (LABELS, LABELS)), "label"),
+            ((FIVE, {"lable": LABELS}), "lable"),
+            (("abc", LABELS), "data"),
+            ((FIVE, LABELS, -1), "`pad`"),
+        )
+    ),
+    *(
+        Row(NOTHING, lambda _, options=options: groups.group_of(NET, *DATA, **options), match)
+        for options, match in (
+            ({"workloads": [1]}, "one share per device"),
+            ({"grad_req": "sum"}, "grad_req"),
+            ({"fixed_parameters": ["tail.bias"]}, r"tail\.bias"),
+        )
     ),
     # tables
     Row(TABLE, lambda t: t.add(torch.ones(1, 3), rows=[5]), "Row 5 is outside"),

@@ -179,23 +179,6 @@ def test_a_learning_rate_may_be_a_tensor(
         assert rate.item() == pytest.approx(0.001 if scheduled else 0.01)
 
 
-def test_parameters_may_be_of_complex128(tmp_path: Path) -> None:
-    class Complex(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(3, 5, dtype=torch.complex128))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x @ self.w.T.to(torch.complex128)).abs()
-
-    torch.manual_seed(0)
-    data = [
-        (torch.randn(12, 5, dtype=torch.complex128), torch.randn(12, 3, dtype=torch.float64))
-        for _ in range(6)
-    ]
-    assert_same_bits(*runs(Complex(), data, lambda ps: AdamW(ps, lr=0.01), tmp_path / "c", 3))
-
-
 def test_what_the_user_keeps_in_the_optimizers_state_comes_back(tmp_path: Path) -> None:
     with phalanx.Trainer(
         Experts(), F.mse_loss, adamw_of_two_groups, microbatches=None, replicas=2
@@ -330,25 +313,6 @@ def test_a_failure_in_any_batch_does_not_show(
     undisturbed = trained_across_a_failure(None, failure, own_generator, None)
     saved = tmp_path / "c" if saves else None
     assert_same_bits(undisturbed, trained_across_a_failure(fail_at, failure, own_generator, saved))
-
-
-def test_what_the_user_seeds_after_a_failure_in_the_first_batch_counts() -> None:
-    def order(disturbed: bool) -> list[float]:
-        torch.manual_seed(0)
-        net = Failing()
-        data = TensorDataset(torch.arange(40.0).view(8, 5), torch.zeros(8, 3))
-        loader = DataLoader(data, batch_size=2, shuffle=True)
-        with phalanx.Trainer(net, F.mse_loss, sgd, microbatches=None, replicas=1) as trainer:
-            if disturbed:
-                net.failure = RuntimeError
-                with pytest.raises(RuntimeError):
-                    trainer.fit(loader)
-                net.failure = None
-            torch.manual_seed(5)
-            trainer.fit(loader)
-        return net.lin.weight.flatten().tolist()
-
-    assert order(disturbed=True) == order(disturbed=False)
 
 
 class Masking:

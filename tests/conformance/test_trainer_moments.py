@@ -16,15 +16,9 @@ from torch import Tensor, nn
 import phalanx
 from phalanx.errors import StateError
 from phalanx.execution import (
-    ExecutorChoice,
-    FailureLog,
-    Processes,
-    WorkerFailure,
-    WorkerLost,
     opening,
 )
-from phalanx.train import FormationChosen, StepDone, trial
-from phalanx.train.dispatcher import EventDispatcher
+from phalanx.train import StepDone
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
@@ -179,47 +173,6 @@ def test_training_goes_on_where_the_system_has_no_more_replicas(
 # -- telling ------------------------------------------------------------
 
 
-def loss_of(worker: int) -> WorkerFailure:
-    return WorkerFailure(worker=worker, pid=1, reason="", microbatch=None, dump="", noticed_s=0.0)
-
-
-def test_a_loss_that_was_not_told_of_is_told_of_the_next_time() -> None:
-    failures, told = FailureLog(None), []
-    for worker in range(3):
-        failures.add(loss_of(worker))
-
-    def hear(lost: WorkerLost) -> None:
-        told.append(lost.worker)
-        if lost.worker == 0:
-            raise KeyError(lost.worker)
-
-    choice = ExecutorChoice(kind="processes", options=Processes(on_failure=hear))
-    dispatcher = EventDispatcher((), choice, failures)
-    with pytest.raises(KeyError):
-        dispatcher.tell_of_failures(1)
-    dispatcher.tell_of_failures(2)
-    dispatcher.tell_of_failures(3)
-    assert told == [0, 1, 2]
-
-
-def test_a_step_is_told_of_though_telling_of_a_loss_in_it_raises() -> None:
-    """Or a run that keeps a line for each step lacks one that its checkpoint holds."""
-    steps: list[int] = []
-
-    def listen(event: object) -> None:
-        if isinstance(event, StepDone):
-            steps.append(event.step)
-
-    def hear(lost: WorkerLost) -> None:
-        raise KeyError(lost.worker)
-
-    with make(executor=Processes(on_failure=hear), callbacks=[listen]) as trainer:
-        trainer._events._failures.add(loss_of(0))
-        with pytest.raises(KeyError):
-            trainer.step(batches()[0])
-        assert steps == [trainer.steps] == [1]
-
-
 @pytest.mark.parametrize("executor", ["inline", "threads", "processes"])
 def test_after_a_step_that_failed_half_way_nothing_is_added_or_saved(
     executor: str, tmp_path: Path
@@ -251,35 +204,6 @@ def test_after_a_step_that_failed_half_way_nothing_is_added_or_saved(
         assert same(before, state_of(trainer))
         trainer.fit(batches(), steps=2)
         assert same(state_of(trainer), undisturbed(4))
-
-
-def test_a_state_that_cannot_be_taken_over_leaves_no_replicas_behind() -> None:
-    trainer = make()
-    for parameter in trainer.module.parameters():
-        trainer.optimizer.state[parameter] = {"exp_avg": torch.zeros(2)}  # of no parameter's shape
-    before = threading.active_count()
-    with pytest.raises(RuntimeError) as held:  # whose frames would keep them
-        trainer.step(batches()[0])
-    assert threading.active_count() == before
-    assert held.traceback
-    trainer.optimizer.state.clear()
-    trainer.step(batches()[0])
-    trainer.close()
-
-
-def test_the_callers_own_thread_is_one_replica_whatever_is_faster(monkeypatch) -> None:
-    monkeypatch.setattr(trial, "try_out", lambda options, _: (options[-1], "it was"))
-    seen = []
-    with phalanx.Trainer(
-        nn.Linear(3, 1),
-        nn.functional.mse_loss,
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        executor="inline",
-        callbacks=[seen.append],
-    ) as trainer:
-        trainer.fit([(torch.ones(5, 3), torch.ones(5, 1))] * 2)
-        assert trainer.steps == 2
-    assert not [event for event in seen if isinstance(event, FormationChosen)]
 
 
 # -- one `fit` after another ----------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -350,16 +349,6 @@ def test_evaluation_equals_plain_pytorch_over_unequal_slices(
             assert found == pytest.approx(expected, rel=1e-6)  # torchmetrics counts in float32
 
 
-def test_a_mean_over_batches_would_be_wrong_here() -> None:
-    """The control of the test above."""
-    batches = [vector_batch(rows, F64, seed=rows) for rows in (15, 7, 2)]
-    net = mlp(F64)
-    whole = plain_evaluation(net, batches)
-    each = [plain_evaluation(net, [batch]) for batch in batches]
-    for name, value in whole.items():
-        assert abs(sum(one[name] for one in each) / len(each) - value) > 1e-3, name
-
-
 def test_evaluation_changes_nothing() -> None:
     batches = [CNN_NORM.batch(rows, F64, seed=rows) for rows in (9, 4)]
     net = cnn_norm(F64)
@@ -553,17 +542,6 @@ def rate_in_a_tensor(params: Iterable[Any]) -> torch.optim.Optimizer:
     return OPTIM.SGD(params, lr=torch.tensor(0.125))
 
 
-class Unrated(torch.optim.SGD):
-    """An optimizer of the user's own that settles its rate itself, as some do with lr=None."""
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["lr"] = 0.1
-        super().step(closure)
-        for group in self.param_groups:
-            group["lr"] = None
-
-
 @pytest.mark.parametrize("executor", ["inline", "threads", "processes"])
 @pytest.mark.parametrize(
     "factory", [grouped, FACTORIES["nadam"], rate_in_a_tensor], ids=["groups", "as-is", "tensor"]
@@ -590,17 +568,6 @@ def test_a_step_tells_the_learning_rates_it_was_made_with(executor: str, factory
         scheduler_interval="step",
     ) as trainer:
         assert [trainer.step(batch).learning_rates for batch in batches] == expected
-
-
-def test_a_learning_rate_that_is_no_number_is_told_as_nan() -> None:
-    def unrated(params: Iterable[Any]) -> torch.optim.Optimizer:
-        optimizer = Unrated(params, lr=0.1)
-        optimizer.param_groups[0]["lr"] = None
-        return optimizer
-
-    with phalanx.Trainer(mlp(F64), MLP.loss, unrated, microbatches=None, replicas=2) as trainer:
-        (rate,) = trainer.step(vector_batch(9, F64)).learning_rates
-    assert math.isnan(rate)
 
 
 @EVERY_FACTORY

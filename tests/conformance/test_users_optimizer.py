@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,16 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
-from torch.optim.lr_scheduler import StepLR
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
 import phalanx
-from phalanx.execution.elementwise import state_is_uniform, steps_as_torch_does
-from phalanx.memory import FlatParameters
+from phalanx.execution.elementwise import steps_as_torch_does
 
 pytestmark = pytest.mark.promise("users-optimizer")
 
@@ -111,30 +108,6 @@ def test_a_step_replaced_on_the_optimizer_is_called(how: dict[str, Any]) -> None
     assert_alike(trained(make, nothing, **how), plain(make, nothing))
 
 
-@formations
-def test_how_many_threads_a_step_sets_is_forgotten_after_it(how: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
-
-    def make(parameters: list[nn.Parameter]) -> Optimizer:
-        optimizer = SGD(parameters, lr=0.1)
-        inner = optimizer.step
-
-        def step(closure: None = None) -> Any:
-            torch.set_num_threads(3)
-            return inner(closure)
-
-        optimizer.step = step  # type: ignore[method-assign]
-        return optimizer
-
-    seen: list[int] = []
-    told = lambda _: seen.append(torch.get_num_threads())  # noqa: E731
-    with phalanx.Trainer(
-        model(), F.mse_loss, make, callbacks=[told], **{"microbatches": None, **how}
-    ) as trainer:
-        trainer.fit(data(3))
-    assert {*seen, torch.get_num_threads()} == {1}
-
-
 @pytest.mark.parametrize("how", [*FORMATIONS, PROCESSES], ids=str)
 def test_a_step_replaced_after_some_steps_is_called_from_then_on(how: dict[str, Any]) -> None:
     def between(optimizer: Optimizer, index: int) -> None:
@@ -142,25 +115,6 @@ def test_a_step_replaced_after_some_steps_is_called_from_then_on(how: dict[str, 
             centralize(optimizer)
 
     assert_alike(trained(adamw, between, **how), plain(adamw, between))
-
-
-@pytest.mark.parametrize("kind", [SGD, Adam, AdamW, RMSprop, Adagrad])
-def test_torchs_own_step_is_known_also_under_a_scheduler(kind: type[Optimizer]) -> None:
-    optimizer = kind(model().parameters(), lr=0.1)  # type: ignore[call-arg]
-    assert steps_as_torch_does(optimizer)
-    StepLR(optimizer, 10)
-    assert "step" in vars(optimizer)
-    assert steps_as_torch_does(optimizer)
-
-
-def test_a_step_replaced_under_a_scheduler_is_known() -> None:
-    def step(self: SGD, closure: None = None) -> None:
-        SGD.step(self, closure)
-
-    optimizer = SGD(model().parameters(), lr=0.1)
-    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
-    StepLR(optimizer, 10)
-    assert not steps_as_torch_does(optimizer)
 
 
 def test_a_step_replaced_on_the_class_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,27 +232,6 @@ def test_what_is_kept_in_the_optimizers_state_for_each_parameter_stays_there() -
         trainer.optimizer.load_state_dict(copy.deepcopy(state))  # the trainer looks at it anew
         trainer.fit(data())
         assert [trainer.optimizer.state[each]["mine"] for each in parameters] == [0, 1]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda ps: SGD(ps, lr=0.1, momentum=0.9),
-        lambda ps: Adam(ps, amsgrad=True),
-        lambda ps: AdamW(ps, amsgrad=True),
-        lambda ps: RMSprop(ps, momentum=0.9, centered=True),
-        Adagrad,
-    ],
-)
-def test_torchs_own_state_is_no_reason_to_step_plainly(
-    make: Callable[[list[nn.Parameter]], Optimizer],
-) -> None:
-    net = model()
-    optimizer = make(list(net.parameters()))
-    F.mse_loss(net(data()[0][0]), data()[0][1]).backward()
-    optimizer.step()
-    assert all(optimizer.state[parameter] for parameter in net.parameters())
-    assert state_is_uniform(optimizer, FlatParameters([list(net.parameters())]))
 
 
 # -- gradients ----------------------------------------------------------

@@ -19,13 +19,10 @@ from phalanx.callbacks import EMA, JSONL, BestCheckpoint, EarlyStopping
 from phalanx.errors import ConfigError, PeerError, StateError, UnsupportedError
 from tests.conformance.test_executors_same_bits import (
     Run,
-    adamw,
     assert_same_bits,
     made,
     result,
-    schedule,
     trainer,
-    warm_up,
 )
 from tests.multiprocess.ranks import Ranks
 from tests.multiprocess.two_epochs import EPOCHS, batches, train_in_one_process
@@ -220,26 +217,6 @@ def test_one_slice_per_replica_is_the_whole_batch_too(two: Ranks, tmp_path: Path
             torch.testing.assert_close(value, expected[0][name], rtol=1e-5, atol=1e-6)
         assert [each.keys() for each in told] == [each.keys() for each in expected[1]]  # type: ignore[attr-defined]
         assert evaluated == pytest.approx(expected[2], rel=1e-5)
-
-
-def rates_of_steps(rank: int) -> list[tuple[float, ...]]:
-    torch.manual_seed(0)
-    with phalanx.Trainer(
-        nn.Linear(5, 4),
-        nn.functional.cross_entropy,
-        adamw,
-        executor="ranks",
-        microbatches=4,
-        scheduler=schedule,
-        scheduler_interval="step",
-    ) as trained:
-        return [trained.step(batch).learning_rates for batch in rows([8, 8, 8])]
-
-
-def test_a_step_tells_the_learning_rates_it_was_made_with(two: Ranks) -> None:
-    expected = [(3e-3 * warm_up(step), 1e-3 * warm_up(step)) for step in range(3)]
-    for rates in two.run(rates_of_steps):
-        assert rates == expected
 
 
 # -- what goes wrong -----------------------------------------------------

@@ -55,20 +55,6 @@ def test_images_and_labels_are_read_in_every_spelling(
     assert targets.tolist() == [0, 1]
 
 
-def test_the_home_folder_may_be_written_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "images").mkdir()
-    write_folder(tmp_path / "images")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert open_data("idx:~/images", batch_size=2, seed=0).num_classes == 3
-
-
-def test_a_folder_without_a_test_set_has_none(tmp_path: Path) -> None:
-    write_folder(tmp_path, test=False)
-    assert open_data(f"idx:{tmp_path}", batch_size=2, seed=0).test is None
-
-
 GOOD = pack(LABELS)
 
 

@@ -203,11 +203,6 @@ def test_options_come_back_from_a_file():
     assert read_options(asdict(STORED), source="config.json") == STORED
 
 
-def test_a_run_of_before_the_executor_had_its_name_is_read() -> None:
-    stored = {"crew" if name == "executor" else name: v for name, v in asdict(STORED).items()}
-    assert read_options(stored, source="config.json") == STORED
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -13,7 +13,7 @@ import pytest
 from phalanx.callbacks import RanksChanged, WorkerLost, record_of, written_record
 from phalanx.cli.app import main
 from phalanx.cli.reporting.comparison import compare_losses, compare_settings, final_values
-from phalanx.cli.reporting.curves import Axis, format_tick, thin
+from phalanx.cli.reporting.curves import thin
 from phalanx.cli.reporting.page import MARK, make_page, strip_of
 from phalanx.cli.reporting.runs import RecordedRun, read_runs
 from phalanx.errors import CheckpointError, ConfigError
@@ -133,43 +133,6 @@ def test_a_long_curve_is_thinned_to_means_and_extremes():
     assert np.isnan(points.mean[0])
     assert np.nanmax(points.high) == 50.0
     assert np.nanmax(points.mean) == pytest.approx(1 + 49 / 250)
-
-
-def test_speeds_of_unequal_steps_are_weighted_by_their_time():
-    x = np.arange(800.0)
-    seconds, samples = np.tile([1.0, 3.0], 400), np.full(800, 12.0)
-    assert thin(x, samples / seconds, seconds).mean.tolist() == [6.0] * 400
-
-
-@pytest.mark.parametrize(
-    ("values", "words", "ticks", "is_log"),
-    [
-        ([1.0, 2.0], {}, ["1", "1.2", "1.4", "1.6", "1.8", "2"], False),
-        ([5.0, 5.0], {}, ["4.8", "4.9", "5", "5.1", "5.2"], False),
-        ([], {}, ["0", "0.2", "0.4", "0.6", "0.8", "1"], False),
-        ([40.0, 100.0], {"from_zero": True}, ["0", "20", "40", "60", "80", "100"], False),
-        ([0.001, 3.0], {"may_be_log": True}, ["0.001", "0.01", "0.1", "1"], True),
-        ([0.0, 3.0], {"may_be_log": True}, ["0", "1", "2", "3"], False),
-        ([1.5, 40.0], {"may_be_log": True}, ["2", "5", "10", "20"], True),
-    ],
-)
-def test_axes_hold_all_values_and_have_round_ticks(values, words, ticks, is_log):
-    axis = Axis.over(np.array([*values, np.nan, np.inf]), **words)
-    assert axis.is_log == is_log
-    places = axis.place(np.array(values))
-    assert ((places >= 0) & (places <= 1)).all()
-    assert [format_tick(tick) for tick in axis.ticks()] == ticks
-
-
-def test_any_range_has_an_axis_with_a_few_ticks():
-    draw = random.Random(0)
-    for _ in range(2000):
-        low = draw.choice([-1, 0, 1]) * 10 ** draw.uniform(-290, 290)
-        high = low + abs(low) * 10 ** draw.uniform(-14, 6)
-        for may_be_log in (False, True):
-            axis = Axis.over(np.array([low, high]), may_be_log=may_be_log)
-            assert axis.low < axis.high
-            assert len(axis.ticks()) <= 12, (low, high, may_be_log)
 
 
 def test_the_strip_shows_who_worked_when_and_who_was_lost():

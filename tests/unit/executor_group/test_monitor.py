@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import DataParallel
-from phalanx.errors import ConfigError
 from phalanx.executor_group import Monitor, Record
 
 SIZES = [1, 5, 9]
@@ -279,31 +277,3 @@ def test_a_monitor_does_not_show_in_the_bits(devices: list[str] | None) -> None:
 
 
 # -- what is refused -------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"interval": 0}, "`interval` must be at least 1 batch"),
-        ({"pattern": "("}, "`pattern` must be a regular expression"),
-        ({"stat_func": 3}, "`stat_func` must be a function"),
-        ({"stat_func": norm, "statFunc": norm}, "`stat_func` must be given once"),
-    ],
-)
-def test_what_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Monitor(**options)
-
-
-def test_what_has_no_module_cannot_be_watched() -> None:
-    for target in (3, SimpleNamespace(module=3)):
-        with pytest.raises(ConfigError, match=r"`target` must be an `nn\.Module`, or have one"):
-            Monitor().install(target)
-
-
-def test_a_statistic_must_be_one_number() -> None:
-    monitor, net = Monitor(stat_func=lambda values: values), make_net()
-    monitor.install(net)
-    monitor.tic()
-    with pytest.raises(ConfigError, match=r"`stat_func` must return one number, .* for `0.output`"):
-        net(draw(3, 4))

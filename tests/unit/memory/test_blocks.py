@@ -51,27 +51,6 @@ def test_a_part_of_a_whole_is_copied_in_the_order_of_its_memory(way, rows, whole
     assert torch.equal(target, source)
 
 
-@pytest.mark.parametrize("view", [torch.conj, torch._neg_view], ids=["conj", "neg"])
-def test_numbers_are_copied_whose_memory_holds_others(way, view):
-    source = view(drawn(torch.float32, 2 * LARGE).view(torch.complex64))
-    target = torch.zeros(LARGE, dtype=torch.complex64)
-    copy_to(source, target)
-    assert torch.equal(target, source)
-
-
-def test_zeros_without_memory_are_copied(way):
-    target = drawn(torch.float32, LARGE)
-    copy_to(torch._efficientzerotensor((LARGE,)), target)
-    assert not target.any()
-
-
-def test_a_copy_to_itself_changes_nothing(way):
-    numbers = drawn(torch.float32, LARGE)
-    before = numbers.clone()
-    copy_to(numbers, numbers)
-    assert torch.equal(numbers, before)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [0, 1, ODD, 4099])
 @pytest.mark.parametrize("start", [0, 1, 3])

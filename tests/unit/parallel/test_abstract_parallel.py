@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx import AbstractParallel, DataParallel
+from phalanx import AbstractParallel
 from phalanx.parallel import abstract_parallel
 from tests.zoo import assert_same_bits
 
@@ -446,32 +446,6 @@ def test_buffers_of_columns_are_written() -> None:
         assert_as_in_turn(model, x_of())
 
 
-def test_columns_of_different_dtypes() -> None:
-    class AsDouble(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x.double()).float()
-
-    with of(Sum, nn.Linear(4, 2), AsDouble(4, 2, dtype=torch.float64)) as model:
-        assert_as_in_turn(model, x_of())
-        assert [p.grad.dtype for p in model.parameters()] == [torch.float32] * 2 + [
-            torch.float64
-        ] * 2
-    with of(ToAll, nn.Linear(4, 2), AsDouble(4, 2).double()) as model:
-        assert model(x_of()).dtype == torch.float32
-
-
-def test_columns_without_parameters() -> None:
-    with of(Sum, nn.Tanh(), nn.Identity()) as model:
-        assert_as_in_turn(model, x_of())
-
-
-def test_a_frozen_column_lets_gradients_of_the_input_through() -> None:
-    with of(Sum, *linears()) as model:
-        model.get(1).requires_grad_(False)
-        assert_as_in_turn(model, x_of())
-        assert gradients(model)[2:4] == [None, None]
-
-
 def test_a_column_whose_output_is_not_used_gets_no_gradient() -> None:
     class First(ToAll):
         def merge(self, outputs: list[Tensor]) -> Tensor:
@@ -480,54 +454,6 @@ def test_a_column_whose_output_is_not_used_gets_no_gradient() -> None:
     with of(First, *linears()) as model:
         model(x_of()).sum().backward()
         assert [grad is None for grad in gradients(model)] == [False, False] + [True] * 4
-
-
-def test_columns_draw_other_numbers_each_and_the_same_for_a_seed() -> None:
-    class Apart(ToAll):
-        def merge(self, outputs: list[Tensor]) -> list[Tensor]:
-            return outputs
-
-    x = torch.ones(50)
-    with of(Apart, nn.Dropout(0.5), nn.Dropout(0.5), nn.Dropout(0.5)) as model:
-        torch.manual_seed(5)
-        first = model(x)
-        torch.manual_seed(5)
-        again = model(x)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not torch.equal(first[0], first[1])
-    assert not torch.equal(first[1], first[2])
-    assert set(first[0].tolist()) == {0.0, 2.0}
-
-
-def test_evaluation_reaches_the_columns() -> None:
-    x = torch.ones(50)
-    with of(Sum, nn.Dropout(0.5), nn.Dropout(0.5)) as model:
-        model(x)
-        assert torch.equal(model.eval()(x), 2 * x)
-        assert not torch.equal(model.train()(x), 2 * x)
-
-
-# --- nesting --------------------------------------------------------------------------------------
-
-
-def test_containers_may_be_columns() -> None:
-    inner = of(Sum, *linears(2))
-    with of(Sum, inner, nn.Linear(4, 2), DataParallel(nn.Linear(4, 2), 2)) as model:
-        assert_as_in_turn(model, x_of())
-        inner.close()
-        model.get(2).close()
-
-
-def test_a_container_may_be_the_replicas_module() -> None:
-    inner = of(Sum, *linears(2))
-    with DataParallel(inner, 3) as model:
-        twin = copy.deepcopy(inner)
-        x = x_of()
-        found, expected = model(x), in_turn(twin, x)
-        assert_close(found, expected)
-        found.square().sum().backward()
-        expected.square().sum().backward()
-        assert_close(gradients(inner), gradients(twin))
 
 
 # --- copies ---------------------------------------------------------------------------------------

@@ -134,14 +134,6 @@ def test_hooks_may_hold_what_cannot_be_copied(register: Any, when: str) -> None:
     assert seen == [lock]
 
 
-def test_hooks_of_saving_and_loading_may_hold_what_cannot_be_copied() -> None:
-    source, lock = Counting(), threading.Lock()
-    hook = functools.partial(lambda held, *_: None, lock)
-    source.register_state_dict_post_hook(hook)
-    source.register_load_state_dict_post_hook(hook)
-    run(replica_of(source))
-
-
 # --- hooks that are methods of the model ----------------------------------------------------------
 
 
@@ -157,27 +149,6 @@ def test_a_method_of_the_model_belongs_to_the_replica(register: Any, place: str)
     assert (source.calls, first.module.calls, second.module.calls) == (0, 2, 1)
 
 
-@pytest.mark.parametrize(
-    "bind",
-    [
-        lambda own, word: functools.partial(own.keep, word, by=own.child),
-        lambda own, word: functools.partial(Counting.keep, own, word, by=own.child),
-        lambda own, word: functools.partial(functools.partial(own.keep, word), by=own.child),
-        lambda own, word: functools.partial(
-            functools.partial(Counting.keep, own), word, by=own.child
-        ),
-    ],
-    ids=["method", "function", "nested method", "nested function"],
-)
-def test_what_is_bound_by_partial_belongs_to_the_replica(bind: Any) -> None:
-    source, lock = Counting(), threading.Lock()
-    source.child.register_forward_hook(bind(source, lock))
-    replica = replica_of(source)
-    run(replica)
-    assert source.last == ()
-    assert replica.module.last == (replica.module, lock, replica.module.child)
-
-
 def test_a_method_of_something_else_stays_its_own() -> None:
     source, stranger = Counting(), Counting()
     source.register_forward_hook(stranger.count)
@@ -186,107 +157,6 @@ def test_a_method_of_something_else_stays_its_own() -> None:
     run(replica)
     assert stranger.calls == 1
     assert stranger.last == (stranger, 3, None)
-
-
-def test_a_dictionary_with_a_method_keeps_the_other_hooks_and_their_order() -> None:
-    source, seen = Counting(), []
-    source.register_forward_hook(lambda *_: seen.append("before"))
-    source.register_forward_hook(source.count)
-    source.register_forward_hook(
-        lambda module, args, kwargs, output: seen.append(kwargs), with_kwargs=True
-    )
-    source.register_forward_pre_hook(lambda module, *_: seen.append(module))
-    replica = replica_of(source)
-    run(replica)
-    assert replica.module.calls == 1
-    assert seen == [replica.module, "before", {}]
-
-
-@KINDS
-def test_a_method_that_is_registered_later_needs_a_new_replica(register: Any) -> None:
-    source = Counting()
-    replica = replica_of(source)
-    register(source.child, source.count)
-    assert not replica.matches_source()
-
-
-def test_asking_twice_gives_the_same_answer() -> None:
-    source = Counting()
-    replica = replica_of(source)
-    source.child.register_forward_hook(source.count)
-    assert not replica.matches_source()
-    assert not replica.matches_source()
-
-
-def test_a_method_beside_one_that_is_there_needs_a_new_replica() -> None:
-    source = Counting()
-    source.register_forward_hook(source.count)
-    replica = replica_of(source)
-    assert replica.matches_source()
-    source.child.register_forward_hook(source.count)
-    assert not replica.matches_source()
-
-
-def test_any_change_beside_a_method_needs_a_new_replica() -> None:
-    """The replica has a dictionary of its own there."""
-    source = Counting()
-    handle = source.register_forward_hook(source.count)
-    replica = replica_of(source)
-    other = source.register_forward_hook(lambda *_: None)
-    assert not replica.matches_source()
-    other.remove()
-    assert replica.matches_source()
-    handle.remove()
-    assert not replica.matches_source()
-
-
-def test_hooks_of_another_model_do_not_matter() -> None:
-    source, other = Counting(), Counting()
-    replica = replica_of(source)
-    other.register_forward_hook(other.count)
-    assert replica.matches_source()
-
-
-# --- hooks that hold the model in a closure -------------------------------------------------------
-
-
-class Keeping(nn.Module):
-    """Keeps what its child computes, as feature extractors do."""
-
-    def __init__(self, *, whole: bool) -> None:
-        super().__init__()
-        self.child = nn.Linear(3, 3)
-        features: dict[str, Tensor] = {}
-        self.features = features
-
-        def keep(_module: nn.Module, _args: object, output: Tensor) -> None:
-            if whole:
-                self.features["child"] = output
-            else:
-                features["child"] = output
-
-        self.child.register_forward_hook(keep)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.child(x) + self.features["child"]
-
-
-@pytest.mark.parametrize("whole", [False, True], ids=["the dict", "the module"])
-def test_features_of_a_run_before_are_warned_of(whole: bool) -> None:
-    """The replica would compute with them, in silence."""
-    source = Keeping(whole=whole)
-    with torch.no_grad():
-        source(X)
-    with pytest.warns(UserWarning, match=r"`Keeping.__init__.<locals>.keep` must .* `features`"):
-        replica_of(source)
-
-
-@pytest.mark.filterwarnings("error")
-def test_what_holds_no_tensor_is_not_warned_of() -> None:
-    source = Keeping(whole=True)
-    source.features["note"] = "none yet"  # type: ignore[assignment]
-    source.scale, source.rows = torch.tensor(2.0), torch.ones(2, 3)  # kept in no dict or list
-    replica_of(source)
 
 
 # --- through a container --------------------------------------------------------------------------

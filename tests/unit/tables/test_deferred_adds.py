@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from phalanx.errors import PeerTimeout, StateError
-from phalanx.ipc import wait_until
 from phalanx.tables import deferred_adds
-from phalanx.tables.deferred_adds import MOST_TOGETHER, DeferredAdds, finish_all
+from phalanx.tables.deferred_adds import DeferredAdds
 from phalanx.tables.shard import Entry
 from phalanx.tables.spread import SpreadRounds
 
@@ -57,35 +56,6 @@ def begin(adds: DeferredAdds, part: Part, first: Entry) -> None:
     assert part.begun.wait(DEADLINE_S)
 
 
-def test_what_comes_while_a_message_is_under_way_goes_together_table_by_table():
-    messages: list = []
-    a, b, adds = Part("a", messages), Part("b", messages), DeferredAdds("Host 1")
-    begin(adds, a, entry(0, ONE))
-    for number in range(1, 4):
-        put(adds, a, entry(number, ONE))
-    put(adds, a, entry(4))  # of all rows, which goes alone
-    for number in range(5, 7):
-        put(adds, b, entry(number, ONE))
-    put(adds, a, entry(7, ONE))
-    a.may_end.set()
-    b.may_end.set()
-    adds.finish(DEADLINE_S)
-    assert messages == [("a", [0]), ("a", [1, 2, 3]), ("a", [4]), ("b", [5, 6]), ("a", [7])]
-    adds.close()
-
-
-def test_a_message_has_no_more_than_a_server_takes():
-    messages: list = []
-    part, adds = Part("a", messages), DeferredAdds("Host 1")
-    begin(adds, part, entry(0, ONE))
-    for number in range(MOST_TOGETHER + 1):
-        put(adds, part, entry(number, ONE))
-    part.may_end.set()
-    adds.finish(DEADLINE_S)
-    assert [len(numbers) for _, numbers in messages] == [1, MOST_TOGETHER, 1]
-    adds.close()
-
-
 def test_an_add_waits_where_too_much_is_kept(monkeypatch):
     monkeypatch.setattr(deferred_adds, "_LATER_S", 0.0)
     monkeypatch.setattr(deferred_adds, "_KEPT_BYTES", 100)
@@ -122,20 +92,6 @@ def test_an_error_drops_what_is_kept_and_is_told_once():
     adds.close()
 
 
-def test_closing_drops_what_is_kept():
-    messages: list = []
-    part, adds = Part("a", messages), DeferredAdds("Host 1")
-    begin(adds, part, entry(0, ONE))
-    put(adds, part, entry(1, ONE))
-    closing = threading.Thread(target=adds.close)
-    closing.start()
-    assert wait_until(lambda: adds._closing, DEADLINE_S)
-    part.may_end.set()
-    closing.join(DEADLINE_S)
-    assert not closing.is_alive()
-    assert messages == [("a", [0])]
-
-
 def test_waiting_ends_though_others_go_on_adding(monkeypatch):
     messages: list = []
     a, b, adds = Part("a", messages), Part("b", messages), DeferredAdds("Host 1")
@@ -151,71 +107,6 @@ def test_waiting_ends_though_others_go_on_adding(monkeypatch):
     adds.finish(DEADLINE_S)  # the other thread's add is still kept, or under way
     b.may_end.set()
     adds.close()
-
-
-def test_an_error_of_several_says_that_those_behind_it_are_not_made():
-    messages: list = []
-    part, adds = Part("a", messages), DeferredAdds("Host 1")
-    begin(adds, part, entry(0, ONE))
-    for number in (1, 2, 3):
-        put(adds, part, entry(number, ONE))
-    part.error_of = {1: StateError("refused")}
-    part.may_end.set()
-    with pytest.raises(StateError, match="refused") as caught:
-        adds.finish(DEADLINE_S)
-    assert caught.value.__notes__ == [
-        "It was one of 3 adds in a message: those before it were made, those behind it were not."
-    ]
-    adds.close()
-
-
-def test_an_add_that_is_half_made_when_an_error_comes_is_dropped_and_counted():
-    messages: list = []
-    part, adds = Part("a", messages), DeferredAdds("Host 1")
-    begin(adds, part, entry(0, ONE))
-    adds.wait_for_room(DEADLINE_S)
-    part.error = StateError("refused")
-    part.may_end.set()
-    assert wait_until(lambda: adds._error is not None, DEADLINE_S)
-    adds.put(part, entry(1, ONE), DEADLINE_S)  # its part on this host was made meanwhile
-    with pytest.raises(StateError, match="refused") as caught:
-        adds.wait_for_room(DEADLINE_S)
-    assert caught.value.__notes__[0].startswith("1 later adds of this worker to that host")
-    adds.finish(DEADLINE_S)
-    assert messages == [("a", [0])]
-    adds.close()
-
-
-def test_who_waits_for_several_hosts_waits_for_those_behind_one_that_fails():
-    messages: list = []
-    parts = [Part(name, messages) for name in "abc"]
-    adds = [DeferredAdds(f"Host {number}") for number in range(3)]
-    for each, part, error in zip(adds, parts, ("first", None, "last"), strict=True):
-        begin(each, part, entry(0, ONE))
-        put(each, part, entry(1, ONE))
-        part.error = None if error is None else StateError(error)
-        part.may_end.set()
-    with pytest.raises(StateError, match="first") as caught:
-        finish_all(adds, DEADLINE_S)
-    assert caught.value.__notes__[-1] == "Also failed: StateError: last"
-    assert messages.count(("b", [1])) == 1
-    finish_all(adds, DEADLINE_S)  # both were said
-    for each in adds:
-        each.close()
-
-
-def test_after_the_last_add_more_are_refused():
-    messages: list = []
-    part, adds = Part("a", messages), DeferredAdds("Host 1")
-    begin(adds, part, entry(0, ONE))
-    adds.wait_for_room(DEADLINE_S)
-    part.may_end.set()
-    adds.finish(DEADLINE_S, last=True)
-    for refused in (adds.wait_for_room, lambda timeout_s: adds.put(part, entry(1), timeout_s)):
-        with pytest.raises(StateError, match="has left"):
-            refused(DEADLINE_S)
-    adds.close()
-    assert messages == [("a", [0])]
 
 
 def test_a_worker_comes_to_a_round_when_its_adds_to_other_tables_are_in():
