@@ -96,8 +96,8 @@ class TableSpec:
         wanted = f"be 'sum' for a table of {self.dtype}"
         check_argument(fits, "updater", wanted, self.updater.name)
         self.updater.check_dtype(self.dtype)
-        fits = self.nonfinite in ("reject", "skip", "allow")
-        check_argument(fits, "nonfinite", "be 'reject', 'skip' or 'allow'", self.nonfinite)
+        fits = self.nonfinite in ("reject", "allow")
+        check_argument(fits, "nonfinite", "be 'reject' or 'allow'", self.nonfinite)
 
     def as_mapping(self) -> dict[str, object]:
         """Return the spec as JSON holds it, for the other workers, or beside a snapshot."""

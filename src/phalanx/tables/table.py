@@ -69,8 +69,7 @@ class TableStats:
         gets: Gets that were answered.
         rows_added: Rows in those adds.
         rows_read: Rows in those gets.
-        skipped: Adds left out because they held NaN or infinity (``nonfinite="skip"``).
-        rejected: Adds refused for that reason (``nonfinite="reject"``).
+        rejected: Adds refused because they held NaN or infinity (``nonfinite="reject"``).
         undone: Adds, by anybody, that a death interrupted and the next worker undid.
         nbytes: The table's shared memory.
     """
@@ -79,7 +78,6 @@ class TableStats:
     gets: int = 0
     rows_added: int = 0
     rows_read: int = 0
-    skipped: int = 0
     rejected: int = 0
     undone: int = 0
     nbytes: int = 0
@@ -178,20 +176,13 @@ class Table:
             entry = Entry(index, value, self._group.worker_id, False, unchecked)
             self._take(entry, holder, wait)
         except NotFinite:
-            self._refuse_nonfinite()
-            return
+            self._stats.rejected += 1
+            raise ConfigError(
+                f"`delta` must be finite for table {self.name!r}, but holds NaN or infinity. Make "
+                "the table with `nonfinite='allow'` to take such adds."
+            ) from None
         self._stats.adds += 1
         self._stats.rows_added += value.shape[0]
-
-    def _refuse_nonfinite(self) -> None:
-        if self._spec.nonfinite == "skip":
-            self._stats.skipped += 1
-            return
-        self._stats.rejected += 1
-        raise ConfigError(
-            f"`delta` must be finite for table {self.name!r}, but holds NaN or infinity. Make the "
-            "table with `nonfinite='skip'` to leave such adds out."
-        )
 
     def _take(self, entry: Entry, holder: Storage | KeyStorage, wait: bool = True) -> None:
         # An add of a worker outside the round would make the gets of that round differ.

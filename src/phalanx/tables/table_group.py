@@ -276,8 +276,8 @@ class TableGroup:
             num_shards: Ranges of rows that are locked apart. More let more workers add at once;
                 an add then costs several times as much where it has few rows, and is whole or
                 absent per shard.
-            nonfinite: What becomes of an add with NaN or infinity: "reject" refuses it, "skip"
-                leaves it out and counts it, "allow" takes it.
+            nonfinite: What becomes of an add with NaN or infinity: "reject" refuses it, "allow"
+                takes it.
 
         Raises:
             ConfigError: An argument cannot be, or another worker opened it otherwise.

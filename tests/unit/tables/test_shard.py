@@ -125,15 +125,6 @@ def test_an_add_refused_in_a_late_block_leaves_every_bit(looking_late, updater, 
         assert not torch.equal(made.get(), first_values(7))
 
 
-def test_an_add_skipped_in_a_late_block_is_counted(looking_late):
-    with tables.join(timeout_s=20.0) as world:
-        made = world.matrix(7, 3, nonfinite="skip")
-        made.add(torch.full((7, 3), float("inf")), rows=list(range(7)))
-        made.add(torch.full((7, 3), float("inf")))
-        assert made.stats().skipped == 2
-        assert made.get().tolist() == [[0.0] * 3] * 7
-
-
 def test_no_shard_has_an_add_that_another_shard_would_refuse(looking_late):
     delta = torch.ones(7)
     delta[6] = float("inf")
