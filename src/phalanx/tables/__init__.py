@@ -1,4 +1,4 @@
-"""Parameter tables on one host: workers add deltas to shared rows, and read them."""
+"""Parameter tables, on one host or several: workers add deltas to shared rows, and read them."""
 
 from phalanx.tables.embedding import TableEmbedding, TableEmbeddingBag
 from phalanx.tables.row_initializer import Uniform
@@ -17,6 +17,7 @@ from phalanx.tables.table_group import (
 from phalanx.tables.updaters import (
     AdaGrad,
     Adam,
+    Change,
     DcAsgd,
     Momentum,
     Nesterov,
@@ -25,12 +26,12 @@ from phalanx.tables.updaters import (
     Sgd,
     Sum,
     Updater,
-    register_updater,
 )
 
 __all__ = [
     "AdaGrad",
     "Adam",
+    "Change",
     "DcAsgd",
     "KeyTable",
     "Momentum",
@@ -53,7 +54,6 @@ __all__ = [
     "init",
     "join",
     "num_workers",
-    "register_updater",
     "shutdown",
     "worker_id",
 ]

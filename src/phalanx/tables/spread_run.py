@@ -10,7 +10,7 @@ from typing import Any
 import zmq
 
 from phalanx.cluster import Connection, CurveKeys, Endpoint
-from phalanx.errors import PhalanxError, StateError, UnsupportedError
+from phalanx.errors import PhalanxError, StateError
 from phalanx.ipc import Region, Waiting
 from phalanx.tables.deferred_adds import finish_all
 from phalanx.tables.host_operations import Operation, part_of
@@ -193,17 +193,7 @@ class SpreadContext(RunContext):
         return membership
 
     def storage(self, kind: type[S], spec: TableSpec, timeout_s: float) -> Any:  # Any: as S is used
-        """Return the table's memory on all hosts.
-
-        Raises:
-            UnsupportedError: Its updater is a function that was registered here.
-        """
-        if spec.updater.runs_user_code:
-            raise UnsupportedError(
-                "`updater` must be a built-in one for tables on several hosts, but is "
-                f"{spec.updater.options()['name']!r}, which was registered in this process: "
-                "servers run no code of yours."
-            )
+        """Return the table's memory on all hosts."""
         mine = part_of(spec, self._hosts.me, self._hosts.num_hosts)
         local = super().storage(kind, mine, timeout_s)
         with self._mutex:

@@ -12,7 +12,7 @@ are absent from an add are as if it had not been.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import ClassVar, NamedTuple
 
@@ -30,16 +30,12 @@ __all__ = [
     "Momentum",
     "Nesterov",
     "RmsProp",
-    "RowFunction",
     "RowwiseAdaGrad",
     "Sgd",
     "Sum",
     "Updater",
     "parse_updater",
-    "register_updater",
 ]
-
-RowFunction = Callable[[Tensor, Tensor], object]
 
 
 class Change(NamedTuple):
@@ -69,7 +65,26 @@ class Updater:
         any_dtype: Whether it serves tables of integers.
         merges_rounds: How the adds of a bulk-synchronous round, all of them of the whole table,
             become one before it is taken: "sum" or "mean". None takes one after the other.
-        runs_user_code: Whether it is a function that was registered in this process.
+
+    A subclass of your own with a ``name`` and :meth:`apply` serves tables on one host, in processes
+    that all import it. ``apply`` gets copies of the rows, each once, and what it raises leaves the
+    shard as it was. It runs with the shard locked, so it must not use the table, and must leave the
+    delta as it is, which may be the caller's own tensor.
+
+    Example:
+        >>> class Newest(Updater):
+        ...     name = "newest"
+        ...     any_dtype = True
+        ...
+        ...     def apply(self, change: Change) -> None:
+        ...         change.rows_KD.copy_(change.delta_KD)
+        >>> from phalanx import tables
+        >>> with tables.join() as world:
+        ...     table = world.array(2, updater=Newest())
+        ...     table.add([3, 4])
+        ...     table.add([5], rows=[0])
+        ...     table.get().tolist()
+        [5.0, 4.0]
     """
 
     name: ClassVar[str] = ""
@@ -77,7 +92,6 @@ class Updater:
     keeps_backups: ClassVar[bool] = False
     any_dtype: ClassVar[bool] = False
     merges_rounds: ClassVar[str | None] = None
-    runs_user_code: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -352,64 +366,10 @@ class DcAsgd(Updater):
         rows_KD.sub_(drift.mul_(self.compensation).add_(delta_KD), alpha=self.lr)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Registered(Updater):
-    """A function of the user's, by the name that it was registered under."""
-
-    any_dtype: ClassVar[bool] = True
-    runs_user_code: ClassVar[bool] = True
-    function: RowFunction
-    registered_as: str
-
-    def __post_init__(self) -> None:
-        pass  # no options
-
-    def apply(self, change: Change) -> None:
-        with torch.no_grad():  # else a parameter that it uses would tie the table to a graph
-            returned = self.function(change.rows_KD, change.delta_KD)
-        # `rows.mul_(…)` as a lambda returns the rows; `rows + delta` would change nothing.
-        if returned is not None and returned is not change.rows_KD:
-            raise ConfigError(
-                f"The function of updater {self.registered_as!r} must change the rows in place and "
-                f"return None, but returns a {type(returned).__name__}. Write `rows.add_(…)` or "
-                "`rows[:] = …`."
-            )
-
-    def options(self) -> dict[str, object]:
-        return {"name": self.registered_as}
-
-
 _BUILT_IN: dict[str, type[Updater]] = {
     kind.name: kind
     for kind in (Sum, Sgd, Momentum, Nesterov, AdaGrad, RowwiseAdaGrad, RmsProp, Adam, DcAsgd)
 }
-_registered: dict[str, _Registered] = {}
-
-
-def register_updater(name: str, function: RowFunction) -> None:
-    """Let ``updater=name`` mean ``function(rows_KD, delta_KD)``, which changes the rows in place.
-
-    Every process that opens such a table registers the function first, under the same name. The
-    rows are copies, each once: what the function raises leaves the shard as it was. It returns None
-    or the rows that it was given; anything else is refused in the add, and the shard is as it was.
-    (Of several shards, those that came before have their part of the add. In a bulk-synchronous
-    table the add is in its round by then, and each get of that round raises the error.) It runs
-    with the shard locked, so it must not use the table; without autograd; and must leave the delta
-    as it is, which may be the caller's own tensor.
-
-    Raises:
-        ConfigError: The name is a built-in updater's, or the function is none.
-
-    Example:
-        >>> register_updater("newest", lambda rows, delta: rows.copy_(delta))
-        >>> parse_updater("newest").options()
-        {'name': 'newest'}
-    """
-    if not name or name in _BUILT_IN:
-        raise ConfigError(f"`name` must be a name of your own, but is {name!r}.")
-    if not callable(function):
-        raise ConfigError(f"`function` must be a function of rows and delta, but is {function!r}.")
-    _registered[name] = _Registered(function=function, registered_as=name)
 
 
 def parse_updater(given: object) -> Updater:
@@ -434,16 +394,9 @@ def parse_updater(given: object) -> Updater:
         )
     options = {"name": given} if isinstance(given, str) else dict(given)
     name = options.pop("name", None)
-    if isinstance(name, str) and name in _registered:
-        if options:
-            raise ConfigError(
-                f"Options of updater {name!r} must be none, for it is a function that was "
-                f"registered, but are {', '.join(f'`{o}`' for o in options)}."
-            )
-        return _registered[name]
     kind = _BUILT_IN.get(str(name))
     if kind is None:
-        known = ", ".join(repr(n) for n in [*_BUILT_IN, *_registered])
+        known = ", ".join(repr(n) for n in _BUILT_IN)
         raise ConfigError(f"`updater` must be one of {known}, but is {name!r}.")
     known_options = [option.name for option in fields(kind)]
     for option in options:

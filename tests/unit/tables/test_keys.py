@@ -124,12 +124,15 @@ def test_dc_asgd_makes_up_for_what_came_since_the_key_was_read():
             assert torch.equal(ours[1 - k].get(-3 * again), plain[1 - k].get(again))
 
 
-def test_a_function_that_fails_brings_no_key(world):
-    def fail(rows, delta):
+class Fails(tables.Updater):
+    name = "fails"
+
+    def apply(self, change: tables.Change) -> None:
         raise RuntimeError("no")
 
-    tables.register_updater("fails", fail)
-    table = world.keys(2, updater="fails", capacity=1)
+
+def test_an_updater_that_fails_brings_no_key(world):
+    table = world.keys(2, updater=Fails(), capacity=1)
     for rows in ([1, 2], list(range(100))):
         with pytest.raises(RuntimeError, match="no"):
             table.add(torch.ones(len(rows), 2), rows=rows)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from phalanx import tables
-from phalanx.errors import ConfigError
 
 pytestmark = pytest.mark.promise("updaters-are-their-formulas")
 
@@ -167,15 +166,19 @@ def test_rows_given_twice_add_up_before_the_updater_sees_them():
         assert table.get().tolist() == [0.0, -1.0, 0.0]
 
 
-def test_a_registered_function_is_an_updater_and_what_it_raises_changes_nothing():
-    def newest(rows, delta):
-        rows.copy_(delta)
-        if (delta == 13).any():
+class Newest(tables.Updater):
+    name = "newest for tests"
+    any_dtype = True
+
+    def apply(self, change: tables.Change) -> None:
+        change.rows_KD.copy_(change.delta_KD)
+        if (change.delta_KD == 13).any():
             raise RuntimeError("unlucky")
 
-    tables.register_updater("newest for tests", newest)
+
+def test_an_updater_of_the_users_serves_and_what_it_raises_changes_nothing():
     with tables.join() as world:
-        table = world.matrix(5, 2, torch.int32, updater="newest for tests", init=7)
+        table = world.matrix(5, 2, torch.int32, updater=Newest(), init=7)
         table.add([[1, 2], [3, 4]], rows=[4, 0])
         before = table.get()
         assert before.tolist() == [[3, 4], [7, 7], [7, 7], [7, 7], [1, 2]]
@@ -184,29 +187,3 @@ def test_a_registered_function_is_an_updater_and_what_it_raises_changes_nothing(
             with pytest.raises(RuntimeError, match="unlucky"):
                 table.add(delta, rows=rows)
             assert torch.equal(table.get(), before)
-
-
-@pytest.mark.parametrize("num_shards", [1, 2])
-def test_a_registered_function_may_use_a_parameter(num_shards):
-    rate = torch.nn.Parameter(torch.tensor(0.5))
-    tables.register_updater("learned rate", lambda rows, delta: rows.add_(delta * rate))
-    with tables.join() as world:
-        table = world.matrix(4, 2, updater="learned rate", num_shards=num_shards)
-        for rows in (None, [0, 3]):
-            table.add(torch.ones(4 if rows is None else 2, 2), rows=rows)
-        found = table.get()
-        assert not found.requires_grad
-        assert found[:, 0].tolist() == [1.0, 0.5, 0.5, 1.0]
-
-
-@pytest.mark.parametrize("rows", [[2, 0], None])
-def test_a_registered_function_that_returns_new_rows_is_refused(rows):
-    tables.register_updater("returns", lambda rows, delta: rows.add_(1) + delta)
-    tables.register_updater("in place", lambda rows, delta: rows.add_(delta))
-    delta = torch.ones(3 if rows is None else 2, 2)
-    with tables.join() as world:
-        table = world.matrix(3, 2, updater="returns", init=7.0)
-        with pytest.raises(ConfigError, match=r"'returns' must change .* but returns a Tensor"):
-            table.add(delta, rows=rows)
-        assert table.get().tolist() == [[7.0, 7.0]] * 3
-        world.matrix(3, 2, updater="in place").add(delta, rows=rows)
