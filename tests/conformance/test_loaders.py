@@ -16,6 +16,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 import phalanx
 
+pytestmark = pytest.mark.promise("loaders-are-read-to-their-end", "resume-continues-the-data")
+
 Batch = tuple[Tensor, Tensor]
 ROWS = 6
 

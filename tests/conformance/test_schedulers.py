@@ -15,6 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 import phalanx
 from phalanx.errors import ConfigError
 
+pytestmark = pytest.mark.promise("schedulers")
+
 EPOCHS = 3
 
 

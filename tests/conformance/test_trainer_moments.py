@@ -253,6 +253,7 @@ def test_fit_does_what_it_is_asked_whatever_ended_the_one_before(how: str, step:
         assert trainer.steps == step + 4
 
 
+@pytest.mark.promise("epochs-count-from-the-start")
 @ENDS
 @pytest.mark.parametrize("step", [7, 10])
 def test_epochs_are_counted_from_the_start_of_the_run(how: str, step: int, tmp_path: Path) -> None:
@@ -273,6 +274,7 @@ def test_epochs_are_counted_from_the_start_of_the_run(how: str, step: int, tmp_p
         assert len(trainer.fit(batches())) == 1  # the running one
 
 
+@pytest.mark.promise("epochs-count-from-the-start")
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_fewer_epochs_than_are_done_are_none_and_it_says_so(epochs: int) -> None:
     seen: list[object] = []
