@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
-from xml.etree.ElementTree import Element, tostring
+from xml.etree.ElementTree import Element, SubElement, tostring
 
 import typer
 from rich.console import Console
@@ -20,13 +20,16 @@ from rich.console import Console
 from benchmarks.command import begin, read_names
 from benchmarks.machine import Machine
 from benchmarks.report import number
-from phalanx.cli import reporting as run_reporting
-from phalanx.cli.reporting.charts import add
 from phalanx.errors import ConfigError, UnsupportedError
 
 # As `phalanx report` has it: light and dark, narrow and wide.
-_STYLE = Path(run_reporting.__file__).parents[1] / "assets" / "report.css"
-_MORE_STYLE = "img { max-width: 100%; height: auto; background: #fff; border-radius: 6px; }"
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; padding: 0 1rem; max-width: 75rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: 0.25rem 1rem 0.25rem 0; text-align: left; border-bottom: 1px solid #dde2e9; }
+.wide { overflow-x: auto; }
+img { max-width: 100%; height: auto; }
+"""
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ def make_page(sections: list[Section], machine: Machine) -> str:
     add(head, "meta", name="viewport", content="width=device-width, initial-scale=1")
     add(head, "meta", name="color-scheme", content="light dark")
     add(head, "title", "Phalanx: benchmarks")
-    add(head, "style", _STYLE.read_text(encoding="utf-8") + _MORE_STYLE)
+    add(head, "style", _STYLE)
     body = add(html, "body")
     add(body, "h1", "Benchmarks")
     add(body, "p", machine.in_words())
@@ -154,3 +157,11 @@ def _add_table(body: Element, table: Mapping[str, Any]) -> None:
             add(
                 line, "td", cell if isinstance(cell, str) else "–" if cell is None else number(cell)
             )
+
+
+def add(parent: Element, tag: str, text: str | None = None, /, **attributes: str) -> Element:
+    """Add an element; `class_` stands for `class`."""
+    words = {key.rstrip("_"): value for key, value in attributes.items()}
+    element = SubElement(parent, tag, words)
+    element.text = text
+    return element

@@ -1,4 +1,4 @@
-"""How runs differ: in what they came to, in their losses, and in their settings."""
+"""Differences between runs: results, losses, and settings."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def compare_losses(first: RecordedRun, other: RecordedRun) -> str:
         ...     ]
         ...     return RecordedRun(name="a", steps=steps, config={})
         >>> compare_losses(run(2.0, 1.0), run(2.0, 1.0, 0.5))
-        'the same bits in the 2 steps that both have'
+        'bitwise equal in all 2 common steps'
         >>> compare_losses(run(2.0, 1.0), run(2.0, 1.5))
-        'the same bits up to step 1; in step 2 it is 1.5 beside 1.0'
+        'bitwise equal up to step 1; step 2: 1.5 beside 1.0'
         >>> compare_losses(run(2.0), run(2.5))
         'different from step 1 on: 2.5 beside 2.0'
     """
@@ -75,11 +75,8 @@ def compare_losses(first: RecordedRun, other: RecordedRun) -> str:
             values = f"{_loss(theirs)} beside {_loss(ours)}"
             if at == 0:
                 return f"different from step {step} on: {values}"
-            return f"the same bits up to step {shared[at - 1][0]}; in step {step} it is {values}"
-    count = len(shared)
-    if count == len(first.steps) == len(other.steps):
-        return f"the same bits in all {count} steps" if count > 1 else "the same bits in its step"
-    return f"the same bits in the {count} steps that both have"
+            return f"bitwise equal up to step {shared[at - 1][0]}; step {step}: {values}"
+    return f"bitwise equal in all {len(shared)} common steps"
 
 
 def compare_settings(
