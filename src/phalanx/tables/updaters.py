@@ -72,13 +72,13 @@ class Updater:
     delta as it is, which may be the caller's own tensor.
 
     Example:
-        >>> class Newest(Updater):
+        >>> from phalanx import tables
+        >>> class Newest(tables.Updater):
         ...     name = "newest"
         ...     any_dtype = True
         ...
-        ...     def apply(self, change: Change) -> None:
+        ...     def apply(self, change: tables.Change) -> None:
         ...         change.rows_KD.copy_(change.delta_KD)
-        >>> from phalanx import tables
         >>> with tables.join() as world:
         ...     table = world.array(2, updater=Newest())
         ...     table.add([3, 4])
