@@ -297,6 +297,10 @@ def sgd(params: Iterable[Any]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
 
 
+def simple_sgd(params: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
 def adamw(params: Iterable[Any]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import phalanx
 from phalanx import ConfigError
 from tests.conformance.groups import desc, group_of
+from tests.zoo import simple_sgd as sgd
 
 pytestmark = pytest.mark.promise("whole-batch-gradients")
 
@@ -116,10 +117,6 @@ def plain_loss(_: nn.Module) -> Callable[..., Tensor]:
 def own_loss(net: Any) -> Callable[..., Tensor]:
     loss: Callable[..., Tensor] = net.loss
     return loss
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def batches(count: int = 3) -> list[tuple[Tensor, Tensor]]:

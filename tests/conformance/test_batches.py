@@ -14,15 +14,12 @@ from torch import Tensor, nn
 from torchmetrics.regression import MeanSquaredError
 
 import phalanx
+from tests.zoo import simple_sgd as sgd
 
 pytestmark = pytest.mark.promise("batches-of-any-structure")
 
 MSE = nn.functional.mse_loss
 ROWS = 7
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def data() -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
+from tests.zoo import simple_sgd as sgd
 
 F = nn.functional
 GAIN = 1.0
@@ -215,10 +216,6 @@ def batches() -> list[Any]:
     generator = torch.Generator().manual_seed(1)
     drawn = partial(torch.randint, 3, (8,), generator=generator)
     return [(torch.randn(8, 6, generator=generator), drawn()) for _ in range(4)]
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def linear() -> nn.Module:

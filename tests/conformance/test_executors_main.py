@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
+from tests.zoo import simple_sgd as sgd
 
 PATIENCE_S = 200.0
 ROOT = Path(__file__).parents[2]
@@ -121,10 +122,6 @@ def cell() -> dict[str, Any]:
 def run_in(cell: dict[str, Any], text: str) -> dict[str, Any]:
     exec(text, cell)
     return cell
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def make(net: nn.Module, executor: str, loss: Any = None, **options: Any) -> phalanx.Trainer:

@@ -18,13 +18,10 @@ from torchmetrics.regression import MeanSquaredError, R2Score
 
 import phalanx
 from phalanx.errors import CheckpointError, ConfigError, UnsupportedError
+from tests.zoo import simple_sgd as sgd
 
 mse = nn.functional.mse_loss
 Params = list[nn.Parameter]
-
-
-def sgd(params: Params) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1)
 
 
 def adam(params: Params) -> torch.optim.Optimizer:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 import phalanx
 from phalanx import DataBatch, UnsupportedError
 from tests.multiprocess.fork_server import context
+from tests.zoo import simple_sgd as sgd
 
 FORMATIONS = [
     *(("threads", count) for count in (1, 2, 3)),
@@ -138,10 +139,6 @@ def batches() -> list[tuple[Tensor, Tensor]]:
         (torch.randn(n, 9, generator=draw) * n, torch.randint(3, (n,), generator=draw))
         for n in sizes
     ]
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def train(kind: Callable[[], nn.Module], executor: str, replicas: int) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from torch import nn
 
 import phalanx
 from phalanx.errors import UnsupportedError
+from tests.zoo import simple_sgd as sgd
 
 X = torch.randn(4, 5)
 MAKERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -30,10 +31,6 @@ def refused(name: str) -> Any:
         UnsupportedError,
         match=rf"{name} must be an ordinary module .* of TorchScript. Give the module that it was",
     )
-
-
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1)
 
 
 @EVERY
