@@ -46,7 +46,7 @@ def batches(pairs: Iterable[tuple[Tensor, Tensor]], mask: Tensor) -> list[DataBa
 def plain_loss(net: Net, batch: DataBatch) -> Tensor:
     """Return the loss of the rows that count, on one device."""
     rows = BATCH - batch.pad
-    return net(batch.data["image"][:rows], batch.data["mask"], batch.labels["digit"][:rows])[0]
+    return net(batch.data["image"][:rows], batch.data["mask"], batch.label["digit"][:rows])[0]
 
 
 def main() -> None:
@@ -63,12 +63,12 @@ def main() -> None:
     with DataParallelExecutorGroup(
         net,
         ["cpu"] * 3,
-        data=[
+        data_shapes=[
             DataDesc("image", (BATCH, 1, 8, 8), torch.float32, "NCHW"),
             DataDesc("mask", (8, 8), torch.float32, "HW"),
         ],
-        labels=[DataDesc("digit", (BATCH,), torch.int64)],
-        workloads=WORKLOADS,
+        label_shapes=[DataDesc("digit", (BATCH,), torch.int64)],
+        workload=WORKLOADS,
     ) as group:
         group.install_monitor(monitor)
         for epoch in range(1, 5):

@@ -75,13 +75,20 @@ def labels_desc(rows: int, name: str = "label") -> DataDesc:
 
 
 def group_of(
-    module: nn.Module, *data: DataDesc, devices: Sequence[Any] | int | None = None, **options: Any
+    module: nn.Module,
+    *data: DataDesc,
+    devices: Sequence[Any] | int | None = None,
+    states: Sequence[DataDesc] = (),
+    **options: Any,
 ) -> DataParallelExecutorGroup:
     """Return a group of three replicas with unequal workloads, unless told otherwise."""
     if devices is None:
         devices = THREE
-        options.setdefault("workloads", WORKLOADS)
-    return DataParallelExecutorGroup(module, devices, data=list(data), **options)
+        options.setdefault("workload", WORKLOADS)
+    names = [each.name for each in states]
+    return DataParallelExecutorGroup(
+        module, devices, data_shapes=[*data, *states], state_names=names, **options
+    )
 
 
 def classes(rows: int, seed: int = 0, count: int = CLASSES) -> Tensor:
@@ -115,12 +122,12 @@ def check_against_plain(
     expected = twin(**leaves)
     expected.backward(out_grad)
     group.forward(inputs)
-    assert_close(group.outputs()[0], expected.detach(), F64)
+    assert_close(group.get_outputs()[0], expected.detach(), F64)
     group.backward(None if out_grad is None else [out_grad])
     assert_close(gradients_of(module), gradients_of(twin), F64)
     if wants:
         floating = [leaf.grad for leaf in leaves.values() if leaf.requires_grad]
-        assert_close(list(group.input_grads()), floating, F64)
+        assert_close(list(group.get_input_grads()), floating, F64)
 
 
 def group_wants_input_grads(group: DataParallelExecutorGroup) -> bool:
@@ -135,7 +142,12 @@ def picture(group: DataParallelExecutorGroup, module: nn.Module) -> dict[str, An
         "requires_grad": [parameter.requires_grad for parameter in module.parameters()],
         "training": [each.training for each in module.modules()],
         "batch_size": group.batch_size,
-        "told": (group.slices, list(group.output_shapes), group.data_shapes, group.label_shapes),
+        "told": (
+            group.slices,
+            list(group.get_output_shapes()),
+            group.data_shapes,
+            group.label_shapes,
+        ),
     }
 
 

@@ -277,7 +277,7 @@ def test_a_group_merges_what_its_replicas_bring_to_the_module() -> None:
     expected = [parameter.grad for parameter in net.parameters()]
     net.zero_grad()
     shapes = [desc("x", 12, 9, dtype=torch.float32), desc("y", 12, 4, dtype=torch.float32)]
-    with group_of(net, *shapes, devices=["cpu"] * 2, workloads=[1, 1]) as group:
+    with group_of(net, *shapes, devices=["cpu"] * 2, workload=[1, 1]) as group:
         group.forward({"x": x, "y": y}, is_train=True)
         group.backward()
     torch.testing.assert_close([parameter.grad for parameter in net.parameters()], expected)

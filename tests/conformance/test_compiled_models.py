@@ -169,7 +169,7 @@ def test_columns_run_their_graphs(log: Log) -> None:
 
 
 def test_an_executor_group_runs_the_graphs(log: Log) -> None:
-    options: Any = {"data": [phalanx.DataDesc("data", (6, 4), F64)]}
+    options: Any = {"data_shapes": [phalanx.DataDesc("data", (6, 4), F64)]}
     x, gradient = draw(6, 4), draw(6, 2)
     states = []
     for module in (Net(), torch.compile(Net(), backend=log.backend)):
@@ -247,7 +247,7 @@ def test_a_module_that_was_compiled_in_place_is_refused(executor: str) -> None:
     ):
         trainer.step((torch.ones(3, 4), torch.ones(3, 2)))
     if executor == "threads":
-        options: Any = {"data": [phalanx.DataDesc("input", (6, 4))]}
+        options: Any = {"data_shapes": [phalanx.DataDesc("input", (6, 4))]}
         with (
             pytest.raises(UnsupportedError, match="Module `0` must be compiled by"),
             phalanx.DataParallelExecutorGroup(compiled_in_place(), ["cpu"] * 2, **options) as group,

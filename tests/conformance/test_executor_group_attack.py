@@ -50,7 +50,7 @@ def test_backward_after_a_forward_in_inference_mode_is_refused_and_changes_nothi
         with pytest.raises(StateError, match="inference_mode"):
             group.backward([G])
         with pytest.raises(StateError, match="backward"):
-            group.input_grads()
+            group.get_input_grads()
         after = [parameter.grad for parameter in net.parameters()]
         assert all(a is b for a, b in zip(before, after, strict=True))
 
@@ -113,7 +113,7 @@ def test_states_are_told_for_what_forward_took_with_padded_rows():
     with group_of(Shifted(), desc("data", 8, 1), devices=3, states=[desc("h", 8, 1)]) as group:
         group.set_states([rows])
         group.forward(DataBatch(torch.zeros(8, 1, dtype=F64), pad=3))
-        assert_close(torch.cat([p for p in group.states()[0] if p is not None]), rows[:5], F64)
+        assert_close(torch.cat([p for p in group.get_states()[0] if p is not None]), rows[:5], F64)
 
 
 # --- MXNet's names --------------------------------------------------------------------------------
@@ -125,11 +125,8 @@ def test_a_batch_by_mxnets_positions_has_an_index_and_no_weights():
     assert batch.pad == 2
     by_name = mxnet.DataBatch(data=[X], label=[Y], pad=None, index=None, provide_data=[])
     assert by_name.pad == 0
-    assert by_name.labels is by_name.label
-    assert mxnet.DataBatch([X], labels=[Y], weights=[1] * 7).weights == [1] * 7
-    with pytest.raises(ConfigError, match="`label`"):
-        mxnet.DataBatch([X], label=[Y], labels=[Y])
-    with group_of(Loss(), DATA, labels=[labels_desc(7)]) as group:
+    assert mxnet.DataBatch([X], [Y], weights=[1] * 7).weights == [1] * 7
+    with group_of(Loss(), DATA, label_shapes=[labels_desc(7)]) as group:
         mean = MeanMetric().set_dtype(F64)
         group.forward(batch)
         group.update_metric(mean)
@@ -144,17 +141,31 @@ def test_scalas_names_of_the_constructor():
         workLoadList=[1, 2],
         dataShapes=[DATA],
         labelShapes=[labels_desc(7)],
-        paramNames=["body.weight", "body.bias", "head.weight", "head.bias"],
         forTraining=True,
         inputsNeedGrad=True,
         sharedGroup=None,
         fixedParamNames=["body.*"],
         gradReq="add",
-        logger=None,
     ) as group:
-        assert group.workloads == (1, 2)
+        assert group.workload == (1, 2)
         assert group.inputs_need_grad
-        assert not net.body.weight.requires_grad
+        group.forward(data_batch=mxnet.DataBatch([X], [Y]))
+        group.backward()
+        assert net.body.weight.grad is None
+        assert net.head.weight.grad is not None
+
+
+def test_names_of_states_are_described_among_the_data():
+    data = [desc("data", 2, 1), desc("h", 2, 1)]
+    with mxnet.DataParallelExecutorGroup(Shifted(), TWO, None, data, state_names=["h"]) as group:
+        group.set_states(value=3)
+        group.forward(torch.zeros(2, 1, dtype=F64))
+        assert group.get_outputs()[0].unique().tolist() == [3]
+        for again in (data, data[:1]):
+            group.bind_exec(again)
+            assert [each.name for each in group.data_shapes] == ["data"]
+    with pytest.raises(ConfigError, match="state_names"):
+        mxnet.DataParallelExecutorGroup(Shifted(), TWO, None, data[:1], state_names=["h"])
 
 
 def test_the_ported_script_of_the_page_runs(capsys):

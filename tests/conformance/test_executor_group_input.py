@@ -18,7 +18,6 @@ from tests.conformance.groups import (
     F64,
     Cell,
     Loss,
-    Net,
     classes,
     desc,
     group_of,
@@ -36,61 +35,6 @@ def frozen(module: nn.Module) -> list[str]:
     return [name for name, each in module.named_parameters() if not each.requires_grad]
 
 
-# --- two groups on one module ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_parameter_fixed_by_two_groups_is_fixed_until_both_are_closed(first):
-    net, data = Net(), desc("data", ROWS, 5)
-    groups = [
-        group_of(net, data, fixed_parameters=["head.*"]),
-        group_of(net, data, grad_req={"head.bias": "null", "body.bias": "null"}),
-    ]
-    assert frozen(net) == ["body.bias", "head.weight", "head.bias"]
-    groups.pop(first).close()
-    (left,) = groups
-    assert frozen(net) == (["body.bias", "head.bias"], ["head.weight", "head.bias"])[first]
-    left.forward(X)
-    left.backward([G])
-    assert net.head.bias.grad is None
-    left.close()
-    left.close()
-    assert frozen(net) == []
-
-
-def test_what_the_user_has_frozen_is_frozen_after_all_groups_too():
-    net, data = Net(), desc("data", ROWS, 5)
-    net.head.bias.requires_grad_(False)
-    with (
-        group_of(net, data, fixed_parameters=["head.*"]),
-        group_of(net, data, fixed_parameters=["head.*"]),
-    ):
-        pass
-    assert frozen(net) == ["head.bias"]
-
-
-def test_a_group_that_is_bound_anew_lets_others_keep_what_they_fixed():
-    net, other, data = Net(), Net(), [desc("data", ROWS, 5)]
-    with (
-        group_of(net, *data, fixed_parameters=["body.bias"]),
-        group_of(other, *data) as lender,
-        group_of(net, *data, fixed_parameters=["body.bias"]) as again,
-    ):
-        kept = net.body.bias
-        again.bind(data, shared_group=lender, reshape=True)
-        assert not kept.requires_grad
-        assert not net.body.bias.requires_grad
-    assert kept.requires_grad
-    assert net.body.bias.requires_grad
-
-
-def test_a_group_that_does_not_train_fixes_nothing():
-    net = Net()
-    with group_of(net, desc("data", ROWS, 5), fixed_parameters=["*"], for_training=False):
-        assert frozen(net) == []
-    assert frozen(net) == []
-
-
 # --- where rows lie, for metrics ------------------------------------------------------------------
 
 
@@ -101,7 +45,7 @@ def test_a_loss_stands_for_its_rows_where_labels_have_them_in_another_dim():
 
     x, y, mean = draw(3, 15), draw(3, 15, seed=1), MeanMetric().set_dtype(F64)
     labels = [desc("mask", 3, layout="C"), desc("label", 3, 15, layout="TN")]
-    with group_of(Mean(), desc("data", 3, 15, layout="TN"), labels=labels) as group:
+    with group_of(Mean(), desc("data", 3, 15, layout="TN"), label_shapes=labels) as group:
         group.forward(DataBatch(x, {"label": y}))
         group.update_metric(mean)
     assert_close(mean.compute(), (x * y).mean(), F64)
@@ -117,7 +61,7 @@ def net() -> Loss:
 
 @pytest.fixture
 def group(net: Loss) -> Iterator[DataParallelExecutorGroup]:
-    with group_of(net, desc("data", ROWS, 5), labels=[labels_desc(ROWS)]) as group:
+    with group_of(net, desc("data", ROWS, 5), label_shapes=[labels_desc(ROWS)]) as group:
         group.forward(DataBatch(X, Y))
         group.backward()
         yield group
@@ -132,4 +76,4 @@ def test_states_may_be_arrays_and_are_converted_as_bound():
         group.set_states([H.float(), C.numpy()])
         group.forward(X)
         expected = Cell()(X, H.float().double(), C)
-        assert_close(list(group.outputs()), [each.detach() for each in expected], F64)
+        assert_close(list(group.get_outputs()), [each.detach() for each in expected], F64)

@@ -100,12 +100,12 @@ def test_padded_rows_on_uneven_slices_equal_the_single_device(name, batches):
     first, labels = METRICS[name][1](0)
     data = desc("scores", *first.shape)
     label = desc("label", *labels.shape, dtype=labels.dtype)
-    with group_of(Probabilities(), data, labels=[label]) as group:
+    with group_of(Probabilities(), data, label_shapes=[label]) as group:
         for seed in range(batches):
             x, y = METRICS[name][1](seed)
             group.forward(DataBatch(padded(x), padded(y), pad=PAD), is_train=False)
             assert [part.stop - part.start for part in group.slices] == WORKLOADS
-            group.update_metric(metric, DataBatch(padded(x), padded(y), pad=PAD).labels)
+            group.update_metric(metric, DataBatch(padded(x), padded(y), pad=PAD).label)
             expected.update(x[:-PAD], y[:-PAD])
     assert abs(float(metric.compute()) - float(expected.compute())) < EXACT
 
@@ -140,12 +140,16 @@ def test_padded_rows_enter_no_gradient_and_no_statistic():
     spoilt = x.clone()
     spoilt[-PAD:] = float("nan")
     with group_of(
-        net, desc("data", ROWS, 5), labels=[labels_desc(ROWS)], workloads=[0, 0, 1], devices=THREE
+        net,
+        desc("data", ROWS, 5),
+        label_shapes=[labels_desc(ROWS)],
+        workload=[0, 0, 1],
+        devices=THREE,
     ) as group:
         group.forward(DataBatch(spoilt, y, pad=PAD))
         group.backward()
         expected = twin(x[:-PAD], y[:-PAD])
-        assert_close(group.outputs()[0], expected.detach(), F64)
+        assert_close(group.get_outputs()[0], expected.detach(), F64)
     expected.backward()
     assert_close(gradients_of(net)[:4], gradients_of(twin), F64)
     assert_close(net.norm.running_mean, 0.1 * x[:-PAD].mean(0), F64)
@@ -155,9 +159,9 @@ def test_outputs_have_no_padded_rows():
     x = draw(ROWS, 5)
     with group_of(nn.Tanh(), desc("input", ROWS, 5), inputs_need_grad=True) as group:
         group.forward(DataBatch(x, pad=PAD))
-        assert torch.equal(group.outputs()[0].cpu(), x[:-PAD].tanh())
+        assert torch.equal(group.get_outputs()[0].cpu(), x[:-PAD].tanh())
         group.backward([torch.ones(ROWS - PAD, 5, dtype=F64)])
-        grad = group.input_grads()[0]
+        grad = group.get_input_grads()[0]
         assert_close(grad[: ROWS - PAD], 1 - x[:-PAD].tanh().square(), F64)
 
 
@@ -186,7 +190,7 @@ class Two(nn.Module):
 def test_labels_and_the_metric_come_to_where_several_outputs_lie():
     x, y, z, metric = draw(15, 5), draw(15, 5, seed=1), draw(15, 5, seed=2), Difference()
     labels = [desc("y", 15, 5), desc("z", 15, 5)]
-    with group_of(Two(), desc("input", 15, 5), labels=labels) as group:
+    with group_of(Two(), desc("input", 15, 5), label_shapes=labels) as group:
         group.forward(x)
         group.update_metric(metric, (y, z))
     assert_close(metric.compute(), (x * 3 - y - z).sum(), F64)

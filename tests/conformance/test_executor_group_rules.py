@@ -61,12 +61,12 @@ def test_every_case_of_the_table_gives_sizes_to_all_devices(rows, devices):
         assert [part.stop - part.start for part in group.slices] == sizes
         group.forward(x)
         assert seen_rows(group) == sizes
-        assert torch.equal(group.outputs()[0], x)
+        assert torch.equal(group.get_outputs()[0], x)
 
 
 def seen_rows(group: DataParallelExecutorGroup) -> list[int]:
     """Return how many rows each device's output has; 0 for a device that took no part."""
-    (parts,) = group.outputs(merge=False)
+    (parts,) = group.get_outputs(False)
     return [0 if part is None else len(part) for part in parts]
 
 
@@ -84,7 +84,7 @@ def seen_rows(group: DataParallelExecutorGroup) -> list[int]:
 def test_workloads_are_followed_and_zero_switches_a_device_off(rows, workloads, sizes):
     net = Net()
     data = desc("data", rows, 5)
-    with group_of(net, data, devices=THREE, workloads=workloads, inputs_need_grad=True) as group:
+    with group_of(net, data, devices=THREE, workload=workloads, inputs_need_grad=True) as group:
         check_against_plain(group, net, {"data": draw(rows, 5)}, draw(rows, 4, seed=1))
         assert seen_rows(group) == sizes
         assert [part.stop - part.start for part in group.slices] == sizes
@@ -93,14 +93,14 @@ def test_workloads_are_followed_and_zero_switches_a_device_off(rows, workloads, 
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 16])
 def test_a_last_batch_of_any_size_gives_the_whole_batchs_loss_and_gradient(rows):
     net = Loss()
-    with group_of(net, desc("data", 7, 5), labels=[labels_desc(7)]) as group:
+    with group_of(net, desc("data", 7, 5), label_shapes=[labels_desc(7)]) as group:
         group.forward(DataBatch(draw(rows, 5), classes(rows)))
         twin = Loss()
         if rows == 0:
             return
         expected = twin(draw(rows, 5), classes(rows))
         expected.backward()
-        assert_close(group.outputs()[0], expected.detach(), F64)
+        assert_close(group.get_outputs()[0], expected.detach(), F64)
         group.backward()
         assert_close(gradients_of(net), gradients_of(twin), F64)
 
@@ -122,11 +122,11 @@ def test_an_output_without_rows_is_the_first_devices():
     net = Masked()
     outputs = [desc("logits", 15, 4, layout="NC"), desc("sums", 4, layout="C")]
     data = [desc("data", 15, 5), desc("mask", 5, layout="C")]
-    with group_of(net, *data, outputs=outputs) as group:
+    with group_of(net, *data, output_shapes=outputs) as group:
         group.forward((draw(15, 5), draw(5, seed=1)))
         expected = net(draw(15, 5), draw(5, seed=1))
-        assert_close(list(group.outputs()), [each.detach() for each in expected], F64)
-        assert list(group.output_shapes) == [("logits", (15, 4)), ("sums", (4,))]
+        assert_close(list(group.get_outputs()), [each.detach() for each in expected], F64)
+        assert list(group.get_output_shapes()) == [("logits", (15, 4)), ("sums", (4,))]
 
 
 def test_a_range_of_outputs_is_merged_by_its_own_layouts():
@@ -138,14 +138,14 @@ def test_a_range_of_outputs_is_merged_by_its_own_layouts():
 
     outputs = [desc("a", 15, 5), desc("b", 5, 15, layout="CN"), desc("c", 1, 15, 5, layout="TNC")]
     x = draw(15, 5)
-    with group_of(Three(), desc("data", 15, 5), outputs=outputs) as group:
+    with group_of(Three(), desc("data", 15, 5), output_shapes=outputs) as group:
         group.forward(x)
-        whole = list(group.outputs())
+        whole = list(group.get_outputs())
         for begin, end in [(0, None), (1, None), (2, None), (1, 2), (0, 2), (3, None)]:
-            found = list(group.outputs(begin=begin, end=end))
+            found = list(group.get_outputs(begin=begin, end=end))
             assert len(found) == len(whole[begin:end])
             assert all(torch.equal(a, b) for a, b in zip(found, whole[begin:end], strict=True))
-            parts = group.outputs(merge=False, begin=begin, end=end)
+            parts = group.get_outputs(False, begin=begin, end=end)
             assert len(parts) == len(whole[begin:end])
         assert torch.equal(whole[1].cpu(), x.T)
         assert torch.equal(whole[2].cpu(), x.unsqueeze(0))
@@ -160,7 +160,7 @@ def test_a_loss_over_the_merged_outputs_reaches_every_device():
     net, twin = Net(), Net()
     with group_of(net, desc("data", 15, 5)) as group:
         group.forward(draw(15, 5))
-        merged = group.outputs()[0].detach().requires_grad_()
+        merged = group.get_outputs()[0].detach().requires_grad_()
         contrast(merged).backward()
         group.backward([merged.grad])
     contrast(twin(draw(15, 5))).backward()
@@ -171,7 +171,7 @@ def test_a_loss_over_the_merged_outputs_reaches_every_device():
 
 
 def loss_group(net: Loss, **options: Any) -> DataParallelExecutorGroup:
-    return group_of(net, desc("data", 7, 5), labels=[labels_desc(7)], **options)
+    return group_of(net, desc("data", 7, 5), label_shapes=[labels_desc(7)], **options)
 
 
 def forward(group: DataParallelExecutorGroup, rows: int = 7) -> None:
@@ -209,11 +209,11 @@ def check_refusal(
 ) -> None:
     """Check the sentence, that all is as it was, and that a good pass after it is right."""
     before = picture(group, net)
-    outputs = list(group.outputs())
+    outputs = list(group.get_outputs())
     with pytest.raises(error, match=match):
         call()
     check_picture(group, net, before)
-    torch.testing.assert_close(list(group.outputs()), outputs, rtol=0, atol=0)
+    torch.testing.assert_close(list(group.get_outputs()), outputs, rtol=0, atol=0)
     twin = Loss()
     twin(X, Y).backward()
     forward(group)
@@ -249,15 +249,16 @@ def test_backward_needs_a_training_pass():
         assert all(gradient is not None for gradient in gradients_of(net))
 
 
-def test_a_second_bind_is_refused_unless_it_reshapes():
+def test_binding_again_always_binds():
     net = Loss()
     with loss_group(net) as group:
         forward(group)
-        group.backward()
-        again = [desc("data", 9, 5)], [labels_desc(9)]
-        check_refusal(group, net, lambda: group.bind(*again), StateError, "reshape")
-        group.bind(*again, reshape=True)
-        assert group.batch_size == 9
+        group.bindExec([desc("data", 9, 5)], [labels_desc(9)], None)
+        assert group.getBatchSize() == 9
+        group.bind_exec([desc("data", 8, 5)], [labels_desc(8)], None, reshape=True)
+        assert group.batch_size == 8
+        with pytest.raises(StateError, match="forward"):
+            group.backward()
 
 
 def test_a_module_that_fails_leaves_the_group_usable():
@@ -286,7 +287,7 @@ def test_a_closed_group_leaves_the_module_as_it_was():
     net = Net()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with group_of(net, desc("data", 7, 5), devices=TWO, fixed_parameters=["head.*"]) as group:
+        with group_of(net, desc("data", 7, 5), devices=TWO, fixed_param_names=["head.*"]) as group:
             group.forward(X)
         group.close()
     assert [parameter.requires_grad for parameter in net.parameters()] == [True] * 4

@@ -52,12 +52,12 @@ class Both(Net):
 def test_weights_reach_the_module_and_its_loss_stands_for_their_sum():
     net, twin = Weighted(), Weighted()
     x, y, w = draw(15, 5), classes(15), draw(15, seed=3).exp()
-    with group_of(net, desc("data", 15, 5), labels=[labels_desc(15)]) as group:
+    with group_of(net, desc("data", 15, 5), label_shapes=[labels_desc(15)]) as group:
         group.forward(DataBatch(x, y, pad=2, weights=w))
         group.backward()
         expected = twin(x[:13], y[:13], w[:13])
         expected.backward()
-        assert_close(group.outputs()[0], expected.detach(), F64)
+        assert_close(group.get_outputs()[0], expected.detach(), F64)
     assert_close(gradients_of(net), gradients_of(twin), F64)
 
 
@@ -66,12 +66,12 @@ def test_a_loss_beside_scores_is_what_is_differentiated_and_scores_are_measured(
     x, y = draw(15, 5), classes(15)
     accuracy = MulticlassAccuracy(CLASSES, average="micro")
     mean = MeanMetric().set_dtype(F64)
-    with group_of(net, desc("data", 15, 5), labels=[labels_desc(15)]) as group:
+    with group_of(net, desc("data", 15, 5), label_shapes=[labels_desc(15)]) as group:
         group.forward({"data": x, "label": y})
         group.backward()
         expected = twin(x, y)
         expected["loss"].backward()
-        assert [name for name, _ in group.output_shapes] == ["loss", "scores"]
+        assert [name for name, _ in group.get_output_shapes()] == ["loss", "scores"]
         group.update_metric(accuracy)
         group.update_metric(mean, output="loss")
         with pytest.raises(ConfigError, match="'loss', 'scores'"):
@@ -95,7 +95,7 @@ def test_a_list_of_batches_has_devices_that_rest_and_pads_of_their_own():
     net, twin = Loss(), Loss()
     x, y = draw(8, 5), classes(8)
     batches = [DataBatch(x[:3], y[:3], pad=1), None, DataBatch(x[3:], y[3:], pad=2)]
-    with group_of(net, desc("data", 7, 5), labels=[labels_desc(7)]) as group:
+    with group_of(net, desc("data", 7, 5), label_shapes=[labels_desc(7)]) as group:
         group.forward(batches)
         group.backward()
         assert group.batch_size == 8
@@ -113,14 +113,14 @@ def test_auto_workloads_keep_the_whole_batchs_gradients_and_states():
     states = [desc("h", 15, 3), desc("c", 15, 3)]
     h, c = draw(15, 3, seed=1), draw(15, 3, seed=2)
     with group_of(
-        cell, desc("data", 15, 5), devices=THREE, workloads="auto", states=states
+        cell, desc("data", 15, 5), devices=THREE, workload="auto", states=states
     ) as group:
         group.set_states(states=[h, [c[:1], c[1:6], c[6:]]])
         for seed in range(4):
             x = draw(15, 5, seed=seed)
             group.forward(x)
             group.backward([torch.ones(15, 3, dtype=F64), None, None])
-            assert_close(list(group.outputs()), [e.detach() for e in plain(x, h, c)], F64)
+            assert_close(list(group.get_outputs()), [e.detach() for e in plain(x, h, c)], F64)
         assert len(group.decisions) == 4
         group.forward(draw(15, 5), is_train=False)
         with pytest.raises(ConfigError, match=r"`states` must have 4 rows for `h`"):
@@ -198,7 +198,7 @@ def test_the_gradient_of_an_output_without_rows_is_counted_once():
 
     net, twin, g = Sums(), Sums(), draw(7, seed=4)
     outputs = [desc("scores", 15, 4), desc("sums", 7, layout="C")]
-    with group_of(net, desc("data", 15, 5), outputs=outputs) as group:
+    with group_of(net, desc("data", 15, 5), output_shapes=outputs) as group:
         group.forward(draw(15, 5))
         group.backward({"sums": g})
     twin(draw(15, 5))[1].backward(g)
@@ -210,9 +210,9 @@ def test_binding_to_a_shared_group_keeps_the_gradient_requests():
     data = [desc("data", 15, 5)]
     with (
         group_of(other, *data) as first,
-        group_of(net, *data, fixed_parameters=["head.bias"]) as second,
+        group_of(net, *data, fixed_param_names=["head.bias"]) as second,
     ):
-        second.bind(data, shared_group=first, reshape=True)
+        second.bind_exec(data, shared_group=first)
         for _ in range(2):
             second.forward(draw(15, 5))
             second.backward([draw(15, 4, seed=1)])
@@ -234,7 +234,7 @@ def test_reshape_back_and_forth_does_not_grow_memory():
 
 def bytes_held_while_shapes_alternate() -> list[int]:
     held = []
-    with group_of(Net(), desc("data", 7, 5), devices=3, workloads=WORKLOADS) as group:
+    with group_of(Net(), desc("data", 7, 5), devices=3, workload=WORKLOADS) as group:
         for rows in [7, 31] * 6:
             group.reshape([desc("data", rows, 5)])
             group.forward(draw(rows, 5))

@@ -41,9 +41,9 @@ def run_once(net: Net) -> tuple[mxnet.DataParallelExecutorGroup, Tensor, Tensor]
     group = mxnet.DataParallelExecutorGroup(
         net,
         THREE,
-        data=[desc("data", 15, 5)],
-        labels=[labels_desc(15)],
-        workloads=WORKLOADS,
+        data_shapes=[desc("data", 15, 5)],
+        label_shapes=[labels_desc(15)],
+        workload=WORKLOADS,
         inputs_need_grad=True,
     )
     group.forward(DataBatch(draw(15, 5), classes(15)))
@@ -76,19 +76,13 @@ def test_results_under_both_languages_names():
         assert metric.compute() == (expected.argmax(1) == classes(15)).float().mean()
 
 
-def test_binding_slices_and_parameters_under_both_languages_names():
+def test_binding_and_parameters_under_both_languages_names():
     net, other = Net(), Net()
     torch.nn.init.zeros_(other.head.bias)
     group, _, _ = run_once(net)
     with group:
-        assert group.decide_slices([("data", (15, 5))]) == [
-            slice(0, 1),
-            slice(1, 6),
-            slice(6, 15),
-        ]
-        with pytest.raises(ConfigError, match="`mask` must have 15 rows like `data`, but has 5"):
-            group.decide_slices([("data", (15, 5)), ("mask", (5, 5))])
-        group.bind_exec([desc("data", 7, 5)], [labels_desc(7)], reshape=True)
+        assert group.slices == [slice(0, 1), slice(1, 6), slice(6, 15)]
+        group.bind_exec([desc("data", 7, 5)], [labels_desc(7)])
         assert group.getBatchSize() == 7
         group.bindExec([desc("data", 9, 5)], [labels_desc(9)], None, True)
         assert group.getBatchSize() == 9
@@ -100,8 +94,6 @@ def test_binding_slices_and_parameters_under_both_languages_names():
         group.get_params(by_python, {})
         assert_close(list(by_python.values()), list(params.values()), F64)
         assert group.get_params()[0].keys() == params.keys()
-        with pytest.raises(ConfigError, match="aux_params"):
-            group.get_params(by_python)
         assert group.get_states() == []
         with pytest.raises(ConfigError, match="merge_multi_context"):
             group.get_states(merge_multi_context=True)
@@ -179,13 +171,15 @@ def mxnet_group(net: Net, **options: Any) -> mxnet.DataParallelExecutorGroup:
 def test_the_constructor_takes_mxnets_keywords():
     net = Net()
     with mxnet_group(net, label_shapes=None, fixed_param_names=["head.bias"]) as group:
-        assert group.workloads == (1, 3)
-        assert len(group.devices) == 2
-        assert [each.requires_grad for each in net.parameters()] == [True] * 3 + [False]
+        assert group.workload == (1, 3)
+        assert len(group.contexts) == 2
+        group.forward(BATCH[0])
+        group.backward([G])
+        assert [each.grad is None for each in net.parameters()] == [False] * 3 + [True]
     with mxnet_group(Net(), fixed_param_names=None) as group:
         assert group.label_shapes == ()
-    with pytest.raises(ConfigError, match=r"`contexts` must be given once, but .* `devices`, too"):
-        mxnet_group(Net(), devices=2)
+    with pytest.raises(ConfigError, match=r"`for_training` must be given once, but .*`forTrain"):
+        mxnet_group(Net(), for_training=True, forTraining=False)
 
 
 def test_methods_take_the_keywords_of_both_languages():
@@ -199,17 +193,22 @@ def test_methods_take_the_keywords_of_both_languages():
         twin(BATCH[0]).backward(G)
         assert_close(gradients_of(net), gradients_of(twin), F64)
         group.forward(dataBatch=DataBatch(*BATCH), isTrain=True)
-        group.backward(outGrads=[G])
+        net.zero_grad()
+        group.backward(outGrads=[G.numpy()])
+        assert_close(gradients_of(net), gradients_of(twin), F64)
+        group.forward(*[DataBatch(*BATCH)])
+        group.backward(G.numpy())
+        assert_close(gradients_of(net), gradients_of(twin), F64)
         assert len(group.get_outputs(merge_multi_context=False)[0]) == 2
         metric = MulticlassAccuracy(CLASSES, average="micro")
         group.update_metric(eval_metric=metric, labels=[BATCH[1]], pre_sliced=False)
         assert metric.compute() == (twin(BATCH[0]).argmax(1) == BATCH[1]).float().mean()
         for names in (("data_shapes", "label_shapes"), ("dataShapes", "labelShapes")):
-            for rows, call in ((9, group.reshape), (ROWS, group.bind)):
+            for rows, call in ((9, group.reshape), (ROWS, group.bind_exec)):
                 given = dict(
                     zip(names, ([desc("data", rows, 5)], [labels_desc(rows)]), strict=True)
                 )
-                call(**given, **({} if rows == 9 else {"reshape": True}))
+                call(**given)
                 assert group.batch_size == rows
 
 
@@ -227,10 +226,8 @@ def test_parameters_go_by_mxnets_keywords():
         group.get_params(arg_params=params, aux_params=buffers)
         assert torch.equal(params["weight"], other.weight)
         assert torch.equal(buffers["running_mean"], other.running_mean)
-        with pytest.raises(ConfigError, match="`aux_params` must be a mapping, but is None"):
-            group.get_params(arg_params=params)
         with pytest.raises(ConfigError, match="`arg_params` must be given once"):
-            group.get_params({}, arg_params=params)
+            group.get_params(arg_params={}, argParams=params)
 
 
 # --- the page -------------------------------------------------------------------------------------

@@ -50,7 +50,10 @@ CLASSES = torch.arange(ROWS) % 3
 
 def regression_group() -> mxnet.DataParallelExecutorGroup:
     return mxnet.DataParallelExecutorGroup(
-        Regression(), cpu_and_others(2), data=[("data", (ROWS, 4))], labels=[("label", (ROWS,))]
+        Regression(),
+        cpu_and_others(2),
+        data_shapes=[("data", (ROWS, 4))],
+        label_shapes=[("label", (ROWS,))],
     )
 
 
@@ -58,8 +61,8 @@ def classifier_group() -> mxnet.DataParallelExecutorGroup:
     return mxnet.DataParallelExecutorGroup(
         Classifier(),
         cpu_and_others(2),
-        data=[("data", (ROWS, 4))],
-        labels=[("softmax_label", (ROWS,))],
+        data_shapes=[("data", (ROWS, 4))],
+        label_shapes=[("softmax_label", (ROWS,))],
     )
 
 
@@ -139,7 +142,10 @@ def test_several_outputs_and_labels_are_whole_in_a_metric() -> None:
     shapes = Shapes("shapes")
     labels = [torch.ones(ROWS), torch.ones(ROWS, 2)]
     with mxnet.DataParallelExecutorGroup(
-        Pair(), 2, data=[("data", (ROWS, 4))], labels=[("a", (ROWS,)), ("b", (ROWS, 2))]
+        Pair(),
+        2,
+        data_shapes=[("data", (ROWS, 4))],
+        label_shapes=[("a", (ROWS,)), ("b", (ROWS, 2))],
     ) as group:
         group.forward(mxnet.DataBatch([X], labels))
         group.update_metric(shapes, labels)
@@ -151,7 +157,7 @@ def test_several_outputs_and_labels_are_whole_in_a_metric() -> None:
 
 def test_labels_are_left_out_where_none_are_bound() -> None:
     net = Regression()
-    with mxnet.DataParallelExecutorGroup(net, 2, data=[("data", (ROWS, 4))]) as group:
+    with mxnet.DataParallelExecutorGroup(net, 2, data_shapes=[("data", (ROWS, 4))]) as group:
         for batch in (mxnet.DataBatch([X], [Y], 2), mxnet.DataBatch(X, Y, pad=2)):
             group.forward(batch)
             torch.testing.assert_close(group.get_outputs()[0], net(X[:7]).detach())
@@ -160,15 +166,19 @@ def test_labels_are_left_out_where_none_are_bound() -> None:
 
 
 def test_a_batch_goes_by_the_positions_of_both_languages() -> None:
-    python = mxnet.DataBatch([X], [Y], 2, [5, 6])
-    scala = mxnet.DataBatch([X], [Y], [5, 6], 2)
-    assert (python.pad, scala.pad) == (2, 2)
+    for places in ((2, [5, 6]), ([5, 6], 2), (None, 2), (2, None), (2,)):
+        assert mxnet.DataBatch([X], [Y], *places).pad == 2
+    assert mxnet.DataBatch([X], [Y]).pad == mxnet.DataBatch([X], [Y], None, [5, 6]).pad == 0
+    net = Regression()
+    with mxnet.DataParallelExecutorGroup(net, 2, data_shapes=[("data", (ROWS, 4))]) as group:
+        group.forward(mxnet.DataBatch([X], None, None, 1))
+        assert len(group.get_outputs()[0]) == ROWS - 1
 
 
 def test_parameters_may_be_missing_and_arrays() -> None:
     net = Net()
     before = net.head.bias.detach().clone()
-    with mxnet.DataParallelExecutorGroup(net, 2, data=[("data", (7, 5))]) as group:
+    with mxnet.DataParallelExecutorGroup(net, 2, data_shapes=[("data", (7, 5))]) as group:
         weight = np.full(net.head.weight.shape, 0.5)
         group.setParams({"head.weight": weight}, {})
         assert torch.equal(net.head.weight, torch.full_like(net.head.weight, 0.5))
@@ -185,7 +195,7 @@ def test_parameters_may_be_missing_and_arrays() -> None:
 
 def test_parameters_are_read_into_maps_that_hold_more_and_into_arrays() -> None:
     net = Net()
-    with mxnet.DataParallelExecutorGroup(net, 2, data=[("data", (7, 5))]) as group:
+    with mxnet.DataParallelExecutorGroup(net, 2, data_shapes=[("data", (7, 5))]) as group:
         kept = np.zeros(tuple(net.head.weight.shape))
         into: dict[str, Any] = {"head.weight": kept, "other": 3}
         group.getParams(into, {"more": 4})
@@ -196,16 +206,3 @@ def test_parameters_are_read_into_maps_that_hold_more_and_into_arrays() -> None:
         frozen.flags.writeable = False
         with pytest.raises(ConfigError, match="read-only"):
             group.getParams({"head.weight": frozen}, {})
-
-
-def test_output_shapes_are_known_before_the_first_pass() -> None:
-    with classifier_group() as group:
-        mean = group.module.norm.running_mean.clone()
-        shapes = group.getOutputShapes()
-        assert [shape for _, shape in shapes] == [(), (ROWS, 3)]
-        assert torch.equal(group.module.norm.running_mean, mean)
-        group.forward(mxnet.DataBatch([X], [CLASSES]))
-        assert group.getOutputShapes() == shapes
-    tokens = mxnet.DataParallelExecutorGroup(nn.Embedding(5, 3), 2, data=[("input", (7, 2))])
-    assert tokens.get_output_shapes() == [("output0", (7, 2, 3))]
-    tokens.close()

@@ -499,7 +499,9 @@ def test_noise_in_a_containers_backward_pass_goes_by_the_processes_seed() -> Non
 
 def group_on(net: nn.Module, replicas: int, sizes: list[int]) -> phalanx.DataParallelExecutorGroup:
     shape = phalanx.DataDesc("x", (sum(sizes), 9), torch.float32)
-    return phalanx.DataParallelExecutorGroup(net, replicas, data=[shape], inputs_need_grad=True)
+    return phalanx.DataParallelExecutorGroup(
+        net, replicas, data_shapes=[shape], inputs_need_grad=True
+    )
 
 
 def passes_of_group(
@@ -518,7 +520,7 @@ def passes_of_group(
         for _ in range(2):
             group.forward([*map(DataBatch, slices), *[None] * (replicas - len(sizes))])
             group.backward([torch.ones(sum(sizes), 3)])
-            by_row += [each.clone() for each in [*group.outputs(), *group.input_grads()]]
+            by_row += [each.clone() for each in [*group.get_outputs(), *group.get_input_grads()]]
             gradients += [parameter.grad.clone() for parameter in net.parameters()]
     return by_row, gradients
 

@@ -59,7 +59,7 @@ def in_container(module: nn.Module, factory: Callable[..., Optimizer]) -> None:
 def in_group(module: nn.Module, factory: Callable[..., Optimizer]) -> None:
     optimizer = factory(module.parameters())
     descs = [phalanx.DataDesc("data", (6, 4), F64), phalanx.DataDesc("label", (6, 2), F64)]
-    with group_of(WithLoss(module), descs[0], labels=[descs[1]]) as group:
+    with group_of(WithLoss(module), descs[0], label_shapes=[descs[1]]) as group:
         for x, y in batches():
             group.forward(DataBatch([x], [y]))
             group.backward()

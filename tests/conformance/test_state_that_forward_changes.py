@@ -203,10 +203,10 @@ def test_a_groups_inputs_stay_the_users() -> None:
     net, x = InPlaceGroup(), batch()[0]
     before, expected = x.clone(), net(x.clone())
     shape = desc("x", 12, 9, dtype=torch.float32)
-    with group_of(net, shape, devices=["cpu"] * 2, workloads=[1, 1]) as group:
+    with group_of(net, shape, devices=["cpu"] * 2, workload=[1, 1]) as group:
         for trains in (True, True, False, False):
             group.forward(x, is_train=trains)
-            torch.testing.assert_close(group.outputs()[0], expected.detach())
+            torch.testing.assert_close(group.get_outputs()[0], expected.detach())
             assert torch.equal(x, before)
 
 

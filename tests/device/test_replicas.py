@@ -88,11 +88,11 @@ def by_container(net: nn.Module, devices: list[str], workloads: Any, optimizer: 
 def by_group(net: nn.Module, devices: list[str], workloads: Any, optimizer: Any) -> None:
     stepper = optimizer(net.parameters())
     data = [desc("data", ROWS, 5)]
-    with DataParallelExecutorGroup(net, devices, data=data, workloads=workloads) as group:
+    with DataParallelExecutorGroup(net, devices, data_shapes=data, workload=workloads) as group:
         for step in range(STEPS):
             x, y = batch(step, devices[0])
             group.forward({"data": x}, is_train=True)
-            out = group.outputs()[0]
+            out = group.get_outputs()[0]
             group.backward([2 * (out - y) / y.numel()])
             stepper.step()
 
@@ -316,7 +316,7 @@ def test_a_group_copies_parameters_once_for_each_device_and_step() -> None:
     rows = ROWS // 2
     inputs, gradients = x[:rows].nbytes, y[:rows].nbytes
     data = [desc("data", ROWS, 5)]
-    with DataParallelExecutorGroup(net, ["dev:0", "dev:1"], data=data) as group:
+    with DataParallelExecutorGroup(net, ["dev:0", "dev:1"], data_shapes=data) as group:
 
         def step() -> None:
             group.forward({"data": x}, is_train=True)
@@ -354,11 +354,11 @@ def test_a_trainer_copies_parameters_once_for_each_device_and_step() -> None:
 
 def test_a_group_joins_batches_of_which_the_first_device_has_no_rows() -> None:
     net, x = Net().to("dev:0").eval(), batch(0, "dev:0")[0]
-    options = {"data": [desc("data", ROWS, 5)], "workloads": [1, 5]}
+    options = {"data_shapes": [desc("data", ROWS, 5)], "workload": [1, 5]}
     with DataParallelExecutorGroup(net, ["dev:0", "dev:1"], **options) as group:
         for each in (x, x[:1]):
             group.forward({"data": each}, is_train=False)
-            assert_close(group.outputs()[0], net(each).detach(), F64)
+            assert_close(group.get_outputs()[0], net(each).detach(), F64)
 
 
 def test_pinned_inputs_may_be_on_their_way() -> None:
@@ -384,10 +384,10 @@ def test_pinned_batches_on_their_way_train_the_same(way: str) -> None:
             trainer.step(tuple(pinned))
     else:
         data, stepper = [desc("data", ROWS, 5)], make(net.parameters())
-        with DataParallelExecutorGroup(net, ["dev:0", "dev:1"], data=data) as group:
+        with DataParallelExecutorGroup(net, ["dev:0", "dev:1"], data_shapes=data) as group:
             for given in (x, pinned[0]):
                 group.forward({"data": given}, is_train=True)
-                group.backward([2 * (group.outputs()[0] - y) / y.numel()])
+                group.backward([2 * (group.get_outputs()[0] - y) / y.numel()])
                 stepper.step()
     other = make(twin.parameters())
     for _ in range(2):
@@ -445,12 +445,12 @@ def test_autocast_of_the_caller_is_a_groups_and_a_trainers() -> None:
     data = [desc("data", ROWS, 5, dtype=torch.float32)]
     optimizer, options = OPTIMIZERS["SGD-fused"], {"replicas": ["dev:0", "dev:1"]}
     with (
-        DataParallelExecutorGroup(net, ["dev:0", "dev:1"], data=data) as group,
+        DataParallelExecutorGroup(net, ["dev:0", "dev:1"], data_shapes=data) as group,
         phalanx.Trainer(net, loss, optimizer, **{"microbatches": None, **options}) as trainer,
         torch.autocast("dev", dtype=torch.bfloat16),
     ):
         group.forward({"data": x}, is_train=True)
-        assert group.outputs()[0].dtype == torch.bfloat16
+        assert group.get_outputs()[0].dtype == torch.bfloat16
         group.backward([torch.ones(ROWS, 6, device="dev:0", dtype=torch.bfloat16)])
         assert all(parameter.grad.dtype == torch.float32 for parameter in net.parameters())
         trainer.step((x, y))

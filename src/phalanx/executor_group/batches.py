@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.types import Nested
 
 __all__ = ["DataBatch", "DataDesc", "read_descs"]
 
@@ -84,28 +85,50 @@ class DataDesc:
         return dataclasses.replace(self, shape=tuple(shape), dtype=dtype or self.dtype)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class DataBatch:
     """One batch: inputs, and what belongs to them.
+
+    Its positions are those of MXNet's Python (data, label, pad, index) or of its Scala (data,
+    label, index, pad): whichever of the last two is a whole number is the pad.
 
     Args:
         data: By name, or a tuple or list in the order of the bound names, or the one input; tensors
             or NumPy arrays.
-        labels: Likewise; None where there are none.
+        label: Likewise; None where there are none.
         pad: How many of the last rows only fill the batch up. They count nowhere: not in outputs,
             gradients, statistics or metrics.
+        index: MXNet's, like all that follow it but ``weights``; taken and not used.
         weights: One per row, [B], for a module whose forward has an argument ``weights``; its
             losses stand for their sum.
 
     Example:
-        >>> DataBatch(torch.ones(4, 2), labels=torch.tensor([0, 1, 1, 0]), pad=1).pad
-        1
+        >>> batch = DataBatch([torch.ones(4, 2)], [torch.tensor([0, 1, 1, 0])], pad=1)
+        >>> batch.pad, DataBatch(batch.data, batch.label, None, 1).pad
+        (1, 1)
     """
 
-    data: Nested
-    labels: Nested = None
-    pad: int = 0
-    weights: Nested = None
+    # Any: tensors in any of their forms; what is not used.
+    def __init__(
+        self,
+        data: Any,
+        label: Any = None,
+        pad: Any = None,
+        index: Any = None,
+        bucket_key: Any = None,
+        provide_data: Any = None,
+        provide_label: Any = None,
+        *,
+        weights: Any = None,
+    ) -> None:
+        del bucket_key, provide_data, provide_label
+        by_scala = pad is None and isinstance(index, Integral)
+        if by_scala or isinstance(pad, (list, tuple, np.ndarray, Tensor)):
+            pad = index
+        self.data, self.label, self.weights = data, label, weights
+        self.pad = 0 if pad is None else pad
+
+    def __repr__(self) -> str:
+        return f"DataBatch({self.data!r:.80}, {self.label!r:.80}, pad={self.pad})"
 
 
 # Any: whatever the user wrote.

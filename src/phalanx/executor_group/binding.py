@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from phalanx.errors import ConfigError
 from phalanx.executor_group.batches import DataBatch, DataDesc, read_descs
 from phalanx.executor_group.given_tensors import as_bound, read_tensor
+from phalanx.executor_group.group_arguments import read_names
 from phalanx.plan import read_whole
 from phalanx.types import Nested
 
@@ -65,20 +66,44 @@ class Binding:
     signature: _Signature = dataclasses.field(repr=False)
 
     @staticmethod
-    def of(module: nn.Module, data: Any, labels: Any, states: Any) -> Binding:
+    def of(module: nn.Module, data: Any, labels: Any, state_names: Any) -> Binding:
         """Read descriptions, and check them against each other and the module.
+
+        Args:
+            state_names: Which of the data are states; None for none.
 
         Raises:
             ConfigError: Batch sizes differ; names are taken twice, or are none of the module's; the
-                module needs others.
+                module needs others; a state is described nowhere.
         """
-        groups = (
-            read_descs(data, "data"),
-            read_descs(labels, "labels"),
-            read_descs(states, "states"),
-        )
-        if not groups[0]:
-            raise ConfigError("`data` must describe at least one input, but is empty.")
+        names = read_names("state_names", () if state_names is None else state_names)
+        known = read_descs(data, "data_shapes")
+        states = tuple(each for each in known if each.name in names)
+        for name in names:
+            if name not in {each.name for each in states}:
+                raise ConfigError(
+                    f"`state_names` must name states with a shape in `data_shapes`, but {name!r} "
+                    "has none."
+                )
+        return Binding._of(module, tuple(e for e in known if e not in states), labels, states)
+
+    def rebound(self, module: nn.Module, data: Any, labels: Any) -> Binding:
+        """Read other descriptions; states that are not among them keep all but their rows."""
+        descs = {each.name: each for each in read_descs(data, "data_shapes")}
+        followed = self.followed(tuple(descs.values())).states
+        states = tuple(descs.pop(each.name, each) for each in followed)
+        return Binding._of(module, tuple(descs.values()), labels, states)
+
+    @staticmethod
+    def _of(
+        module: nn.Module,
+        data: tuple[DataDesc, ...],
+        labels: Any,
+        states: tuple[DataDesc, ...],
+    ) -> Binding:
+        groups = (data, read_descs(labels, "label_shapes"), states)
+        if not data:
+            raise ConfigError("`data_shapes` must describe at least one input, but does not.")
         _check_names_differ(groups)
         signature = _Signature.of(module)
         signature.check(*groups)
@@ -106,7 +131,8 @@ class Binding:
         """
         batch = as_batch(batch, self)
         data = self.read_data(batch.data)
-        labels = {} if batch.labels is None else self.read_labels(batch.labels)
+        given = batch.label if self.labels else None
+        labels = {} if given is None else self.read_labels(given)
         rows = _rows_of({**data, **labels}, (*self.data, *self.labels), self.batch_size)
         pad = _read_pad(batch.pad, rows)
         weights = None if batch.weights is None else _read_weights(batch.weights, rows)
@@ -232,7 +258,9 @@ class Binding:
     # Any: descriptions in any of their forms.
     def followed(self, data: Any) -> Binding:
         """Return the binding to as many rows as ``data`` has, of which labels and states follow."""
-        rows = next((each.rows for each in read_descs(data, "data") if each.rows is not None), None)
+        rows = next(
+            (each.rows for each in read_descs(data, "data_shapes") if each.rows is not None), None
+        )
         return self if rows is None else self.of_rows(rows)
 
 
@@ -268,19 +296,18 @@ class _Signature:
         if self.names is None:
             return
         told = ", ".join(map(repr, self.names))
-        for noun, descs in (("data", data), ("states", states)):
-            for desc in descs:
-                if desc.name not in self.names and not self.takes_any:
-                    raise ConfigError(
-                        f"`{noun}` must name arguments of the module's forward, but names "
-                        f"{desc.name!r}. It takes {told}."
-                    )
+        for desc in (*data, *states):
+            if desc.name not in self.names and not self.takes_any:
+                raise ConfigError(
+                    f"`data_shapes` must name arguments of the module's forward, but names "
+                    f"{desc.name!r}. It takes {told}."
+                )
         given = {_WEIGHTS, *(desc.name for desc in (*data, *labels, *states))}
         lacking = [name for name in self.needed if name not in given]
         if lacking:
             raise ConfigError(
-                f"`data`, `labels` and `states` must name all that the module's forward needs, but "
-                f"{_listed(lacking)} {'is' if len(lacking) == 1 else 'are'} missing. It takes "
+                "`data_shapes` and `label_shapes` must name all that the module's forward needs, "
+                f"but {_listed(lacking)} {'is' if len(lacking) == 1 else 'are'} missing. It takes "
                 f"{told}."
             )
 
@@ -289,8 +316,8 @@ class _Signature:
         lacking = [name for name in self.needed if name not in given]
         if lacking:
             raise ConfigError(
-                f"`batch` must hold {_listed(lacking)}, which the module's forward needs, but does "
-                "not. Give `DataBatch(data, labels)`."
+                f"`data_batch` must hold {_listed(lacking)}, which the module's forward needs, but "
+                "does not. Give `DataBatch(data, label)`."
             )
 
     def takes(self, name: str) -> bool:
@@ -319,10 +346,8 @@ def is_batch(value: Any) -> bool:
 def as_batch(value: Any, binding: Binding) -> DataBatch:
     """Read a batch: one already, or an object alike, or its data, with labels if by name."""
     if is_batch(value):
-        labels = getattr(value, "labels", getattr(value, "label", None))
-        pad = getattr(value, "pad", None)
-        pad = 0 if pad is None else pad
-        return DataBatch(value.data, labels, pad, getattr(value, "weights", None))
+        label, pad = getattr(value, "label", None), getattr(value, "pad", None)
+        return DataBatch(value.data, label, pad, weights=getattr(value, "weights", None))
     if isinstance(value, Mapping):
         names = {each.name for each in binding.labels}
         labels = {name: each for name, each in value.items() if name in names}
@@ -336,8 +361,8 @@ def _check_names_differ(groups: Sequence[Sequence[DataDesc]]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(
-                f"`data`, `labels` and `states` must name each tensor once, but name "
-                f"{name!r} twice."
+                f"`data_shapes` and `label_shapes` must name each tensor once, but name {name!r} "
+                "twice."
             )
 
 

@@ -68,7 +68,7 @@ def _read_list(
 ) -> tuple[Binding, list[Share], list[int]]:
     if len(batches) != num_devices or all(each is None for each in batches):
         raise ConfigError(
-            f"`batch` must hold one batch per device ({num_devices}), not all None, but "
+            f"`data_batch` must hold one batch per device ({num_devices}), not all None, but "
             f"holds {len(batches)}."
         )
     shares, pads, rows = [], [], 0

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from phalanx.errors import ConfigError
 from phalanx.executor_group.group_arguments import check_mapping, read_names
@@ -17,54 +16,23 @@ __all__ = ["GradientRequests"]
 _REQUESTS = ("write", "add", "null")
 
 
-class _Silence:
-    """Who wants parameters to need no gradient: `requires_grad` is theirs, and groups may share it.
-
-    A parameter needs gradients again when the last one has gone, not the first.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_wishes = WeakIdKeyDictionary()  # by parameter, which `==` does not compare
-
-    def begin(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Return those that must be ended: all but those that the user has frozen."""
-        with self._lock:
-            own = [each for each in parameters if each.requires_grad or each in self._num_wishes]
-            for parameter in own:
-                self._num_wishes[parameter] = self._num_wishes.get(parameter, 0) + 1
-                parameter.requires_grad_(False)
-            return own
-
-    def end(self, parameters: Sequence[nn.Parameter]) -> None:
-        with self._lock:
-            for parameter in parameters:
-                self._num_wishes[parameter] -= 1
-                if not self._num_wishes[parameter]:
-                    del self._num_wishes[parameter]
-                    parameter.requires_grad_(True)
-
-
-_SILENCE = _Silence()
-
-
 class GradientRequests:
-    """One request per parameter; those of "null" need no gradient until :meth:`close`.
+    """One request for each parameter.
 
     Args:
         module: Whose parameters.
         request: "write", "add" or "null" for all, or these by name or shell pattern: a name counts
             before patterns, and the first pattern that matches; "write" for the rest.
-        fixed: Names or patterns of parameters that get "null".
+        fixed: Names or patterns of parameters that get "null"; None for none.
 
     Raises:
         ConfigError: A request is unknown, or a name is none or fits no parameter.
     """
 
     def __init__(
-        self, module: nn.Module, request: str | Mapping[str, str], fixed: Sequence[str]
+        self, module: nn.Module, request: str | Mapping[str, str], fixed: Sequence[str] | None
     ) -> None:
-        fixed = read_names("fixed_parameters", fixed, "Give [] for none.")
+        fixed = read_names("fixed_param_names", () if fixed is None else fixed)
         if isinstance(request, Mapping):
             check_mapping("grad_req", request, "'write', 'add' or 'null'")
         rules = dict(request) if isinstance(request, Mapping) else {"*": request}
@@ -75,46 +43,53 @@ class GradientRequests:
                 )
         names = [name for name, _ in module.named_parameters()]
         written = list(rules) if isinstance(request, Mapping) else []
-        for noun, patterns in (("grad_req", written), ("fixed_parameters", fixed)):
+        for noun, patterns in (("grad_req", written), ("fixed_param_names", fixed)):
             for pattern in patterns:
                 if pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
                     raise ConfigError(
                         f"`{noun}` must name parameters of the module, but {pattern!r} fits none. "
                         f"It has {', '.join(names) or 'none'}."
                     )
-        self._written: list[nn.Parameter] = []
-        self._null: list[nn.Parameter] = []
-        self._silenced: list[nn.Parameter] = []
-        for name, parameter in module.named_parameters():
-            word = "null" if _first(name, fixed) is not None else _request_of(name, rules)
-            if word == "write":
-                self._written.append(parameter)
-            elif word == "null":
-                self._null.append(parameter)
+        self._module = module
+        self._request_by_name = {
+            name: "null" if _first(name, fixed) is not None else _request_of(name, rules)
+            for name in names
+        }
 
-    def apply(self) -> None:
-        """Let parameters of "null" need no gradient."""
-        self._silenced += _SILENCE.begin(self._null)
-
-    def close(self) -> None:
-        """Let them need gradients again, as far as nobody else wants none; idempotent."""
-        silenced, self._silenced = self._silenced, []
-        _SILENCE.end(silenced)
+    @contextlib.contextmanager
+    def without_null(self) -> Iterator[None]:
+        """Let parameters of "null" need no gradient in the body, which is a forward pass."""
+        frozen = [each for each in self._parameters_of("null") if each.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(True)
 
     def write(self, compute: Callable[[], object]) -> None:
         """Forget gradients of "write" and ``compute`` new ones; the old are back if that fails.
 
         A function, and no context: Ctrl-C between a context's begin and its body would lose them.
         """
-        before = [parameter.grad for parameter in self._written]
+        written = self._parameters_of("write")
+        before = [parameter.grad for parameter in written]
         try:
-            for parameter in self._written:
+            for parameter in written:
                 parameter.grad = None
             compute()
         except BaseException:
-            for parameter, gradient in zip(self._written, before, strict=True):
+            for parameter, gradient in zip(written, before, strict=True):
                 parameter.grad = gradient
             raise
+
+    def _parameters_of(self, request: str) -> list[nn.Parameter]:
+        return [
+            parameter
+            for name, parameter in self._module.named_parameters()
+            if self._request_by_name.get(name) == request
+        ]
 
 
 def _request_of(name: str, rules: Mapping[str, str]) -> str:

@@ -5,7 +5,7 @@ Whatever is wrong is said before anything is done, so that a refused call change
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping
 from numbers import Integral
 from typing import Any
 
@@ -19,7 +19,6 @@ __all__ = [
     "check_mapping",
     "read_flag",
     "read_names",
-    "read_pair",
 ]
 
 
@@ -31,31 +30,20 @@ def read_flag(name: str, given: Any) -> bool:
     return bool(given)
 
 
-def read_names(name: str, given: Any, way_out: str = "") -> list[str]:
+def read_names(name: str, given: Any) -> list[str]:
     """Read a sequence of names, or one."""
     if isinstance(given, str):
         return [given]
     names = list(given) if isinstance(given, Iterable) else [given]
     fits = not isinstance(given, Mapping) and all(isinstance(each, str) for each in names)
-    check_argument(fits, name, "hold names", given, way_out)
+    check_argument(fits, name, "hold names", given)
     return names
 
 
-def check_mapping(name: str, given: Any, of: str, way_out: str = "") -> None:
+def check_mapping(name: str, given: Any, of: str) -> None:
     """Refuse what maps no names, to whatever ``of`` says."""
     fits = isinstance(given, Mapping) and all(isinstance(key, str) for key in given)
-    check_argument(fits, name, f"map names to {of}", given, way_out)
-
-
-def read_pair(name: str, given: Any) -> tuple[MutableMapping[str, Any], MutableMapping[str, Any]]:
-    """Read a pair of mappings that can be written to; None is a pair of new ones."""
-    given = ({}, {}) if given is None else given
-    fits = isinstance(given, (tuple, list)) and len(given) == 2
-    fits = fits and all(isinstance(each, MutableMapping) for each in given)
-    check_argument(
-        fits, name, "hold two mappings, for parameters and for buffers", given, "Give ({}, {})."
-    )
-    return given[0], given[1]
+    check_argument(fits, name, f"map names to {of}", given)
 
 
 def check_devices(given: Any) -> None:
@@ -64,7 +52,7 @@ def check_devices(given: Any) -> None:
     several = isinstance(given, Iterable) and not isinstance(given, (str, Mapping))
     fits = given is None or number or several
     wanted = "be a number of replicas or hold a device for each"
-    check_argument(fits, "devices", wanted, given, "Give 2, or ['cpu', 'cpu'].")
+    check_argument(fits, "contexts", wanted, given, "Give 2, or ['cpu', 'cpu'].")
 
 
 def check_buffer_rules(given: Any) -> None:

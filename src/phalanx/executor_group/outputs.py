@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
 from phalanx.executor_group.batches import DataDesc
-from phalanx.executor_group.given_tensors import check_dense
+from phalanx.executor_group.given_tensors import read_tensor
 from phalanx.plan import flatten, leaf_paths
 from phalanx.types import Nested
 
@@ -147,13 +148,14 @@ def read_outputs(
         names = ["output0"]
     if declared and len(declared) != len(names):
         raise ConfigError(
-            f"`outputs` must declare all {len(names)} outputs of the module, but declares "
+            f"`output_shapes` must declare all {len(names)} outputs of the module, but declares "
             f"{len(declared)}."
         )
     told = [desc.name for desc in declared] or names
     if len(set(told)) < len(told):
         raise ConfigError(
-            f"`outputs` must have a name each, but are named {told}. Declare them with other names."
+            f"`output_shapes` must have a name each, but are named {told}. Declare them with other "
+            "names."
         )
     outputs = []
     for index, name in enumerate(names):
@@ -184,21 +186,18 @@ def pick_gradients(given: Nested, outputs: Sequence[Output]) -> list[Tensor | No
                 f"is None. Give one gradient for each of {names}."
             )
         return [None] * len(names)
-    if isinstance(given, Tensor):
+    if isinstance(given, (Tensor, np.ndarray)):
         given = [given]
     if isinstance(given, Mapping) and set(given) <= set(names):
         given = [given.get(name) for name in names]
     fits = isinstance(given, (list, tuple)) and len(given) == len(names)
-    if not fits or not all(each is None or isinstance(each, Tensor) for each in given):
+    if not fits:
         raise ConfigError(
             f"`out_grads` must hold one tensor, or None, for each of {names}, but is {given!r:.80}."
         )
     if all(each is None for each in given):
         raise ConfigError("`out_grads` must hold at least one tensor, but all are None.")
-    for each in given:
-        if each is not None:
-            check_dense("out_grads", each)
-    return list(given)
+    return [None if each is None else read_tensor("out_grads", each) for each in given]
 
 
 def measured(outputs: Sequence[Output], name: str | None) -> list[Output]:
@@ -241,7 +240,7 @@ def _checked_axis(
             raise ConfigError(
                 f"Output `{name}` must have its device's {size} rows along dim {axis}"
                 f"{'' if ranks else f' and {len(desc.shape) if desc else 0} dims'}, but has shape "
-                f"{tuple(part.shape)}. Declare its layout in `outputs`, without N for what has no "
-                "rows."
+                f"{tuple(part.shape)}. Declare its layout in `output_shapes`, without N for what "
+                "has no rows."
             )
     return axis

@@ -21,19 +21,20 @@ def read_tensors(*pairs: tuple[Iterable[tuple[str, Tensor]], MutableMapping[str,
     """Copy every tensor (the first of a pair) into that of its name (the second), or add a copy.
 
     Raises:
-        ConfigError: ``into`` has other names, or another shape, or an expanded tensor; nothing is
-            written then.
+        ConfigError: What is written to has another shape, is expanded, or is an array that can only
+            be read; nothing is written then.
     """
-    checked = [(dict(known), into) for known, into in pairs]
-    for tensors, into in checked:
-        _check(into, tensors)
-        for name, target in into.items():
-            _check_apart(name, target)
+    checked = []
+    for known, into in pairs:
+        tensors = dict(known)
+        targets = {name: _target(name, into[name]) for name in tensors if name in into}
+        _check(targets, tensors)
+        checked.append((tensors, targets, into))
     with torch.no_grad():
-        for tensors, into in checked:
+        for tensors, targets, into in checked:
             for name, tensor in tensors.items():
-                if name in into:
-                    into[name].copy_(tensor)
+                if name in targets:
+                    targets[name].copy_(tensor)
                 else:
                     into[name] = tensor.detach().clone()
 
@@ -41,8 +42,8 @@ def read_tensors(*pairs: tuple[Iterable[tuple[str, Tensor]], MutableMapping[str,
 # Any: tensors or arrays, or what is refused.
 def write_params(
     module: nn.Module,
-    params: Mapping[str, Any],
-    buffers: Mapping[str, Any] | None,
+    arg_params: Mapping[str, Any],
+    aux_params: Mapping[str, Any] | None,
     *,
     allow_extra: bool,
     allow_missing: bool,
@@ -52,13 +53,13 @@ def write_params(
     Raises:
         ConfigError: As for :func:`_checked`; nothing is written then.
     """
-    check_mapping("params", params, "tensors")
+    check_mapping("arg_params", arg_params, "tensors")
     known: dict[str, Tensor] = dict(module.named_parameters())
-    given = dict(params)
-    if buffers is not None:
-        check_mapping("buffers", buffers, "tensors")
+    given = dict(arg_params)
+    if aux_params is not None:
+        check_mapping("aux_params", aux_params, "tensors")
         known.update(module.named_buffers())
-        given.update(buffers)
+        given.update(aux_params)
     given = {
         name: read_tensor(name, value) if isinstance(value, np.ndarray) else value
         for name, value in given.items()
@@ -88,7 +89,7 @@ def _checked(
     ):
         if names and not allowed:
             raise ConfigError(
-                f"`params` and `buffers` must {told}, but {', '.join(map(repr, names))} "
+                f"`arg_params` and `aux_params` must {told}, but {', '.join(map(repr, names))} "
                 f"{'is' if len(names) == 1 else 'are'} "
                 f"{'missing' if names is missing else 'extra'}. Give {option}=True to let it be."
             )
@@ -141,22 +142,27 @@ def _memory(tensor: Tensor) -> tuple[torch.device, int]:
     return tensor.device, tensor.untyped_storage().data_ptr()
 
 
-def _check_apart(name: str, target: Tensor) -> None:
-    """Refuse to copy into elements that are one and the same in memory."""
-    if is_expanded(target):
+# Any: whatever the user gave.
+def _target(name: str, given: Any) -> Any:
+    """Return what is copied into: a tensor, or the memory of an array, with each element apart."""
+    if isinstance(given, np.ndarray):
+        if not given.flags.writeable:
+            raise ConfigError(
+                f"`{name}` must be an array that can be written to, but is read-only. Give "
+                f"{name}.copy()."
+            )
+        return torch.from_numpy(given)
+    if isinstance(given, Tensor) and is_expanded(given):
         raise ConfigError(
             f"`{name}` must have memory for each element to be copied into, but is expanded. Give "
             f"{name}.clone()."
         )
+    return given
 
 
 # Any: whatever the user gave.
 def _check(given: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     for name, value in given.items():
-        if name not in tensors:
-            raise ConfigError(
-                f"`into` must name parameters and buffers of the module, but names {name!r}."
-            )
         if not isinstance(value, Tensor) or value.shape != tensors[name].shape:
             shown = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ConfigError(
