@@ -26,8 +26,7 @@ from phalanx.callbacks.events import (
 from phalanx.callbacks.figure import draw_training
 from phalanx.callbacks.history import EpochMeans, History, Totals
 from phalanx.callbacks.log_files import CSV, JSONL, TensorBoard
-from phalanx.callbacks.meter import format_mean
-from phalanx.callbacks.progress import Progress, progress_for
+from phalanx.callbacks.progress import Progress, format_mean, progress_for
 from phalanx.callbacks.trace import Trace
 
 __all__ = [

@@ -1,14 +1,10 @@
-"""What is seen of a training: a live display where somebody looks on, plain lines elsewhere.
-
-It listens to the trainer's events. Between two redraws an event costs a few microseconds: it is
-added to a window, and everything that is shown is computed from it when it is drawn.
-"""
+"""Progress of a training: a bar on a terminal or in a notebook, and a line for each epoch."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from phalanx.callbacks.events import (
     AttachedTrainer,
@@ -21,158 +17,119 @@ from phalanx.callbacks.events import (
     StepDone,
     WorkerLost,
 )
-from phalanx.callbacks.meter import (
-    Meter,
-    Plan,
-    Reading,
-    describe_epoch,
-    describe_formation,
-    describe_loss,
-    describe_ranks,
-    describe_step,
-)
 from phalanx.clock import now_s
 from phalanx.plan import check_choice
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress as RichProgress
 
-__all__ = ["Progress", "progress_for"]
+__all__ = ["Progress", "format_mean", "progress_for"]
 
-_PLAIN_INTERVAL_S = 2.0
-_LIVE_INTERVAL_S = 1 / 8
+_INTERVAL_S = 1 / 8
 # Drawing may take this share of the time, however slow the terminal: training is what counts.
-_MAX_DRAWING_SHARE = 0.05
-
-
-class Display(Protocol):
-    """Where the last steps are shown."""
-
-    def show(self, event: StepDone, reading: Reading, plan: Plan) -> None:
-        """Show them in the place of those before."""
-
-    def close(self) -> None:
-        """Put the screen back."""
+_MOST_DRAWING_SHARE = 0.05
 
 
 class Progress:
-    """A callback that shows each `fit`: a line per epoch, what happens, and how far it is.
+    """A callback that shows each `fit`: a line for each epoch and event, and a bar.
 
-    On a terminal a bar for the epoch and one for each replica stay at the bottom; so they do in a
-    notebook that has ``ipywidgets``. Elsewhere there is a plain line about every two seconds. On
-    ranks the first one shows.
+    The bar is shown on a terminal, and in a notebook that has ``ipywidgets``; it needs no thread of
+    its own. Of several ranks the first one shows.
 
     Args:
-        console: Where to; default: stderr.
-        interval_s: Seconds from one showing of the last steps to the next, at least.
-        clock: Tells the seconds.
+        console: The place to show it; default: stderr.
+        clock: The source of the time, in seconds.
     """
 
     def __init__(
-        self,
-        console: Console | None = None,
-        *,
-        interval_s: float | None = None,
-        clock: Callable[[], float] = now_s,
+        self, console: Console | None = None, *, clock: Callable[[], float] = now_s
     ) -> None:
         self._console = console
-        self._interval_s = interval_s
         self._clock = clock
         self._trainer: AttachedTrainer | None = None
-        self._display: Display | None = None
-        self._meter = Meter()
-        self._plan = Plan(epochs=None, steps=None, steps_per_epoch=None)
-        self._next_s = self._pause_s = 0.0
+        self._bar: RichProgress | None = None
+        self._last_epoch: int | None = None
+        self._next_s = self._epoch_began_s = 0.0
+        self._samples = 0  # of the epoch, in this `fit`
 
     def attach(self, trainer: AttachedTrainer) -> None:
         """Show the training of ``trainer``."""
         self._trainer = trainer
 
     def __call__(self, event: object) -> None:
-        """Take in one event and show it if it is time."""
+        """Take in one event, and show it if it is time."""
+        if self._trainer is not None and not self._trainer.is_first_rank:
+            return
         if isinstance(event, StepDone):
-            if self._display is not None:
-                self._take(event, self._display)
-        elif self._trainer is not None and not self._trainer.is_first_rank:
-            pass
+            self._samples += event.samples
+            if self._bar is not None and self._clock() >= self._next_s:
+                self._draw(event, self._bar)
         elif isinstance(event, FitBegun):
             self._begin(event)
         elif isinstance(event, FitEnded):
             self.close()
         elif isinstance(event, EpochDone):
-            self.say(describe_epoch(event, self._meter.end_epoch(), self._plan))
-            self._next_s = self._clock() + self._pause_s
+            self.say(_describe_epoch(event, self._samples, self._last_epoch))
+            self._begin_epoch()
         elif isinstance(event, FormationChosen):
-            self.say(describe_formation(event))
+            self.say(_describe_replicas(event))
         elif isinstance(event, WorkerLost):
-            self.say(describe_loss(event))
+            self.say(_describe_loss(event))
         elif isinstance(event, RanksChanged):
-            self.say(describe_ranks(event))
+            self.say(_describe_ranks(event))
 
     def say(self, line: str) -> None:
         """Print a line that stays."""
         self._open_console().print(line)
 
     def close(self) -> None:
-        """Put the screen back; :class:`FitEnded` does it, too."""
-        display, self._display = self._display, None
-        if display is not None:
-            display.close()
+        """Remove the bar; :class:`FitEnded` does it, too."""
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.stop()
 
     def _open_console(self) -> Console:
         if self._console is None:
-            # Slow: rich, which no worker process needs.
-            from phalanx.callbacks.live_display import make_console
-
-            self._console = make_console()
+            self._console = _make_console()
         return self._console
 
     def _begin(self, event: FitBegun) -> None:
-        # Slow, as above.
-        from phalanx.callbacks.live_display import LiveDisplay, can_be_live
-
         self.close()
-        self._meter = Meter()
-        self._plan = Plan(
-            epochs=event.last_epoch,
-            steps=event.last_step,
-            steps_per_epoch=event.steps_per_epoch,
-        )
+        self._last_epoch = event.last_epoch
         console = self._open_console()
-        is_live = can_be_live(console)
-        self._display = LiveDisplay(console) if is_live else PlainLines(console)
-        usual_s = _LIVE_INTERVAL_S if is_live else _PLAIN_INTERVAL_S
-        self._pause_s = usual_s if self._interval_s is None else self._interval_s
-        self._next_s = 0.0 if is_live else self._clock() + self._pause_s
+        if _can_redraw(console):
+            self._bar = _make_bar(console)
+            self._bar.add_task("", total=event.steps_per_epoch, epoch="", loss=0.0, speed=0.0)
+            self._bar.start()
+        self._begin_epoch()
 
-    def _take(self, event: StepDone, display: Display) -> None:
-        time_s = self._clock()
-        self._meter.add(event, time_s)
-        if time_s >= self._next_s:
-            display.show(event, self._meter.read(), self._plan)
-            ended_s = self._clock()
-            self._next_s = ended_s + max(self._pause_s, (ended_s - time_s) / _MAX_DRAWING_SHARE)
+    def _begin_epoch(self) -> None:
+        self._samples = 0
+        self._epoch_began_s = self._clock()
+        self._next_s = 0.0
+        if self._bar is not None:
+            self._bar.reset(self._bar.task_ids[0])
 
-
-class PlainLines:
-    """Prints a line about the last steps, for files and pipes."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def show(self, event: StepDone, reading: Reading, plan: Plan) -> None:
-        """Print the line."""
-        self._console.print(describe_step(event, reading, plan))
-
-    def close(self) -> None:
-        """Leave the lines as they are."""
+    def _draw(self, event: StepDone, bar: RichProgress) -> None:
+        began_s = self._clock()
+        bar.update(
+            bar.task_ids[0],
+            completed=event.batch,
+            epoch=_of(event.epoch, self._last_epoch),
+            loss=event.loss,
+            speed=_ratio(self._samples, began_s - self._epoch_began_s),
+            refresh=True,
+        )
+        ended_s = self._clock()
+        self._next_s = ended_s + max(_INTERVAL_S, (ended_s - began_s) / _MOST_DRAWING_SHARE)
 
 
 def progress_for(wanted: bool | None, callbacks: Sequence[Callback]) -> Progress | None:
-    """Return what a `fit` shows beside its ``callbacks``; None where one of them shows it.
+    """Return the display of a `fit` beside its ``callbacks``; None where one of them shows it.
 
     Args:
-        wanted: Whether it is shown; None: where somebody looks on.
+        wanted: Whether it is shown; None: on a terminal and in a notebook.
     """
     check_choice("progress", wanted)
     if wanted is False or any(isinstance(each, Progress) for each in callbacks):
@@ -182,14 +139,105 @@ def progress_for(wanted: bool | None, callbacks: Sequence[Callback]) -> Progress
 
 def _is_watched() -> bool:
     """Tell whether stderr is a terminal, or this is a notebook."""
+    if _is_terminal(sys.stderr):
+        return True
+    return "IPython" in sys.modules and _make_console().is_jupyter
+
+
+def _is_terminal(stream: object) -> bool:
     try:
-        if sys.stderr.isatty():
-            return True
+        return stream.isatty()  # type: ignore[attr-defined, no-any-return]
     except (AttributeError, ValueError):  # there is none, or it was closed
         return False
-    if "IPython" not in sys.modules:
-        return False
-    # Slow, as above.
-    from phalanx.callbacks.live_display import make_console
 
-    return make_console().is_jupyter
+
+def _make_console() -> Console:
+    # Slow: rich, which no worker process needs.
+    from rich.console import Console
+
+    # Text is taken as it is, because it holds names of the user's.
+    return Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+
+def _can_redraw(console: Console) -> bool:
+    if not console.is_jupyter:
+        return console.is_terminal
+    try:
+        # Optional: rich redraws in notebooks with it.
+        import ipywidgets  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _make_bar(console: Console) -> RichProgress:
+    # Slow, as above.
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as RichProgress
+
+    return RichProgress(
+        TextColumn("epoch {task.fields[epoch]}"),
+        BarColumn(24),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.4f}"),
+        TextColumn("{task.fields[speed]:,.0f} samples/s"),
+        TimeRemainingColumn(),
+        console=console,
+        auto_refresh=False,
+        transient=True,
+        # The program's own prints go above the bar; but not where they are sent elsewhere.
+        redirect_stdout=_is_terminal(sys.stdout),
+        redirect_stderr=_is_terminal(sys.stderr),
+    )
+
+
+def _of(done: int, total: int | None) -> str:
+    return f"{done}" if total is None else f"{done}/{total}"
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _describe_epoch(event: EpochDone, samples: int, last_epoch: int | None) -> str:
+    means = [*_describe_means(event.train, "")]
+    if event.validation is not None:
+        means += _describe_means(event.validation, "validation ")
+    width = 0 if last_epoch is None else 1 + 2 * len(str(last_epoch))
+    number = _of(event.epoch, last_epoch)
+    speed = _ratio(samples, event.seconds)
+    return f"epoch {number:>{width}}: {', '.join(means)}, {speed:,.0f} samples/s"
+
+
+def _describe_means(means: Mapping[str, float], prefix: str) -> list[str]:
+    return [f"{prefix}{name} {format_mean(name, value)}" for name, value in means.items()]
+
+
+def format_mean(name: str, value: float) -> str:
+    """Write a mean as people read it: accuracies in percent, all else as a number.
+
+    Example:
+        >>> format_mean("accuracy", 0.9731), format_mean("loss", 0.07)
+        ('97.3 %', '0.0700')
+    """
+    return f"{100 * value:.1f} %" if name == "accuracy" else f"{value:.4f}"
+
+
+def _describe_replicas(event: FormationChosen) -> str:
+    replicas = "1 replica" if event.replicas == 1 else f"{event.replicas} replicas"
+    threads = "1 thread" if event.intra_op == 1 else f"{event.intra_op} threads"
+    return f"Chosen: {replicas} × {threads} ({event.reason})"
+
+
+def _describe_loss(event: WorkerLost) -> str:
+    held = "" if event.microbatch is None else f" during microbatch {event.microbatch}"
+    return (
+        f"Step {event.step}: worker {event.worker} (process {event.pid}) {event.reason}{held}; the "
+        f"step was completed {event.seconds * 1e3:.0f} ms later, and the worker is replaced."
+    )
+
+
+def _describe_ranks(event: RanksChanged) -> str:
+    news = [f"rank {rank} was lost" for rank in event.lost]
+    news += [f"rank {rank} joined" for rank in event.came]
+    return f"Step {event.step}: {', '.join(news)}; ranks {', '.join(map(str, event.ranks))} train."
