@@ -31,7 +31,7 @@ class Trainer:
 
 
 def attached(callback, **options):
-    trainer = Trainer(**{"microbatches": None, **options})
+    trainer = Trainer(**options)
     callback.attach(trainer)
     return trainer
 
