@@ -1,0 +1,172 @@
+"""Adds and gets between hosts that fail or are interrupted in a place that only a test reaches."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from phalanx import tables
+from phalanx.errors import OutOfSpace
+from phalanx.ipc import inject, wait_until
+from phalanx.tables.remote_part import RemoteHost
+from tests import worlds
+from tests.worlds import DEADLINE_S, HOSTS, in_table_worlds
+
+pytestmark = pytest.mark.promise("adds-between-hosts-are-kept")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def worlds_end() -> Iterator[None]:
+    yield
+    worlds.close()
+
+
+def refuse_once(remote: RemoteHost) -> None:
+    """Let the next message of adds to a host be refused."""
+    connection, begin = remote.connection, remote.connection.begin
+
+    def begin_none(*_: object, **__: object) -> None:
+        connection.begin = begin  # type: ignore[method-assign]
+        raise OutOfSpace("refused")
+
+    connection.begin = begin_none  # type: ignore[assignment, method-assign]
+
+
+def add_behind_one_that_failed(world: tables.TableGroup) -> list:
+    table = world.array(9, torch.int64)
+    world.barrier()
+    if world.worker_id == 0:
+        remote = world._context.membership._others.of(0)[2]
+        refuse_once(remote)
+        another = threading.Thread(target=table.add, args=([1], [7]), kwargs={"wait": False})
+        another.start()  # the error is the worker's, not the thread's
+        another.join(DEADLINE_S)
+        assert wait_until(lambda: remote.deferred._error is not None, DEADLINE_S)
+        with pytest.raises(OutOfSpace, match="refused"):
+            table.add([1, 1, 1], rows=[0, 4, 8], wait=False)
+        assert table.get([0]).item() == 0, "this host has taken its part of a refused add"
+        table.add([1, 1, 1], rows=[0, 4, 8], wait=False)
+    world.barrier()
+    return table.get().tolist()
+
+
+def add_while_this_host_refuses(world: tables.TableGroup) -> list:
+    def refuse(point: str, worker: int) -> None:
+        if point == "before lock" and threading.current_thread() is threading.main_thread():
+            raise OutOfSpace("full")  # and not in the server's thread, which this process has too
+
+    table = world.array(9, torch.int64, name="t")
+    world.barrier()
+    if world.worker_id == 0:
+        remotes = world._context.membership._others.of(0)
+        names = [each.connection.endpoint.name for each in remotes.values()]
+        done = [f"{name} has done its part of an add of table 't'." for name in names]
+        refuse_once(remotes[2])
+        with pytest.raises(OutOfSpace, match="refused") as raised:
+            table.add(torch.ones(9, dtype=torch.int64))
+        assert raised.value.__notes__ == done[:1]
+        inject(refuse)
+        with pytest.raises(OutOfSpace, match="full") as raised:
+            table.add(torch.ones(9, dtype=torch.int64))
+        inject(None)
+        assert raised.value.__notes__ == done
+        assert not any(each.adding.locked() for each in remotes.values())
+    world.barrier()
+    return table.get().tolist()
+
+
+def adds_that_fail(world: tables.TableGroup) -> list:
+    return [add_behind_one_that_failed(world), add_while_this_host_refuses(world)]
+
+
+def test_an_add_that_fails_is_made_on_no_host_or_says_on_which(run):
+    behind, here = [1, 0, 0, 0, 1, 0, 0, 0, 1], [0, 0, 0, 2, 2, 2, 1, 1, 1]
+    assert HOSTS.run(adds_that_fail, run=run) == [[behind, here]] * 3
+
+
+def join_again_and_again(world: tables.TableGroup) -> None:
+    def left_behind() -> tuple[int, int]:
+        senders = [each for each in threading.enumerate() if each.name == "phalanx adds"]
+        return len(senders), len(os.listdir("/proc/self/fd"))
+
+    def join_and_close() -> None:
+        with world.thread_worker() as other:
+            same = other.array(6, name="t")
+            same.add(torch.ones(6), wait=False)
+            same.add(torch.ones(6))
+            assert same.get().min() >= 2.0
+
+    table = world.array(6, name="t")
+    world.barrier()
+    if world.worker_id == world.num_workers - 1:
+        join_and_close()
+        _, before = left_behind()
+        for _ in range(5):
+            join_and_close()
+        # Less than one a round: another host's watch of this one may connect meanwhile.
+        assert wait_until(lambda: left_behind() < (0, before + 5), DEADLINE_S), left_behind()
+    world.barrier()
+    assert table.get().tolist() == [12.0] * 6
+
+
+def add_twice_after_one_that_failed(world: tables.TableGroup) -> list:
+    """Add to a round over a link that brings each request twice, after one that was refused."""
+    table = world.array(9, torch.int64, name="t", sync=True)
+    world.barrier()
+    if world.worker_id == 0:
+        remote = world._context.membership._others.of(0)[2]
+        refuse_once(remote)
+        with pytest.raises(OutOfSpace, match="refused"):
+            table.add([1], rows=[8])
+        connection, send = remote.connection, remote.connection._send
+
+        def send_twice(*asked: object) -> None:
+            send(*asked)
+            send(*asked)
+
+        connection._send = send_twice  # type: ignore[method-assign]
+        table.add([1], rows=[8])
+    found = table.get().tolist()
+    world.barrier()
+    return found
+
+
+def test_a_repeated_add_to_a_round_counts_once_behind_one_that_failed(run):
+    assert HOSTS.run(add_twice_after_one_that_failed, run=run) == [[0] * 8 + [1]] * 3
+
+
+def get_and_be_interrupted(world: tables.TableGroup) -> list:
+    table = world.array(9, torch.int64, name="t", init=5)
+    world.barrier()
+    if world.worker_id == 0:
+        out = torch.zeros(9, dtype=torch.int64)
+        remotes = world._context.membership._others.of(0)
+        connection, poll = remotes[1].connection, remotes[1].connection.poll
+
+        def interrupt(*_: object) -> bool:
+            connection.poll = poll  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+        connection.poll = interrupt  # type: ignore[assignment, method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            table.get(out=out)
+        out.fill_(-1)  # the caller's again
+        for row in (4, 8):  # takes in what has come from those hosts
+            assert table.get([row]).item() == 5
+        assert out.tolist() == [-1] * 9
+        assert not any(each.connection._link().calls for each in remotes.values())
+    world.barrier()
+    return table.get().tolist()
+
+
+def test_an_interrupted_get_writes_nothing_later(run):
+    assert HOSTS.run(get_and_be_interrupted, run=run) == [[5] * 9] * 3
+
+
+@in_table_worlds(only="hosts")
+def test_who_joins_and_closes_again_and_again_leaves_no_thread_and_no_descriptor(world, n, run):
+    world.run(join_again_and_again, n, run=run)
