@@ -524,3 +524,20 @@ def test_ctrl_c_while_the_replicas_compute_leaves_a_usable_trainer(light_bytes: 
     with Children() as children:
         child = children.start(interrupt_again_and_again, light_bytes)
         assert child.get() == "well", "the trainer hangs after Ctrl-C"
+
+
+@pytest.mark.parametrize("executor", ["inline", "threads", "processes", "DataParallel"])
+def test_a_piece_of_one_row_in_batch_norm_says_so_and_the_ways_out(executor: str) -> None:
+    net, (x, targets) = nn.Sequential(nn.Linear(7, 4), nn.BatchNorm1d(4)), vector_batch(5)
+    raised = pytest.raises(ValueError, match="more than 1 value per channel")
+    if executor == "DataParallel":
+        with phalanx.DataParallel(net, devices=3) as model, raised as caught:
+            model(x)
+    else:
+        options = {"executor": executor, "replicas": 1, "microbatches": 3}
+        with phalanx.Trainer(net, MLP.loss, sgd, **options) as trainer, raised as caught:
+            trainer.step((x, targets))
+    notes = " ".join(caught.value.__notes__)
+    assert "This piece of the batch has 1 row" in notes
+    assert "fewer pieces (`microbatches`, `replicas`)" in notes
+    assert "`drop_last=True`" in notes

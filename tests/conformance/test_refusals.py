@@ -7,6 +7,7 @@ state of the subject before and after, and then uses the subject once more.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -301,6 +302,15 @@ ROWS: list[Row] = [
     stepping(None, "[Bb]atch`? must .*, but "),
     stepping((X.clone().requires_grad_() * 2, vector_batch(8)[1]), "requires a gradient"),
     # losses
+    *(
+        making_trainer(f"`loss` must have reduction='mean', but has '{told}'", loss=loss)
+        for told in ("sum", "none")
+        for loss in (
+            nn.CrossEntropyLoss(reduction=told),
+            functools.partial(F.cross_entropy, reduction=told),
+            functools.partial(nn.MSELoss(reduction=told)),
+        )
+    ),
     stepping(vector_batch(8), r"`loss` must .*\(2,\)", loss=lambda out, _: out.sum(1)),
     stepping(vector_batch(8), "nan", loss=lambda out, _: out.mean() * NAN),
     stepping(with_target(0), "(?i)loss.*microbatch 0", loss=loss_of(NAN)),
@@ -357,6 +367,16 @@ ROWS: list[Row] = [
     Row(CONTAINER, lambda m: m(X, kind="lost"), "Output `y` .* 3 rows"),
     Row(CONTAINER, lambda m: m.forward_loss(X, F.mse_loss, X), "`loss_fn` must be callable"),
     Row(CONTAINER, lambda m: m.forward_loss(F.mse_loss, X, FOUR[:7]), "`targets` must have 8 rows"),
+    Row(
+        CONTAINER,
+        lambda m: m.forward_loss(nn.MSELoss(reduction="sum"), X, FOUR),
+        "`loss_fn` must have reduction='mean', but has 'sum'",
+    ),
+    Row(
+        CONTAINER,
+        lambda m: m.forward_loss(F.cross_entropy, X, torch.tensor([0] * 4 + [-100] * 4)),
+        "`weight_fn` must be given where a slice may have no targets",
+    ),
     Row(
         CONTAINER,
         lambda m: m.forward_loss(lambda out, _: out, X, X),

@@ -229,6 +229,17 @@ def test_the_last_batch_may_have_fewer_rows_than_there_are_microbatches(replicas
         assert_close(state_of(trainer.module), state_of(twin), F64)
 
 
+def test_a_step_by_hand_takes_fewer_rows_than_there_are_microbatches() -> None:
+    batches = [vector_batch(rows, F64, seed=rows) for rows in (3, 1)]
+    net = mlp(F64)
+    twin = twin_of(net)
+    plain_steps(twin, MLP.loss, sgd, batches)
+    with phalanx.Trainer(net, MLP.loss, sgd, replicas=2, microbatches=4) as trainer:
+        for batch in batches:
+            trainer.step(batch)
+        assert_close(state_of(trainer.module), state_of(twin), F64)
+
+
 def test_steps_by_hand_take_nothing_from_a_loader() -> None:
     """A fit goes on behind the last batch of its own epoch; a step by hand was none of them."""
     batches = batches_of(MLP, 8, F64, 3)

@@ -55,9 +55,11 @@ __all__ = [
     "Span",
     "annotate_error",
     "default_intra_op",
+    "explain_error",
 ]
 
 T = TypeVar("T")
+_ONE_VALUE = "Expected more than 1 value per channel when training"  # what torch says
 GradientHook = Callable[[int, Gradients | None], Gradients | None]
 
 
@@ -526,6 +528,17 @@ def default_intra_op(devices: Sequence[torch.device]) -> int:
 
 def annotate_error(error: BaseException, replica: Replica, microbatch: int) -> None:
     """Note on ``error`` where it was raised."""
+    explain_error(error)
     error.add_note(
         f"Raised by replica {replica.index} on {replica.device}, microbatch {microbatch}."
     )
+
+
+def explain_error(error: BaseException) -> None:
+    """Note on torch's error that batch norm cannot train on one row, and the ways out."""
+    if isinstance(error, ValueError) and _ONE_VALUE in str(error):
+        error.add_note(
+            "This piece of the batch has 1 row, of which batch norm has no variance. Cut the batch "
+            "into fewer pieces (`microbatches`, `replicas`), or leave a short last batch out, by "
+            "`drop_last=True` of its loader."
+        )

@@ -15,6 +15,7 @@ from typing import Any
 
 from phalanx.clock import now_s
 from phalanx.errors import PeerLost
+from phalanx.execution.contract import explain_error
 from phalanx.execution.mailbox import Mailbox, collect
 from phalanx.execution.timeouts import set_timeouts
 from phalanx.execution.worker_main import (
@@ -325,6 +326,7 @@ def rebuilt(failed: Failed, note: str) -> BaseException:
             )  # an `__init__` may want other arguments
             found.args = args
             found.__dict__.update(attributes)  # the notes are among them
+            explain_error(found)
             error = found
     error.add_note(f"{note} There:\n{failed.text.rstrip()}")
     return error

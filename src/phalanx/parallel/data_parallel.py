@@ -259,6 +259,7 @@ class DataParallel(Container, Unwrapped):
                 argument; the container's layout says how they are split.
             targets: Split along the layout's dim.
             weight_fn: What a slice's mean loss stands for, from its targets; default: its rows.
+                Give it where targets are ignored or masked: a mean over none of them is nan.
             sizes: Rows per replica; default: by workloads.
 
         Shapes:
@@ -266,7 +267,8 @@ class DataParallel(Container, Unwrapped):
 
         Raises:
             ConfigError: Rows of inputs and targets differ; a weight is negative or all are zero;
-                ``loss_fn`` has parameters or returns no scalar.
+                ``loss_fn`` has parameters, is no mean or returns no scalar; a slice has no targets
+                to be a mean over.
 
         Example:
             >>> net, x, y = nn.Linear(4, 1), torch.ones(5, 4), torch.zeros(5, 1)
@@ -400,6 +402,8 @@ class DataParallel(Container, Unwrapped):
         pairs = [{"inputs": part, "targets": own} for part, own in zip(parts, slices, strict=True)]
 
         def merge(found: list[Nested]) -> Tensor:
+            if weight_fn is None:
+                losses.check_counted(found)
             return losses.mean(found, _used_of(weights, used), self._home())
 
         return self._run(_only(pairs, used), used, run, merge, self._observer(sizes))

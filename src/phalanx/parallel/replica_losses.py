@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.plan import Layout, Rows, check_function, flatten
+from phalanx.plan import Layout, Rows, check_function, check_mean_loss, flatten
 from phalanx.replicas import FrozenCopies
 from phalanx.types import LossFn, Nested, WeightFn
 
@@ -24,7 +24,8 @@ class ReplicaLosses:
         loss_fn: A mean over what it counts.
 
     Raises:
-        ConfigError: ``loss_fn`` has parameters, which replicas would have to share.
+        ConfigError: ``loss_fn`` has parameters, which replicas would have to share; or it says that
+            it is no mean.
     """
 
     def __init__(self, loss_fn: LossFn) -> None:
@@ -39,6 +40,7 @@ class ReplicaLosses:
                 "`loss_fn` must have no parameters of its own, but has. Make it part of the "
                 "module, and let that return the loss."
             )
+        check_mean_loss("loss_fn", loss_fn)
         self._loss_fn = loss_fn
         self._copies = FrozenCopies(loss_fn) if isinstance(loss_fn, nn.Module) else None
 
@@ -99,6 +101,19 @@ class ReplicaLosses:
                 "reduction='mean'."
             )
         return loss
+
+    def check_counted(self, losses: Sequence[Tensor]) -> None:
+        """Refuse a loss that is nan for some slices only: these have no targets to be a mean over.
+
+        Only on the CPU: to look at it would make the caller wait for an accelerator.
+        """
+        without = [each.device.type == "cpu" and bool(each.isnan()) for each in losses]
+        if any(without) and not all(without):
+            raise ConfigError(
+                "`weight_fn` must be given where a slice may have no targets, but is None, and the "
+                f"loss of slice {without.index(True)} of {len(losses)} alone is nan. Say what "
+                "counts: weight_fn=lambda targets: (targets != -100).sum(), for example."
+            )
 
     def mean(
         self, losses: Sequence[Tensor], weights: Sequence[float], home: torch.device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
@@ -15,6 +16,7 @@ __all__ = [
     "check_choice",
     "check_function",
     "check_iterable",
+    "check_mean_loss",
     "read_count",
     "read_intra_op",
     "read_number",
@@ -36,6 +38,21 @@ def check_argument(fits: bool, name: str, wanted: str, given: Any, way_out: str 
     if not fits:
         told = f" {way_out}" if way_out else ""
         raise ConfigError(f"`{name}` must {wanted}, but is {_shown(given)}.{told}")
+
+
+def check_mean_loss(name: str, loss: Any) -> None:
+    """Refuse a loss that says by its ``reduction`` that it is no mean, as torch's do.
+
+    A `functools.partial` says it by its keyword, else by what it calls.
+    """
+    reduction = getattr(loss, "reduction", None)
+    if isinstance(loss, partial):
+        reduction = loss.keywords.get("reduction", getattr(loss.func, "reduction", None))
+    if reduction in ("sum", "none"):
+        raise ConfigError(
+            f"`{name}` must have reduction='mean', but has {reduction!r}. A loss that divides by "
+            "itself may be called in a function of your own."
+        )
 
 
 def read_whole(name: str, given: Any, way_out: str = "") -> int:

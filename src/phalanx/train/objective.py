@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 from phalanx.execution import MicrobatchContext, MicrobatchResult
-from phalanx.plan import check_function, flatten, unflatten
+from phalanx.plan import check_function, check_mean_loss, flatten, unflatten
 from phalanx.replicas import FrozenCopies, Inputs, MicrobatchRng, run_backward
 from phalanx.train.foreign_leaves import find_foreign_leaves, refuse_foreign_leaves
 from phalanx.train.loss_buffers import LossBuffers
@@ -43,6 +43,8 @@ class Objective:
             )
         name, function = ("loss", loss) if forward is None else ("forward", forward)
         check_function(name, function)
+        if loss is not None:
+            check_mean_loss(name, loss)
         self._loss = loss
         self._forward = forward
         self._trained = trained
