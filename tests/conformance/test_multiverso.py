@@ -305,7 +305,7 @@ def test_a_row_asked_twice_comes_twice(alone):
 
 
 def test_several_gets_may_be_under_way():
-    with tables.join() as world:
+    with tables.join(sync=True) as world:
         table = world.array(2, init=[1.0, 2.0])
         pending = [table.async_get() for _ in range(3)]
         assert [get.wait().tolist() for get in reversed(pending)] == [[1.0, 2.0]] * 3

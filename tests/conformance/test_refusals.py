@@ -477,6 +477,7 @@ ROWS: list[Row] = [
     Row(TABLE, lambda t: t.get([5]), "Row 5 is outside"),
     Row(TABLE, lambda t: t.get(out=torch.empty(4, 3)), "`out` must be a tensor of torch.float32"),
     Row(TABLE, lambda t: t.get([1], out=[0]), "`out` must be a tensor"),
+    Row(TABLE, lambda t: t.async_get([1]), "bulk-synchronous table", UnsupportedError),
     Row(TABLE, lambda t: t.snapshot(3), "`directory` must be a path, but is 3"),
     Row(TABLE, lambda t: t.restore("/nowhere"), "embed", CheckpointError),
     Row(TABLE, lambda t: t.world.matrix(2, 4, name="embed"), "`(shape|updater)` of table 'embed'"),
@@ -492,6 +493,7 @@ ROWS: list[Row] = [
             ({"rows": 2, "cols": 3, "staleness": -1}, "`staleness` must be a number of rounds"),
             ({"rows": 2, "cols": 3, "staleness": 2, "sync": True}, "`staleness` must be absent"),
             ({"rows": 2, "cols": 3, "updater": "nobody"}, "`updater` must"),
+            ({"rows": 2, "cols": 3, "nonfinite": "skip"}, "`nonfinite` must be 'reject' or"),
         )
     ),
     *(

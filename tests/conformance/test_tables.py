@@ -381,7 +381,7 @@ def test_tables_serve_whatever_the_default_device_is(world, n, run, tmp_path):
 
 
 def several_gets(world: tables.TableGroup) -> None:
-    table = world.matrix(4, 2, name="t", init=3.0)
+    table = world.matrix(4, 2, name="t", init=3.0, sync=True)
     pending = [table.async_get([row]) for row in (3, 1, 1)]
     assert [p.wait().tolist() for p in reversed(pending)] == [[[3.0, 3.0]]] * 3
     assert pending[0].wait() is pending[0].wait()
@@ -391,7 +391,7 @@ def several_gets(world: tables.TableGroup) -> None:
         "two": {"num_shards": 2},
         "dc": {"updater": "dc_asgd"},
     }.items():
-        many = world.matrix(6, 1, name=name, init=values, **options)
+        many = world.matrix(6, 1, name=name, init=values, sync=True, **options)
         rows = torch.empty(2, dtype=torch.int64)
         for asked, later in [([0, 1], [5, 4]), ([4, 5], [1, 1]), ([1, 5], [0, 0])]:
             rows[:] = torch.tensor(asked)

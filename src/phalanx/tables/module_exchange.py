@@ -143,7 +143,7 @@ class ParameterExchange:
 
     def ask(self) -> None:
         """Begin to get the answer."""
-        self._pending = self.table.async_get(out=self._spare)
+        self._pending = self.table._begin_get(None, self._spare)
 
     def receive(self, *, alone: bool) -> None:
         """Wait for the answer, and put it into the tensors.
@@ -184,7 +184,7 @@ class StatisticsExchange(ParameterExchange):
 
     def ask(self) -> None:
         """Begin to get the answer."""
-        self._pending = self.table.async_get()
+        self._pending = self.table._begin_get(None, None)
 
     def _read_answer(self, answer: Tensor) -> Tensor:
         return answer[:, 0].contiguous()

@@ -253,16 +253,21 @@ class Table:
         return self._begin_get(read_rows(rows, self._spec), out).wait()
 
     def async_get(self, rows: Rows | None = None, *, out: Tensor | None = None) -> PendingGet:
-        """Begin a :meth:`get`; ``wait()`` on the answer ends it. Several may be open.
+        """Begin a :meth:`get` of a bulk-synchronous table; ``wait()`` on the answer ends it.
 
-        In a bulk-synchronous table this ends the worker's round, so adds that follow are of the
-        next one; wait before the next get. In any other, rows are read when they are waited for,
-        so what is added until then is in. ``rows`` may be changed as soon as this returns.
+        This ends the worker's round, so adds that follow are of the next one; wait before the next
+        get. ``rows`` may be changed as soon as this returns.
 
         Raises:
             ConfigError: As :meth:`get`.
+            UnsupportedError: The table is not bulk-synchronous: there a get waits for no round.
         """
         self._check_open()
+        if not self._is_bulk:
+            raise UnsupportedError(
+                f"`async_get` must be called on a bulk-synchronous table, but {self.name!r} is "
+                "none. Call `get` when the rows are needed."
+            )
         index = read_rows(rows, self._spec)
         return self._begin_get(None if index is None else index.clone(), out)
 

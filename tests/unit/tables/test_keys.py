@@ -236,14 +236,12 @@ def test_a_large_add_that_is_refused_in_its_last_block_brings_no_key(world, upda
     assert len(table) == 20_002
 
 
-def test_gets_go_into_out_and_several_may_be_open(world):
+def test_gets_go_into_out(world):
     table = world.keys(2)
     table.add([[1, 2]], rows=[-1])
     out = torch.empty(2, 2)
     assert table.get([-1, 3], out=out) is out
     assert out.tolist() == [[1.0, 2.0], [0.0, 0.0]]
-    pending = [table.async_get([key]) for key in (3, -1)]
-    assert [p.wait().tolist() for p in pending] == [[[0.0, 0.0]], [[1.0, 2.0]]]
     with pytest.raises(ConfigError, match="`rows` must be keys of table"):
         table.get()
 
