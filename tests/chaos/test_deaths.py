@@ -191,8 +191,8 @@ def test_a_death_while_partial_sums_are_added_changes_nothing(
 
 WRITES = [
     {"sync model.safetensors": 0, "rename run.writing": 1},
-    {"sync optimizer.safetensors": 0, "sync run.writing": 1},
-    {"sync order.safetensors": 0, "rename run": 1},
+    {"sync state.pt": 0, "sync run.writing": 1},
+    {"sync state.pt": 0, "rename run": 1},
     {"sync checkpoint.json": 0, "sync above": 1},
 ]
 

@@ -7,6 +7,7 @@ model says how long something takes. So nothing depends on how fast or busy this
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import threading
@@ -323,15 +324,13 @@ def test_workloads_of_others_are_left_in_the_checkpoint(clocks, tmp_path, option
         assert trainer.step(BATCHES[0]).shares == sizes
 
 
-def stored_without(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
+def stored_with(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
     """Let the next checkpoint that is read say something else."""
     load = checkpoint.load_stored
 
     def changed(path: Path) -> checkpoint.Stored:
         stored = load(path)
-        values = {**stored.values, **changes}
-        kept = {name: value for name, value in values.items() if value is not ...}
-        return checkpoint.Stored(tensors=stored.tensors, values=kept)
+        return dataclasses.replace(stored, values={**stored.values, **changes})
 
     monkeypatch.setattr("phalanx.train.state.load_stored", changed)
 
@@ -339,7 +338,7 @@ def stored_without(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: obj
 @pytest.mark.parametrize("wrong", [[1.0, 0.0], [1.0, float("nan")], ["x"], 3])
 def test_damaged_workloads_are_refused_and_nothing_changes(clocks, tmp_path, monkeypatch, wrong):
     balanced(clocks, tmp_path / "saved")
-    stored_without(tmp_path, monkeypatch, workloads=wrong)
+    stored_with(tmp_path, monkeypatch, workloads=wrong)
     module = Net()
     before = state_of(module)
     with phalanx.Trainer(

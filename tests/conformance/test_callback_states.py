@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx.errors import CheckpointError, ConfigError
+from phalanx.errors import CheckpointError, ConfigError, UnsupportedError
 from phalanx.train.peer_state import pack_state_of, unpacked_state
-from tests.conformance.test_damaged_checkpoints import bytes_of, rewrite
+from tests.conformance.test_damaged_checkpoints import bytes_of
 
 pytestmark = pytest.mark.promise("callbacks", "checkpoints-are-complete")
 
@@ -44,7 +44,7 @@ class Mean:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.breaks and state["count"] != self.count:  # not, where it is put back
             raise OSError("not mine")
-        assert state["odd"] == [None, [1, 2.5], {"a": "b"}]  # also where it is put back
+        assert state["odd"] == [None, (1, 2.5), {"a": "b"}]  # also where it is put back
         self.count, self.total = state["count"], state["total"].clone()
 
 
@@ -110,21 +110,6 @@ def test_who_is_not_in_the_checkpoint_stays_and_who_is_not_here_is_left_aside(
     assert other.count == 7
 
 
-def test_a_checkpoint_of_before_is_read(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "c")
-    (folder / "callbacks.safetensors").unlink()
-
-    def change(content: dict[str, Any]) -> None:
-        del content["files"]["callbacks.safetensors"], content["callbacks"]
-
-    rewrite(folder, change)
-    mean = Mean()
-    with make(mean) as trainer:
-        trainer.resume(folder)
-        assert trainer.steps == 3
-    assert mean.count == 0
-
-
 def untouched(folder: Path, match: str, *callbacks: Any) -> None:
     """See that ``folder`` is refused, and that nothing has changed then."""
     with make(*callbacks) as trainer:
@@ -169,8 +154,7 @@ class Odd(Mean):
 @pytest.mark.parametrize(
     ("state", "match"),
     [
-        ({"x": object()}, "must hold plain values, but object"),
-        ({"x": {(1, 2): 0.5}}, r"keys are numbers or strings, but \(1, 2\) is a tuple"),
+        ({"x": object()}, r"`Odd.state_dict\(\)` must hold only tensors"),
         ([1], "must return a mapping of names"),
         ({1: 2}, "must return a mapping of names"),
     ],
@@ -178,6 +162,6 @@ class Odd(Mean):
 def test_a_state_that_cannot_be_stored_is_refused(state: Any, match: str, tmp_path: Path) -> None:
     odd = Odd()
     odd.state = state
-    with make(odd) as trainer, pytest.raises((ConfigError, CheckpointError), match=match):
+    with make(odd) as trainer, pytest.raises((ConfigError, UnsupportedError), match=match):
         trainer.save(tmp_path / "c")
     assert not (tmp_path / "c").exists()

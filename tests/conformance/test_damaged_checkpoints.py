@@ -41,23 +41,6 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-def momentum(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
-
-
-def several_schedulers(optimizer: torch.optim.Optimizer) -> Any:
-    lr_scheduler = torch.optim.lr_scheduler
-    return lr_scheduler.SequentialLR(
-        optimizer,
-        [lr_scheduler.LinearLR(optimizer), lr_scheduler.MultiStepLR(optimizer, [3, 5])],
-        milestones=[2],
-    )
-
-
-def plateau(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-
-
 def one_scheduler(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 10)
 
@@ -68,11 +51,6 @@ KINDS: dict[str, dict[str, Any]] = {
         "scheduler": one_scheduler,
         "callbacks": (EMA, EarlyStopping, History, EMA),
     },
-    "SGD and SequentialLR": {
-        "optimizer": momentum,
-        "scheduler": several_schedulers,
-    },
-    "NAdam and ReduceLROnPlateau": {"optimizer": torch.optim.NAdam, "scheduler": plateau},
 }
 
 
@@ -129,10 +107,7 @@ def change_document(folder: Path, draw: random.Random) -> str:
 
     def change(content: dict[str, Any]) -> None:
         nonlocal told
-        # The generators' words are as many as all the rest.
-        words = content["order"]["python"][1]
-        places = [each for each in places_in(content) if each[0] is not words]
-        container, key = draw.choice([*places, (words, draw.randrange(len(words)))])
+        container, key = draw.choice([*places_in(content)])
         told = f"{key!r} of {str(container)[:60]}: "
         what = draw.choice(["replaced", "replaced", "replaced", "removed", "twice"])
         if what == "removed" or (what == "twice" and isinstance(container, dict)):
@@ -149,10 +124,8 @@ def change_document(folder: Path, draw: random.Random) -> str:
 
 
 def change_tensors(folder: Path, draw: random.Random) -> str:
-    path = draw.choice(sorted(folder.glob("*.safetensors")))
+    path = folder / "model.safetensors"
     tensors = load_file(path)
-    if not tensors:
-        tensors["0.0"] = torch.ones(2)
     name = draw.choice(sorted(tensors))
     changes: dict[str, Callable[[Tensor], Tensor]] = {
         "longer": lambda t: torch.cat([t.reshape(-1), t.reshape(-1)[:1]]),
@@ -186,7 +159,7 @@ def change_tensors(folder: Path, draw: random.Random) -> str:
 
 
 def change_bytes(folder: Path, draw: random.Random) -> str:
-    path = draw.choice(sorted(folder.glob("*.safetensors")))
+    path = folder / "model.safetensors"
     content = bytearray(path.read_bytes())
     at = draw.randrange(min(len(content), 400))  # the header, mostly
     what = draw.choice(["cut", "changed", "longer"])
@@ -248,11 +221,9 @@ def test_a_changed_checkpoint_is_refused_with_our_error_and_changes_nothing(
             assert bytes_of(now) == before, (turn, told, error)
             refused += 1
         else:
-            # What was accepted must be good for more, or refused with a sentence then. Only of
-            # elementwise optimizers do we know what their state must be.
+            # What was accepted must be good for more, or refused with a sentence then.
             error = error_of(partial(trainer.fit, loader, steps=1))
-            known = kind != "NAdam and ReduceLROnPlateau"
-            assert error is None or isinstance(error, PhalanxError) or not known, (turn, told)
+            assert error is None or isinstance(error, PhalanxError), (turn, told)
             trainer.close()
             trainer, loader = go_on(kind, later)
         shutil.rmtree(bad)
@@ -282,16 +253,8 @@ def refused(folder: Path, message: str) -> None:
     assert before == after
 
 
-def test_a_damaged_scheduler_is_refused_before_the_model_is_replaced(saved: Path) -> None:
-    def change(content: dict[str, Any]) -> None:
-        content["scheduler"]["pairs"][1] = 5
-
-    rewrite(saved, change)
-    refused(saved, "must hold what `save\\(\\)` writes, but does not")
-
-
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", ["checkpoint.json", "model.safetensors"])
+@pytest.mark.parametrize("name", ["checkpoint.json", "model.safetensors", "state.pt"])
 def test_pipes_and_devices_in_a_checkpoint_are_not_waited_for(saved: Path, name: str) -> None:
     (saved / name).unlink()
     os.mkfifo(saved / name)
@@ -311,4 +274,4 @@ def test_a_name_that_leads_out_of_the_folder_is_not_followed(saved: Path, name: 
         content["files"][name] = content["files"].pop("model.safetensors")
 
     rewrite(saved, change)
-    refused(saved, "as one of its files")
+    refused(saved, "as its files")

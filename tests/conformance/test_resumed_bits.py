@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 import phalanx
-from phalanx.errors import CheckpointError
+from phalanx.errors import CheckpointError, UnsupportedError
 
 pytestmark = pytest.mark.promise("resuming-changes-no-bit", "resume-continues-the-data")
 
@@ -196,6 +196,171 @@ def test_what_the_user_keeps_in_the_optimizers_state_comes_back(tmp_path: Path) 
         assert entry["number"] == 7
         assert entry["ema"].tolist() == [1.0] * 7
         trainer.fit(expert_data())
+
+
+# -- whatever a state dict holds --------------------------------------------
+
+
+class Counting(SGD):
+    """Steps less and less, by a count that torch's own state does not have."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.count = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.count
+        super().step()
+
+
+class Averaging(Counting):
+    """Keeps it beside the state, as some keep Lookahead's slow weights."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "count"})
+        self.count = state_dict["count"]
+
+
+class Hooked(Counting):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.register_state_dict_post_hook(
+            lambda me, state: {**state, "count": torch.tensor(me.count)}
+        )
+        self.register_load_state_dict_pre_hook(
+            lambda me, state: setattr(me, "count", int(state["count"]))
+        )
+
+
+class Global(Counting):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.state["global"] = {"n": torch.zeros(())}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count = int(self.state["global"]["n"])
+        self.state["global"]["n"] += 1
+        super().step()
+
+
+class Wrapping(Counting):
+    def state_dict(self) -> dict[str, Any]:
+        return {"base": super().state_dict(), "counts": (self.count, {"list": [1, None]})}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict["base"])
+        self.count, rest = state_dict["counts"]
+        assert rest == {"list": [1, None]}
+
+
+KEEPERS = [Averaging, Hooked, Global, Wrapping]
+
+
+@pytest.mark.parametrize("kind", KEEPERS)
+def test_whatever_an_optimizers_state_dict_holds_comes_back(
+    kind: type[Optimizer], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    assert_same_bits(*runs(nn.Linear(37, 19), expert_data(), kind, tmp_path / "c", 4))
+
+
+class Refusing(nn.Linear):
+    """Takes no state, after everything else has taken its own."""
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        raise ValueError("no state here")
+
+
+@pytest.mark.parametrize("kind", KEEPERS)
+def test_a_refused_resume_puts_back_what_an_optimizer_keeps(
+    kind: type[Counting], tmp_path: Path
+) -> None:
+    data, options = expert_data(), {"replicas": 1, "microbatches": 2}
+    with phalanx.Trainer(nn.Linear(37, 19), F.mse_loss, kind, **options) as trainer:
+        trainer.fit(data, steps=3)
+        trainer.save(tmp_path / "c")
+    with phalanx.Trainer(Refusing(37, 19), F.mse_loss, kind, **options) as trainer:
+        trainer.fit(data, steps=1)
+        with pytest.raises(CheckpointError, match="no state here"):
+            trainer.resume(tmp_path / "c")
+        trainer.fit(data, steps=1)
+        assert trainer.optimizer.count == 2  # type: ignore[attr-defined]
+
+
+class Unsaveable(Counting):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "hook": lambda: 0}
+
+
+class Extra(nn.Linear):
+    """Has a state that is no parameter, and of its own kind."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.kept: Any = {"scale": 1.0, "history": [torch.ones(2)]}
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+def test_extra_state_comes_back_and_is_put_back(tmp_path: Path) -> None:
+    folder, data = tmp_path / "c", expert_data()
+    first, second, other = Extra(37, 19), Extra(37, 19), Extra(37, 19)
+    first.kept = {"scale": 2.5, "history": [torch.zeros(3), None, (1, "x")]}
+    with phalanx.Trainer(first, F.mse_loss, sgd, replicas=1) as trainer:
+        trainer.fit(data, steps=1)
+        trainer.save(folder)
+    with phalanx.Trainer(second, F.mse_loss, sgd, replicas=1) as trainer:
+        trainer.resume(folder)
+        assert second.kept["scale"] == 2.5
+        assert second.kept["history"][2] == (1, "x")
+        assert second.kept["history"][0].tolist() == [0.0] * 3
+    with phalanx.Trainer(other, F.mse_loss, Counting, replicas=1) as trainer:
+        with pytest.raises(CheckpointError, match="must be of optimizer 'Counting'"):
+            trainer.resume(folder)
+        assert other.kept["scale"] == 1.0
+
+
+def test_a_state_that_cannot_be_saved_is_refused_before_the_training() -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"`optimizer.state_dict\(\)` must hold only tensors"
+    ):
+        phalanx.Trainer(nn.Linear(3, 1), F.mse_loss, Unsaveable)
+    net = Extra(3, 1)
+    net.kept = object()
+    with pytest.raises(UnsupportedError, match=r"must hold only .*`object`"):
+        phalanx.Trainer(net, F.mse_loss, sgd)
+
+
+def test_a_group_that_was_added_later_is_added_before_the_resume(tmp_path: Path) -> None:
+    def make(net: Experts) -> phalanx.Trainer:
+        adam = AdamW(net.a.parameters(), lr=0.01)
+        return phalanx.Trainer(net, F.mse_loss, adam, replicas=1, microbatches=2)
+
+    torch.manual_seed(0)
+    whole, data = Experts(), expert_data()
+    then = copy.deepcopy(whole)
+    with make(whole) as trainer:
+        trainer.fit(data, steps=2)
+        trainer.optimizer.add_param_group({"params": whole.b.parameters(), "lr": 0.1})
+        trainer.fit(data, steps=2)
+        trainer.save(tmp_path / "c")
+        trainer.fit(data)
+    with make(then) as trainer:
+        with pytest.raises(CheckpointError, match=r"added later before `resume\(\)`"):
+            trainer.resume(tmp_path / "c")
+        trainer.optimizer.add_param_group({"params": then.b.parameters(), "lr": 1.0})
+        trainer.resume(tmp_path / "c")
+        trainer.fit(data)
+    assert_same_bits(whole, then)
 
 
 # -- buffers outside of the state dict -----------------------------------

@@ -299,7 +299,7 @@ def test_who_was_let_in_since_the_last_beat_is_no_newcomer() -> None:
 
 
 def unpackable(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> str:
-    type(trained.module).get_extra_state = lambda _: {"a": 1}  # type: ignore[method-assign]
+    type(trained.module).get_extra_state = lambda _: {"a": object()}  # type: ignore[method-assign]
     type(trained.module).set_extra_state = lambda *_: None  # type: ignore[method-assign]
     try:
         trained.fit(batches())
@@ -314,7 +314,7 @@ def test_no_rank_begins_where_the_first_cannot_give_its_state(
     first, second = [
         outcome(each) for each in Job(children, tmp_path, size=2).start_all({}, unpackable)
     ]
-    assert first.startswith("UnsupportedError: `state_dict()` must hold tensors only")
+    assert first.startswith("UnsupportedError: `state_dict()['_extra_state']` must hold")
     assert "rank 0 says why" in second
 
 

@@ -18,7 +18,7 @@ from phalanx.plan import check_argument, read_count
 __all__ = ["BestCheckpoint"]
 
 _NAME = re.compile(r"step-\d{8,18}")
-_FILE = re.compile(r"checkpoint\.json|[a-z_]{1,100}\.safetensors")
+_FILE = re.compile(r"checkpoint\.json|model\.safetensors|state\.pt")
 
 
 class BestCheckpoint:

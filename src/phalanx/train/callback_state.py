@@ -1,7 +1,7 @@
 """What callbacks have counted, on its way to a checkpoint and back.
 
-A callback takes part that has ``state_dict()`` and ``load_state_dict(state)``. Its tensors lie in
-`callbacks.safetensors`, the rest in the document, both under the name of its class.
+A callback takes part that has ``state_dict()`` and ``load_state_dict(state)``, under its class's
+name.
 """
 
 from __future__ import annotations
@@ -11,21 +11,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor
-
 from phalanx.callbacks import AttachedTrainer, Callback
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.train.checkpoint import Stored, check_packed, pack_state, unpack_like
+from phalanx.train.checkpoint import check_storable
 
 __all__ = [
     "CallbackStates",
     "StatefulCallback",
     "attach_callbacks",
-    "copied_state",
     "find_stateful",
     "load_state",
-    "read_callback_states",
-    "store_callbacks",
+    "states_of",
 ]
 
 # Any: a tensor, or a plain value.
@@ -63,44 +59,17 @@ def find_stateful(callbacks: Sequence[Callback]) -> dict[str, StatefulCallback]:
     return found
 
 
-def store_callbacks(callbacks: Mapping[str, StatefulCallback], stored: Stored) -> None:
-    """Add their states to what becomes a checkpoint.
+def states_of(callbacks: Mapping[str, StatefulCallback]) -> CallbackStates:
+    """Return their states of now, by their names.
 
     Raises:
         ConfigError: A state is no mapping by names.
-        CheckpointError: It holds something that is not plain.
+        UnsupportedError: It holds something that a checkpoint cannot.
     """
-    tensors: dict[str, Tensor] = {}
-    values: dict[str, dict[str, Any]] = {}  # Any: JSON
-    for label, callback in callbacks.items():
-        values[label] = {}
-        for name, value in _state_of(label, callback).items():
-            if isinstance(value, Tensor):
-                tensors[f"{label}.{name}"] = value
-            else:
-                values[label][name] = pack_state(value)
-    stored.tensors["callbacks"], stored.values["callbacks"] = tensors, values
-
-
-def read_callback_states(
-    stored: Stored, callbacks: Mapping[str, StatefulCallback]
-) -> CallbackStates:
-    """Return the states of those ``callbacks`` that a checkpoint knows; others are left aside.
-
-    Raises:
-        AttributeError, TypeError, ValueError: It holds what :func:`store_callbacks` does not.
-    """
-    states: dict[str, dict[str, Any]] = {}
-    for label, values in stored.values["callbacks"].items():
-        for value in values.values():
-            check_packed(value)
-        states[label] = {name: unpack_like(value, None) for name, value in values.items()}
-    for place, tensor in stored.tensors["callbacks"].items():
-        label, dot, name = place.partition(".")
-        if not dot or label not in states or name in states[label]:
-            raise ValueError(f"{place!r:.80} is no tensor of a callback")
-        states[label][name] = tensor
-    return {label: state for label, state in states.items() if label in callbacks}
+    states = {label: _state_of(label, callback) for label, callback in callbacks.items()}
+    for label, state in states.items():
+        check_storable(f"{label}.state_dict()", state)
+    return states
 
 
 def load_state(
@@ -118,14 +87,6 @@ def load_state(
             f"Checkpoint `{folder}` must hold what callback {label!r} takes, but that raised "
             f"{error!r}. Nothing has changed. Give the callbacks that were saved."
         ) from error
-
-
-def copied_state(label: str, callback: StatefulCallback) -> dict[str, Any]:
-    """Return its state of now, just as a checkpoint would give it back."""
-    return {
-        name: value.clone() if isinstance(value, Tensor) else unpack_like(pack_state(value), None)
-        for name, value in _state_of(label, callback).items()
-    }
 
 
 def _state_of(label: str, callback: StatefulCallback) -> Mapping[str, Any]:

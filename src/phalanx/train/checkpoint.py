@@ -1,13 +1,12 @@
-"""A trainer's state on disk: safetensors for tensors, JSON for the rest, no code.
+"""A trainer's state on disk: safetensors for the model, `torch.save` without code for the rest.
 
-    DIR/checkpoint.json         position, options, optimizer's groups, scheduler, all files' digests
-    DIR/model.safetensors       the module's state dict, under the unwrapped module's keys
-    DIR/buffers.safetensors     buffers that training writes and no state dict has
-    DIR/optimizer.safetensors   the optimizer's state tensors
-    DIR/order.safetensors       the generators that decide the data's order
-    DIR/metrics.safetensors     what the running epoch's metrics have counted
+    DIR/checkpoint.json      position, options, digests of the other files
+    DIR/model.safetensors    the module's state dict, under the unwrapped module's keys
+    DIR/state.pt             the states of optimizer, scheduler, callbacks, metrics and generators;
+                             buffers that no state dict has; extra state that is no tensor
 
 safetensors has no complex128: such tensors are stored as pairs of float64, and listed in the JSON.
+`state.pt` is read with ``weights_only=True``, so nothing in it is run.
 
 A checkpoint is written into a folder beside DIR, synced, and renamed; DIR is the old one or the new
 one, never half of each. A crash between the two renames leaves the old one as DIR.previous, which
@@ -20,16 +19,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import io
 import json
-import math
 import os
 import re
 import shutil
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import safetensors.torch
 import torch
@@ -38,24 +36,18 @@ from torch import Tensor
 
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError, UnsupportedError
 from phalanx.files import open_regular, read_text, save_tensors, sync_to_disk
+from phalanx.torch_internals import pytree
 
-__all__ = ["Stored", "check_packed", "load_stored", "pack_state", "save_stored", "unpack_like"]
+__all__ = ["Stored", "check_storable", "load_stored", "save_stored"]
 
 _FORMAT = 1
 _DOCUMENT = "checkpoint.json"
-_MOST_DOCUMENT_BYTES = 1 << 28  # ten bytes for each parameter of twenty million
-_MOST_PACKED = 1 << 12  # elements of a tensor that goes into the JSON
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-        *(torch.bool, torch.uint8, torch.int32, torch.int64),
-    )
-}
+_MODEL, _STATE = "model.safetensors", "state.pt"
+_NAMES = {_DOCUMENT, _MODEL, _STATE}
+_MOST_DOCUMENT_BYTES = 1 << 20
 _DRAFT_NAME = re.compile(
     r"\.tmp[A-Za-z0-9]{6}"
 )  # safetensors writes to such a file, and renames it
-_FILE_NAME = re.compile(r"[a-z_]{1,100}\.safetensors")
 _DAMAGES = (
     OSError,
     ValueError,
@@ -72,12 +64,38 @@ class Stored:
     """What one checkpoint holds.
 
     Attributes:
-        tensors: By file (without suffix) and name.
+        model: The module's tensors by name.
+        state: What `torch.save` can write, and `torch.load` can read without running code.
         values: Everything else, as JSON can hold it.
     """
 
-    tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    model: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
+
+
+# Any: whatever a user's `state_dict()` returns.
+def check_storable(name: str, state: Any) -> None:
+    """Refuse a state that could be written, and then not be read without running code.
+
+    Args:
+        name: Where it is from, such as "optimizer.state_dict()".
+
+    Raises:
+        UnsupportedError: It holds more than tensors and plain values.
+    """
+    draft = io.BytesIO()
+    try:
+        torch.save(pytree.tree_map_only(Tensor, lambda _: None, state), draft)
+        draft.seek(0)
+        torch.load(draft, weights_only=True)
+    except Exception as error:  # pickle's, torch's, and those of the user's objects
+        unknown = re.search(r"GLOBAL (\S+)", str(error))  # in torch's long advice
+        told = f"it holds `{unknown[1]}`" if unknown else str(error).partition("\n")[0]
+        raise UnsupportedError(
+            f"`{name}` must hold only tensors, numbers, strings, lists and dicts, which a "
+            f"checkpoint can hold without code, but does not: {told:.300}. Convert the rest."
+        ) from error
 
 
 def save_stored(stored: Stored, folder: Path) -> None:
@@ -91,19 +109,18 @@ def save_stored(stored: Stored, folder: Path) -> None:
     """
     with _trouble_named(folder):
         folder = Path(os.path.realpath(folder))  # a link to a folder stays a link
-        names = {_DOCUMENT, *(f"{name}.safetensors" for name in stored.tensors)}
-        _check_place(folder, names)
-        with _draft(folder, names) as fresh:
-            _check_previous(_previous(folder), names)
+        _check_place(folder)
+        with _draft(folder) as fresh:
+            _check_previous(_previous(folder))
             _write(stored, fresh)
             _put_in_place(fresh, folder)
 
 
-def _check_place(folder: Path, names: Collection[str]) -> None:
-    """Refuse a folder that may not be replaced by one with files of these ``names``."""
+def _check_place(folder: Path) -> None:
+    """Refuse a folder that may not be replaced by a checkpoint."""
     if not os.path.lexists(folder):
         return
-    others = _others_in(folder, names)
+    others = _others_in(folder)
     if others:
         raise ConfigError(
             f"`folder` must be new, empty or a checkpoint, but `{folder}` holds other files, such "
@@ -121,10 +138,10 @@ def _check_place(folder: Path, names: Collection[str]) -> None:
         )
 
 
-def _check_previous(previous: Path, names: Collection[str]) -> None:
+def _check_previous(previous: Path) -> None:
     if previous.is_symlink():
         _refuse_beside(previous, "is a link")
-    if previous.exists() and (others := _others_in(previous, names)):
+    if previous.exists() and (others := _others_in(previous)):
         _refuse_beside(previous, f"holds other files, such as {others[0]!r}")
 
 
@@ -135,13 +152,13 @@ def _refuse_beside(path: Path, found: str) -> NoReturn:
     )
 
 
-def _others_in(folder: Path | int, names: Collection[str]) -> list[str]:
-    """Name what lies in a folder and is no file, or link, of one of these ``names``."""
+def _others_in(folder: Path | int) -> list[str]:
+    """Name what lies in a folder and is no file, or link, of a checkpoint."""
     with os.scandir(folder) as entries:
         return sorted(
             entry.name
             for entry in entries
-            if entry.name not in names or entry.is_dir(follow_symlinks=False)
+            if entry.name not in _NAMES or entry.is_dir(follow_symlinks=False)
         )
 
 
@@ -151,23 +168,18 @@ def _previous(folder: Path) -> Path:
 
 def _write(stored: Stored, fresh: Path) -> None:
     """Write all files to the empty folder ``fresh``; they are on the disk afterwards."""
-    digests = {}
-    complex128 = {
-        name: names
-        for name, tensors in stored.tensors.items()
-        if (names := sorted(k for k, v in tensors.items() if v.dtype == torch.complex128))
-    }
-    for name, tensors in stored.tensors.items():
-        file = fresh / f"{name}.safetensors"
-        try:
-            save_tensors({k: _own(v) for k, v in tensors.items()}, file)
-        except (KeyError, ValueError) as error:
-            raise UnsupportedError(
-                f"Tensors of `{name}` must be of a dtype that safetensors can store, but one is "
-                f"not: {error}. Train in another dtype."
-            ) from error
-        digests[file.name] = _digest(file)
-        sync_to_disk(file)
+    complex128 = sorted(k for k, v in stored.model.items() if v.dtype == torch.complex128)
+    try:
+        save_tensors({k: _own(v) for k, v in stored.model.items()}, fresh / _MODEL)
+    except (KeyError, ValueError) as error:
+        raise UnsupportedError(
+            "Tensors of the model must be of a dtype that safetensors can store, but one is not: "
+            f"{error}. Train in another dtype."
+        ) from error
+    torch.save(_cloned(stored.state), fresh / _STATE)
+    digests = {name: _digest(fresh / name) for name in (_MODEL, _STATE)}
+    for name in digests:
+        sync_to_disk(fresh / name)
     document = {"format": _FORMAT, "files": digests, "complex128": complex128, **stored.values}
     text = json.dumps({"digest": _digest_of(document), "content": document}, indent=1)
     (fresh / _DOCUMENT).write_text(text, encoding="utf-8")
@@ -188,7 +200,7 @@ def _put_in_place(fresh: Path, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _draft(folder: Path, names: Collection[str]) -> Iterator[Path]:
+def _draft(folder: Path) -> Iterator[Path]:
     """Make an empty folder beside ``folder``, for us alone; it is gone if the body fails."""
     fresh = folder.with_name(folder.name + ".writing")
     fresh.mkdir(parents=True, exist_ok=True)
@@ -197,7 +209,7 @@ def _draft(folder: Path, names: Collection[str]) -> Iterator[Path]:
     descriptor = os.open(fresh, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         _lock(descriptor, fresh, folder)
-        others = [x for x in _others_in(descriptor, names) if not _DRAFT_NAME.fullmatch(x)]
+        others = [x for x in _others_in(descriptor) if not _DRAFT_NAME.fullmatch(x)]
         if others:
             _refuse_beside(fresh, f"holds other files, such as {others[0]!r}")
         for left in os.listdir(descriptor):  # by one that was killed
@@ -232,7 +244,8 @@ def _trouble_named(folder: Path) -> Iterator[None]:
         yield
     except PhalanxError:
         raise
-    except (OSError, ValueError, SafetensorError) as error:  # a ValueError: no path at all
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        # A ValueError: no path at all. A RuntimeError: `torch.save` cannot write.
         raise CheckpointError(
             f"`folder` must be a place that a checkpoint can be written to, but is "
             f"{str(folder)!r}: {error}. The checkpoint before, if any, is as it was. Make room "
@@ -257,128 +270,37 @@ def load_stored(folder: Path) -> Stored:
         if sealed["digest"] != _digest_of(document):
             raise ValueError("its digest differs from the one that was written")
         version, files = document.pop("format"), document.pop("files")
-        complex128 = document.pop("complex128", {})  # none in older ones
-        if version == _FORMAT:
-            _check_files(files)
+        complex128 = document.pop("complex128")
+        if version == _FORMAT and files.keys() != {_MODEL, _STATE}:
+            raise ValueError(f"it names {sorted(files)!r:.80} as its files")
     if version != _FORMAT:
         raise CheckpointError(
             f"Checkpoint `{folder}` must be of format {_FORMAT}, but is of format {version!r:.80}. "
             "Read it with the version of Phalanx that wrote it."
         )
-    stored = Stored(values=document)
-    for name, digest in files.items():
-        with _damage_named(folder / name), open_regular(folder / name) as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                raise ValueError("its digest differs from the one that was written")
-            # The open file, and not whatever has its name by now.
-            mapped = safetensors.torch.load_file(f"/proc/self/fd/{file.fileno()}")
-            # Copied: who writes to the file later, or unplugs its disk, must not change our state.
-            tensors = {k: v.clone() for k, v in mapped.items()}
-            for each in complex128.get(Path(name).stem, ()):
-                tensors[each] = _complex_of(tensors[each])
-            stored.tensors[Path(name).stem] = tensors
-    return stored
+    with _read_whole(folder / _MODEL, files[_MODEL]) as file:
+        # The open file, and not whatever has its name by now.
+        mapped = safetensors.torch.load_file(f"/proc/self/fd/{file.fileno()}")
+        # Copied: who writes to the file later, or unplugs its disk, must not change our state.
+        model = {k: v.clone() for k, v in mapped.items()}
+        for each in complex128:
+            model[each] = _complex_of(model[each])
+    with _read_whole(folder / _STATE, files[_STATE]) as file:
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # pickle's and torch's
+            raise ValueError(str(error).partition("\n")[0]) from error
+    return Stored(model=model, state=state, values=document)
 
 
-# Any: JSON.
-def _check_files(files: Any) -> None:
-    """Refuse names that lead out of the folder, or are none that we write."""
-    for name, digest in files.items():
-        if not _FILE_NAME.fullmatch(name) or not isinstance(digest, str):
-            raise ValueError(f"it names {name!r:.80} as one of its files")
-
-
-def pack_state(state: object) -> Any:
-    """Return plain state, of a scheduler say, as JSON can hold it.
-
-    Mappings become lists of pairs, so that keys keep their type; small tensors of real numbers,
-    such as a learning rate, keep their dtype.
-    """
-    if (
-        isinstance(state, Tensor)
-        and state.numel() <= _MOST_PACKED
-        and _dtype_name(state) in _DTYPES
-    ):
-        return {"tensor": [_dtype_name(state), list(state.shape), state.flatten().tolist()]}
-    if isinstance(state, Mapping):
-        return {"pairs": [[_packed_key(k), pack_state(v)] for k, v in state.items()]}
-    if isinstance(state, (list, tuple)):
-        return [pack_state(value) for value in state]
-    if state is None or isinstance(state, (bool, int, float, str)):
-        return state
-    raise CheckpointError(
-        f"A checkpoint must hold plain values, but {type(state).__name__} {state!r:.80} is none. "
-        "Use a scheduler, an optimizer and callbacks whose state is numbers, strings, lists, dicts "
-        "and small tensors."
-    )
-
-
-def _packed_key(key: object) -> bool | int | float | str | None:
-    if key is None or isinstance(key, (bool, int, float, str)):
-        return key
-    raise CheckpointError(
-        f"A checkpoint must hold mappings whose keys are numbers or strings, but {key!r:.80} is a "
-        f"{type(key).__name__}. Let the state of the callback, scheduler or optimizer hold a list "
-        "of pairs."
-    )
-
-
-# Any: JSON.
-def check_packed(packed: Any) -> None:
-    """Check that ``packed`` is what :func:`pack_state` makes.
-
-    Raises:
-        ValueError: It is not.
-    """
-    if isinstance(packed, dict) and "tensor" in packed:
-        _read_tensor(packed)
-    elif isinstance(packed, dict):
-        pairs = packed.get("pairs")
-        if len(packed) != 1 or not isinstance(pairs, list):
-            raise ValueError(f"{packed!r:.80} is no mapping of `save()`")
-        for pair in pairs:
-            if not isinstance(pair, list) or len(pair) != 2 or isinstance(pair[0], (dict, list)):
-                raise ValueError(f"{pair!r:.80} is no key with its value")
-            check_packed(pair[1])
-    elif isinstance(packed, list):
-        for value in packed:
-            check_packed(value)
-
-
-def unpack_like(packed: Any, like: object) -> Any:
-    """Undo :func:`pack_state`; tuples and counters come back where ``like`` has them."""
-    if isinstance(packed, dict) and "tensor" in packed:
-        return _read_tensor(packed).to(like.device if isinstance(like, Tensor) else "cpu")
-    if isinstance(packed, dict):
-        source = like if isinstance(like, Mapping) else {}
-        pairs = {k: unpack_like(v, source.get(k)) for k, v in packed["pairs"]}
-        return Counter(pairs) if isinstance(like, Counter) else pairs
-    if isinstance(packed, list):
-        likes = (
-            like
-            if isinstance(like, (list, tuple)) and len(like) == len(packed)
-            else [None] * len(packed)
-        )
-        values = [unpack_like(value, each) for value, each in zip(packed, likes, strict=True)]
-        return tuple(values) if isinstance(like, tuple) else values
-    return packed
-
-
-# Any: JSON.
-def _read_tensor(packed: Any) -> Tensor:
-    """Return a tensor as :func:`pack_state` packs it."""
-    try:
-        dtype, shape, values = packed["tensor"]
-        tensor = torch.tensor(values, dtype=_DTYPES[dtype])
-        if len(packed) == 1 and tensor.dim() == 1 and tensor.numel() == math.prod(shape):
-            return tensor.reshape(shape)
-    except (KeyError, ValueError, TypeError, OverflowError, RuntimeError):
-        pass
-    raise ValueError(f"{packed!r:.80} is no tensor of `save()`")
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+@contextlib.contextmanager
+def _read_whole(path: Path, digest: str) -> Iterator[IO[bytes]]:
+    """Open a file that has ``digest``."""
+    with _damage_named(path), open_regular(path) as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+            raise ValueError("its digest differs from the one that was written")
+        file.seek(0)
+        yield file
 
 
 @contextlib.contextmanager
@@ -390,6 +312,12 @@ def _damage_named(path: Path) -> Iterator[None]:
             f"Checkpoint file `{path}` must be readable and whole, but is not: {error}. Give a "
             "folder that `save()` has written."
         ) from error
+
+
+# Any: the states of all.
+def _cloned(state: Any) -> Any:
+    """Return ``state`` with tensors on the CPU, in memory of their own: views would write all."""
+    return pytree.tree_map_only(Tensor, lambda each: each.detach().to("cpu", copy=True), state)
 
 
 def _own(tensor: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ iterated from its beginning, and the batches that were done already are passed o
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -47,32 +46,21 @@ class ProcessStates(NamedTuple):
         np.random.set_state(self.numpy)
         random.setstate(self.python)
 
-    def pack(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return tensors by name, and the rest as JSON can hold it."""
-        name, keys, position, has_gauss, cached = self.numpy
-        version, words, gauss = self.python
-        values = {
-            "python": [version, list(words), gauss],
-            "numpy": [str(name), int(position), int(has_gauss), float(cached)],
-        }
-        return {"torch": self.torch, "numpy": torch.from_numpy(keys.astype(np.int64))}, values
+    def pack(self) -> tuple[Any, ...]:
+        """Return them as plain values and tensors."""
+        name, keys, *rest = self.numpy
+        return self.torch, (str(name), torch.from_numpy(keys.astype(np.int64)), *rest), self.python
 
     @staticmethod
-    def unpack(own: Tensor, keys: Tensor, values: Mapping[str, Any]) -> ProcessStates:
+    def unpack(packed: Any) -> ProcessStates:
         """Undo :meth:`pack`, and check every state by putting it into a generator of our own."""
+        own, (name, keys, position, has_gauss, cached), python = packed
         torch.Generator().set_state(own)
-        name, position, has_gauss, cached = values["numpy"]
         # NumPy itself takes a position beyond its state, and then reads there.
         if not 0 <= position <= _NUMPY_WORDS or keys.shape != (_NUMPY_WORDS,):
             raise ValueError(f"numpy's position {position!r} of {tuple(keys.shape)} words")
-        if keys.dtype != torch.int64 or not bool(((keys >= 0) & (keys < 1 << 32)).all()):
-            raise ValueError("numpy's words are no numbers of 32 bits")
         numpy = (name, keys.numpy().astype(np.uint32), position, has_gauss, cached)
         np.random.RandomState().set_state(numpy)
-        version, words, gauss = values["python"]
-        if gauss is not None and not isinstance(gauss, float):
-            raise ValueError(f"python's next number {gauss!r:.80}")
-        python = (version, tuple(words), gauss)
         random.Random().setstate(python)
         return ProcessStates(own, numpy, python)
 
@@ -84,8 +72,7 @@ class EpochOrder:
     Attributes:
         start: The process's, as the epoch began.
         loader: The loader's own, then.
-        now: Where the process's have come to since; None at the beginning of an epoch, and in
-            checkpoints of older versions.
+        now: Where the process's have come to since; None at the beginning of an epoch.
         had_workers: Whether the loader's persistent workers had been started by then: a
             `DataLoader` draws a number for them only when it starts them.
     """
@@ -112,7 +99,7 @@ class EpochOrder:
             CheckpointError: The loader's generators are of another kind; nothing has changed then.
         """
         own = _generators_of(loader)
-        lacks_some = len(own.keys() & _by_path(self.loader, own).keys()) < len(self.loader)
+        lacks_some = len(own.keys() & self.loader.keys()) < len(self.loader)
         if isinstance(loader, DataLoader) and (
             lacks_some or (self.had_workers and not has_workers(loader))
         ):
@@ -120,7 +107,7 @@ class EpochOrder:
             next(iter(loader), None)
             here.restore()
             own = _generators_of(loader)
-        stored = _by_path(self.loader, own)
+        stored = self.loader
         for name in own.keys() & stored.keys():
             _check_fits(name, stored[name], own[name])
         self.start.restore()
@@ -132,39 +119,32 @@ class EpochOrder:
         if isinstance(loader, DataLoader) and has_workers(loader) and not self.had_workers:
             draw_base_seed(loader)  # as it did when it started them, and does not again
 
-    def pack(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return tensors by name, and the rest as JSON can hold it."""
-        tensors, values = self.start.pack()
-        tensors |= self.loader
-        values["had_workers"] = self.had_workers
-        if self.now is not None:
-            now, values["now"] = self.now.pack()
-            tensors |= {f"now.{name}": each for name, each in now.items()}
-        return tensors, values
+    def pack(self) -> dict[str, Any]:
+        """Return it as plain values and tensors."""
+        return {
+            "start": self.start.pack(),
+            "loader": dict(self.loader),
+            "now": None if self.now is None else self.now.pack(),
+            "had_workers": self.had_workers,
+        }
 
     @staticmethod
-    def unpack(tensors: Mapping[str, Tensor], values: Any) -> EpochOrder:
+    def unpack(packed: Any) -> EpochOrder:
         """Undo :meth:`pack`.
 
         Raises:
             ValueError: These are no states of generators.
         """
         try:
-            start = ProcessStates.unpack(tensors["torch"], tensors["numpy"], values)
-            now = None
-            if "now" in values:
-                own, keys = tensors["now.torch"], tensors["now.numpy"]
-                now = ProcessStates.unpack(own, keys, values["now"])
-            states = {k: v for k, v in tensors.items() if not k.endswith("numpy")}
-            for name, state in states.items():
-                if state.dtype != torch.uint8 or state.dim() != 1:
-                    raise ValueError(f"`{name}` holds {state.dtype} of {state.dim()} dims")
-                if state.shape == start.torch.shape:  # others are of another device's
-                    torch.Generator().set_state(state)
+            now = packed["now"]
+            return EpochOrder(
+                ProcessStates.unpack(packed["start"]),
+                dict(packed["loader"]),
+                None if now is None else ProcessStates.unpack(now),
+                bool(packed["had_workers"]),
+            )
         except Exception as error:  # generators raise many kinds
             raise ValueError(f"`order` holds no states of generators: {error!r}") from error
-        own_states = {k: v for k, v in states.items() if "loader" in k}
-        return EpochOrder(start, own_states, now, bool(values.get("had_workers", False)))
 
 
 @dataclass
@@ -377,12 +357,3 @@ def _parts_of(loader: object) -> Iterator[tuple[str, object]]:
         inner = getattr(owner, "datasets", None)
         if isinstance(inner, (list, tuple)):
             waiting += [(f"{path}.datasets.{i}", each) for i, each in enumerate(inner)]
-
-
-def _by_path(
-    stored: Mapping[str, Tensor], own: Mapping[str, torch.Generator]
-) -> Mapping[str, Tensor]:
-    """Return states by the path of their owner; older checkpoints number those that there are."""
-    if not all(re.fullmatch(r"loader\.\d+", name) for name in stored):
-        return stored
-    return dict(zip(own, stored.values(), strict=False))

@@ -15,32 +15,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from phalanx.errors import CheckpointError, PhalanxError, UnsupportedError
+from phalanx.errors import CheckpointError, PhalanxError
 from phalanx.execution import ELEMENTWISE, MOMENTS
 from phalanx.memory import is_expanded
-from phalanx.train.callback_state import (
-    CallbackStates,
-    StatefulCallback,
-    copied_state,
-    load_state,
-    read_callback_states,
-    store_callbacks,
-)
-from phalanx.train.checkpoint import (
-    Stored,
-    check_packed,
-    load_stored,
-    pack_state,
-    save_stored,
-    unpack_like,
-)
+from phalanx.train.callback_state import CallbackStates, StatefulCallback, load_state, states_of
+from phalanx.train.checkpoint import Stored, check_storable, load_stored, save_stored
 from phalanx.train.order import EpochOrder
 from phalanx.train.position import Position, RunHistory
 from phalanx.train.stored_state import (
-    check_groups,
     check_name,
-    check_optimizer_entries,
-    check_scheduler_state,
     read_formation,
     read_optional_whole,
     read_position,
@@ -48,7 +31,16 @@ from phalanx.train.stored_state import (
     read_workloads,
 )
 
-__all__ = ["RunProgress", "TrainerState", "capture_state", "restore_state", "warn_of_changes"]
+__all__ = [
+    "RunProgress",
+    "TrainerState",
+    "capture_state",
+    "check_states",
+    "restore_state",
+    "warn_of_changes",
+]
+
+_EXTRA = "_extra_state"  # torch's name for what `get_extra_state()` returns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,42 +74,50 @@ class TrainerState:
     progress: RunProgress
 
 
+def check_states(module: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
+    """Refuse states that a checkpoint could not hold, before anything is trained.
+
+    Raises:
+        UnsupportedError: One holds more than tensors and plain values.
+    """
+    for name, value in _extra_state(module).items():
+        check_storable(f"state_dict()[{name!r}]", value)
+    check_storable("optimizer.state_dict()", optimizer.state_dict())
+    if scheduler is not None:
+        check_storable("scheduler.state_dict()", scheduler.state_dict())
+
+
 def capture_state(state: TrainerState, folder: Path) -> None:
     """Write ``state`` to ``folder``.
 
     Raises:
-        UnsupportedError: The module's state dict holds something that is no tensor.
-        CheckpointError: The optimizer's, the scheduler's or a callback's state is not plain.
+        UnsupportedError: A state holds something that a checkpoint cannot.
     """
-    tensors, scalars = _optimizer_state(state.optimizer)
-    groups = state.optimizer.state_dict()["param_groups"]
+    check_states(state.module, state.optimizer, state.scheduler)
     progress, scheduler = state.progress, state.scheduler
-    order, order_values = ({}, None) if progress.order is None else progress.order.pack()
+    model = state.module.state_dict()
     stored = Stored(
-        tensors={
-            "model": _module_state(state.module),
+        model={name: value for name, value in model.items() if isinstance(value, Tensor)},
+        state={
+            "extra": {k: value for k, value in model.items() if not isinstance(value, Tensor)},
             "buffers": _buffers_aside(state.module, state.history.buffers),
-            "optimizer": tensors,
-            "order": order,
+            "optimizer": state.optimizer.state_dict(),
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "callbacks": states_of(state.callbacks),
             "metrics": dict(progress.counted),
+            "order": None if progress.order is None else progress.order.pack(),
         },
         values={
             "position": progress.position._asdict(),
             "plain_steps": state.history.steps_whole,
-            "order": order_values,
             "seed": progress.seed,
             "microbatches": progress.microbatches,
             "formation": progress.formation,
             "workloads": progress.workloads,
             "optimizer": type(state.optimizer).__name__,
-            "optimizer_scalars": scalars,
-            "optimizer_order": _optimizer_order(state.optimizer),
-            "groups": [pack_state(group) for group in groups],
-            "scheduler_type": _type_of(scheduler),
-            "scheduler": None if scheduler is None else pack_state(scheduler.state_dict()),
+            "scheduler": _type_of(scheduler),
         },
     )
-    store_callbacks(state.callbacks, stored)
     save_stored(stored, folder)
 
 
@@ -134,19 +134,15 @@ def restore_state(
     """
     stored = load_stored(folder)
     try:
-        _upgrade(stored)
         progress = _read_progress(stored)
-        _check_model(state.module, stored.tensors["model"], folder)  # first: it says most
-        optimizer = _read_optimizer(stored, state.optimizer)
-        scheduler = _read_scheduler(stored.values["scheduler"], state.scheduler)
-        _check_buffers(state.module, stored.tensors["buffers"], folder)
-        _check_apart(state.module, {*stored.tensors["model"], *stored.tensors["buffers"]})
-        _check_optimizer(state.optimizer, optimizer, stored, folder)
+        model, buffers = {**stored.model, **stored.state["extra"]}, stored.state["buffers"]
+        _check_model(state.module, model, folder)  # first: it says most
+        _check_buffers(state.module, buffers, folder)
+        _check_apart(state.module, {*model, *buffers})
         _check_types(state, stored.values, folder)
-        check_groups(optimizer["param_groups"], state.optimizer)
-        if state.scheduler is not None:
-            check_scheduler_state(scheduler, state.scheduler)
-        heard = read_callback_states(stored, state.callbacks)
+        optimizer, scheduler = stored.state["optimizer"], stored.state["scheduler"]
+        _check_optimizer(state.optimizer, optimizer, folder)
+        heard = {k: v for k, v in stored.state["callbacks"].items() if k in state.callbacks}
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"Checkpoint `{folder}` must hold what `save()` writes, but does not: {error!r}. Give "
@@ -159,24 +155,14 @@ def restore_state(
         if state.scheduler is not None:
             state.scheduler.load_state_dict(scheduler)
         state.optimizer.load_state_dict(optimizer)
-        _keep_dtypes(state.optimizer, stored.tensors["optimizer"])
-        state.module.load_state_dict(stored.tensors["model"])
+        _keep_dtypes(state.optimizer, optimizer)
+        state.module.load_state_dict(model)
         with torch.no_grad():
-            for name, value in stored.tensors["buffers"].items():
+            for name, value in buffers.items():
                 state.module.get_buffer(name).copy_(value)
-    state.history.buffers = set(stored.tensors["buffers"])
+    state.history.buffers = set(buffers)
     state.history.steps_whole = stored.values["plain_steps"]
     return progress
-
-
-def _upgrade(stored: Stored) -> None:
-    """Fill in what checkpoints of older versions have not."""
-    for name in ("buffers", "callbacks"):
-        stored.tensors.setdefault(name, {})
-    for name in ("scheduler_type", "workloads", "optimizer_order"):
-        stored.values.setdefault(name, None)
-    stored.values.setdefault("plain_steps", False)
-    stored.values.setdefault("callbacks", {})
 
 
 def _read_progress(stored: Stored) -> RunProgress:
@@ -185,19 +171,15 @@ def _read_progress(stored: Stored) -> RunProgress:
     Raises:
         KeyError, TypeError, ValueError: Something is missing, or not of its kind.
     """
-    values = stored.values
-    for name in ("model", "optimizer", "metrics"):
-        if name not in stored.tensors:
-            raise ValueError(f"`{name}.safetensors` is none of its files")
-    for name in ("optimizer", "scheduler_type"):
+    values, order = stored.values, stored.state["order"]
+    for name in ("optimizer", "scheduler"):
         check_name(name, values[name])
     if not isinstance(values["plain_steps"], bool):
         raise ValueError(f"`plain_steps` is {values['plain_steps']!r:.80}, neither true nor false")
-    order = values["order"]
     return RunProgress(
         position=read_position(values["position"]),
-        order=None if order is None else EpochOrder.unpack(stored.tensors["order"], order),
-        counted=stored.tensors["metrics"],
+        order=None if order is None else EpochOrder.unpack(order),
+        counted=stored.state["metrics"],
         seed=read_whole("seed", values["seed"], -(2**63), 2**64),
         microbatches=read_optional_whole("microbatches", values["microbatches"], 1),
         formation=read_formation(values["formation"]),
@@ -212,13 +194,15 @@ def _all_or_nothing(state: TrainerState, heard: CallbackStates, folder: Path) ->
     Args:
         heard: The callbacks that are given a state, by name.
     """
-    callbacks = {label: copied_state(label, state.callbacks[label]) for label in heard}
+    callbacks = {k: deepcopy(dict(state.callbacks[k].state_dict())) for k in heard}
     module = {
         name: value.detach().cpu().clone()
         for name, value in _all_tensors(state.module).items()
         if not is_expanded(value)  # nothing is loaded into those
     }
+    extra = _extra_state(state.module)
     options = {"state": state.optimizer.state, "param_groups": state.optimizer.param_groups}
+    optimizer = deepcopy(state.optimizer.state_dict())
     scheduler = None if state.scheduler is None else deepcopy(state.scheduler.state_dict())
     try:
         yield
@@ -227,6 +211,9 @@ def _all_or_nothing(state: TrainerState, heard: CallbackStates, folder: Path) ->
             ours = _all_tensors(state.module)
             for name, value in module.items():
                 ours[name].copy_(value)
+        if extra:
+            state.module.load_state_dict(extra, strict=False)
+        state.optimizer.load_state_dict(optimizer)  # for what it keeps elsewhere
         state.optimizer.__setstate__(options)  # its `load_state_dict` makes new ones of both
         if state.scheduler is not None and scheduler is not None:
             state.scheduler.load_state_dict(scheduler)
@@ -253,19 +240,15 @@ def warn_of_changes(restored: RunProgress, now: RunProgress) -> None:
 
 
 def _all_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return what a state dict holds, and the buffers that stand in none."""
-    return {**dict(module.named_buffers(remove_duplicate=False)), **_module_state(module)}
+    """Return the tensors of a state dict, and the buffers that stand in none."""
+    model = {k: v for k, v in module.state_dict().items() if isinstance(v, Tensor)}
+    return {**dict(module.named_buffers(remove_duplicate=False)), **model}
 
 
-def _module_state(module: nn.Module) -> dict[str, Tensor]:
+def _extra_state(module: nn.Module) -> dict[str, Any]:
+    """Return what `get_extra_state()` of all parts of the module returned."""
     state = module.state_dict()
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            raise UnsupportedError(
-                f"`state_dict()` must hold tensors only to be saved without pickle, but `{name}` "
-                f"is {type(value).__name__!r}. Keep extra state in a buffer."
-            )
-    return dict(state)
+    return {k: v for k, v in state.items() if k.endswith(_EXTRA) or not isinstance(v, Tensor)}
 
 
 def _buffers_aside(module: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
@@ -275,53 +258,7 @@ def _buffers_aside(module: nn.Module, names: Collection[str]) -> dict[str, Tenso
     return {k: v for k, v in everything if k in names and k not in ours}
 
 
-def _optimizer_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors: dict[str, Tensor] = {}
-    scalars: dict[str, Any] = {}
-    for index, entries in optimizer.state_dict()["state"].items():
-        for key, value in entries.items():
-            if isinstance(value, Tensor):
-                tensors[f"{index}.{key}"] = value
-            else:
-                scalars[f"{index}.{key}"] = pack_state(value)
-    return tensors, scalars
-
-
-def _optimizer_order(optimizer: Optimizer) -> list[str]:
-    state = optimizer.state_dict()["state"]
-    return [f"{index}.{key}" for index, entries in state.items() for key in entries]
-
-
-# Any: JSON, and what is made of it.
-def _read_scheduler(packed: Any, scheduler: LRScheduler | None) -> Any:
-    check_packed(packed)
-    return unpack_like(packed, None if scheduler is None else scheduler.state_dict())
-
-
-def _read_optimizer(stored: Stored, optimizer: Optimizer) -> dict[str, Any]:
-    """Return a state dict for ``optimizer``."""
-    packed_groups, scalars = stored.values["groups"], stored.values["optimizer_scalars"]
-    for each in (*scalars.values(), *packed_groups):
-        check_packed(each)
-    likes = optimizer.state_dict()["param_groups"]
-    likes += [{}] * (len(packed_groups) - len(likes))
-    groups = [unpack_like(each, like) for each, like in zip(packed_groups, likes, strict=False)]
-    if not all(isinstance(group["params"], list) for group in groups):
-        raise ValueError("`groups` holds one without a list of parameters")
-    entries = dict(stored.tensors["optimizer"])
-    entries |= {name: unpack_like(value, None) for name, value in scalars.items()}
-    check_optimizer_entries(entries, optimizer)
-    # Files of tensors have an order of their own; who goes over the state finds that of before.
-    places = {name: place for place, name in enumerate(stored.values["optimizer_order"] or ())}
-    entries = dict(sorted(entries.items(), key=lambda entry: places.get(entry[0], len(places))))
-    state: dict[int, dict[str, Any]] = {}
-    for name, value in entries.items():
-        index, key = name.split(".", 1)
-        state.setdefault(int(index), {})[key] = value
-    return {"state": state, "param_groups": groups}
-
-
-def _check_model(module: nn.Module, stored: Mapping[str, Tensor], folder: Path) -> None:
+def _check_model(module: nn.Module, stored: Mapping[str, Any], folder: Path) -> None:
     ours = module.state_dict()
     missing = [name for name in ours if name not in stored]
     extra = [name for name in stored if name not in ours]
@@ -331,6 +268,8 @@ def _check_model(module: nn.Module, stored: Mapping[str, Tensor], folder: Path) 
             f"{extra[:3]} that the model does not have. Build the model that was saved."
         )
     for name, tensor in ours.items():
+        if name.endswith(_EXTRA) or not isinstance(tensor, Tensor):
+            continue
         if tensor.shape != stored[name].shape or tensor.dtype != stored[name].dtype:
             raise CheckpointError(
                 f"Checkpoint `{folder}` must hold `{name}` as {_kind(tensor)}, but holds "
@@ -360,60 +299,62 @@ def _check_buffers(module: nn.Module, stored: Mapping[str, Tensor], folder: Path
             )
 
 
-def _keep_dtypes(optimizer: Optimizer, stored: Mapping[str, Tensor]) -> None:
+# Any, here and below: a state dict.
+def _keep_dtypes(optimizer: Optimizer, stored: Mapping[str, Any]) -> None:
     """Give state its stored dtype back: torch casts what it loads to the parameter's."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for name, tensor in stored.items():
-        index, key = name.split(".", 1)
-        entry = optimizer.state[parameters[int(index)]]
-        if entry[key].dtype != tensor.dtype:
-            entry[key] = tensor.to(entry[key].device)
+    for parameter, key, tensor in _entries(optimizer, stored):
+        loaded = optimizer.state[parameter].get(key)
+        if isinstance(loaded, Tensor) and loaded.dtype != tensor.dtype:
+            optimizer.state[parameter][key] = tensor.to(loaded.device)
 
 
-def _check_optimizer(
-    optimizer: Optimizer, read: Mapping[str, Any], stored: Stored, folder: Path
-) -> None:
-    ours, theirs = type(optimizer).__name__, stored.values["optimizer"]
+def _entries(
+    optimizer: Optimizer, stored: Mapping[str, Any]
+) -> Iterator[tuple[Tensor, str, Tensor]]:
+    """Yield the tensors of a state dict that is made as torch makes it, with their parameters."""
+    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    for index, entries in stored.get("state", {}).items():
+        if index in parameters:
+            for key, value in entries.items():
+                if isinstance(value, Tensor):
+                    yield parameters[index], key, value
+
+
+def _check_optimizer(optimizer: Optimizer, stored: Mapping[str, Any], folder: Path) -> None:
+    sizes, stored_sizes = (
+        [len(group["params"]) for group in state.get("param_groups", ())]
+        for state in (optimizer.state_dict(), stored)
+    )
+    if sizes != stored_sizes:
+        raise CheckpointError(
+            f"Checkpoint `{folder}` must hold parameter groups of {sizes} parameters, but holds "
+            f"{stored_sizes}. Make the optimizer that was saved; add a group that was added later "
+            "before `resume()`."
+        )
+    if type(optimizer) not in ELEMENTWISE:
+        return
+    for parameter, key, tensor in _entries(optimizer, stored):
+        if key in MOMENTS and tensor.shape != parameter.shape:
+            raise CheckpointError(
+                f"Checkpoint `{folder}` must hold `{key}` of a parameter of the optimizer in its "
+                f"shape {tuple(parameter.shape)}, but holds it in {tuple(tensor.shape)}. Give the "
+                "optimizer its parameters in the order that was saved."
+            )
+
+
+def _check_types(state: TrainerState, values: Mapping[str, Any], folder: Path) -> None:
+    """Refuse an optimizer or a scheduler where the checkpoint is of another, or of none."""
+    ours, theirs = type(state.optimizer).__name__, values["optimizer"]
     if ours != theirs:
         raise CheckpointError(
             f"Checkpoint `{folder}` must be of optimizer {ours!r}, but is of {theirs!r}. Make the "
             "optimizer that was saved."
         )
-    sizes, stored_sizes = (
-        [len(group["params"]) for group in groups]
-        for groups in (optimizer.param_groups, read["param_groups"])
-    )
-    if sizes != stored_sizes:
+    scheduler, stored = _type_of(state.scheduler), values["scheduler"]
+    if scheduler != stored:
         raise CheckpointError(
-            f"Checkpoint `{folder}` must hold parameter groups of {sizes} parameters, but holds "
-            f"{stored_sizes}. Make the optimizer that was saved."
-        )
-    _check_moments(optimizer, stored.tensors["optimizer"], folder)
-
-
-def _check_moments(optimizer: Optimizer, stored: Mapping[str, Tensor], folder: Path) -> None:
-    """Refuse what an elementwise optimizer has kept of parameters of other shapes."""
-    if type(optimizer) not in ELEMENTWISE:
-        return
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for name, tensor in stored.items():
-        index, key = name.split(".", 1)
-        shape = tuple(parameters[int(index)].shape)
-        if key in MOMENTS and tuple(tensor.shape) != shape:
-            raise CheckpointError(
-                f"Checkpoint `{folder}` must hold `{key}` of the optimizer's parameter {index} in "
-                f"its shape {shape}, but holds it in {tuple(tensor.shape)}. Give the optimizer its "
-                "parameters in the order that was saved."
-            )
-
-
-def _check_types(state: TrainerState, values: Mapping[str, Any], folder: Path) -> None:
-    """Refuse a scheduler where the checkpoint is of another, or of none."""
-    ours, theirs = _type_of(state.scheduler), values["scheduler_type"]
-    if ours != theirs:
-        raise CheckpointError(
-            f"Checkpoint `{folder}` must be of a run with scheduler {ours} like this trainer's, "
-            f"but is of one with {theirs}. Give `scheduler=` as it was."
+            f"Checkpoint `{folder}` must be of a run with scheduler {scheduler} like this "
+            f"trainer's, but is of one with {stored}. Give `scheduler=` as it was."
         )
 
 

@@ -46,6 +46,7 @@ from phalanx.train.state import (
     RunProgress,
     TrainerState,
     capture_state,
+    check_states,
     restore_state,
     warn_of_changes,
 )
@@ -187,6 +188,7 @@ class Trainer(TrainerFacts):
         check_members(module, self.optimizer)
         self.scheduler = make_scheduler(scheduler, self.optimizer, scheduler_interval)
         self._scheduler_interval = scheduler_interval
+        check_states(module, self.optimizer, self.scheduler)
         self._seed = seed
         self._reader = Reader()
         self._choice = choice
