@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx import ConfigError
 from tests.conformance.groups import desc, group_of
 from tests.zoo import simple_sgd as sgd
 
@@ -294,12 +293,6 @@ def test_the_modules_own_gradients_are_the_users_outside_of_a_step() -> None:
         mse(copied(x), y).backward()
         grads = [parameter.grad for parameter in net.parameters()]
     torch.testing.assert_close(grads, [parameter.grad for parameter in copied.parameters()])
-
-
-def test_a_trainer_without_an_optimizer_says_that_it_needs_one() -> None:
-    refusal = pytest.raises(ConfigError, match=r"`optimizer` must be a function .* is not given")
-    with refusal:
-        phalanx.Trainer(Net(), mse)
 
 
 # -- features that a hook keeps ---------------------------------------

@@ -258,6 +258,7 @@ ROWS: list[Row] = [
     making_trainer("`loss`", loss=None),
     making_trainer("`forward` must be a function, but is 3", loss=None, forward=3),
     making_trainer("`optimizer`", optimizer=F.cross_entropy),
+    making_trainer("`optimizer` must .* is not given", optimizer=None),
     making_trainer("`module` must have at least one parameter", module=nn.Tanh()),
     making_trainer("`microbatches` must be a whole number, but is '2'", microbatches="2"),
     making_trainer("`microbatches` must be a whole number, but is True", microbatches=True),
