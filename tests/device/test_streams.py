@@ -1,10 +1,10 @@
-"""Replicas work on streams of their own, in order with the caller's and with each other."""
+"""Replicas work on the caller's streams, in order with it and with other callers."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import phalanx
-from phalanx.execution import partial_sums, threads
 from phalanx.execution.threads import ThreadExecutor
-from phalanx.replicas import inputs, parameter_copies, replica
-from phalanx.replicas.streams import RunOrder, RunStreams, current_streams
+from phalanx.replicas import parameter_copies
+from phalanx.replicas.streams import RunOrder
 from tests.device.test_replicas import (
     F64,
     OPTIMIZERS,
@@ -54,19 +53,17 @@ def noting() -> Iterator[Noting]:
 
 
 @pytest.mark.parametrize("device", ["dev:0", "dev:1"])
-def test_two_replicas_on_one_device_run_on_two_streams(noting: Noting, device: str) -> None:
-    mine = torch.Stream("dev:0")
+def test_replicas_run_on_the_callers_streams(noting: Noting, device: str) -> None:
+    mine = torch.Stream(device)
+    here = torch.dev.current_stream("dev:0")
     with mine, phalanx.DataParallel(noting, [device, device]) as model:
         mine.wait_stream(torch.dev.default_stream("dev:0"))
-        for _ in range(2):
-            x = batch(0, "dev:0")[0]
-            assert model(x).tolist() == x.tolist()
-            assert torch.dev.current_stream("dev:0") == mine
-            assert torch.dev.current_device() == 0
-    assert len(Noting.seen) == 4
-    assert len(set(Noting.seen)) == 2
-    assert {each.device for each in Noting.seen} == {torch.device(device)}
-    assert mine not in Noting.seen
+        x = batch(0, "dev:0")[0]
+        found = model(x)
+        assert torch.dev.current_stream(device) == mine
+    here.wait_stream(mine)
+    assert found.tolist() == x.tolist()
+    assert Noting.seen == [mine, mine]
 
 
 @pytest.mark.parametrize("executor", ["threads", "inline"])
@@ -85,91 +82,11 @@ def test_a_replica_without_others_runs_on_the_callers_stream(noting: Noting, exe
     assert Noting.seen == [stream]
 
 
-# -- each wait is needed ---------------------------------------------
-
-Planting = Callable[[pytest.MonkeyPatch], None]
-
-
-@contextmanager
-def own_without_waiting(self: RunStreams, index: int) -> Iterator[None]:
-    with current_streams(self._own[index]):
-        yield
-
-
-@contextmanager
-def sums_without_waiting(self: RunStreams, index: int) -> Iterator[None]:
-    with current_streams(self._sums.values()):
-        yield
-
-
-def not_recorded(module: Any) -> Planting:
-    return lambda patch: patch.setattr(module, "record_use", lambda tensor: None)
-
-
-PLANTED: dict[str, Planting] = {
-    "replicas begin at once": lambda p: p.setattr(RunStreams, "of_replica", own_without_waiting),
-    "sums begin at once": lambda p: p.setattr(RunStreams, "of_sums", sums_without_waiting),
-    "the caller goes on": lambda p: p.setattr(RunStreams, "joined", lambda self: nullcontext()),
-    "gradients are not recorded": not_recorded(replica),
-}
-
-
 @pytest.mark.parametrize("way", [by_container, by_trainer])
 def test_on_side_streams_of_the_caller(way: Callable[..., None]) -> None:
     net = Net().to("dev:0")
     on_side_streams(lambda: way(net, ["dev:0", "dev:1", "dev:0"], None, SGD))
     assert equals_plain(net, SGD)
-
-
-@pytest.mark.parametrize("planted", PLANTED)
-def test_a_missing_wait_shows(
-    planted: str, monkeypatch: pytest.MonkeyPatch, raises_race: Any
-) -> None:
-    PLANTED[planted](monkeypatch)
-    net, options = Net().to("dev:0"), {"replicas": ["dev:0", "dev:0"], "microbatches": 7}
-    with (
-        raises_race("has not waited"),
-        phalanx.Trainer(net, F.mse_loss, SGD, **{"microbatches": None, **options}) as trainer,
-    ):
-        for step in range(3):
-            trainer.step(batch(step, "dev:0"))
-
-
-def reused(stream: torch.Stream) -> None:
-    """Let work on a stream get memory that was freed, if there is some, and write to it."""
-    with stream:
-        torch.empty(7, 5, dtype=F64, device=stream.device).zero_()
-
-
-@pytest.mark.parametrize("planted", [False, True])
-def test_an_input_that_is_freed_meanwhile_is_not_given_away(
-    planted: bool, monkeypatch: pytest.MonkeyPatch, raises_race: Any
-) -> None:
-    if planted:
-        not_recorded(inputs)(monkeypatch)
-    here, side = torch.dev.current_stream("dev:0"), torch.Stream("dev:0")
-    given = batch(0, "dev:0")[0]
-    side.wait_stream(here)
-    with side:
-        inputs.placed(given, given.device, copies=True)
-    del given
-    with raises_race("`record_stream` is missing") if planted else nullcontext():
-        reused(here)
-
-
-@pytest.mark.parametrize("planted", [False, True])
-def test_an_output_that_is_freed_meanwhile_is_not_given_away(
-    planted: bool, noting: Noting, monkeypatch: pytest.MonkeyPatch, raises_race: Any
-) -> None:
-    if planted:
-        not_recorded(threads)(monkeypatch)
-    with phalanx.DataParallel(noting, ["dev:0", "dev:1"], output="per_replica") as model:
-        outputs = model(torch.cat([batch(0, "dev:0")[0]] * 2))
-    outputs[0] * 2
-    del outputs
-    (stream,) = (each for each in Noting.seen if each.device_index == 0)
-    with raises_race("`record_stream` is missing") if planted else nullcontext():
-        reused(stream)
 
 
 # -- several callers -------------------------------------------------
@@ -276,23 +193,6 @@ def trained(devices: list[str], **options: Any) -> list[Tensor]:
 def test_the_bits_are_those_of_the_tree_whichever_device_computes(devices: list[str]) -> None:
     expected = trained(["cpu"], microbatches=5)
     assert all(map(torch.equal, trained(devices, microbatches=5), expected))
-
-
-def test_sums_have_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch, noting: Noting) -> None:
-    seen = set()
-    add = partial_sums.add_gradients
-
-    def add_noting(left: Any, right: Any) -> Any:
-        seen.add(torch.dev.current_stream("dev:0"))
-        return add(left, right)
-
-    monkeypatch.setattr(partial_sums, "add_gradients", add_noting)
-    x = batch(0, "dev:0")[0]
-    options: Any = {"replicas": ["dev:0", "dev:1"], "microbatches": 7}
-    with phalanx.Trainer(noting, F.mse_loss, SGD, **{"microbatches": None, **options}) as trainer:
-        trainer.step((x, x))
-    assert len(seen) == 1
-    assert seen.isdisjoint([*Noting.seen, torch.dev.current_stream("dev:0")])
 
 
 def test_all_that_a_trainer_does_on_side_streams() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx.execution.partial_sums import Gradients
-from phalanx.replicas import FlatLayout, add_gradients, has_streams, record_use
+from phalanx.replicas import FlatLayout, add_gradients, has_streams
 from phalanx.torch_internals import foreach_copy
 
 __all__ = ["NcclSums"]
@@ -64,8 +64,6 @@ class NcclSums:
             ]
             if pairs:
                 foreach_copy([there for there, _ in pairs], [gradient for _, gradient in pairs])
-            for _, gradient in pairs:
-                record_use(gradient)
         if len(devices) > 1:
             numbers = [torch.view_as_real(each) if each.is_complex() else each for each in flats]
             torch.cuda.nccl.reduce(numbers, root=0)

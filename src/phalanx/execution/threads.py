@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import is_dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from phalanx.clock import now_s
@@ -29,22 +28,18 @@ from phalanx.execution.sharded_optimizer import FlatStepper, Stepper, open_stepp
 from phalanx.execution.stopwatch import Stopwatch
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
 from phalanx.memory import FlatParameters
-from phalanx.plan import BufferRules, check_workloads, flatten, read_intra_op
+from phalanx.plan import BufferRules, check_workloads, read_intra_op
 from phalanx.replicas import (
     CallerModes,
     CompileOnce,
     ParameterCopies,
     Replica,
     ReplicaRendezvous,
-    ReplicaStreams,
     RunOrder,
-    RunStreams,
     SourceGradients,
     Statistics,
     batch_norm_names,
     has_compiled,
-    has_streams,
-    record_use,
     refuse_lazy,
     synchronise_batch_norm,
 )
@@ -68,7 +63,7 @@ class ThreadExecutor(Executor):
         workloads: Relative shares; equal by default; 0 switches a replica off.
         intra_op: Threads inside operators, per replica. Default: cores divided by CPU replicas.
         rules: What becomes of buffers that replicas write.
-        timed: Measure accelerators by their own clocks, and wait for them at the end of a run.
+        timed: Wait for accelerators after each microbatch, to measure what it takes.
         inline: Run the only replica in the caller's thread.
         nccl: Sum gradients by NCCL, where they are to be summed, and not along the tree.
 
@@ -126,10 +121,7 @@ class ThreadExecutor(Executor):
             )
             for index, (own, device) in enumerate(zip(sources, devices, strict=True))
         ]
-        beside = len(devices) > 1 and any(map(has_streams, devices))
-        homes = _homes(sources)
-        self._order = RunOrder([*devices, *homes])
-        self._streams = ReplicaStreams(devices, homes) if beside else None
+        self._order = RunOrder([*devices, *_homes(sources)])
         # Replicas of one module see the same changes, so one of them watches for all.
         self._watchers = self.replicas[:1] if one_source else self.replicas
         self._places = ParameterPlaces(sources)
@@ -216,23 +208,18 @@ class ThreadExecutor(Executor):
         rendezvous = self._rendezvous
         members = [index for index, weight in enumerate(state.weights) if weight > 0]
 
-        streams = None if self._streams is None else self._streams.open(modes.streams)
         by_nccl = self._nccl and state.adds and state.gradient_hook is None
         nccl = NcclSums(self.parameters) if by_nccl else None
 
         def serve(index: int) -> None:
             attending = _NOTHING if rendezvous is None else rendezvous.attending(index)
-            own = _NOTHING if streams is None else streams.of_replica(index)
-            with modes.entered(self.devices[index]), own, attending:
-                self._run_microbatches(index, state, streams, nccl)
+            with modes.entered(self.devices[index]), attending:
+                self._run_microbatches(index, state, nccl)
 
-        joined = _NOTHING if streams is None else streams.joined()
-        with _NOTHING if rendezvous is None else rendezvous.open(members), joined:
+        with _NOTHING if rendezvous is None else rendezvous.open(members):
             each(serve)
         if nccl is not None:
             state.replace_gradients(nccl.reduce())
-        if streams is not None:
-            _record_results(state)
 
     def _refresh_copies(self) -> None:
         for copies in self._copies.values():
@@ -242,7 +229,6 @@ class ThreadExecutor(Executor):
         self,
         replica_index: int,
         state: RunState,
-        streams: RunStreams | None,
         nccl: NcclSums | None,
     ) -> None:
         """Run what is left of ``state`` on one replica, in its thread."""
@@ -250,7 +236,7 @@ class ThreadExecutor(Executor):
         compile_once, kind = self._compile_once, type(state.task).__qualname__
         rendezvous = self._rendezvous
         waited_s = None if rendezvous is None else partial(rendezvous.waited_s, replica_index)
-        watch = Stopwatch(replica.device, waited_s=waited_s, on_device=self._timed)
+        watch = Stopwatch(replica.device, waited_s=waited_s, waits=self._timed)
         done: list[int] = []
         if not backward:  # else the source and its buffers may be others than in the forward pass
             replica.refresh()
@@ -267,14 +253,11 @@ class ThreadExecutor(Executor):
                 if not backward:
                     written = replica.statistics.collect(state.weights[index])
                 watch.lap()
-                with _NOTHING if streams is None else streams.of_sums(replica_index):
-                    for statistic in written.values():
-                        record_use(statistic.value)
-                    gradients = replica.take_gradients(travel=nccl is None)
-                    if nccl is not None:
-                        nccl.put(replica.device, gradients)
-                        gradients = [None] * len(gradients)
-                    state.put(index, PartialSum(gradients, written))
+                gradients = replica.take_gradients(travel=nccl is None)
+                if nccl is not None:
+                    nccl.put(replica.device, gradients)
+                    gradients = [None] * len(gradients)
+                state.put(index, PartialSum(gradients, written))
             except BaseException as error:
                 state.queue.fail()
                 replica.drop_gradients()
@@ -295,16 +278,6 @@ def _homes(sources: Sequence[nn.Module]) -> list[torch.device]:
     """Return where parameters and buffers lie."""
     modules = dict.fromkeys(sources)
     return [t.device for each in modules for t in (*each.parameters(), *each.buffers())]
-
-
-def _record_results(state: RunState) -> None:
-    """Keep what a run has made until the caller's streams have used it."""
-    made = [vars(each) if is_dataclass(each) else each for each in state.results]
-    sums = [own for own in state.sums.waiting().values() if own is not None]
-    made += [(own.gradients, [each.value for each in own.statistics.values()]) for own in sums]
-    for leaf in flatten(made)[0]:
-        if isinstance(leaf, Tensor):
-            record_use(leaf)
 
 
 def _all_parameters(sources: Sequence[nn.Module]) -> list[nn.Parameter]:

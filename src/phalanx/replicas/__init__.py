@@ -21,7 +21,7 @@ from phalanx.replicas.global_values import (
     can_be_followed,
 )
 from phalanx.replicas.hooks import Registered
-from phalanx.replicas.inputs import Inputs, WatchedInputs, placed
+from phalanx.replicas.inputs import Inputs, WatchedInputs, pieces_of, placed
 from phalanx.replicas.intra_op import (
     caller_intra_op,
     hold_caller_at_one_thread,
@@ -74,15 +74,7 @@ from phalanx.replicas.statistics import (
     sum_statistics,
     write_statistics,
 )
-from phalanx.replicas.streams import (
-    ReplicaStreams,
-    RunOrder,
-    RunStreams,
-    current_streams,
-    has_streams,
-    pieces_of,
-    record_use,
-)
+from phalanx.replicas.streams import RunOrder, current_streams, has_streams
 from phalanx.replicas.tensor_version import TensorVersion
 from phalanx.replicas.unchanged import same_afterwards
 from phalanx.replicas.uncompiled import uncompiled
@@ -111,12 +103,10 @@ __all__ = [
     "Registered",
     "Replica",
     "ReplicaRendezvous",
-    "ReplicaStreams",
     "RngMode",
     "RngPlan",
     "RngUse",
     "RunOrder",
-    "RunStreams",
     "SourceGradients",
     "Statistic",
     "StatisticSpec",
@@ -161,7 +151,6 @@ __all__ = [
     "placed",
     "present_devices",
     "preserve_rng",
-    "record_use",
     "refuse_aliases",
     "refuse_compiled_in_place",
     "refuse_lazy",

@@ -34,7 +34,7 @@ class FrozenCopies:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        # For each thread, as replicas have streams of their own: nobody else waits for a copy.
+        # For each thread: nobody else waits for a copy.
         self._kept = threading.local()
 
     def __reduce__(self) -> tuple[type[FrozenCopies], tuple[nn.Module]]:

@@ -19,10 +19,12 @@ from torch import Tensor
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.plan import flatten, unflatten
 from phalanx.replicas.packing import copied
-from phalanx.replicas.streams import record_use
 from phalanx.types import Nested
 
-__all__ = ["Inputs", "WatchedInputs", "placed"]
+__all__ = ["Inputs", "WatchedInputs", "pieces_of", "placed"]
+
+_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
+_BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
 
 
 class Inputs:
@@ -102,7 +104,19 @@ class WatchedInputs:
 def placed(leaf: Tensor, device: torch.device, copies: bool) -> Tensor:
     """Return a tensor of the user's on ``device``, with a version of its own."""
     own = leaf.data  # slices share no version counter
-    record_use(own)  # in the replica's stream
     if own.device != device:
         own = own.to(device, non_blocking=device.type != "cpu")  # the host reads at once
     return copied(own) if copies and leaf.device == own.device else own
+
+
+def pieces_of(tensor: Tensor) -> list[Tensor]:
+    """Return what holds a tensor's memory: a sparse or nested one has several pieces."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in _BY_ROW:
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in _BY_COLUMN:
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    if tensor.layout is torch.jagged:
+        return [tensor.values()]
+    return [tensor]

@@ -20,8 +20,7 @@ class CallerModes:
     """What the calling thread had switched on; entered by each replica's thread.
 
     A replica's thread works on the caller's own current stream of every accelerator, so that
-    everything before and after the call is in order with it without any event; but see
-    `ReplicaStreams`.
+    everything before and after the call is in order with it without any event.
     """
 
     grad: bool

@@ -28,7 +28,6 @@ from phalanx.replicas.packing import span_bytes
 from phalanx.replicas.parameter_copies import ParameterCopies
 from phalanx.replicas.source_gradients import SourceGradients
 from phalanx.replicas.statistics import StatisticsOfReplica
-from phalanx.replicas.streams import has_streams, record_use
 from phalanx.replicas.unchanged import SameParameters
 from phalanx.torch_internals import foreach_add, make_subclass
 
@@ -168,23 +167,19 @@ class Replica:
         """Return and forget all gradients, in memory order, on the source's device.
 
         They stand in the order of the executor's parameters, with None for those of others. Those
-        of one dtype travel from another device in one buffer. On accelerators, the current streams
-        must have waited for those of the backward pass.
+        of one dtype travel from another device in one buffer.
 
         Args:
             travel: False leaves them on the replica's device.
         """
         gradients: list[Tensor | None] = [None] * len(self._everything)
         elsewhere: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
-        late = has_streams(self.device)
         for place, parameter, original in zip(
             self._places, self.parameters, self._originals, strict=True
         ):
             gradient = parameter.grad
             if gradient is not None:
                 parameter.grad = None
-                if late:
-                    record_use(gradient)
                 gradients[place] = gradient = in_memory_order(gradient, parameter)
                 if travel and gradient.device != original.device:
                     kind = original.device, gradient.dtype
@@ -195,7 +190,6 @@ class Replica:
                 gradients[place] = gradient
         caught, self._caught = self._caught, {}
         for place, other in caught.items():
-            record_use(other)
             more, own = in_memory_order(other, self._everything[place]), gradients[place]
             more = more if travel else more.to(self.device)
             gradients[place] = more if own is None else own + more  # `own` may be another's, too
