@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 from torch.distributed.rendezvous import _rendezvous_handlers
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.module import _has_any_global_hook
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
@@ -26,7 +25,6 @@ __all__ = [
     "MADE_OF_OTHERS",
     "NUMERIC_SWITCHES",
     "TRIED_ON",
-    "BatchNorm",
     "TorchDispatchMode",
     "backward_id",
     "call_after_backward",

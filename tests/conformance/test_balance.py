@@ -25,7 +25,6 @@ import phalanx
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.execution import stopwatch
 from phalanx.plan import workload_sizes
-from phalanx.replicas import rendezvous as rendezvous_module
 from phalanx.train import checkpoint
 from tests.zoo import (
     assert_close,
@@ -78,21 +77,6 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clocks]:
     Taking.clocks = None
 
 
-class CountedCondition(threading.Condition):
-    """Lets the clock of whoever waits go on to that of whoever it waits for."""
-
-    def __init__(self, clocks: Clocks) -> None:
-        super().__init__()
-        self.clocks = clocks
-        self.num_waits = 0
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self.num_waits += 1
-        came = super().wait(timeout)
-        self.clocks.catch_up()
-        return came
-
-
 class Taking(torch.autograd.Function):
     """Takes a replica's time for its rows, in forward and in backward; changes nothing."""
 
@@ -112,16 +96,15 @@ class Taking(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    def __init__(self, norm: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.body = nn.Linear(5, 7)
-        self.norm = nn.BatchNorm1d(7) if norm else nn.Identity()
         self.head = nn.Linear(7, 3)
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(Taking.apply(self.norm(self.body(x)))))
+        return self.head(torch.tanh(Taking.apply(self.body(x))))
 
 
 def batch_of(seed: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
@@ -418,33 +401,6 @@ def test_passes_may_be_open_at_once(clocks):
         for loss in reversed(losses):
             loss.backward()
         assert len(model.decisions) == len(BATCHES)
-        assert is_near(workload_sizes(ROWS, model.workloads), IDEAL_TWO)
-
-
-def test_what_a_replica_waits_for_others_is_not_its_own_time(clocks, monkeypatch):
-    """Synchronised batch norm: unequal, changing slices, and still the unwrapped model's numbers.
-
-    With what it waits for the slow one, the fast replica would seem slow, and get ever less.
-    """
-    monkeypatch.setattr(rendezvous_module, "now_s", clocks.read)
-    clocks.forward_s = [1.0, 3.0]
-    net = Net(norm=True)
-    twin = twin_of(net)
-    with phalanx.DataParallel(net, TWO, workloads="auto", buffers="sync") as model:
-        net.eval()
-        model(BATCHES[0][0])  # makes the executor
-        net.train()
-        model._running.executor._rendezvous._changed = condition = CountedCondition(clocks)
-        for x, y in BATCHES:
-            for module in (net, twin):
-                module.zero_grad()
-            by_outputs(model, x, y).backward()
-            F.cross_entropy(twin(x), y).backward()
-            assert_close(gradients_of(net), gradients_of(twin), F64)
-        assert condition.num_waits > 0
-        assert_close(state_of(net), state_of(twin), F64)
-        for each in model.decisions:
-            assert each.seconds_per_row == pytest.approx((1.0, 3.0))
         assert is_near(workload_sizes(ROWS, model.workloads), IDEAL_TWO)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 
 from phalanx import Layout, Merge
 from phalanx.plan import least_loaded
-from phalanx.replicas.rendezvous import ReplicaRendezvous
 from tests.conformance.containers import (
     Scale,
     Slices,
@@ -33,8 +31,6 @@ from tests.zoo import (
     cnn_norm,
     gradients_of,
     mlp,
-    sgd,
-    state_of,
     token_batch,
     token_loss,
     twin_of,
@@ -360,101 +356,8 @@ def normed(kind: str, device: torch.device) -> tuple[nn.Module, Callable[[int], 
     return net.to(device), lambda seed: draw(15, 4, seed=seed, device=device)
 
 
-@pytest.mark.parametrize("kind", ["vectors", "images", "cumulative", "plain"])
-@pytest.mark.parametrize("sizes", [UNEQUAL, [6, 0, 9]], ids=str)
-def test_synchronised_batch_norm_equals_the_unsplit_one(
-    sizes: list[int], kind: str, device: torch.device
-) -> None:
-    net, batch = normed(kind, device)
-    twin = twin_of(net)
-    with parallel(net, device, buffers="sync") as model:
-        sides = [(model, lambda x: model.forward_sized(sizes, x)), (twin, twin)]
-        optimizers = [sgd(each.parameters()) for each, _ in sides]
-        for seed in range(3):
-            found = []
-            for each, run in sides:
-                each.zero_grad()
-                x = fresh(batch(seed))
-                output = run(x)
-                output.sin().mean().backward()
-                found.append([output, x.grad, *gradients_of(each)])
-            assert_close(found[0], found[1], F64)
-            for optimizer in optimizers:
-                optimizer.step()
-            assert_close(state_of(model), state_of(twin), F64)
-        assert_close(model.eval()(batch(9)), twin.eval()(batch(9)), F64)
-
-
-def test_replicas_that_are_ahead_do_not_change_what_others_still_read(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first two have added their gradients when the last one reads what they have brought.
-
-    Left to chance, the first layer's gradients were wrong in one backward pass out of ten.
-    """
-    exchange, leave = ReplicaRendezvous.exchange, ReplicaRendezvous.leave
-    gone, both_gone = set(), threading.Event()
-
-    def late(self: ReplicaRendezvous, member: int, value: Any, place: str) -> list[Any]:
-        found = exchange(self, member, value, place)
-        if "backward" in place and member == 2:
-            assert both_gone.wait(20.0)
-        return found
-
-    def told(self: ReplicaRendezvous, member: int, error: BaseException | None = None) -> None:
-        leave(self, member, error)
-        gone.add(member)
-        if {0, 1} <= gone:
-            both_gone.set()
-
-    net, batch = normed("vectors", device)
-    twin = twin_of(net)
-    mine, theirs = fresh(batch(0)), fresh(batch(0))
-    with parallel(net, device, buffers="sync") as model:
-        output = model(mine)
-        monkeypatch.setattr(ReplicaRendezvous, "exchange", late)
-        monkeypatch.setattr(ReplicaRendezvous, "leave", told)
-        loss_of(output).backward()
-    loss_of(twin(theirs)).backward()
-    assert_close([mine.grad, *gradients_of(net)], [theirs.grad, *gradients_of(twin)], F64)
-
-
-def test_rows_that_the_loss_leaves_out_still_count_in_a_synchronised_batch_norm(
-    device: torch.device,
-) -> None:
-    """Replicas 1 and 2 get no gradient, but their rows are in the statistics of replica 0."""
-    net, batch = normed("vectors", device)
-    twin = twin_of(net)
-    mine, theirs = fresh(batch(0)), fresh(batch(0))
-    with parallel(net, device, buffers="sync", output="per_replica") as model:
-        model(mine)[0].sin().sum().backward()
-    twin(theirs)[:5].sin().sum().backward()
-    assert_close([mine.grad, *gradients_of(net)], [theirs.grad, *gradients_of(twin)], F64)
-
-
-def test_a_slice_of_no_weight_brings_no_nan_into_a_synchronised_batch_norm(
-    device: torch.device,
-) -> None:
-    def masked(outputs: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
-        wanted, mask = targets
-        return ((outputs - wanted).square() * mask).sum() / mask.sum()
-
-    net, batch = normed("vectors", device)
-    twin = twin_of(net)
-    mask = torch.ones(15, 3, dtype=F64, device=device)
-    mask[:5] = 0
-    targets = (draw(15, 3, seed=1, device=device), mask)
-    with parallel(net, device, buffers="sync") as model:
-        loss = model.forward_loss(masked, batch(0), targets, weight_fn=lambda own: own[1].sum())
-        loss.backward()
-    expected = masked(twin(batch(0)), targets)
-    expected.backward()
-    assert_close(loss, expected, F64)
-    assert_close(gradients_of(net), gradients_of(twin), F64)
-
-
-def test_without_sync_a_slice_is_normed_by_itself(device: torch.device) -> None:
-    """The control for the test above, and the rows of a slice are its whole world."""
+def test_a_slice_is_normed_by_itself(device: torch.device) -> None:
+    """The rows of a slice are its whole world."""
     net, batch = normed("vectors", device)
     twin = twin_of(net)
     x = batch(0)

@@ -80,12 +80,6 @@ def test_a_subclass_lies_in_the_memory_of_the_tensor() -> None:
     assert parameter.data_ptr() == tensor.data_ptr()
 
 
-def test_batch_norms_have_one_base() -> None:
-    for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
-        assert issubclass(kind, internals.BatchNorm)
-    assert not issubclass(nn.InstanceNorm1d, internals.BatchNorm)
-
-
 def test_transforms_are_told() -> None:
     told: list[bool] = []
 

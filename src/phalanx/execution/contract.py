@@ -187,8 +187,6 @@ class Executor(ABC):
         keeps_gradients: Whether a run's gradients lie where autograd made them, so that an
             optimizer may step on them there, and nobody else writes there later.
         worker_pids: The worker processes' numbers; empty without any.
-        has_rendezvous: Whether replicas wait for each other inside the model, as those with
-            synchronised batch norm do.
         optimizer: The one that is stepped, whose options ranks compare before each step.
     """
 
@@ -202,7 +200,6 @@ class Executor(ABC):
     one_source: bool = True
     keeps_gradients: bool = False
     worker_pids: Sequence[int] = ()
-    has_rendezvous: bool = False
     optimizer: Optimizer | None = None
     _compared: frozenset[bool] = frozenset()  # modes, training or not, whose first run is done
     _rng_watched: frozenset[object] = frozenset()  # the kinds of runs that were watched

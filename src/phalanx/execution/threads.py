@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from phalanx.clock import now_s
-from phalanx.errors import UnsupportedError
 from phalanx.execution.contract import (
     Executor,
     ParameterPlaces,
@@ -34,14 +33,11 @@ from phalanx.replicas import (
     CompileOnce,
     ParameterCopies,
     Replica,
-    ReplicaRendezvous,
     RunOrder,
     SourceGradients,
     Statistics,
-    batch_norm_names,
     has_compiled,
     refuse_lazy,
-    synchronise_batch_norm,
 )
 
 __all__ = ["ThreadExecutor"]
@@ -127,31 +123,11 @@ class ThreadExecutor(Executor):
         self._places = ParameterPlaces(sources)
         compiled = any(map(has_compiled, dict.fromkeys(sources)))
         self._compile_once = CompileOnce(sources) if compiled else None
-        self._rendezvous = self._synchronise(sources[0], rules) if one_source and rules else None
-        self.has_rendezvous = self._rendezvous is not None
         self._caller = CallerThread(len(devices), intra_op=self.intra_op)
         if inline:
             self._threads = self._caller
         else:
             self._threads = ThreadPool(len(devices), intra_op=self.intra_op)
-
-    def _synchronise(self, source: nn.Module, rules: BufferRules) -> ReplicaRendezvous | None:
-        """Let the replicas' batch norms meet where statistics are to be the whole batch's."""
-        names = [
-            name
-            for name in batch_norm_names(source)
-            if rules.of(f"{name}.running_mean" if name else "running_mean") == "sync"
-        ]
-        if not names or len(self.replicas) == 1:
-            return None
-        if self._compile_once is not None:
-            raise UnsupportedError(
-                "`module` must not be compiled where batch norms wait for each other "
-                "(buffers='sync'), but is. Do not compile it, or give its buffers another rule."
-            )
-        rendezvous = ReplicaRendezvous()
-        synchronise_batch_norm([replica.module for replica in self.replicas], names, rendezvous)
-        return rendezvous
 
     def matches_source(self) -> bool:
         """Tell whether the replicas can follow all that was done to the module since."""
@@ -205,19 +181,14 @@ class ThreadExecutor(Executor):
     def _work_under(self, modes: CallerModes, state: RunState) -> None:
         """Run all microbatches of ``state`` under the caller's modes."""
         each = self.each if state.backward else self._threads.each
-        rendezvous = self._rendezvous
-        members = [index for index, weight in enumerate(state.weights) if weight > 0]
-
         by_nccl = self._nccl and state.adds and state.gradient_hook is None
         nccl = NcclSums(self.parameters) if by_nccl else None
 
         def serve(index: int) -> None:
-            attending = _NOTHING if rendezvous is None else rendezvous.attending(index)
-            with modes.entered(self.devices[index]), attending:
+            with modes.entered(self.devices[index]):
                 self._run_microbatches(index, state, nccl)
 
-        with _NOTHING if rendezvous is None else rendezvous.open(members):
-            each(serve)
+        each(serve)
         if nccl is not None:
             state.replace_gradients(nccl.reduce())
 
@@ -234,9 +205,7 @@ class ThreadExecutor(Executor):
         """Run what is left of ``state`` on one replica, in its thread."""
         replica, backward = self.replicas[replica_index], state.backward
         compile_once, kind = self._compile_once, type(state.task).__qualname__
-        rendezvous = self._rendezvous
-        waited_s = None if rendezvous is None else partial(rendezvous.waited_s, replica_index)
-        watch = Stopwatch(replica.device, waited_s=waited_s, waits=self._timed)
+        watch = Stopwatch(replica.device, waits=self._timed)
         done: list[int] = []
         if not backward:  # else the source and its buffers may be others than in the forward pass
             replica.refresh()

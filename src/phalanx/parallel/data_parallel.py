@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from phalanx.errors import ConfigError, UnsupportedError
+from phalanx.errors import ConfigError
 from phalanx.execution import ThreadExecutor, check_reduce, refuse_without_nccl
 from phalanx.parallel.balancing import Balancing
 from phalanx.parallel.call import Call
@@ -31,7 +31,6 @@ from phalanx.plan import (
     workload_sizes,
 )
 from phalanx.replicas import (
-    batch_norm_names,
     current_replica,
     present_devices,
     resolve_devices,
@@ -49,7 +48,7 @@ class DataParallel(Container, Unwrapped):
 
     Output, input gradients and parameter gradients are those of the unwrapped module within float
     rounding (sums are taken in another order); only what looks across the batch, such as batch norm
-    in training, sees its slice, unless ``buffers="sync"``. Any optimizer over ``parameters()``, any
+    in training, sees its slice. Any optimizer over ``parameters()``, any
     loss, autograd as usual. `state_dict()` has the keys of the unwrapped module, and loads from
     either. Hooks on the module's children run in every replica.
 
@@ -70,8 +69,8 @@ class DataParallel(Container, Unwrapped):
             Default: concatenated along the layout's dim, scalars stacked to one value per replica
             in use, other values from the first replica.
         buffers: What becomes of buffers that replicas write: ``"mean"`` (weighted by rows),
-            ``"first"``, ``"sum"`` (what each has added) or ``"sync"`` (batch norm over the whole
-            batch, as unsplit), or these by pattern of name. Integer counters are never averaged.
+            ``"first"`` or ``"sum"`` (what each has added), or these by pattern of name. Integer
+            counters are never averaged.
         intra_op: Threads inside operators per replica; default: cores divided by replicas.
         reduce: "tree": gradients are added in an order of their own, whatever the devices. "nccl":
             on each GPU, and then over all GPUs by NCCL within this process, in NCCL's order and so
@@ -292,7 +291,6 @@ class DataParallel(Container, Unwrapped):
         return self.module
 
     def _make_executor(self) -> ThreadExecutor:
-        self._refuse_synchronised_insides()
         return ThreadExecutor(
             self.module,
             self._devices,
@@ -312,17 +310,6 @@ class DataParallel(Container, Unwrapped):
     def _observer(self, sizes: Sequence[int]) -> Callable[[Sequence[float]], None] | None:
         balancing = self._balancing()
         return None if balancing is None else balancing.observer(sizes)
-
-    def _refuse_synchronised_insides(self) -> None:
-        """A container inside runs its batch norms on threads of its own, which cannot meet."""
-        for prefix, child in self.module.named_modules():
-            names = batch_norm_names(child) if isinstance(child, Container) else []
-            for name in filter(None, (".".join(filter(None, (prefix, name))) for name in names)):
-                if self._rules.of(f"{name}.running_mean") == "sync":
-                    raise UnsupportedError(
-                        f"Batch norm `{name}` must not lie in a container inside of this one to be "
-                        "synchronised, but does. Give its buffers another rule in `buffers`."
-                    )
 
     def _forward(self, call: Call, sizes: Sequence[int] | None) -> Nested:
         parts, sizes = self._cut(call, sizes)

@@ -264,7 +264,7 @@ class Graph:
             (self._graphs[replica], own[replica]) if replica in own else None
             for replica in range(len(executor))
         ]
-        task = BackwardTask(keep_graph, meets=executor.has_rendezvous)
+        task = BackwardTask(keep_graph)
         changed = merge and self._held.by_replica
         with torch.enable_grad():  # gradients are asked for
             return executor.run(
@@ -296,9 +296,7 @@ class Graph:
         return all(_is_reached(p) for p in self._executor.parameters if id(p) in self._trainable)
 
     def _members(self, grads: Sequence[Tensor | None]) -> list[int]:
-        """Return the replicas whose outputs got a gradient; all, where they need each other."""
-        if self._executor.has_rendezvous:
-            return list(self._given)
+        """Return the replicas whose outputs got a gradient."""
         pairs = zip(self._connected, grads, strict=True)
         return list(dict.fromkeys(replica for (replica, _), grad in pairs if grad is not None))
 

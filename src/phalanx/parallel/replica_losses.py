@@ -131,8 +131,7 @@ class ReplicaLosses:
 def loss_of_nothing(outputs: Nested) -> Tensor:
     """Return 0 as the loss of a slice that counts nothing, where its own mean would be NaN.
 
-    It is connected to the outputs by gradients of exactly 0: in a synchronised batch norm the other
-    replicas need this one's backward pass.
+    It is connected to the outputs by gradients of exactly 0.
     """
     terms = [
         torch.where(torch.zeros_like(each, dtype=torch.bool), each, 0.0).sum()

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from phalanx.execution import MicrobatchContext
@@ -87,11 +86,9 @@ class BackwardTask:
 
     Attributes:
         keep_graph: Whether there will be another backward pass.
-        meets: Whether all replicas go back through all of their outputs, as others wait for them.
     """
 
     keep_graph: bool
-    meets: bool
 
     def __call__(self, context: MicrobatchContext) -> list[Tensor | None]:
         """Do it, in the replica's thread."""
@@ -99,9 +96,9 @@ class BackwardTask:
         given: dict[int, Tensor]
         graph, given = context.batch
         pairs = [
-            (leaf, given[place].to(leaf.device) if place in given else torch.zeros_like(leaf))
+            (leaf, given[place].to(leaf.device))
             for place, leaf in enumerate(graph.outputs)
-            if place in given or (self.meets and _needs_gradient(leaf))
+            if place in given
         ]
         wanted = [leaf for leaf, w in zip(graph.inputs, graph.wanted, strict=True) if w]
         try:

@@ -10,24 +10,24 @@ from phalanx.errors import ConfigError
 
 __all__ = ["BufferRules"]
 
-_RULES = ("first", "mean", "sum", "sync")
+_RULES = ("first", "mean", "sum")
 
 
 class BufferRules:
     """One rule per buffer.
 
     ``mean`` averages, weighted by rows; ``first`` takes the first replica's; ``sum`` adds up what
-    each replica has added; ``sync`` computes batch norm over the whole batch, so that all replicas
-    hold the same. Integers (counters) are never averaged: under ``mean`` they are the first's.
+    each replica has added. Integers (counters) are never averaged: under ``mean`` they are the
+    first's.
 
     Args:
         policy: A rule for all buffers, or rules by shell pattern of the buffer's name, where the
             first that matches counts and ``mean`` stands for the rest.
 
     Example:
-        >>> rules = BufferRules({"*.running_*": "sync", "seen": "sum"})
+        >>> rules = BufferRules({"*.running_*": "first", "seen": "sum"})
         >>> rules.of("norm.running_mean"), rules.of("seen"), rules.of("other")
-        ('sync', 'sum', 'mean')
+        ('first', 'sum', 'mean')
 
     Raises:
         ConfigError: A rule is unknown, or its pattern no text.
@@ -41,7 +41,7 @@ class BufferRules:
             if not isinstance(pattern, str):
                 raise ConfigError(
                     f"`buffers` must map patterns of names to rules, but holds {pattern!r}. Give "
-                    "{'*.running_*': 'sync'}, say."
+                    "{'*.running_*': 'first'}, say."
                 )
             if not isinstance(rule, str) or rule not in _RULES:
                 raise ConfigError(

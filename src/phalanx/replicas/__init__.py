@@ -1,7 +1,6 @@
 """One model many times: the threads, copies and sums behind every container."""
 
 from phalanx.replicas.attributes import Attributes
-from phalanx.replicas.batch_norm import batch_norm_names, synchronise_batch_norm
 from phalanx.replicas.compiling import CompileOnce, has_compiled, refuse_compiled_in_place
 from phalanx.replicas.definitions import Definitions, add_definitions, why_missing
 from phalanx.replicas.devices import (
@@ -44,7 +43,6 @@ from phalanx.replicas.packing import (
     span_bytes,
 )
 from phalanx.replicas.parameter_copies import ParameterCopies
-from phalanx.replicas.rendezvous import ReplicaRendezvous
 from phalanx.replicas.replica import (
     Replica,
     add_gradients,
@@ -102,7 +100,6 @@ __all__ = [
     "ParameterCopies",
     "Registered",
     "Replica",
-    "ReplicaRendezvous",
     "RngMode",
     "RngPlan",
     "RngUse",
@@ -122,7 +119,6 @@ __all__ = [
     "alignment_of",
     "apart",
     "autocast_off",
-    "batch_norm_names",
     "bytes_of",
     "caller_intra_op",
     "callers_streams",
@@ -166,7 +162,6 @@ __all__ = [
     "state_of_function",
     "statistic_specs",
     "sum_statistics",
-    "synchronise_batch_norm",
     "uncompiled",
     "why_missing",
     "write_statistics",

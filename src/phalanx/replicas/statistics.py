@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from phalanx.errors import UnsupportedError
 from phalanx.plan import BufferRules
 from phalanx.replicas.tensor_version import TensorVersion
-from phalanx.torch_internals import BatchNorm
 
 __all__ = [
     "Statistic",
@@ -85,22 +84,13 @@ def statistic_specs(source: nn.Module, rules: BufferRules) -> list[StatisticSpec
         for key, buffer in owner._buffers.items():
             if buffer is not None:
                 name = _name_of(path, key)
-                rule, dtype = _brought(_rule_for(name, owner, rules), buffer)
+                rule, dtype = _brought(rules.of(name), buffer)
                 found.append(StatisticSpec(name, dtype, tuple(buffer.shape), rule))
     return found
 
 
 def _name_of(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
-
-
-def _rule_for(name: str, owner: nn.Module, rules: BufferRules) -> str:
-    rule = rules.of(name)
-    if rule != "sync":
-        return rule
-    # Synchronised batch norm leaves the same in all replicas.
-    ours = isinstance(owner, BatchNorm) and not isinstance(owner, nn.SyncBatchNorm)
-    return "first" if ours else "mean"
 
 
 def _brought(rule: str, value: Tensor) -> tuple[str, torch.dtype]:
@@ -251,7 +241,7 @@ class _Home:
     ) -> None:
         self.name = name
         self.key = key
-        self._rule = _rule_for(name, source, rules)
+        self._rule = rules.of(name)
         self.owner = owner
         self.seen = TensorVersion()  # what it was copied from
         self._source = source

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx import DataParallel, ModelParallel, UnsupportedError
+from phalanx import DataParallel
 
 
 def two_layers() -> nn.Module:
@@ -57,17 +57,3 @@ def test_a_backward_pass_outlives_the_threads_of_its_forward_pass(end: str) -> N
     twin(x).square().sum().backward()
     assert torch.allclose(net[1].weight.grad, twin[1].weight.grad, atol=1e-5)
     model.close()
-
-
-@pytest.mark.parametrize("inner", ["columns", "replicas"])
-def test_synchronised_batch_norms_in_a_container_inside_are_refused_by_name(inner: str) -> None:
-    norm = nn.BatchNorm1d(4)
-    inside = ModelParallel(1).add(norm) if inner == "columns" else DataParallel(norm, 2)
-    net = nn.Sequential(inside, nn.BatchNorm1d(4))
-    with (
-        DataParallel(net, 2, buffers="sync") as model,
-        pytest.raises(UnsupportedError, match=r"Batch norm `0.*` must not lie in a container"),
-    ):
-        model(torch.randn(6, 4))
-    with DataParallel(net, 2, buffers={"0*": "mean", "*": "sync"}) as model:
-        assert model(torch.randn(8, 4)).shape == (8, 4)

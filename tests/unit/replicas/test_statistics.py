@@ -193,16 +193,16 @@ def test_only_buffers_that_were_written_are_brought_under_their_names() -> None:
     assert sorted(found) == ["2.count", "2.mean"]
 
 
-@pytest.mark.parametrize("rule", ["mean", "sum", "first", "sync"])
+@pytest.mark.parametrize("rule", ["mean", "sum", "first"])
 def test_each_rule_for_floats(rule: str) -> None:
     found = brought(replica_of(Several(), rule), torch.full((3, 2), 2.0), 3.0)["mean"]
-    expected = {"mean": [9.0, 9.0], "sync": [9.0, 9.0], "sum": [2.0, 2.0], "first": [3.0, 3.0]}
+    expected = {"mean": [9.0, 9.0], "sum": [2.0, 2.0], "first": [3.0, 3.0]}
     assert found.value.tolist() == expected[rule]
     assert found.weight == 3.0
-    assert found.rule == ("mean" if rule == "sync" else rule)  # no batch norm: nothing to meet for
+    assert found.rule == rule
 
 
-@pytest.mark.parametrize("rule", ["mean", "sum", "first", "sync"])
+@pytest.mark.parametrize("rule", ["mean", "sum", "first"])
 def test_each_rule_for_counters(rule: str) -> None:
     found = brought(replica_of(Several(), rule), torch.full((3, 2), 2.0), 3.0)["count"]
     assert found.rule == ("sum" if rule == "sum" else "first")
@@ -210,7 +210,7 @@ def test_each_rule_for_counters(rule: str) -> None:
     assert found.value.dtype == torch.int64
 
 
-@pytest.mark.parametrize("rule", ["mean", "sum", "first", "sync"])
+@pytest.mark.parametrize("rule", ["mean", "sum", "first"])
 def test_every_rule_takes_flags(rule: str) -> None:
     """A flag has no difference to add; its sum is that one of the replicas has set it."""
     source = Rare()
@@ -312,7 +312,7 @@ def test_the_first_replica_counts_under_first() -> None:
     assert module.count.item() == 4 + 3
 
 
-@pytest.mark.parametrize("rule", ["mean", "first", "sum", "sync"])
+@pytest.mark.parametrize("rule", ["mean", "first", "sum"])
 def test_in_evaluation_a_batch_norm_keeps_its_statistics(rule: str) -> None:
     module = nn.BatchNorm1d(2).eval()
     with phalanx.DataParallel(module, 3, buffers=rule) as model:
@@ -330,16 +330,6 @@ def test_a_rule_by_pattern_goes_by_the_modules_own_names() -> None:
     assert net[1][0].num_batches_tracked.item() == 3
 
 
-def test_torchs_own_synchronised_norm_is_averaged_under_sync() -> None:
-    """It has partners of its own (or none): nobody makes it equal on our replicas."""
-    net, plain, x = nn.SyncBatchNorm(2), nn.BatchNorm1d(2), torch.randn(7, 2)
-    with phalanx.DataParallel(net, 3, buffers="sync") as model:
-        model(x)
-    with phalanx.DataParallel(plain, 3, buffers="mean") as model:
-        model(x)
-    torch.testing.assert_close(net.running_mean, plain.running_mean)
-
-
 def test_a_shared_buffer_is_brought_by_whoever_trains() -> None:
     """Batch norm's kernel tells nobody that it writes, so only a training owner can be asked."""
     net = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
@@ -353,7 +343,7 @@ def test_a_shared_buffer_is_brought_by_whoever_trains() -> None:
     assert {"0.running_mean", "0.running_var"} <= found.keys()  # by its first name, as ever
 
 
-@pytest.mark.parametrize("buffers", ["mean", "first", "sync", {"*flags": "sum", "*count": "sum"}])
+@pytest.mark.parametrize("buffers", ["mean", "first", {"*flags": "sum", "*count": "sum"}])
 def test_specs_foretell_what_microbatches_leave(buffers: Any) -> None:
     class Writes(nn.Module):
         def __init__(self) -> None:
