@@ -117,6 +117,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.night  # test_executors_main.py runs a script by day
 def test_what_a_script_sets_under_its_guard_counts_in_worker_processes(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)

@@ -279,9 +279,8 @@ def test_a_module_of_a_package_may_be_run(tmp_path: Path) -> None:
     assert stdout == "once\nTrue\n", stderr
 
 
-@pytest.mark.parametrize(
-    "way", ["-c", *(pytest.param(each, marks=pytest.mark.night) for each in ("-", "-i"))]
-)
+@pytest.mark.night
+@pytest.mark.parametrize("way", ["-c", "-", "-i"])
 def test_a_script_need_not_be_a_file(way: str, tmp_path: Path) -> None:
     if way == "-c":
         stdout, stderr = run("-c", SCRIPT, cwd=tmp_path)

@@ -82,13 +82,13 @@ def trained_alone() -> list[list[float]]:
     return [parameter.detach().flatten().tolist() for parameter in model.parameters()]
 
 
+@pytest.mark.night  # test_backend_clients.py holds them by day, in forks
 @pytest.mark.parametrize(
     ("package", "start", "launcher"),
     [
         ("accelerate", ACCELERATE, [*LAUNCH, "-n", "2"]),
-        pytest.param("lightning_fabric", FABRIC, [*LAUNCH, "-n", "2"], marks=pytest.mark.night),
-        # Which starts the second process itself.
-        pytest.param("lightning_fabric", FABRIC, [], marks=pytest.mark.night),
+        ("lightning_fabric", FABRIC, [*LAUNCH, "-n", "2"]),
+        ("lightning_fabric", FABRIC, []),  # it starts the second process itself
     ],
     ids=["accelerate", "fabric", "fabric's own launch"],
 )

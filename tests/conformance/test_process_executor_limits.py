@@ -91,7 +91,7 @@ def ration(monkeypatch: pytest.MonkeyPatch) -> Ration:
     ("least", "optimizer"),
     [
         pytest.param(
-            least, optimizer, marks=[pytest.mark.night] * (least > 0 or optimizer is not adamw)
+            least, optimizer, marks=[pytest.mark.night] * (least > 0 or optimizer is not sgd)
         )
         for least in (0, LEAST_SHARD_ELEMENTS)
         for optimizer in (adamw, sgd, adagrad)

@@ -101,6 +101,7 @@ def test_example(name: str, promise: str, tmp_path: Path) -> None:
     assert re.search(promise, said), said
 
 
+@pytest.mark.night  # test_rank_executor.py trains on ranks by day
 def test_the_page_on_ranks_runs_under_torchrun(tmp_path: Path) -> None:
     (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/ranks.md").read_text(), re.DOTALL)
     (tmp_path / "train.py").write_text(script)

@@ -573,6 +573,7 @@ def end_in_a_callback(rank: int, store: str) -> None:
     assert begun.wait(20)
 
 
+@pytest.mark.night
 def test_a_process_ends_well_while_a_callback_runs(tmp_path: Path):
     command = (
         "import sys; from tests.multiprocess.test_backend_torch import end_in_a_callback as end; "

@@ -174,7 +174,7 @@ def outcome(child: Child) -> Any:
 @pytest.mark.parametrize(
     ("place", "rank"),
     [
-        pytest.param(place, rank, marks=[pytest.mark.night] * (at % 2 == rank // 2))
+        pytest.param(place, rank, marks=[pytest.mark.night] * (at % 4 != rank))
         for at, place in enumerate(PLACES)
         for rank in (0, 2)
     ],
@@ -206,7 +206,9 @@ def test_the_last_one_goes_on_alone(children: Children, tmp_path: Path, expected
     assert_same_bits(outcome(ranks[2]), expected)
 
 
-@pytest.mark.parametrize("place", ["after the messages", "after sharing"])
+@pytest.mark.parametrize(
+    "place", ["after the messages", pytest.param("after sharing", marks=pytest.mark.night)]
+)
 def test_a_rank_that_missed_what_the_others_have_does_it_alone(
     place: str, children: Children, tmp_path: Path, expected: Run
 ) -> None:
@@ -222,7 +224,9 @@ def evaluated(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> 
         return [trained.evaluate(batches())["loss"] for _ in range(2)]
 
 
-@pytest.mark.parametrize("plans", [{}, {2: Plan("after the messages")}])
+@pytest.mark.parametrize(
+    "plans", [pytest.param({}, marks=pytest.mark.night), {2: Plan("after the messages")}]
+)
 def test_an_evaluation_is_finished(
     plans: dict[int, Plan], children: Children, tmp_path: Path
 ) -> None:
