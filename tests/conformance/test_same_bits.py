@@ -63,10 +63,11 @@ def warm_down(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSc
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
 
 
+BY_STEP = {"scheduler_interval": "step"}
 RECIPES = (
     Recipe(MLP, sgd),
-    Recipe(CNN_NORM, adamw, {"clip_norm": 0.5, "scheduler": warm_up}),
-    Recipe(GPT_DROPOUT, adamw, {"scheduler": warm_down}),
+    Recipe(CNN_NORM, adamw, {"clip_norm": 0.5, "scheduler": warm_up, **BY_STEP}),
+    Recipe(GPT_DROPOUT, adamw, {"scheduler": warm_down, **BY_STEP}),
 )
 EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES, ids=str)
 
