@@ -171,7 +171,7 @@ NET, DATA = groups.Net(), [groups.desc("data", 7, 5)]
 @contextlib.contextmanager
 def open_group() -> Iterator[Any]:
     data, label = groups.desc("data", 7, 5), groups.labels_desc(7)
-    with groups.group_of(groups.Loss(), data, labels=[label]) as group:
+    with groups.group_of(groups.Loss(), data, label_shapes=[label]) as group:
         group.forward(phalanx.DataBatch(FIVE, LABELS))
         group.backward()
         yield group
@@ -461,9 +461,9 @@ ROWS: list[Row] = [
     *(
         Row(NOTHING, lambda _, options=options: groups.group_of(NET, *DATA, **options), match)
         for options, match in (
-            ({"workloads": [1]}, "one share per device"),
+            ({"workload": [1]}, "one share per device"),
             ({"grad_req": "sum"}, "grad_req"),
-            ({"fixed_parameters": ["tail.bias"]}, r"tail\.bias"),
+            ({"fixed_param_names": ["tail.bias"]}, r"tail\.bias"),
         )
     ),
     # tables
