@@ -34,8 +34,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 AUTOLOAD := src/phalanx_autoload.py  # stands in site-packages itself, as a copy
-ON_DEVICE = tests/device $(shell grep -rl --include='test_*.py' -e 'mark\.gpu' -e 'mark\.devices' tests)
-ON_DEVICE_AT_NIGHT = tests/conformance/test_parity.py  # a minute
+# What takes longest on a device, or says least there, runs on it at night only.
+ON_DEVICE_AT_NIGHT = $(wildcard tests/meta/test_conftest.py $(addprefix tests/conformance/test_, \
+    all_gradients_arrive.py containers_methods.py containers_seeds.py parity.py))
+ON_DEVICE = tests/device $(filter-out $(ON_DEVICE_AT_NIGHT),\
+    $(shell grep -rl --include='test_*.py' -e 'mark\.gpu' -e 'mark\.devices' tests))
 FAST := -m "not slow and not night and not alone" tests/unit tests/conformance tests/contracts
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)
 # By itself pip would compile every file that comes, a minute and a half; Python compiles those that are used.
