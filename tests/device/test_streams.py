@@ -55,7 +55,7 @@ def noting() -> Iterator[Noting]:
 @pytest.mark.parametrize("device", ["dev:0", "dev:1"])
 def test_replicas_run_on_the_callers_streams(noting: Noting, device: str) -> None:
     mine = torch.Stream(device)
-    here = torch.dev.current_stream("dev:0")
+    here = torch.dev.current_stream(device)
     with mine, phalanx.DataParallel(noting, [device, device]) as model:
         mine.wait_stream(torch.dev.default_stream("dev:0"))
         x = batch(0, "dev:0")[0]

@@ -417,11 +417,6 @@ def read_options(stored: Mapping[str, Any], *, source: str) -> TrainOptions:
         CheckpointError: One is missing, unknown or of another type.
         ConfigError: A value is out of its range.
     """
-    # Earlier runs had none of these, and another name for the executor.
-    stored = {"executor" if name == "crew" else name: value for name, value in stored.items()}
-    later = ("loss", "forward", "executor", *_OF_WORKERS)
-    defaults = {field.name: field.default for field in fields(TrainOptions) if field.name in later}
-    stored = {**defaults, **stored}
     hints = get_type_hints(TrainOptions)
     if stored.keys() != hints.keys():
         raise CheckpointError(
