@@ -377,7 +377,8 @@ def test_text_is_trained_with_a_perplexity_and_without_an_accuracy(phalanx):
 @pytest.mark.parametrize("name", ["Stream", "Rows"])
 def test_a_loader_of_ones_own_may_have_no_length_and_no_test(phalanx, name):
     words = ("--data", f"own_code:{name}", "--model", "own_code:Net", "--replicas", 2)
-    code, out, err = phalanx("train", *words, "--epochs", 2, "--batch-size", 6)
+    words += ("--microbatches", 2, "--batch-size", 6)
+    code, out, err = phalanx("train", *words, "--epochs", 2)
     assert (code, err) == (0, "")
     records = metrics_of(f"runs/own_code-{name}-own_code-Net-001")
     assert [record["kind"] for record in records] == (["step"] * 3 + ["epoch"]) * 2
