@@ -111,16 +111,16 @@ def test_a_metric_chooses_an_output_by_name() -> None:
     with classifier_group() as group:
         group.forward(mxnet.DataBatch([X], [CLASSES]), is_train=False)
         names = [name for name, _ in group.get_output_shapes()]
-        chosen = mxnet.Accuracy(output_names=names[1:])
+        chosen = mxnet.Accuracy(output_names=names[1:], label_names=["softmax_label"])
         group.update_metric(chosen, [CLASSES])
         assert chosen.num_inst == ROWS
         with pytest.raises(ConfigError, match="`labels` must be as many as the outputs"):
             group.update_metric(mxnet.Accuracy(output_names=names), [CLASSES])
     chosen.reset()
-    chosen.update_dict({"l": CLASSES}, {names[1]: CLASSES, "other": Y})
+    chosen.update_dict({"softmax_label": CLASSES}, {names[1]: CLASSES, "other": Y})
     assert chosen.get() == ("accuracy", 1.0)
     with pytest.raises(ConfigError, match="`output_names` must name what there is"):
-        chosen.update_dict({"l": CLASSES}, {"other": Y})
+        chosen.update_dict({"softmax_label": CLASSES}, {"other": Y})
 
 
 class Pair(nn.Module):
