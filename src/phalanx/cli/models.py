@@ -253,7 +253,7 @@ def _sizes_of_images(spec: str, data: Data) -> tuple[tuple[int, ...], int]:
     if data.kind == "tokens":
         raise ConfigError(
             f"Model `{spec}` must be given images, but `{data.name}` holds {_contents(data)}. "
-            "Choose `gpt`, or `digits` or `idx:DIR` as data."
+            "Choose `gpt`, or `digits` as data."
         )
     if data.input_shape is None or data.num_classes is None:
         raise ConfigError(

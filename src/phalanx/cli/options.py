@@ -50,9 +50,8 @@ class TrainOptions:
         str,
         _option(
             "DATA",
-            "digits (ships with Phalanx), idx:DIR (MNIST-format files), text:PATH (the bytes of a "
-            "file or folder), text:stdlib (Python's own source), or module:attribute (your own "
-            "Dataset or loader).",
+            "digits (ships with Phalanx), text:PATH (the bytes of a file or folder), text:stdlib "
+            "(Python's own source), or module:attribute (your own Dataset or loader).",
             "digits",
         ),
     ]
@@ -384,7 +383,7 @@ def untrusted(options: TrainOptions) -> dict[str, str]:
 
 def _names_code(name: str, value: str) -> bool:
     reader, separator, _ = value.partition(":")
-    return bool(separator) and not (name == "data" and reader in ("idx", "text"))
+    return bool(separator) and not (name == "data" and reader == "text")
 
 
 def as_words(options: Mapping[str, str]) -> list[str]:

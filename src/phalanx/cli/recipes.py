@@ -35,8 +35,6 @@ class Recipe:
 _RECIPE_BY_PAIR = {
     ("digits", "mlp"): Recipe(epochs=20, batch_size=64, lr=1e-3),
     ("digits", "cnn"): Recipe(epochs=10, batch_size=64, lr=2e-3),
-    ("idx", "mlp"): Recipe(epochs=5, batch_size=128, lr=1e-3),
-    ("idx", "cnn"): Recipe(epochs=3, batch_size=128, lr=2e-3),
     ("text", "gpt"): Recipe(epochs=1, batch_size=32, lr=2e-3),
 }
 _OTHERWISE = Recipe(epochs=5, batch_size=64, lr=1e-3)

@@ -277,8 +277,8 @@ def name_run(data: str, model: str) -> str:
     """Make a folder name of two specs: their words, and of paths only the last part.
 
     Example:
-        >>> name_run("digits", "cnn"), name_run("idx:/data/fashion-mnist/", "my.models:Net")
-        ('digits-cnn', 'idx-fashion-mnist-my.models-Net')
+        >>> name_run("digits", "cnn"), name_run("text:/data/old-books/", "my.models:Net")
+        ('digits-cnn', 'text-old-books-my.models-Net')
     """
     return f"{_slug(data)}-{_slug(model)}"
 

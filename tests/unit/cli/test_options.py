@@ -48,7 +48,7 @@ def test_workloads_are_read(text, workloads):
     assert parse_workloads(text) == workloads
 
 
-@pytest.mark.parametrize("data", ["digits", "text:stdlib", "idx:/some/where", "my:data"])
+@pytest.mark.parametrize("data", ["digits", "text:stdlib", "my:data"])
 def test_what_is_not_said_comes_from_the_recipe(data):
     options = complete({"data": data})
     recipe = defaults_for(data, options.model)
@@ -189,7 +189,7 @@ def test_what_names_code_is_given_again():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"data": "idx:/a", "model": "mlp", "loss": "mse"},
+        {"data": "text:a", "model": "mlp", "loss": "mse"},
         {"data": "text:a:b", "model": "gpt"},
         {"executor": "threads", "memory_dir": "d"},  # where it is not used
     ],

@@ -13,7 +13,6 @@ from phalanx.cli.recipes import Recipe, begin_anew, decay_linearly, default_mode
     ("data", "model", "recipe"),
     [
         ("digits", "cnn", Recipe(epochs=10, batch_size=64, lr=2e-3)),
-        ("idx:/some/where", "cnn", Recipe(epochs=3, batch_size=128, lr=2e-3)),
         ("text:stdlib", "gpt", Recipe(epochs=1, batch_size=32, lr=2e-3)),
         ("own:data", "own:model", Recipe(epochs=5, batch_size=64, lr=1e-3)),
         ("digits", "own:model", Recipe(epochs=5, batch_size=64, lr=1e-3)),
@@ -25,7 +24,7 @@ def test_the_recipe_of_a_pair(data: str, model: str, recipe: Recipe) -> None:
 
 @pytest.mark.parametrize(
     ("data", "model"),
-    [("digits", "cnn"), ("idx:/some/where", "cnn"), ("text:a", "gpt"), ("own:data", "cnn")],
+    [("digits", "cnn"), ("text:a", "gpt"), ("own:data", "cnn")],
 )
 def test_the_model_that_suits_the_data(data: str, model: str) -> None:
     assert default_model(data) == model

@@ -54,7 +54,7 @@ def test_the_first_free_number_is_taken(tmp_path):
         ("text:stdlib", "gpt", "text-stdlib-gpt"),
         ("text:/usr/share/doc/", "gpt", "text-doc-gpt"),
         ("text:../..", "gpt", "text-gpt"),
-        ("idx:C:\\data\\fashion mnist", "mlp", "idx-fashion-mnist-mlp"),
+        ("text:C:\\data\\old books", "mlp", "text-old-books-mlp"),
         ("my.data:Train.set", "my:net", "my.data-Train.set-my-net"),
     ],
 )

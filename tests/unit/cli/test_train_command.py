@@ -573,7 +573,7 @@ def test_what_cannot_work_is_one_message_and_leaves_nothing(phalanx, words, mess
 def test_a_folder_with_something_in_it_is_refused_before_anything_is_done(phalanx):
     Path("run").mkdir()
     Path("run/thesis.txt").write_text("mine")
-    code, out, err = phalanx("train", "--data", "idx:/nowhere", "--out", "run")
+    code, out, err = phalanx("train", "--data", "text:/nowhere", "--out", "run")
     assert (code, out) == (2, "")
     assert "`--out` must be a new or empty folder, but run holds files already" in err
     assert files_in("run") == {"thesis.txt"}

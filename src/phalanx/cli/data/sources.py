@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from phalanx.cli.data.custom import open_custom
 from phalanx.cli.data.data import Data
 from phalanx.cli.data.digits import open_digits
-from phalanx.cli.data.idx import open_idx
 from phalanx.cli.data.text import open_text
 from phalanx.errors import ConfigError
 
@@ -23,10 +20,10 @@ def open_data(
     """Open a training set and its test set.
 
     Args:
-        spec: ``digits`` (ships with the package), ``idx:DIR`` (MNIST-format files), ``text:PATH``
-            (the bytes of a file, or of all files under a folder), ``text:stdlib`` (the source of
-            Python's library), or ``module:attribute`` (a user's Dataset or loader). ``~`` is the
-            home folder, which no shell fills in after a colon.
+        spec: ``digits`` (ships with the package), ``text:PATH`` (the bytes of a file, or of all
+            files under a folder), ``text:stdlib`` (the source of Python's library), or
+            ``module:attribute`` (a user's Dataset or loader). ``~`` is the home folder, which no
+            shell fills in after a colon.
         batch_size: Samples, or windows of text, per batch. The last batch may be smaller.
         seed: Decides the order of the training set in every epoch, and nothing else.
         test_fraction: Share kept for the test set, between 0 and 1; default 0.2 for digits and 0.1
@@ -58,8 +55,6 @@ def open_data(
             )
     if spec == "digits":
         return open_digits(batch_size=batch_size, seed=seed, test_fraction=test_fraction)
-    if separator and where and reader == "idx":
-        return open_idx(Path(where).expanduser(), batch_size=batch_size, seed=seed)
     if separator and where and reader == "text":
         return open_text(
             where, batch_size=batch_size, seed=seed, context=context, test_fraction=test_fraction
@@ -67,6 +62,5 @@ def open_data(
     if separator and where and reader != "digits":
         return open_custom(spec, batch_size=batch_size, seed=seed)
     raise ConfigError(
-        "Data must be `digits`, `idx:DIR`, `text:PATH`, `text:stdlib` or `module:attribute`, "
-        f"but is {spec!r}."
+        f"Data must be `digits`, `text:PATH`, `text:stdlib` or `module:attribute`, but is {spec!r}."
     )
