@@ -1,3 +1,0 @@
-"""Names of tests.zoo, while imports move there."""
-
-from tests.zoo import *  # noqa: F403
