@@ -274,6 +274,8 @@ ROWS: list[Row] = [
     making_trainer("for microbatches=None.*'auto'", microbatches=None, replicas="auto"),
     making_trainer("`intra_op` must be 1 with microbatches", executor=phalanx.Threads(intra_op=2)),
     making_trainer("`replicas` must .*but is empty", replicas=[]),
+    making_trainer(r"`replicas` must be at most .* microbatches \(4\), but are 5", replicas=5),
+    making_trainer("`replicas` must be a number .*'auto'", replicas="auto", microbatches=None),
     making_trainer("`replicas` must .*'gpu'", replicas=["gpu"]),
     making_trainer(r"Give \['cpu', 'cpu'\] for a replica on each", replicas="cpu,cpu"),
     making_trainer("`replicas` must be a number, a sequence of devices or", replicas=2.5),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import AbstractParallel, DataDesc, DataParallel, DataParallelExecutorGroup
-from phalanx.errors import StateError, UnsupportedError
+from phalanx.errors import StateError
 from phalanx.parallel import container
 from phalanx.parallel.container import Container
 
@@ -223,14 +223,6 @@ def test_init_runs_once_in_every_thread_before_the_first_pass(model: Any) -> Non
     assert sorted(seen) == NAMES
 
 
-def test_several_inits_run_in_order_and_all_of_one_before_the_next(model: Any) -> None:
-    seen: list[int] = []
-    for number in range(3):
-        model.threads(lambda number=number: seen.append(number))
-    model(draw())
-    assert seen == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-
-
 def test_init_runs_before_the_module_does(make: Any) -> None:
     order: list[str] = []
 
@@ -254,15 +246,6 @@ def test_init_of_later_makes_new_threads_and_runs_all_again(model: Any) -> None:
     model(draw())
     assert seen == ["first"] * 6 + ["second"] * 3
     assert worker_names() == NAMES
-
-
-def test_init_runs_again_in_the_threads_of_after_close(model: Any) -> None:
-    seen: list[int] = []
-    model.threads(lambda: seen.append(1))
-    model(draw())
-    model.close()
-    model(draw())
-    assert len(seen) == 6
 
 
 def test_init_that_raises_keeps_its_type_and_leaves_no_thread(model: Any) -> None:
@@ -313,27 +296,6 @@ def test_every_thread_runs_its_operators_on_as_many_threads_as_asked_for() -> No
 # --- modes ----------------------------------------------------------------------------------------
 
 
-def test_without_gradients_outputs_have_none_and_backward_is_as_before(model: Any) -> None:
-    x = draw()
-    with torch.no_grad():
-        assert not model(x).requires_grad
-    with torch.inference_mode():
-        assert model(x).is_inference()
-    loss(model, x).backward()
-    assert_close(gradients(model), twin_gradients(model, x))
-
-
-def test_autocast_of_the_caller_is_the_workers(model: Any) -> None:
-    x = draw()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, expected = model(x), plain(model, x)
-    assert found.dtype == expected.dtype == torch.bfloat16
-    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
-    found.float().sum().backward()
-    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
-    assert model(x).dtype == torch.float32
-
-
 def test_random_numbers_are_those_of_the_processes_seed(make: Any) -> None:
     with make(lambda: nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5))) as model:
         x = torch.ones(9, 3)
@@ -349,14 +311,6 @@ def test_random_numbers_are_those_of_the_processes_seed(make: Any) -> None:
         assert torch.equal(model(x), first)  # also in the first pass of new threads
 
 
-def test_a_model_that_draws_nothing_leaves_the_processes_numbers_alone(model: Any) -> None:
-    x = draw()
-    before = torch.get_rng_state()
-    loss(model, x).backward()
-    loss(model, x).backward()
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 # --- graphs ---------------------------------------------------------------------------------------
 
 
@@ -370,15 +324,6 @@ def test_backward_twice_needs_the_graph_kept(model: Any) -> None:
     output.sum().backward()
     with pytest.raises((StateError, RuntimeError), match="retain_graph=True"):
         output.sum().backward()
-
-
-def test_double_backward_is_refused_and_leaves_the_model_usable(model: Any) -> None:
-    x = draw()
-    with pytest.raises(UnsupportedError, match=r"differentiated once only.*create_graph=True"):
-        loss(model, x).backward(create_graph=True)
-    model.zero_grad()
-    loss(model, x).backward()
-    assert_close(gradients(model), twin_gradients(model, x))
 
 
 def test_outputs_may_be_changed_in_place(model: Any) -> None:
@@ -455,13 +400,6 @@ def test_flat_parameters_are_the_models(model: Any) -> None:
     assert_close(model(x), plain(model, x))
     values.zero_()
     assert model(x).count_nonzero() == 0
-
-
-def test_flat_twice_gives_the_same_tensors(model: Any) -> None:
-    first = model.flat_parameters()
-    loss(model, draw()).backward()
-    second = model.flat_parameters()
-    assert all(a is b for a, b in zip(first, second, strict=True))
 
 
 def test_gradients_that_were_there_are_kept(model: Any) -> None:
@@ -610,15 +548,6 @@ def test_only_parameters_of_the_names_given_are_shared(make: Any) -> None:
         assert (parameter is theirs[name]) == name.endswith("weight"), name
 
 
-def test_a_plain_module_may_be_shared_with() -> None:
-    module, model = net(), DataParallel(net(), 3)
-    with model:
-        model.share(module)
-        x = draw()
-        assert_close(model(x), module(x))
-    assert identities(model) == identities(module)
-
-
 def test_ties_are_shared_as_ties() -> None:
     def tied() -> nn.Module:
         made = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -717,26 +646,6 @@ def test_every_module_inside_draws_its_parameters_anew_once(make: Any) -> None:
         assert_close(model(x), plain(model, x))
 
 
-def test_a_module_has_the_last_word_over_its_children() -> None:
-    """As when it was made: its children first, then what it does to them."""
-
-    class Gate(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 3)
-            self.reset_parameters()
-
-        def reset_parameters(self) -> None:
-            nn.init.constant_(self.linear.bias, 1.0)  # open at the start
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x)
-
-    gate = Gate()
-    DataParallel(nn.Sequential(gate), 2).reset_parameters()
-    assert gate.linear.bias.tolist() == [1.0] * 3
-
-
 # --- held gradients -------------------------------------------------------------------------------
 
 
@@ -773,23 +682,6 @@ def test_it_is_the_forward_pass_that_decides(model: Any) -> None:
     with model.no_sync():
         merged.backward()
     assert_close(gradients(model), twin_gradients(model, x, y))
-
-
-def test_blocks_may_be_nested_and_end_by_exceptions(model: Any) -> None:
-    x = draw()
-
-    def hold() -> None:
-        with model.no_sync():
-            with model.no_sync():
-                loss(model, x).backward()
-            loss(model, x).backward()
-            assert gradients(model)[0] is None  # the outer one still holds
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        hold()
-    loss(model, x).backward()
-    assert_close(gradients(model), twin_gradients(model, x, x, x))
 
 
 def test_gradients_of_inputs_are_not_held(model: Any) -> None:

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pack_padded_sequence
 
-from phalanx.errors import ConfigError, UnsupportedError
+from phalanx.errors import ConfigError
 from phalanx.plan import Layout, cut, join, num_rows
 
 WORDS = ["a", "bb", "ccc", "d", "ee"]
@@ -101,18 +100,6 @@ def test_what_the_layout_gives_whole_is_given_whole_with_all_below_it() -> None:
     assert cut(batch, [2, 1], Layout(dims={"more": None}))[1]["more"] == {"ids": {1, 2, 3}}
 
 
-def test_a_tensor_without_dims_is_a_value_as_a_number_is() -> None:
-    labels = [torch.tensor(k) for k in range(3)]
-    parts = cut((rows(3, 2), labels), [2, 1], Layout())
-    assert [part[1] for part in parts] == [labels[:2], labels[2:]]
-    boxes = [{"label": each, "name": "a"} for each in labels]
-    assert cut((rows(3, 2), boxes), [2, 1], Layout())[1][1] == boxes[2:]
-    for values in (tuple(labels), tuple(np.arange(3))):
-        with pytest.raises(ConfigError, match="A tuple of 3 numbers in a batch of 3 rows"):
-            num_rows((rows(3), values), Layout())
-        assert cut((rows(4), values), [3, 1], Layout())[1][1] == values
-
-
 def test_a_list_of_inputs_and_targets_that_are_dicts_is_a_batch() -> None:
     assert num_rows([{"a": rows(6)}, {"a": rows(6)}], Layout()) == 6
     assert num_rows([(rows(6), rows(6, 2)), (rows(6), rows(6))], Layout()) == 6
@@ -189,14 +176,6 @@ def test_a_dataclass_makes_what_it_derives_from_its_fields_anew() -> None:
     first, second = cut(Counted(rows(5, 2), WORDS), [2, 3], Layout())
     assert (first.count, second.count, second.words) == (2, 3, WORDS[2:])
     assert cut(Shifted(rows(4), 3), [3, 1], Layout())[1].x.tolist() == [6]
-
-
-def test_packed_sequences_are_not_cut_along_time() -> None:
-    packed = pack_padded_sequence(torch.ones(1, 5, 3), torch.tensor([5]), batch_first=True)
-    with pytest.raises(UnsupportedError, match="`p` must be padded to be split"):
-        cut({"p": packed}, [3, 2], Layout())
-    parts = cut({"p": packed, "x": rows(4)}, [3, 1], Layout(dims={"p": None}))
-    assert [part["p"] is packed for part in parts] == [True, True]
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray])
