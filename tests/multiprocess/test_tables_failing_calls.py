@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from phalanx import tables
-from phalanx.errors import OutOfSpace
+from phalanx.errors import OutOfSpace, UnsupportedError
 from phalanx.ipc import inject, wait_until
 from phalanx.tables.remote_part import RemoteHost
 from tests import worlds
@@ -170,3 +170,20 @@ def test_an_interrupted_get_writes_nothing_later(run):
 @in_table_worlds(only="hosts")
 def test_who_joins_and_closes_again_and_again_leaves_no_thread_and_no_descriptor(world, n, run):
     world.run(join_again_and_again, n, run=run)
+
+
+class Own(tables.Updater):
+    name = "own"
+
+    def apply(self, change: tables.Change) -> None:
+        change.rows_KD.add_(change.delta_KD)
+
+
+def open_with_an_updater_of_its_own(world: tables.TableGroup) -> list:
+    with pytest.raises(UnsupportedError, match="must be a built-in one for tables on several"):
+        world.array(3, name="t", updater=Own())
+    return world.array(3, name="t", init=1.0).get().tolist()
+
+
+def test_hosts_refuse_an_updater_of_the_users_and_the_name_stays_free(run):
+    assert HOSTS.run(open_with_an_updater_of_its_own, run=run) == [[1.0] * 3] * 3

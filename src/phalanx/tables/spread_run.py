@@ -10,7 +10,7 @@ from typing import Any
 import zmq
 
 from phalanx.cluster import Connection, CurveKeys, Endpoint
-from phalanx.errors import PhalanxError, StateError
+from phalanx.errors import PhalanxError, StateError, UnsupportedError
 from phalanx.ipc import Region, Waiting
 from phalanx.tables.deferred_adds import finish_all
 from phalanx.tables.host_operations import Operation, part_of
@@ -193,7 +193,16 @@ class SpreadContext(RunContext):
         return membership
 
     def storage(self, kind: type[S], spec: TableSpec, timeout_s: float) -> Any:  # Any: as S is used
-        """Return the table's memory on all hosts."""
+        """Return the table's memory on all hosts.
+
+        Raises:
+            UnsupportedError: Its updater is none of ours.
+        """
+        if type(spec.updater).__module__.partition(".")[0] != __name__.partition(".")[0]:
+            raise UnsupportedError(
+                "`updater` must be a built-in one for tables on several hosts, but is "
+                f"{spec.updater!r}. Servers run no code of yours."
+            )
         mine = part_of(spec, self._hosts.me, self._hosts.num_hosts)
         local = super().storage(kind, mine, timeout_s)
         with self._mutex:
