@@ -158,7 +158,7 @@ night: $(STAMP)  # every kind of fault at every point in every worker, whole pro
 	@[ -n "$(ARGS)" ] || TEST_DEVICES=2 $(BIN)/python -m pytest -m "night or not night" --device dev $(ON_DEVICE) \
 	    $(ON_DEVICE_AT_NIGHT) \
 	    || [ $$? -eq 5 ]
-	@[ -n "$(ARGS)" ] || TEST_DEVICES=2 TEST_DEV_FIRST=1 $(BIN)/python -m pytest -m devices --device dev $(ON_DEVICE) \
+	@[ -n "$(ARGS)" ] || TEST_DEVICES=2 TEST_DEV_FIRST=1 $(BIN)/python -m pytest -m devices --device dev $(ON_DEVICE) $(ON_DEVICE_AT_NIGHT) \
 	    || [ $$? -eq 5 ]
 	@[ -n "$(ARGS)" ] || $(MAKE) matrix
 
