@@ -1,6 +1,7 @@
 """What listens to a training: callbacks for `Trainer`, and the events that they get."""
 
 from phalanx.callbacks.best_checkpoint import BestCheckpoint
+from phalanx.callbacks.checkpoint import Checkpoint
 from phalanx.callbacks.early_stopping import EarlyStopping
 from phalanx.callbacks.ema import EMA
 from phalanx.callbacks.event_records import (
@@ -37,6 +38,7 @@ __all__ = [
     "AttachedTrainer",
     "BestCheckpoint",
     "Callback",
+    "Checkpoint",
     "EarlyStopping",
     "EpochDone",
     "EpochMeans",

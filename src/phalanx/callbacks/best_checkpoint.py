@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-import os
-import re
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from phalanx.callbacks.events import AttachedTrainer, EpochDone, FitBegun
 from phalanx.callbacks.monitored_mean import MonitoredMean
-from phalanx.errors import ConfigError
-from phalanx.plan import check_argument, read_count
+from phalanx.callbacks.saved_folders import (
+    check_saved_name,
+    name_of_step,
+    read_saved_folder,
+    remove_checkpoint,
+)
+from phalanx.plan import read_count
 
 __all__ = ["BestCheckpoint"]
-
-_NAME = re.compile(r"step-\d{8,18}")
-_FILE = re.compile(r"checkpoint\.json|model\.safetensors|state\.pt")
 
 
 class BestCheckpoint:
@@ -50,12 +49,7 @@ class BestCheckpoint:
         mode: str = "min",
         keep: int = 1,
     ) -> None:
-        check_argument(isinstance(folder, (str, os.PathLike)), "folder", "be a path", folder)
-        self.folder = Path(folder)
-        if self.folder.exists() and not self.folder.is_dir():
-            raise ConfigError(
-                f"`folder` must be a folder, but {str(folder)!r} is a file. Name another."
-            )
+        self.folder = read_saved_folder("folder", folder)
         self._monitor = MonitoredMean(monitor, mode)
         self._keep = read_count("keep", keep, 1)
         self._kept: list[tuple[float, str]] = []  # the best first
@@ -87,7 +81,7 @@ class BestCheckpoint:
         elif isinstance(event, EpochDone) and self._trainer is not None:
             value = self._monitor.read(event)
             if math.isfinite(value):
-                self._take(value, f"step-{event.steps:08d}", self._trainer)
+                self._take(value, name_of_step(event.steps), self._trainer)
 
     def _take(self, value: float, name: str, trainer: AttachedTrainer) -> None:
         before = self._kept
@@ -104,7 +98,7 @@ class BestCheckpoint:
             raise
         if trainer.is_first_rank:
             for _, dropped in ranked[self._keep :]:
-                _remove_checkpoint(self.folder / dropped)
+                remove_checkpoint(self.folder / dropped)
 
     def state_dict(self) -> dict[str, Any]:  # Any: JSON
         """Return which folders are kept, and their values."""
@@ -120,32 +114,8 @@ class BestCheckpoint:
         for value, name in kept:
             if not isinstance(value, float) or not math.isfinite(value):
                 raise ValueError(f"`kept` holds the value {value!r:.80}")
-            if not isinstance(name, str) or not _NAME.fullmatch(name):  # it may be removed later
-                raise ValueError(f"`kept` holds {name!r:.80}, no folder of ours")
+            check_saved_name(name)
         self._kept = kept
 
     def __repr__(self) -> str:
         return f"BestCheckpoint({str(self.folder)!r}, {self._monitor.name!r}, keep={self._keep})"
-
-
-def _remove_checkpoint(folder: Path) -> None:
-    """Remove a folder that holds what `Trainer.save` writes, and nothing else."""
-    if not folder.is_dir():
-        return
-    found = list(folder.iterdir())
-    if folder.is_symlink() or not all(
-        _FILE.fullmatch(each.name) and _is_file(each) for each in found
-    ):
-        warnings.warn(
-            f"{folder} is among the best no more, but stays: it is a link, or holds more than a "
-            "checkpoint.",
-            stacklevel=2,
-        )
-        return
-    for path in found:
-        path.unlink()
-    folder.rmdir()
-
-
-def _is_file(path: Path) -> bool:
-    return path.is_symlink() or not path.is_dir()

@@ -113,7 +113,7 @@ def test_nothing_of_the_users_is_removed(tmp_path):
     attached(best)
     play(best, [3.0])
     (tmp_path / "step-00000010" / "thesis.txt").write_text("mine")
-    with pytest.warns(UserWarning, match="among the best no more, but stays"):
+    with pytest.warns(UserWarning, match="is kept no more, but stays"):
         best(epoch_done(2, validation={"loss": 2.0}))
     assert names_in(tmp_path) == ["step-00000010", "step-00000020"]
     (tmp_path / "elsewhere").mkdir()
@@ -122,7 +122,7 @@ def test_nothing_of_the_users_is_removed(tmp_path):
         path.unlink()
     shutil.rmtree(tmp_path / "step-00000020")
     (tmp_path / "step-00000020").symlink_to(tmp_path / "elsewhere")
-    with pytest.warns(UserWarning, match="among the best no more, but stays"):
+    with pytest.warns(UserWarning, match="is kept no more, but stays"):
         best(epoch_done(3, validation={"loss": 1.0}))
     assert names_in(tmp_path / "elsewhere") == ["model.safetensors"]
 

@@ -1,0 +1,128 @@
+"""`Checkpoint` saves every so many epochs or steps, and keeps the last ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import phalanx
+from phalanx.callbacks import Checkpoint, History
+from phalanx.errors import CheckpointError, ConfigError
+
+
+def data() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(5, 3, generator=draw), torch.randn(5, 2, generator=draw)) for _ in range(4)
+    ]
+
+
+def make(*callbacks: Any) -> phalanx.Trainer:
+    torch.manual_seed(0)
+    adam = lambda parameters: torch.optim.Adam(parameters, lr=0.1)  # noqa: E731
+    return phalanx.Trainer(
+        nn.Linear(3, 2),
+        F.mse_loss,
+        adam,
+        executor="inline",
+        replicas=1,
+        microbatches=2,
+        callbacks=callbacks,
+    )
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(each.name.removeprefix("step-")) for each in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, [20]),
+        ({"every_epochs": 1, "keep": 3}, [12, 16, 20]),
+        ({"every_epochs": 2}, [16]),
+        ({"every_steps": 3, "keep": 2}, [15, 18]),
+        ({"every_steps": 6, "every_epochs": 2, "keep": 9}, [6, 8, 12, 16, 18]),
+        ({"every_steps": 4, "every_epochs": 1, "keep": 2}, [16, 20]),
+        ({"every_steps": 100}, []),
+    ],
+    ids=str,
+)
+def test_the_last_ones_are_kept(options: Any, kept: list[int], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    checkpoint = Checkpoint(tmp_path / "run", **options)
+    with make(checkpoint) as trainer:
+        trainer.fit(data(), epochs=5)
+    assert steps_in(tmp_path / "run") == kept
+    assert checkpoint.last == (tmp_path / "run" / f"step-{kept[-1]:08d}" if kept else None)
+
+
+@pytest.mark.parametrize("options", [{"every_epochs": 1}, {"every_steps": 3}], ids=str)
+def test_a_script_that_is_run_again_continues_bit_for_bit(options: Any, tmp_path: Path) -> None:
+    history = History()
+
+    def run(epochs: int, dies_at: int = 0) -> nn.Module:
+        def die(event: object) -> None:
+            if isinstance(event, phalanx.StepDone) and event.step == dies_at:
+                raise KeyboardInterrupt
+
+        checkpoint = Checkpoint(tmp_path / "run", keep=2, **options)
+        with make(history, checkpoint, die) as trainer:
+            if checkpoint.last:
+                trainer.resume(checkpoint.last)
+            trainer.fit(data(), epochs=epochs)
+        return trainer.module
+
+    with make() as whole:
+        whole.fit(data(), epochs=5)
+    for dies_at in (10, 11, 15):
+        with pytest.raises(KeyboardInterrupt):
+            run(5, dies_at)
+    module = run(5)
+    assert torch.equal(module.weight, whole.module.weight)  # type: ignore[arg-type]
+    assert len(history.losses) == 20
+    assert len(steps_in(tmp_path / "run")) == 2  # those of the runs before are removed, too
+
+
+def test_a_save_that_fails_leaves_those_before(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(tmp_path / "run", every_steps=2)
+    with make(checkpoint) as trainer:
+        trainer.fit(data(), steps=3)
+        (tmp_path / "run" / "step-00000004.writing").write_text("no room for a draft")
+        with pytest.raises(CheckpointError):
+            trainer.fit(data())
+        assert checkpoint.last == tmp_path / "run" / "step-00000002"
+        trainer.resume(checkpoint.last)
+        assert trainer.steps == 2
+        (tmp_path / "run" / "step-00000004.writing").unlink()
+        trainer.fit(data(), epochs=1)
+    assert steps_in(tmp_path / "run") == [4]
+
+
+def test_what_is_not_ours_is_not_removed(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(tmp_path, every_steps=1)
+    with make(checkpoint) as trainer:
+        trainer.fit(data(), steps=1)
+        (tmp_path / "step-00000001" / "thesis.txt").write_text("mine")
+        with pytest.warns(UserWarning, match="is kept no more, but stays"):
+            trainer.fit(data(), steps=1)
+    assert (tmp_path / "step-00000001" / "thesis.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"every_epochs": 0}, {"every_steps": -1}, {"keep": 0}, {"every_steps": 1.5}],
+    ids=str,
+)
+def test_numbers_that_cannot_be_are_refused(options: Any, tmp_path: Path) -> None:
+    (name,) = options
+    with pytest.raises(ConfigError, match=f"`{name}` must"):
+        Checkpoint(tmp_path, **options)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="`path` must be a folder"):
+        Checkpoint(tmp_path / "file")
