@@ -15,6 +15,9 @@ from phalanx.callbacks import Checkpoint, History
 from phalanx.errors import CheckpointError, ConfigError
 
 
+pytestmark = pytest.mark.promise("periodic-checkpoints")
+
+
 def data() -> list[tuple[Tensor, Tensor]]:
     draw = torch.Generator().manual_seed(1)
     return [

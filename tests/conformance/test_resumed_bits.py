@@ -261,6 +261,7 @@ class Wrapping(Counting):
 KEEPERS = [Averaging, Hooked, Global, Wrapping]
 
 
+@pytest.mark.promise("checkpoints-are-complete")
 @pytest.mark.parametrize("kind", KEEPERS)
 def test_whatever_an_optimizers_state_dict_holds_comes_back(
     kind: type[Optimizer], tmp_path: Path
@@ -311,6 +312,7 @@ class Extra(nn.Linear):
         self.kept = state
 
 
+@pytest.mark.promise("checkpoints-are-complete")
 def test_extra_state_comes_back_and_is_put_back(tmp_path: Path) -> None:
     folder, data = tmp_path / "c", expert_data()
     first, second, other = Extra(37, 19), Extra(37, 19), Extra(37, 19)
@@ -329,6 +331,7 @@ def test_extra_state_comes_back_and_is_put_back(tmp_path: Path) -> None:
         assert other.kept["scale"] == 1.0
 
 
+@pytest.mark.promise("checkpoints-are-complete")
 def test_a_state_that_cannot_be_saved_is_refused_before_the_training() -> None:
     with pytest.raises(
         UnsupportedError, match=r"`optimizer.state_dict\(\)` must hold only tensors"
