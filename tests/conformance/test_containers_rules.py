@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx import Layout, Merge
+from phalanx import DataParallel, Layout, Merge
+from phalanx.errors import ConfigError
 from phalanx.plan import least_loaded
 from tests.conformance.containers import (
     Scale,
@@ -31,6 +32,7 @@ from tests.zoo import (
     cnn_norm,
     gradients_of,
     mlp,
+    state_of,
     token_batch,
     token_loss,
     twin_of,
@@ -175,6 +177,49 @@ def test_every_leaf_is_merged_by_its_rule(sizes: list[int], device: torch.device
     assert_close(got["aux"][0], expected["aux"][0], F64)
     assert got["aux"][1] == {"word": "same", "number": next(filter(None, sizes))}
     assert_close(gradients, gradients_of(twin), F64)
+
+
+@pytest.mark.parametrize("rows", [4, 6])  # slices of as many rows as there are layers, or more
+def test_states_by_layer_are_never_joined_along_the_layers(rows: int, device: torch.device) -> None:
+    class States(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.GRU(3, 5, num_layers=2, batch_first=True)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.layer(x)  # type: ignore[no-any-return]
+
+    net, x = States().to(device), draw(rows, 7, 3, device=device).float()
+    refusal = pytest.raises(ConfigError, match=r"Output `1` .* must have its slice's \d rows")
+    with DataParallel(net, places(device, 2)) as model, refusal:
+        model(x)
+    with DataParallel(net, places(device, 2), output={"1": "cat(1)"}) as model:
+        for found, expected in zip(model(x), net(x), strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+def test_rows_that_equal_the_steps_are_joined(device: torch.device) -> None:
+    class Counts(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            type(self).calls += 1
+            return super().forward(x)
+
+    net = nn.Sequential(Counts(4, 5), nn.Dropout(0.5), nn.BatchNorm1d(3)).to(device)
+    twin, x = twin_of(net), draw(6, 3, 4, device=device).float()
+    with (
+        DataParallel(net, places(device, 2)) as model,
+        DataParallel(twin, places(device, 2), output="cat") as told,
+    ):
+        for calls in (3, 2):  # of the first batch the whole is looked at as well
+            Counts.calls = 0
+            torch.manual_seed(1)
+            found = model(x)
+            assert Counts.calls == calls
+            torch.manual_seed(1)
+            assert torch.equal(found, told(x))
+            assert_same_bits(state_of(net), state_of(twin))
 
 
 def test_without_rules_scalars_become_one_per_replica_in_use(device: torch.device) -> None:

@@ -51,6 +51,7 @@ class _Running:
         self.held = HeldGradients()
         self.hold = False
         self.balancing: Balancing | None = None
+        self.told_apart: set[str] = set()  # outputs that were seen to have the batch's rows
 
     def __reduce__(self) -> tuple[type[_Running], tuple[()]]:
         return _Running, ()

@@ -15,6 +15,7 @@ from phalanx.parallel.balancing import Balancing
 from phalanx.parallel.call import Call
 from phalanx.parallel.container import Container
 from phalanx.parallel.replica_losses import ReplicaLosses, loss_of_nothing
+from phalanx.parallel.tasks import ForwardTask, Outputs, RunPart
 from phalanx.parallel.unwrapped import Unwrapped
 from phalanx.plan import (
     BufferRules,
@@ -26,14 +27,17 @@ from phalanx.plan import (
     check_function,
     check_workloads,
     fixed_workloads,
+    flatten,
     open_rows,
     read_sizes,
     workload_sizes,
 )
 from phalanx.replicas import (
+    Inputs,
     current_replica,
     present_devices,
     resolve_devices,
+    seed_of_process,
     uncompiled,
 )
 from phalanx.types import Device, LossFn, Nested, WeightFn
@@ -67,7 +71,8 @@ class DataParallel(Container, Unwrapped):
             returns such.
         output: How output leaves are merged: a :class:`Merge` or its text, or these by leaf path.
             Default: concatenated along the layout's dim, scalars stacked to one value per replica
-            in use, other values from the first replica.
+            in use, other values from the first replica. Where an output of three dims or more has
+            the slices' rows along two of them, the whole batch is run once more to tell which.
         buffers: What becomes of buffers that replicas write: ``"mean"`` (weighted by rows),
             ``"first"`` or ``"sum"`` (what each has added), or these by pattern of name. Integer
             counters are never averaged.
@@ -361,9 +366,29 @@ class DataParallel(Container, Unwrapped):
             return call.run(module, inputs)
 
         def merge(outputs: list[Nested]) -> Nested:
+            if rows is not None:
+                dubious = self._merging.coincidences(outputs, rows) - self._running.told_apart
+                if dubious:
+                    whole = self._on_whole_batch(call, sum(rows), run)
+                    self._merging.merge([whole], [sum(rows)])  # refuses what has other sizes now
+                    self._running.told_apart |= dubious
             return self._merging.merge(outputs, rows, self._home())
 
         return self._run(_only(parts, used), used, run, merge, self._observer(sizes))
+
+    def _on_whole_batch(self, call: Call, rows: int, run: RunPart) -> Nested:
+        """Return what replica 0 makes of the whole batch; nothing else comes of it."""
+        executor = self._open_executor()
+        others = [0] * (len(executor) - 1)
+        parts, _ = self._cut(call, [rows, *others])
+        batches = [(parts[0], [False] * len(flatten(parts[0])[0])), *[None for _ in others]]
+        task = ForwardTask(run, records=False, inputs=Inputs())
+        with torch.no_grad():
+            result = executor.run(
+                batches, task, weights=[1, *others], seed=(seed_of_process(),), pinned=True
+            )
+        found: Outputs = result.results[0]
+        return found.nested
 
     def _loss(
         self,

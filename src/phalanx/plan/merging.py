@@ -194,6 +194,22 @@ class Merging:
             spec,
         )
 
+    def coincidences(self, parts: Sequence[Nested], sizes: Sequence[int]) -> set[str]:
+        """Return the leaves whose size may be that of the slices by coincidence.
+
+        Slices of the same rows do not tell [rows, steps, width] from a state of [layers, rows,
+        width] where all of these sizes are equal.
+        """
+        if len(parts) == 1 or len(set(sizes)) > 1:
+            return set()
+        leaves, paths = flatten(parts[0])[0], leaf_paths(parts[0])
+        return {
+            path
+            for path, rule, leaf in zip(paths, self._rules_of(paths), leaves, strict=True)
+            if rule is None and isinstance(leaf, Tensor) and leaf.ndim > 2
+            if list(leaf.shape).count(sizes[0]) > 1
+        }
+
     def _rules_of(self, paths: Sequence[str]) -> list[Merge | None]:
         if not self._rules:
             return [self._whole] * len(paths)
