@@ -14,7 +14,6 @@ import phalanx
 from phalanx.callbacks import Checkpoint, History
 from phalanx.errors import CheckpointError, ConfigError
 
-
 pytestmark = pytest.mark.promise("periodic-checkpoints")
 
 
