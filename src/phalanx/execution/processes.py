@@ -212,11 +212,6 @@ class ProcessExecutor(Executor):
         """Let the next run take over everything: workers compute nothing before."""
         self.outdate()
 
-    def forget(self, name: str) -> None:
-        """Let workers drop what they keep under ``name``, before they do anything else."""
-        for worker in self._workers:
-            worker.forget(name)
-
     def close(self) -> None:
         """Dismiss threads and workers, and give moved parameters memory of their own."""
         if self._threads.closed and os.getpid() == self._pid:

@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import sys
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -21,7 +20,6 @@ from phalanx.execution.timeouts import set_timeouts
 from phalanx.execution.worker_main import (
     AddDefinitions,
     Failed,
-    Forget,
     ProcessArguments,
     RegionsFollow,
     WorkerInitHandle,
@@ -104,7 +102,6 @@ class WorkerProcess:
         self.objects = 0
         self.ready = False
         self._saved: frozenset[str] = frozenset()
-        self._forgotten: deque[str] = deque()
         self.mailbox, self.answers = mail
         self.parent_pid = os.getpid()
         self._pool = pool
@@ -209,21 +206,10 @@ class WorkerProcess:
 
     @property
     def saved(self) -> frozenset[str]:
-        """The names of what it has saved, as it said last, without those to be forgotten."""
-        return self._saved.difference(list(self._forgotten))  # a list: others append meanwhile
-
-    def forget(self, name: str) -> None:
-        """Let it drop what it has saved under ``name``, before it does anything else.
-
-        Called in any thread, also by the garbage collector.
-        """
-        self._forgotten.append(name)
+        """The names of what it has saved, as it said last."""
+        return self._saved
 
     def _send(self, message: bytes) -> None:
-        forgotten = {self._forgotten.popleft() for _ in range(len(self._forgotten))} & self._saved
-        if forgotten:
-            self._connection.send_bytes(pack(Forget(tuple(forgotten))))
-            self._saved -= forgotten
         self._send_regions()
         told = self._told
         if len(told.packed) > told.count:

@@ -57,7 +57,6 @@ __all__ = [
     "AdoptObjects",
     "Done",
     "Failed",
-    "Forget",
     "MicrobatchMessage",
     "ProcessArguments",
     "RegionsFollow",
@@ -202,13 +201,6 @@ class AdoptObjects:
 
 
 @dataclass(frozen=True)
-class Forget:
-    """Drop what is saved under ``names``; there is no answer."""
-
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Called:
     """A `RemoteCall` was made.
 
@@ -300,11 +292,6 @@ def serve(connection: Connection, dump: Connection) -> None:
                     continue
                 case AddDefinitions(definitions):
                     add_definitions(definitions)
-                    continue
-                case Forget(names):
-                    assert worker is not None
-                    for name in names:
-                        worker.saved.pop(name, None)
                     continue
                 case WorkerInitHandle(place):
                     init: WorkerInit = load(pool.at(place).numpy().tobytes())
