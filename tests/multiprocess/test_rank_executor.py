@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics import SumMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 import phalanx
 from phalanx.callbacks import EMA, JSONL, BestCheckpoint, EarlyStopping
@@ -171,6 +172,55 @@ def test_every_optimizer_and_metric_is_as_in_one_process(
         for name, value in ranks_own[0].items():
             assert torch.equal(value, expected[0][name]), name
         assert ranks_own[1:] == expected[1:]
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def mixed() -> list[tuple[Tensor, Tensor]]:
+    """Logits behind probabilities."""
+    return [
+        (torch.cat([x[: len(x) // 2].softmax(1), x[len(x) // 2 :]]), y) for x, y in rows([9, 4, 7])
+    ]
+
+
+def last_wrong(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.argmax(1) != targets).nonzero().max()
+
+
+def counted_run(rank: int) -> tuple[dict[str, float], ...]:
+    with phalanx.Trainer(
+        Scaled(),
+        nn.functional.cross_entropy,
+        lambda params: torch.optim.SGD(params, lr=0.0),
+        replicas=1,
+        microbatches=4,
+        executor="ranks",
+        metrics={"auroc": MulticlassAUROC(5), "last": last_wrong, "sum": SumMetric()},
+    ) as trained:
+        return dict(trained.fit(mixed())[0].train), trained.evaluate(mixed())
+
+
+def test_every_rank_counts_whole_batches_in_order(three: Ranks) -> None:
+    """Microbatches within [0, 1] would be taken as probabilities, which their batch is not."""
+    auroc = MulticlassAUROC(5)
+    for x, y in mixed():
+        auroc.update(x, y)
+    x, y = (torch.cat(each) for each in zip(*mixed(), strict=True))
+    expected = {
+        "auroc": pytest.approx(auroc.compute().item()),
+        "last": float(last_wrong(x, y)),
+        "sum": pytest.approx(x.sum().item(), rel=1e-5),
+    }
+    for told in three.run(counted_run):
+        for found in told:
+            assert {name: found[name] for name in expected} == expected
 
 
 def watched_run(rank: int, executor: str, folder: Path) -> tuple[Any, ...]:

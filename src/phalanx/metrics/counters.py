@@ -71,6 +71,8 @@ def open_counter(name: str, metric: Any, joining: Joining) -> Counter:
     if isinstance(metric, Metric):
         pattern = copy.deepcopy(metric)
         pattern.reset()
+        for _, each in _metrics_in(pattern):
+            each.sync_on_compute = each._to_sync = False  # every rank counts all rows
         return _MetricCounter(pattern)
     kind, way_out = f"{type(metric).__name__!r}", ""
     if isinstance(metric, type):
