@@ -32,6 +32,7 @@ PAGES = {
     "docs/one_word.md": "(?s)ddp over phalanx.*fsdp over.*accelerate over.*fabric over",
     "docs/process_executor.md": r"worker 0 was ended by SIGKILL.*\n(.*\n)*steps done: 12",
     "docs/recipes.md": "(?s)averaged: .*met the others 3 times",
+    "docs/reproducibility.md": "",
     "docs/start.md": "",
     "docs/tables.md": r"8 syncs\ntensor\(\[1\.0000, 0\.8000, 0\.9000\]\)",
     "docs/train_command.md": "",
