@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import phalanx
-from phalanx import DataDesc, Layout
-from phalanx.compat import mxnet, torch7
+from phalanx import Layout
+from phalanx.compat import torch7
 from tests.zoo import plain_sgd
 
 WIDTH, ROWS = 3, 7
@@ -150,17 +150,18 @@ def keeps_last(call: Call) -> Call:
     return twice
 
 
-def group(kind: Any, **options: Any) -> Made:
-    def made(stack: ExitStack) -> Call:
-        each = stack.enter_context(kind(linear(), **options))
+def group(stack: ExitStack) -> Call:
+    each = stack.enter_context(
+        phalanx.DataParallelExecutorGroup(
+            linear(), CPUS, data_shapes=[("x", (ROWS, WIDTH))], inputs_need_grad=True
+        )
+    )
 
-        def call(batch: Batch) -> None:
-            each.forward({"x": batch.x})
-            each.backward([torch.ones(ROWS, 1)])
+    def call(batch: Batch) -> None:
+        each.forward({"x": batch.x})
+        each.backward([torch.ones(ROWS, 1)])
 
-        return keeps_last(call)
-
-    return made
+    return keeps_last(call)
 
 
 def trainer(executor: str) -> Made:
@@ -286,15 +287,7 @@ MAKERS: dict[str, Made] = {
     "torch7.GPU": explicit(lambda: torch7.GPU(linear(), "cpu")),
     "torch7.Explicit": explicit(lambda: torch7.Explicit(linear())),
     "torch7.Criterion": criterion,
-    "group": group(
-        phalanx.DataParallelExecutorGroup,
-        devices=CPUS,
-        data=[DataDesc("x", (ROWS, WIDTH), torch.float32)],
-        inputs_need_grad=True,
-    ),
-    "mxnet group": group(
-        mxnet.DataParallelExecutorGroup, contexts=CPUS, data_shapes=[("x", (ROWS, WIDTH))]
-    ),
+    "group": group,
     **{f"Trainer, {kind}": trainer(kind) for kind in ("inline", "threads", "processes")},
     "split_batch": lambda _: lambda batch: phalanx.split_batch({"x": [batch.x], "y": batch.y}, 2),
     "an exception in forward": raising(

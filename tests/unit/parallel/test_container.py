@@ -583,11 +583,11 @@ def test_recurrent_layers_run_with_shared_weights(kind: type[nn.RNNBase], by: st
     else:
         group = DataParallelExecutorGroup
         with (
-            group(first, 2, data=data) as lender,
-            group(second, 2, data=data, shared_group=lender) as two,
+            group(first, 2, data_shapes=data) as lender,
+            group(second, 2, data_shapes=data, shared_group=lender) as two,
         ):
             two.forward(x)
-            (found,) = two.outputs()
+            (found,) = two.get_outputs()
     assert second.layer.weight_hh_l0 is first.layer.weight_hh_l0
     assert_close(found, first(x))
     assert_close(second(x), first(x))
