@@ -118,7 +118,11 @@ def test_plain_state_keeps_its_types(tmp_path: Path) -> None:
     assert [type(each) for each in found.values()] == [tuple, Counter, list]
 
 
-@pytest.mark.parametrize("state", [print, object(), {1: np.float64(0.5)}, lambda: 0], ids=str)
+@pytest.mark.parametrize(
+    "state",
+    [print, object(), {1: np.float64(0.5)}, lambda: 0],
+    ids=["function", "object", "number of NumPy's", "lambda"],
+)
 def test_code_is_not_stored(state: object) -> None:
     with pytest.raises(UnsupportedError, match="`state` must hold only tensors, numbers"):
         check_storable("state", {"x": [state]})
