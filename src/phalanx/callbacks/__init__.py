@@ -1,7 +1,6 @@
 """What listens to a training: callbacks for `Trainer`, and the events that they get."""
 
 from phalanx.callbacks.best_checkpoint import BestCheckpoint
-from phalanx.callbacks.checkpoint import Checkpoint
 from phalanx.callbacks.early_stopping import EarlyStopping
 from phalanx.callbacks.ema import EMA
 from phalanx.callbacks.event_records import (
@@ -28,6 +27,7 @@ from phalanx.callbacks.figure import draw_training
 from phalanx.callbacks.history import EpochMeans, History, Totals
 from phalanx.callbacks.log_files import CSV, JSONL, TensorBoard
 from phalanx.callbacks.progress import Progress, format_mean, progress_for
+from phalanx.callbacks.saved_checkpoints import Checkpoint
 from phalanx.callbacks.trace import Trace
 
 __all__ = [
