@@ -518,8 +518,7 @@ ROWS: list[Row] = [
 ]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[f"{i}-{row.subject.name}" for i, row in enumerate(ROWS)])
-def test_a_refused_call_changes_nothing(row: Row) -> None:
+def check(row: Row) -> None:
     with row.subject.open(**row.options) as subject:
         before, drawn, running = row.subject.state(subject), draws(), threads()
         with pytest.raises(row.error, match=row.match) as caught:
@@ -529,6 +528,41 @@ def test_a_refused_call_changes_nothing(row: Row) -> None:
         assert_same_bits(draws(), drawn)
         assert threads() == running
         row.subject.use(subject)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[f"{i}-{row.subject.name}" for i, row in enumerate(ROWS)])
+def test_a_refused_call_changes_nothing(row: Row) -> None:
+    check(row)
+
+
+def refuse_late(change: Callable[[Any], object]) -> Callable[[Any], object]:
+    """Return a call that is refused after it has changed something."""
+
+    def call(subject: Any) -> None:
+        change(subject)
+        raise ConfigError("late")
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("subject", "change"),
+    [
+        (TRAINER, lambda t: t.step(vector_batch(8))),
+        (TRAINER, lambda t: t.module[0].weight.data.add_(1)),
+        (TRAINER, lambda t: t.module.eval()),
+        (CONTAINER, lambda m: m(X)),
+        (GROUP, lambda g: g.module.body.weight.data.add_(1)),
+        (TABLE, lambda t: t.add(torch.ones(1, 3), rows=[2])),
+        (NOTHING, lambda _: torch.rand(1)),
+        (NOTHING, lambda _: random.random()),
+    ],
+)
+def test_a_call_that_is_refused_too_late_is_caught(
+    subject: Subject, change: Callable[[Any], object]
+) -> None:
+    with pytest.raises(AssertionError):
+        check(Row(subject, refuse_late(change), "late"))
 
 
 def test_a_closed_trainer_says_so() -> None:
