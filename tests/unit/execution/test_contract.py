@@ -25,7 +25,7 @@ ROWS = torch.arange(6.0).reshape(3, 2)
 @pytest.fixture(scope="module", params=[("inline", 1), ("threads", 2), ("processes", 2)])
 def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
     kind, count = request.param
-    choice = ExecutorChoice.read(kind, [kind])
+    choice = ExecutorChoice.read(kind)
     make = ExecutorMaker(choice, nn.Linear(2, 1, bias=False), FailureLog(0))
     with forked_by_day(request.config):
         opened = make([torch.device("cpu")] * count, workloads=None, intra_op=1)
