@@ -44,7 +44,6 @@ __all__ = [
     "pytree",
     "rendezvous_handlers",
     "run_engine",
-    "will_execute",
 ]
 
 TRIED_ON = ("2.8", "2.13")
@@ -62,9 +61,6 @@ run_engine: Callable[..., Any] = torch.autograd.graph._engine_run_backward
 
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """Tell whether the backward pass that runs was given ``retain_graph=True``."""
-
-will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
-"""Tell whether the backward pass that runs comes to a node; RuntimeError where it is asked for."""
 
 NUMERIC_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),

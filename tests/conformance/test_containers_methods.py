@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx.errors import StateError
 from tests.conformance.containers import (
     COPIES,
     Columns,
@@ -40,114 +39,6 @@ pytestmark = [pytest.mark.devices, pytest.mark.promise("containers")]
 
 F64 = torch.float64
 K = 3
-
-
-# --- gradients kept by the workers ----------------------------------------------------------------
-
-
-class TestNoMerge:
-    @pytest.fixture
-    def net(self, device: torch.device) -> nn.Module:
-        return mlp(F64).to(device)
-
-    def test_three_passes_kept_and_one_merged_equal_plain_accumulation(
-        self, net: nn.Module, device: torch.device
-    ) -> None:
-        twin = twin_of(net)
-        batches = [draw(rows, 7, seed=rows, device=device) for rows in (9, 2, 1, 7)]
-        inputs = [[fresh(x) for x in batches] for _ in range(2)]
-        with parallel(net, device) as model:
-            with model.no_sync():
-                for x in inputs[0][:3]:
-                    loss_of(model(x)).backward()
-                    assert x.grad is not None
-                    assert all(gradient is None for gradient in gradients_of(net))
-            loss_of(model(inputs[0][3])).backward()
-            got = gradients_of(net)
-            loss_of(model(inputs[0][3])).backward()  # nothing is left behind
-            again = gradients_of(net)
-        for x in inputs[1]:
-            loss_of(twin(x)).backward()
-        assert_close(got, gradients_of(twin), F64)
-        loss_of(twin(inputs[1][3])).backward()
-        assert_close(again, gradients_of(twin), F64)
-        for index in range(4):
-            assert_close(inputs[0][index].grad, inputs[1][index].grad, F64)
-
-    def test_the_forward_pass_decides_wherever_its_backward_pass_runs(
-        self, net: nn.Module, device: torch.device
-    ) -> None:
-        twin = twin_of(net)
-        x, y = draw(9, 7, device=device), draw(2, 7, device=device)
-        with parallel(net, device) as model:
-            outer = model(y)
-            with model.no_sync():
-                with model.no_sync():
-                    inner = model(x)
-                assert model(x) is not None
-            loss_of(inner).backward()
-            assert all(gradient is None for gradient in gradients_of(net))
-            loss_of(outer).backward()
-        for each in (x, y):
-            loss_of(twin(each)).backward()
-        assert_close(gradients_of(net), gradients_of(twin), F64)
-
-    def test_what_is_kept_is_added_to_gradients_that_are_there(
-        self, net: nn.Module, device: torch.device
-    ) -> None:
-        twin = twin_of(net)
-        batches = [draw(rows, 7, device=device) for rows in (5, 9, 2)]
-        with parallel(net, device) as model:
-            _, gradients = model.flat_parameters()
-            loss_of(model(batches[0])).backward()
-            with model.no_sync():
-                loss_of(model(batches[1])).backward()
-            loss_of(model(batches[2])).backward()
-        for x in batches:
-            loss_of(twin(x)).backward()
-        assert_close(gradients, torch.cat([p.grad.flatten() for p in twin.parameters()]), F64)
-
-    def test_zero_grad_forgets_what_is_kept(self, net: nn.Module, device: torch.device) -> None:
-        x = draw(9, 7, device=device)
-        with parallel(net, device) as model:
-            with model.no_sync():
-                loss_of(model(draw(9, 7, seed=1, device=device))).backward()
-            model.zero_grad()
-            loss_of(model(x)).backward()
-        assert_close(gradients_of(net), one_pass(twin_of(net), x)["parameters"], F64)
-
-    def test_a_merging_pass_that_fails_loses_nothing(
-        self, net: nn.Module, device: torch.device
-    ) -> None:
-        twin = twin_of(net)
-        x, y = draw(9, 7, device=device), draw(7, 7, device=device)
-
-        def fail(*_: object) -> None:
-            raise ZeroDivisionError("asked to")
-
-        with parallel(net, device) as model:
-            with model.no_sync():
-                loss_of(model(x)).backward()
-            handle = net[2].register_full_backward_hook(fail)
-            with pytest.raises(ZeroDivisionError):
-                loss_of(model(y)).backward()
-            handle.remove()
-            loss_of(model(y)).backward()
-        for each in (x, y):
-            loss_of(twin(each)).backward()
-        assert_close(gradients_of(net), gradients_of(twin), F64)
-
-    def test_parameters_may_not_be_replaced_in_between(
-        self, net: nn.Module, device: torch.device
-    ) -> None:
-        with parallel(net, device) as model:
-            with model.no_sync():
-                loss_of(model(draw(9, 7, device=device))).backward()
-            net[0].weight = nn.Parameter(net[0].weight.detach().clone())
-            with pytest.raises(StateError, match="no_sync"):
-                model(draw(9, 7, device=device))
-            model.zero_grad()
-            assert_equal_pass(model, twin_of(net), draw(9, 7, device=device))
 
 
 # --- flat parameters ------------------------------------------------------------------------------
@@ -384,7 +275,7 @@ class TestOnesOwn:
                 assert not torch.equal(copied(x), before)
             assert torch.equal(mixture(x), before)
 
-    def test_kept_gradients_and_flat_parameters_are_for_all_containers(
+    def test_flat_parameters_are_of_all_columns(
         self, mixture: Columns, device: torch.device
     ) -> None:
         twin = PlainMixture(mixture).to(device)
@@ -393,10 +284,7 @@ class TestOnesOwn:
             if len({parameter.device for parameter in mixture.parameters()}) == 1:
                 values, _ = mixture.flat_parameters()
                 assert values.numel() == sum(p.numel() for p in mixture.parameters())
-            with mixture.no_sync():
-                loss_of(mixture(x)).backward()
-                columns = [gradients_of(mixture.get(index)) for index in range(3)]
-                assert not any(g is not None and g.any() for each in columns for g in each)
+            loss_of(mixture(x)).backward()
             loss_of(mixture(y)).backward()
         for each in (x, y):
             loss_of(twin(each)).backward()

@@ -117,17 +117,6 @@ def explicit(make: Callable[[], Any]) -> Made:
     return made
 
 
-def held_back(stack: ExitStack) -> Call:
-    model = stack.enter_context(phalanx.DataParallel(linear(), CPUS))
-
-    def call(batch: Batch) -> None:
-        with model.no_sync():
-            model(batch.x).sum().backward()
-        model.merge_gradients()
-
-    return call
-
-
 def criterion(stack: ExitStack) -> Call:
     net, loss = torch7.Explicit(linear()), torch7.Criterion(nn.MSELoss())
 
@@ -257,7 +246,6 @@ MAKERS: dict[str, Made] = {
         )
     ),
     "auto workloads": replicated(lambda model, batch: model(batch.x), workloads="auto"),
-    "no_sync": held_back,
     "container in a container": called(
         lambda: phalanx.DataParallel(
             nn.Sequential(phalanx.DataParallel(linear(), CPUS), nn.Linear(1, 1)), CPUS

@@ -155,17 +155,3 @@ def test_complex_numbers_and_modules_on_the_cpu(
 
     assert_close(gradient("nccl"), gradient("tree"), F64)
     assert len(nccl.calls) == 1
-
-
-def test_what_was_held_back_goes_along_the_tree(nccl: StandIn) -> None:
-    net, (x, y) = Net().to("dev:0"), batch(0, "dev:0")
-    with phalanx.DataParallel(net, ["dev:0", "dev:1"], reduce="nccl") as model:
-        with model.no_sync():
-            F.mse_loss(model(x), y).backward()
-        F.mse_loss(model(x), y).backward()
-        assert nccl.calls == []
-        found = [parameter.grad for parameter in net.parameters()]
-        model.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        assert len(nccl.calls) == 1
-    assert_close(found, [2 * parameter.grad for parameter in net.parameters()], F64)

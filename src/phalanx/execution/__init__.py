@@ -3,7 +3,6 @@
 from phalanx.distributed import GroupChanged
 from phalanx.execution.contract import (
     Executor,
-    GradientHook,
     MicrobatchContext,
     MicrobatchResult,
     RunResult,
@@ -43,7 +42,6 @@ __all__ = [
     "ExecutorChoice",
     "ExecutorMaker",
     "FailureLog",
-    "GradientHook",
     "Gradients",
     "GroupChanged",
     "MicrobatchContext",

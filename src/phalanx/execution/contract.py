@@ -45,7 +45,6 @@ from phalanx.types import Nested
 
 __all__ = [
     "Executor",
-    "GradientHook",
     "MicrobatchContext",
     "MicrobatchResult",
     "ParameterPlaces",
@@ -60,7 +59,6 @@ __all__ = [
 
 T = TypeVar("T")
 _ONE_VALUE = "Expected more than 1 value per channel when training"  # what torch says
-GradientHook = Callable[[int, Gradients | None], Gradients | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +127,7 @@ class RunResult:
         operands: What `sums` holds, without its places: the last one or two partial sums, left one
             first, where all of the tree was added here.
         sums: Partial sums that nobody has added yet, by node of the tree; more than two where other
-            ranks have what they wait for, or where the run did not add.
+            ranks have what they wait for.
         absent: By rank, which sums it has, and the parameters without a gradient in each; empty
             where all microbatches ran here.
         replica_of: Which replica here computed each microbatch; -1 for those left out, or run
@@ -252,8 +250,6 @@ class Executor(ABC):
         pinned: bool = False,
         only: range | None = None,
         backward: bool = False,
-        gradient_hook: GradientHook | None = None,
-        adds: bool = True,
         steps_whole: bool = False,  # noqa: ARG002 - ranks compare it
     ) -> RunResult:
         """Run every microbatch of weight above 0 on some replica.
@@ -266,9 +262,6 @@ class Executor(ABC):
             only: Run these, while others run elsewhere; default: all.
             backward: Go back through graphs of an earlier run: nothing is taken over from the
                 source, and no buffers are collected. A closed executor can do so, too.
-            gradient_hook: Called with each microbatch's index and gradients, or None for one that
-                is left out; returns what is added in their place, or None to add them as they are.
-            adds: Add gradients along the tree. Otherwise `RunResult.sums` has each microbatch's.
             steps_whole: Whether the optimizer will be stepped as it is, and not in parts; ranks
                 see that they do the same.
 
@@ -299,8 +292,6 @@ class Executor(ABC):
             rng=plan,
             only=only,
             backward=backward,
-            gradient_hook=gradient_hook,
-            adds=adds,
         )
         try:
             self._start(state)
@@ -453,8 +444,6 @@ class RunState:
         rng: RngPlan,
         only: range | None,
         backward: bool,
-        gradient_hook: GradientHook | None,
-        adds: bool,
     ) -> None:
         self.microbatches = microbatches
         self.task = task
@@ -464,16 +453,12 @@ class RunState:
         self.rng = rng
         self.rng_use = RngUse()
         self.backward = backward
-        self.gradient_hook = gradient_hook
-        self.adds = adds
         self.queue: WorkQueue  # set when it starts
-        self.sums = TreeSums(len(microbatches), add_sums if adds else None)
+        self.sums = TreeSums(len(microbatches), add_sums)
         self.leaves = range(len(microbatches)) if only is None else only
         for index in self.leaves:
             if not weights[index] > 0:
-                instead = None if gradient_hook is None else gradient_hook(index, None)
-                empty = None if instead is None else PartialSum(instead, {})
-                self.sums.put(Node(0, index), empty)
+                self.sums.put(Node(0, index), None)
         self.results: list[Any] = [None] * len(microbatches)
         self.replica_of = [-1] * len(microbatches)
         self.spans: list[Span] = []
@@ -492,9 +477,6 @@ class RunState:
 
     def put(self, index: int, own: PartialSum) -> None:
         """Bring what microbatch ``index`` has left."""
-        passed = None if self.gradient_hook is None else self.gradient_hook(index, own.gradients)
-        if passed is not None:
-            own.gradients = passed
         self.sums.put(Node(0, index), own)
 
     def replace_gradients(self, total: Gradients) -> None:

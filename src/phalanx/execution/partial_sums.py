@@ -41,13 +41,11 @@ class TreeSums(Generic[T]):
 
     Args:
         add: Returns the sum of a left and a right operand; it may be one of them, changed in place.
-            None: nothing is added.
     """
 
-    def __init__(self, num_leaves: int, add: Callable[[T, T], T] | None) -> None:
+    def __init__(self, num_leaves: int, add: Callable[[T, T], T]) -> None:
         self._tree = SummationTree(num_leaves)
-        # Whose sums the caller adds.
-        self._last_level = 0 if add is None else self._tree.root.level - 1
+        self._last_level = self._tree.root.level - 1  # whose sums the caller adds
         self._add = add
         self._lock = threading.Lock()
         self._waiting: dict[Node, T | None] = {}
@@ -68,7 +66,6 @@ class TreeSums(Generic[T]):
     def _sum(self, left: T | None, right: T | None) -> T | None:
         if left is None or right is None:
             return right if left is None else left
-        assert self._add is not None
         return self._add(left, right)
 
     def waiting(self) -> dict[Node, T | None]:

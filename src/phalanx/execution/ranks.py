@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 from phalanx.distributed import Exchange
 from phalanx.errors import ConfigError, PeerError
 from phalanx.execution.contract import (
-    GradientHook,
     MicrobatchContext,
     RunResult,
 )
@@ -130,8 +129,6 @@ class RankExecutor(ThreadExecutor):
         pinned: bool = False,
         only: range | None = None,
         backward: bool = False,
-        gradient_hook: GradientHook | None = None,
-        adds: bool = True,
         steps_whole: bool = False,
     ) -> RunResult:
         """Run this rank's microbatches, and learn what the others' gave.
@@ -142,8 +139,6 @@ class RankExecutor(ThreadExecutor):
         """
         assert only is None
         assert not backward
-        assert gradient_hook is None  # containers have no ranks
-        assert adds
         own = {
             "step": [seed, [each.hex() for each in weights], _trace_of(microbatches)],
             "whole": steps_whole,

@@ -181,8 +181,7 @@ class ThreadExecutor(Executor):
     def _work_under(self, modes: CallerModes, state: RunState) -> None:
         """Run all microbatches of ``state`` under the caller's modes."""
         each = self.each if state.backward else self._threads.each
-        by_nccl = self._nccl and state.adds and state.gradient_hook is None
-        nccl = NcclSums(self.parameters) if by_nccl else None
+        nccl = NcclSums(self.parameters) if self._nccl else None
 
         def serve(index: int) -> None:
             with modes.entered(self.devices[index]):

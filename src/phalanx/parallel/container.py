@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import threading
@@ -16,7 +15,7 @@ from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.execution import RunResult, ThreadExecutor
 from phalanx.memory import FlatParameters
 from phalanx.parallel.balancing import Balancing
-from phalanx.parallel.graph import Graph, HeldGradients, refuse_transforms
+from phalanx.parallel.graph import Graph, refuse_transforms
 from phalanx.parallel.redrawing import redraw_of, refuse_unreached
 from phalanx.parallel.tasks import RunPart
 from phalanx.plan import check_argument, check_function, read_intra_op
@@ -48,8 +47,6 @@ class _Running:
         self.opening = threading.RLock()  # two threads may make the first call
         self.restore_caller: Callable[[], object] | None = None
         self.flat: FlatParameters | None = None
-        self.held = HeldGradients()
-        self.hold = False
         self.balancing: Balancing | None = None
         self.told_apart: set[str] = set()  # outputs that were seen to have the batch's rows
 
@@ -181,8 +178,7 @@ class Container(nn.Module):
         return segment.values, segment.gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, also those that workers hold; flat ones become zero and stay."""
-        self._running.held.clear()
+        """Forget all gradients; flat ones become zero and stay."""
         super().zero_grad(set_to_none)
         if self._running.flat is not None and _holds(self._running.flat, list(self.parameters())):
             self._running.flat.keep_gradients([None] * len(self._running.flat.parameters))
@@ -252,43 +248,6 @@ class Container(nn.Module):
                 redraw()
         return self
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let backward passes of forward passes made inside keep their gradients with the workers.
-
-        The next backward pass of a forward pass made outside adds them all, as DDP's ``no_sync``
-        does: gradients are moved and added once for many batches. It is the forward pass that
-        decides. Until then ``grad`` does not change; :meth:`merge_gradients` adds what is kept at
-        once, for a last group of batches that is not full.
-
-        :meth:`zero_grad` of the container forgets what is kept. That of an optimizer or of the
-        module does not know of it.
-        """
-        running = self._running
-        before, running.hold = running.hold, True
-        try:
-            yield
-        finally:
-            running.hold = before
-
-    def merge_gradients(self) -> None:
-        """Add what workers keep since :meth:`no_sync` to the parameters' ``grad`` now.
-
-        Without anything kept it does nothing.
-
-        Example:
-            >>> import torch
-            >>> from phalanx import DataParallel
-            >>> net = nn.Linear(2, 1, bias=False)
-            >>> with DataParallel(net, devices=2) as model:
-            ...     with model.no_sync():
-            ...         model(torch.ones(3, 2)).sum().backward()
-            ...     model.merge_gradients()
-            >>> net.weight.grad
-            tensor([[3., 3.]])
-        """
-        self._running.held.merge()
-
     # Any: what nn.Module's own state holds.
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_running": _Running()}
@@ -301,7 +260,6 @@ class Container(nn.Module):
             if self._running.executor is None:
                 executor = self._make_executor()
                 try:
-                    self._running.held.bind(executor.parameters)
                     for init in self._initialisers:
                         executor.each(lambda _, init=init: init())  # type: ignore[misc]
                 except BaseException:
@@ -342,14 +300,7 @@ class Container(nn.Module):
         refuse_transforms()
         executor = self._open_executor()
         with executor.in_order():  # of several threads, each begins with what the one before wrote
-            graph = Graph(
-                executor,
-                parts,
-                run,
-                held=self._running.held,
-                hold=self._running.hold,
-                inputs=self._inputs,
-            )
+            graph = Graph(executor, parts, run, inputs=self._inputs)
             report = graph.forward(weights)
             statistics = self._merged_statistics(report)
             merged = merge(graph.outputs(report))

@@ -79,7 +79,7 @@ class DataParallel(Container, Unwrapped):
         intra_op: Threads inside operators per replica; default: cores divided by replicas.
         reduce: "tree": gradients are added in an order of their own, whatever the devices. "nccl":
             on each GPU, and then over all GPUs by NCCL within this process, in NCCL's order and so
-            to other bits. What `no_sync()` keeps back goes along the tree all the same.
+            to other bits.
 
     Shapes:
         B: rows of the batch, 0 or more. Every split leaf is [B, …]; every merged output is [B, …].

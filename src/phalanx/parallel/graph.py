@@ -28,7 +28,6 @@ from phalanx.plan import flatten, unflatten
 from phalanx.replicas import (
     CallerModes,
     Inputs,
-    add_gradients,
     advance_process_generator,
     seed_of_process,
 )
@@ -37,60 +36,12 @@ from phalanx.torch_internals import (
     in_func_transform,
     keeps_graph,
     pytree,
-    will_execute,
 )
 from phalanx.types import Nested
 
-__all__ = ["Graph", "HeldGradients", "refuse_transforms"]
+__all__ = ["Graph", "refuse_transforms"]
 
 _BACKWARD = 1  # what sets the seeds of backward passes apart from those of forward passes
-
-
-class HeldGradients:
-    """Gradients of backward passes that were not merged, by replica."""
-
-    def __init__(self) -> None:
-        self.by_replica: dict[int, Gradients] = {}
-        self._parameters: list[nn.Parameter] = []
-
-    def bind(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Say whose gradients are kept from now on.
-
-        Raises:
-            StateError: Gradients of other parameters are kept.
-        """
-        if self.by_replica and list(map(id, parameters)) != list(map(id, self._parameters)):
-            raise StateError(
-                "A container must keep its parameters between `no_sync()` and the backward pass "
-                "that merges, but they were replaced. Merge first, or call `zero_grad()`."
-            )
-        self._parameters = list(parameters)
-
-    def add(self, replica: int, gradients: Gradients) -> None:
-        """Add to what is kept of ``replica``."""
-        held = self.by_replica.get(replica)
-        self.by_replica[replica] = gradients if held is None else add_gradients(held, gradients)
-
-    def added_to(self, own: Gradients | None, replica: int) -> Gradients | None:
-        """Return the sum of ``own`` and what is kept, which a failure elsewhere leaves whole."""
-        held = self.by_replica.get(replica)
-        if held is None:
-            return own
-        if own is None:
-            return [None if each is None else each.clone() for each in held]
-        return add_gradients(own, held)
-
-    def merge(self) -> None:
-        """Add everything to the parameters' own gradients, in the order of the replicas."""
-        for _, gradients in sorted(self.by_replica.items()):
-            for parameter, gradient in zip(self._parameters, gradients, strict=True):
-                if gradient is not None:
-                    _add_to_grad(parameter, gradient)
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self.by_replica.clear()
 
 
 @dataclass
@@ -126,8 +77,6 @@ class Graph:
         executor: Who runs the parts.
         parts: Nested inputs by replica; None for those that take no part.
         run: The module's forward pass.
-        held: Gradients kept by replica; they are added to those that are merged next.
-        hold: Keep this pass's gradients there, instead of merging them.
         inputs: See `ForwardTask`.
 
     Attributes:
@@ -143,14 +92,11 @@ class Graph:
         parts: Sequence[Nested | None],
         run: RunPart,
         *,
-        held: HeldGradients,
-        hold: bool,
         inputs: Inputs | None,
     ) -> None:
         _refuse_tangents(executor.parameters, parts)
         self._executor = executor
         self._run = run
-        self._held, self._hold = held, hold
         self._inputs = inputs
         self._records = torch.is_grad_enabled()
         self.modes = CallerModes.capture(executor.devices)
@@ -228,32 +174,19 @@ class Graph:
                 "has freed it. Call the first one with retain_graph=True."
             )
         self._check_inputs()
-        whole = self._reaches_all_parameters()
-        hold, merge = self._hold and whole, whole and not self._hold
         members = self._members(grads)
-        result = self._run_backward(grads, members, keep_graph, hold=hold, merge=merge)
+        result = self._run_backward(grads, members, keep_graph)
         if result.drew:
             advance_process_generator()
-        if hold:
-            self._keep(result)
-        if merge:
-            self._held.clear()
         if set(members) == set(self._given):
             self._tell_seconds(result.seconds)
-        gradients = self._input_gradients(result)
-        gradients += [None] * len(self._trainable) if hold else self._merged(result, merge)
+        gradients = self._input_gradients(result) + self._parameter_gradients(result)
         if not keep_graph:
             self._graphs.clear()
         return gradients
 
     def _run_backward(
-        self,
-        grads: Sequence[Tensor | None],
-        members: Sequence[int],
-        keep_graph: bool,
-        *,
-        hold: bool,
-        merge: bool,
+        self, grads: Sequence[Tensor | None], members: Sequence[int], keep_graph: bool
     ) -> RunResult:
         executor = self._executor
         own: dict[int, dict[int, Tensor]] = {replica: {} for replica in members}
@@ -265,7 +198,6 @@ class Graph:
             for replica in range(len(executor))
         ]
         task = BackwardTask(keep_graph)
-        changed = merge and self._held.by_replica
         with torch.enable_grad():  # gradients are asked for
             return executor.run(
                 batches,
@@ -274,8 +206,6 @@ class Graph:
                 seed=(seed_of_process(), _BACKWARD),
                 pinned=True,
                 backward=True,
-                gradient_hook=self._with_held if changed else None,
-                adds=not hold,
             )
 
     def _check_inputs(self) -> None:
@@ -286,34 +216,10 @@ class Graph:
                 "first."
             )
 
-    def _reaches_all_parameters(self) -> bool:
-        """Tell whether the pass is one for all parameters, not `autograd.grad` for some tensors.
-
-        Only such a pass keeps or takes over what is held.
-        """
-        if not (self._hold or self._held.by_replica):
-            return True
-        return all(_is_reached(p) for p in self._executor.parameters if id(p) in self._trainable)
-
     def _members(self, grads: Sequence[Tensor | None]) -> list[int]:
         """Return the replicas whose outputs got a gradient."""
         pairs = zip(self._connected, grads, strict=True)
         return list(dict.fromkeys(replica for (replica, _), grad in pairs if grad is not None))
-
-    def _with_held(self, replica: int, own: Gradients | None) -> Gradients | None:
-        return self._held.added_to(own, replica)
-
-    def _keep(self, result: RunResult) -> None:
-        found = {node.index: own for node, own in result.sums.items() if own is not None}
-
-        def add(replica: int) -> None:
-            if replica in found:
-                own = found[replica].gradients
-                if not self._executor.keeps_gradients:
-                    own = [None if each is None else each.clone() for each in own]
-                self._held.add(replica, own)
-
-        self._executor.each(add)
 
     def _tell_seconds(self, backward_s: Sequence[float]) -> None:
         observe, self._observe = self._observe, None
@@ -329,19 +235,14 @@ class Graph:
             gradients += [None if own is None else own.to(leaf.device) for leaf, own in pairs]
         return gradients
 
-    def _merged(self, result: RunResult, merge: bool) -> Gradients:
-        """Return the sums for those parameters that autograd asks for.
-
-        What was held of a parameter that was frozen since goes to its `grad` at once.
-        """
-        merged: Gradients = []
+    def _parameter_gradients(self, result: RunResult) -> Gradients:
+        """Return the sums for those parameters that autograd asks for."""
         sums = self._executor.add_gradients(result)
-        for parameter, total in zip(self._executor.parameters, sums, strict=True):
-            if id(parameter) in self._trainable:
-                merged.append(None if total is None else _shaped(total, parameter))
-            elif merge and total is not None:
-                _add_to_grad(parameter, total)
-        return merged
+        return [
+            None if total is None else _shaped(total, parameter)
+            for parameter, total in zip(self._executor.parameters, sums, strict=True)
+            if id(parameter) in self._trainable
+        ]
 
 
 class _Connect(torch.autograd.Function):
@@ -369,20 +270,6 @@ class _Connect(torch.autograd.Function):
 
 def _shaped(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
     return gradient.as_strided(parameter.shape, dense_strides(parameter))
-
-
-def _add_to_grad(parameter: nn.Parameter, gradient: Tensor) -> None:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    parameter.grad += _shaped(gradient, parameter)
-
-
-def _is_reached(parameter: Tensor) -> bool:
-    node = torch.autograd.graph.get_gradient_edge(parameter).node
-    try:
-        return will_execute(node)
-    except RuntimeError:  # what torch answers when `autograd.grad` was asked for this very leaf
-        return True
 
 
 # Any: leaves of the user's own inputs.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from phalanx.execution import (
     Executor,
@@ -37,25 +37,10 @@ def train(context: MicrobatchContext) -> None:
     context.replica.module(context.batch).sum().backward()
 
 
-def test_gradients_are_added_along_the_tree_or_left_apart(executor: Executor) -> None:
+def test_gradients_are_added_along_the_tree(executor: Executor) -> None:
     batches, weights = list(ROWS), [1.0] * 3
     whole = executor.run(batches, train, weights=weights, seed=(1,))
     (total,) = executor.add_gradients(whole)
     assert torch.equal(total, ROWS.sum(0))
-    apart = executor.run(batches, train, weights=weights, seed=(1,), adds=False)
-    found = [own.gradients[0].clone() for own in apart.sums.values()]
-    assert torch.equal(torch.stack(found), ROWS)
-
-
-def test_every_microbatchs_gradients_pass_the_hook(executor: Executor) -> None:
-    def hook(index: int, gradients: list[Tensor | None] | None) -> list[Tensor | None]:
-        if gradients is None:
-            return [torch.full((2,), 100.0)]
-        return [None if each is None else each * (index + 1) for each in gradients]
-
-    weights = [1.0, 0.0, 1.0]
-    result = executor.run(list(ROWS), train, weights=weights, seed=(1,), gradient_hook=hook)
-    (total,) = executor.add_gradients(result)
-    assert torch.equal(total, ROWS[0] + 100 + 3 * ROWS[2])
     nothing = executor.run([None] * 3, train, weights=[0.0] * 3, seed=(1,))
     assert executor.add_gradients(nothing) == [None]

@@ -358,21 +358,6 @@ def test_parameters_of_the_container_itself_are_trained() -> None:
         assert list(model.state_dict())[:2] == ["gate", "offset"]
 
 
-def test_they_train_beside_held_gradients_of_the_columns() -> None:
-    """The container's own parameters have gradients at once; in the end all have the same."""
-    batches = [x_of(), x_of(), x_of()]
-    with of(lambda: Gated(2), *linears(2, 4, 4)) as model:  # type: ignore[arg-type]
-        twin = copy.deepcopy(model)
-        with twin:
-            for x in batches:
-                twin(x).square().sum().backward()
-        with model.no_sync():
-            for x in batches[:2]:
-                model(x).square().sum().backward()
-        model(batches[2]).square().sum().backward()
-        assert_close(gradients(model), gradients(twin))
-
-
 def test_a_rule_that_fails_keeps_its_error_and_buffers_stay_as_they_were() -> None:
     class Breaks(ToAll):
         def merge(self, outputs: list[Tensor]) -> Tensor:
