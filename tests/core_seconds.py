@@ -107,12 +107,14 @@ def table(now: Mapping[str, float], known: Mapping[str, float]) -> Iterator[str]
 
 def main(path: Path, *, keep: bool) -> None:
     """Print a run's table and its dearest cases; ``keep``: they are those of main from now on."""
+    if not path.exists():
+        sys.exit(f"No run of tests has come to its end and left {path}: `make test` does.")
     by_folder, by_case = read(path)
     if keep:
         kept = {folder: round(seconds, 1) for folder, seconds in sorted(by_folder.items())}
         KNOWN.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
     print(*table(by_folder, json.loads(KNOWN.read_text(encoding="utf-8"))), sep="\n")
-    del by_case[OUTSIDE]
+    by_case.pop(OUTSIDE, None)
     for case, seconds in by_case.most_common(NUM_DEAREST):
         print(f"{seconds:8.1f}  {case}")
 
