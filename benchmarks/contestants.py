@@ -215,7 +215,10 @@ def _model_parallel(job: StepJob, module: nn.Module, batch: Batch) -> Iterator[S
     with ExitStack() as stack:
         for name, layer in layers.items():
             columns = stack.enter_context(phalanx.ModelParallel(dim=-1))
-            for column in phalanx.split_linear(layer, job.workers):
+            weights, biases = layer.weight.chunk(job.workers), layer.bias.chunk(job.workers)
+            for weight, bias in zip(weights, biases, strict=True):
+                column = nn.Linear(layer.in_features, len(bias))
+                column.load_state_dict({"weight": weight, "bias": bias})
                 columns.add(column, "cpu")
             module.register_module(name, columns)
         yield plain_step(module, batch)

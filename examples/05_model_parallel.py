@@ -53,6 +53,16 @@ def train(net: Net) -> float:
     return loss.item()
 
 
+def cut(layer: nn.Linear, parts: int) -> list[nn.Linear]:
+    """Cut ``layer`` along its output features into columns, with copies of its values."""
+    columns = []
+    for weight, bias in zip(layer.weight.chunk(parts), layer.bias.chunk(parts), strict=True):
+        column = nn.Linear(layer.in_features, len(bias))
+        column.load_state_dict({"weight": weight, "bias": bias})
+        columns.append(column)
+    return columns
+
+
 def main() -> None:
     """Train with and without columns."""
     torch.manual_seed(0)
@@ -60,7 +70,7 @@ def main() -> None:
     net = copy.deepcopy(twin)
 
     with phalanx.ModelParallel(dim=1) as columns:
-        for column in phalanx.split_linear(net.wide, 3):
+        for column in cut(net.wide, 3):
             columns.add(column)
         for each in (net, twin):  # the rest goes to where the columns' outputs come together
             each.to(columns.devices[0])
@@ -69,10 +79,10 @@ def main() -> None:
         print(f"loss in columns: {train(net):.6f}")
     print(f"loss of the twin: {train(twin):.6f}")
 
-    net.wide = phalanx.unsplit(columns)  # an ordinary layer again
     error = max(
         (ours - theirs).abs().max().item()
-        for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True)
+        for column, other in zip(columns.children(), cut(twin.wide, 3), strict=True)
+        for ours, theirs in zip(column.parameters(), other.parameters(), strict=True)
     )
     print(f"the same weights: {error < 1e-5}, largest difference {error:.1e}")
 

@@ -31,9 +31,6 @@ if TYPE_CHECKING:
         DataParallel,
         ModelParallel,
         OnDevice,
-        split_conv,
-        split_linear,
-        unsplit,
     )
     from phalanx.plan import Layout, Merge
     from phalanx.replicas import preserve_rng
@@ -98,9 +95,6 @@ __all__ = [
     "merge_updates",
     "preserve_rng",
     "split_batch",
-    "split_conv",
-    "split_linear",
-    "unsplit",
 ]
 
 _NAMES_BY_ROOM = {
@@ -125,9 +119,6 @@ _NAMES_BY_ROOM = {
         "DataParallel",
         "ModelParallel",
         "OnDevice",
-        "split_conv",
-        "split_linear",
-        "unsplit",
     ),
     "phalanx.plan": ("Layout", "Merge"),
     "phalanx.replicas": ("preserve_rng",),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
+from tests.columns import columns_of_layer, layer_of_columns
 from tests.conformance.containers import (
     COPIES,
     Colours,
@@ -486,7 +487,7 @@ def test_18_a_convolution_in_four_columns_equals_the_whole_one(device: torch.dev
     torch.manual_seed(0)
     layer = nn.Conv2d(3, 64, 5).double().to(device)
     model = phalanx.ModelParallel(dim=1)
-    for column, place in zip(phalanx.split_conv(layer, 4), places(device, 4), strict=True):
+    for column, place in zip(columns_of_layer(layer, 4), places(device, 4), strict=True):
         model.add(column, place)
     x = draw(3, 3, 9, 7, device=device)
     with model:
@@ -499,7 +500,7 @@ def test_18_a_convolution_in_four_columns_equals_the_whole_one(device: torch.dev
         for each in (model, layer):
             torch.optim.SGD(each.parameters(), lr=0.1).step()
         assert_close(model(x), layer(x), F64)
-        whole = phalanx.unsplit(model)
+        whole = layer_of_columns(model.children())
     assert_close(state_of(whole), state_of(layer), F64)
 
 
@@ -508,7 +509,7 @@ def test_18_columns_inside_replicas_and_replicas_inside_columns(device: torch.de
     net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6)).double().to(device)
     twin = twin_of(net)
     columns = phalanx.ModelParallel(dim=-1)
-    for column in phalanx.split_linear(net[2], [4, 2]):
+    for column in columns_of_layer(net[2], [4, 2]):
         columns.add(column, device)
     x = draw(7, 5, device=device)
     with parallel(nn.Sequential(net[0], nn.Tanh(), columns), device) as outer:
@@ -520,7 +521,7 @@ def test_18_columns_inside_replicas_and_replicas_inside_columns(device: torch.de
             weights = torch.cat([columns.get(index).weight.grad for index in range(2)])
             assert_close(weights, twin[2].weight.grad, F64)
     other = phalanx.ModelParallel(dim=-1)
-    inner = [parallel(column, device) for column in phalanx.split_linear(twin[2], [4, 2])]
+    inner = [parallel(column, device) for column in columns_of_layer(twin[2], [4, 2])]
     for each in inner:
         other.add(each, device)
     hidden = draw(7, 7, device=device)

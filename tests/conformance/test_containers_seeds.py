@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import phalanx
 from phalanx.codecs import Codec, Feedback, OneBit
 from phalanx.errors import ConfigError
+from tests.columns import columns_of_layer
 from tests.conformance.containers import (
     COPIES,
     EachOf,
@@ -153,7 +154,7 @@ def test_a_convolution_of_64_filters_in_four_columns_equals_the_unsplit_one(
     torch.manual_seed(0)
     layer = nn.Conv2d(3, 64, 11).to(device, dtype)
     model = phalanx.ModelParallel(dim=1)
-    for column, place in zip(phalanx.split_conv(layer, 4), places(device, 4), strict=True):
+    for column, place in zip(columns_of_layer(layer, 4), places(device, 4), strict=True):
         assert column.out_channels == 16
         model.add(column, place)
     x = draw(3, 3, 17, 19, device=device, dtype=dtype)

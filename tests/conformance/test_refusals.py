@@ -443,8 +443,6 @@ ROWS: list[Row] = [
         r"'cat\(0\)' can merge, but columns .* \(8, 4\), \(8, 5\)",
         options={"second": nn.Linear(7, 5)},
     ),
-    Row(NOTHING, lambda _: phalanx.split_linear(LINEAR, "3"), "`parts` must be a number"),
-    Row(NOTHING, lambda _: phalanx.unsplit(3), "`columns` must be a container of columns"),
     Row(
         NOTHING,
         lambda _: DataParallel(nn.Tanh(), 2).flat_parameters(),

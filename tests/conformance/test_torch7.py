@@ -24,8 +24,8 @@ from torch import Tensor, nn
 import phalanx
 from phalanx.compat import torch7
 from phalanx.errors import ConfigError, StateError
-from phalanx.parallel import split_linear
 from phalanx.replicas import known_devices
+from tests.columns import columns_of_layer
 from tests.conformance.containers import cpu_and_others, joined
 from tests.zoo import ACCELERATOR_FIRST
 
@@ -112,7 +112,7 @@ def data_parallel_pair():
 def model_parallel_pair():
     layer = nn.Linear(4, 3).double()
     made = torch7.ModelParallel(1)
-    for column, place in zip(split_linear(layer, [2, 1]), THREE, strict=False):
+    for column, place in zip(columns_of_layer(layer, [2, 1]), THREE, strict=False):
         made.add(column, place)
     return made, layer
 

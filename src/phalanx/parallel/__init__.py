@@ -5,7 +5,6 @@ from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.model_parallel import ModelParallel
 from phalanx.parallel.on_device import OnDevice
 from phalanx.parallel.redrawing import redraw_of, refuse_unreached
-from phalanx.parallel.split_layers import split_conv, split_linear, unsplit
 from phalanx.parallel.unwrapped import Unwrapped
 
 __all__ = [
@@ -17,7 +16,4 @@ __all__ = [
     "join_columns",
     "redraw_of",
     "refuse_unreached",
-    "split_conv",
-    "split_linear",
-    "unsplit",
 ]

@@ -17,8 +17,7 @@ class ModelParallel(AbstractParallel):
 
     The gradient of the input is the sum of the columns'. Columns run at the same time, each on its
     device, and are trained in place. They may return nested outputs, of the same structure: leaf by
-    leaf, tensors are concatenated; of other values the first column's is taken. `split_linear` and
-    `split_conv` cut an ordinary layer into columns, and `unsplit` puts it back together.
+    leaf, tensors are concatenated; of other values the first column's is taken.
 
     Columns must not change their input in place: on one device it is the same memory for all.
 
@@ -34,21 +33,17 @@ class ModelParallel(AbstractParallel):
         StateError: It is called without columns.
         UnsupportedError: In a second derivative (``create_graph=True``).
 
-    Determinism: bitwise equal from run to run. Equal to the unsplit layer within float rounding:
+    Determinism: bitwise equal from run to run. Equal to the uncut layer within float rounding:
     the input's gradient is summed over outputs in another order, and matrix products of another
     size may be computed in another order.
 
     Example:
         >>> import torch
         >>> from torch import nn
-        >>> from phalanx import split_linear
-        >>> layer = nn.Linear(4, 5)
-        >>> model = ModelParallel(dim=-1)
-        >>> for column in split_linear(layer, [3, 2]):
-        ...     _ = model.add(column)
+        >>> model = ModelParallel(dim=-1).add(nn.Linear(4, 3)).add(nn.Linear(4, 2))
         >>> with model:
-        ...     torch.allclose(model(torch.ones(2, 4)), layer(torch.ones(2, 4)))
-        True
+        ...     model(torch.ones(2, 4)).shape
+        torch.Size([2, 5])
 
     Source: fbcunn's ModelParallel; unlike it, columns may lie on any devices, and summing the
     input's gradients does not change the columns' own.

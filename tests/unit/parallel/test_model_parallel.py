@@ -12,7 +12,7 @@ from phalanx.errors import ConfigError, StateError
 from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.model_parallel import ModelParallel
 from phalanx.parallel.on_device import OnDevice
-from phalanx.parallel.split_layers import split_conv, split_linear, unsplit
+from tests.columns import columns_of_layer, layer_of_columns
 
 MEETING_S = 30.0
 
@@ -49,7 +49,7 @@ class TestSplitConvolution:
         conv = nn.Conv2d(3, 64, 11, dtype=dtype)
         x = torch.randn(5, 3, 17, 17, dtype=dtype, requires_grad=True)
         own = x.detach().clone().requires_grad_()
-        columns = split_conv(conv, parts)
+        columns = columns_of_layer(conv, parts)
         with columns_of(columns) as model:
             expected, output = conv(x), model(own)
             grad = torch.randn_like(expected) / expected[0].numel()
@@ -62,23 +62,23 @@ class TestSplitConvolution:
             assert errors([gradient], [getattr(conv, key).grad]) < bound
         for net in (conv, model):
             torch.optim.SGD(net.parameters(), lr=0.1).step()
-        back = unsplit(model)
+        back = layer_of_columns(model.children())
         assert errors(back.parameters(), conv.parameters()) < bound
 
     def test_trained_columns_come_back_as_the_twins_layer(self):
         twin = nn.Linear(3, 5)
         batches = batches_of(7)
-        with columns_of(split_linear(twin, 3), -1) as model:
+        with columns_of(columns_of_layer(twin, 3), -1) as model:
             train(model, batches)
         train(twin, batches)
-        assert errors(unsplit(model).parameters(), twin.parameters()) < 1e-6
+        assert errors(layer_of_columns(model.children()).parameters(), twin.parameters()) < 1e-6
 
 
 class TestNested:
     def test_replicas_of_a_model_with_columns(self):
         twin = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 5))
         net = copy.deepcopy(twin)
-        net[0] = columns_of(split_linear(net[0], [4, 1, 2]), -1)
+        net[0] = columns_of(columns_of_layer(net[0], [4, 1, 2]), -1)
         batches = batches_of(7)
         with DataParallel(net, ["cpu"] * 3) as model:
             train(model, batches)
@@ -94,7 +94,7 @@ class TestNested:
             replicas = DataParallel(column, ["cpu"] * 2)
             return replicas if wrap == "the column" else nn.Sequential(replicas, nn.Identity())
 
-        columns = split_linear(net[0], [4, 1, 2])
+        columns = columns_of_layer(net[0], [4, 1, 2])
         with columns_of(map(replicated, columns), -1) as first:
             net[0] = first
             batches = batches_of(7)
@@ -104,8 +104,8 @@ class TestNested:
 
     def test_columns_of_columns_and_pinned_ones(self):
         twin = nn.Linear(3, 5)
-        left, right = split_linear(twin, 2)
-        with columns_of(split_linear(left, 2), -1) as inner:
+        left, right = columns_of_layer(twin, 2)
+        with columns_of(columns_of_layer(left, 2), -1) as inner:
             batches = batches_of(3)
             with columns_of([inner, OnDevice(right, "cpu")], -1) as model:
                 train(model, batches)
@@ -116,7 +116,7 @@ class TestNested:
 
 def unmerged(twin: nn.Sequential) -> list[torch.Tensor]:
     """Return the twin's parameters, those of its first layer cut as the columns' are."""
-    first = [p for column in split_linear(twin[0], [4, 1, 2]) for p in column.parameters()]
+    first = [p for column in columns_of_layer(twin[0], [4, 1, 2]) for p in column.parameters()]
     return [*first, *twin[2].parameters()]
 
 
@@ -208,12 +208,12 @@ class TestContainer:
 
     def test_state_is_saved_and_loaded(self):
         layer = nn.Linear(3, 5)
-        with columns_of(split_linear(layer, 2), -1) as model:
+        with columns_of(columns_of_layer(layer, 2), -1) as model:
             assert list(model.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
             file = io.BytesIO()
             torch.save(model.state_dict(), file)
             file.seek(0)
-            with columns_of(split_linear(nn.Linear(3, 5), 2), -1) as other:
+            with columns_of(columns_of_layer(nn.Linear(3, 5), 2), -1) as other:
                 other.load_state_dict(torch.load(file))
                 x = torch.randn(4, 3)
                 assert torch.equal(other(x), model(x))
@@ -231,7 +231,7 @@ class TestContainer:
     @pytest.mark.gpu
     def test_columns_on_the_gpu_and_the_cpu(self, gpu):
         layer = nn.Linear(3, 5)
-        left, right = split_linear(layer, 2)
+        left, right = columns_of_layer(layer, 2)
         x = torch.randn(4, 3, requires_grad=True)
         with ModelParallel(-1).add(left, gpu).add(right, "cpu") as model:
             output = model(x)
