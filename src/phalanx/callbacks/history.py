@@ -1,10 +1,9 @@
-"""What the events of a training leave behind: its curve, its epochs and its last steps in full."""
+"""What the events of a training leave behind: its curve and its epochs."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["EpochMeans", "History", "Totals"]
-
-# Spans are by far the largest part of an event; more steps than this would not fit into a figure.
-_NUM_LAST_STEPS = 12
 
 
 @dataclass
@@ -76,13 +72,12 @@ class Totals:
 
 
 class History:
-    """A callback that keeps the curve of a training, its epochs, and its last steps in full.
+    """A callback that keeps the curve of a training and its epochs.
 
     Attributes:
         losses: The loss of each step since it was first called; that of step s is at index s - 1
             where that was at the run's beginning.
         epochs: The finished epochs.
-        last_steps: The last few events, with their spans.
         totals: Sums over this process.
 
     Example:
@@ -95,7 +90,6 @@ class History:
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.epochs: list[EpochMeans] = []
-        self.last_steps: deque[StepDone] = deque(maxlen=_NUM_LAST_STEPS)
         self.totals = Totals()
         self._trainer: AttachedTrainer | None = None
         self._writes = True  # noted in each `fit`: a plot comes when the ranks' group may be gone
@@ -108,11 +102,10 @@ class History:
     def _clear(self) -> None:
         self.losses.clear()
         self.epochs.clear()
-        self.last_steps.clear()
         self.totals = Totals()
 
     def plot(self, path: str | Path | None = None, *, title: str = "Training") -> Figure:
-        """Draw the losses, the accuracy if there is one, and what each replica did at last.
+        """Draw the losses, and the accuracy if there is one.
 
         Args:
             path: A PNG file to be written, by the first of the ranks.
@@ -165,9 +158,6 @@ class History:
             self._writes = self._trainer is None or self._trainer.is_first_rank
         elif isinstance(event, StepDone):
             self.losses.append(event.loss)
-            if self.last_steps and len(self.last_steps[-1].shares) != len(event.shares):
-                self.last_steps.clear()  # the run was resized, and a figure has one row a replica
-            self.last_steps.append(event)
             self.totals.add(event, now_s())
         elif isinstance(event, EpochDone):
             self.totals.interrupt()

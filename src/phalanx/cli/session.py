@@ -298,7 +298,7 @@ class Session:
             self.console.print(f"training.png is not written: {error}")
 
     def _write_trace(self) -> None:
-        if self.trace is None or not self.history.last_steps:
+        if self.trace is None or not self.history.totals.samples:
             return
         try:
             self.trace.write()

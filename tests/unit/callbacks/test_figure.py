@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from phalanx.callbacks import History, draw_training
-from phalanx.callbacks.figure import lay_out_timeline, smooth
+from phalanx.callbacks.figure import smooth
 from tests.unit.callbacks.events import epoch_done, step_done
 
 
@@ -73,31 +73,3 @@ def test_what_is_not_finite_is_left_out():
     values = [1.0] * 40 + [math.nan] + [1.0] * 40
     assert smooth(values).tolist() == [1.0] * 81
     assert np.isnan(smooth([math.nan])).all()
-
-
-def test_a_timeline_begins_with_its_first_span():
-    timeline = lay_out_timeline([step_done(3), step_done(4)])
-    assert timeline.num_replicas == 2
-    assert timeline.step_starts == ((3, 0.0), (4, pytest.approx(100.0)))
-    replica, microbatch, start_ms, length_ms = timeline.spans[1]
-    assert (replica, microbatch) == (0, None)
-    assert (start_ms, length_ms) == (pytest.approx(70.0), pytest.approx(20.0))
-    assert timeline.busy == pytest.approx((0.8, 0.8))
-
-
-@pytest.mark.parametrize(
-    ("steps", "shown"),
-    [
-        ([], []),
-        (range(1, 4), [1, 2, 3]),
-        (range(1, 11), [5, 6, 7, 8, 9, 10]),
-        (range(8, 13), [11, 12]),  # step 11 begins an epoch: a test lies before it
-    ],
-)
-def test_a_timeline_holds_the_last_steps_without_a_pause(steps, shown):
-    timeline = lay_out_timeline([step_done(step) for step in steps])
-    assert [step for step, _ in timeline.step_starts] == shown
-
-
-def test_steps_without_spans_are_passed_over():
-    assert lay_out_timeline([step_done(1, spans=())]).spans == ()

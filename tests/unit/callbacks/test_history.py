@@ -43,13 +43,6 @@ def test_a_loss_that_json_cannot_hold_comes_back_as_not_a_number():
     assert math.isnan(history.losses[0])
 
 
-def test_only_the_last_steps_are_kept_in_full():
-    history = played(200)
-    assert len(history.losses) == 200
-    assert len(history.last_steps) < 20
-    assert history.last_steps[-1].step == 200
-
-
 def test_totals_count_what_lies_between_steps_but_not_tests():
     totals = Totals()
     totals.add(step_done(1), 1.0)  # 0.1 s: nothing is known of what was before
@@ -108,7 +101,7 @@ def test_what_is_no_history_is_refused_and_changes_nothing(change):
 def test_a_history_of_another_trainer_begins_anew():
     history = played(20)
     history.attach(SimpleNamespace(is_first_rank=True))
-    assert history.losses == history.epochs == [*history.last_steps] == []
+    assert history.losses == history.epochs == []
 
 
 def test_a_plot_is_a_file_of_the_first_rank_and_a_figure_for_all(tmp_path):
