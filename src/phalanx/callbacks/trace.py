@@ -17,11 +17,8 @@ from typing import Any
 
 from phalanx.callbacks.events import (
     AttachedTrainer,
-    EpochDone,
     FitBegun,
     FitEnded,
-    FormationChosen,
-    RanksChanged,
     StepDone,
     WorkerLost,
 )
@@ -45,10 +42,10 @@ TraceEvent = dict[str, Any]
 class Trace:
     """A callback that writes a trace for https://ui.perfetto.dev or chrome://tracing.
 
-    It has a row for the steps and one for each replica, with each microbatch, its part of the sum
-    and of the optimizer's step; lost workers, changes of ranks and ends of epochs; curves of loss
-    and speed. The file is written at the end of each `fit`, also of one that fails, and replaces an
-    earlier trace. On ranks the first one writes, of its own replicas.
+    It has a row for the steps, one for each replica, with each microbatch, its part of the sum and
+    of the optimizer's step, and one for lost workers. The file is written at the end of each `fit`,
+    also of one that fails, and replaces an earlier trace. On ranks the first one writes, of its own
+    replicas.
 
     Args:
         path: The file; its folder is made when it is needed.
@@ -66,20 +63,20 @@ class Trace:
         self._most_steps = read_count("most_steps", most_steps, 1, "step")
         # Each with the moment in which it was told.
         self._steps: deque[tuple[float, StepDone]] = deque(maxlen=self._most_steps)
-        self._rest: deque[tuple[float, object]] = deque(maxlen=self._most_steps)
+        self._lost: deque[tuple[float, WorkerLost]] = deque(maxlen=self._most_steps)
 
     def attach(self, trainer: AttachedTrainer) -> None:
         """Begin anew, with the training of ``trainer``."""
         self._trainer = trainer
         self._steps.clear()
-        self._rest.clear()
+        self._lost.clear()
 
     def __call__(self, event: object) -> None:
         """Keep one event; nothing is written before the end."""
         if isinstance(event, StepDone):
             self._steps.append((now_s(), event))
-        elif isinstance(event, (WorkerLost, RanksChanged, EpochDone, FormationChosen)):
-            self._rest.append((now_s(), event))
+        elif isinstance(event, WorkerLost):
+            self._lost.append((now_s(), event))
         elif isinstance(event, FitBegun):
             self._refuse_other_files()
         elif isinstance(event, FitEnded):
@@ -90,7 +87,7 @@ class Trace:
         if not self._steps or not is_writer(self._trainer):
             return
         self._refuse_other_files()
-        events = lay_out_trace(self._steps, self._rest)
+        events = lay_out_trace(self._steps, self._lost)
         text = json.dumps({"traceEvents": events}, separators=(",", ":"), allow_nan=False)
         with writing_to(self._path), written_whole(self._path) as draft:
             draft.write_text(f"{_MARK},{text[1:]}\n", encoding="utf-8")
@@ -108,9 +105,9 @@ class Trace:
 
 
 def lay_out_trace(
-    steps: Iterable[tuple[float, StepDone]], rest: Iterable[tuple[float, object]]
+    steps: Iterable[tuple[float, StepDone]], lost: Iterable[tuple[float, WorkerLost]]
 ) -> list[TraceEvent]:
-    """Return trace events of steps and other events, each with the moment in which it was told.
+    """Return trace events of steps and lost workers, each with the moment in which it was told.
 
     Times are microseconds since the first of all. What was told of longer ago than the first step
     is left out.
@@ -122,9 +119,7 @@ def lay_out_trace(
     found = [*_named_rows(sorted(replicas))]
     for told_s, step in steps:
         found += _of_step(step, told_s, origin_s)
-    for told_s, event in rest:
-        if told_s >= origin_s:
-            found.append(_of_other(event, told_s, origin_s))
+    found += [_of_loss(loss, told_s, origin_s) for told_s, loss in lost if told_s >= origin_s]
     return found
 
 
@@ -156,36 +151,17 @@ def _of_step(step: StepDone, told_s: float, origin_s: float) -> Iterator[TraceEv
         name = _name_of(span.microbatch)
         row = _FIRST_REPLICA + span.replica
         yield _slice(row, name, span.start_s, span.stop_s, origin_s, {"step": step.step})
-    speed = step.samples / step.seconds if step.seconds else math.nan
-    for name, value in (("loss", step.loss), ("samples per second", speed)):
-        if math.isfinite(value):
-            at = _microseconds(stop_s - origin_s)
-            yield {"ph": "C", "pid": _PROCESS, "name": name, "ts": at, "args": {name: value}}
 
 
-def _of_other(event: object, told_s: float, origin_s: float) -> TraceEvent:
-    if isinstance(event, WorkerLost):
-        told = {
-            "process": event.pid,
-            "reason": event.reason,
-            "microbatch": event.microbatch,
-            "step": event.step,
-        }
-        begun_s = max(origin_s, told_s - event.seconds)
-        return _slice(_LOST, f"worker {event.worker} lost", begun_s, told_s, origin_s, told)
-    told, name = {}, type(event).__name__
-    if isinstance(event, EpochDone):
-        name = f"end of epoch {event.epoch}"
-        means = {"train": event.train, "validation": event.validation or {}}
-        told = {f"{kind} {each}": value for kind, of in means.items() for each, value in of.items()}
-    elif isinstance(event, RanksChanged):
-        name = "ranks changed"
-        told = {"lost": list(event.lost), "came": list(event.came), "ranks": list(event.ranks)}
-    elif isinstance(event, FormationChosen):
-        name, told = "formation chosen", {"replicas": event.replicas, "reason": event.reason}
-    at = _microseconds(told_s - origin_s)
-    place = {"ph": "i", "s": "p", "pid": _PROCESS, "tid": _STEPS}
-    return {**place, "name": name, "ts": at, "args": _finite(told)}
+def _of_loss(loss: WorkerLost, told_s: float, origin_s: float) -> TraceEvent:
+    told = {
+        "process": loss.pid,
+        "reason": loss.reason,
+        "microbatch": loss.microbatch,
+        "step": loss.step,
+    }
+    begun_s = max(origin_s, told_s - loss.seconds)
+    return _slice(_LOST, f"worker {loss.worker} lost", begun_s, told_s, origin_s, told)
 
 
 def _slice(

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import phalanx
-from phalanx.callbacks import RanksChanged, Trace, WorkerLost
+from phalanx.callbacks import Trace, WorkerLost
 from phalanx.callbacks.trace import lay_out_trace
 from phalanx.errors import ConfigError
-from tests.unit.callbacks.events import epoch_done, fit_begun, fit_ended, step_done
+from tests.unit.callbacks.events import fit_begun, fit_ended, step_done
 
 STEPS, LOST, REPLICA_0, REPLICA_1 = range(4)
 
@@ -42,8 +42,6 @@ def test_steps_and_spans_are_slices_of_their_rows():
     ]
     names = {each["tid"]: each["args"]["name"] for each in events if each["name"] == "thread_name"}
     assert names == {0: "steps", 1: "lost workers", 2: "replica 0", 3: "replica 1"}
-    curves = [(each["name"], each["args"]) for each in events if each["ph"] == "C"]
-    assert curves[:2] == [("loss", {"loss": 1.0}), ("samples per second", {curves[1][0]: 80.0})]
 
 
 def test_a_lost_worker_is_a_slice_from_its_notice_on():
@@ -55,17 +53,6 @@ def test_a_lost_worker_is_a_slice_from_its_notice_on():
     ]
     found = next(each for each in events if each["name"] == "worker 1 lost")
     assert found["args"] == {"process": 7, "reason": "died", "microbatch": 3, "step": 3}
-
-
-def test_epochs_and_ranks_are_instants():
-    changed = RanksChanged(step=2, rank=0, ranks=(0, 2), pids=(7, 9), lost=(1,), came=())
-    means = {"loss": math.nan, "accuracy": 0.5}
-    rest = [(0.3, changed), (0.4, epoch_done(1, train=means, validation=None))]
-    events = lay_out_trace([(0.2, step_done(1))], rest)
-    assert [(each["name"], each["ts"], each["args"]) for each in events if each["ph"] == "i"] == [
-        ("ranks changed", pytest.approx(200_000), {"lost": [1], "came": [], "ranks": [0, 2]}),
-        ("end of epoch 1", pytest.approx(300_000), {"train accuracy": 0.5}),
-    ]
 
 
 def test_a_step_without_spans_is_placed_by_the_moment_in_which_it_was_told():
