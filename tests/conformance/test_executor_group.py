@@ -420,7 +420,7 @@ def test_forward_reshapes_by_itself():
 
 # --- forward_types --------------------------------------------------------------------------------
 
-Batch = namedtuple("Batch", ["data", "label", "pad", "weights"], defaults=[None, 0, None])
+Batch = namedtuple("Batch", ["data", "label", "pad"], defaults=[None, 0])
 
 
 def numpy_of(x: Tensor) -> Any:

@@ -119,13 +119,11 @@ def test_states_are_told_for_what_forward_took_with_padded_rows():
 # --- MXNet's names --------------------------------------------------------------------------------
 
 
-def test_a_batch_by_mxnets_positions_has_an_index_and_no_weights():
+def test_a_batch_by_mxnets_positions_has_an_index():
     batch = mxnet.DataBatch([X], [Y], 2, torch.arange(7))
-    assert batch.weights is None
     assert batch.pad == 2
     by_name = mxnet.DataBatch(data=[X], label=[Y], pad=None, index=None, provide_data=[])
     assert by_name.pad == 0
-    assert mxnet.DataBatch([X], [Y], weights=[1] * 7).weights == [1] * 7
     with group_of(Loss(), DATA, label_shapes=[labels_desc(7)]) as group:
         mean = MeanMetric().set_dtype(F64)
         group.forward(batch)

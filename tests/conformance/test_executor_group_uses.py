@@ -1,4 +1,4 @@
-"""Uses of a group that MXNet's tests did not ask for: weights, several outputs, lists, auto."""
+"""Uses of a group that MXNet's tests did not ask for: several outputs, lists, auto."""
 
 from __future__ import annotations
 
@@ -34,12 +34,6 @@ from tests.zoo import assert_close, gradients_of
 pytestmark = [pytest.mark.devices, pytest.mark.promise("executor-groups")]
 
 
-class Weighted(Net):
-    def forward(self, data: Tensor, label: Tensor, weights: Tensor) -> Tensor:
-        losses = F.cross_entropy(super().forward(data), label, reduction="none")
-        return (losses * weights).sum() / weights.sum()
-
-
 class Both(Net):
     """Its loss and its scores, as many users' models return them."""
 
@@ -47,18 +41,6 @@ class Both(Net):
         scores = super().forward(data)
         loss = scores.sum() * 0 if label is None else F.cross_entropy(scores, label)
         return {"loss": loss, "scores": scores}
-
-
-def test_weights_reach_the_module_and_its_loss_stands_for_their_sum():
-    net, twin = Weighted(), Weighted()
-    x, y, w = draw(15, 5), classes(15), draw(15, seed=3).exp()
-    with group_of(net, desc("data", 15, 5), label_shapes=[labels_desc(15)]) as group:
-        group.forward(DataBatch(x, y, pad=2, weights=w))
-        group.backward()
-        expected = twin(x[:13], y[:13], w[:13])
-        expected.backward()
-        assert_close(group.get_outputs()[0], expected.detach(), F64)
-    assert_close(gradients_of(net), gradients_of(twin), F64)
 
 
 def test_a_loss_beside_scores_is_what_is_differentiated_and_scores_are_measured():

@@ -97,9 +97,7 @@ class DataBatch:
         label: Likewise; None where there are none.
         pad: How many of the last rows only fill the batch up. They count nowhere: not in outputs,
             gradients, statistics or metrics.
-        index: MXNet's, like all that follow it but ``weights``; taken and not used.
-        weights: One per row, [B], for a module whose forward has an argument ``weights``; its
-            losses stand for their sum.
+        index: MXNet's, like all that follow it; taken and not used.
 
     Example:
         >>> batch = DataBatch([torch.ones(4, 2)], [torch.tensor([0, 1, 1, 0])], pad=1)
@@ -117,14 +115,12 @@ class DataBatch:
         bucket_key: Any = None,
         provide_data: Any = None,
         provide_label: Any = None,
-        *,
-        weights: Any = None,
     ) -> None:
         del bucket_key, provide_data, provide_label
         by_scala = pad is None and isinstance(index, Integral)
         if by_scala or isinstance(pad, (list, tuple, np.ndarray, Tensor)):
             pad = index
-        self.data, self.label, self.weights = data, label, weights
+        self.data, self.label = data, label
         self.pad = 0 if pad is None else pad
 
     def __repr__(self) -> str:

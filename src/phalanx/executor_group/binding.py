@@ -26,8 +26,6 @@ from phalanx.types import Nested
 
 __all__ = ["Binding", "Fed", "Share", "as_batch", "is_batch", "resized"]
 
-_WEIGHTS = "weights"
-
 
 @dataclasses.dataclass(frozen=True)
 class Share:
@@ -35,7 +33,6 @@ class Share:
 
     data: dict[str, Tensor]
     labels: dict[str, Tensor]
-    weights: Tensor | None
     rows: int
 
 
@@ -45,7 +42,6 @@ class Fed:
 
     data: dict[str, Tensor]
     labels: dict[str, Tensor]
-    weights: Tensor | None
     rows: int
     pad: int
 
@@ -127,7 +123,7 @@ class Binding:
         """Read one batch in any of its forms.
 
         Raises:
-            ConfigError: Names, number of dims, rows, dtypes, pad or weights do not fit.
+            ConfigError: Names, number of dims, rows, dtypes or pad do not fit.
         """
         batch = as_batch(batch, self)
         data = self.read_data(batch.data)
@@ -135,12 +131,8 @@ class Binding:
         labels = {} if given is None else self.read_labels(given)
         rows = _rows_of({**data, **labels}, (*self.data, *self.labels), self.batch_size)
         pad = _read_pad(batch.pad, rows)
-        weights = None if batch.weights is None else _read_weights(batch.weights, rows)
-        states = [each.name for each in self.states]
-        self.signature.check_fed(
-            {*data, *labels, *states, *([] if weights is None else [_WEIGHTS])}
-        )
-        return Fed(data, labels, weights, rows, pad)
+        self.signature.check_fed({*data, *labels, *(each.name for each in self.states)})
+        return Fed(data, labels, rows, pad)
 
     def read_data(self, given: Nested) -> dict[str, Tensor]:
         """Read inputs by name; see :meth:`read`."""
@@ -154,10 +146,7 @@ class Binding:
         """Cut off padded rows, and the rest into ``sizes``; all are views."""
         data = _cut(fed.data, self.data, sizes)
         labels = _cut(fed.labels, self.labels, sizes)
-        weights: list[Tensor | None] = [None] * len(sizes)
-        if fed.weights is not None:
-            weights = list(_split(fed.weights, 0, sizes))
-        return [Share(data[i], labels[i], weights[i], size) for i, size in enumerate(sizes)]
+        return [Share(data[i], labels[i], size) for i, size in enumerate(sizes)]
 
     def cut_labels(self, given: Nested, sizes: Sequence[int], pad: int) -> list[dict[str, Tensor]]:
         """Read labels alone and cut them; padded rows may be there or not.
@@ -236,17 +225,6 @@ class Binding:
         """Return the arguments of the module's forward for ``share``, with ``data`` as its data."""
         return self.signature.arguments(share, data, states)
 
-    @property
-    def feeds_weights(self) -> bool:
-        """Whether the module gets the weights of rows."""
-        return self.signature.names is not None and _WEIGHTS in self.signature.names
-
-    def stands_for(self, share: Share) -> float:
-        """Return what a device's loss is the mean over."""
-        if share.weights is None or not self.feeds_weights:
-            return share.rows
-        return float(share.weights.sum())
-
     def of_rows(self, rows: int) -> Binding:
         """Return the binding to ``rows`` rows."""
         data, labels, states = (
@@ -302,7 +280,7 @@ class _Signature:
                     f"`data_shapes` must name arguments of the module's forward, but names "
                     f"{desc.name!r}. It takes {told}."
                 )
-        given = {_WEIGHTS, *(desc.name for desc in (*data, *labels, *states))}
+        given = {*(desc.name for desc in (*data, *labels, *states))}
         lacking = [name for name in self.needed if name not in given]
         if lacking:
             raise ConfigError(
@@ -312,7 +290,7 @@ class _Signature:
             )
 
     def check_fed(self, given: Iterable[str]) -> None:
-        """Refuse a batch without labels or weights that the module's forward cannot do without."""
+        """Refuse a batch without labels that the module's forward cannot do without."""
         lacking = [name for name in self.needed if name not in given]
         if lacking:
             raise ConfigError(
@@ -329,10 +307,7 @@ class _Signature:
         if self.names is None:
             return (*data.values(), *states.values())
         labels = {name: value for name, value in share.labels.items() if self.takes(name)}
-        given = {**data, **labels, **states}
-        if share.weights is not None and _WEIGHTS in self.names:
-            given.setdefault(_WEIGHTS, share.weights)
-        return given
+        return {**data, **labels, **states}
 
 
 # Any: whatever the user gave.
@@ -346,8 +321,7 @@ def is_batch(value: Any) -> bool:
 def as_batch(value: Any, binding: Binding) -> DataBatch:
     """Read a batch: one already, or an object alike, or its data, with labels if by name."""
     if is_batch(value):
-        label, pad = getattr(value, "label", None), getattr(value, "pad", None)
-        return DataBatch(value.data, label, pad, weights=getattr(value, "weights", None))
+        return DataBatch(value.data, getattr(value, "label", None), getattr(value, "pad", None))
     if isinstance(value, Mapping):
         names = {each.name for each in binding.labels}
         labels = {name: each for name, each in value.items() if name in names}
@@ -437,20 +411,6 @@ def _read_pad(given: Any, rows: int) -> int:  # Any: whatever the user wrote
             f"`pad` must be a number of rows from 0 to {most}, which leaves one, but is {pad!r}."
         )
     return pad
-
-
-def _read_weights(given: Any, rows: int) -> Tensor:  # Any: whatever the user wrote
-    weights = read_tensor(_WEIGHTS, given).detach()
-    if tuple(weights.shape) != (rows,) or weights.is_complex():
-        raise ConfigError(
-            f"`weights` must hold one real weight for each row, shape ({rows},), but has shape "
-            f"{tuple(weights.shape)} of {weights.dtype}."
-        )
-    if not bool((torch.isfinite(weights) & (weights >= 0)).all()):
-        raise ConfigError(
-            f"`weights` must hold finite weights of at least 0, but is {weights!r:.80}."
-        )
-    return weights
 
 
 def resized(desc: DataDesc, rows: int) -> DataDesc:

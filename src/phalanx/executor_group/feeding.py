@@ -30,14 +30,12 @@ class Feed:
         shares: What each device is given.
         leaves: The data by device as its module gets them.
         parts: All arguments of the module's forward by device; None for one that rests.
-        stands_for: What a loss of each device is the mean over.
         axis: The data's batch axis.
     """
 
     shares: list[Share]
     leaves: list[dict[str, Tensor]]
     parts: list[Nested]
-    stands_for: list[float]
     axis: int
 
     @property
@@ -74,7 +72,7 @@ def _read_list(
     shares, pads, rows = [], [], 0
     for batch in batches:
         if batch is None:
-            shares.append(Share({}, {}, None, 0))
+            shares.append(Share({}, {}, 0))
             pads.append(0)
             continue
         fed = binding.read(batch)
@@ -126,6 +124,5 @@ def feed(
             binding.call(share, own, state) if size else None
             for share, own, state, size in zip(shares, leaves, own_states, used, strict=True)
         ],
-        stands_for=[binding.stands_for(share) for share in shares],
         axis=next((each.batch_axis for each in binding.data if each.batch_axis is not None), 0),
     )

@@ -283,7 +283,7 @@ class DataParallelExecutorGroup:
         )
 
         def read(found: Sequence[Nested]) -> list[Output]:
-            return read_outputs(found, fed.sizes, fed.stands_for, self._declared, fed.axis)
+            return read_outputs(found, fed.sizes, self._declared, fed.axis)
 
         with (
             telling_shapes(self._binding, binding),

@@ -29,7 +29,7 @@ class Output:
     Attributes:
         parts: By device; None for those that took no part.
         used: The devices that took part.
-        shares: What each part stands for: rows, or the sum of their weights; for losses.
+        rows: Of each device.
         axis: The batch axis; None: the first device's is everybody's.
         kind: "rows", "whole", "loss" (a number per device, a mean over its rows), "numbers" (a
             number that is no mean, such as a count) or "value" (no tensor).
@@ -38,7 +38,7 @@ class Output:
     name: str
     parts: tuple[Any, ...]  # Any: tensors, or whatever else the module returns
     used: tuple[int, ...]
-    shares: tuple[float, ...]
+    rows: tuple[int, ...]
     axis: int | None
     kind: str
 
@@ -118,14 +118,13 @@ class Output:
 
     def _weight(self, place: int) -> float:
         """Return what share of the whole a device's loss is; of no rows at all, it is the whole."""
-        total = sum(self.shares)
-        return self.shares[place] / total if total else float(place == self.used[0])
+        total = sum(self.rows)
+        return self.rows[place] / total if total else float(place == self.used[0])
 
 
 def read_outputs(
     found: Sequence[Nested],
     sizes: Sequence[int],
-    shares: Sequence[float],
     declared: Sequence[DataDesc],
     default_axis: int,
 ) -> list[Output]:
@@ -168,7 +167,7 @@ def read_outputs(
         kind = _kind(parts[used[0]], axis)
         if kind == "rows":
             axis = _checked_axis(name, parts, sizes, axis, desc)
-        outputs.append(Output(name, tuple(parts), used, tuple(shares), axis, kind))
+        outputs.append(Output(name, tuple(parts), used, tuple(sizes), axis, kind))
     return outputs
 
 

@@ -115,13 +115,7 @@ def _gradient(leaf: Tensor | None) -> Tensor | None:
 
 def normal_share(share: Share) -> Share:
     """Return ``share`` without tensors of inference mode, which a graph could not save."""
-    weights = share.weights
-    return Share(
-        _normal(share.data),
-        _normal(share.labels),
-        None if weights is None else savable(weights),
-        share.rows,
-    )
+    return Share(_normal(share.data), _normal(share.labels), share.rows)
 
 
 def _normal(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
