@@ -47,7 +47,8 @@ def try_cell(python: str, torch: str, arguments: Sequence[str]) -> bool:
         subprocess.run([find_python(python), "-m", "venv", f"{folder}/venv"], check=True)
         own = f"{folder}/venv/bin/python"
         install = [own, "-m", "pip", "install", "--quiet", "--no-compile", "-c", str(constraints)]
-        subprocess.run([*install, f"torch=={torch}", ".", *TOOLS], cwd=ROOT, check=True)
+        # Editable: processes that tests start import the tree's code, as the tests do.
+        subprocess.run([*install, f"torch=={torch}", "-e", ".", *TOOLS], cwd=ROOT, check=True)
         command = [own, "-m", "pytest", "-p", "no:cacheprovider", "--color=no", *arguments]
         # Without compiled files every process would compile all that it imports.
         kept = {

@@ -77,7 +77,7 @@ HERE: dict[str, Net] = {}
 
 needs_newer_torch = pytest.mark.skipif(
     not hasattr(TorchDispatchMode, "ignore_compile_internals"),
-    reason="this version of torch cannot compile beside the modes that replicas run in",
+    reason="this torch compiles nothing within a TorchDispatchMode, which replicas run in",
 )
 
 

@@ -123,16 +123,14 @@ def test_momentum_may_begin_later_and_belongs_to_the_optimizer_of_this_process(
 def test_sgd_of_short_floats_steps_as_plain_torch(
     executor: str, momentum: float, dtype: torch.dtype
 ) -> None:
-    if torch.__version__.startswith("2.8.") and momentum and dtype == torch.bfloat16:
-        pytest.skip("torch 2.8 rounds a momentum in bfloat16 by where parameters lie in memory")
-
     def optimizer(parameters: list[nn.Parameter]) -> Optimizer:
         return SGD(parameters, lr=0.01, momentum=momentum)
 
     torch.manual_seed(5)
-    net = nn.Linear(37, 41, dtype=dtype)
+    # Whole vectors: `add_(…, alpha=)` of short floats rounds once more in what a tensor has beyond.
+    net = nn.Linear(32, 64, dtype=dtype)
     plain = copy.deepcopy(net)
-    batches = [(torch.randn(6, 37, dtype=dtype), torch.randn(6, 41, dtype=dtype))] * 3
+    batches = [(torch.randn(6, 32, dtype=dtype), torch.randn(6, 64, dtype=dtype))] * 3
     own = optimizer(list(plain.parameters()))
     for x, y in batches:
         own.zero_grad()
