@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import phalanx
+from benchmarks.models import bench_cnn, bench_gpt, bench_mlp
 from benchmarks.processes import Command, command_of
 from benchmarks.turns import Step, serve
-from phalanx.cli.models import bench_cnn, bench_gpt, bench_mlp
 from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:  # torch.distributed does not tell type checkers that it exports it

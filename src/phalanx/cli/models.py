@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from phalanx.cli.data import Data, call_without_arguments, import_attribute
 from phalanx.errors import ConfigError
 
-Batch = tuple[Tensor, Tensor]
-
 
 class GPT(nn.Module):
     """A decoder-only transformer: pre-norm blocks, learned positions, GELU, an untied head.
@@ -193,38 +191,9 @@ def draw_parameters(module: nn.Module, *, seed: int) -> nn.Module:
     return module
 
 
-def bench_mlp(*, seed: int = 0) -> tuple[nn.Module, Batch]:
-    """Build the MLP that is measured, 784-1024-1024-10, and a batch of 128 made-up images."""
-    inputs, targets = _made_up_images((128, 784), seed)
-    return draw_parameters(_mlp((784,), (1024, 1024), 10), seed=seed), (inputs, targets)
-
-
-def bench_cnn(*, seed: int = 0) -> tuple[nn.Module, Batch]:
-    """Build the CNN that is measured (3x32x32, batch norm) and a batch of 64 made-up images."""
-    inputs, targets = _made_up_images((64, 3, 32, 32), seed)
-    model = draw_parameters(_cnn((3, 32, 32), (32, 64), 256, 10), seed=seed)
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return model, (inputs.to(memory_format=torch.channels_last), targets)
-
-
-def bench_gpt(*, seed: int = 0) -> tuple[nn.Module, Batch]:
-    """Build the transformer that is measured (4 layers, width 256) and 16x64 made-up tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    model = GPT(vocab=1000, context=64, width=256, layers=4, heads=4, dropout=0.0)
-    inputs, targets = torch.randint(0, 1000, (2, 16, 64), generator=generator)
-    return draw_parameters(model, seed=seed), (inputs, targets)
-
-
-def _made_up_images(shape: tuple[int, ...], seed: int) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    # Whole numbers over a power of two: exact, where `randn` differs between machines.
-    inputs = torch.randint(-128, 128, shape, generator=generator).float().div_(64)
-    return inputs, torch.randint(0, 10, shape[:1], generator=generator)
-
-
 def _mlp_for(data: Data) -> nn.Module:
     input_shape, num_classes = _sizes_of_images("mlp", data)
-    return _mlp(input_shape, (256, 256), num_classes)
+    return mlp(input_shape, (256, 256), num_classes)
 
 
 def _cnn_for(data: Data) -> nn.Module:
@@ -234,7 +203,7 @@ def _cnn_for(data: Data) -> nn.Module:
             f"Model `cnn` must be given inputs [channels, height, width], but `{data.name}` has "
             f"{list(input_shape)}. Choose `mlp`, or name a model as `module:attribute`."
         )
-    model = _cnn(input_shape, (16, 32, 64), 128, num_classes)
+    model = cnn(input_shape, (16, 32, 64), 128, num_classes)
     # The CPU's convolutions run faster so.
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model
@@ -268,7 +237,8 @@ def _contents(data: Data) -> str:
     return {"images": "images", "tokens": "text", "custom": "data of your own"}[data.kind]
 
 
-def _mlp(input_shape: tuple[int, ...], widths: tuple[int, ...], num_classes: int) -> nn.Module:
+def mlp(input_shape: tuple[int, ...], widths: tuple[int, ...], num_classes: int) -> nn.Module:
+    """Return linear layers of these widths, with ReLUs between them."""
     layers: list[nn.Module] = [nn.Flatten()]
     size = math.prod(input_shape)
     for width in widths:
@@ -277,9 +247,10 @@ def _mlp(input_shape: tuple[int, ...], widths: tuple[int, ...], num_classes: int
     return nn.Sequential(*layers, nn.Linear(size, num_classes))
 
 
-def _cnn(
+def cnn(
     input_shape: tuple[int, ...], widths: tuple[int, ...], hidden: int, num_classes: int
 ) -> nn.Module:
+    """Return convolutions of these widths with batch norm and pooling, and a hidden layer."""
     channels, height, width = input_shape
     layers: list[nn.Module] = []
     for num_kernels in widths:

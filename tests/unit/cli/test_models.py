@@ -11,13 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.models import bench_cnn, bench_gpt, bench_mlp
 from phalanx.cli.data import Data, open_data
 from phalanx.cli.losses import build_loss
 from phalanx.cli.models import (
     GPT,
-    bench_cnn,
-    bench_gpt,
-    bench_mlp,
     build_model,
     draw_parameters,
 )
