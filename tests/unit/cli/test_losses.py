@@ -117,16 +117,8 @@ def test_a_named_loss_is_torchs(name: str, outputs: Tensor, targets: Tensor, exp
     [
         ("cross_entropy", torch.ones(3, 1), torch.ones(3, 1), r"Outputs .* 2 or more classes"),
         ("cross_entropy", torch.ones(3), torch.ones(3), r"Outputs .* 2 or more classes"),
-        ("cross_entropy", LOGITS, torch.ones(3, 1), r"Targets .*float32 of shape \(3, 1\)"),
-        ("cross_entropy", LOGITS, LOGITS, "do not sum to 1"),
-        ("cross_entropy", LOGITS, CLASSES[:, None], r"int64 classes of shape \(3,\)"),
-        ("cross_entropy", LOGITS, CLASSES.int(), "int64 classes .*int32"),
-        ("cross_entropy", LOGITS.long(), CLASSES, "Outputs must be floating"),
         ("mse", torch.ones(3, 1), torch.ones(3), r"the outputs' shape \(3, 1\) .* shape \(3,\)"),
-        ("l1", torch.ones(3), CLASSES, "Targets must be floating .*int64"),
-        ("bce", LOGITS, LOGITS, r"from 0 to 1 .* from 0\.0 to 3\.0"),
-        ("mse", (LOGITS,), LOGITS, "Outputs must be one tensor .* tuple"),
-        ("mse", LOGITS, {"y": LOGITS}, "Targets must be one tensor .* dict"),
+        ("l1", torch.ones(3), torch.ones(3, 1), r"the outputs' shape \(3,\) .* shape \(3, 1\)"),
     ],
 )
 def test_what_a_loss_is_not_meant_for_is_refused(
