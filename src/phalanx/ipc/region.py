@@ -89,7 +89,11 @@ class Region:
         self._fd = fd
         self.nbytes = nbytes
         self.label = label
-        self._mapping: mmap.mmap | None = _map(fd, nbytes)
+        try:
+            self._mapping: mmap.mmap | None = _map(fd, nbytes)
+        except BaseException:
+            self._closing()  # the error's traceback holds `self`, and with it the descriptor
+            raise
 
     @classmethod
     def create(

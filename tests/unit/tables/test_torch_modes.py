@@ -19,6 +19,8 @@ def default_device(device: str) -> Iterator[None]:
         yield
     finally:
         torch.set_default_device(None)
+        # With the None that is left there, `torch.get_default_device()` fails in torch 2.8.
+        del torch._GLOBAL_DEVICE_CONTEXT.device_context
 
 
 MODES = {
