@@ -533,8 +533,8 @@ class Trainer(TrainerFacts):
             before.note_on(error, in_epoch=in_epoch)
             raise
         finally:
+            self._in_step = False  # before any call, in which an interrupt may arrive
             self._metrics.rollback()  # after a commit this finds nothing to take back
-            self._in_step = False
             if self._closed:  # since it has begun
                 self.__exit__(StateError)
         return done
