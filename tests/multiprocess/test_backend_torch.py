@@ -28,8 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 
 import phalanx  # noqa: F401
-from phalanx.errors import ConfigError, PeerError, UnsupportedError
-from tests.conformance.collectives import group as lasting_group
+from phalanx.errors import ConfigError, PeerError
 from tests.multiprocess.ranks import Ranks
 
 pytestmark = pytest.mark.promise("backend-carries-other-libraries")
@@ -477,48 +476,6 @@ def test_lists_of_outputs_raise_version_counters_as_gloo_raises_them(ranks):
     for ours, gloos in ranks.run(raised_by_both):
         assert ours == gloos
         assert sum(ours) > 0
-
-
-# --- sparse tensors -------------------------------------------------------------------------------
-
-
-def sparse_sums(rank: int, backend: str) -> list[Any]:
-    group = lasting_group(backend)  # gloo's own hangs now and then where it ends after such a call
-    entries = [
-        (torch.tensor([[1, 2, 2]]), torch.tensor([1.0, 2.0, 3.0])),
-        (torch.tensor([[0, 1]]), torch.tensor([4.0, 5.0])),
-    ][rank]
-    rows = (entries[0], torch.stack([entries[1], entries[1] + 1], 1))
-    none = (torch.empty(1, 0, dtype=torch.int64), torch.empty(0))
-    found = []
-    for (places, numbers), shape in ((entries, (4,)), (rows, (4, 2)), (none, (4,))):
-        tensor = torch.sparse_coo_tensor(places, numbers, shape)
-        dist.all_reduce(tensor, group=group)
-        found.append(tensor.to_dense().tolist())
-    table = DistributedDataParallel(nn.Embedding(5, 2, sparse=True), process_group=group)
-    table(torch.tensor([rank, 3])).sum().backward()
-    found.append(table.module.weight.grad.to_dense().tolist())
-    return found
-
-
-def sparse_sums_of_both(rank: int) -> tuple[Any, Any]:
-    group = make()
-    tensor = torch.eye(3).to_sparse()
-    with pytest.raises(UnsupportedError, match=r"but is of torch\.float16"):
-        dist.all_reduce(tensor.half(), group=group)
-    with pytest.raises(UnsupportedError, match="must be SUM for sparse tensors, but is MAX"):
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
-    with pytest.raises(ConfigError, match="must be no leaf that requires grad"):
-        dist.all_reduce(tensor.clone().requires_grad_(), group=group)
-    with pytest.raises(ConfigError, match=r"one shape on all ranks.*\(3, 3\), \(3, 4\)"):
-        dist.all_reduce(torch.ones(3, 3 + rank).to_sparse(), group=group)
-    dist.destroy_process_group(group)
-    return sparse_sums(rank, "phalanx"), sparse_sums(rank, "gloo")
-
-
-def test_sparse_tensors_are_summed_as_gloo_sums_them(ranks):
-    for ours, gloos in ranks.run(sparse_sums_of_both):
-        assert ours == gloos
 
 
 # --- messages of ranks that leave -----------------------------------------------------------------

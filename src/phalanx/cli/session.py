@@ -51,7 +51,7 @@ from phalanx.cli.summary import draw_summary
 from phalanx.clock import now_s
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError
 from phalanx.execution import Processes, Threads
-from phalanx.train import FormationChosen, StepDone, Stragglers, Trainer
+from phalanx.train import FormationChosen, StepDone, Trainer
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -171,7 +171,6 @@ class Session:
         self.console = console
         self.history = History()
         self._unwritten: list[Record] = []
-        self.stragglers = Stragglers()
         self.trace: Trace | None = None
         self._stopping = False
         self._saved_steps = 0
@@ -285,8 +284,6 @@ class Session:
             self.console.print(self._describe_interruption())
             return False
         self.console.print(self._draw_summary(seconds))
-        for straggler in self.stragglers.report():
-            self.console.print(f"Slow: {straggler}.")
         self.console.print(f"Weights, metrics and training.png are in {self.folder.path}")
         return True
 
@@ -326,7 +323,7 @@ class Session:
             metrics=_metrics_for(self.data) if self._counts_classes() else None,
             executor=self._executor(),
             callbacks=(
-                *(self.history, self._listen, self.stragglers, self.progress),
+                *(self.history, self._listen, self.progress),
                 self._save_epoch,  # last: it saves what they have counted
             ),
         )

@@ -39,7 +39,6 @@ from phalanx.distributed.hierarchical import Hierarchical
 from phalanx.distributed.intra_host import IntraHost
 from phalanx.distributed.ops import reduction_of
 from phalanx.distributed.point_to_point import PointToPoint
-from phalanx.distributed.sparse import all_reduce_sparse, is_sparse
 from phalanx.distributed.tensors import FlatTensor, as_bytes, count_as_changed, flat_of, output_of
 from phalanx.distributed.transport import Transport
 from phalanx.distributed.uncompiled_methods import uncompiled_methods
@@ -157,8 +156,6 @@ class SharedGroup(DescribedGroup):
         return work
 
     def _all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> SharedWork:
-        if any(map(is_sparse, tensors)):
-            return self._all_reduce_sparse(only(tensors), opts)
         if len(tensors) == 1:
             flat = output_of(tensors[0], "tensor")
             if not flat.copied:  # by far the most frequent call
@@ -179,11 +176,6 @@ class SharedGroup(DescribedGroup):
                 flat.write_back()
 
         return self._run("all_reduce", steps(), list(tensors), opts)
-
-    def _all_reduce_sparse(self, tensor: Tensor, opts: Any) -> SharedWork:
-        reduction = reduction_of(opts.reduceOp, tensor.dtype)
-        steps = all_reduce_sparse(self._collectives, tensor, reduction)
-        return self._run("all_reduce", steps, [tensor], opts)
 
     def reduce(
         self,

@@ -17,7 +17,6 @@ from phalanx.train.formation import Formation, candidates
 from phalanx.train.merge import Update, merge_updates
 from phalanx.train.sampler import ExactSampler
 from phalanx.train.split import split_batch
-from phalanx.train.stragglers import Straggler, Stragglers
 from phalanx.train.trainer import Trainer
 
 __all__ = [
@@ -33,8 +32,6 @@ __all__ = [
     "RanksChanged",
     "Span",
     "StepDone",
-    "Straggler",
-    "Stragglers",
     "Trainer",
     "Update",
     "WorkerLost",
