@@ -86,8 +86,7 @@ class Trainer(TrainerFacts):
             :meth:`close` its parameters lie in flat buffers.
         loss: (outputs, targets) -> a mean over what it counts; not with ``forward``.
         optimizer: A torch optimizer, or a function that makes one from the list of the module's
-            parameters. `eval()` and `train()` of schedule-free ones are called around validation
-            and saving.
+            parameters. `eval()` and `train()` of schedule-free ones are called around validation.
         microbatches: Number of pieces that every batch is cut into. It is part of what decides the
             bits, and every operator on a CPU runs on one thread, for the same reason. None: one
             slice for each replica, with all cores.
@@ -105,12 +104,6 @@ class Trainer(TrainerFacts):
             each steps and keeps a slice of the optimizer's state (ZeRO, stage 1). `Ranks` survive
             the loss of others.
         seed: Where dropout and its like start; each microbatch of each step has numbers of its own.
-        executor: "threads": replicas are threads of this process. "processes", or `Processes` with
-            options: they are worker processes of this host, which take nothing with them when they
-            die. "inline": the one replica runs in the caller's thread, where a debugger finds it.
-            "ranks": every process of a `torch.distributed` job has such a trainer, is given the
-            same batches, and computes its share of them with its replicas; each steps and keeps a
-            slice of the optimizer's state (ZeRO, stage 1). `Ranks` survive the loss of others.
         weight: microbatch -> what its mean loss stands for, such as its number of unmasked tokens;
             default its rows.
         forward: (module, microbatch) -> loss, (loss, outputs) or (loss, outputs, targets), for
@@ -407,12 +400,25 @@ class Trainer(TrainerFacts):
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
-        """Let a schedule-free optimizer show the weights that are to be evaluated and saved."""
+        """Let a schedule-free optimizer show the weights that are to be evaluated."""
+        if not callable(getattr(self.optimizer, "eval", None)):
+            yield
+            return
+        self._switch_optimizer("train")  # where the caller has called `eval()`
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        trained = [parameter.detach().clone() for parameter in parameters]
+
+        def put_back() -> None:
+            with torch.no_grad():  # `train()` computes them from the average, and rounds
+                for parameter, value in zip(parameters, trained, strict=True):
+                    parameter.copy_(value)
+
         self._switch_optimizer("eval")
         try:
             yield
         finally:
             self._switch_optimizer("train")
+            self._engines.write(put_back)
 
     def _run_epoch(
         self, loader: Iterable[Nested], validate: Iterable[Nested] | None
@@ -544,7 +550,8 @@ class Trainer(TrainerFacts):
     def save(self, folder: str | Path) -> None:
         """Write everything that :meth:`resume` needs to ``folder``, as a whole or not at all.
 
-        With executor="ranks" all ranks must call it; rank 0 writes.
+        With executor="ranks" all ranks must call it; rank 0 writes. Weights are stored as they are
+        trained: those of a schedule-free optimizer are not its average.
 
         Raises:
             CheckpointError: It cannot be written there; what was there before is whole.
@@ -555,8 +562,7 @@ class Trainer(TrainerFacts):
         self.join()
         if self._engine is not None:
             self._engine.complete_state()
-        with self._averaged():
-            self._choice.write_once(partial(capture_state, self._state(), path))
+        self._choice.write_once(partial(capture_state, self._state(), path))
 
     def resume(self, folder: str | Path) -> None:
         """Continue from what :meth:`save` wrote: model, optimizer, scheduler, position, data order,
