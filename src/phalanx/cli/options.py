@@ -50,8 +50,8 @@ class TrainOptions:
         str,
         _option(
             "DATA",
-            "digits (ships with Phalanx), text:PATH (the bytes of a file or folder), text:stdlib "
-            "(Python's own source), or module:attribute (your own Dataset or loader).",
+            "digits (ships with Phalanx), text:PATH (the bytes of a file or folder), or "
+            "module:attribute (your own Dataset or loader).",
             "digits",
         ),
     ]
@@ -324,7 +324,7 @@ def complete(given: Given) -> TrainOptions:
         ConfigError: A value is out of its range.
 
     Example:
-        >>> complete({"data": "text:stdlib"}).model
+        >>> complete({"data": "text:book.txt"}).model
         'gpt'
     """
     data = given.get("data", "digits")

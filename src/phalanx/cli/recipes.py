@@ -58,7 +58,7 @@ def default_model(data: str) -> str:
     """Name the built-in model that suits a data spec: ``gpt`` for text, else ``cnn``.
 
     Example:
-        >>> default_model("text:stdlib"), default_model("digits")
+        >>> default_model("text:book.txt"), default_model("digits")
         ('gpt', 'cnn')
     """
     return "gpt" if data.partition(":")[0] == "text" else "cnn"

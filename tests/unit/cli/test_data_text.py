@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import sysconfig
 from pathlib import Path
 
 import pytest
 import torch
 
 from phalanx.cli.data import Data, TensorLoader, open_data
-from phalanx.cli.data import text as text_reader
 from phalanx.cli.data.text import cut_windows, spread_evenly
 from phalanx.errors import ConfigError
 
@@ -136,27 +134,3 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
         open_small(path)
     path.write_bytes(b"x" * 50)
     assert open_small(path).test is not None
-
-
-def test_the_library_is_cut_to_its_bound_and_leaves_out_tests_and_packages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for folder in ("", "site-packages", "test", "json/tests"):
-        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
-        for name in "abcd":
-            letter = "T" if folder else "p"
-            (tmp_path / folder / f"{name}.py").write_text(letter * 40)
-    (tmp_path / "notes.txt").write_text("N" * 40)
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    assert read_stream(open_small("stdlib", context=1)) == b"p" * 143
-    monkeypatch.setattr(text_reader, "MAX_STDLIB_BYTES", 100)
-    assert read_stream(open_small("stdlib", context=1)) == b"p" * 89
-
-
-def test_the_library_of_this_python_is_there() -> None:
-    data = open_data("text:stdlib", batch_size=32, seed=0)
-    assert isinstance(data.train, TensorLoader)
-    assert data.train.inputs.dtype == torch.uint8
-    assert 1_000 < data.train.num_rows <= text_reader.MAX_STDLIB_BYTES // 64
-    assert isinstance(data.test, TensorLoader)
-    assert data.test.num_rows == 512

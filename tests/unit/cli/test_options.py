@@ -48,7 +48,7 @@ def test_workloads_are_read(text, workloads):
     assert parse_workloads(text) == workloads
 
 
-@pytest.mark.parametrize("data", ["digits", "text:stdlib", "my:data"])
+@pytest.mark.parametrize("data", ["digits", "text:book.txt", "my:data"])
 def test_what_is_not_said_comes_from_the_recipe(data):
     options = complete({"data": data})
     recipe = defaults_for(data, options.model)

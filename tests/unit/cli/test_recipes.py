@@ -13,7 +13,7 @@ from phalanx.cli.recipes import Recipe, begin_anew, decay_linearly, default_mode
     ("data", "model", "recipe"),
     [
         ("digits", "cnn", Recipe(epochs=10, batch_size=64, lr=2e-3)),
-        ("text:stdlib", "gpt", Recipe(epochs=1, batch_size=32, lr=2e-3)),
+        ("text:book.txt", "gpt", Recipe(epochs=1, batch_size=32, lr=2e-3)),
         ("own:data", "own:model", Recipe(epochs=5, batch_size=64, lr=1e-3)),
         ("digits", "own:model", Recipe(epochs=5, batch_size=64, lr=1e-3)),
     ],

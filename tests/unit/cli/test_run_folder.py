@@ -51,7 +51,7 @@ def test_the_first_free_number_is_taken(tmp_path):
     ("data", "model", "name"),
     [
         ("digits", "cnn", "digits-cnn"),
-        ("text:stdlib", "gpt", "text-stdlib-gpt"),
+        ("text:book.txt", "gpt", "text-book.txt-gpt"),
         ("text:/usr/share/doc/", "gpt", "text-doc-gpt"),
         ("text:../..", "gpt", "text-gpt"),
         ("text:C:\\data\\old books", "mlp", "text-old-books-mlp"),

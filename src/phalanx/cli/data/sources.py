@@ -21,9 +21,8 @@ def open_data(
 
     Args:
         spec: ``digits`` (ships with the package), ``text:PATH`` (the bytes of a file, or of all
-            files under a folder), ``text:stdlib`` (the source of Python's library), or
-            ``module:attribute`` (a user's Dataset or loader). ``~`` is the home folder, which no
-            shell fills in after a colon.
+            files under a folder), or ``module:attribute`` (a user's Dataset or loader). ``~`` is
+            the home folder, which no shell fills in after a colon.
         batch_size: Samples, or windows of text, per batch. The last batch may be smaller.
         seed: Decides the order of the training set in every epoch, and nothing else.
         test_fraction: Share kept for the test set, between 0 and 1; default 0.2 for digits and 0.1
@@ -61,6 +60,4 @@ def open_data(
         )
     if separator and where and reader != "digits":
         return open_custom(spec, batch_size=batch_size, seed=seed)
-    raise ConfigError(
-        f"Data must be `digits`, `text:PATH`, `text:stdlib` or `module:attribute`, but is {spec!r}."
-    )
+    raise ConfigError(f"Data must be `digits`, `text:PATH` or `module:attribute`, but is {spec!r}.")

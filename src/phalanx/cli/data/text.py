@@ -9,10 +9,8 @@ Legend: W windows, T bytes of context.
 
 from __future__ import annotations
 
-import hashlib
 import os
-import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -26,11 +24,6 @@ from phalanx.files import open_regular
 TEST_FRACTION = 0.1
 NUM_TEST_WINDOWS = 512
 MAX_BYTES = 1 << 30
-# One epoch of the library is meant to be a demonstration of a minute or two, not an afternoon.
-MAX_STDLIB_BYTES = 2 << 20
-_SKIPPED_STDLIB_FOLDERS = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-)
 
 
 def open_text(
@@ -41,18 +34,16 @@ def open_text(
     context: int = 64,
     test_fraction: float | None = None,
 ) -> Data:
-    """Open the bytes of a file, of all files under a folder, or (``"stdlib"``) of Python's library.
+    """Open the bytes of a file, or of all files under a folder.
 
     Of a folder: every regular file in the order of its path, except hidden ones, ``__pycache__``,
-    and files with a NUL byte, which are not text. Links inside it are not followed. Of ``stdlib``:
-    the ``.py`` files without tests, in an order fixed by a hash of their paths so that training
-    and test part are alike, up to 2 MiB; another version of Python gives other bytes.
+    and files with a NUL byte, which are not text. Links inside it are not followed.
 
     The last ``test_fraction`` of the bytes is the test set, of which at most 512 windows, evenly
     spaced, are used. An epoch takes each window of the rest once, in an order drawn from ``seed``.
 
     Args:
-        where: A path, or ``"stdlib"`` (write ``./stdlib`` for a file of that name).
+        where: A path.
         batch_size: Windows per batch.
         seed: Of the order of the training windows.
         context: Bytes per window (T).
@@ -68,7 +59,7 @@ def open_text(
     if context < 1:
         raise ConfigError(f"`context` must be 1 byte or more, but is {context!r}.")
     name = f"text:{where}"
-    stream = _read_stdlib() if where == "stdlib" else _read_path(Path(where).expanduser(), name)
+    stream = _read_path(Path(where).expanduser(), name)
     num_test = round(len(stream) * (TEST_FRACTION if test_fraction is None else test_fraction))
     num_train = len(stream) - num_test
     if min(num_train, num_test) < context + 1:
@@ -133,18 +124,6 @@ def spread_evenly(total: int, wanted: int) -> Tensor:
     return torch.arange(num_chosen) * total // num_chosen
 
 
-def _read_stdlib() -> Tensor:
-    root = Path(sysconfig.get_path("stdlib"))
-    paths = [
-        path
-        for path in _list_files(root, skipped_folders=_SKIPPED_STDLIB_FOLDERS)
-        if path.suffix == ".py"
-    ]
-    # A hash and not a shuffle: no random generator's version has a say in what the data is.
-    paths.sort(key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest())
-    return _concatenate(paths, "text:stdlib", max_bytes=MAX_STDLIB_BYTES, cut=True)
-
-
 def _read_path(path: Path, name: str) -> Tensor:
     if path.is_file():
         return _concatenate([path], name, keep_binary=True)
@@ -153,12 +132,11 @@ def _read_path(path: Path, name: str) -> Tensor:
     return _concatenate(_list_files(path), name)
 
 
-def _list_files(root: Path, *, skipped_folders: Iterable[str] = ()) -> list[Path]:
+def _list_files(root: Path) -> list[Path]:
     """List the regular files under ``root``, sorted by path; what is hidden or a link is left."""
-    skipped = {"__pycache__", *skipped_folders}
     found = []
     for folder, subfolders, names in os.walk(root, onerror=_raise_unreadable):
-        subfolders[:] = [each for each in subfolders if each[0] != "." and each not in skipped]
+        subfolders[:] = [each for each in subfolders if each[0] != "." and each != "__pycache__"]
         paths = [Path(folder, each) for each in names if each[0] != "."]
         found += [path for path in paths if path.is_file() and not path.is_symlink()]
     return sorted(found, key=lambda path: path.relative_to(root).parts)
@@ -168,30 +146,20 @@ def _raise_unreadable(exc: OSError) -> None:
     raise ConfigError(f"`{exc.filename}` must be a readable folder, but is not: {exc}.") from exc
 
 
-def _concatenate(
-    paths: Sequence[Path],
-    name: str,
-    *,
-    max_bytes: int = MAX_BYTES,
-    cut: bool = False,
-    keep_binary: bool = False,
-) -> Tensor:
+def _concatenate(paths: Sequence[Path], name: str, *, keep_binary: bool = False) -> Tensor:
     stream = bytearray()
     for path in paths:
         try:
             with open_regular(path) as file:
                 # One byte more than there is room for tells "just fits" from "too much".
-                content = file.read(max_bytes - len(stream) + 1)
+                content = file.read(MAX_BYTES - len(stream) + 1)
         except OSError as exc:
             raise ConfigError(f"`{path}` must be a readable file, but is not: {exc}.") from exc
         if keep_binary or b"\0" not in content:
             stream += content
-        if len(stream) > max_bytes:
-            if cut:
-                del stream[max_bytes:]
-                break
+        if len(stream) > MAX_BYTES:
             raise ConfigError(
-                f"`{name}` must hold at most {max_bytes} bytes, but holds more. Give a part of it."
+                f"`{name}` must hold at most {MAX_BYTES} bytes, but holds more. Give a part of it."
             )
     if not stream:
         raise ConfigError(f"`{name}` must hold some text, but holds none.")
