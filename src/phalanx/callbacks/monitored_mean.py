@@ -39,8 +39,12 @@ class MonitoredMean:
         check_argument(self.mode in ("min", "max"), "mode", "be 'min' or 'max'", self.mode)
 
     def check(self, begun: FitBegun) -> None:
-        """Refuse a `fit` whose epochs will have no such mean."""
-        self._check_among(begun.means)
+        """Refuse a `fit` whose epochs will have no such mean.
+
+        Which of a metric's several numbers there will be is known at the end of the epoch.
+        """
+        if not any(self.name.startswith(f"{name}.") for name in begun.means):
+            self._check_among(begun.means)
 
     def read(self, epoch: EpochDone) -> float:
         """Return the epoch's value."""

@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from phalanx.metrics.updating import as_float
+from phalanx.metrics.updating import as_floats
 from phalanx.metrics.whole_batches import Joining
 from phalanx.types import Nested
 
@@ -79,16 +78,17 @@ class Metrics:
             take_back()
         self._take_back = []
 
-    def capture(self) -> dict[str, Tensor]:
-        """Return what was counted, as tensors by ``<metric>.<state>``."""
-        tensors = {}
+    # Any, here and below: lists of a metric may hold what is no tensor.
+    def capture(self) -> dict[str, Any]:
+        """Return what was counted, by ``<metric>.<state>``."""
+        tensors: dict[str, Any] = {}
         for name, counter in self._counters.items():
             if counter.num_batches:
                 tensors[name] = torch.tensor(counter.num_batches)
                 tensors |= {f"{name}.{key}": each for key, each in counter.capture().items()}
         return tensors
 
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+    def restore(self, tensors: Mapping[str, Any]) -> None:
         """Continue from what :meth:`capture` returned; of metrics that have counted nothing.
 
         Raises:
@@ -105,8 +105,8 @@ class Metrics:
 
     def compute(self) -> dict[str, float]:
         """Return the metrics of everything counted; none when nothing was."""
-        return {
-            name: as_float(name, counter.compute())
-            for name, counter in self._counters.items()
-            if counter.num_batches
-        }
+        means: dict[str, float] = {}
+        for name, counter in self._counters.items():
+            if counter.num_batches:
+                means |= as_floats(name, counter.compute())
+        return means

@@ -16,6 +16,7 @@ from phalanx.errors import CheckpointError, ConfigError
 from phalanx.metrics.updating import update_metric
 from phalanx.metrics.whole_batches import Joining
 from phalanx.plan import flatten, pack_nested, unpack_nested
+from phalanx.torch_internals import pytree
 from phalanx.types import Nested
 
 __all__ = ["Counter", "open_counter"]
@@ -49,11 +50,11 @@ class Counter(ABC):
         """Return the metric's value."""
 
     @abstractmethod
-    def capture(self) -> dict[str, Tensor]:
-        """Return what was counted."""
+    def capture(self) -> dict[str, Any]:
+        """Return what was counted: tensors, and what lists of the metric hold beside them."""
 
     @abstractmethod
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+    def restore(self, tensors: Mapping[str, Any]) -> None:
         """Continue from what :meth:`capture` returned.
 
         Raises:
@@ -127,8 +128,8 @@ class _MetricCounter(Counter):
     def compute(self) -> Any:
         return self._metric.compute()
 
-    def capture(self) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
+    def capture(self) -> dict[str, Any]:
+        tensors: dict[str, Any] = {}
         before = dict(_metrics_in(self._pattern))
         for path, owner in _metrics_in(self._metric):
             for key, value in vars(owner).items():
@@ -142,14 +143,14 @@ class _MetricCounter(Counter):
                     tensors[name] = torch.tensor(value, dtype=dtype)
         return tensors
 
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+    def restore(self, tensors: Mapping[str, Any]) -> None:
         for path, owner in _metrics_in(self._metric):
             prefix = f"{path}." if path else ""
             for key, first in owner._defaults.items():
                 if isinstance(first, list):
                     places = (f"{prefix}{key}.{place}" for place in range(len(tensors)))
                     found = [tensors[each] for each in places if each in tensors]
-                    setattr(owner, key, [each.to(owner.device) for each in found])
+                    setattr(owner, key, _moved(found, owner.device))
                 else:
                     setattr(owner, key, self._checked(f"{prefix}{key}", first, tensors))
             for key, value in list(vars(owner).items()):
@@ -238,6 +239,10 @@ class _FunctionCounter(Counter):
 def _metrics_in(metric: Metric) -> Iterator[tuple[str, Metric]]:
     """Return the metric and those inside of it, by path."""
     return ((path, each) for path, each in metric.named_modules() if isinstance(each, Metric))
+
+
+def _moved(values: list[Any], device: torch.device) -> list[Any]:
+    return list(pytree.tree_map_only(Tensor, lambda each: each.to(device), values))
 
 
 def _copied(value: Any) -> Any:

@@ -1,8 +1,9 @@
-"""How a metric is updated with a batch, and its value as a number."""
+"""How a metric is updated with a batch, and its value as numbers."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from phalanx.errors import ConfigError
 from phalanx.types import Nested
 
-__all__ = ["as_float", "device_of", "update_metric"]
+__all__ = ["as_floats", "device_of", "update_metric"]
 
 _ANYTHING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -53,26 +54,33 @@ def _takes_targets(metric: Any) -> bool:
 
 
 # Any: whatever a metric computes.
-def as_float(name: str, value: Any) -> float:
-    """Return a metric's value as the shortest float that is the same in the value's own precision.
+def as_floats(name: str, value: Any) -> dict[str, float]:
+    """Return a metric's value by name, and several numbers each by where it is in the value.
 
-    Metrics count in float32, whose 0.31 is 0.3100000023841858 as a Python float; this is 0.31.
+    Metrics count in float32, whose 0.31 is 0.3100000023841858 as a Python float; it becomes 0.31,
+    the shortest float that is the same in the value's own precision.
 
     Raises:
-        ConfigError: It is not one number.
+        ConfigError: It holds something else than numbers.
 
     Example:
-        >>> as_float("accuracy", torch.tensor(0.31))
-        0.31
+        >>> as_floats("accuracy", torch.tensor(0.31))
+        {'accuracy': 0.31}
+        >>> as_floats("recall", {"mean": torch.tensor(0.5), "each": torch.tensor([0.25, 0.75])})
+        {'recall.mean': 0.5, 'recall.each.0': 0.25, 'recall.each.1': 0.75}
     """
-    if isinstance(value, Tensor) and value.numel() == 1:
-        narrow = value.is_floating_point() and value.dtype != torch.float64
-        value = np.float32(value.item()) if narrow else value.item()
+    if isinstance(value, (Tensor, np.ndarray)):
+        wide = torch.as_tensor(value).detach().cpu()
+        narrow = wide.is_floating_point() and wide.dtype != torch.float64
+        value = wide.float().numpy() if narrow else wide.numpy()
+        value = value.reshape(-1)[0] if value.size == 1 else list(value)
     if isinstance(value, (np.float16, np.float32)):
-        return float(str(value))
-    if isinstance(value, (int, float, np.number)):
-        return float(value)
-    raise ConfigError(
-        f"Metric {name!r} must compute one number, but computes {value!r:.80}. Give `average=` or "
-        "another option that makes it one."
-    )
+        return {name: float(str(value))}
+    if isinstance(value, (int, float, np.number, np.bool_)):
+        return {name: float(value)}
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        parts = (as_floats(f"{name}.{key}", each) for key, each in value.items())
+        return {key: number for part in parts for key, number in part.items()}
+    raise ConfigError(f"Metric {name!r} must compute numbers, but computes {value!r:.80}.")

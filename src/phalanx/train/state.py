@@ -55,7 +55,7 @@ class RunProgress:
 
     position: Position
     order: EpochOrder | None
-    counted: Mapping[str, Tensor]
+    counted: Mapping[str, Any]
     seed: int
     microbatches: int | None
     formation: tuple[int, int] | None
@@ -94,6 +94,8 @@ def capture_state(state: TrainerState, folder: Path) -> None:
         UnsupportedError: A state holds something that a checkpoint cannot.
     """
     check_states(state.module, state.optimizer, state.scheduler)
+    for name, value in state.progress.counted.items():
+        check_storable(f"metrics[{name!r}]", value)
     progress, scheduler = state.progress, state.scheduler
     model = state.module.state_dict()
     stored = Stored(

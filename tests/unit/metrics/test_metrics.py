@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,18 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, MeanSquaredError, Metric, MetricCollection, PearsonCorrCoef
 from torchmetrics.aggregation import RunningMean
-from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
-from torchmetrics.wrappers import Running
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassConfusionMatrix,
+)
+from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, Running
 
 from phalanx import Layout, Trainer
-from phalanx.errors import CheckpointError, ConfigError
+from phalanx.callbacks import CSV, BestCheckpoint, History
+from phalanx.errors import CheckpointError, ConfigError, UnsupportedError
 from phalanx.metrics import Joining
-from phalanx.metrics.updating import as_float
+from phalanx.metrics.updating import as_floats
 
 pytestmark = pytest.mark.promise("whole-batch-metrics")
 
@@ -222,15 +228,72 @@ def test_what_is_no_metric_is_refused(metric: Any, message: str) -> None:
     ],
 )
 def test_values_are_floats_without_the_digits_of_float32(value: Any, expected: float) -> None:
-    found = as_float("m", value)
+    found = as_floats("m", value)["m"]
     assert (type(found), found) == (float, expected)
 
 
-def test_a_metric_of_several_numbers_is_refused() -> None:
-    several = {"m": MulticlassAccuracy(CLASSES, average=None)}
-    refused = pytest.raises(ConfigError, match="'m' must compute one number")
-    with trainer(metrics=several) as run, refused:
-        run.evaluate(BATCHES)
+def test_each_number_of_a_metric_has_its_name(tmp_path: Path) -> None:
+    several = {
+        "confusion": MulticlassConfusionMatrix(CLASSES),
+        "each": MulticlassAccuracy(CLASSES, average=None),
+        "extremes": MinMaxMetric(MulticlassAccuracy(CLASSES)),
+        "classes": ClasswiseWrapper(MulticlassAccuracy(CLASSES, average=None)),
+    }
+    table, history = CSV(tmp_path / "epochs.csv"), History()
+    best = BestCheckpoint(tmp_path / "best", "train.extremes.raw", "max")
+    with trainer(metrics=several, callbacks=[table, history, best]) as run:
+        (done,) = run.fit(BATCHES)
+        assert run.epochs == 1
+    outputs, targets = (torch.cat(each) for each in zip(*BATCHES, strict=True))
+    counts = several["confusion"](outputs, targets)
+    each = several["each"](outputs, targets)
+    names = [f"confusion.{row}.{column}" for row in range(CLASSES) for column in range(CLASSES)]
+    assert [done.train[name] for name in names] == counts.flatten().tolist()
+    for name in ("each.{}", "classes.multiclassaccuracy_{}"):
+        found = [done.train[name.format(place)] for place in range(CLASSES)]
+        assert found == pytest.approx(each.tolist())
+    assert done.train["extremes.raw"] == pytest.approx(float(each.mean()))
+    assert history.epochs[0].train == done.train
+    assert "train.confusion.2.1" in (tmp_path / "epochs.csv").read_text()
+    assert best.best is not None
+
+
+class Texts(Metric):
+    """Lists hold tuples of a tensor and what is no tensor."""
+
+    full_state_update = False
+    seen: list[Any]
+
+    def __init__(self, kind: Callable[[int], Any]) -> None:
+        super().__init__()
+        self.add_state("seen", [], dist_reduce_fx=None)
+        self.kind = kind
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.seen.append((outputs.sum(), self.kind(len(targets))))
+
+    def compute(self) -> float:
+        return sum(float(total) * int(str(rows)) for total, rows in self.seen)
+
+
+def test_lists_of_what_is_no_tensor_are_resumed(tmp_path: Path) -> None:
+    with trainer(metrics={"m": Texts(str)}) as run:
+        whole = run.fit(BATCHES)[0].train["m"]
+    with trainer(metrics={"m": Texts(str)}) as run:
+        run.fit(BATCHES, steps=2)
+        run.save(tmp_path / "c")
+    with trainer(metrics={"m": Texts(str)}) as run:
+        run.resume(tmp_path / "c")
+        assert run.fit(BATCHES)[0].train["m"] == whole
+
+
+def test_lists_of_what_no_checkpoint_can_hold_are_refused(tmp_path: Path) -> None:
+    with trainer(metrics={"m": Texts(Fraction)}) as run:
+        run.fit(BATCHES, steps=1)
+        with pytest.raises(
+            UnsupportedError, match=r"`metrics\['m.seen.0'\]` must hold only tensors"
+        ):
+            run.save(tmp_path / "c")
 
 
 # --- how pieces become one ------------------------------------------------------------------------
