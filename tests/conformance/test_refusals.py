@@ -257,6 +257,9 @@ class Output:
 
 ROWS: list[Row] = [
     making_trainer("`loss` must be a function, but is 3", loss=3),
+    making_trainer(
+        r"`loss` must be an instance.* Write CrossEntropyLoss\(\)", loss=nn.CrossEntropyLoss
+    ),
     making_trainer("`loss`", loss=None),
     making_trainer("`forward` must be a function, but is 3", loss=None, forward=3),
     making_trainer("`optimizer`", optimizer=F.cross_entropy),

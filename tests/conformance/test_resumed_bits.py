@@ -7,6 +7,7 @@ the parameters' dtype, buffers outside of the state dict, failures in an epoch's
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -258,7 +259,31 @@ class Wrapping(Counting):
         assert rest == {"list": [1, None]}
 
 
-KEEPERS = [Averaging, Hooked, Global, Wrapping]
+class Listing(Counting):
+    """Keeps a list where torch keeps a dict for each parameter."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "state": {0: [self.count]}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({**state_dict, "state": {}})
+        self.count = int(state_dict["state"][0][0])
+
+
+class Flat(Listing):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "state": {0: torch.tensor([self.count])}}
+
+
+class Bare(Counting):
+    def state_dict(self) -> Any:
+        return [self.count]
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        (self.count,) = state_dict
+
+
+KEEPERS = [Averaging, Hooked, Global, Wrapping, Listing, Flat, Bare]
 
 
 @pytest.mark.promise("checkpoints-are-complete")
@@ -296,6 +321,12 @@ def test_a_refused_resume_puts_back_what_an_optimizer_keeps(
 class Unsaveable(Counting):
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "hook": lambda: 0}
+
+
+class Remembering(Counting):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.state[self.param_groups[0]["params"][0]]["last"] = deque([self.count])
 
 
 class Extra(nn.Linear):
@@ -341,6 +372,31 @@ def test_a_state_that_cannot_be_saved_is_refused_before_the_training() -> None:
     net.kept = object()
     with pytest.raises(UnsupportedError, match=r"must hold only .*`object`"):
         phalanx.Trainer(net, F.mse_loss, sgd)
+    with phalanx.Trainer(nn.Linear(37, 19), F.mse_loss, Remembering, replicas=1) as trainer:
+        with pytest.raises(UnsupportedError, match=r"must hold only .*deque"):
+            trainer.fit(expert_data())
+        assert trainer.steps == 1
+
+
+def test_a_resume_says_what_differs(tmp_path: Path) -> None:
+    def make(net: nn.Module, **options: Any) -> phalanx.Trainer:
+        return phalanx.Trainer(net, F.mse_loss, sgd, replicas=1, **options)
+
+    small, large = nn.Linear(3, 1), nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1))
+    with make(small) as trainer:
+        trainer.save(tmp_path / "small")
+    with make(nn.Linear(3, 1), seed=1) as trainer:
+        with pytest.warns(UserWarning, match="`seed` must be 0 as in") as caught:
+            trainer.resume(tmp_path / "small")
+        assert [each.filename for each in caught] == [__file__]
+    with make(nn.Sequential(small)) as trainer:
+        trainer.save(tmp_path / "first")
+        with make(large) as other:
+            other.save(tmp_path / "both")
+            with pytest.raises(CheckpointError, match=r"but lacks `1.bias`, .*, …. Build"):
+                other.resume(tmp_path / "first")
+        with pytest.raises(CheckpointError, match=r"but holds `1.bias`, .*, …, which the model"):
+            trainer.resume(tmp_path / "both")
 
 
 def test_a_group_that_was_added_later_is_added_before_the_resume(tmp_path: Path) -> None:

@@ -43,6 +43,9 @@ class Objective:
             )
         name, function = ("loss", loss) if forward is None else ("forward", forward)
         check_function(name, function)
+        if isinstance(function, type) and issubclass(function, nn.Module):
+            told = function.__name__
+            raise ConfigError(f"`{name}` must be an instance, but is a class. Write {told}().")
         if loss is not None:
             check_mean_loss(name, loss)
         self._loss = loss

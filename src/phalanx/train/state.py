@@ -230,14 +230,14 @@ def _all_or_nothing(state: TrainerState, heard: CallbackStates, folder: Path) ->
 
 
 def warn_of_changes(restored: RunProgress, now: RunProgress) -> None:
-    """Warn, at the line of our caller's caller, of what keeps a run from going on bit for bit."""
+    """Warn, at the line that calls `resume()`, of what keeps a run from going on bit for bit."""
     for name in ("microbatches", "seed"):
         was, given = getattr(restored, name), getattr(now, name)
         if was != given:
             warnings.warn(
                 f"`{name}` must be {was!r} as in the checkpoint to continue bit for bit, but is "
                 f"{given!r}.",
-                stacklevel=3,
+                stacklevel=4,
             )
 
 
@@ -262,12 +262,13 @@ def _buffers_aside(module: nn.Module, names: Collection[str]) -> dict[str, Tenso
 
 def _check_model(module: nn.Module, stored: Mapping[str, Any], folder: Path) -> None:
     ours = module.state_dict()
-    missing = [name for name in ours if name not in stored]
-    extra = [name for name in stored if name not in ours]
-    if missing or extra:
+    lacks, holds = _named(ours.keys() - stored.keys()), _named(stored.keys() - ours.keys())
+    if lacks or holds:
+        told = [f"lacks {lacks}"] * bool(lacks)
+        told += [f"holds {holds}, which the model does not have"] * bool(holds)
         raise CheckpointError(
-            f"Checkpoint `{folder}` must be of this model, but lacks {missing[:3]} and holds "
-            f"{extra[:3]} that the model does not have. Build the model that was saved."
+            f"Checkpoint `{folder}` must be of this model, but {' and '.join(told)}. Build the "
+            "model that was saved."
         )
     for name, tensor in ours.items():
         if name.endswith(_EXTRA) or not isinstance(tensor, Tensor):
@@ -277,6 +278,11 @@ def _check_model(module: nn.Module, stored: Mapping[str, Any], folder: Path) -> 
                 f"Checkpoint `{folder}` must hold `{name}` as {_kind(tensor)}, but holds "
                 f"{_kind(stored[name])}. Build the model that was saved."
             )
+
+
+def _named(names: Collection[str]) -> str:
+    shown = [f"`{name}`" for name in sorted(names)]
+    return ", ".join(shown[:3] + ["…"] * (len(shown) > 3))
 
 
 def _check_apart(module: nn.Module, names: Collection[str]) -> None:
@@ -304,6 +310,8 @@ def _check_buffers(module: nn.Module, stored: Mapping[str, Tensor], folder: Path
 # Any, here and below: a state dict.
 def _keep_dtypes(optimizer: Optimizer, stored: Mapping[str, Any]) -> None:
     """Give state its stored dtype back: torch casts what it loads to the parameter's."""
+    if not _is_torchs(stored):
+        return
     for parameter, key, tensor in _entries(optimizer, stored):
         loaded = optimizer.state[parameter].get(key)
         if isinstance(loaded, Tensor) and loaded.dtype != tensor.dtype:
@@ -322,10 +330,23 @@ def _entries(
                     yield parameters[index], key, value
 
 
+def _is_torchs(state: Any) -> bool:
+    """Tell whether a state dict is made as torch makes it; its own optimizer reads any other."""
+    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
+        return False
+    entries = state["state"]
+    return isinstance(entries, Mapping) and all(
+        isinstance(value, Mapping) for key, value in entries.items() if isinstance(key, int)
+    )
+
+
 def _check_optimizer(optimizer: Optimizer, stored: Mapping[str, Any], folder: Path) -> None:
+    ours = optimizer.state_dict()
+    if not _is_torchs(ours):
+        return
     sizes, stored_sizes = (
         [len(group["params"]) for group in state.get("param_groups", ())]
-        for state in (optimizer.state_dict(), stored)
+        for state in (ours, stored)
     )
     if sizes != stored_sizes:
         raise CheckpointError(

@@ -309,6 +309,7 @@ class Trainer(TrainerFacts):
         Raises:
             ConfigError: The batch cannot work, or its loss is not finite; nothing has changed then.
             StateError: This rank is given other ranks' state first: call :meth:`join` before.
+            UnsupportedError: The first step made state that no checkpoint can hold.
             Exception: What the module or the loss raised, with a note that names the replica.
         """
         check_moment(closed=self._closed)
@@ -499,6 +500,8 @@ class Trainer(TrainerFacts):
             with suppress(GroupChanged):
                 done = self._update(engine, batch, start_s, in_epoch=in_epoch)
                 break
+        if self.steps == 1:  # optimizers make their state in their first step
+            check_states(self.module, self.optimizer, self.scheduler)
         if self._engines.balancer is not None:
             self._engines.balancer.observe(done.shares, done.work_s)
         self._events.tell(done)
