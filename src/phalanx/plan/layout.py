@@ -63,16 +63,6 @@ class Layout:
         _check_functions(self.split, self.collate, self.dims)
         object.__setattr__(self, "dims", {str(path): dim for path, dim in self.dims.items()})
 
-    def dims_of(self, batch: Nested) -> list[int | None]:
-        """Return for every leaf along which dim it is split, in the order of their paths.
-
-        None stands for a leaf that is given whole. A list that is split by its items is one leaf.
-
-        Raises:
-            ConfigError: As :class:`Rows`.
-        """
-        return Rows(batch, self).dims
-
     def chosen(self, paths: Sequence[str]) -> list[int | None]:
         """Return the dim that is said for each of ``paths``."""
         found = [covering(path, self.dims) for path in paths]

@@ -59,15 +59,11 @@ class Trial:
         options = candidates(home, self._splitter.microbatches)
         if len(options) == 1:
             return options[0], "the only choice"
-        return try_out(options, lambda formation: self._open(formation, workloads))
+        return try_out(options, self._open)
 
-    def _open(
-        self, formation: Formation, workloads: Sequence[float] | None
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
+    def _open(self, formation: Formation) -> tuple[Callable[[], None], Callable[[], None]]:
         """Return a function that computes the batch's gradients, and one that ends its threads."""
-        executor = ThreadExecutor(
-            self._module, formation.devices, workloads=workloads, intra_op=formation.intra_op
-        )
+        executor = ThreadExecutor(self._module, formation.devices, intra_op=formation.intra_op)
         microbatches = self._splitter.split(self._batch, executor.workloads)
         task = TrainTask(self._objective, microbatches.scales, keep_outputs=False)
 

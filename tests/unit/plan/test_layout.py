@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.plan import Layout, cut, equal_sizes, join, leaf_paths, num_rows, workload_sizes
+from phalanx.plan import Layout, Rows, cut, equal_sizes, join, leaf_paths, num_rows, workload_sizes
 from phalanx.plan.leaves import covering
 
 pytestmark = pytest.mark.promise("batches-of-any-structure")
@@ -226,13 +226,13 @@ DIMS = [
 def test_a_path_covers_all_leaves_below_it_and_yields_to_a_longer_one(
     dims: dict[str | int, int | None], expected: list[int | None]
 ) -> None:
-    assert Layout(dims=dims).dims_of(NEST) == expected
+    assert Rows(NEST, Layout(dims=dims)).dims == expected
 
 
 def test_positions_are_paths() -> None:
     batch = (rows(4), [rows(9), rows(8)], rows(3, 4))
     layout = Layout(dims={1: None, 2: 1})
-    assert layout.dims_of(batch) == [0, None, None, 1]
+    assert Rows(batch, layout).dims == [0, None, None, 1]
     assert layout == Layout(dims={"1": None, "2": 1})
     assert num_rows(batch, layout) == 4
     second = cut(batch, [3, 1], layout)[1]
@@ -249,14 +249,14 @@ def test_dims_of_the_users_mapping_are_read_once() -> None:
 def test_a_field_that_is_none_this_time_is_no_wrong_path() -> None:
     """As an item of a dict that is None, and as an argument that is not given."""
     layout = Layout(dims={"mask": None})
-    assert layout.dims_of({"tokens": rows(4), "mask": None}) == [0, None]
-    assert layout.dims_of(Sample(rows(4), rows(9))) == [0, None, None]
-    assert layout.dims_of(Sample(rows(4), None)) == [0, None]
+    assert Rows({"tokens": rows(4), "mask": None}, layout).dims == [0, None]
+    assert Rows(Sample(rows(4), rows(9)), layout).dims == [0, None, None]
+    assert Rows(Sample(rows(4), None), layout).dims == [0, None]
 
 
 def test_tensors_without_dims_are_whole_whatever_the_layout_says() -> None:
     batch = {"x": rows(4), "scale": torch.tensor(2.0)}
-    assert Layout(dims={"scale": 0}).dims_of(batch) == [0, None]
+    assert Rows(batch, Layout(dims={"scale": 0})).dims == [0, None]
 
 
 def test_a_batch_of_which_all_is_given_whole() -> None:
