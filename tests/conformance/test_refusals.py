@@ -229,6 +229,17 @@ def making_container(match: str, **options: Any) -> Row:
     return Row(NOTHING, lambda _: DataParallel(**{**known, **options}), match)
 
 
+SAYS = {"sum": "size_average", "none": "reduce"}
+
+
+def summed(outputs: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction=reduction)
+
+
+def unreduced(outputs: Tensor, targets: Tensor, *, reduction: str = "none") -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction=reduction)
+
+
 def loss_of(value: float) -> Callable[..., Tensor]:
     """Return a loss that becomes ``value`` where a target is negative."""
 
@@ -317,6 +328,9 @@ ROWS: list[Row] = [
             nn.CrossEntropyLoss(reduction=told),
             functools.partial(F.cross_entropy, reduction=told),
             functools.partial(nn.MSELoss(reduction=told)),
+            nn.CrossEntropyLoss(reduction=told).forward,
+            functools.partial(F.cross_entropy, **{SAYS[told]: False}),
+            {"sum": summed, "none": unreduced}[told],
         )
     ),
     stepping(vector_batch(8), r"`loss` must .*\(2,\)", loss=lambda out, _: out.sum(1)),

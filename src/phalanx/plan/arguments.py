@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
+from inspect import signature
 from numbers import Integral, Real
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor
@@ -43,11 +45,21 @@ def check_argument(fits: bool, name: str, wanted: str, given: Any, way_out: str 
 def check_mean_loss(name: str, loss: Any) -> None:
     """Refuse a loss that says by its ``reduction`` that it is no mean, as torch's do.
 
-    A `functools.partial` says it by its keyword, else by what it calls.
+    A `functools.partial` says it by its keywords, else by what it calls; a method by its object; a
+    function by the default of its parameter.
     """
-    reduction = getattr(loss, "reduction", None)
-    if isinstance(loss, partial):
-        reduction = loss.keywords.get("reduction", getattr(loss.func, "reduction", None))
+    keywords: dict[str, Any] = {}
+    while isinstance(loss, partial):
+        keywords, loss = {**loss.keywords, **keywords}, loss.func
+    reduction = getattr(getattr(loss, "__self__", loss), "reduction", None)
+    if reduction is None and isinstance(loss, FunctionType):
+        parameter = signature(loss).parameters.get("reduction")
+        reduction = parameter.default if parameter else None
+    reduction = keywords.get("reduction", reduction)
+    if keywords.get("reduce") is False:
+        reduction = "none"
+    elif keywords.get("size_average") is False:
+        reduction = "sum"
     if reduction in ("sum", "none"):
         raise ConfigError(
             f"`{name}` must have reduction='mean', but has {reduction!r}. A loss that divides by "
