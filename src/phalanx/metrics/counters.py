@@ -147,6 +147,8 @@ class _MetricCounter(Counter):
         for path, owner in _metrics_in(self._metric):
             prefix = f"{path}." if path else ""
             for key, first in owner._defaults.items():
+                if key not in vars(owner):  # a wrapper names those of the metric inside of it
+                    continue
                 if isinstance(first, list):
                     places = (f"{prefix}{key}.{place}" for place in range(len(tensors)))
                     found = [tensors[each] for each in places if each in tensors]

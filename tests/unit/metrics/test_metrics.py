@@ -244,6 +244,12 @@ def test_each_number_of_a_metric_has_its_name(tmp_path: Path) -> None:
     with trainer(metrics=several, callbacks=[table, history, best]) as run:
         (done,) = run.fit(BATCHES)
         assert run.epochs == 1
+    with trainer(metrics=several) as run:
+        run.fit(BATCHES, steps=1)
+        run.save(tmp_path / "c")
+    with trainer(metrics=several) as run:
+        run.resume(tmp_path / "c")
+        assert run.fit(BATCHES)[0].train == done.train
     outputs, targets = (torch.cat(each) for each in zip(*BATCHES, strict=True))
     counts = several["confusion"](outputs, targets)
     each = several["each"](outputs, targets)
