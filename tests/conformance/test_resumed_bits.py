@@ -560,15 +560,15 @@ def masked() -> DataLoader[Any]:
 
 
 class Noisy(TensorDataset):
-    """Draws from a generator of its own."""
+    """Draws from a generator of its own, under a name of its own."""
 
     def __init__(self, seed: int, rows: int) -> None:
         super().__init__(*data_of(rows).tensors)
-        self.generator = torch.Generator().manual_seed(seed)
+        self.source = torch.Generator().manual_seed(seed)
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         inputs, targets = super().__getitem__(index)
-        return inputs + torch.randn(5, generator=self.generator), targets
+        return inputs + torch.randn(5, generator=self.source), targets
 
 
 def noisy_parts() -> DataLoader[Any]:

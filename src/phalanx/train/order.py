@@ -325,14 +325,15 @@ def _check_fits(name: str, state: Tensor, generator: torch.Generator) -> None:
 
 
 def _generators_of(loader: object) -> dict[str, torch.Generator]:
-    """Return the generators of a loader and of its parts, each once, by the path to its owner."""
+    """Return the generators of a loader and of its parts, each once, by where they are found."""
     found: dict[str, torch.Generator] = {}
     for path, owner in _parts_of(loader):
-        generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator) and all(
-            generator is not each for each in found.values()
-        ):
-            found[path] = generator
+        own = {"generator": getattr(owner, "generator", None), **getattr(owner, "__dict__", {})}
+        for name, generator in own.items():
+            if isinstance(generator, torch.Generator) and all(
+                generator is not each for each in found.values()
+            ):
+                found[f"{path}.{name}"] = generator
     return found
 
 
