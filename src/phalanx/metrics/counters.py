@@ -159,27 +159,23 @@ class _MetricCounter(Counter):
                 if _is_number(value) and prefix + key in tensors:
                     setattr(owner, key, tensors[prefix + key].item())
 
-    def _checked(self, name: str, first: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+    def _checked(self, name: str, first: Tensor, tensors: Mapping[str, Any]) -> Tensor:
         """Return the state ``name``, if updates can have made it of its ``first`` value."""
-        stored = tensors.get(name)
-        kind = type(self._pattern).__name__
-        if stored is None:
-            raise CheckpointError(
-                f"The checkpoint must hold `{name}` of {kind}, but holds {sorted(tensors)}. Give "
-                "`metrics=` as they were."
-            )
+        stored = tensors.get(name, first)
         try:  # an empty one stands for any
             fits = not first.numel() or first.expand_as(stored).shape == stored.shape
             fits = fits and torch.promote_types(first.dtype, stored.dtype) == stored.dtype
         except RuntimeError:
             fits = False
-        if not fits:
+        if not fits or name not in tensors:
+            held = f"{stored.dtype} of shape {tuple(stored.shape)}" if name in tensors else "none"
             raise CheckpointError(
-                f"The checkpoint must hold `{name}` of {kind} as {first.dtype} of shape "
-                f"{tuple(first.shape)} or what updates make of it, but holds {stored.dtype} of "
-                f"shape {tuple(stored.shape)}. Give `metrics=` as they were."
+                f"The checkpoint must hold `{name}` of {type(self._pattern).__name__} as "
+                f"{first.dtype} of shape {tuple(first.shape)} or what updates make of it, but "
+                f"holds {held}. Give `metrics=` as they were."
             )
-        return stored.to(first.device)
+        moved: Tensor = stored.to(first.device)
+        return moved
 
 
 class _FunctionCounter(Counter):
