@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Progress", "format_mean", "progress_for"]
 
 _INTERVAL_S = 1 / 8
+_MOST_MEANS = 10  # in a line: a confusion matrix has many
 # Drawing may take this share of the time, however slow the terminal: training is what counts.
 _MOST_DRAWING_SHARE = 0.05
 
@@ -210,7 +211,9 @@ def _describe_epoch(event: EpochDone, samples: int, last_epoch: int | None) -> s
 
 
 def _describe_means(means: Mapping[str, float], prefix: str) -> list[str]:
-    return [f"{prefix}{name} {format_mean(name, value)}" for name, value in means.items()]
+    shown = [f"{prefix}{name} {format_mean(name, value)}" for name, value in means.items()]
+    more = len(shown) - _MOST_MEANS
+    return shown if more <= 0 else [*shown[:_MOST_MEANS], f"{more} more"]
 
 
 def format_mean(name: str, value: float) -> str:
