@@ -1,4 +1,4 @@
-"""Data- and model-parallel training for PyTorch, with the same numbers in every formation.
+"""Bitwise-reproducible, elastic data-parallel training for PyTorch.
 
 A name is imported when it is first used: `import phalanx` and the command line's `--help` cost
 neither torch nor what a program does not ask for.

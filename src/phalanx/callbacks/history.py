@@ -1,4 +1,4 @@
-"""What the events of a training leave behind: its curve and its epochs."""
+"""The curve and the epochs of a training, from its events."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from phalanx import __version__
 from phalanx.cli.console import drop_output, flush_output, make_console, prepare_stdout
 from phalanx.cli.doctor import doctor
 from phalanx.cli.launch import launch
@@ -27,7 +28,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 app = typer.Typer(
     name="phalanx",
-    help="Train PyTorch models on replicas, with the same numbers in every formation.",
+    help="Train PyTorch models on replicas, with bitwise identical weights on any number of them.",
     no_args_is_help=True,
     add_completion=False,
     # Docstrings are wrapped for their source; help wraps them anew, for the terminal at hand.
@@ -48,11 +49,8 @@ def _show_version(wanted: bool) -> None:
     if wanted:
         import torch  # late: takes seconds
 
-        from phalanx.cli.session import phalanx_version  # late: needs torch
-
         make_console().print(
-            f"phalanx {phalanx_version()} (torch {torch.__version__}, "
-            f"Python {platform.python_version()})"
+            f"phalanx {__version__} (torch {torch.__version__}, Python {platform.python_version()})"
         )
         raise typer.Exit
 
@@ -64,7 +62,7 @@ def phalanx(
         typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
-    """Train PyTorch models on replicas, with the same numbers in every formation."""
+    """Train PyTorch models on replicas, with bitwise identical weights on any number of them."""
 
 
 def main(command: typer.Typer = app, prog_name: str = "phalanx") -> None:

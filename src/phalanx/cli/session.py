@@ -6,10 +6,9 @@ import contextlib
 import platform
 import random
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -21,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from phalanx import __version__
 from phalanx.callbacks import (
     EpochDone,
     FitEnded,
@@ -51,7 +51,7 @@ from phalanx.cli.summary import draw_summary
 from phalanx.clock import now_s
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError
 from phalanx.execution import Processes, Threads
-from phalanx.train import FormationChosen, StepDone, Trainer
+from phalanx.train import FormationChosen, StepDone, Trainer, length_of
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -483,15 +483,8 @@ def _metrics_for(data: Data) -> dict[str, Metric] | None:
 
 def _schedule_for(data: Data, epochs: int) -> Callable[[Optimizer], LRScheduler] | None:
     """Let the learning rate fall to 0; keep it where the length of the data is not known."""
-    num_batches = _length(data.train)
+    num_batches = length_of(data.train)
     return decay_linearly(epochs * num_batches) if num_batches else None
-
-
-def _length(loader: Iterable[Any]) -> int | None:
-    try:
-        return len(loader) if isinstance(loader, Sized) else None
-    except Exception:  # a DataLoader over an IterableDataset, say
-        return None
 
 
 def _count_parameters(module: nn.Module) -> int:
@@ -500,15 +493,7 @@ def _count_parameters(module: nn.Module) -> int:
 
 def _versions() -> dict[str, str]:
     return {
-        "phalanx": phalanx_version(),
+        "phalanx": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-
-
-def phalanx_version() -> str:
-    """Return the installed version, or "unknown" where the source tree runs uninstalled."""
-    try:
-        return version("phalanx")
-    except PackageNotFoundError:
-        return "unknown"

@@ -1,4 +1,4 @@
-"""What a replica takes for its work."""
+"""The seconds that a replica works."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class DataParallelExecutorGroup:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """What `workload="auto"` has decided after each batch, and why: the last 10,000."""
+        """The last 10,000 decisions of `workload="auto"`, with their reasons."""
         return self._model.decisions
 
     @property

@@ -25,7 +25,7 @@ _TEXT = "text"
 
 
 class Counter(ABC):
-    """What counts the batches of an epoch for one metric.
+    """A counter of the batches of an epoch, for one metric.
 
     Attributes:
         num_batches: How many it has counted.

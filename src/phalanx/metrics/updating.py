@@ -1,4 +1,4 @@
-"""How a metric is updated with a batch, and its value as numbers."""
+"""The update of a metric with a batch, and its value as numbers."""
 
 from __future__ import annotations
 

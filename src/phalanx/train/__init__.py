@@ -13,8 +13,9 @@ from phalanx.callbacks import (
     WorkerLost,
 )
 from phalanx.execution import EXECUTORS
-from phalanx.train.formation import Formation, candidates
+from phalanx.train.formation import Formation
 from phalanx.train.merge import Update, merge_updates
+from phalanx.train.order import length_of
 from phalanx.train.sampler import ExactSampler
 from phalanx.train.split import split_batch
 from phalanx.train.trainer import Trainer
@@ -35,7 +36,7 @@ __all__ = [
     "Trainer",
     "Update",
     "WorkerLost",
-    "candidates",
+    "length_of",
     "merge_updates",
     "split_batch",
 ]
