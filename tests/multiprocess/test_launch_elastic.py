@@ -55,6 +55,7 @@ def test_the_launcher_keeps_the_survivors_of_a_killed_rank(tmp_path: Path) -> No
     assert "was killed by SIGKILL. The ranks that are left continue without it." in said
 
 
+@pytest.mark.night
 @pytest.mark.parametrize(
     ("fates", "code", "cause"),
     [

@@ -95,6 +95,7 @@ def play(
     check("".join(told), [process.returncode for process in started], num_workers=num_workers)
 
 
+@pytest.mark.night  # two launchers make a job by day in test_launch_hosts.py
 def test_phalanx_launch_on_each_host(script, monkeypatch):
     """The launchers are forks: test_launch.py starts one as users do."""
     monkeypatch.chdir(script.parent)  # where `secret` is
