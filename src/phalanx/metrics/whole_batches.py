@@ -26,7 +26,7 @@ __all__ = ["Joining"]
 
 @dataclass(frozen=True)
 class Joining:
-    """How pieces of a batch, or batches, become one again.
+    """A rule that joins pieces of a batch, or batches, to one.
 
     Args:
         layout: How batches were split.
@@ -81,7 +81,7 @@ class Joining:
         return unflatten(joined, spec)
 
     def _test_of_rows(self, size: int) -> Callable[[Any], bool]:
-        """Return what tells of a node whether it is a list with an item for each of the rows.
+        """Return a test of a node: whether it is a list with an item for each of the rows.
 
         Lists of tensors are columns, unless the user's own function collates them. Those of texts,
         numbers and dicts (a dict of boxes for each image) are rows, and tuples of texts, as

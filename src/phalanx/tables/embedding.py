@@ -35,7 +35,7 @@ _Gradients = dict[int, list[tuple[Tensor, Tensor]]]
 
 
 class _Add(torch.autograd.Function):
-    """What all look-ups of a step depend on, so that its backward pass comes after all of theirs.
+    """The node that all look-ups of a step depend on: its backward pass comes after all of theirs.
 
     There it gives the table the sum of their gradients.
     """
@@ -105,7 +105,7 @@ class _Push(torch.autograd.Function):
 
 
 class _Rows(nn.Module):
-    """What both embeddings are: a table, and a row without gradient.
+    """The base of both embeddings: a table, and a row without gradient.
 
     Attributes:
         rows: An empty parameter that stands for the table's rows: what freezes it freezes them.

@@ -28,7 +28,7 @@ __all__ = ["GAVE_UP_EARLIER", "MAX_WORKERS", "Barrier", "Membership"]
 
 MAX_WORKERS = 256
 GAVE_UP_EARLIER = "They had come before, and given up at their own deadlines."
-"""What an error adds where nobody stayed away."""
+"""The end of an error where no worker stayed away."""
 _LINE = 8
 _WORDS = 4  # of a worker, on the page of the barriers
 _EXPECTED, _LOOKED_NS = range(2)
