@@ -7,6 +7,7 @@ from phalanx.execution.contract import (
     MicrobatchResult,
     RunResult,
     Span,
+    Task,
     default_intra_op,
 )
 from phalanx.execution.elementwise import ELEMENTWISE, MOMENTS, STEP
@@ -53,6 +54,7 @@ __all__ = [
     "RunResult",
     "Span",
     "Stepper",
+    "Task",
     "ThreadExecutor",
     "ThreadPool",
     "Threads",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,7 @@ __all__ = [
     "RunResult",
     "RunState",
     "Span",
+    "Task",
     "annotate_error",
     "default_intra_op",
     "explain_error",
@@ -103,6 +105,21 @@ class MicrobatchContext:
         return MicrobatchRng(self.seed, self.rng, self.rng_use, kept=kept)
 
 
+class Task(ABC):
+    """The work on one microbatch: called by a replica, under the caller's modes.
+
+    Attributes:
+        goes_back: Whether it goes back through graphs of an earlier run. Nothing is taken over
+            from the source then, no buffers are collected, and a closed executor runs it, too.
+    """
+
+    goes_back: ClassVar[bool] = False
+
+    @abstractmethod
+    def __call__(self, context: MicrobatchContext) -> Any:  # Any: the task's own result type
+        """Compute the microbatch; leave gradients and buffers in the replica."""
+
+
 @dataclass(frozen=True)
 class MicrobatchResult:
     """What one microbatch gave a trainer.
@@ -133,8 +150,8 @@ class RunResult:
         replica_of: Which replica here computed each microbatch; -1 for those left out, or run
             elsewhere.
         drew: Whether the model drew random numbers from the microbatches' own generators.
-        seconds: What each pinned microbatch took until its gradients were there: without waiting
-            for other replicas, and before any merging; 0 for those left out.
+        seconds: What each microbatch took until its gradients were there, without waiting for
+            other replicas and before any merging; 0 for those left out.
     """
 
     results: list[Any]  # Any: whatever the task returns
@@ -242,26 +259,25 @@ class Executor(ABC):
 
     def run(
         self,
-        microbatches: Sequence[Nested],
-        task: Callable[[MicrobatchContext], Any],  # Any: the caller's own result type
+        task: Task,
+        pieces: Sequence[Nested],
         *,
         weights: Sequence[float],
         seed: tuple[int, ...],
-        pinned: bool = False,
+        owners: Sequence[int] | None = None,
         only: range | None = None,
-        backward: bool = False,
         steps_whole: bool = False,  # noqa: ARG002 - ranks compare it
     ) -> RunResult:
-        """Run every microbatch of weight above 0 on some replica.
+        """Run ``task`` on every piece of weight above 0, each on one replica.
 
         Args:
-            task: Called by a replica, under the caller's grad, inference and autocast modes.
+            task: Called under the caller's grad, inference and autocast modes.
+            pieces: The microbatches.
             weights: What each microbatch stands for; one of weight 0 is left out.
             seed: Where the random numbers of this run start; each microbatch appends its index.
-            pinned: Microbatch i goes to replica i, and to another only if that one is lost.
+            owners: The replica that computes each microbatch; another one does only if that one
+                is lost. Default: whoever is free.
             only: Run these, while others run elsewhere; default: all.
-            backward: Go back through graphs of an earlier run: nothing is taken over from the
-                source, and no buffers are collected. A closed executor can do so, too.
             steps_whole: Whether the optimizer will be stepped as it is, and not in parts; ranks
                 see that they do the same.
 
@@ -283,16 +299,7 @@ class Executor(ABC):
             alone=watched and self.is_alone(),
             shared=frozenset(each for each in self.devices if self.devices.count(each) > 1),
         )
-        state = RunState(
-            microbatches,
-            task,
-            weights,
-            seed,
-            pinned,
-            rng=plan,
-            only=only,
-            backward=backward,
-        )
+        state = RunState(task, pieces, weights, seed, owners, rng=plan, only=only)
         try:
             self._start(state)
         finally:
@@ -363,14 +370,16 @@ class Executor(ABC):
 
     def _start(self, state: RunState) -> None:
         left = [index for index in state.leaves if state.weights[index] > 0]
-        if state.pinned:
-            own = [int(state.weights[index] > 0) for index in state.leaves]
-            shares = Shares(own, stealing=False)
+        if state.owners is not None:
+            owners = state.owners
+            left.sort(key=lambda index: (owners[index], index))
+            counts = Counter(owners[index] for index in left)
+            shares = Shares([counts[replica] for replica in range(len(self))], stealing=False)
         else:
             shares = Shares(workload_sizes(len(left), self.workloads))
         state.queue = WorkQueue(left, shares, [workload > 0 for workload in self.workloads])
         trains = self.sources[0].training
-        if trains in self._compared or not self.one_source or state.backward:
+        if trains in self._compared or not self.one_source or state.task.goes_back:
             self._work_on(state)
             return
         with same_afterwards(self.sources[0]):
@@ -436,40 +445,38 @@ class RunState:
 
     def __init__(
         self,
-        microbatches: Sequence[Nested],
-        task: Callable[[MicrobatchContext], Any],
+        task: Task,
+        pieces: Sequence[Nested],
         weights: Sequence[float],
         seed: tuple[int, ...],
-        pinned: bool,
+        owners: Sequence[int] | None,
         rng: RngPlan,
         only: range | None,
-        backward: bool,
     ) -> None:
-        self.microbatches = microbatches
         self.task = task
+        self.pieces = pieces
         self.weights = weights
         self.seed = seed
-        self.pinned = pinned
+        self.owners = owners
         self.rng = rng
         self.rng_use = RngUse()
-        self.backward = backward
         self.queue: WorkQueue  # set when it starts
-        self.sums = TreeSums(len(microbatches), add_sums)
-        self.leaves = range(len(microbatches)) if only is None else only
+        self.sums = TreeSums(len(pieces), add_sums)
+        self.leaves = range(len(pieces)) if only is None else only
         for index in self.leaves:
             if not weights[index] > 0:
                 self.sums.put(Node(0, index), None)
-        self.results: list[Any] = [None] * len(microbatches)
-        self.replica_of = [-1] * len(microbatches)
+        self.results: list[Any] = [None] * len(pieces)
+        self.replica_of = [-1] * len(pieces)
         self.spans: list[Span] = []
-        self.seconds = [0.0] * len(microbatches)
+        self.seconds = [0.0] * len(pieces)
 
     def context(self, replica: Replica, index: int) -> MicrobatchContext:
         """Put microbatch ``index`` into the hands of ``replica``."""
         return MicrobatchContext(
             replica=replica,
             index=index,
-            batch=self.microbatches[index],
+            batch=self.pieces[index],
             seed=derive_seed(*self.seed, index),
             rng=self.rng,
             rng_use=self.rng_use,

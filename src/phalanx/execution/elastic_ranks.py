@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from phalanx.distributed import ElasticExchange, Exchange, GroupChanged
-from phalanx.execution.contract import MicrobatchContext, RunResult
+from phalanx.execution.contract import RunResult, Task
 from phalanx.execution.rank_reduction import RankReduction
 from phalanx.execution.ranks import (
     RankExecutor,
@@ -81,10 +81,10 @@ class ElasticRankExecutor(RankExecutor):
 
     def run(
         self,
-        microbatches: Sequence[Nested],
-        task: Callable[[MicrobatchContext], Any],
+        task: Task,
+        pieces: Sequence[Nested],
         *,
-        pinned: bool = False,
+        owners: Sequence[int] | None = None,
         **options: Any,
     ) -> RunResult:
         """Run this rank's microbatches, or all of them where the others are ahead.
@@ -93,9 +93,9 @@ class ElasticRankExecutor(RankExecutor):
             Exception: As for `RankExecutor.run`.
             GroupChanged: The ranks are others now.
         """
-        return super().run(
-            microbatches, task, pinned=pinned and not self.exchange.is_behind, **options
-        )
+        if self.exchange.is_behind:
+            owners = None
+        return super().run(task, pieces, owners=owners, **options)
 
     def _tells(self) -> Mapping[str, Any]:
         return {"newcomers_wait": self.exchange.newcomers_wait}

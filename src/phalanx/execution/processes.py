@@ -258,7 +258,7 @@ class ProcessExecutor(Executor):
                 "of it. Make a trainer or a group in the child."
             )
         self._workers.raise_deferred()
-        assert not state.backward
+        assert not state.task.goes_back
         changes = self._sync.changes()
         self._objects.look()
         self._settings = read_settings()  # here: some of them are the calling thread's
@@ -325,7 +325,7 @@ class ProcessExecutor(Executor):
             if worker.poll_ready(0.0):
                 worker.check_alive()
                 return True
-            if run.state.pinned:
+            if run.state.owners is not None:
                 run.state.queue.leave_to_others(index)
             if worker.poll_ready(_LOOK_S):
                 return True
@@ -339,7 +339,7 @@ class ProcessExecutor(Executor):
         worker, state = self._workers[index], run.state
         worker.mailbox.clear()
         buffer = self._gradient_buffers.take() if run.wants_gradients else None
-        batch = state.microbatches[microbatch]
+        batch = state.pieces[microbatch]
         changes = run.changes.since(worker.version)
         task = MicrobatchMessage(
             index=microbatch,

@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 from phalanx.distributed import Exchange
 from phalanx.errors import ConfigError, PeerError
 from phalanx.execution.contract import (
-    MicrobatchContext,
     RunResult,
+    Task,
 )
 from phalanx.execution.partial_sums import PartialSum, TreeSums
 from phalanx.execution.rank_messages import RankMessage
@@ -121,14 +121,13 @@ class RankExecutor(ThreadExecutor):
 
     def run(
         self,
-        microbatches: Sequence[Nested],
-        task: Callable[[MicrobatchContext], Any],
+        task: Task,
+        pieces: Sequence[Nested],
         *,
         weights: Sequence[float],
         seed: tuple[int, ...],
-        pinned: bool = False,
+        owners: Sequence[int] | None = None,
         only: range | None = None,
-        backward: bool = False,
         steps_whole: bool = False,
     ) -> RunResult:
         """Run this rank's microbatches, and learn what the others' gave.
@@ -138,23 +137,19 @@ class RankExecutor(ThreadExecutor):
             PeerError: Another rank raised something; nothing has changed anywhere then.
         """
         assert only is None
-        assert not backward
+        assert not task.goes_back
+        only = self._own(len(pieces), owned=owners is not None)
+        if owners is not None:  # by the numbers that replicas have here
+            owners = [owner - only.start for owner in owners]
         own = {
-            "step": [seed, [each.hex() for each in weights], _trace_of(microbatches)],
+            "step": [seed, [each.hex() for each in weights], _trace_of(pieces)],
             "whole": steps_whole,
             "groups": [] if self.optimizer is None else _options_of(self.optimizer),
             **self._tells(),
         }
         fingerprint = json.dumps(own)
         try:
-            result = super().run(
-                microbatches,
-                task,
-                weights=weights,
-                seed=seed,
-                pinned=pinned,
-                only=self._own(len(microbatches), pinned),
-            )
+            result = super().run(task, pieces, weights=weights, seed=seed, owners=owners, only=only)
             message = RankMessage.of(fingerprint, result.results, result.sums)
             packed = message.pack()
         except BaseException as error:
@@ -167,7 +162,7 @@ class RankExecutor(ThreadExecutor):
         for message in messages:
             for index, computed in message.results.items():
                 result.results[index] = computed
-        result.operands = _statistics_of(messages, len(microbatches))
+        result.operands = _statistics_of(messages, len(pieces))
         result.absent = [message.absent for message in messages]
         return result
 
@@ -178,9 +173,9 @@ class RankExecutor(ThreadExecutor):
     def _hears(self, first: Mapping[str, Any]) -> None:
         """Take note of what rank 0 has told."""
 
-    def _own(self, num_microbatches: int, pinned: bool) -> range:
+    def _own(self, num_microbatches: int, *, owned: bool) -> range:
         """Return which microbatches are this rank's."""
-        sizes = self.counts if pinned else workload_sizes(num_microbatches, self._powers)
+        sizes = self.counts if owned else workload_sizes(num_microbatches, self._powers)
         stop = list(accumulate(sizes))[self.exchange.rank]
         return range(stop - sizes[self.exchange.rank], stop)
 

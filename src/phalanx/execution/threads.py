@@ -171,7 +171,7 @@ class ThreadExecutor(Executor):
 
     def _work_on(self, state: RunState) -> None:
         modes = CallerModes.capture(self.devices)
-        if state.backward:
+        if state.task.goes_back:
             self._work_under(modes, state)
             return
         with self._order.next_run(modes.streams):
@@ -180,7 +180,7 @@ class ThreadExecutor(Executor):
 
     def _work_under(self, modes: CallerModes, state: RunState) -> None:
         """Run all microbatches of ``state`` under the caller's modes."""
-        each = self.each if state.backward else self._threads.each
+        each = self.each if state.task.goes_back else self._threads.each
         nccl = NcclSums(self.parameters) if self._nccl else None
 
         def serve(index: int) -> None:
@@ -202,23 +202,23 @@ class ThreadExecutor(Executor):
         nccl: NcclSums | None,
     ) -> None:
         """Run what is left of ``state`` on one replica, in its thread."""
-        replica, backward = self.replicas[replica_index], state.backward
+        replica, goes_back = self.replicas[replica_index], state.task.goes_back
         compile_once, kind = self._compile_once, type(state.task).__qualname__
         watch = Stopwatch(replica.device, waits=self._timed)
         done: list[int] = []
-        if not backward:  # else the source and its buffers may be others than in the forward pass
+        if not goes_back:  # else the source and its buffers may be others than in the forward pass
             replica.refresh()
         while (index := state.queue.take(replica_index)) is not None:
             start_s = now_s()
             written: Statistics = {}
             try:
-                if not backward:
+                if not goes_back:
                     replica.statistics.refresh()  # to begin with the source's buffers
                 context = state.context(replica, index)
                 alone = compile_once and compile_once.running(kind, replica.device, context.batch)
-                with alone or _NOTHING, replica.running(forward=not backward):
+                with alone or _NOTHING, replica.running(forward=not goes_back):
                     state.results[index] = state.task(context)
-                if not backward:
+                if not goes_back:
                     written = replica.statistics.collect(state.weights[index])
                 watch.lap()
                 gradients = replica.take_gradients(travel=nccl is None)
@@ -229,7 +229,7 @@ class ThreadExecutor(Executor):
             except BaseException as error:
                 state.queue.fail()
                 replica.drop_gradients()
-                if not backward:
+                if not goes_back:
                     replica.statistics.collect(0.0)
                 annotate_error(error, replica, index)
                 raise

@@ -385,7 +385,11 @@ class DataParallel(Container, Unwrapped):
         task = ForwardTask(run, records=False, inputs=Inputs())
         with torch.no_grad():
             result = executor.run(
-                batches, task, weights=[1, *others], seed=(seed_of_process(),), pinned=True
+                task,
+                batches,
+                weights=[1, *others],
+                seed=(seed_of_process(),),
+                owners=range(len(executor)),
             )
         found: Outputs = result.results[0]
         return found.nested

@@ -122,7 +122,9 @@ class Graph:
         ]
         task = ForwardTask(self._run, self._records, self._inputs)
         seed = (seed_of_process(),)
-        return self._executor.run(batches, task, weights=weights, seed=seed, pinned=True)
+        return self._executor.run(
+            task, batches, weights=weights, seed=seed, owners=range(len(batches))
+        )
 
     def outputs(self, result: RunResult) -> list[Nested]:
         """Return the replicas' outputs, in the caller's graph where they need gradients."""
@@ -200,12 +202,11 @@ class Graph:
         task = BackwardTask(keep_graph)
         with torch.enable_grad():  # gradients are asked for
             return executor.run(
-                batches,
                 task,
+                batches,
                 weights=[float(replica in own) for replica in range(len(executor))],
                 seed=(seed_of_process(), _BACKWARD),
-                pinned=True,
-                backward=True,
+                owners=range(len(batches)),
             )
 
     def _check_inputs(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from phalanx.execution import MicrobatchContext
+from phalanx.execution import MicrobatchContext, Task
 from phalanx.plan import flatten, unflatten
 from phalanx.replicas import Inputs, WatchedInputs, pieces_of, placed, run_backward
 from phalanx.torch_internals import pytree
@@ -48,7 +48,7 @@ class Outputs:
 
 
 @dataclass(frozen=True)
-class ForwardTask:
+class ForwardTask(Task):
     """Run the module, and return its outputs and their graph.
 
     A microbatch is the nested inputs, and by leaf whether it needs a gradient.
@@ -78,7 +78,7 @@ class ForwardTask:
 
 
 @dataclass(frozen=True)
-class BackwardTask:
+class BackwardTask(Task):
     """Go back through the graph that a `ForwardTask` has returned.
 
     It leaves the parameters' gradients in the replica and returns those of the inputs. A microbatch
@@ -87,6 +87,8 @@ class BackwardTask:
     Attributes:
         keep_graph: Whether there will be another backward pass.
     """
+
+    goes_back = True
 
     keep_graph: bool
 

@@ -24,7 +24,7 @@ class Microbatches:
         weights: What each stands for.
         scales: Each one's share in the loss of the whole batch.
         weight: What the whole batch stands for.
-        pinned: One slice for every replica, rather than microbatches for whoever is free.
+        owners: The replica of each, where every replica has one slice; None: whoever is free.
     """
 
     pieces: list[Nested]
@@ -32,7 +32,7 @@ class Microbatches:
     weights: list[float]
     scales: tuple[float, ...]
     weight: float
-    pinned: bool
+    owners: range | None
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,8 @@ class Splitter:
         weights = self._weights(pieces, sizes) if weighs else list(map(float, sizes))
         weight = math.fsum(weights)
         scales = tuple([each / weight for each in weights])
-        return Microbatches(
-            pieces, sizes, weights, scales, weight, pinned=self.microbatches is None
-        )
+        owners = range(len(pieces)) if self.microbatches is None else None
+        return Microbatches(pieces, sizes, weights, scales, weight, owners)
 
     def _weights(self, parts: Sequence[Nested], sizes: Sequence[int]) -> list[float]:
         if self.weight is None:

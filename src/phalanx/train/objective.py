@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.execution import MicrobatchContext, MicrobatchResult
+from phalanx.execution import MicrobatchContext, MicrobatchResult, Task
 from phalanx.plan import check_function, check_mean_loss, flatten, unflatten
 from phalanx.replicas import FrozenCopies, Inputs, MicrobatchRng, run_backward
 from phalanx.train.foreign_leaves import find_foreign_leaves, refuse_foreign_leaves
@@ -157,7 +157,7 @@ class Objective:
 
 
 @dataclass(frozen=True)
-class TrainTask:
+class TrainTask(Task):
     """Run a microbatch forward and backward; picklable, for worker processes.
 
     Args:
@@ -202,7 +202,7 @@ class TrainTask:
 
 
 @dataclass(frozen=True)
-class EvaluateTask:
+class EvaluateTask(Task):
     """Run a microbatch forward only; otherwise as `TrainTask`."""
 
     objective: Objective
@@ -214,7 +214,7 @@ class EvaluateTask:
 
 
 @dataclass(frozen=True)
-class PredictTask:
+class PredictTask(Task):
     """Return what the module makes of a microbatch; otherwise as `TrainTask`."""
 
     objective: Objective

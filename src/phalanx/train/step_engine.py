@@ -18,11 +18,10 @@ from phalanx.errors import ConfigError, StateError, UnsupportedError
 from phalanx.execution import (
     Executor,
     ExecutorMaker,
-    MicrobatchContext,
-    MicrobatchResult,
     RunResult,
     Span,
     Stepper,
+    Task,
     WholeStepper,
     norm_of_gradients,
 )
@@ -45,8 +44,6 @@ from phalanx.types import Nested
 __all__ = ["EngineSpec", "StepEngine", "check_members", "loss_of", "outputs_of", "run_task"]
 
 _LIGHT_BYTES = 64 << 10
-
-Task = Callable[[MicrobatchContext], MicrobatchResult]
 
 
 @dataclass(kw_only=True)
@@ -394,11 +391,11 @@ def run_task(
 ) -> RunResult:
     """Run ``task`` on all microbatches; nothing that the caller can see changes."""
     return executor.run(
-        microbatches.pieces,
         task,
+        microbatches.pieces,
         weights=microbatches.weights,
         seed=seed,
-        pinned=microbatches.pinned,
+        owners=microbatches.owners,
         steps_whole=steps_whole,
     )
 
