@@ -14,6 +14,7 @@ from phalanx.execution import (
     ExecutorMaker,
     FailureLog,
     MicrobatchContext,
+    Task,
 )
 from tests.multiprocess.forked_workers import forked_by_day
 
@@ -33,14 +34,15 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
         opened.close()
 
 
-def train(context: MicrobatchContext) -> None:
-    context.replica.module(context.batch).sum().backward()
+class Train(Task):
+    def __call__(self, context: MicrobatchContext) -> None:
+        context.replica.module(context.batch).sum().backward()
 
 
 def test_gradients_are_added_along_the_tree(executor: Executor) -> None:
     batches, weights = list(ROWS), [1.0] * 3
-    whole = executor.run(batches, train, weights=weights, seed=(1,))
+    whole = executor.run(Train(), batches, weights=weights, seed=(1,))
     (total,) = executor.add_gradients(whole)
     assert torch.equal(total, ROWS.sum(0))
-    nothing = executor.run([None] * 3, train, weights=[0.0] * 3, seed=(1,))
+    nothing = executor.run(Train(), [None] * 3, weights=[0.0] * 3, seed=(1,))
     assert executor.add_gradients(nothing) == [None]
