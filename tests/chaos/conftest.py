@@ -1,4 +1,4 @@
-"""The course that most chaos tests share: three workers, slices of several blocks."""
+"""The course that most chaos tests share: three workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.course import Course, differing, make_blocks_small
+from tests.chaos.course import Course, differing
 from tests.multiprocess.forked_workers import forked_by_day
 
 FORK_THEIR_WORKERS = {"test_controls", "test_deaths", "test_hangs"}
@@ -22,21 +22,8 @@ def forked_workers(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_blocks() -> Iterator[None]:
-    """Let workers step slices of tiny models too, in several blocks.
-
-    Not for the package: without an `__init__.py` pytest takes that for the whole run.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        make_blocks_small(patch)
-        yield
-
-
 @pytest.fixture(scope="module")
-def _running(
-    small_blocks: None, forked_workers: None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Course]:
+def _running(forked_workers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Course]:
     with Course(tmp_path_factory.mktemp("orders"), replicas=3) as running:
         running.warm_up()
         yield running

@@ -12,27 +12,19 @@ import signal
 import time
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import phalanx
-from phalanx.execution import ProcessExecutor, shard_step, shared_stepping
+from phalanx.execution import ProcessExecutor
 from phalanx.execution.worker_client import WorkerProcess
 from phalanx.ipc import fail_points
 from tests.chaos.saboteur import REASONS, Order, Orders, Saboteur
 
 DEADLINE_S = 90.0  # for anything; far more than all of it takes
 MICROBATCHES = 7
-BLOCK_ELEMENTS = 128  # small enough for several blocks in each worker's slice
-
-
-def make_blocks_small(patch: Any) -> None:  # Any: pytest's MonkeyPatch, or what acts as it
-    """Let workers step slices of tiny models too, in several blocks."""
-    patch.setattr(shard_step, "BLOCK_ELEMENTS", BLOCK_ELEMENTS)
-    patch.setattr(shared_stepping, "LEAST_SHARD_ELEMENTS", 0)
 
 
 class _Passed(torch.autograd.Function):
@@ -204,9 +196,8 @@ class Course:
     # -- updates -----------------------------------------------------
 
     def warm_up(self) -> None:
-        """Do the updates before the workers step slices of their own."""
-        for _ in range(3):
-            self.step()
+        """Do the first update, which starts the workers."""
+        self.step()
         self.compare()
 
     def step(self) -> None:

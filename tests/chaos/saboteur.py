@@ -2,7 +2,7 @@
 
 An order is a file; the worker that it is for looks for it at every point that it passes:
 
-    order-1      "block saved|kill|2"        worker 1 dies at the 2nd passing of that point
+    order-1      "before reply|kill|2"       worker 1 dies at the 2nd passing of that point
     fired-1      the monotonic time          written, and the order removed, just before the deed
 
 So one training serves many faults: a replacement has no order, and whoever gave the order can tell

@@ -30,7 +30,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import phalanx
-from phalanx.execution import points, shared_stepping
+from phalanx.execution import points
 from phalanx.ipc import fail_points
 from tests.chaos.saboteur import MODULE_POINTS, REASONS, Order, Orders, Saboteur
 
@@ -311,7 +311,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(arguments)
     warnings.filterwarnings("ignore", message="`replicas` should be at most")
     console = Console()
-    shared_stepping.LEAST_SHARD_ELEMENTS = 0  # so that workers step slices of this model too
     data = batches()
     with tempfile.TemporaryDirectory() as folder:
         fail_points.inject(Saboteur(folder))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.execution import ProcessExecutor, shard_step
+from phalanx.execution import ProcessExecutor
 from phalanx.execution.work_queue import WorkQueue
 from phalanx.execution.worker_main import WorkerInit
 from phalanx.plan import Node
@@ -79,29 +79,6 @@ def test_a_doubled_microbatch_is_caught(
     assert_caught(course, "model.first.weight")
 
 
-def test_a_half_stepped_slice_is_caught(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block that was new already is stepped once more."""
-    monkeypatch.setattr(shard_step.OptimizerShard, "_undo_half_done", lambda _: None)
-    course.suffer({1: Order("block stepped")}, compared=False)
-    assert_caught(course, "optimizer.0.exp_avg")
-
-
-@pytest.mark.night
-def test_a_slice_that_nobody_completes_is_caught(
-    course: Course, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stepper = course.disturbed.trainer._engine._stepper
-    real = stepper._call_worker
-
-    def call(index: int, make: Any) -> bool:
-        real(index, make)
-        return True
-
-    monkeypatch.setattr(stepper, "_call_worker", call)
-    course.suffer({0: Order("block done")}, compared=False)
-    assert_caught(course, "model.middle.weight")  # its first block is of the first weight
-
-
 def test_a_wrong_seed_on_retry_is_caught(
     course: Course, monkeypatch: pytest.MonkeyPatch, returned: set[int]
 ) -> None:
@@ -153,7 +130,7 @@ def test_stale_statistics_are_caught(course: Course, monkeypatch: pytest.MonkeyP
     old = workers._stored(init)
     with monkeypatch.context() as patch:
         patch.setattr(workers, "_init", old)
-        course.suffer({1: Order("shard taken")})
+        course.suffer({1: Order("before reply")})
     course.await_workers()
     deadline_s = time.monotonic() + DEADLINE_S
     while not differing(course.disturbed.everything(), course.undisturbed.everything()):

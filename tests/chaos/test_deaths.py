@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -36,12 +34,6 @@ def deaths() -> list[object]:
     return [*gate, *rest]
 
 
-def test_the_slices_have_several_blocks(course: Course) -> None:
-    course.step()
-    stepper = course.disturbed.trainer._engine._stepper
-    assert [len(planned.plan.blocks) >= 3 for planned in stepper._shards] == [True] * 3
-
-
 @pytest.mark.parametrize(("point", "worker", "deed"), deaths())
 def test_a_death_changes_nothing(course: Course, point: str, worker: int, deed: str) -> None:
     (lost,) = course.suffer({worker: Order(point, deed)})
@@ -53,22 +45,15 @@ def test_a_death_changes_nothing(course: Course, point: str, worker: int, deed: 
     "orders",
     [
         {
-            0: Order("block stepped", "segfault", passing=2),
-            2: Order("block saved", "exit", passing=3),
+            1: Order("gradients half written", passing=2),
+            2: Order("inside backward", "exit", passing=2),
         },
         pytest.param(
-            {
-                1: Order("gradients half written", passing=2),
-                2: Order("inside backward", "exit", passing=2),
-            },
-            marks=pytest.mark.night,
-        ),
-        pytest.param(
-            {worker: Order("block done", passing=worker + 1) for worker in range(3)},
+            {worker: Order("before reply", "segfault", passing=worker + 1) for worker in range(3)},
             marks=pytest.mark.night,
         ),
     ],
-    ids=["slices", "microbatches", "all slices"],
+    ids=["two", "all"],
 )
 def test_several_workers_die_at_once(course: Course, orders: dict[int, Order]) -> None:
     course.await_workers()
@@ -107,55 +92,6 @@ def test_a_replacement_that_dies_while_it_starts_is_replaced(
     first, second = course.disturbed.lost
     assert (first.worker, second.worker, second.microbatch) == (0, 0, None)
     assert second.step == first.step + 1
-
-
-def test_a_system_that_starts_no_process_in_mid_step_is_an_error_of_the_next_step(
-    course: Course, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The slice is completed all the same; a step that is half done could not be refused."""
-
-    def launch(_: int) -> None:
-        raise OSError(errno.EAGAIN, "no more processes")
-
-    course.await_workers()
-    with monkeypatch.context() as patch:
-        patch.setattr(course.executor._workers, "_launch", launch)
-        course.orders.give(1, Order("block stepped"))
-        course.step()
-        assert course.orders.fired_s(1) is not None
-    course.compare()
-    with pytest.raises(OSError, match="no more processes"):
-        course.step()
-    course.compare()
-    course.step()  # the dead one is noticed again, and replaced
-    course.compare()
-
-
-def test_what_a_replacement_raises_when_it_starts_does_not_tear_a_step(
-    course: Course, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stepper = course.disturbed.trainer._engine._stepper
-    real = stepper._call_worker
-
-    def poll_ready(_: float) -> bool:
-        raise RuntimeError("cannot take the model over")
-
-    def call(index: int, make: Any) -> bool:
-        with monkeypatch.context() as patch:
-            if index == 0:
-                patch.setattr(course.worker(0), "poll_ready", poll_ready)
-            return real(index, make)
-
-    course.await_workers()
-    with monkeypatch.context() as patch:
-        patch.setattr(stepper, "_call_worker", call)
-        course.step()
-    course.compare()
-    with pytest.raises(RuntimeError, match="cannot take the model over"):
-        course.step()
-    course.compare()
-    course.step()
-    course.compare()
 
 
 def test_a_death_while_partial_sums_are_added_changes_nothing(
@@ -236,14 +172,14 @@ def test_a_death_while_a_checkpoint_is_written_changes_neither_run_nor_checkpoin
 
 
 def test_the_only_worker_may_die(tmp_path: Path) -> None:
-    """When it starts for the first time, with a microbatch, and with its slice."""
+    """When it starts for the first time, and with a microbatch."""
     with Course(tmp_path / "orders", replicas=1) as course:
         course.orders.give(0, Order("born"))
         course.warm_up()
         assert course.orders.fired_s(0) is not None
         assert [(lost.step, lost.microbatch) for lost in course.disturbed.lost] == [(1, None)]
         course.suffer({0: Order("inside forward", "terminate", passing=4)})
-        course.suffer({0: Order("block stepped", "memory and die", passing=3)})
+        course.suffer({0: Order("before reply", "memory and die", passing=3)})
 
 
 def steps_until_it_raises(course: Course) -> None:
@@ -266,19 +202,3 @@ def test_what_a_worker_raises_in_a_microbatch_refuses_the_step_and_changes_nothi
     course.compare()
     course.step()
     course.compare()
-
-
-@pytest.mark.parametrize("point", ["shard taken", "block stepped"])
-@pytest.mark.parametrize("deed", ["memory", "leave"])
-def test_what_a_worker_raises_in_its_slice_is_made_good(
-    course: Course, point: str, deed: str
-) -> None:
-    course.await_workers()
-    course.disturbed.lost.clear()
-    course.orders.give(0, Order(point, deed))
-    course.step()
-    assert course.orders.fired_s(0) is not None
-    course.compare()
-    course.step()
-    course.compare()
-    assert course.disturbed.lost == []

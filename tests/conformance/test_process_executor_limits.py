@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, AdamW, Optimizer
+from torch.optim import AdamW, Optimizer
 
 import phalanx
 from phalanx.errors import OutOfSpace, PeerLost
-from phalanx.execution import shared_stepping, worker_group
-from phalanx.execution.shared_stepping import LEAST_SHARD_ELEMENTS
+from phalanx.execution import worker_group
 from phalanx.execution.worker_client import WorkerProcess
 from phalanx.memory.shared_memory_pool import SharedMemoryPool
 
@@ -27,14 +26,6 @@ MOST_REFUSED = 100  # a first step asks for some twenty regions
 
 def adamw(parameters: list[nn.Parameter]) -> Optimizer:
     return AdamW(parameters, lr=1e-2)
-
-
-def sgd(parameters: list[nn.Parameter]) -> Optimizer:
-    return SGD(parameters, lr=1e-2, momentum=0.9)
-
-
-def adagrad(parameters: list[nn.Parameter]) -> Optimizer:
-    return Adagrad(parameters, lr=1e-2)
 
 
 def make(executor: str, optimizer: Any) -> Any:
@@ -87,29 +78,15 @@ def ration(monkeypatch: pytest.MonkeyPatch) -> Ration:
     return ration
 
 
-@pytest.mark.parametrize(
-    ("least", "optimizer"),
-    [
-        pytest.param(
-            least, optimizer, marks=[pytest.mark.night] * (least > 0 or optimizer is not sgd)
-        )
-        for least in (0, LEAST_SHARD_ELEMENTS)
-        for optimizer in (adamw, sgd, adagrad)
-    ],
-)
-def test_memory_that_ends_anywhere_in_first_steps_refuses_them_whole(
-    optimizer: Any, least: int, ration: Ration, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shared_stepping, "LEAST_SHARD_ELEMENTS", least)
+def test_memory_that_ends_anywhere_in_first_steps_refuses_them_whole(ration: Ration) -> None:
     batch = make_batch()
-    with make("threads", optimizer) as trainer:
+    with make("threads", adamw) as trainer:
         for _ in range(3):
             trainer.step(batch)
         expected = everything(trainer)
-    with make("processes", optimizer) as trainer:
+    with make("processes", adamw) as trainer:
         refused = [step_once(trainer, batch, ration) for _ in range(3)]
         assert refused[0] > 5  # parameters, gradients, a slot, the module; rows, more slots, state
-        assert (sum(refused[1:]) > 0) == (least == 0 and optimizer is not adagrad)  # undo records
         assert same(everything(trainer), expected)
 
 

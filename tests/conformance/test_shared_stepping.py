@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import phalanx
-from phalanx.execution import shard_step, shared_stepping
 from tests.products import in_pairs
 
 pytestmark = pytest.mark.promise("replicas-change-no-bit")
@@ -41,13 +40,6 @@ def sgd_with_and_without_momentum(parameters: list[nn.Parameter]) -> Optimizer:
 
 def adam_with_and_without_the_largest(parameters: list[nn.Parameter]) -> Optimizer:
     return Adam([{"params": parameters[:2]}, {"params": parameters[2:], "amsgrad": True}])
-
-
-@pytest.fixture(autouse=True)
-def workers_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let workers step slices of a small model too, in several blocks."""
-    monkeypatch.setattr(shared_stepping, "LEAST_SHARD_ELEMENTS", 0)
-    monkeypatch.setattr(shard_step, "BLOCK_ELEMENTS", 1024)
 
 
 def train(

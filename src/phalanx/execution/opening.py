@@ -18,7 +18,6 @@ from phalanx.execution.elastic_ranks import ElasticRankExecutor, write_once_elas
 from phalanx.execution.failures import FailureLog, WorkerLost, check_limits, check_seconds
 from phalanx.execution.processes import ProcessExecutor
 from phalanx.execution.ranks import RankExecutor, write_once
-from phalanx.execution.shared_stepping import is_worth_sending
 from phalanx.execution.threads import ThreadExecutor
 from phalanx.memory import Allocate, SharedMemoryPool, zeros
 from phalanx.plan import BufferRules, check_argument, check_function, read_intra_op
@@ -261,7 +260,6 @@ class ExecutorMaker:
         failures: Takes note of worker processes that were lost.
         shared: What the runs refer to; worker processes get it with the module.
         timed: Measure replicas on devices that work behind their thread's back.
-        steps: Whether it will step an optimizer.
     """
 
     def __init__(
@@ -272,14 +270,12 @@ class ExecutorMaker:
         *,
         shared: Sequence[object] = (),
         timed: bool = False,
-        steps: bool = False,
     ) -> None:
         self._choice = choice
         self._module = module
         self._failures = failures
         self._shared = shared
         self._timed = timed
-        self._steps = steps
         self._pool: SharedMemoryPool | None = None
         if choice.kind == "processes":
             directory = choice.options.memory_dir
@@ -318,7 +314,6 @@ class ExecutorMaker:
                     executor.close()
                     raise
             return executor
-        num_elements = sum(p.numel() for p in self._module.parameters() if p.requires_grad)
         return ProcessExecutor(
             self._module,
             len(devices),
@@ -327,7 +322,6 @@ class ExecutorMaker:
             workloads=workloads,
             intra_op=intra_op,
             rules=rules,
-            steps=self._steps and is_worth_sending(num_elements, len(devices)),
             timeout_s=self._choice.options.timeout_s,
             on_failure=self._failures.add,
         )

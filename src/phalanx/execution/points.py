@@ -10,10 +10,5 @@ POINTS = (
     "gradients half written",
     "gradients written",
     "before reply",
-    "shard taken",
-    "block saved",  # the undo record of a block of the optimizer's step is complete
-    "block stepped",  # the block is new, and does not count as done yet
-    "block done",
-    "shard done",
 )
 """All points, in the order of a step. Inside forward and backward it is the module that stops."""

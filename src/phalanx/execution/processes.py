@@ -17,8 +17,9 @@ import dataclasses
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,9 +39,8 @@ from phalanx.execution.gradient_buffers import GradientBuffer, GradientBuffers
 from phalanx.execution.partial_sums import PartialSum
 from phalanx.execution.reduction import LocalReduction
 from phalanx.execution.settings import read_settings
-from phalanx.execution.sharded_optimizer import Stepper, open_stepper
+from phalanx.execution.sharded_optimizer import FlatStepper, Stepper, open_stepper
 from phalanx.execution.shared_objects import PackedObjects, SharedObjects
-from phalanx.execution.shared_stepping import SharedStepper
 from phalanx.execution.source_sync import Changes, SourceSync
 from phalanx.execution.thread_pool import ThreadPool
 from phalanx.execution.timeouts import LONGEST_S
@@ -53,7 +53,6 @@ from phalanx.execution.worker_main import (
     MicrobatchMessage,
     RemoteCall,
     RunSpec,
-    Worker,
     WorkerInit,
 )
 from phalanx.memory import FlatParameters, SharedMemoryPool
@@ -92,8 +91,6 @@ class ProcessExecutor(Executor):
         workloads: Relative shares; equal by default; 0 switches a worker off.
         intra_op: Threads inside operators, per worker.
         rules: What becomes of buffers that workers write.
-        steps: Whether calls will step an optimizer: a worker is ready only when it has imported
-            what that takes.
         timeout_s: How long one microbatch may take before its worker counts as hung; what is
             longer than three weeks, as infinity is, counts as that.
         on_failure: Called for every lost worker, in any thread; what it raises ends the run.
@@ -117,7 +114,6 @@ class ProcessExecutor(Executor):
         workloads: Sequence[float] | None = None,
         intra_op: int | None = None,
         rules: BufferRules | None = None,
-        steps: bool = False,
         timeout_s: float = 300.0,
         on_failure: Callable[[WorkerFailure], None] = lambda _: None,
     ) -> None:
@@ -162,7 +158,6 @@ class ProcessExecutor(Executor):
                     places,
                     layout,
                     rules,
-                    steps,
                     values,
                     num_workers,
                 )
@@ -188,14 +183,8 @@ class ProcessExecutor(Executor):
         return LocalReduction(flat, len(self), self.places_of(flat), alike=True)
 
     def open_optimizer(self, optimizer: Optimizer, flat: FlatParameters) -> Stepper:
-        """Share the optimizer's step among the workers, where that is worth its messages."""
-
-        def share(optimizer: Optimizer, flat: FlatParameters) -> SharedStepper:
-            return SharedStepper(
-                optimizer, flat, num_workers=len(self), pool=self.pool, call_worker=self.call_worker
-            )
-
-        return open_stepper(optimizer, flat, share)
+        """Share the optimizer's step among the threads of this process."""
+        return open_stepper(optimizer, flat, partial(FlatStepper, num_parts=len(self)))
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -243,12 +232,6 @@ class ProcessExecutor(Executor):
         except Exception as error:  # whatever the user's objects raise when pickled
             raise picklable_or_named(self._source, error) from None
 
-    def call_worker(
-        self, index: int, make: Callable[[Collection[str]], Callable[[Worker], object]]
-    ) -> bool:
-        """Let worker ``index`` make a call with the last run's settings; see `WorkerGroup.call`."""
-        return self._workers.call(index, make, self._settings, self._timeout_s)
-
     # -- a run -------------------------------------------------------
 
     def _work_on(self, state: RunState) -> None:
@@ -257,7 +240,6 @@ class ProcessExecutor(Executor):
                 "A process executor must be used by the process that made it, but this is a fork "
                 "of it. Make a trainer or a group in the child."
             )
-        self._workers.raise_deferred()
         assert not state.task.goes_back
         changes = self._sync.changes()
         self._objects.look()

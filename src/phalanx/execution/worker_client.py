@@ -101,7 +101,6 @@ class WorkerProcess:
         self.version = -1
         self.objects = 0
         self.ready = False
-        self._saved: frozenset[str] = frozenset()
         self.mailbox, self.answers = mail
         self.parent_pid = os.getpid()
         self._pool = pool
@@ -204,11 +203,6 @@ class WorkerProcess:
             raise self._hung(timeout_s)
         return self._receive()
 
-    @property
-    def saved(self) -> frozenset[str]:
-        """The names of what it has saved, as it said last."""
-        return self._saved
-
     def _send(self, message: bytes) -> None:
         self._send_regions()
         told = self._told
@@ -240,10 +234,7 @@ class WorkerProcess:
             raise self._hung(self._timeout_s) from None
         except (EOFError, OSError):
             raise self._gone() from None
-        found = load(answer, lambda token: collect(self._pool, *token[1:]))
-        if found is not None:
-            self._saved = frozenset(found.saved)
-        return found
+        return load(answer, lambda token: collect(self._pool, *token[1:]))
 
     def _gone(self) -> Lost:
         at_s = now_s()

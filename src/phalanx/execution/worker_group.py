@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -14,13 +13,7 @@ from phalanx.execution.failures import WorkerFailure
 from phalanx.execution.mailbox import Mailbox
 from phalanx.execution.thread_pool import ThreadPool
 from phalanx.execution.worker_client import START_S, Lost, Told, WorkerProcess, dismiss_all
-from phalanx.execution.worker_main import (
-    Failed,
-    RemoteCall,
-    Worker,
-    WorkerInit,
-    WorkerInitHandle,
-)
+from phalanx.execution.worker_main import WorkerInit, WorkerInitHandle
 from phalanx.memory import SharedMemoryPool
 from phalanx.replicas import Definitions, pack
 
@@ -57,7 +50,6 @@ class WorkerGroup:
         self._mailboxes = [(Mailbox(pool), Mailbox(pool)) for _ in range(size)]
         self._workers: list[WorkerProcess] = []
         self._dismiss = weakref.finalize(self, dismiss_all, self._workers)
-        self._deferred: Exception | None = None
 
     def start(self, init: WorkerInit) -> None:
         """Start all workers and wait until they are ready.
@@ -127,48 +119,6 @@ class WorkerGroup:
         if not self._threads.closed:  # else it was left behind by an interrupt, and is being closed
             self._workers[index] = self._launch(index)
         self._on_failure(failure)
-
-    def call(
-        self,
-        index: int,
-        make: Callable[[Collection[str]], Callable[[Worker], object]],
-        settings: tuple[Any, ...],  # Any: see `read_settings`
-        timeout_s: float,
-    ) -> bool:
-        """Let worker ``index`` make a call; return False if it is not there to complete it.
-
-        To be called in the worker's thread. A loss on the way is raised by
-        :meth:`raise_deferred`: in the middle of an optimizer step nothing may be raised.
-
-        Args:
-            make: Returns what is called with the `Worker`, over there, from the names of what that
-                has saved.
-        """
-        worker = self._workers[index]
-        try:
-            if not worker.poll_ready(0.0):
-                return False
-            answer = worker.ask(self._packed(make(worker.saved), settings), timeout_s)
-        except Lost as lost:
-            try:
-                self.replace(index, lost)
-            except Exception as error:  # too many losses, or the system starts no more processes
-                self._deferred = error
-            return False
-        except Exception as error:  # what its replacement raised when it was started
-            self._deferred = error
-            return False
-        return not isinstance(answer, Failed)
-
-    # Any: see `read_settings`.
-    def _packed(self, call: Callable[[Worker], object], settings: tuple[Any, ...]) -> bytes:
-        return pack(RemoteCall(call, settings), teller=self._definitions)
-
-    def raise_deferred(self) -> None:
-        """Raise what :meth:`call` could not."""
-        error, self._deferred = self._deferred, None
-        if error is not None:
-            raise error
 
     def dismiss(self) -> None:
         """End all workers."""

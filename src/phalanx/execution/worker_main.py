@@ -1,4 +1,4 @@
-"""What a worker process does: one replica, one microbatch or one shard of the step after another.
+"""What a worker process does: one replica, one microbatch after another.
 
 It is started as a program of its own (see `worker_start.py`) that imports nothing of the user's but
 modules: its `__main__` holds what it was told of the script's (see `Definitions`).
@@ -114,7 +114,6 @@ class WorkerInit:
         buffers: Where the module's buffers lie.
         layout: Where in a gradient buffer things lie; its region comes with each task.
         rules: What becomes of buffers that it writes.
-        steps: Whether calls will step an optimizer.
         values: Those of global variables that the code of both reads.
         num_workers: How many workers the executor has.
     """
@@ -125,7 +124,6 @@ class WorkerInit:
     buffers: list[TensorHandle | None]
     layout: GradientBufferLayout
     rules: BufferRules | None = None
-    steps: bool = False
     values: PackedGlobals = field(default_factory=dict)
     num_workers: int = 1
 
@@ -178,7 +176,7 @@ class MicrobatchMessage:
 
 @dataclass(frozen=True)
 class RemoteCall:
-    """Something else to do; the answer is a `Called`.
+    """Something else to do; the answer is None.
 
     Attributes:
         call: What is to be called with the `Worker`.
@@ -198,17 +196,6 @@ class AdoptObjects:
     def __call__(self, worker: Worker) -> None:
         """Do it, in the worker."""
         worker.adopt(self.objects)
-
-
-@dataclass(frozen=True)
-class Called:
-    """A `RemoteCall` was made.
-
-    Attributes:
-        saved: The names of all that is saved now.
-    """
-
-    saved: tuple[str, ...]
 
 
 class Needed:
@@ -233,7 +220,6 @@ class Done:
         drew: Whether the model drew random numbers.
         drew_hidden: Whether it drew any where calls from Python do not show it.
         seconds: As in `RunResult`.
-        saved: The names of all that is saved now.
     """
 
     result: Any  # Any: whatever the task returns
@@ -244,17 +230,15 @@ class Done:
     start_s: float
     stop_s: float
     seconds: float
-    saved: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Failed:
-    """What the worker raised: packed where it can be, and as text; and all that is saved now."""
+    """What the worker raised: packed where it can be, and as text."""
 
     error: bytes | None
     kind: str
     text: str
-    saved: tuple[str, ...]
 
 
 def main() -> None:
@@ -297,14 +281,14 @@ def serve(connection: Connection, dump: Connection) -> None:
                     init: WorkerInit = load(pool.at(place).numpy().tobytes())
                     add_definitions(init.definitions)
                     worker = Worker(arguments.worker, init, pool)
-                    _warm_up(steps=init.steps)
+                    _warm_up()
                     fail_point("born")
                     answer = pack(None)
                 case _:
                     assert worker is not None
                     answer = worker.work(message)
         except BaseException as error:
-            answer = pack(_failed(error, () if worker is None else tuple(worker.saved)))
+            answer = pack(_failed(error))
         try:
             connection.send_bytes(answer)
         except OSError:  # the parent is gone
@@ -316,12 +300,10 @@ class Worker:
 
     Attributes:
         pool: The memory that it shares with its executor.
-        saved: What calls have left for later ones, by name.
     """
 
     def __init__(self, index: int, init: WorkerInit, pool: SharedMemoryPool) -> None:
         self.pool = pool
-        self.saved: dict[str, Any] = {}
         self._writer = GradientWriter(init.layout, pool)
         self._module = _unpacked(init, pool)
         self._shared = unpack_objects(init.objects, self._module, pool)
@@ -342,7 +324,7 @@ class Worker:
             if message.settings is not None:
                 adopt_settings(message.settings)
             message.call(self)
-            return pack(Called(tuple(self.saved)))
+            return pack(None)
         assert isinstance(message, MicrobatchMessage)
         fail_point("microbatch taken")
         outbox = Outbox(self.pool, message.reply)
@@ -389,7 +371,6 @@ class Worker:
             start_s=start_s,
             stop_s=now_s(),
             seconds=seconds,
-            saved=tuple(self.saved),
         )
 
     def _begin(self, packed: bytes) -> RunSpec:
@@ -434,18 +415,13 @@ def _unpacked(init: WorkerInit, pool: SharedMemoryPool) -> nn.Module:
     return module
 
 
-def _warm_up(*, steps: bool) -> None:
-    """Let torch import what it imports at a first backward pass (half a second's work).
-
-    For a first optimizer it imports its compiler as well, for another second.
-    """
+def _warm_up() -> None:
+    """Let torch import what it imports at a first backward pass (half a second's work)."""
     output = nn.Linear(1, 1)(torch.zeros(1, 1))
     output.backward(torch.ones_like(output))
-    if steps:
-        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0).step()
 
 
-def _failed(error: BaseException, saved: tuple[str, ...]) -> Failed:
+def _failed(error: BaseException) -> Failed:
     if isinstance(error, NameError) and (reason := why_missing(str(error.name))) is not None:
         told = ConfigError(
             f"`{error.name}`, a global variable of the script, must be picklable where code reads "
@@ -464,4 +440,4 @@ def _failed(error: BaseException, saved: tuple[str, ...]) -> Failed:
             break
         except Exception:  # the user's exceptions may hold anything
             continue
-    return Failed(packed, f"{type(error).__module__}.{type(error).__qualname__}", text, saved)
+    return Failed(packed, f"{type(error).__module__}.{type(error).__qualname__}", text)

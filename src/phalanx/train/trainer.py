@@ -194,7 +194,7 @@ class Trainer(TrainerFacts):
             splitter=Splitter(layout, microbatches, weight),
             workloads=fixed,
             clip_norm=clip_norm,
-            new_maker=partial(maker, shared=[self._objective], timed=balances, steps=True),
+            new_maker=partial(maker, shared=[self._objective], timed=balances),
             history=RunHistory(),
             untrained=Untrained(module),
         )
