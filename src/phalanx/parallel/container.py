@@ -75,6 +75,7 @@ class Container(nn.Module):
     """A module that runs others on worker threads; what it trains are their own parameters."""
 
     _inputs: Inputs | None = None
+    _one_thread = False  # whether the caller's operators run on one thread in any case
 
     def __init__(self, intra_op: int | None) -> None:
         super().__init__()
@@ -89,6 +90,10 @@ class Container(nn.Module):
     def _is_of(self, executor: ThreadExecutor) -> bool:
         """Tell whether ``executor`` runs the modules that this container holds now."""
         return executor.sources[0] is self._trained()
+
+    def _owners(self, num_pieces: int) -> Sequence[int] | None:
+        """Return the worker of each piece; None: whoever is free."""
+        return range(num_pieces)
 
     def _trained(self) -> nn.Module:
         """Return the module whose names parameters and buffers go by."""
@@ -273,9 +278,10 @@ class Container(nn.Module):
         """Let the caller's operators run on one thread while workers share its CPU.
 
         The pool behind them (loss, optimizer) would go on spinning beside the workers after each
-        of them: at best 1.2 times the step of an MLP, 1.45 times that of a CNN.
+        of them: at best 1.2 times the step of an MLP, 1.45 times that of a CNN. Where bits are
+        promised, their number must not depend on that of the workers.
         """
-        if sum(device.type == "cpu" for device in executor.devices) > 1:
+        if self._one_thread or sum(device.type == "cpu" for device in executor.devices) > 1:
             self._running.restore_caller = hold_caller_at_one_thread(self)
 
     def _run(
@@ -291,8 +297,8 @@ class Container(nn.Module):
         Nothing that the caller can see has changed before everything has succeeded.
 
         Args:
-            parts: Inputs by worker; None for those that take no part, whose weight is 0.
-            run: Called as ``run(worker, module, inputs)`` in the worker's thread.
+            parts: The pieces of the inputs; None for those that take no part, whose weight is 0.
+            run: Called as ``run(piece, module, inputs)`` in a worker's thread.
             merge: Called with the outputs, in order, in the caller's thread.
             observe: Called once with the seconds that each worker took, forward and backward: in
                 the first backward pass through all of them, or here if there can be none.
@@ -300,7 +306,8 @@ class Container(nn.Module):
         refuse_transforms()
         executor = self._open_executor()
         with executor.in_order():  # of several threads, each begins with what the one before wrote
-            graph = Graph(executor, parts, run, inputs=self._inputs)
+            owners = self._owners(len(parts))
+            graph = Graph(executor, parts, run, owners=owners, inputs=self._inputs)
             report = graph.forward(weights)
             statistics = self._merged_statistics(report)
             merged = merge(graph.outputs(report))

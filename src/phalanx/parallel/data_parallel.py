@@ -25,7 +25,9 @@ from phalanx.plan import (
     Merging,
     check_argument,
     check_function,
+    check_microbatches,
     check_workloads,
+    equal_sizes,
     fixed_workloads,
     flatten,
     open_rows,
@@ -63,7 +65,11 @@ class DataParallel(Container, Unwrapped):
         workloads: Relative share of each replica; equal by default; 0 switches one off. "auto":
             shares follow the seconds that each replica takes per row, forward and backward, until
             all take the same time. Passes without gradients count by themselves; a pass with them
-            when its backward pass is done.
+            when its backward pass is done. With ``microbatches`` it means equal shares.
+        microbatches: Number of pieces that every batch is cut into, at least as many as there are
+            replicas. It fixes the order of all sums, so the gradients are bitwise the same for any
+            number of replicas; every operator on a CPU runs on one thread, for the same reason,
+            also those of the caller. Default: None, one slice for each replica.
         layout: Which dim of which input leaf is split; default dim 0 of all tensors with dims.
             Leaves are named by position, by the name of the module's argument, or by path
             (``0``, ``"mask"``, ``"0.items"``); None gives a leaf whole to all. A layout's ``split``
@@ -71,8 +77,9 @@ class DataParallel(Container, Unwrapped):
             returns such.
         output: How output leaves are merged: a :class:`Merge` or its text, or these by leaf path.
             Default: concatenated along the layout's dim, scalars stacked to one value per replica
-            in use, other values from the first replica. Where an output of three dims or more has
-            the slices' rows along two of them, the whole batch is run once more to tell which.
+            in use (or per microbatch), other values from the first. Where an output of three dims
+            or more has the slices' rows along two of them, the whole batch is run once more to tell
+            which.
         buffers: What becomes of buffers that replicas write: ``"mean"`` (weighted by rows),
             ``"first"`` or ``"sum"`` (what each has added), or these by pattern of name. Integer
             counters are never averaged.
@@ -90,9 +97,11 @@ class DataParallel(Container, Unwrapped):
         UnsupportedError: In a second derivative (``create_graph=True``), or what else stands at the
             end of `docs/containers.md`.
 
-    Determinism: bitwise equal from run to run for the same devices and workloads. With
-    ``workloads="auto"`` the shares, and so the bits, depend on timing; gradients are the whole
-    batch's all the same, within float rounding.
+    Determinism: with ``microbatches``, outputs, gradients and buffers are bitwise identical for any
+    number of replicas on the same kind of device, with dropout and batch norm, too. Without, they
+    are bitwise equal from run to run for the same devices and workloads; with ``workloads="auto"``
+    the shares, and so the bits, depend on timing. Either way gradients are the whole batch's,
+    within float rounding. ``reduce="nccl"`` adds in an order of its own.
 
     Example:
         >>> net = nn.Linear(4, 2)
@@ -114,13 +123,15 @@ class DataParallel(Container, Unwrapped):
         devices: Sequence[Device] | int | None = None,
         *,
         workloads: Sequence[float] | str | None = None,
+        microbatches: int | None = None,
         layout: Layout | None = None,
         output: Merge | str | Mapping[str | int, Merge | str] | None = None,
         buffers: str | Mapping[str, str] = "mean",
         intra_op: int | None = None,
         reduce: str = "tree",
     ) -> None:
-        super().__init__(intra_op)
+        check_microbatches(microbatches, intra_op)
+        super().__init__(intra_op if microbatches is None else 1)
         check_reduce(reduce)
         self._nccl = reduce == "nccl"
         if not isinstance(module, nn.Module):
@@ -129,7 +140,14 @@ class DataParallel(Container, Unwrapped):
         self._devices = resolve_devices(devices, home)
         given = fixed_workloads(workloads)
         self._workloads = [1.0] * len(self._devices) if given is None else list(given)
-        self._balances = isinstance(workloads, str)
+        self._balances = isinstance(workloads, str) and microbatches is None
+        if microbatches is not None and len(self._devices) > microbatches:
+            raise ConfigError(
+                f"`devices` must be at most as many as there are microbatches ({microbatches}), "
+                f"but are {len(self._devices)}. Give more microbatches, or fewer devices."
+            )
+        self._microbatches = microbatches
+        self._one_thread = microbatches is not None
         check_workloads(self._workloads, len(self._devices))
         if self._nccl:
             refuse_without_nccl(self._devices, "reduce='nccl'")
@@ -138,7 +156,8 @@ class DataParallel(Container, Unwrapped):
                 f"`layout` must be a `Layout`, but is {layout!r}. Give Layout(dim=1), say."
             )
         self._layout = layout if layout is not None else Layout()
-        self._merging = Merging(output, self._layout.dim)
+        noun = "replica" if microbatches is None else "microbatch"
+        self._merging = Merging(output, self._layout.dim, noun=noun)
         self._rules = BufferRules(buffers)
         self._rules.check(_buffer_names(module))
         self._arguments = _arguments_of(module)
@@ -161,6 +180,14 @@ class DataParallel(Container, Unwrapped):
         balancing = self._balancing()
         return () if balancing is None else balancing.decisions
 
+    @property
+    def _num_pieces(self) -> int:
+        """How many pieces a batch is cut into."""
+        return len(self._devices) if self._microbatches is None else self._microbatches
+
+    def _owners(self, num_pieces: int) -> Sequence[int] | None:
+        return range(num_pieces) if self._microbatches is None else None
+
     # Any: the module's own signature.
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -168,7 +195,9 @@ class DataParallel(Container, Unwrapped):
         return self._forward(Call(args, kwargs), None)
 
     def forward_sized(self, sizes: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-        """Run the module as calling the container does, with ``sizes[i]`` rows on replica i.
+        """Run the module as calling the container does, with ``sizes[i]`` rows in piece i.
+
+        The pieces are the replicas' slices, or the microbatches.
 
         Raises:
             ConfigError: The sizes do not make the batch.
@@ -186,37 +215,38 @@ class DataParallel(Container, Unwrapped):
         sizes: Sequence[int] | None = None,
         check: Callable[[list[Nested]], object] | None = None,
     ) -> list[Nested]:
-        """Run the module on inputs that are cut already, and return every replica's outputs.
+        """Run the module on inputs that are cut already, and return those of every piece.
 
         Nothing is merged, and outputs stay on their replica's device; gradients of the parameters
         are summed as ever.
 
         Args:
-            parts: One for each replica: a tuple is given as positions, a dict by name, anything
-                else as the one argument; None for a replica that takes no part.
+            parts: One for each replica, or microbatch: a tuple is given as positions, a dict by
+                name, anything else as the one argument; None for one that takes no part.
             sizes: How many rows each stands for; default: by the layout.
             check: Called with what will be returned, before buffers change; it may refuse.
 
         Returns:
-            Outputs by replica, None for those that took no part.
+            Outputs by part, None for those that were None.
 
         Raises:
-            ConfigError: There are more or fewer parts than replicas, or none takes part.
+            ConfigError: There are more or fewer parts than pieces, or none takes part.
 
         Example:
             >>> with DataParallel(nn.Identity(), devices=3) as model:
             ...     model.forward_parts([torch.ones(1), None, torch.zeros(2)])
             [tensor([1.]), None, tensor([0., 0.])]
         """
-        wanted = f"hold one input per replica ({len(self._devices)})"
+        noun = "replica" if self._microbatches is None else "microbatch"
+        wanted = f"hold one input per {noun} ({self._num_pieces})"
         check_argument(isinstance(parts, (list, tuple)), "parts", wanted, parts, "Give a list.")
         if check is not None:
             check_function("check", check)
-        if len(parts) != len(self._devices) or all(part is None for part in parts):
+        if len(parts) != self._num_pieces or all(part is None for part in parts):
             given = sum(part is not None for part in parts)
             raise ConfigError(
-                f"`parts` must hold one input per replica ({len(self._devices)}), not all None, "
-                f"but holds {len(parts)}, {given} of them not None."
+                f"`parts` must {wanted}, not all None, but holds {len(parts)}, {given} of them not "
+                "None."
             )
         calls = [None if part is None else Call.with_inputs(part) for part in parts]
         if sizes is None:
@@ -226,9 +256,9 @@ class DataParallel(Container, Unwrapped):
         # A part without rows runs, too, so its statistics must weigh something.
         weights = [0 if call is None else max(1, rows[i]) for i, call in enumerate(calls)]
 
-        def run(replica: int, module: nn.Module, inputs: Nested) -> Nested:
-            call = calls[replica]
-            assert call is not None  # replicas without a part do not run
+        def run(piece: int, module: nn.Module, inputs: Nested) -> Nested:
+            call = calls[piece]
+            assert call is not None  # it would not run
             return call.run(module, inputs)
 
         leaves = [None if call is None else call.leaves for call in calls]
@@ -264,7 +294,7 @@ class DataParallel(Container, Unwrapped):
             targets: Split along the layout's dim.
             weight_fn: What a slice's mean loss stands for, from its targets; default: its rows.
                 Give it where targets are ignored or masked: a mean over none of them is nan.
-            sizes: Rows per replica; default: by workloads.
+            sizes: Rows per replica, or microbatch; default: by workloads, or equal.
 
         Shapes:
             Every replica's loss is a scalar, and so is the result.
@@ -286,7 +316,8 @@ class DataParallel(Container, Unwrapped):
     def extra_repr(self) -> str:
         names = [str(device) for device in self._devices]
         kinds = ", ".join(f"{name}×{names.count(name)}" for name in dict.fromkeys(names))
-        return f"{len(names)} replicas on {kinds}, dim={self._layout.dim}"
+        cut = "" if self._microbatches is None else f", microbatches={self._microbatches}"
+        return f"{len(names)} replicas on {kinds}, dim={self._layout.dim}{cut}"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -321,15 +352,17 @@ class DataParallel(Container, Unwrapped):
         return self._outputs(call, parts, sizes)
 
     def _cut(self, call: Call, sizes: Sequence[int] | None) -> tuple[list[Nested], list[int]]:
+        count = self._num_pieces
         if not call.leaves:  # replica 0 is called once, as the module would be
-            num_replicas = len(self._devices)
-            return [{}] * num_replicas, read_sizes(sizes or [0] * num_replicas, 0, num_replicas)
+            return [{}] * count, read_sizes(sizes or [0] * count, 0, count)
         layout = self._layout_of(call)
         batch = open_rows(call.leaves if layout.split is None else call.inputs(), layout)
         rows = batch.count()
-        if sizes is None:
+        if sizes is None and self._microbatches is not None:
+            sizes = equal_sizes(rows, count)
+        elif sizes is None:
             sizes = workload_sizes(rows, self.workloads)
-        sizes = read_sizes(sizes, rows, len(self._devices))
+        sizes = read_sizes(sizes, rows, count)
         parts = batch.cut(sizes)
         if layout.split is not None:
             parts = [None if part is None else call.like(part).leaves for part in parts]
@@ -379,7 +412,7 @@ class DataParallel(Container, Unwrapped):
     def _on_whole_batch(self, call: Call, rows: int, run: RunPart) -> Nested:
         """Return what replica 0 makes of the whole batch; nothing else comes of it."""
         executor = self._open_executor()
-        others = [0] * (len(executor) - 1)
+        others = [0] * (self._num_pieces - 1)
         parts, _ = self._cut(call, [rows, *others])
         batches = [(parts[0], [False] * len(flatten(parts[0])[0])), *[None for _ in others]]
         task = ForwardTask(run, records=False, inputs=Inputs())
@@ -389,7 +422,7 @@ class DataParallel(Container, Unwrapped):
                 batches,
                 weights=[1, *others],
                 seed=(seed_of_process(),),
-                owners=range(len(executor)),
+                owners=[0] * self._num_pieces,
             )
         found: Outputs = result.results[0]
         return found.nested
@@ -409,9 +442,9 @@ class DataParallel(Container, Unwrapped):
         used = _used(sizes)
         weights = losses.weights(_only(slices, used), sizes, weight_fn)
 
-        def run(replica: int, module: nn.Module, both: Nested) -> Nested:
+        def run(piece: int, module: nn.Module, both: Nested) -> Nested:
             outputs = call.run(module, both["inputs"])
-            if not weights[replica]:
+            if not weights[piece]:
                 return loss_of_nothing(outputs)
             return losses.of(outputs, both["targets"])
 
@@ -433,7 +466,7 @@ class DataParallel(Container, Unwrapped):
 
 
 def _used(sizes: Sequence[int]) -> list[int]:
-    """Return what each replica's part weighs; an empty batch runs on replica 0."""
+    """Return what each part weighs; an empty batch runs as the first one."""
     return list(sizes) if any(sizes) else [1] + [0] * (len(sizes) - 1)
 
 

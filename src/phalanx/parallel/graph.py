@@ -46,7 +46,7 @@ _BACKWARD = 1  # what sets the seeds of backward passes apart from those of forw
 
 @dataclass
 class _Given:
-    """What the caller gave one replica, leaf by leaf.
+    """One piece of the caller's inputs, leaf by leaf.
 
     Attributes:
         wanted: Which leaves shall have a gradient.
@@ -75,8 +75,9 @@ class Graph:
 
     Args:
         executor: Who runs the parts.
-        parts: Nested inputs by replica; None for those that take no part.
+        parts: Nested inputs, one piece of the batch each; None for those that are left out.
         run: The module's forward pass.
+        owners: The replica that runs each piece; default: whoever is free.
         inputs: See `ForwardTask`.
 
     Attributes:
@@ -92,6 +93,7 @@ class Graph:
         parts: Sequence[Nested | None],
         run: RunPart,
         *,
+        owners: Sequence[int] | None,
         inputs: Inputs | None,
     ) -> None:
         _refuse_tangents(executor.parameters, parts)
@@ -101,13 +103,15 @@ class Graph:
         self._records = torch.is_grad_enabled()
         self.modes = CallerModes.capture(executor.devices)
         self._trainable = {id(p) for p in executor.parameters if p.requires_grad}
+        self._num_parts = len(parts)
+        self._owners = owners
         self._given = {
-            replica: _Given.of(part, self._records)
-            for replica, part in enumerate(parts)
+            piece: _Given.of(part, self._records)
+            for piece, part in enumerate(parts)
             if part is not None
         }
-        self._graphs: dict[int, ReplicaGraph] = {}  # of replicas with such outputs, until freed
-        # (replica, place) of outputs that need gradients
+        self._graphs: dict[int, ReplicaGraph] = {}  # of pieces with such outputs, until freed
+        # (piece, place) of outputs that need gradients
         self._connected: list[tuple[int, int]] = []
         self._forward_s: list[float] = []
         self._observe: Callable[[Sequence[float]], None] | None = None
@@ -117,31 +121,30 @@ class Graph:
     def forward(self, weights: Sequence[float]) -> RunResult:
         """Run the module on every part; ``weights`` say what each stands for."""
         batches = [
-            self._given[replica].cut_off() if replica in self._given else None
-            for replica in range(len(self._executor))
+            self._given[piece].cut_off() if piece in self._given else None
+            for piece in range(self._num_parts)
         ]
         task = ForwardTask(self._run, self._records, self._inputs)
         seed = (seed_of_process(),)
-        return self._executor.run(
-            task, batches, weights=weights, seed=seed, owners=range(len(batches))
-        )
+        return self._executor.run(task, batches, weights=weights, seed=seed, owners=self._owners)
 
     def outputs(self, result: RunResult) -> list[Nested]:
-        """Return the replicas' outputs, in the caller's graph where they need gradients."""
+        """Return the pieces' outputs, in the caller's graph where they need gradients."""
+        self._owners = [max(replica, 0) for replica in result.replica_of]  # who has the graphs
         flat: dict[int, list[Any]] = {}
         specs: dict[int, pytree.TreeSpec] = {}
-        for replica in self._given:
-            found: Outputs = result.results[replica]
-            flat[replica], specs[replica] = flatten(found.nested)
-            self._connected += [(replica, place) for place in found.needing]
+        for piece in self._given:
+            found: Outputs = result.results[piece]
+            flat[piece], specs[piece] = flatten(found.nested)
+            self._connected += [(piece, place) for place in found.needing]
             if found.graph is not None:
-                self._graphs[replica] = found.graph
+                self._graphs[piece] = found.graph
         if self._connected:
-            values = [flat[replica][place] for replica, place in self._connected]
+            values = [flat[piece][place] for piece, place in self._connected]
             connected = _Connect.apply(self, values, *self._tensors())  # type: ignore[no-untyped-call]
-            for (replica, place), tensor in zip(self._connected, connected, strict=True):
-                flat[replica][place] = tensor
-        return [unflatten(flat[replica], spec) for replica, spec in specs.items()]
+            for (piece, place), tensor in zip(self._connected, connected, strict=True):
+                flat[piece][place] = tensor
+        return [unflatten(flat[piece], spec) for piece, spec in specs.items()]
 
     def report_seconds(
         self, forward_s: Sequence[float], observe: Callable[[Sequence[float]], None]
@@ -169,7 +172,7 @@ class Graph:
     # -- backward ----------------------------------------------------
 
     def backward(self, grads: Sequence[Tensor | None], keep_graph: bool) -> Gradients:
-        """Run every replica's backward pass and return the gradients of :meth:`_tensors`."""
+        """Return the gradients of :meth:`_tensors`; each replica goes back through its graphs."""
         if not self._graphs:
             raise StateError(
                 "`backward()` needs the graph of its forward pass, but an earlier `backward()` "
@@ -191,22 +194,22 @@ class Graph:
         self, grads: Sequence[Tensor | None], members: Sequence[int], keep_graph: bool
     ) -> RunResult:
         executor = self._executor
-        own: dict[int, dict[int, Tensor]] = {replica: {} for replica in members}
-        for (replica, place), grad in zip(self._connected, grads, strict=True):
+        own: dict[int, dict[int, Tensor]] = {piece: {} for piece in members}
+        for (piece, place), grad in zip(self._connected, grads, strict=True):
             if grad is not None:
-                own[replica][place] = grad
+                own[piece][place] = grad
         batches = [
-            (self._graphs[replica], own[replica]) if replica in own else None
-            for replica in range(len(executor))
+            (self._graphs[piece], own[piece]) if piece in own else None
+            for piece in range(self._num_parts)
         ]
         task = BackwardTask(keep_graph)
         with torch.enable_grad():  # gradients are asked for
             return executor.run(
                 task,
                 batches,
-                weights=[float(replica in own) for replica in range(len(executor))],
+                weights=[float(piece in own) for piece in range(self._num_parts)],
                 seed=(seed_of_process(), _BACKWARD),
-                owners=range(len(batches)),
+                owners=self._owners,
             )
 
     def _check_inputs(self) -> None:
@@ -218,9 +221,9 @@ class Graph:
             )
 
     def _members(self, grads: Sequence[Tensor | None]) -> list[int]:
-        """Return the replicas whose outputs got a gradient."""
+        """Return the pieces whose outputs got a gradient."""
         pairs = zip(self._connected, grads, strict=True)
-        return list(dict.fromkeys(replica for (replica, _), grad in pairs if grad is not None))
+        return list(dict.fromkeys(piece for (piece, _), grad in pairs if grad is not None))
 
     def _tell_seconds(self, backward_s: Sequence[float]) -> None:
         observe, self._observe = self._observe, None
@@ -229,9 +232,9 @@ class Graph:
 
     def _input_gradients(self, result: RunResult) -> Gradients:
         gradients: Gradients = []
-        for replica, given in self._given.items():
+        for piece, given in self._given.items():
             leaves = [leaf for leaf, w in zip(given.leaves, given.wanted, strict=True) if w]
-            found = result.results[replica] or [None] * len(leaves)
+            found = result.results[piece] or [None] * len(leaves)
             pairs = zip(leaves, found, strict=True)
             gradients += [None if own is None else own.to(leaf.device) for leaf, own in pairs]
         return gradients

@@ -19,7 +19,7 @@ from phalanx.types import Nested
 
 __all__ = ["BackwardTask", "ForwardTask", "Outputs", "ReplicaGraph", "RunPart"]
 
-RunPart = Callable[[int, nn.Module, Nested], Nested]  # (replica, module, inputs) -> outputs
+RunPart = Callable[[int, nn.Module, Nested], Nested]  # (piece, module, inputs) -> outputs
 
 
 @dataclass(frozen=True)

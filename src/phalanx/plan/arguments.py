@@ -19,6 +19,7 @@ __all__ = [
     "check_function",
     "check_iterable",
     "check_mean_loss",
+    "check_microbatches",
     "read_count",
     "read_intra_op",
     "read_number",
@@ -40,6 +41,18 @@ def check_argument(fits: bool, name: str, wanted: str, given: Any, way_out: str 
     if not fits:
         told = f" {way_out}" if way_out else ""
         raise ConfigError(f"`{name}` must {wanted}, but is {_shown(given)}.{told}")
+
+
+def check_microbatches(microbatches: Any, intra_op: Any) -> None:
+    """Refuse a number of microbatches that is none, and threads that would change their bits."""
+    if microbatches is None:
+        return
+    read_count("microbatches", microbatches, 1, way_out="Give None for one slice per replica.")
+    if intra_op not in (None, 1):
+        raise ConfigError(
+            "`intra_op` must be 1 with microbatches, whose operators run on one thread each, "
+            f"but is {intra_op!r}. Leave it out, or give microbatches=None."
+        )
 
 
 def check_mean_loss(name: str, loss: Any) -> None:

@@ -19,6 +19,7 @@ from phalanx.plan import (
     check_argument,
     check_function,
     check_iterable,
+    check_microbatches,
     read_count,
     read_number,
     read_whole,
@@ -55,13 +56,7 @@ def check_options(
     if not isinstance(module, nn.Module):
         raise ConfigError(f"`module` must be an `nn.Module`, but is {type(module).__name__!r}.")
     refuse_scripts(module)
-    if microbatches is not None:
-        read_count("microbatches", microbatches, 1, way_out="Give None for one slice per replica.")
-        if intra_op not in (None, 1):
-            raise ConfigError(
-                "`intra_op` must be 1 with microbatches, whose operators run on one thread each, "
-                f"but is {intra_op!r}. Leave it out, or give microbatches=None."
-            )
+    check_microbatches(microbatches, intra_op)
     if clip_norm is not None and not read_number("clip_norm", clip_norm) > 0:
         raise ConfigError(
             f"`clip_norm` must be above 0, but is {clip_norm!r}. Give None not to clip."

@@ -1,0 +1,114 @@
+"""`DataParallel(microbatches=…)` in a loop of the user's own: any replicas, the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from phalanx import ConfigError, DataParallel, Trainer
+from tests.zoo import (
+    class_loss,
+    cnn_norm,
+    gpt_dropout,
+    image_batch,
+    mlp,
+    token_batch,
+    token_loss,
+    vector_batch,
+)
+
+pytestmark = pytest.mark.promise("loops-of-your-own")
+
+ROWS, STEPS = 11, 3  # pieces of 3, 3, 3 and 2 rows
+Loss = Callable[[DataParallel, Tensor, Tensor], Tensor]
+
+
+def norm_and_dropout() -> nn.Module:
+    return nn.Sequential(cnn_norm(), nn.Dropout(0.3))
+
+
+MODELS = {
+    "batch norm, dropout": (norm_and_dropout, image_batch, class_loss),
+    "dropout in attention": (gpt_dropout, token_batch, token_loss),
+}
+
+
+def train(name: str, replicas: int, microbatches: int = 4, *, inside: bool) -> list[Tensor]:
+    """Train with clipped gradients; return the state, the losses and the gradients of inputs."""
+    make, batch_of, loss_fn = MODELS[name]
+    net = make()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    torch.manual_seed(3)
+    found = []
+    with DataParallel(net, devices=replicas, microbatches=microbatches) as model:
+        for step in range(STEPS):
+            inputs, targets = batch_of(ROWS, seed=step)
+            inputs.requires_grad_(inputs.is_floating_point())
+            optimizer.zero_grad()
+            if inside:
+                loss = model.forward_loss(loss_fn, inputs, targets)
+            else:
+                loss = loss_fn(model(inputs), targets)
+            loss.backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+            found += [loss.detach(), *([] if inputs.grad is None else [inputs.grad])]
+    return [*net.state_dict().values(), *found]
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["loss outside", "loss in the replicas"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_number_of_replicas_changes_no_bit(name: str, inside: bool) -> None:
+    expected = train(name, 1, inside=inside)
+    for replicas in (2, 3):
+        assert all(map(torch.equal, train(name, replicas, inside=inside), expected))
+    others = train(name, 1, microbatches=3, inside=inside)
+    assert not all(map(torch.equal, others, expected))
+
+
+def test_the_bits_are_the_trainers() -> None:
+    inputs, targets = image_batch(ROWS)
+    nets = [cnn_norm(), cnn_norm()]
+    sgd = torch.optim.SGD(nets[0].parameters(), lr=0.1, momentum=0.9)
+    with DataParallel(nets[0], devices=2, microbatches=4) as model:
+        for _ in range(STEPS):
+            sgd.zero_grad()
+            model.forward_loss(class_loss, inputs, targets).backward()
+            sgd.step()
+    make = lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)  # noqa: E731
+    with Trainer(nets[1], class_loss, make, microbatches=4, replicas=3) as trainer:
+        for _ in range(STEPS):
+            trainer.step((inputs, targets))
+    ours, trainers = (net.state_dict().values() for net in nets)
+    assert all(map(torch.equal, ours, trainers))
+
+
+def test_gradients_are_the_whole_batchs() -> None:
+    net, (inputs, targets) = mlp(torch.float64), vector_batch(ROWS, torch.float64)
+    expected = torch.autograd.grad(class_loss(net(inputs), targets), [*net.parameters()])
+    with DataParallel(net, devices=2, microbatches=5, workloads=[3, 1]) as model:
+        class_loss(model(inputs), targets).backward()
+    for parameter, gradient in zip(net.parameters(), expected, strict=True):
+        assert torch.allclose(parameter.grad, gradient, rtol=1e-12, atol=1e-14)
+
+
+def test_pieces_of_the_callers_own() -> None:
+    net, (inputs, _) = mlp(), vector_batch(6)
+    with DataParallel(net, devices=2, microbatches=3) as model:
+        assert torch.allclose(model.forward_sized([1, 0, 5], inputs), net(inputs), atol=1e-6)
+        first, none, last = model.forward_parts([inputs[:2], None, inputs[2:]])
+        assert (len(first), none, len(last)) == (2, None, 4)
+        assert model(inputs[:1]).shape == (1, 4)
+        assert model(inputs[:0]).shape == (0, 4)
+
+
+def test_what_cannot_be_cut_so_is_refused() -> None:
+    with pytest.raises(ConfigError, match="`devices` must be at most as many"):
+        DataParallel(mlp(), devices=3, microbatches=2)
+    with pytest.raises(ConfigError, match="`microbatches` must"):
+        DataParallel(mlp(), microbatches=0)
+    with pytest.raises(ConfigError, match="`intra_op` must be 1 with microbatches"):
+        DataParallel(mlp(), microbatches=4, intra_op=2)
