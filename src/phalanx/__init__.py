@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         ModelParallel,
         OnDevice,
     )
-    from phalanx.plan import Layout, Merge
+    from phalanx.plan import Layout
     from phalanx.replicas import preserve_rng
     from phalanx.train import (
         EpochDone,
@@ -66,7 +66,6 @@ __all__ = [
     "GroupAborted",
     "InternalError",
     "Layout",
-    "Merge",
     "ModelParallel",
     "Monitor",
     "OnDevice",
@@ -118,7 +117,7 @@ _NAMES_BY_ROOM = {
         "ModelParallel",
         "OnDevice",
     ),
-    "phalanx.plan": ("Layout", "Merge"),
+    "phalanx.plan": ("Layout",),
     "phalanx.replicas": ("preserve_rng",),
     "phalanx.train": (
         "EpochDone",

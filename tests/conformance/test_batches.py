@@ -62,13 +62,14 @@ class Pair:
 
 
 WORDS = ["w" * (1 + place) for place in range(ROWS)]
+# The model, its inputs, and the path of a list among them.
 CASES = {
-    "list of strings": (Text, lambda x: (x, WORDS)),
-    "tuple of strings": (Text, lambda x: (x, tuple(WORDS))),
-    "list of dicts": (Text, lambda x: (x, [dict.fromkeys(range(k), 0) for k in range(ROWS)])),
-    "array": (Weighted, lambda x: (x, np.linspace(0.1, 1.0, ROWS))),
-    "subclass of dict": (Weighted, lambda x: Batch(x=x, w=torch.ones(ROWS))),
-    "user dict": (Weighted, lambda x: UserDict(x=x, w=[0.5] * ROWS)),
+    "list of strings": (Text, lambda x: (x, WORDS), "1"),
+    "tuple of strings": (Text, lambda x: (x, tuple(WORDS)), "1"),
+    "list of dicts": (Text, lambda x: (x, [dict.fromkeys(range(k), 0) for k in range(ROWS)]), "1"),
+    "array": (Weighted, lambda x: (x, np.linspace(0.1, 1.0, ROWS)), None),
+    "subclass of dict": (Weighted, lambda x: Batch(x=x, w=torch.ones(ROWS)), None),
+    "user dict": (Weighted, lambda x: UserDict(x=x, w=[0.5] * ROWS), "w"),
 }
 
 
@@ -88,11 +89,13 @@ def test_worker_processes_are_sent_every_form_of_inputs(case: str) -> None:
 
 
 def check_trainer(case: str, options: dict[str, Any]) -> None:
-    kind, make = CASES[case]
+    kind, make, path = CASES[case]
     (x, y), net = data(), kind()
     inputs, twin = make(x), copy.deepcopy(net)
     optimizer = sgd(twin.parameters())
-    with phalanx.Trainer(net, MSE, sgd, **{"microbatches": None, **options}) as trainer:
+    layout = phalanx.Layout(dims={f"0.{path}": 0} if path else {})
+    options = {"microbatches": None, "layout": layout, **options}
+    with phalanx.Trainer(net, MSE, sgd, **options) as trainer:
         for _ in range(3):
             optimizer.zero_grad()
             loss = MSE(plain(twin, inputs), y)
@@ -105,9 +108,10 @@ def check_trainer(case: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_container_splits_every_form_of_inputs(case: str) -> None:
-    kind, make = CASES[case]
+    kind, make, path = CASES[case]
     net, inputs = kind(), make(data()[0])
-    with phalanx.DataParallel(net, devices=3) as model:
+    layout = phalanx.Layout(dims={path: 0} if path else {})
+    with phalanx.DataParallel(net, devices=3, layout=layout) as model:
         torch.testing.assert_close(plain(model, inputs), plain(net, inputs))
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx import DataParallel, Layout, Merge
+from phalanx import DataParallel, Layout
 from phalanx.errors import ConfigError
 from phalanx.plan import least_loaded
 from tests.conformance.containers import (
@@ -151,12 +151,12 @@ class Many(nn.Module):
         }
 
 
-OUTPUT: dict[str | int, Merge | str] = {
+OUTPUT: dict[str | int, str] = {
     "turned": "cat(1)",
-    "loss": Merge.mean(),
+    "loss": "mean",
     "count": "sum",
     "aux": "first",
-    "aux.0": Merge.sum(),
+    "aux.0": "sum",
 }
 
 
@@ -258,7 +258,7 @@ def test_whole_outputs_left_apart_may_differ_in_structure(device: torch.device) 
         def forward(self, x: Tensor) -> Any:
             return x.sum() if len(x) == 2 else {"rows": x}
 
-    with parallel(Odd(), device, output=Merge.per_replica()) as model:
+    with parallel(Odd(), device, output="per_replica") as model:
         found = model(draw(5, 3, device=device))
         assert [type(each) for each in found] == [Tensor, Tensor, dict]
         assert [len(model(draw(rows, 3, device=device))) for rows in (1, 2, 5, 0)] == [1, 2, 3, 1]

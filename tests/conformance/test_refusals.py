@@ -435,8 +435,8 @@ ROWS: list[Row] = [
         lambda m: m.share(LINEAR),
         "weight",
     ),
-    Row(NOTHING, lambda _: Layout(1.5), "must (be|say) a whole number"),
-    Row(NOTHING, lambda _: Layout(dims={"a": True}), "must (be|say) a whole number"),
+    Row(NOTHING, lambda _: Layout(1.5), "must be a whole number"),
+    Row(NOTHING, lambda _: Layout(dims={"a": True}), "must hold a whole number"),
     # columns
     Row(NOTHING, lambda _: ModelParallel(dim=1)(X), r"Call `add\(\)`", StateError),
     Row(NOTHING, lambda _: ModelParallel(dim="1"), "`dim` must be a whole number"),

@@ -21,7 +21,6 @@ from phalanx.plan import (
     BufferRules,
     Decision,
     Layout,
-    Merge,
     Merging,
     check_argument,
     check_function,
@@ -75,7 +74,7 @@ class DataParallel(Container, Unwrapped):
             (``0``, ``"mask"``, ``"0.items"``); None gives a leaf whole to all. A layout's ``split``
             gets the one argument, a tuple of several, or a dict of keywords, and ``collate``
             returns such.
-        output: How output leaves are merged: a :class:`Merge` or its text, or these by leaf path.
+        output: How output leaves are merged: a rule (``"mean"``), or rules by leaf path.
             Default: concatenated along the layout's dim, scalars stacked to one value per replica
             in use (or per microbatch), other values from the first. Where an output of three dims
             or more has the slices' rows along two of them, the whole batch is run once more to tell
@@ -125,7 +124,7 @@ class DataParallel(Container, Unwrapped):
         workloads: Sequence[float] | str | None = None,
         microbatches: int | None = None,
         layout: Layout | None = None,
-        output: Merge | str | Mapping[str | int, Merge | str] | None = None,
+        output: str | Mapping[str | int, str] | None = None,
         buffers: str | Mapping[str, str] = "mean",
         intra_op: int | None = None,
         reduce: str = "tree",

@@ -16,7 +16,7 @@ from phalanx.plan.balance import Balancer, Decision, fixed_workloads
 from phalanx.plan.buffer_rules import BufferRules
 from phalanx.plan.layout import Layout, Rows, Samples, cut, num_rows, open_rows
 from phalanx.plan.leaves import flatten, leaf_paths, unflatten
-from phalanx.plan.merging import Merge, Merging, join
+from phalanx.plan.merging import Merging, join
 from phalanx.plan.packed import pack_nested, unpack_nested
 from phalanx.plan.parts import Overlap, overlaps, part_bounds
 from phalanx.plan.placement import least_loaded
@@ -37,7 +37,6 @@ __all__ = [
     "BufferRules",
     "Decision",
     "Layout",
-    "Merge",
     "Merging",
     "Node",
     "Overlap",

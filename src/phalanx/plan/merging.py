@@ -7,114 +7,49 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.errors import ConfigError, UnsupportedError
+from phalanx.errors import ConfigError
 from phalanx.plan.leaves import covering, covers, flatten, leaf_paths, named, unflatten
 from phalanx.torch_internals import pytree
 from phalanx.types import Nested
 
-__all__ = ["Merge", "Merging", "join"]
+__all__ = ["Merging", "join"]
 
 _KINDS = ("cat", "stack", "mean", "sum", "first", "per_replica")
-_SHOWN = 8  # shapes in an error; of more, each once
 _WRITTEN = re.compile(r"\s*(\w+)\s*(?:\(\s*(-?\d+)?\s*\))?\s*")
 
 
-@dataclass(frozen=True)
-class Merge:
-    """How one output leaf is merged; wherever one is expected, its text does too (``"cat(1)"``).
-
-    ``cat(dim)`` concatenates; ``stack()`` makes one more dim in front, [k, …]; ``mean()`` weights
-    by rows, so that replicas' means become the whole batch's; ``sum()`` adds in replica order;
-    ``first()`` takes the first replica's; ``per_replica()`` is a list of all, each on its device.
-
-    Example:
-        >>> Merge.cat(1)
-        Merge('cat(1)')
-        >>> Merge.of("mean") == Merge.mean()
-        True
-
-    Raises:
-        ConfigError: The text is no such rule.
-    """
+class _Rule(NamedTuple):
+    """A rule as it was read from its text."""
 
     kind: str
     dim: int = 0
 
-    def __post_init__(self) -> None:
-        if self.kind not in _KINDS:
-            raise ConfigError(_no_rule(self.kind))
-
     @staticmethod
-    def cat(dim: int = 0) -> Merge:
-        """Concatenate along ``dim``."""
-        return Merge("cat", dim)
-
-    @staticmethod
-    def stack() -> Merge:
-        """Stack along a new first dim."""
-        return Merge("stack")
-
-    @staticmethod
-    def mean() -> Merge:
-        """Average, weighted by rows."""
-        return Merge("mean")
-
-    @staticmethod
-    def sum() -> Merge:
-        """Add."""
-        return Merge("sum")
-
-    @staticmethod
-    def first() -> Merge:
-        """Take the first replica's."""
-        return Merge("first")
-
-    @staticmethod
-    def per_replica() -> Merge:
-        """Leave them apart, in a list."""
-        return Merge("per_replica")
-
-    @staticmethod
-    def of(rule: object) -> Merge:
-        """Return ``rule``, read from its text where it is one."""
-        if isinstance(rule, Merge):
-            return rule
-        match = _WRITTEN.fullmatch(rule) if isinstance(rule, str) else None
+    def of(text: object) -> _Rule:
+        match = _WRITTEN.fullmatch(text) if isinstance(text, str) else None
         if match is None or match[1] not in _KINDS or (match[2] and match[1] != "cat"):
-            raise ConfigError(_no_rule(rule))
-        return Merge(match[1], int(match[2] or 0))
+            raise ConfigError(
+                "`output` must hold rules out of 'cat', 'cat(dim)', 'stack', 'mean', 'sum', "
+                f"'first' and 'per_replica', but holds {text!r}."
+            )
+        return _Rule(match[1], int(match[2] or 0))
 
-    def __repr__(self) -> str:
-        return f"Merge({self._text()!r})"
-
-    def _text(self) -> str:
+    def __str__(self) -> str:
         return f"cat({self.dim})" if self.kind == "cat" else self.kind
-
-
-def _no_rule(rule: object) -> str:
-    return (
-        "`output` must hold rules out of 'cat', 'cat(dim)', 'stack', 'mean', 'sum', 'first' and "
-        f"'per_replica', but holds {rule!r}."
-    )
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One leaf of one part."""
-
-    leaf: Any  # Any: a leaf of the user's own outputs
-    rows: int | None  # None: the leaf may have any
 
 
 class Merging:
     """The rules for all leaves of a module's outputs.
+
+    ``"cat(dim)"`` concatenates; ``"stack"`` makes one more dim in front, [k, …]; ``"mean"`` weights
+    by rows, so that replicas' means become the whole batch's; ``"sum"`` adds in replica order;
+    ``"first"`` takes the first replica's; ``"per_replica"`` is a list of all, each on its device.
 
     Args:
         output: A rule for all leaves, or rules by leaf path (``"loss"``, ``"0"``, ``"aux.1"``; a
@@ -133,12 +68,11 @@ class Merging:
     Raises:
         ConfigError: A rule is unknown; in :meth:`merge`: parts differ in structure, shapes cannot
             be merged so, or a path names no leaf. Nothing is merged then.
-        UnsupportedError: In :meth:`merge`: a leaf is sparse or nested, and not left as it is.
     """
 
     def __init__(
         self,
-        output: Merge | str | Mapping[str | int, Merge | str] | None = None,
+        output: str | Mapping[str | int, str] | None = None,
         dim: int = 0,
         *,
         noun: str = "replica",
@@ -146,17 +80,16 @@ class Merging:
     ) -> None:
         self._dim = dim
         self._noun = noun
-        self._plural = noun + ("es" if noun.endswith("ch") else "s")
         self._advised = way_out
-        self._rules: dict[str, Merge] = {}
+        self._rules: dict[str, _Rule] = {}
         self._optional: set[str] = set()
-        self._whole: Merge | None = None
+        self._whole: _Rule | None = None
         if isinstance(output, Mapping):
-            written = {str(path): Merge.of(rule) for path, rule in output.items()}
+            written = {str(path): _Rule.of(rule) for path, rule in output.items()}
             self._rules = {path.removesuffix("?"): rule for path, rule in written.items()}
             self._optional = {path[:-1] for path in written if path.endswith("?")}
         elif output is not None:
-            self._whole = Merge.of(output)
+            self._whole = _Rule.of(output)
 
     def merge(
         self,
@@ -171,7 +104,6 @@ class Merging:
 
         Determinism: sums are taken in the order of the parts.
         """
-        rows = [None] * len(parts) if sizes is None else sizes
         if self._whole is not None and self._whole.kind == "per_replica":
             return list(parts)
         flat = [flatten(part) for part in parts]
@@ -184,15 +116,12 @@ class Merging:
                     f"{self._noun} {index}. {self._way_out('', 'per_replica')}"
                 )
         paths = leaf_paths(parts[0])
-        rules = self._rules_of(paths)
         columns = zip(*(leaves for leaves, _ in flat), strict=True)
-        return unflatten(
-            [
-                self._merge_leaf(path, rule, list(map(_Part, column, rows)), home)
-                for path, rule, column in zip(paths, rules, columns, strict=True)
-            ],
-            spec,
-        )
+        merged = [
+            self._merge_leaf(path, rule, column, sizes, home)
+            for path, rule, column in zip(paths, self._rules_of(paths), columns, strict=True)
+        ]
+        return unflatten(merged, spec)
 
     def coincidences(self, parts: Sequence[Nested], sizes: Sequence[int]) -> set[str]:
         """Return the leaves whose size may be that of the slices by coincidence.
@@ -210,7 +139,7 @@ class Merging:
             if list(leaf.shape).count(sizes[0]) > 1
         }
 
-    def _rules_of(self, paths: Sequence[str]) -> list[Merge | None]:
+    def _rules_of(self, paths: Sequence[str]) -> list[_Rule | None]:
         if not self._rules:
             return [self._whole] * len(paths)
         found = [covering(path, self._rules) for path in paths]
@@ -224,101 +153,73 @@ class Merging:
                 )
         return [None if path is None else self._rules[path] for path in found]
 
+    # Any, here and below: leaves of the user's own outputs.
     def _merge_leaf(
-        self, path: str, rule: Merge | None, parts: list[_Part], home: torch.device | None
+        self,
+        path: str,
+        rule: _Rule | None,
+        leaves: Sequence[Any],
+        sizes: Sequence[int] | None,
+        home: torch.device | None,
     ) -> Any:
-        leaves = [part.leaf for part in parts]
         if rule is not None and rule.kind == "per_replica":
-            return leaves
+            return list(leaves)
         if rule is None and all(isinstance(leaf, np.ndarray) and leaf.ndim for leaf in leaves):
-            return np.concatenate(leaves, self._default(path, parts).dim)
+            return np.concatenate(leaves, self._default(path, leaves, sizes).dim)
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
-            self._refuse_values(path, rule, leaves)
+            self._check_values(path, rule, leaves)
             return leaves[0]
-        self._check_dense(path, rule, leaves)
-        if rule is not None and rule.kind == "mean":
-            self._check_floating(path, leaves[0])
-        if home is not None:
-            leaves = [leaf.to(home) for leaf in leaves]
-        if rule is None:
-            rule = self._default(path, parts)
-        if rule.kind == "first" or (len(leaves) == 1 and rule.kind in ("mean", "sum")):
-            return leaves[0]
-        self._check_shapes(path, rule, leaves)
+        here = leaves if home is None else [leaf.to(home) for leaf in leaves]
+        rule = self._default(path, here, sizes) if rule is None else rule
+        if rule.kind == "first" or (len(here) == 1 and rule.kind in ("mean", "sum")):
+            return here[0]
+        self._check_shapes(path, rule, here)
         if rule.kind == "cat":
-            return torch.cat(leaves, rule.dim)
+            return torch.cat(list(here), rule.dim)
         if rule.kind == "stack":
-            return torch.stack(leaves)
-        return _sum(leaves) if rule.kind == "sum" else _mean(leaves, [p.rows or 0 for p in parts])
+            return torch.stack(list(here))
+        return _sum(here) if rule.kind == "sum" else _mean(here, sizes or [1] * len(here))
 
-    def _default(self, path: str, parts: list[_Part]) -> Merge:
+    def _default(self, path: str, leaves: Sequence[Any], sizes: Sequence[int] | None) -> _Rule:
         """Concatenate what has its slice's rows, stack scalars, refuse the rest."""
-        if all(part.leaf.ndim == 0 for part in parts):
-            return Merge.stack()
+        if all(leaf.ndim == 0 for leaf in leaves):
+            return _Rule("stack")
         dim = self._dim
-        for part in parts:
-            if part.rows is None:
-                continue
-            shape = part.leaf.shape
-            if not -len(shape) <= dim < len(shape) or shape[dim] != part.rows:
+        for leaf, rows in zip(leaves, sizes or [], strict=False):
+            if not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] != rows:
                 raise ConfigError(
-                    f"Output {named(path)} of `module` must have its slice's {part.rows} rows "
-                    f"along dim {dim}, but has shape {tuple(shape)}. Return one row per sample, or "
+                    f"Output {named(path)} of `module` must have its slice's {rows} rows along "
+                    f"dim {dim}, but has shape {tuple(leaf.shape)}. Return one row per sample, or "
                     f"a scalar per replica. {self._way_out(path, 'first')}"
                 )
-        return Merge.cat(dim)
+        return _Rule("cat", dim)
 
-    def _check_shapes(self, path: str, rule: Merge, leaves: list[Tensor]) -> None:
+    def _check_shapes(self, path: str, rule: _Rule, leaves: Sequence[Tensor]) -> None:
         shapes = [list(leaf.shape) for leaf in leaves]
-        if rule.kind == "cat":
-            if all(-len(shape) <= rule.dim < len(shape) for shape in shapes):
-                for shape in shapes:
-                    shape[rule.dim] = 0
-            else:
-                shapes.append([-1])  # a dim that one of them has not fits nothing
+        if rule.kind == "cat" and all(-len(each) <= rule.dim < len(each) for each in shapes):
+            for shape in shapes:
+                shape[rule.dim] = 0
+        elif rule.kind == "cat":
+            shapes.append([-1])  # a dim that one of them has not fits nothing
         if any(shape != shapes[0] for shape in shapes):
-            found = [str(tuple(leaf.shape)) for leaf in leaves]
-            told = ", ".join(found if len(found) <= _SHOWN else dict.fromkeys(found))
+            found = dict.fromkeys(str(tuple(leaf.shape)) for leaf in leaves)
+            parts = f"{self._noun}{'es' if self._noun.endswith('ch') else 's'}"
             raise ConfigError(
-                f"Output {named(path)} of `module` must have shapes that {rule._text()!r} can "
-                f"merge, but {self._plural} returned {told}. {self._way_out(path, 'per_replica')}"
+                f"Output {named(path)} of `module` must have shapes that {str(rule)!r} can merge, "
+                f"but {parts} returned {', '.join(found)}. {self._way_out(path, 'per_replica')}"
             )
 
-    def _refuse_values(self, path: str, rule: Merge | None, leaves: list[Any]) -> None:
-        """What is no tensor can be taken from the first part only, and if none is a tensor."""
+    def _check_values(self, path: str, rule: _Rule | None, leaves: Sequence[Any]) -> None:
+        """Refuse to merge values by a rule for tensors, and tensors of some parts only."""
         mixed = any(isinstance(leaf, Tensor) for leaf in leaves)
         if (rule is None and mixed) or (rule is not None and rule.kind != "first"):
             kinds = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in leaves))
             how = "a tensor on all or none" if rule is None else "a tensor"
-            by = "" if rule is None else f" by {rule._text()!r}"
             raise ConfigError(
-                f"Output {named(path)} of `module` must be {how} to be merged{by}, but is "
-                f"{kinds}. {self._choices('first', 'per_replica')}"
+                f"Output {named(path)} of `module` must be {how} to be merged"
+                f"{'' if rule is None else f' by {str(rule)!r}'}, but is {kinds}. "
+                f"{self._way_out(path, 'first')}"
             )
-
-    def _check_dense(self, path: str, rule: Merge | None, leaves: list[Tensor]) -> None:
-        """Refuse to put together what has no rows that lie one behind the other."""
-        kind = "cat" if rule is None else rule.kind
-        for leaf in leaves if kind != "first" else ():
-            sparse = leaf.layout is not torch.strided and kind in ("cat", "stack")
-            if leaf.is_nested or sparse:
-                told = "nested" if leaf.is_nested else f"of layout {leaf.layout}"
-                raise UnsupportedError(
-                    f"Output {named(path)} of `module` must be dense to be merged by {kind!r}, "
-                    f"but is {told}. {self._choices('per_replica', 'first')}"
-                )
-
-    def _check_floating(self, path: str, leaf: Tensor) -> None:
-        if not (leaf.is_floating_point() or leaf.is_complex()):
-            raise ConfigError(
-                f"Output {named(path)} of `module` must be floating to be merged by 'mean', but "
-                f"is {leaf.dtype}. {self._choices('sum', 'first')}"
-            )
-
-    def _choices(self, *rules: str) -> str:
-        if self._advised is not None:
-            return self._advised
-        return f"Give it {' or '.join(map(repr, rules))} in `output`."
 
     def _way_out(self, path: str, rule: str) -> str:
         if self._advised is not None:
@@ -332,14 +233,14 @@ def join(parts: Sequence[Nested], sizes: Sequence[int], dim: int = 0) -> Nested:
     return Merging(dim=dim).merge(parts, sizes)
 
 
-def _sum(leaves: list[Tensor]) -> Tensor:
+def _sum(leaves: Sequence[Tensor]) -> Tensor:
     total = leaves[0]
     for leaf in leaves[1:]:
         total = total + leaf
     return total
 
 
-def _mean(leaves: list[Tensor], rows: list[int]) -> Tensor:
+def _mean(leaves: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
     """Weight by rows; a part without rows, whose mean is NaN, is left out if others have some."""
     sizes = rows if any(rows) else [1] * len(rows)
     pairs = [(leaf, size) for leaf, size in zip(leaves, sizes, strict=True) if size]

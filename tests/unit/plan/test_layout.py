@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -352,3 +354,130 @@ def test_merging_means_by_rows_gives_the_mean_of_the_whole(total: int, parts: in
     if total:
         merged = sum(count * mean for count, mean in means) / total
         assert merged == pytest.approx(x.mean().item(), rel=1e-12)
+
+
+# --- lists, arrays and mappings -------------------------------------------------------------------
+
+WORDS = ["a", "bb", "ccc", "d", "ee"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        WORDS,
+        tuple(WORDS),
+        [1, 2, 3, 4, 5],
+        (1, 2, 3, 4, 5),
+        [{"id": 1}, {"id": 2}, {"id": 3}, {"id": 4, "more": [1, 2]}, {}],
+        [[1], [2, 3], [], [4], [5, 6, 7]],
+        ["a", None, "c", None, "e"],
+    ],
+    ids=["str", "tuple", "int", "numbers", "dict", "ragged", "None too"],
+)
+def test_a_list_that_the_layout_names_is_split_by_its_items(values: Any) -> None:
+    batch = {"x": rows(5, 2), "more": values}
+    parts = cut(batch, [3, 0, 2], Layout(dims={"more": 0}))
+    assert [part["more"] for part in parts] == [values[:3], values[3:3], values[3:]]
+    assert type(parts[0]["more"]) is type(values)
+    with pytest.raises(ConfigError, match=r"`more` must have 5 rows .* like `x`, but has 4"):
+        num_rows({"x": rows(5, 2), "more": values[:4]}, Layout(dims={"more": 0}))
+
+
+@pytest.mark.parametrize("values", [WORDS, tuple(WORDS), [1.0] * 5, [{"a": 1}] * 5], ids=repr)
+def test_a_list_with_an_item_for_each_row_is_split_or_whole_by_a_word(values: Any) -> None:
+    batch = {"x": rows(5), "more": {"deep": values}}
+    with pytest.raises(ConfigError, match=r"`more\.deep` has an item for each of the 5 rows"):
+        num_rows(batch, Layout())
+    whole = Layout(dims={"more": None})
+    assert num_rows(batch, whole) == 5
+    assert [part["more"]["deep"] for part in cut(batch, [2, 3], whole)] == [values, values]
+
+
+@pytest.mark.parametrize("values", [(1, 2, 3, 4, 5), [1, 2], ["a"], [], torch.Size([5])], ids=repr)
+def test_other_lists_are_given_whole(values: Any) -> None:
+    batch = {"x": rows(5), "more": values}
+    assert num_rows(batch, Layout()) == 5
+    assert all(part["more"] == values for part in cut(batch, [1, 4], Layout()))
+
+
+def test_columns_in_a_list_are_named_each() -> None:
+    batch = ((WORDS, [1, 2, 3, 4, 5]), rows(2, 5))
+    layout = Layout(1, dims={"0.0": 0, "0.1": 0})
+    assert num_rows(batch, layout) == 5
+    second = cut(batch, [2, 3], layout)[1]
+    assert second[0] == (WORDS[2:], [3, 4, 5])
+    assert second[1].shape == (2, 3)
+
+
+def test_a_batch_may_be_one_list() -> None:
+    assert cut(WORDS, [2, 3], Layout(dims={"": 0})) == [WORDS[:2], WORDS[2:]]
+
+
+@pytest.mark.parametrize(("dim", "shape"), [(0, (5, 2)), (1, (2, 5)), (-1, (3, 5))])
+def test_arrays_are_split_as_views(dim: int, shape: tuple[int, ...]) -> None:
+    array = np.zeros(shape)
+    parts = cut({"x": array}, [2, 0, 3], Layout(dim=dim))
+    assert [part["x"].shape[dim] for part in parts] == [2, 0, 3]
+    assert all(part["x"].base is not None for part in parts)
+    assert np.concatenate([part["x"] for part in parts], dim).shape == shape
+
+
+class Batch(dict[str, Any]):
+    """As EasyDict and its like: attributes are keys."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class Fixed(Mapping[str, Any]):
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Any:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+@pytest.mark.parametrize("kind", [Batch, UserDict, Fixed])
+def test_mappings_of_any_class_are_split_and_merged_by_their_values(kind: Any) -> None:
+    batch = kind({"x": rows(5, 2), "words": WORDS})
+    first, second = cut(batch, [3, 2], Layout(dims={"words": 0}))
+    assert type(first) is kind
+    assert (first["x"].shape, second["words"]) == ((3, 2), WORDS[3:])
+    assert torch.equal(
+        join([kind({"x": first["x"]}), kind({"x": second["x"]})], [3, 2])["x"], batch["x"]
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    x: Tensor
+    words: list[str]
+    count: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "count", len(self.x))
+
+
+def test_a_dataclass_derives_fields_from_its_part() -> None:
+    first, second = cut(Counted(rows(5, 2), WORDS), [2, 3], Layout(dims={"words": 0}))
+    assert (first.count, second.count, second.words) == (2, 3, WORDS[2:])
+
+
+def test_the_users_own_functions_take_a_batch_apart_and_put_it_together() -> None:
+    layout = Layout(split=lambda text: text.split(), collate=" ".join)
+    assert num_rows("a b c", layout) == 3
+    assert cut("a b c", [2, 0, 1], layout) == ["a b", None, "c"]
+    assert cut("", [0, 0], layout) == ["", ""]
+
+
+def test_arrays_that_replicas_return_are_concatenated_as_tensors_are() -> None:
+    joined = join([{"a": np.zeros((3, 2))}, {"a": np.ones((2, 2))}], [3, 2])
+    assert np.array_equal(joined["a"], np.repeat([[0.0, 0.0], [1.0, 1.0]], [3, 2], 0))
+    with pytest.raises(ConfigError, match=r"Output `a` .* must have its slice's 3 rows"):
+        join([{"a": np.zeros(1)}, {"a": np.ones(1)}], [3, 2])
