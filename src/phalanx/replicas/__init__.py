@@ -11,6 +11,7 @@ from phalanx.replicas.devices import (
     resolve_device,
     resolve_devices,
 )
+from phalanx.replicas.fingerprint import Fingerprint, PlainChanges
 from phalanx.replicas.flat_layout import FlatLayout
 from phalanx.replicas.frozen_copies import FrozenCopies
 from phalanx.replicas.global_values import (
@@ -89,6 +90,7 @@ __all__ = [
     "CodeTeller",
     "CompileOnce",
     "Definitions",
+    "Fingerprint",
     "FlatLayout",
     "Form",
     "FrozenCopies",
@@ -98,6 +100,7 @@ __all__ = [
     "MicrobatchRng",
     "PackedGlobals",
     "ParameterCopies",
+    "PlainChanges",
     "Registered",
     "Replica",
     "RngMode",
