@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx.errors import CheckpointError, ConfigError, UnsupportedError
-from phalanx.train.peer_state import pack_state_of, unpacked_state
-from tests.conformance.test_damaged_checkpoints import bytes_of
+from phalanx.errors import CheckpointError, UnsupportedError
+from phalanx.train.checkpoint import unpack
+from phalanx.train.state import pack_state
 
 pytestmark = pytest.mark.promise("callbacks", "checkpoints-are-complete")
 
@@ -62,7 +62,12 @@ def data(count: int = 3) -> list[tuple[Tensor, Tensor]]:
 def make(*callbacks: Any) -> phalanx.Trainer:
     torch.manual_seed(0)
     return phalanx.Trainer(
-        nn.Linear(5, 2), nn.functional.mse_loss, sgd, executor="inline", callbacks=callbacks
+        nn.Linear(5, 2),
+        nn.functional.mse_loss,
+        sgd,
+        executor="inline",
+        scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=1),
+        callbacks=callbacks,
     )
 
 
@@ -93,8 +98,7 @@ def test_a_state_is_given_to_a_rank_that_joins() -> None:
     ours, theirs = Mean(), Mean()
     with make(ours) as trainer, make(theirs) as newcomer:
         trainer.fit(data())
-        with unpacked_state(pack_state_of(trainer._state(), None)) as (folder, _):
-            newcomer._restore(folder)
+        newcomer._restore(unpack(pack_state(trainer._state(), None))["content"], "A peer")
     assert same(ours, theirs)
 
 
@@ -108,6 +112,10 @@ def test_who_is_not_in_the_checkpoint_stays_and_who_is_not_here_is_left_aside(
         trainer.resume(folder)
         assert trainer.steps == 3
     assert other.count == 7
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 def untouched(folder: Path, match: str, *callbacks: Any) -> None:
@@ -130,38 +138,37 @@ def test_one_that_refuses_its_state_leaves_all_as_they_were(breaks: int, tmp_pat
     untouched(folder, match, *callbacks)
 
 
-def test_a_module_that_refuses_leaves_the_callbacks_as_they_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("half_way", [False, True])
+@pytest.mark.parametrize(
+    "kind", [nn.Linear, torch.optim.SGD, torch.optim.lr_scheduler.StepLR, Mean]
+)
+def test_whoever_refuses_a_state_leaves_all_as_they_were(
+    kind: type, half_way: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = saved(tmp_path / "c", Mean())
+    take = kind.load_state_dict  # type: ignore[attr-defined]
+    calls = []
 
-    def load(*_: Any, **__: Any) -> None:
+    def load(self: Any, state: Any, **options: Any) -> None:
+        calls.append(state)
+        if len(calls) > 1:  # it is put back
+            take(self, state, **options)
+            return
+        if half_way:
+            take(self, state, **options)
         raise RuntimeError("half way")
 
-    monkeypatch.setattr(nn.Linear, "load_state_dict", load)
+    monkeypatch.setattr(kind, "load_state_dict", load)
     untouched(folder, "raised RuntimeError", Mean())
 
 
 class Odd(Mean):
     """Has a state that cannot be stored."""
 
-    state: Any = None
-
     def state_dict(self) -> Any:
-        return self.state
+        return {"x": object()}
 
 
-@pytest.mark.parametrize(
-    ("state", "match"),
-    [
-        ({"x": object()}, r"`Odd.state_dict\(\)` must hold only tensors"),
-        ([1], "must return a mapping of names"),
-        ({1: 2}, "must return a mapping of names"),
-    ],
-)
-def test_a_state_that_cannot_be_stored_is_refused(state: Any, match: str, tmp_path: Path) -> None:
-    odd = Odd()
-    odd.state = state
-    with make(odd) as trainer, pytest.raises((ConfigError, UnsupportedError), match=match):
-        trainer.save(tmp_path / "c")
-    assert not (tmp_path / "c").exists()
+def test_a_state_that_cannot_be_stored_is_refused_before_the_training() -> None:
+    with pytest.raises(UnsupportedError, match=r"`Odd.state_dict\(\)` must hold only tensors"):
+        make(Odd())

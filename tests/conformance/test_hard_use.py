@@ -318,14 +318,6 @@ def test_freezing_between_forward_and_backward_is_fine() -> None:
     assert module[3].weight.grad is not None  # type: ignore[index]
 
 
-def test_a_dtype_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
-    module = nn.Linear(4, 1)
-    module.register_buffer("odd", torch.zeros(2, dtype=torch.complex32))
-    with trainer(module) as t, pytest.raises(UnsupportedError, match="must be of a dtype"):
-        t.save(tmp_path / "c")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_trial_does_not_change_the_users_batch() -> None:
     class Shifts(nn.Module):
         def __init__(self) -> None:

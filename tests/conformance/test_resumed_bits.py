@@ -357,7 +357,7 @@ def test_extra_state_comes_back_and_is_put_back(tmp_path: Path) -> None:
         assert second.kept["history"][2] == (1, "x")
         assert second.kept["history"][0].tolist() == [0.0] * 3
     with phalanx.Trainer(other, F.mse_loss, Counting, replicas=1) as trainer:
-        with pytest.raises(CheckpointError, match="must be of optimizer 'Counting'"):
+        with pytest.raises(CheckpointError, match="must have optimizer 'Counting'"):
             trainer.resume(folder)
         assert other.kept["scale"] == 1.0
 
@@ -393,9 +393,11 @@ def test_a_resume_says_what_differs(tmp_path: Path) -> None:
         trainer.save(tmp_path / "first")
         with make(large) as other:
             other.save(tmp_path / "both")
-            with pytest.raises(CheckpointError, match=r"but lacks `1.bias`, .*, …. Build"):
+            with pytest.raises(
+                CheckpointError, match=r"Make what was saved"
+            ):
                 other.resume(tmp_path / "first")
-        with pytest.raises(CheckpointError, match=r"but holds `1.bias`, .*, …, which the model"):
+        with pytest.raises(CheckpointError, match=r"Make what was saved"):
             trainer.resume(tmp_path / "both")
 
 
@@ -414,7 +416,7 @@ def test_a_group_that_was_added_later_is_added_before_the_resume(tmp_path: Path)
         trainer.save(tmp_path / "c")
         trainer.fit(data)
     with make(then) as trainer:
-        with pytest.raises(CheckpointError, match=r"added later before `resume\(\)`"):
+        with pytest.raises(CheckpointError, match=r"added later is added before `resume\(\)`"):
             trainer.resume(tmp_path / "c")
         trainer.optimizer.add_param_group({"params": then.b.parameters(), "lr": 1.0})
         trainer.resume(tmp_path / "c")
@@ -475,7 +477,7 @@ def test_a_checkpoint_with_a_buffer_that_the_model_lacks_changes_nothing(tmp_pat
     other.mean = torch.zeros(5, dtype=torch.float64)
     before = copy.deepcopy(other)
     with phalanx.Trainer(other, F.mse_loss, sgd, microbatches=None, replicas=1) as trainer:
-        refusal = pytest.raises(CheckpointError, match=r"buffer `mean`.* but the model has float64")
+        refusal = pytest.raises(CheckpointError, match=r"`mean` as float64 .* but holds float32")
         with refusal:
             trainer.resume(tmp_path / "c")
     assert_same_bits(other, before)

@@ -21,7 +21,7 @@ from phalanx.distributed.elastic_membership import Report, decide
 from phalanx.errors import PeerLost, StateError
 from phalanx.execution.elastic_ranks import ElasticRankExecutor
 from phalanx.ipc import wait_until
-from phalanx.train import peer_state
+from phalanx.train import state as trainer_state
 from tests.conformance.test_executors_same_bits import (
     Everything,
     Run,
@@ -475,18 +475,14 @@ def nobody_is_behind() -> None:
 
 def moments_are_forgotten() -> None:
     """A rank that comes is given the weights, and not what the optimizer keeps."""
-    real = peer_state.capture_state
+    real = trainer_state.pack
 
-    def capture(state: Any, folder: Path) -> None:
-        kept = state.optimizer.state.values()
-        moments = [each["exp_avg"] for each in kept]
-        for each in kept:
+    def pack(message: Any) -> bytes:
+        for each in message["content"]["optimizer"]["state"].values():
             each["exp_avg"] = torch.zeros_like(each["exp_avg"])
-        real(state, folder)
-        for each, moment in zip(kept, moments, strict=True):
-            each["exp_avg"] = moment
+        return real(message)
 
-    peer_state.capture_state = capture  # type: ignore[attr-defined]
+    trainer_state.pack = pack  # type: ignore[attr-defined]
 
 
 def slices_are_not_shared() -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.memory import is_expanded
 
 __all__ = ["Weights", "find_weights", "lent_weights"]
 
@@ -31,9 +30,16 @@ def find_weights(trained: nn.Module, lender: Any) -> Weights | None:  # Any: wha
     if lender is None:
         return None
     ours = _tensors_of(trained)
-    lent = _tensors_of(_read_lender(lender, ours))
-    _check_alike(lent, ours)
-    return lent
+    for module in (lender, getattr(lender, "module", None)):
+        if isinstance(module, nn.Module):
+            lent = _tensors_of(module)
+            if _kinds_of(lent) == _kinds_of(ours):
+                return lent
+    raise ConfigError(
+        "`module` must be a module, or have one as its `module`, with the parameters and buffers "
+        f"of the trained one, in name, dtype and shape, but is {lender!r:.200}. Give an `EMA`, or "
+        "a copy of the trained module."
+    )
 
 
 @contextmanager
@@ -70,37 +76,5 @@ def _tensors_of(module: nn.Module) -> Weights:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-# Any: whatever the user wrote.
-def _read_lender(lender: Any, ours: Weights) -> nn.Module:
-    """Return the module that is meant: where both could be, the one with our names."""
-    inner = getattr(lender, "module", None)
-    is_ours = isinstance(lender, nn.Module) and _tensors_of(lender).keys() == ours.keys()
-    if isinstance(inner, nn.Module) and not is_ours:
-        return inner
-    if isinstance(lender, nn.Module):
-        return lender
-    raise ConfigError(
-        f"`module` must be a module, or have one as its `module`, but is {lender!r:.80}. Give an "
-        "`EMA`, say."
-    )
-
-
-def _check_alike(lent: Weights, ours: Weights) -> None:
-    differing = sorted(lent.keys() ^ ours.keys())
-    if differing:
-        raise ConfigError(
-            f"`module` must have the parameters and buffers of the trained module, but "
-            f"{', '.join(map(repr, differing[:3]))} are of one of them only. Give a copy of it."
-        )
-    for name, tensor in ours.items():
-        here, there = (f"{each.dtype} {tuple(each.shape)}" for each in (tensor, lent[name]))
-        if here != there:
-            raise ConfigError(
-                f"`{name}` of `module` must be {here} as in the trained module, but is {there}. "
-                "Give a copy of it."
-            )
-        if is_expanded(tensor):
-            raise ConfigError(
-                f"`{name}` of the trained module must have memory for each of its elements, which "
-                "another module's are copied to, but is expanded. Register a `.clone()` of it."
-            )
+def _kinds_of(tensors: Weights) -> dict[str, object]:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}

@@ -1,41 +1,37 @@
-"""From a trainer to a checkpoint and back."""
+"""The state of a training run: from a trainer to a checkpoint, or to another rank, and back."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from phalanx.errors import CheckpointError, PhalanxError
-from phalanx.execution import ELEMENTWISE, MOMENTS
+from phalanx.callbacks import Callback
+from phalanx.distributed import ElasticExchange
+from phalanx.errors import CheckpointError, PhalanxError, StateError
 from phalanx.memory import is_expanded
-from phalanx.train.callback_state import CallbackStates, StatefulCallback, load_state, states_of
-from phalanx.train.checkpoint import Stored, check_storable, load_stored, save_stored
+from phalanx.metrics import Metrics
+from phalanx.train.checkpoint import Content, check_storable, pack, unpack
 from phalanx.train.order import EpochOrder
 from phalanx.train.position import Position, RunHistory
-from phalanx.train.stored_state import (
-    check_name,
-    read_formation,
-    read_optional_whole,
-    read_position,
-    read_whole,
-    read_workloads,
-)
 
 __all__ = [
     "RunProgress",
+    "StatefulCallback",
     "TrainerState",
     "capture_state",
-    "check_states",
+    "find_stateful",
+    "join_ranks",
+    "pack_state",
     "restore_state",
     "warn_of_changes",
 ]
@@ -43,19 +39,40 @@ __all__ = [
 _EXTRA = "_extra_state"  # torch's name for what `get_extra_state()` returns
 
 
+@runtime_checkable
+class StatefulCallback(Protocol):
+    """A callback whose state a checkpoint holds."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return tensors and plain values by name."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> object:
+        """Take them over, or raise before anything changes."""
+
+
+def find_stateful(callbacks: Sequence[Callback]) -> dict[str, StatefulCallback]:
+    """Return those that have a state, by their classes' names; the second `EMA` is "EMA 2"."""
+    count: Counter[str] = Counter()
+    found: dict[str, StatefulCallback] = {}
+    for callback in callbacks:
+        if isinstance(callback, StatefulCallback):
+            name = type(callback).__name__
+            count[name] += 1
+            found[name if count[name] == 1 else f"{name} {count[name]}"] = callback
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunProgress:
-    """How far a run has come, and with what.
+    """How far a run has come, and with which settings.
 
     Attributes:
-        counted: What the metrics of the running epoch have counted.
         formation: Number of replicas and threads inside each, or None when not chosen yet.
         workloads: The shares that balancing has come to, or None without it.
     """
 
     position: Position
     order: EpochOrder | None
-    counted: Mapping[str, Any]
     seed: int
     microbatches: int | None
     formation: tuple[int, int] | None
@@ -64,173 +81,205 @@ class RunProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """Everything that decides how a run goes on; ``callbacks`` are those with a state, by name."""
+    """Everything that decides how a run continues; ``callbacks`` are those with a state, by name.
+
+    Attributes:
+        metrics: Those of the running epoch; or, to restore them, those that have counted nothing.
+    """
 
     module: nn.Module
     optimizer: Optimizer
     scheduler: LRScheduler | None
     history: RunHistory
     callbacks: Mapping[str, StatefulCallback]
+    metrics: Metrics
     progress: RunProgress
 
 
-def check_states(module: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
-    """Refuse states that a checkpoint could not hold, before anything is trained.
-
-    Raises:
-        UnsupportedError: One holds more than tensors and plain values.
-    """
-    for name, value in _extra_state(module).items():
-        check_storable(f"state_dict()[{name!r}]", value)
-    check_storable("optimizer.state_dict()", optimizer.state_dict())
-    if scheduler is not None:
-        check_storable("scheduler.state_dict()", scheduler.state_dict())
-
-
-def capture_state(state: TrainerState, folder: Path) -> None:
-    """Write ``state`` to ``folder``.
+def capture_state(state: TrainerState) -> Content:
+    """Return what a checkpoint of ``state`` holds; its tensors are those of now, and no copies.
 
     Raises:
         UnsupportedError: A state holds something that a checkpoint cannot.
     """
-    check_states(state.module, state.optimizer, state.scheduler)
-    for name, value in state.progress.counted.items():
-        check_storable(f"metrics[{name!r}]", value)
-    progress, scheduler = state.progress, state.scheduler
-    model = state.module.state_dict()
-    stored = Stored(
-        model={name: value for name, value in model.items() if isinstance(value, Tensor)},
-        state={
-            "extra": {k: value for k, value in model.items() if not isinstance(value, Tensor)},
-            "buffers": _buffers_aside(state.module, state.history.buffers),
-            "optimizer": state.optimizer.state_dict(),
-            "scheduler": None if scheduler is None else scheduler.state_dict(),
-            "callbacks": states_of(state.callbacks),
-            "metrics": dict(progress.counted),
+    progress, module = state.progress, state.module
+    model = module.state_dict()
+    written = {k: v for k, v in _all_tensors(module).items() if k in state.history.buffers}
+    content: Content = {
+        "made of": _made_of(state),
+        "model": model,
+        "buffers": {k: v for k, v in written.items() if k not in model},  # `persistent=False`
+        "optimizer": state.optimizer.state_dict(),
+        "scheduler": None if state.scheduler is None else state.scheduler.state_dict(),
+        "callbacks": {label: each.state_dict() for label, each in state.callbacks.items()},
+        "metrics": state.metrics.capture() if progress.position.batch > 0 else {},
+        "steps whole": state.history.steps_whole,
+        "progress": {
+            **vars(progress),
+            "position": tuple(progress.position),
             "order": None if progress.order is None else progress.order.pack(),
         },
-        values={
-            "position": progress.position._asdict(),
-            "plain_steps": state.history.steps_whole,
-            "seed": progress.seed,
-            "microbatches": progress.microbatches,
-            "formation": progress.formation,
-            "workloads": progress.workloads,
-            "optimizer": type(state.optimizer).__name__,
-            "scheduler": _type_of(scheduler),
-        },
-    )
-    save_stored(stored, folder)
+    }
+    for name in ("model", "optimizer", "scheduler", "metrics"):
+        check_storable(f"{name}.state_dict()", content[name])
+    for label, each in content["callbacks"].items():
+        check_storable(f"{label}.state_dict()", each)
+    return content
 
 
-def restore_state(
-    state: TrainerState, folder: Path, accept: Callable[[RunProgress], None]
-) -> RunProgress:
-    """Put what ``folder`` holds into module, optimizer and scheduler, and return the rest.
+def _made_of(state: TrainerState) -> dict[str, Any]:
+    """Return what must be the same where a checkpoint is restored, and torch does not compare."""
+    names = {id(each): name for name, each in state.module.named_parameters()}
+    groups = [group["params"] for group in state.optimizer.param_groups]
+    return {
+        "optimizer": type(state.optimizer).__name__,
+        "parameter groups": [[names.get(id(each)) for each in group] for group in groups],
+        "scheduler": None if state.scheduler is None else type(state.scheduler).__name__,
+    }
+
+
+def restore_state(state: TrainerState, content: Content, source: str) -> RunProgress:
+    """Put ``content`` into module, optimizer, scheduler, callbacks and metrics; return the rest.
 
     Args:
-        accept: Called with the rest before anything changes; raises what it cannot take.
+        source: The content's source, for messages.
 
     Raises:
-        CheckpointError: It is missing, damaged, or of another model; nothing has changed then.
+        CheckpointError: It is of another model, optimizer or scheduler, or one of them does not
+            take it. Nothing has changed then.
     """
-    stored = load_stored(folder)
+    parts = _parts_of(state, content)
+    begun: list[_Part] = []
     try:
-        progress = _read_progress(stored)
-        model, buffers = {**stored.model, **stored.state["extra"]}, stored.state["buffers"]
-        _check_model(state.module, model, folder)  # first: it says most
-        _check_buffers(state.module, buffers, folder)
-        _check_apart(state.module, {*model, *buffers})
-        _check_types(state, stored.values, folder)
-        optimizer, scheduler = stored.state["optimizer"], stored.state["scheduler"]
-        _check_optimizer(state.optimizer, optimizer, folder)
-        heard = {k: v for k, v in stored.state["callbacks"].items() if k in state.callbacks}
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"Checkpoint `{folder}` must hold what `save()` writes, but does not: {error!r}. Give "
-            "a folder that `save()` has written."
-        ) from error
-    accept(progress)
-    with _all_or_nothing(state, heard, folder):
-        for label, each in heard.items():
-            load_state(label, state.callbacks[label], each, folder)
-        if state.scheduler is not None:
-            state.scheduler.load_state_dict(scheduler)
-        state.optimizer.load_state_dict(optimizer)
-        _keep_dtypes(state.optimizer, optimizer)
-        state.module.load_state_dict(model)
-        with torch.no_grad():
-            for name, value in buffers.items():
-                state.module.get_buffer(name).copy_(value)
-    state.history.buffers = set(buffers)
-    state.history.steps_whole = stored.values["plain_steps"]
+        _check_alike(state, content, source)
+        order = content["progress"]["order"]
+        progress = RunProgress(
+            **{
+                **content["progress"],
+                "position": Position(*content["progress"]["position"]),
+                "order": None if order is None else EpochOrder.unpack(order),
+            }
+        )
+        for part in parts:
+            begun.append(part)
+            part.load()
+    except BaseException as error:
+        for part in reversed(begun):
+            _undo(part, error)
+        if isinstance(error, Exception) and not isinstance(error, PhalanxError):
+            taker = f"the {begun[-1].name}" if begun else "this trainer"
+            raise CheckpointError(
+                f"{source} must hold what {taker} takes, but that raised {error!r}. Nothing has "
+                "changed. Make module, optimizer, scheduler and callbacks as they were saved."
+            ) from error
+        raise
+    state.history.buffers = set(content["buffers"])
+    state.history.steps_whole = content["steps whole"]
     return progress
 
 
-def _read_progress(stored: Stored) -> RunProgress:
-    """Read what a checkpoint says beside module, optimizer and scheduler.
+class _Part(NamedTuple):
+    """One holder of state: how it takes the new one, and the old one again."""
 
-    Raises:
-        KeyError, TypeError, ValueError: Something is missing, or not of its kind.
-    """
-    values, order = stored.values, stored.state["order"]
-    for name in ("optimizer", "scheduler"):
-        check_name(name, values[name])
-    if not isinstance(values["plain_steps"], bool):
-        raise ValueError(f"`plain_steps` is {values['plain_steps']!r:.80}, neither true nor false")
-    return RunProgress(
-        position=read_position(values["position"]),
-        order=None if order is None else EpochOrder.unpack(order),
-        counted=stored.state["metrics"],
-        seed=read_whole("seed", values["seed"], -(2**63), 2**64),
-        microbatches=read_optional_whole("microbatches", values["microbatches"], 1),
-        formation=read_formation(values["formation"]),
-        workloads=read_workloads(values["workloads"]),
-    )
+    name: str
+    load: Callable[[], object]
+    undo: Callable[[], object]
 
 
-@contextmanager
-def _all_or_nothing(state: TrainerState, heard: CallbackStates, folder: Path) -> Iterator[None]:
-    """Put everything back if the body fails, as code of the user's may.
-
-    Args:
-        heard: The callbacks that are given a state, by name.
-    """
-    callbacks = {k: deepcopy(dict(state.callbacks[k].state_dict())) for k in heard}
-    module = {
-        name: value.detach().cpu().clone()
-        for name, value in _all_tensors(state.module).items()
-        if not is_expanded(value)  # nothing is loaded into those
-    }
-    extra = _extra_state(state.module)
-    options = {"state": state.optimizer.state, "param_groups": state.optimizer.param_groups}
-    optimizer = deepcopy(state.optimizer.state_dict())
-    scheduler = None if state.scheduler is None else deepcopy(state.scheduler.state_dict())
+def _undo(part: _Part, error: BaseException) -> None:
     try:
-        yield
-    except BaseException as error:
-        with torch.no_grad():
-            ours = _all_tensors(state.module)
-            for name, value in module.items():
-                ours[name].copy_(value)
+        part.undo()
+    except Exception as failure:  # of the user's code: the others are to be put back all the same
+        error.add_note(f"Also failed, to put the {part.name} back: {failure!r}.")
+
+
+def _parts_of(state: TrainerState, content: Content) -> list[_Part]:
+    """Return who takes what, in order; the states of before are copied at once."""
+    parts = [
+        _part_of(f"callback {label!r}", state.callbacks[label], stored)
+        for label, stored in content["callbacks"].items()
+        if label in state.callbacks
+    ]
+    counted = content["metrics"]
+    parts.append(_Part("metrics", lambda: state.metrics.restore(counted), lambda: None))
+    if state.scheduler is not None:
+        parts.append(_part_of("scheduler", state.scheduler, content["scheduler"]))
+    return [*parts, _optimizer_part(state.optimizer, content), _module_part(state.module, content)]
+
+
+# Any: whatever has `state_dict()` and `load_state_dict()`.
+def _part_of(name: str, holder: Any, stored: Any) -> _Part:
+    before = deepcopy(holder.state_dict())
+    load = holder.load_state_dict
+    return _Part(name, lambda: load(stored), lambda: load(before))
+
+
+def _optimizer_part(optimizer: Optimizer, content: Content) -> _Part:
+    before = deepcopy(optimizer.state_dict())
+    own = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+
+    def load() -> None:
+        optimizer.load_state_dict(content["optimizer"])
+        _keep_dtypes(optimizer, content["optimizer"])
+
+    def undo() -> None:
+        optimizer.load_state_dict(before)  # for what it keeps elsewhere
+        optimizer.__setstate__(own)  # its `load_state_dict` makes new ones of both
+
+    return _Part("optimizer", load, undo)
+
+
+def _module_part(module: nn.Module, content: Content) -> _Part:
+    before = {
+        name: value.detach().cpu().clone()
+        for name, value in _all_tensors(module).items()
+        if not is_expanded(value)  # torch loads nothing into those
+    }
+    extra = _extra_state(module)
+
+    def load() -> None:
+        module.load_state_dict(content["model"])
+        _write(module, content["buffers"])
+
+    def undo() -> None:
+        _write(module, before)
         if extra:
-            state.module.load_state_dict(extra, strict=False)
-        state.optimizer.load_state_dict(optimizer)  # for what it keeps elsewhere
-        state.optimizer.__setstate__(options)  # its `load_state_dict` makes new ones of both
-        if state.scheduler is not None and scheduler is not None:
-            state.scheduler.load_state_dict(scheduler)
-        for label, before in callbacks.items():
-            state.callbacks[label].load_state_dict(before)
-        if isinstance(error, Exception) and not isinstance(error, PhalanxError):
+            module.load_state_dict(extra, strict=False)
+
+    return _Part("module", load, undo)
+
+
+@torch.no_grad()
+def _write(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    ours = _all_tensors(module)
+    for name, value in values.items():
+        ours[name].copy_(value)
+
+
+def _check_alike(state: TrainerState, content: Content, source: str) -> None:
+    """Refuse where the wrong values would be loaded without an error of torch's."""
+    ours, stored = _made_of(state), content["made of"]
+    for name, value in ours.items():
+        if value != stored[name]:
             raise CheckpointError(
-                f"Checkpoint `{folder}` must hold what the module, the optimizer and the scheduler "
-                f"take, but one of them raised {error!r}. Nothing has changed."
-            ) from error
-        raise
+                f"{source} must have {name} {value!r:.300} as this trainer has, but has "
+                f"{stored[name]!r:.300}. Make what was saved; a parameter group that was added "
+                "later is added before `resume()`."
+            )
+    saved = {**content["model"], **content["buffers"]}
+    for name, tensor in _all_tensors(state.module).items():
+        other = saved.get(name)
+        if not isinstance(other, Tensor) or name.endswith(_EXTRA):
+            continue
+        if tensor.dtype != other.dtype or tensor.shape != other.shape:
+            raise CheckpointError(
+                f"{source} must hold `{name}` as {_kind(tensor)}, which this model has, but holds "
+                f"{_kind(other)}. Build the model that was saved."
+            )
 
 
 def warn_of_changes(restored: RunProgress, now: RunProgress) -> None:
-    """Warn, at the line that calls `resume()`, of what keeps a run from going on bit for bit."""
+    """Warn, at the line that calls `resume()`, of what keeps a run from continuing bit for bit."""
     for name in ("microbatches", "seed"):
         was, given = getattr(restored, name), getattr(now, name)
         if was != given:
@@ -253,137 +302,65 @@ def _extra_state(module: nn.Module) -> dict[str, Any]:
     return {k: v for k, v in state.items() if k.endswith(_EXTRA) or not isinstance(v, Tensor)}
 
 
-def _buffers_aside(module: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
-    """Return those of ``names`` that stand in no state dict, as `persistent=False` has it."""
-    ours = module.state_dict()
-    everything = module.named_buffers(remove_duplicate=False)
-    return {k: v for k, v in everything if k in names and k not in ours}
-
-
-def _check_model(module: nn.Module, stored: Mapping[str, Any], folder: Path) -> None:
-    ours = module.state_dict()
-    lacks, holds = _named(ours.keys() - stored.keys()), _named(stored.keys() - ours.keys())
-    if lacks or holds:
-        told = [f"lacks {lacks}"] * bool(lacks)
-        told += [f"holds {holds}, which the model does not have"] * bool(holds)
-        raise CheckpointError(
-            f"Checkpoint `{folder}` must be of this model, but {' and '.join(told)}. Build the "
-            "model that was saved."
-        )
-    for name, tensor in ours.items():
-        if name.endswith(_EXTRA) or not isinstance(tensor, Tensor):
-            continue
-        if tensor.shape != stored[name].shape or tensor.dtype != stored[name].dtype:
-            raise CheckpointError(
-                f"Checkpoint `{folder}` must hold `{name}` as {_kind(tensor)}, but holds "
-                f"{_kind(stored[name])}. Build the model that was saved."
-            )
-
-
-def _named(names: Collection[str]) -> str:
-    shown = [f"`{name}`" for name in sorted(names)]
-    return ", ".join(shown[:3] + ["…"] * (len(shown) > 3))
-
-
-def _check_apart(module: nn.Module, names: Collection[str]) -> None:
-    """Refuse to load into elements that are one and the same in memory."""
-    for name, tensor in _all_tensors(module).items():
-        if name in names and is_expanded(tensor):
-            raise CheckpointError(
-                f"`{name}` of the model must have memory for each of its elements to be loaded, "
-                "but is expanded. Register a `.clone()` of it."
-            )
-
-
-def _check_buffers(module: nn.Module, stored: Mapping[str, Tensor], folder: Path) -> None:
-    """Refuse what training wrote into buffers outside of the state dict that are not here."""
-    ours = dict(module.named_buffers(remove_duplicate=False))
-    for name, tensor in stored.items():
-        here = _kind(ours[name]) if name in ours else "no such buffer"
-        if here != _kind(tensor):
-            raise CheckpointError(
-                f"Checkpoint `{folder}` holds buffer `{name}`, which training writes, as "
-                f"{_kind(tensor)}, but the model has {here}. Build the model that was saved."
-            )
-
-
-# Any, here and below: a state dict.
-def _keep_dtypes(optimizer: Optimizer, stored: Mapping[str, Any]) -> None:
+# Any: a state dict.
+def _keep_dtypes(optimizer: Optimizer, stored: Any) -> None:
     """Give state its stored dtype back: torch casts what it loads to the parameter's."""
-    if not _is_torchs(stored):
-        return
-    for parameter, key, tensor in _entries(optimizer, stored):
-        loaded = optimizer.state[parameter].get(key)
-        if isinstance(loaded, Tensor) and loaded.dtype != tensor.dtype:
-            optimizer.state[parameter][key] = tensor.to(loaded.device)
-
-
-def _entries(
-    optimizer: Optimizer, stored: Mapping[str, Any]
-) -> Iterator[tuple[Tensor, str, Tensor]]:
-    """Yield the tensors of a state dict that is made as torch makes it, with their parameters."""
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
-    for index, entries in stored.get("state", {}).items():
-        if index in parameters:
-            for key, value in entries.items():
-                if isinstance(value, Tensor):
-                    yield parameters[index], key, value
-
-
-def _is_torchs(state: Any) -> bool:
-    """Tell whether a state dict is made as torch makes it; its own optimizer reads any other."""
-    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
-        return False
-    entries = state["state"]
-    return isinstance(entries, Mapping) and all(
-        isinstance(value, Mapping) for key, value in entries.items() if isinstance(key, int)
-    )
-
-
-def _check_optimizer(optimizer: Optimizer, stored: Mapping[str, Any], folder: Path) -> None:
-    ours = optimizer.state_dict()
-    if not _is_torchs(ours):
-        return
-    sizes, stored_sizes = (
-        [len(group["params"]) for group in state.get("param_groups", ())]
-        for state in (ours, stored)
-    )
-    if sizes != stored_sizes:
-        raise CheckpointError(
-            f"Checkpoint `{folder}` must hold parameter groups of {sizes} parameters, but holds "
-            f"{stored_sizes}. Make the optimizer that was saved; add a group that was added later "
-            "before `resume()`."
-        )
-    if type(optimizer) not in ELEMENTWISE:
-        return
-    for parameter, key, tensor in _entries(optimizer, stored):
-        if key in MOMENTS and tensor.shape != parameter.shape:
-            raise CheckpointError(
-                f"Checkpoint `{folder}` must hold `{key}` of a parameter of the optimizer in its "
-                f"shape {tuple(parameter.shape)}, but holds it in {tuple(tensor.shape)}. Give the "
-                "optimizer its parameters in the order that was saved."
-            )
-
-
-def _check_types(state: TrainerState, values: Mapping[str, Any], folder: Path) -> None:
-    """Refuse an optimizer or a scheduler where the checkpoint is of another, or of none."""
-    ours, theirs = type(state.optimizer).__name__, values["optimizer"]
-    if ours != theirs:
-        raise CheckpointError(
-            f"Checkpoint `{folder}` must be of optimizer {ours!r}, but is of {theirs!r}. Make the "
-            "optimizer that was saved."
-        )
-    scheduler, stored = _type_of(state.scheduler), values["scheduler"]
-    if scheduler != stored:
-        raise CheckpointError(
-            f"Checkpoint `{folder}` must be of a run with scheduler {scheduler} like this "
-            f"trainer's, but is of one with {stored}. Give `scheduler=` as it was."
-        )
-
-
-def _type_of(scheduler: LRScheduler | None) -> str | None:
-    return None if scheduler is None else type(scheduler).__name__
+    with suppress(AttributeError, KeyError, TypeError):  # a state dict of another layout
+        for index, values in stored["state"].items():
+            entry = optimizer.state[parameters[index]]
+            for key in entry.keys() & values.keys():
+                if isinstance(entry[key], Tensor) and entry[key].dtype != values[key].dtype:
+                    entry[key] = values[key].to(entry[key].device)
 
 
 def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(torch.Size(tensor.shape))}"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+# -- from rank to rank ---------------------------------------------
+
+
+def pack_state(state: TrainerState, last_step: int | None) -> bytes:
+    """Return all that another process needs to continue from ``state``.
+
+    Args:
+        last_step: The step at which the `fit` under way ends; None where it counts epochs.
+
+    Raises:
+        UnsupportedError: As for `capture_state`.
+    """
+    return pack({"content": capture_state(state), "last step": last_step})
+
+
+def join_ranks(
+    elastic: ElasticExchange,
+    describe: Callable[[], dict[str, Any]],  # Any: JSON
+    give: Callable[[], bytes],
+    restore: Callable[[Content, str], None],
+) -> int | None:
+    """Become one of the ranks; return where the others' `fit` ends, if that is at a step.
+
+    Args:
+        describe, give: As `ElasticExchange.enter` takes them.
+        restore: Takes over a content, and its source for messages.
+
+    Raises:
+        Exception: As `ElasticExchange.enter`, or ``restore``; this is none of the ranks then.
+    """
+    received = elastic.enter(describe, give)
+    if received is None:
+        return None
+    try:
+        message = unpack(received)
+        restore(message["content"], "What a peer has sent")
+    except BaseException as error:
+        elastic.leave(finished=False)
+        if isinstance(error, CheckpointError):
+            raise StateError(
+                "Every rank must train the same model with the same optimizer, but what this one "
+                f"has been given by a peer does not fit: {error}"
+            ) from error
+        raise
+    last_step: int | None = message["last step"]
+    return last_step

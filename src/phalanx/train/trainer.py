@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from phalanx.execution import (
 from phalanx.metrics import Joining, Metrics
 from phalanx.plan import Layout, check_workloads, fixed_workloads
 from phalanx.replicas import caller_intra_op
-from phalanx.train.callback_state import attach_callbacks, find_stateful
+from phalanx.train.checkpoint import Content, read_checkpoint, write_checkpoint
 from phalanx.train.dispatcher import EventDispatcher
 from phalanx.train.engines import Engines
 from phalanx.train.evaluation import Evaluation, enter_training, leave_evaluation, names_of_means
@@ -40,13 +41,14 @@ from phalanx.train.formation import read_replicas
 from phalanx.train.microbatches import Splitter
 from phalanx.train.objective import Objective, TrainTask
 from phalanx.train.order import Reader, length_of
-from phalanx.train.peer_state import join_ranks, pack_state_of
 from phalanx.train.position import Loss, Position, RunHistory
 from phalanx.train.state import (
     RunProgress,
     TrainerState,
     capture_state,
-    check_states,
+    find_stateful,
+    join_ranks,
+    pack_state,
     restore_state,
     warn_of_changes,
 )
@@ -181,7 +183,6 @@ class Trainer(TrainerFacts):
         check_members(module, self.optimizer)
         self.scheduler = make_scheduler(scheduler, self.optimizer, scheduler_interval)
         self._scheduler_interval = scheduler_interval
-        check_states(module, self.optimizer, self.scheduler)
         self._seed = seed
         self._reader = Reader()
         self._choice = choice
@@ -211,7 +212,10 @@ class Trainer(TrainerFacts):
         self._last_step: int | None = None  # of the `fit` under way, here or where we have joined
         self._in_step = self._closed = self._stopped = self._in_fit = False
         self._stateful = find_stateful(callbacks)
-        attach_callbacks(callbacks, self)
+        for callback in callbacks:
+            if hasattr(callback, "attach"):
+                callback.attach(self)
+        capture_state(self._state())  # what no checkpoint can hold is refused now
 
     # -- training ----------------------------------------------------
 
@@ -300,7 +304,7 @@ class Trainer(TrainerFacts):
         elastic = self._choice.elastic
         if elastic is not None and not elastic.entered:
             about = lambda: described(self.module, self.workloads)  # noqa: E731
-            give = lambda: pack_state_of(self._state(), self._last_step)  # noqa: E731
+            give = lambda: pack_state(self._state(), self._last_step)  # noqa: E731
             self._last_step = join_ranks(elastic, about, give, self._restore)
 
     def step(self, batch: Nested) -> StepDone:
@@ -501,7 +505,7 @@ class Trainer(TrainerFacts):
                 done = self._update(engine, batch, start_s, in_epoch=in_epoch)
                 break
         if self.steps == 1:  # optimizers make their state in their first step
-            check_states(self.module, self.optimizer, self.scheduler)
+            capture_state(self._state())
         if self._engines.balancer is not None:
             self._engines.balancer.observe(done.shares, done.work_s)
         self._events.tell(done)
@@ -565,7 +569,7 @@ class Trainer(TrainerFacts):
         self.join()
         if self._engine is not None:
             self._engine.complete_state()
-        self._choice.write_once(partial(capture_state, self._state(), path))
+        self._choice.write_once(lambda: write_checkpoint(capture_state(self._state()), path))
 
     def resume(self, folder: str | Path) -> None:
         """Continue from what :meth:`save` wrote: model, optimizer, scheduler, position, data order,
@@ -580,15 +584,15 @@ class Trainer(TrainerFacts):
             StateError: As with :meth:`save`.
         """
         check_moment(closed=self._closed, in_step=self._in_step)
-        self._restore(read_folder(folder))
+        path = read_folder(folder)
+        self._restore(read_checkpoint(path), f"Checkpoint `{path}`")
 
-    def _restore(self, path: Path) -> None:
-        state = self._state()
-        metrics = self._metrics.fresh()
-        restored = restore_state(state, path, lambda rest: metrics.restore(rest.counted))
+    def _restore(self, content: Content, source: str) -> None:
+        state = replace(self._state(), metrics=self._metrics.fresh())
+        restored = restore_state(state, content, source)
         self._position = restored.position
         self._reader.put_back(restored.order)
-        self._metrics = metrics
+        self._metrics = state.metrics
         self._engines.restore(restored.formation, restored.workloads)
         # Last: where warnings are errors, all is in place.
         warn_of_changes(restored, state.progress)
@@ -618,10 +622,10 @@ class Trainer(TrainerFacts):
             scheduler=self.scheduler,
             history=self._spec.history,
             callbacks=self._stateful,
+            metrics=self._metrics,
             progress=RunProgress(
                 position=self._position,
                 order=self._reader.order(self._position.batch, self.epochs),
-                counted=self._metrics.capture() if self._position.batch > 0 else {},
                 seed=self._seed,
                 microbatches=self._spec.splitter.microbatches,
                 formation=None if engines.formation is None else engines.formation.size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import resource
 from collections import Counter
 from collections.abc import Iterator
@@ -14,18 +15,13 @@ import torch
 
 from phalanx.errors import CheckpointError, ConfigError, UnsupportedError
 from phalanx.train import checkpoint
-from phalanx.train.checkpoint import (
-    Stored,
-    check_storable,
-    load_stored,
-    save_stored,
-)
+from phalanx.train.checkpoint import Content, check_storable, read_checkpoint, write_checkpoint
 
 pytestmark = pytest.mark.promise("checkpoints-are-whole")
 
 
-def stored(number: int) -> Stored:
-    return Stored(model={"w": torch.full((3,), float(number))}, values={"n": number})
+def stored(number: int) -> Content:
+    return {"model": {"w": torch.full((3,), float(number))}, "n": number}
 
 
 class Crash(BaseException):
@@ -60,7 +56,7 @@ def crash_points(monkeypatch: pytest.MonkeyPatch, folder: Path, point: int) -> b
         before(checkpoint, "sync_to_disk")
         before(checkpoint.safetensors.torch, "save_file")
         try:
-            save_stored(stored(2), folder)
+            write_checkpoint(stored(2), folder)
         except Crash:
             return True
     return False
@@ -72,13 +68,13 @@ def test_a_crash_at_any_point_leaves_the_old_or_the_new(
     seen = Counter[int]()
     for point in range(100):
         folder = tmp_path / str(point) / "checkpoint"
-        save_stored(stored(1), folder)
+        write_checkpoint(stored(1), folder)
         crashed = crash_points(monkeypatch, folder, point)
-        found = load_stored(folder)
-        assert found.model["w"].tolist() == [float(found.values["n"])] * 3
-        seen[found.values["n"]] += 1
-        save_stored(stored(3), folder)  # and the next save finds its way
-        assert load_stored(folder).values["n"] == 3
+        found = read_checkpoint(folder)
+        assert found["model"]["w"].tolist() == [float(found["n"])] * 3
+        seen[found["n"]] += 1
+        write_checkpoint(stored(3), folder)  # and the next save finds its way
+        assert read_checkpoint(folder)["n"] == 3
         assert [path.name for path in folder.parent.iterdir()] == ["checkpoint"]
         if not crashed:
             break
@@ -90,17 +86,18 @@ def test_a_crash_at_any_point_leaves_the_old_or_the_new(
 def test_tensors_come_back_whatever_their_memory(tmp_path: Path) -> None:
     base = torch.arange(12.0).view(3, 4)
     tensors = {"t": base.t(), "tied": base, "row": base[1], "empty": torch.zeros(0, 3)}
-    save_stored(Stored(model=tensors), tmp_path / "c")
-    found = load_stored(tmp_path / "c").model
+    write_checkpoint({"model": tensors}, tmp_path / "c")
+    found = read_checkpoint(tmp_path / "c")["model"]
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
-def test_another_format_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_FORMAT", 99)
-        save_stored(stored(1), tmp_path / "c")
-    with pytest.raises(CheckpointError, match="must be of format 1, but is of format 99"):
-        load_stored(tmp_path / "c")
+@pytest.mark.parametrize("document", [{"format": 3}, {"digest": "", "content": {"format": 1}}])
+def test_another_format_is_refused_with_the_way_out(document: object, tmp_path: Path) -> None:
+    write_checkpoint(stored(1), tmp_path / "c")
+    (tmp_path / "c" / "checkpoint.json").write_text(json.dumps(document))
+    match = "must be of format 2, but is of format [13].* load `model.safetensors`"
+    with pytest.raises(CheckpointError, match=match):
+        read_checkpoint(tmp_path / "c")
 
 
 def test_plain_state_keeps_its_types(tmp_path: Path) -> None:
@@ -111,8 +108,8 @@ def test_plain_state_keeps_its_types(tmp_path: Path) -> None:
         "part": torch.arange(6.0).view(2, 3)[:, 1],
     }
     check_storable("state", state)
-    save_stored(Stored(state=state), tmp_path / "c")
-    found = load_stored(tmp_path / "c").state
+    write_checkpoint({"model": {}, "state": state}, tmp_path / "c")
+    found = read_checkpoint(tmp_path / "c")["state"]
     assert found.pop("part").tolist() == state.pop("part").tolist()  # type: ignore[attr-defined]
     assert found == state
     assert [type(each) for each in found.values()] == [tuple, Counter, list]
@@ -151,13 +148,13 @@ def test_a_disk_that_is_full_from_any_byte_on_is_told_and_keeps_the_old_one(
     num_bytes: int, tmp_path: Path
 ) -> None:
     folder = tmp_path / "checkpoint"
-    save_stored(stored(1), folder)
+    write_checkpoint(stored(1), folder)
     with no_file_above(num_bytes), pytest.raises(CheckpointError, match="Make room"):
-        save_stored(stored(2), folder)
-    assert load_stored(folder).values["n"] == 1
+        write_checkpoint(stored(2), folder)
+    assert read_checkpoint(folder)["n"] == 1
     assert names_in(tmp_path) == ["checkpoint"]
-    save_stored(stored(3), folder)
-    assert load_stored(folder).values["n"] == 3
+    write_checkpoint(stored(3), folder)
+    assert read_checkpoint(folder)["n"] == 3
 
 
 @pytest.mark.parametrize("place", ["file", "file/c", "loop", "nul\0", "n" * 300])
@@ -167,29 +164,29 @@ def test_a_place_that_cannot_be_is_told_and_nothing_there_is_touched(
     (tmp_path / "file").write_text("mine")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(CheckpointError, match="`folder` must be a place"):
-        save_stored(stored(1), tmp_path / place)
+        write_checkpoint(stored(1), tmp_path / place)
     assert names_in(tmp_path) == ["file", "loop"]
     assert (tmp_path / "file").read_text() == "mine"
     with pytest.raises(CheckpointError, match="must be readable and whole"):
-        load_stored(tmp_path / place)
+        read_checkpoint(tmp_path / place)
 
 
 def test_files_of_others_in_a_checkpoint_are_never_removed(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
-    save_stored(stored(1), folder)
+    write_checkpoint(stored(1), folder)
     (folder / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match=r"such as 'notes.txt'"):
-        save_stored(stored(2), folder)
+        write_checkpoint(stored(2), folder)
     assert (folder / "notes.txt").read_text() == "mine"
-    assert load_stored(folder).values["n"] == 1
+    assert read_checkpoint(folder)["n"] == 1
 
 
 def test_files_with_names_of_ours_that_are_no_checkpoint_are_never_removed(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     folder.mkdir()
     (folder / "model.safetensors").write_text("mine")
-    with pytest.raises(ConfigError, match=r"holds files and no checkpoint\.json"):
-        save_stored(stored(1), folder)
+    with pytest.raises(ConfigError, match=r"holds 'model.*' and no checkpoint\.json"):
+        write_checkpoint(stored(1), folder)
     assert (folder / "model.safetensors").read_text() == "mine"
     assert names_in(tmp_path) == ["weights"]
 
@@ -200,13 +197,13 @@ def test_files_of_others_beside_a_checkpoint_are_never_removed(
     name: str, suffix: str, tmp_path: Path
 ) -> None:
     folder, beside = tmp_path / "mine", tmp_path / f"mine.{suffix}"
-    save_stored(stored(1), folder)
+    write_checkpoint(stored(1), folder)
     (beside / name).parent.mkdir(parents=True)
     (beside / name).write_text("precious")
     with pytest.raises(ConfigError, match=rf"`{beside}` holds .* Move that away, or give another"):
-        save_stored(stored(2), folder)
+        write_checkpoint(stored(2), folder)
     assert (beside / name).read_text() == "precious"
-    assert load_stored(folder).values["n"] == 1
+    assert read_checkpoint(folder)["n"] == 1
     assert names_in(tmp_path) == ["mine", f"mine.{suffix}"]
 
 
@@ -216,14 +213,14 @@ def test_a_link_beside_a_checkpoint_is_not_followed(
     target: str, suffix: str, tmp_path: Path
 ) -> None:
     folder, beside = tmp_path / "mine", tmp_path / f"mine.{suffix}"
-    save_stored(stored(1), folder)
+    write_checkpoint(stored(1), folder)
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim" / "model.safetensors").write_text("precious")
     beside.symlink_to(tmp_path / target)
     with pytest.raises((ConfigError, CheckpointError), match=f"`folder` must .*{beside}"):
-        save_stored(stored(2), folder)
+        write_checkpoint(stored(2), folder)
     assert (tmp_path / "victim" / "model.safetensors").read_text() == "precious"
-    assert load_stored(folder).values["n"] == 1
+    assert read_checkpoint(folder)["n"] == 1
     assert not folder.is_symlink()
     assert names_in(tmp_path) == ["mine", f"mine.{suffix}", "victim"]
 
@@ -233,8 +230,8 @@ def test_what_one_that_was_killed_has_left_is_written_over(tmp_path: Path) -> No
     left.mkdir()
     for name in ("model.safetensors", ".tmpPrrcqP"):  # the latter safetensors has left
         (left / name).write_text("half")
-    save_stored(stored(1), folder)
-    assert load_stored(folder).values["n"] == 1
+    write_checkpoint(stored(1), folder)
+    assert read_checkpoint(folder)["n"] == 1
     assert names_in(folder) == ["checkpoint.json", "model.safetensors", "state.pt"]
     assert names_in(tmp_path) == ["mine"]
 
@@ -244,7 +241,7 @@ def test_the_current_directory_is_not_pulled_away(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="current directory"):
-        save_stored(stored(1), Path())
+        write_checkpoint(stored(1), Path())
     assert Path.cwd() == tmp_path
 
 
@@ -256,31 +253,21 @@ def test_two_that_write_the_same_folder_do_not_mix(
 
     def meanwhile(fresh: Path, place: Path) -> None:
         with pytest.raises(CheckpointError, match="another is writing"):
-            save_stored(stored(2), folder)
+            write_checkpoint(stored(2), folder)
         put_in_place(fresh, place)
 
     monkeypatch.setattr(checkpoint, "_put_in_place", meanwhile)
-    save_stored(stored(1), folder)
-    assert load_stored(folder).values["n"] == 1
+    write_checkpoint(stored(1), folder)
+    assert read_checkpoint(folder)["n"] == 1
     assert names_in(tmp_path) == ["checkpoint"]
-
-
-def test_what_was_read_does_not_change_with_its_file(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint"
-    save_stored(stored(1), folder)
-    found = load_stored(folder).model["w"]
-    file = folder / "model.safetensors"
-    with file.open("r+b") as stream:
-        stream.write(bytes(file.stat().st_size))
-    assert found.tolist() == [1.0] * 3
 
 
 def test_a_document_nested_without_end_is_told(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
-    save_stored(stored(1), folder)
+    write_checkpoint(stored(1), folder)
     (folder / "checkpoint.json").write_text("[" * 100_000)
     with pytest.raises(CheckpointError, match="must be readable and whole"):
-        load_stored(folder)
+        read_checkpoint(folder)
 
 
 def test_complex_numbers_of_both_widths_come_back(tmp_path: Path) -> None:
@@ -291,8 +278,8 @@ def test_complex_numbers_of_both_widths_come_back(tmp_path: Path) -> None:
         "e": values.sum(),
         "f": values.real,
     }
-    save_stored(Stored(model=written), tmp_path / "c")
-    read = load_stored(tmp_path / "c").model
+    write_checkpoint({"model": written}, tmp_path / "c")
+    read = read_checkpoint(tmp_path / "c")["model"]
     for name, value in written.items():
         assert read[name].dtype == value.dtype
         assert torch.equal(read[name], value)
