@@ -393,9 +393,7 @@ def test_a_resume_says_what_differs(tmp_path: Path) -> None:
         trainer.save(tmp_path / "first")
         with make(large) as other:
             other.save(tmp_path / "both")
-            with pytest.raises(
-                CheckpointError, match=r"Make what was saved"
-            ):
+            with pytest.raises(CheckpointError, match=r"Make what was saved"):
                 other.resume(tmp_path / "first")
         with pytest.raises(CheckpointError, match=r"Make what was saved"):
             trainer.resume(tmp_path / "both")
