@@ -115,7 +115,7 @@ class DataParallelExecutorGroup:
         check_devices(contexts)
         check_buffer_rules(buffers)
         self._model = DataParallel(module, contexts, workloads=workload, buffers=buffers)
-        self._model.keep_inputs()
+        self._model._copies_inputs = True  # what the module writes to them stays in the replicas
         self._declared = read_descs(output_shapes, "output_shapes")
         self._binding = Binding.of(module, data_shapes, label_shapes, state_names)
         self._requests = GradientRequests(module, grad_req, fixed_param_names)

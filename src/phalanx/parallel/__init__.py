@@ -1,10 +1,9 @@
-"""What users wrap a model with."""
+"""Containers: modules that users wrap a model with."""
 
-from phalanx.parallel.abstract_parallel import AbstractParallel, join_columns
+from phalanx.parallel.abstract_parallel import AbstractParallel, ModelParallel, join_columns
+from phalanx.parallel.container import redraw
 from phalanx.parallel.data_parallel import DataParallel
-from phalanx.parallel.model_parallel import ModelParallel
 from phalanx.parallel.on_device import OnDevice
-from phalanx.parallel.redrawing import redraw_of, refuse_unreached
 from phalanx.parallel.unwrapped import Unwrapped
 
 __all__ = [
@@ -14,6 +13,5 @@ __all__ = [
     "OnDevice",
     "Unwrapped",
     "join_columns",
-    "redraw_of",
-    "refuse_unreached",
+    "redraw",
 ]

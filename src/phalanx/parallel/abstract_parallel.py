@@ -1,4 +1,4 @@
-"""The container that others extend: columns on devices, and two rules."""
+"""Columns on devices: the container that others extend by two rules, and `ModelParallel`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from torch import Tensor, nn
 
 from phalanx.errors import ConfigError, StateError
 from phalanx.execution import ThreadExecutor
-from phalanx.parallel.call import Call
-from phalanx.parallel.container import Container
-from phalanx.parallel.pinning import keeping
+from phalanx.parallel.container import Call, Container
+from phalanx.parallel.on_device import keeping
 from phalanx.plan import Merging, check_argument, least_loaded, read_whole
 from phalanx.replicas import known_devices, present_devices, resolve_device, uncompiled
 from phalanx.types import Device, Nested
 
-__all__ = ["AbstractParallel", "join_columns"]
+__all__ = ["AbstractParallel", "ModelParallel", "join_columns"]
 
 _CPU = torch.device("cpu")
 
@@ -250,6 +249,55 @@ class AbstractParallel(Container):
 
     def _make_executor(self) -> ThreadExecutor:
         return ThreadExecutor(self._columns(), self.devices, intra_op=self._intra_op)
+
+
+class ModelParallel(AbstractParallel):
+    """Give the whole input to every column, and concatenate their outputs along ``dim``.
+
+                     ┌─ column 0 ─ output ─┐
+        input ───────┼─ column 1 ─ output ─┼─ cat(dim) ─ output
+                     └─ column 2 ─ output ─┘
+
+    The gradient of the input is the sum of the columns'. They may return nested outputs, of the
+    same structure: leaf by leaf, tensors are concatenated; of other values the first column's is
+    taken.
+
+    Columns must not change their input in place: on one device it is the same memory for all.
+
+    Args:
+        dim: Along which outputs are concatenated; negative ones count from the end.
+        intra_op: Threads inside operators per column; default: cores divided by columns.
+
+    Shapes:
+        Outputs may differ along ``dim`` only; the result has the sum of their sizes there.
+
+    Raises:
+        ConfigError: Outputs cannot be concatenated along ``dim``.
+        StateError: It is called without columns.
+        UnsupportedError: In a second derivative (``create_graph=True``).
+
+    Determinism: bitwise equal from run to run. Equal to the uncut layer within float rounding:
+    the input's gradient is summed over outputs in another order, and matrix products of another
+    size may be computed in another order.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> model = ModelParallel(dim=-1).add(nn.Linear(4, 3)).add(nn.Linear(4, 2))
+        >>> with model:
+        ...     model(torch.ones(2, 4)).shape
+        torch.Size([2, 5])
+
+    Source: fbcunn's ModelParallel; unlike it, columns may lie on any devices, and summing the
+    input's gradients does not change the columns' own.
+    """
+
+    def __init__(self, dim: int, *, intra_op: int | None = None) -> None:
+        super().__init__(dim, intra_op=intra_op)
+
+    def distribute(self, inputs: Nested) -> list[Nested]:
+        """Return the whole input for every column."""
+        return [inputs] * len(self)
 
 
 def _place(column: nn.Module, placed: torch.device) -> torch.device:

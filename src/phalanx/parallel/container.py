@@ -1,27 +1,20 @@
-"""What all containers have in common: workers, and one model whatever their number."""
+"""The part that all containers share: worker threads, and one model whatever their number."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import threading
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError, UnsupportedError
-from phalanx.execution import RunResult, ThreadExecutor
+from phalanx.execution import ThreadExecutor
 from phalanx.memory import FlatParameters
-from phalanx.parallel.balancing import Balancing
-from phalanx.parallel.graph import Graph, refuse_transforms
-from phalanx.parallel.redrawing import redraw_of, refuse_unreached
-from phalanx.parallel.tasks import RunPart
-from phalanx.plan import check_argument, check_function, read_intra_op
+from phalanx.parallel.graph import Graph, RunPart, refuse_transforms
+from phalanx.plan import Balancer, check_argument, check_function, read_intra_op
 from phalanx.replicas import (
-    Inputs,
-    Statistic,
     advance_process_generator,
     check_statistics,
     hold_caller_at_one_thread,
@@ -30,24 +23,84 @@ from phalanx.replicas import (
 )
 from phalanx.types import Nested
 
-__all__ = ["Container"]
+__all__ = ["Call", "Container", "redraw"]
 
 T = TypeVar("T")
+# torch's MultiheadAttention and Transformer have the second name only.
+_REDRAW_NAMES = ("reset_parameters", "_reset_parameters")
+
+
+class Call:
+    """The arguments of one call as one nested value: ``f(x, mask=m)`` is ``{"0": x, "mask": m}``.
+
+    Args:
+        args: Positions, called by their number.
+        kwargs: Keywords, by name.
+    """
+
+    # Any, here and below: the user's own arguments.
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.num_args = len(args)
+        self.leaves: Nested = {**{str(place): arg for place, arg in enumerate(args)}, **kwargs}
+
+    @staticmethod
+    def with_inputs(inputs: Nested) -> Call:
+        """Read a tuple as positions, a dict as keywords, anything else as the one argument."""
+        if isinstance(inputs, Mapping):
+            return Call((), inputs)
+        return Call(inputs if type(inputs) is tuple else (inputs,), {})
+
+    def inputs(self) -> Nested:
+        """Return the value that :meth:`with_inputs` reads as this call.
+
+        Raises:
+            ConfigError: There are positions and keywords.
+        """
+        args, kwargs = self._split(self.leaves)
+        if args and kwargs:
+            raise ConfigError(
+                "A call whose batch is split by `Layout(split=...)` must have positions or "
+                f"keywords, but has {len(args)} of the former and {', '.join(kwargs)}. Give all "
+                "by name."
+            )
+        return kwargs if kwargs else args[0] if len(args) == 1 else tuple(args)
+
+    def like(self, inputs: Nested) -> Call:
+        """Read ``inputs`` as :meth:`with_inputs`, for a call of the same form.
+
+        Raises:
+            ConfigError: It has another number of positions.
+        """
+        found = Call.with_inputs(inputs)
+        if found.num_args != self.num_args:
+            raise ConfigError(
+                "`collate` must return what `split` was given (one argument, a tuple of "
+                f"{self.num_args}, or a dict of keywords), but makes {found.num_args} positions."
+            )
+        return found
+
+    def run(self, module: nn.Module, leaves: Mapping[str, Any]) -> Nested:
+        """Call ``module`` with ``leaves`` in the place of this call's own."""
+        args, kwargs = self._split(leaves)
+        return module(*args, **kwargs)
+
+    def _split(self, leaves: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        values = list(leaves.values())
+        return values[: self.num_args], dict(list(leaves.items())[self.num_args :])
 
 
 class _Running:
-    """What belongs to this object in this process: threads, and what lies in their memory.
+    """The threads of a container in this process, and the tensors in their memory.
 
-    One object, so that nothing of it shows as a change of the container, of which there may be
-    replicas in an outer one.
+    They are neither copied nor saved with the container, which is why one object holds them.
     """
 
     def __init__(self) -> None:
         self.executor: ThreadExecutor | None = None
-        self.opening = threading.RLock()  # two threads may make the first call
+        self.lock = threading.RLock()  # two threads may call one container
         self.restore_caller: Callable[[], object] | None = None
         self.flat: FlatParameters | None = None
-        self.balancing: Balancing | None = None
+        self.balancer: Balancer | None = None
         self.told_apart: set[str] = set()  # outputs that were seen to have the batch's rows
 
     def __reduce__(self) -> tuple[type[_Running], tuple[()]]:
@@ -55,26 +108,19 @@ class _Running:
 
 
 class _Initialisers(list[Callable[[], object]]):
-    """Functions for workers' threads; lambdas and functions in functions are not saved."""
+    """Functions for workers' threads: a copy of the container has the same, a saved one has none."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Initialisers:
         return _Initialisers(self)
 
-    def __reduce__(self) -> tuple[Any, ...]:  # Any: what `pickle` makes an object of
-        kept = [init for init in self if _has_a_name(init)]
-        if len(kept) < len(self):
-            warnings.warn(
-                f"{len(self) - len(kept)} of {len(self)} functions given to `threads()` have no "
-                "name in their module and are not saved. Call `threads()` again after loading.",
-                stacklevel=3,
-            )
-        return _Initialisers, (kept,)
+    def __reduce__(self) -> tuple[type[_Initialisers], tuple[()]]:
+        return _Initialisers, ()
 
 
 class Container(nn.Module):
-    """A module that runs others on worker threads; what it trains are their own parameters."""
+    """A module that runs others on worker threads; it trains their own parameters."""
 
-    _inputs: Inputs | None = None
+    _copies_inputs = False  # whether a module that writes to its inputs writes to copies
     _one_thread = False  # whether the caller's operators run on one thread in any case
 
     def __init__(self, intra_op: int | None) -> None:
@@ -83,8 +129,10 @@ class Container(nn.Module):
         self._initialisers = _Initialisers()
         self._running = _Running()
 
+    # -- each kind of container has its own --------------------------
+
     def _make_executor(self) -> ThreadExecutor:
-        """Make the workers; each kind of container has its own."""
+        """Make the workers."""
         raise NotImplementedError
 
     def _is_of(self, executor: ThreadExecutor) -> bool:
@@ -98,6 +146,8 @@ class Container(nn.Module):
     def _trained(self) -> nn.Module:
         """Return the module whose names parameters and buffers go by."""
         return self
+
+    # -- threads -----------------------------------------------------
 
     def close(self) -> None:
         """Dismiss the workers' threads; the next forward pass makes new ones."""
@@ -118,6 +168,7 @@ class Container(nn.Module):
         """Run ``init()`` once in every worker's thread, before the first forward pass in it.
 
         Called several times, all functions run, in order. Threads that exist already are replaced.
+        Functions are not saved with the container: call it again after loading.
 
         Example:
             >>> import torch
@@ -143,6 +194,74 @@ class Container(nn.Module):
         """
         if self._running.executor is not None:
             self._open_executor().refresh()
+
+    def _open_executor(self) -> ThreadExecutor:
+        with self._running.lock:
+            before = self._running.executor
+            if before is not None and not (self._is_of(before) and before.matches_source()):
+                self.close()
+            if self._running.executor is None:
+                executor = self._make_executor()
+                try:
+                    for init in self._initialisers:
+                        executor.each(lambda _, init=init: init())  # type: ignore[misc]
+                except BaseException:
+                    executor.close()
+                    raise
+                self._running.executor = executor
+                self._quiet_caller(executor)
+            return self._running.executor
+
+    def _quiet_caller(self, executor: ThreadExecutor) -> None:
+        """Let the caller's operators run on one thread while workers share its CPU.
+
+        The pool behind them (loss, optimizer) would go on spinning beside the workers after each
+        of them: at best 1.2 times the step of an MLP, 1.45 times that of a CNN. Where bits are
+        promised, their number must not depend on that of the workers.
+        """
+        if self._one_thread or sum(device.type == "cpu" for device in executor.devices) > 1:
+            self._running.restore_caller = hold_caller_at_one_thread(self)
+
+    # -- a forward pass ----------------------------------------------
+
+    def _run(
+        self,
+        parts: Sequence[Nested | None],
+        weights: Sequence[float],
+        run: RunPart,
+        merge: Callable[[list[Nested]], T],
+        observe: Callable[[Sequence[float]], None] | None = None,
+    ) -> T:
+        """Run every part on its worker, and merge the outputs of those that there are.
+
+        Nothing that the caller can see has changed before everything has succeeded.
+
+        Args:
+            parts: The pieces of the inputs; None for those that take no part, whose weight is 0.
+            run: Called as ``run(piece, module, inputs)`` in a worker's thread.
+            merge: Called with the outputs, in order, in the caller's thread.
+            observe: Called once with the seconds that each piece took, forward and backward: in
+                the first backward pass through all of them, or here if there can be none.
+        """
+        refuse_transforms()
+        executor = self._open_executor()
+        with executor.in_order():  # of several threads, each begins with what the one before wrote
+            owners = self._owners(len(parts))
+            graph = Graph(executor, parts, run, owners=owners, copies=self._copies_inputs)
+            report = graph.forward(weights)
+            statistics = sum_statistics(operand.statistics for operand in report.operands)
+            named = self._trained().named_buffers(remove_duplicate=False) if statistics else ()
+            buffers = dict(named)
+            check_statistics(buffers, statistics)
+            merged = merge(graph.outputs(report))
+            if report.drew:
+                advance_process_generator()
+            write_statistics(buffers, statistics)
+        if observe is not None:
+            graph.report_seconds(report.seconds, observe)
+        return merged
+
+    # -- the model as a whole ----------------------------------------
 
     def flat_parameters(self) -> tuple[Tensor, Tensor]:
         """Return all parameters as one tensor, and all their gradients as another.
@@ -231,116 +350,61 @@ class Container(nn.Module):
         return self
 
     def reset_parameters(self) -> Self:
-        """Let every module inside draw its parameters anew, once; replicas stay equal.
+        """Let every module inside draw its parameters again, once; replicas stay equal.
 
         Raises:
             ConfigError: A module with parameters does not say how; nothing has changed then.
         """
-        modules = [
-            each for each in dict.fromkeys(_children_first(self)) if not isinstance(each, Container)
-        ]
+        inside = dict.fromkeys(_children_first(self))
         drawn = [  # by containers of the user's, which call this one from a method of their own
             parameter
-            for each in self.modules()
+            for each in inside
             if isinstance(each, Container)
             and type(each).reset_parameters is not Container.reset_parameters
             for parameter in each.parameters(recurse=False)
         ]
-        refuse_unreached(self, modules, drawn)
-        for module in modules:
-            redraw = redraw_of(module)
-            if redraw is not None:
-                redraw()
+        redraw(self, [each for each in inside if not isinstance(each, Container)], drawn)
         return self
 
     # Any: what nn.Module's own state holds.
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_running": _Running()}
 
-    def _open_executor(self) -> ThreadExecutor:
-        with self._running.opening:
-            before = self._running.executor
-            if before is not None and not (self._is_of(before) and before.matches_source()):
-                self.close()
-            if self._running.executor is None:
-                executor = self._make_executor()
-                try:
-                    for init in self._initialisers:
-                        executor.each(lambda _, init=init: init())  # type: ignore[misc]
-                except BaseException:
-                    executor.close()
-                    raise
-                self._running.executor = executor
-                self._quiet_caller(executor)
-            return self._running.executor
 
-    def _quiet_caller(self, executor: ThreadExecutor) -> None:
-        """Let the caller's operators run on one thread while workers share its CPU.
+def redraw(
+    root: nn.Module, modules: Sequence[nn.Module], drawn: Iterable[nn.Parameter] = ()
+) -> None:
+    """Let each of ``modules`` draw its parameters again, by its ``reset_parameters()``.
 
-        The pool behind them (loss, optimizer) would go on spinning beside the workers after each
-        of them: at best 1.2 times the step of an MLP, 1.45 times that of a CNN. Where bits are
-        promised, their number must not depend on that of the workers.
-        """
-        if self._one_thread or sum(device.type == "cpu" for device in executor.devices) > 1:
-            self._running.restore_caller = hold_caller_at_one_thread(self)
+    Args:
+        root: The module that holds them.
+        drawn: Parameters that are drawn in another way.
 
-    def _run(
-        self,
-        parts: Sequence[Nested | None],
-        weights: Sequence[float],
-        run: RunPart,
-        merge: Callable[[list[Nested]], T],
-        observe: Callable[[Sequence[float]], None] | None = None,
-    ) -> T:
-        """Run every part on its worker, and merge the outputs of those that there are.
+    Raises:
+        ConfigError: Nothing draws a parameter of ``root``; nothing has changed then.
 
-        Nothing that the caller can see has changed before everything has succeeded.
-
-        Args:
-            parts: The pieces of the inputs; None for those that take no part, whose weight is 0.
-            run: Called as ``run(piece, module, inputs)`` in a worker's thread.
-            merge: Called with the outputs, in order, in the caller's thread.
-            observe: Called once with the seconds that each worker took, forward and backward: in
-                the first backward pass through all of them, or here if there can be none.
-        """
-        refuse_transforms()
-        executor = self._open_executor()
-        with executor.in_order():  # of several threads, each begins with what the one before wrote
-            owners = self._owners(len(parts))
-            graph = Graph(executor, parts, run, owners=owners, inputs=self._inputs)
-            report = graph.forward(weights)
-            statistics = self._merged_statistics(report)
-            merged = merge(graph.outputs(report))
-            if report.drew:
-                advance_process_generator()
-            if statistics:
-                write_statistics(self._buffers_by_name(), statistics)
-        if observe is not None:
-            graph.report_seconds(report.seconds, observe)
-        return merged
-
-    def keep_inputs(self) -> None:
-        """Let what the module writes to its inputs stay in the replicas from now on.
-
-        By default it reaches the caller's tensors, as with the unwrapped module.
-        """
-        self._inputs = Inputs()
-
-    def _merged_statistics(self, report: RunResult) -> dict[str, Statistic]:
-        merged = sum_statistics(operand.statistics for operand in report.operands)
-        if merged:
-            check_statistics(self._buffers_by_name(), merged)
-        return merged
-
-    def _buffers_by_name(self) -> dict[str, Tensor]:
-        return dict(self._trained().named_buffers(remove_duplicate=False))
-
-
-def _has_a_name(function: Callable[[], object]) -> bool:
-    """Tell whether ``function`` can be found again by its name, as `pickle` looks for it."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return "<" not in getattr(function, "__qualname__", "")
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        >>> redraw(net, list(net))
+    """
+    functions: list[Callable[[], object]] = []
+    reached = set(map(id, drawn))
+    for module in modules:
+        found = (getattr(module, name, None) for name in _REDRAW_NAMES)
+        function = next((each for each in found if callable(each)), None)
+        if function is not None:
+            functions.append(function)
+            reached.update(map(id, module.parameters()))
+    names = [name for name, each in root.named_parameters() if id(each) not in reached]
+    if names:
+        told = ", ".join(f"`{name}`" for name in names[:5]) + (", …" if len(names) > 5 else "")
+        raise ConfigError(
+            f"Every parameter must belong to a module with `reset_parameters()` to be drawn again, "
+            f"but {told} {'does' if len(names) == 1 else 'do'} not. Write that method in its "
+            "module, or in one around it."
+        )
+    for function in functions:
+        function()
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:

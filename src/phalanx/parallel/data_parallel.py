@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 from phalanx.execution import ThreadExecutor, check_reduce, refuse_without_nccl
-from phalanx.parallel.balancing import Balancing
-from phalanx.parallel.call import Call
-from phalanx.parallel.container import Container
+from phalanx.parallel.container import Call, Container
+from phalanx.parallel.graph import ForwardTask, ReplicaGraph, RunPart
 from phalanx.parallel.replica_losses import ReplicaLosses, loss_of_nothing
-from phalanx.parallel.tasks import ForwardTask, Outputs, RunPart
 from phalanx.parallel.unwrapped import Unwrapped
 from phalanx.plan import (
+    Balancer,
     BufferRules,
     Decision,
     Layout,
@@ -31,10 +30,10 @@ from phalanx.plan import (
     flatten,
     open_rows,
     read_sizes,
+    unflatten,
     workload_sizes,
 )
 from phalanx.replicas import (
-    Inputs,
     current_replica,
     present_devices,
     resolve_devices,
@@ -170,14 +169,15 @@ class DataParallel(Container, Unwrapped):
     @property
     def workloads(self) -> tuple[float, ...]:
         """Each replica's relative share of the next batch."""
-        balancing = self._balancing()
-        return tuple(self._workloads) if balancing is None else balancing.workloads
+        balancer = self._balancer()
+        return tuple(self._workloads) if balancer is None else balancer.workloads
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
         """What `workloads="auto"` has decided after each batch, and why."""
-        balancing = self._balancing()
-        return () if balancing is None else balancing.decisions
+        with self._running.lock:
+            balancer = self._balancer()
+            return () if balancer is None else balancer.trace
 
     @property
     def _num_pieces(self) -> int:
@@ -336,15 +336,23 @@ class DataParallel(Container, Unwrapped):
             nccl=self._nccl,
         )
 
-    def _balancing(self) -> Balancing | None:
-        """Return what balances the workloads; None where they are given."""
-        if self._balances and self._running.balancing is None:
-            self._running.balancing = Balancing(len(self._devices))
-        return self._running.balancing
+    def _balancer(self) -> Balancer | None:
+        """Return the balancer of the workloads; None where they are given."""
+        if self._balances and self._running.balancer is None:
+            self._running.balancer = Balancer(len(self._devices))
+        return self._running.balancer
 
     def _observer(self, sizes: Sequence[int]) -> Callable[[Sequence[float]], None] | None:
-        balancing = self._balancing()
-        return None if balancing is None else balancing.observer(sizes)
+        """Return a function that takes in the seconds of a batch that was cut into ``sizes``."""
+        balancer = self._balancer()
+        if balancer is None:
+            return None
+
+        def observe(seconds: Sequence[float]) -> None:
+            with self._running.lock:
+                balancer.observe(sizes, seconds)
+
+        return observe
 
     def _forward(self, call: Call, sizes: Sequence[int] | None) -> Nested:
         parts, sizes = self._cut(call, sizes)
@@ -401,30 +409,23 @@ class DataParallel(Container, Unwrapped):
             if rows is not None:
                 dubious = self._merging.coincidences(outputs, rows) - self._running.told_apart
                 if dubious:
-                    whole = self._on_whole_batch(call, sum(rows), run)
+                    whole = self._on_whole_batch(call, run)
                     self._merging.merge([whole], [sum(rows)])  # refuses what has other sizes now
                     self._running.told_apart |= dubious
             return self._merging.merge(outputs, rows, self._home())
 
         return self._run(_only(parts, used), used, run, merge, self._observer(sizes))
 
-    def _on_whole_batch(self, call: Call, rows: int, run: RunPart) -> Nested:
-        """Return what replica 0 makes of the whole batch; nothing else comes of it."""
-        executor = self._open_executor()
-        others = [0] * (self._num_pieces - 1)
-        parts, _ = self._cut(call, [rows, *others])
-        batches = [(parts[0], [False] * len(flatten(parts[0])[0])), *[None for _ in others]]
-        task = ForwardTask(run, records=False, inputs=Inputs())
+    def _on_whole_batch(self, call: Call, run: RunPart) -> Nested:
+        """Return the outputs of replica 0 for the whole batch; they are only looked at."""
+        batch = call.leaves, [False] * len(flatten(call.leaves)[0])
+        task = ForwardTask(run, records=False, copies=True)
         with torch.no_grad():
-            result = executor.run(
-                task,
-                batches,
-                weights=[1, *others],
-                seed=(seed_of_process(),),
-                owners=[0] * self._num_pieces,
+            result = self._open_executor().run(
+                task, [batch], weights=[1.0], seed=(seed_of_process(),), owners=[0]
             )
-        found: Outputs = result.results[0]
-        return found.nested
+        graph: ReplicaGraph = result.results[0][0]
+        return unflatten(graph.outputs, graph.spec)
 
     def _loss(
         self,

@@ -1,13 +1,13 @@
 """One forward pass over replicas as one node of the caller's autograd graph.
 
-    caller      inputs ─┐                                           ┌─ outputs of replica 0
-                        │          (one autograd.Function)          ├─ outputs of replica 1
-    replica 0   own inputs ── module ── own outputs ── graph kept there
-    replica 1   own inputs ── module ── own outputs ── graph kept there
+    caller      inputs ─┐                                           ┌─ outputs of piece 0
+                        │          (one autograd.Function)          ├─ outputs of piece 1
+    piece 0     own inputs ── module ── own outputs ── its graph
+    piece 1     own inputs ── module ── own outputs ── its graph
 
-Torch's engine would run all CPU parts of one graph on a single thread. Here every replica's part is
-a graph of its own, cut off from the caller's, and backward runs each in its replica again. How
-inputs are cut and outputs merged is not known here: that happens outside, in the caller's graph.
+Torch's engine would run all CPU parts of one graph on a single thread. Here every piece of the
+inputs has a graph of its own, cut off from the caller's, and backward runs each in the thread of
+its replica. Cutting the inputs and merging the outputs happens outside, in the caller's graph.
 """
 
 from __future__ import annotations
@@ -21,64 +21,152 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from phalanx.errors import StateError, UnsupportedError
-from phalanx.execution import Gradients, RunResult, ThreadExecutor
+from phalanx.execution import Gradients, MicrobatchContext, RunResult, Task, ThreadExecutor
 from phalanx.memory import dense_strides
-from phalanx.parallel.tasks import BackwardTask, ForwardTask, Outputs, ReplicaGraph, RunPart
 from phalanx.plan import flatten, unflatten
 from phalanx.replicas import (
     CallerModes,
-    Inputs,
     advance_process_generator,
+    pieces_of,
+    placed,
+    run_backward,
     seed_of_process,
 )
-from phalanx.torch_internals import (
-    in_forward_mode,
-    in_func_transform,
-    keeps_graph,
-    pytree,
-)
+from phalanx.torch_internals import in_forward_mode, in_func_transform, keeps_graph, pytree
 from phalanx.types import Nested
 
-__all__ = ["Graph", "refuse_transforms"]
+__all__ = ["ForwardTask", "Graph", "ReplicaGraph", "RunPart", "refuse_transforms"]
 
-_BACKWARD = 1  # what sets the seeds of backward passes apart from those of forward passes
+RunPart = Callable[[int, nn.Module, Nested], Nested]  # (piece, module, inputs) -> outputs
+
+_BACKWARD = 1  # sets the seeds of backward passes apart from those of forward passes
+
+
+@dataclass(frozen=True)
+class ReplicaGraph:
+    """The graph of one piece: inputs of its own, and the module's outputs.
+
+    Attributes:
+        wanted: By input leaf, whether it shall have a gradient.
+        spec: The structure of the outputs.
+        needing: The places of the output leaves that need a gradient.
+    """
+
+    inputs: list[Any]  # Any: leaves of whatever the module takes and returns
+    wanted: list[bool]
+    outputs: list[Any]
+    spec: pytree.TreeSpec
+    needing: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ForwardTask(Task):
+    """Run the module on (nested inputs, by leaf whether it shall have a gradient).
+
+    It returns the graph, and the leaves of the outputs cut off from it.
+
+    Attributes:
+        run: The module's forward pass.
+        records: Whether there will be a backward pass.
+        copies: Whether a module that writes to its inputs writes to copies; else it writes to the
+            caller's, where it can reach them.
+    """
+
+    run: RunPart
+    records: bool
+    copies: bool
+
+    def __call__(self, context: MicrobatchContext) -> tuple[ReplicaGraph, list[Any]]:
+        """Do it, in the replica's thread."""
+        nested, wanted = context.batch
+        device = context.replica.device
+        given, spec = flatten(nested)
+        own = [placed(x, device, self.copies) if isinstance(x, Tensor) else x for x in given]
+        for leaf, wants in zip(own, wanted, strict=True):
+            if wants:
+                leaf.requires_grad_()
+        with context.drawing():
+            found = self.run(context.index, context.replica.module, unflatten(own, spec))
+        outputs, spec = flatten(found)
+        needing = tuple(
+            place
+            for place, leaf in enumerate(outputs)
+            if self.records and isinstance(leaf, Tensor) and leaf.requires_grad
+        )
+        return ReplicaGraph(own, wanted, outputs, spec, needing), _detached(outputs, own)
+
+
+@dataclass(frozen=True)
+class _BackwardTask(Task):
+    """Go back through (a graph, the output gradients by place).
+
+    It leaves the parameters' gradients in the replica and returns those of the inputs.
+
+    Attributes:
+        keep_graph: Whether there will be another backward pass.
+    """
+
+    goes_back = True
+
+    keep_graph: bool
+
+    def __call__(self, context: MicrobatchContext) -> list[Tensor | None]:
+        """Do it, in the replica's thread."""
+        graph: ReplicaGraph
+        given: dict[int, Tensor]
+        graph, given = context.batch
+        wanted = [leaf for leaf, wants in zip(graph.inputs, graph.wanted, strict=True) if wants]
+        outputs = [graph.outputs[place] for place in given]
+        gradients = [given[place].to(graph.outputs[place].device) for place in given]
+        try:
+            if outputs:
+                with context.drawing():
+                    run_backward(outputs, gradients, keep_graph=self.keep_graph)
+            return [leaf.grad for leaf in wanted]
+        finally:
+            for leaf in wanted:
+                leaf.grad = None
 
 
 @dataclass
-class _Given:
-    """One piece of the caller's inputs, leaf by leaf.
+class _Piece:
+    """One piece of the caller's inputs, leaf by leaf, and its graph until that is freed.
 
     Attributes:
         wanted: Which leaves shall have a gradient.
-        versions: Of those that are tensors.
+        versions: Of the leaves that are tensors.
     """
 
     leaves: list[Any]  # Any: whatever the module takes
     spec: pytree.TreeSpec
     wanted: list[bool]
     versions: list[int]
+    graph: ReplicaGraph | None = None
 
     @classmethod
-    def of(cls, part: Nested, records: bool) -> _Given:
+    def of(cls, part: Nested, records: bool) -> _Piece:
         leaves, spec = flatten(part)
         wanted = [records and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         return cls(leaves, spec, wanted, _versions_of(leaves))
 
     def cut_off(self) -> tuple[Nested, list[bool]]:
-        """Return the inputs without the caller's graph, and which need a gradient."""
+        """Return the inputs without the caller's graph, and which shall have a gradient."""
         leaves = [each.detach() if isinstance(each, Tensor) else each for each in self.leaves]
         return unflatten(leaves, self.spec), self.wanted
 
+    def leaves_with_gradient(self) -> list[Tensor]:
+        return [leaf for leaf, wants in zip(self.leaves, self.wanted, strict=True) if wants]
+
 
 class Graph:
-    """The replicas' graphs of one forward pass, and their node in the caller's graph.
+    """The pieces' graphs of one forward pass, and their node in the caller's graph.
 
     Args:
-        executor: Who runs the parts.
+        executor: It runs the parts.
         parts: Nested inputs, one piece of the batch each; None for those that are left out.
         run: The module's forward pass.
-        owners: The replica that runs each piece; default: whoever is free.
-        inputs: See `ForwardTask`.
+        owners: The replica that runs each piece; None: whoever is free.
+        copies: See `ForwardTask`.
 
     Attributes:
         modes: The caller's in the forward pass.
@@ -94,147 +182,120 @@ class Graph:
         run: RunPart,
         *,
         owners: Sequence[int] | None,
-        inputs: Inputs | None,
+        copies: bool,
     ) -> None:
         _refuse_tangents(executor.parameters, parts)
         self._executor = executor
-        self._run = run
-        self._inputs = inputs
-        self._records = torch.is_grad_enabled()
-        self.modes = CallerModes.capture(executor.devices)
-        self._trainable = {id(p) for p in executor.parameters if p.requires_grad}
-        self._num_parts = len(parts)
+        self._task = ForwardTask(run, torch.is_grad_enabled(), copies)
         self._owners = owners
-        self._given = {
-            piece: _Given.of(part, self._records)
-            for piece, part in enumerate(parts)
-            if part is not None
-        }
-        self._graphs: dict[int, ReplicaGraph] = {}  # of pieces with such outputs, until freed
-        # (piece, place) of outputs that need gradients
-        self._connected: list[tuple[int, int]] = []
+        self.modes = CallerModes.capture(executor.devices)
+        self._pieces = [
+            None if part is None else _Piece.of(part, self._task.records) for part in parts
+        ]
+        self._trainable = {id(p) for p in executor.parameters if p.requires_grad}
+        self._connected: list[tuple[int, int]] = []  # (piece, place) of outputs in the graph
         self._forward_s: list[float] = []
         self._observe: Callable[[Sequence[float]], None] | None = None
 
     # -- forward -----------------------------------------------------
 
     def forward(self, weights: Sequence[float]) -> RunResult:
-        """Run the module on every part; ``weights`` say what each stands for."""
-        batches = [
-            self._given[piece].cut_off() if piece in self._given else None
-            for piece in range(self._num_parts)
-        ]
-        task = ForwardTask(self._run, self._records, self._inputs)
-        seed = (seed_of_process(),)
-        return self._executor.run(task, batches, weights=weights, seed=seed, owners=self._owners)
+        """Run the module on every part; ``weights`` say how much each counts."""
+        batches = [None if piece is None else piece.cut_off() for piece in self._pieces]
+        result = self._executor.run(
+            self._task, batches, weights=weights, seed=(seed_of_process(),), owners=self._owners
+        )
+        self._owners = [max(replica, 0) for replica in result.replica_of]  # they have the graphs
+        return result
 
     def outputs(self, result: RunResult) -> list[Nested]:
         """Return the pieces' outputs, in the caller's graph where they need gradients."""
-        self._owners = [max(replica, 0) for replica in result.replica_of]  # who has the graphs
-        flat: dict[int, list[Any]] = {}
-        specs: dict[int, pytree.TreeSpec] = {}
-        for piece in self._given:
-            found: Outputs = result.results[piece]
-            flat[piece], specs[piece] = flatten(found.nested)
-            self._connected += [(piece, place) for place in found.needing]
-            if found.graph is not None:
-                self._graphs[piece] = found.graph
+        found: dict[int, tuple[ReplicaGraph, list[Any]]] = {}
+        for index, piece in enumerate(self._pieces):
+            if piece is not None:
+                graph, values = found[index] = result.results[index]
+                piece.graph = graph if graph.needing else None
+                self._connected += [(index, place) for place in graph.needing]
         if self._connected:
-            values = [flat[piece][place] for piece, place in self._connected]
+            values = [found[index][1][place] for index, place in self._connected]
             connected = _Connect.apply(self, values, *self._tensors())  # type: ignore[no-untyped-call]
-            for (piece, place), tensor in zip(self._connected, connected, strict=True):
-                flat[piece][place] = tensor
-        return [unflatten(flat[piece], spec) for piece, spec in specs.items()]
+            for (index, place), tensor in zip(self._connected, connected, strict=True):
+                found[index][1][place] = tensor
+        return [unflatten(values, graph.spec) for graph, values in found.values()]
 
     def report_seconds(
         self, forward_s: Sequence[float], observe: Callable[[Sequence[float]], None]
     ) -> None:
-        """Give ``observe`` what each replica takes, once the backward pass through all is done.
+        """Give ``observe`` the seconds of each piece, once the backward pass through all is done.
 
         Args:
-            forward_s: What each has taken until now; to be called after :meth:`outputs`.
+            forward_s: Those of the forward pass; to be called after :meth:`outputs`.
         """
         if self._connected:
             self._forward_s, self._observe = list(forward_s), observe
         else:
             observe(forward_s)
 
+    def _given(self) -> list[_Piece]:
+        return [piece for piece in self._pieces if piece is not None]
+
     def _tensors(self) -> list[Tensor]:
         """Return the caller's tensors that need gradients: input leaves first, then parameters."""
-        leaves = [
-            leaf
-            for given in self._given.values()
-            for leaf, wanted in zip(given.leaves, given.wanted, strict=True)
-            if wanted
-        ]
+        leaves = [leaf for piece in self._given() for leaf in piece.leaves_with_gradient()]
         return leaves + [p for p in self._executor.parameters if id(p) in self._trainable]
 
     # -- backward ----------------------------------------------------
 
     def backward(self, grads: Sequence[Tensor | None], keep_graph: bool) -> Gradients:
         """Return the gradients of :meth:`_tensors`; each replica goes back through its graphs."""
-        if not self._graphs:
+        if not any(piece.graph for piece in self._given()):
             raise StateError(
                 "`backward()` needs the graph of its forward pass, but an earlier `backward()` "
                 "has freed it. Call the first one with retain_graph=True."
             )
-        self._check_inputs()
-        members = self._members(grads)
-        result = self._run_backward(grads, members, keep_graph)
-        if result.drew:
-            advance_process_generator()
-        if set(members) == set(self._given):
-            self._tell_seconds(result.seconds)
-        gradients = self._input_gradients(result) + self._parameter_gradients(result)
-        if not keep_graph:
-            self._graphs.clear()
-        return gradients
-
-    def _run_backward(
-        self, grads: Sequence[Tensor | None], members: Sequence[int], keep_graph: bool
-    ) -> RunResult:
-        executor = self._executor
-        own: dict[int, dict[int, Tensor]] = {piece: {} for piece in members}
-        for (piece, place), grad in zip(self._connected, grads, strict=True):
-            if grad is not None:
-                own[piece][place] = grad
-        batches = [
-            (self._graphs[piece], own[piece]) if piece in own else None
-            for piece in range(self._num_parts)
-        ]
-        task = BackwardTask(keep_graph)
-        with torch.enable_grad():  # gradients are asked for
-            return executor.run(
-                task,
-                batches,
-                weights=[float(piece in own) for piece in range(self._num_parts)],
-                seed=(seed_of_process(), _BACKWARD),
-                owners=self._owners,
-            )
-
-    def _check_inputs(self) -> None:
-        if any(given.versions != _versions_of(given.leaves) for given in self._given.values()):
+        if any(piece.versions != _versions_of(piece.leaves) for piece in self._given()):
             raise StateError(
                 "An input of a container must stay as it is until `backward()`, but was modified "
                 "by an inplace operation after the forward pass. Change a copy, or run backward "
                 "first."
             )
+        given: dict[int, dict[int, Tensor]] = {}
+        for (index, place), grad in zip(self._connected, grads, strict=True):
+            if grad is not None:
+                given.setdefault(index, {})[place] = grad
+        result = self._run_backward(given, keep_graph)
+        if result.drew:
+            advance_process_generator()
+        if len(given) == len(self._given()):
+            observe, self._observe = self._observe, None
+            if observe is not None:
+                observe([sum(each) for each in zip(self._forward_s, result.seconds, strict=True)])
+        gradients = self._input_gradients(result) + self._parameter_gradients(result)
+        if not keep_graph:
+            for piece in self._given():
+                piece.graph = None
+        return gradients
 
-    def _members(self, grads: Sequence[Tensor | None]) -> list[int]:
-        """Return the pieces whose outputs got a gradient."""
-        pairs = zip(self._connected, grads, strict=True)
-        return list(dict.fromkeys(piece for (piece, _), grad in pairs if grad is not None))
-
-    def _tell_seconds(self, backward_s: Sequence[float]) -> None:
-        observe, self._observe = self._observe, None
-        if observe is not None:
-            observe([sum(each) for each in zip(self._forward_s, backward_s, strict=True)])
+    def _run_backward(self, given: dict[int, dict[int, Tensor]], keep_graph: bool) -> RunResult:
+        """Run the backward pass of the pieces whose outputs got a gradient."""
+        batches = [
+            (piece.graph, given[index]) if piece is not None and index in given else None
+            for index, piece in enumerate(self._pieces)
+        ]
+        with torch.enable_grad():  # gradients are asked for
+            return self._executor.run(
+                _BackwardTask(keep_graph),
+                batches,
+                weights=[float(batch is not None) for batch in batches],
+                seed=(seed_of_process(), _BACKWARD),
+                owners=self._owners,
+            )
 
     def _input_gradients(self, result: RunResult) -> Gradients:
         gradients: Gradients = []
-        for piece, given in self._given.items():
-            leaves = [leaf for leaf, w in zip(given.leaves, given.wanted, strict=True) if w]
-            found = result.results[piece] or [None] * len(leaves)
+        for index, piece in enumerate(self._pieces):
+            leaves = [] if piece is None else piece.leaves_with_gradient()
+            found = result.results[index] or [None] * len(leaves)
             pairs = zip(leaves, found, strict=True)
             gradients += [None if own is None else own.to(leaf.device) for leaf, own in pairs]
         return gradients
@@ -243,14 +304,14 @@ class Graph:
         """Return the sums for those parameters that autograd asks for."""
         sums = self._executor.add_gradients(result)
         return [
-            None if total is None else _shaped(total, parameter)
+            None if total is None else total.as_strided(parameter.shape, dense_strides(parameter))
             for parameter, total in zip(self._executor.parameters, sums, strict=True)
             if id(parameter) in self._trainable
         ]
 
 
 class _Connect(torch.autograd.Function):
-    """Stands in the caller's graph for all replicas' graphs."""
+    """The node of all pieces' graphs in the caller's graph."""
 
     # Any: torch's own signature for the context.
     @staticmethod
@@ -272,11 +333,27 @@ class _Connect(torch.autograd.Function):
             return (None, None, *ctx.graph.backward(grads, keep_graph))
 
 
-def _shaped(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
-    return gradient.as_strided(parameter.shape, dense_strides(parameter))
+# Any, here and below: leaves of the module's inputs and outputs.
+def _detached(outputs: list[Any], inputs: list[Any]) -> list[Any]:
+    """Return the outputs without their graph, and in memory of their own.
+
+    A module may return its input, or a view of it; that memory is the caller's.
+    """
+    given = {place for leaf in inputs if isinstance(leaf, Tensor) for place in _places_of(leaf)}
+
+    def detached(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        own = leaf.detach()
+        return own.clone() if given.intersection(_places_of(own)) else own
+
+    return [detached(leaf) for leaf in outputs]
 
 
-# Any: leaves of the user's own inputs.
+def _places_of(tensor: Tensor) -> list[int]:
+    return [piece.untyped_storage().data_ptr() for piece in pieces_of(tensor)]
+
+
 def _versions_of(leaves: Iterable[Any]) -> list[int]:
     """Return the versions of all tensors; own leaves have another, for slices share one."""
     return [
@@ -285,10 +362,10 @@ def _versions_of(leaves: Iterable[Any]) -> list[int]:
 
 
 def refuse_transforms() -> None:
-    """Refuse what follows tensors by the thread that it was entered in.
+    """Refuse a call in a transform of `torch.func`, which follows tensors by their thread.
 
     Raises:
-        UnsupportedError: In a transform of `torch.func`.
+        UnsupportedError: It is in one.
     """
     if in_func_transform():
         raise UnsupportedError(

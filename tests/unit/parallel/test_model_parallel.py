@@ -10,7 +10,7 @@ from torch import nn
 
 from phalanx.errors import ConfigError, StateError
 from phalanx.parallel.data_parallel import DataParallel
-from phalanx.parallel.model_parallel import ModelParallel
+from phalanx.parallel import ModelParallel
 from phalanx.parallel.on_device import OnDevice
 from tests.columns import columns_of_layer, layer_of_columns
 

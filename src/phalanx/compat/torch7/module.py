@@ -19,8 +19,7 @@ from phalanx.parallel import (
     AbstractParallel,
     DataParallel,
     OnDevice,
-    redraw_of,
-    refuse_unreached,
+    redraw,
 )
 from phalanx.types import Nested
 
@@ -262,11 +261,7 @@ class Torch7Module(nn.Module):
         drawn = list(uniform)
         if type(self).reset is not Torch7Module.reset:  # which calls this one
             drawn += self.parameters(recurse=False)
-        refuse_unreached(self, layers, drawn)
-        for layer in layers:
-            redraw = redraw_of(layer)
-            if redraw is not None:
-                redraw()
+        redraw(self, layers, drawn)
         for parameter in uniform:
             assert stdv is not None
             nn.init.uniform_(parameter, -stdv * math.sqrt(3), stdv * math.sqrt(3))
