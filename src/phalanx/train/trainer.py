@@ -629,6 +629,6 @@ class Trainer(TrainerFacts):
                 seed=self._seed,
                 microbatches=self._spec.splitter.microbatches,
                 formation=None if engines.formation is None else engines.formation.size,
-                workloads=None if balancer is None else balancer.settled,
+                workloads=None if balancer is None else balancer.workloads,
             ),
         )
