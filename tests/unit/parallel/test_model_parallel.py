@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from phalanx.errors import ConfigError, StateError
-from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel import ModelParallel
+from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.on_device import OnDevice
 from tests.columns import columns_of_layer, layer_of_columns
 
