@@ -108,7 +108,7 @@ class _Running:
 
 
 class _Initialisers(list[Callable[[], object]]):
-    """Functions for workers' threads: a copy of the container has the same, a saved one has none."""
+    """Functions for workers' threads: copies of a container have them, saved ones do not."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Initialisers:
         return _Initialisers(self)
