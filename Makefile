@@ -43,7 +43,7 @@ FAST := -m "not slow and not night and not alone" $(wildcard tests/unit tests/co
 ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)
 # By itself pip would compile every file that comes, a minute and a half; Python compiles those that are used.
 INSTALL = $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
-COMPILED := $(wildcard src/phalanx/memory/*.[ch] src/phalanx/distributed/*.[ch])
+COMPILED := $(wildcard src/phalanx/native/*.[ch] src/phalanx/distributed/*.[ch])
 
 # The stamp holds the folder it was made in: scripts in a virtual environment name their interpreter
 # by absolute path, so one that came here with a copied tree is made again.

@@ -19,7 +19,7 @@ from benchmarks.table_peers import is_there
 from benchmarks.table_report import Seconds, report_tables
 from benchmarks.table_tasks import COLS, TASKS, TASKS_OF_DISK, TASKS_OF_MEMORY
 from benchmarks.turns import compete_at
-from phalanx.memory import is_compiled
+from phalanx.native import is_compiled
 
 _DISK_ROUNDS = 3
 _TURN_S = 0.1

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import phalanx
-from phalanx.memory import compiled
+from phalanx.native import library
 
 _SOURCES = Path(phalanx.__file__).parent
 _FILE = "distributed/native_all_reduce.c"
@@ -48,7 +48,7 @@ NATIVE_BUGS: dict[str, tuple[str, str]] = {
 
 def can_be_planted() -> bool:
     """Tell whether there is what the bugs are compiled by, and what they break."""
-    return compiled.is_compiled() and shutil.which("cc") is not None
+    return library.is_compiled() and shutil.which("cc") is not None
 
 
 def plant_in_native(name: str) -> None:
@@ -57,7 +57,7 @@ def plant_in_native(name: str) -> None:
     text = (_SOURCES / _FILE).read_text(encoding="utf-8")
     assert right in text, f"{_FILE} has changed: this bug can be planted no more"
     with tempfile.TemporaryDirectory() as folder:
-        broken, library = Path(folder) / "broken.c", Path(folder) / "broken.so"
+        broken, built = Path(folder) / "broken.c", Path(folder) / "broken.so"
         broken.write_text("#include <unistd.h>\n" + text.replace(right, wrong), encoding="utf-8")
         others = set(_SOURCES.rglob("*.c")) - {_SOURCES / _FILE}
         subprocess.run(
@@ -68,13 +68,13 @@ def plant_in_native(name: str) -> None:
                 "-shared",
                 f"-I{_SOURCES / 'distributed'}",
                 "-o",
-                library,
+                built,
                 broken,
                 *others,
             ],
             check=True,
         )
-        functions = compiled._functions(compiled._load(library))
+        functions = library._functions(library._load(built))
     assert functions
-    compiled.FUNCTIONS.clear()
-    compiled.FUNCTIONS.update(functions)
+    library.FUNCTIONS.clear()
+    library.FUNCTIONS.update(functions)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import PeerTimeout
-from phalanx.ipc import RangeLock, Waiting
+from phalanx.ipc import Mutex, Waiting
 from phalanx.tables import hash_segment, key_shard, shard
 from phalanx.tables.hash_index import HashIndex
 from phalanx.tables.hash_segment import HashSegment
@@ -54,17 +54,17 @@ def undo_applied_twice(patch: Patch) -> None:
 
 def lock_ignored(patch: Patch) -> None:
     """Whoever wants to write writes."""
-    patch(RangeLock, "exclusive", lambda self, timeout_s=30.0: nullcontext())
+    patch(Mutex, "held", lambda self, timeout_s=30.0: nullcontext())
 
 
 def lock_outlives_its_holder(patch: Patch) -> None:
     """The lock is a file, which a death leaves where it is."""
 
-    def path_of(lock: RangeLock) -> Path:
-        region = os.fstat(lock._fd).st_ino  # the same for all who share it
-        return Path(tempfile.gettempdir()) / f"phalanx-bug-{region}-{lock.start}"
+    def path_of(lock: Mutex) -> Path:
+        name = lock.label.replace(" ", "-")  # the same for all who share it
+        return Path(tempfile.gettempdir()) / f"phalanx-bug-{name}"
 
-    def acquire(lock: RangeLock, timeout_s: float) -> None:
+    def acquire(lock: Mutex, timeout_s: float) -> None:
         waiting = Waiting(timeout_s)
         while True:
             try:
@@ -76,7 +76,7 @@ def lock_outlives_its_holder(patch: Patch) -> None:
                 waiting.rest()
 
     @contextmanager
-    def exclusive(self: RangeLock, timeout_s: float = 30.0) -> Iterator[None]:
+    def held(self: Mutex, timeout_s: float = 30.0) -> Iterator[None]:
         if self.label.startswith("shard"):
             acquire(self, timeout_s)
         try:
@@ -84,7 +84,7 @@ def lock_outlives_its_holder(patch: Patch) -> None:
         finally:
             path_of(self).unlink(missing_ok=True)
 
-    patch(RangeLock, "exclusive", exclusive)
+    patch(Mutex, "held", held)
 
 
 def ack_before_effect(patch: Patch) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.memory import compiled
+from phalanx.native import library
 from tests.multiprocess.ranks import PLAYED_HOSTS
 
 SIZES = (0, 1, 5, 4096, 70_003)  # the last beyond what is published whole, and no round number
@@ -140,9 +140,9 @@ def sums_without_compiled_code(
     rank: int, without: Sequence[int], dtypes: tuple[torch.dtype, ...], num_elements: int
 ) -> list[str]:
     """Sums where these ranks have nothing compiled; some of several pieces."""
-    functions = compiled.FUNCTIONS
+    functions = dict(library.FUNCTIONS)
     if rank in without:
-        compiled.FUNCTIONS = {}
+        library.FUNCTIONS.clear()
     try:
         return [
             *reductions(rank, "all_reduce", "SUM", dtypes),
@@ -151,7 +151,7 @@ def sums_without_compiled_code(
             *reductions(rank, "all_reduce", "SUM", dtypes),
         ]
     finally:
-        compiled.FUNCTIONS = functions
+        library.FUNCTIONS.update(functions)
 
 
 def edges_of_bfloat16(rank: int) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
 
 import pytest
 import torch
@@ -344,7 +343,7 @@ def _hold_a_shard(parent: Parent, run: str, num_threads: int) -> None:
         for _ in range(num_threads - 1):
             others.enter_context(world.thread_worker())
         table = world.matrix(6, 2, name="x", num_shards=3)
-        with table._storage.shards[1].lock.exclusive(DEADLINE_S):
+        with table._storage.shards[1].lock.held(DEADLINE_S):
             parent.tell(world.worker_id)
             parent.hear()
 
@@ -356,40 +355,12 @@ def test_who_holds_a_shard_too_long_is_named_by_number(run, num_threads):
         holder = children.start(_hold_a_shard, run, num_threads)
         assert holder.get() == 2
         table.add(torch.ones(1, 2), rows=[0])
-        with pytest.raises(PeerTimeout, match=f"process {holder.pid} writes") as caught:
+        with pytest.raises(PeerTimeout, match=f"process {holder.pid} holds it") as caught:
             table.add(torch.ones(6, 2))
         # which of a process's threads it is, a lock does not know
         assert caught.value.rank == (2 if num_threads == 1 else None)
         holder.put()
         holder.process.join(DEADLINE_S)
-
-
-@pytest.mark.parametrize("rows", [None, [5, 2, 0]], ids=["whole", "rows"])
-def test_an_add_to_several_shards_goes_to_those_that_are_free_first(run, rows):
-    with tables.join(run, timeout_s=DEADLINE_S) as world, Children() as children:
-        table = world.matrix(6, 2, name="x", num_shards=3)
-        holder = children.start(_hold_a_shard, run, 1)
-        assert holder.get() == 1
-        before_last = threading.Event()
-        left = iter(range(3))
-
-        def fault(point: str, worker: int) -> None:
-            if point == "before lock" and next(left) == 2:
-                before_last.set()
-
-        fail_points.inject(fault)
-        delta = torch.ones(6, 2) if rows is None else torch.ones(3, 2)
-        adding = threading.Thread(target=table.add, args=(delta, rows))
-        adding.start()
-        try:
-            assert before_last.wait(DEADLINE_S)  # it comes to the shard that is held
-            assert table.get([0, 2, 5])[:, 0].tolist() == [1.0, 0.0, 1.0]
-        finally:
-            holder.put()
-            adding.join(DEADLINE_S)
-            fail_points.inject(None)
-            holder.process.join(DEADLINE_S)
-        assert table.get([0, 2, 5])[:, 0].tolist() == [1.0, 1.0, 1.0]
 
 
 def _hold_a_lock(parent: Parent, run: str, which: str) -> None:
@@ -401,7 +372,7 @@ def _hold_a_lock(parent: Parent, run: str, which: str) -> None:
             "rounds": storage._lock,
             "shard": storage.shards[0].lock,
         }[which]
-        with lock.exclusive(DEADLINE_S):
+        with lock.held(DEADLINE_S):
             parent.tell(world.worker_id)
             parent.hear()
 

@@ -18,7 +18,7 @@ from phalanx import __version__
 from phalanx.distributed import available_cores, interfaces_up, nccl_is_here, network_interfaces
 from phalanx.errors import PhalanxError
 from phalanx.ipc import Region, available_memory_bytes, cores_allowed
-from phalanx.memory import is_compiled
+from phalanx.native import is_compiled
 
 __all__ = ["Check", "run_checks"]
 
@@ -164,9 +164,9 @@ def _network() -> Check:
 
 def _compiled() -> Check:
     if is_compiled():
-        return Check("Compiled rows", "yes")
-    advice = "Tables and ranks are slower. Install a C compiler, then phalanx again."
-    return Check("Compiled rows", "no", "warning", advice)
+        return Check("C library", "yes")
+    advice = "Tables cannot run, and ranks are slower. Install a C compiler, then phalanx again."
+    return Check("C library", "no", "warning", advice)
 
 
 def _extras() -> Check:

@@ -27,7 +27,7 @@ from phalanx.distributed.native_all_reduce import PIECE_POINTS, NativeState, Pie
 from phalanx.distributed.status_pages import Fingerprint, StatusPages
 from phalanx.distributed.wake_up_pipes import WakeUpPipes
 from phalanx.ipc import Region, fail_point, fence
-from phalanx.memory import Function
+from phalanx.native import Function
 
 __all__ = ["NOBODY", "POINTS", "CollectiveBuffers", "Need", "RemoteNeed", "Steps"]
 

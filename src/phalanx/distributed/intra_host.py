@@ -24,7 +24,8 @@ from phalanx.distributed.fingerprint import pack
 from phalanx.distributed.ops import ReduceOperation
 from phalanx.distributed.tensors import as_bytes
 from phalanx.errors import ConfigError
-from phalanx.memory import compiled_for, copy_to
+from phalanx.memory import copy_to
+from phalanx.native import compiled_for
 from phalanx.plan import equal_sizes
 
 __all__ = ["IntraHost", "pieces"]

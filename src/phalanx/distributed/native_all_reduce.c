@@ -9,7 +9,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "../memory/compiled.h"
+#include "../native/native.h"
 
 /* As in native_all_reduce.py. */
 enum {

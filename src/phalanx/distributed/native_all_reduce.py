@@ -20,7 +20,7 @@ from torch import Tensor
 from phalanx.distributed.contention import Contention
 from phalanx.distributed.status_pages import WORDS_PER_PAGE, Fingerprint, StatusPages
 from phalanx.ipc import fail_point, injected
-from phalanx.memory import Function
+from phalanx.native import Function
 
 __all__ = ["PIECE_POINTS", "NativeState", "PieceSizes", "Status"]
 

@@ -8,7 +8,6 @@ from phalanx.memory.blocks import (
     is_expanded,
     sum_to,
 )
-from phalanx.memory.compiled import Function, compiled_for, compiled_function, is_compiled
 from phalanx.memory.flat import (
     Allocate,
     FlatParameters,
@@ -26,7 +25,6 @@ __all__ = [
     "PAST_CACHE_BYTES",
     "Allocate",
     "FlatParameters",
-    "Function",
     "MatrixRows",
     "Part",
     "Range",
@@ -36,13 +34,10 @@ __all__ = [
     "all_finite",
     "all_within",
     "clamp_rows",
-    "compiled_for",
-    "compiled_function",
     "copy_to",
     "dense_strides",
     "has_memory",
     "in_memory_order",
-    "is_compiled",
     "is_expanded",
     "sum_to",
     "zeros",

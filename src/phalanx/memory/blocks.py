@@ -1,4 +1,4 @@
-"""Memory in one piece, copied, added and looked at: by blocks.c where compiled, else by torch.
+"""Memory in one piece, copied, added and looked at: by native/blocks.c where built, else by torch.
 
 Both give the same bits. What blocks.c does better is to move memory that is in no cache: it passes
 it in several places at once, fetches ahead over the ends of pages, stores past the caches what is
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.memory import compiled
+from phalanx import native
 
 __all__ = ["PAST_CACHE_BYTES", "all_finite", "copy_to", "has_memory", "is_expanded", "sum_to"]
 
@@ -64,7 +64,7 @@ def copy_to(source: Tensor, target: Tensor, *, whole_bytes: int = 0) -> None:
         >>> target.tolist()
         [0.0, 1.0, 2.0]
     """
-    function = compiled.FUNCTIONS.get("copy")
+    function = native.FUNCTIONS.get("copy")
     num_bytes = target.nbytes
     past = num_bytes >= PAST_CACHE_BYTES or whole_bytes >= PAST_CACHE_BYTES
     by_threads = past and torch.get_num_threads() > _FEW_THREADS
@@ -92,7 +92,7 @@ def sum_to(values: Tensor, delta: Tensor, to: Tensor) -> bool:
         >>> found.tolist()
         [1.0, 2.0, 3.0]
     """
-    function = compiled.compiled_for("sum_to", to.dtype)
+    function = native.compiled_for("sum_to", to.dtype)
     if function is None:
         finite = all_finite(delta)
         torch.add(values, delta, out=to)
@@ -109,7 +109,7 @@ def all_finite(numbers: Tensor) -> bool:
     """
     if not numbers.dtype.is_floating_point or numbers.numel() == 0:
         return True
-    function = compiled.FUNCTIONS.get(_FINITE.get(numbers.dtype, ""))
+    function = native.FUNCTIONS.get(_FINITE.get(numbers.dtype, ""))
     if function is not None and numbers.is_contiguous():
         return bool(function(numbers.data_ptr(), numbers.numel()))
     total = numbers.sum().item()

@@ -1,4 +1,4 @@
-"""Rows of a matrix, copied and added to: by rows.c where that was compiled, else by torch.
+"""Rows of a matrix, copied and added to: by native/rows.c where that was built, else by torch.
 
 Both give the same bits. The compiled loops fetch rows ahead, which takes half the time where rows
 lie all over a large matrix, and cost one call each (docs/decisions/0015).
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.memory import compiled
+from phalanx import native
 from phalanx.memory.blocks import PAST_CACHE_BYTES
 
 __all__ = ["MatrixRows", "all_within", "clamp_rows"]
@@ -30,7 +30,7 @@ def all_within(rows: Tensor, num_rows: int, first_row: int = 0) -> bool:
         >>> all_within(torch.tensor([0, 4]), 5), all_within(torch.tensor([0, 4]), 5, first_row=1)
         (True, False)
     """
-    function = compiled.FUNCTIONS.get("within")
+    function = native.FUNCTIONS.get("within")
     if function is not None and rows.is_contiguous():
         return bool(function(rows.data_ptr(), rows.numel(), first_row, num_rows))
     stop = first_row + num_rows
@@ -51,7 +51,7 @@ def clamp_rows(rows: Tensor, num_rows: int, to: Tensor, first_row: int = 0) -> N
         >>> found.tolist()
         [0, 3, 4]
     """
-    function = compiled.FUNCTIONS.get("clamp")
+    function = native.FUNCTIONS.get("clamp")
     if function is not None and rows.is_contiguous():
         function(rows.data_ptr(), rows.numel(), first_row, num_rows, to.data_ptr())
     else:
@@ -79,8 +79,8 @@ class MatrixRows:
         self._row_bytes = self._num_cols * values.itemsize
         self._at = values.data_ptr()
         self._picked = values.new_empty((0, self._num_cols))  # kept: its pages are there then
-        self._take = compiled.FUNCTIONS.get("take")
-        self._add = compiled.compiled_for("add", values.dtype)
+        self._take = native.FUNCTIONS.get("take")
+        self._add = native.compiled_for("add", values.dtype)
 
     def take(self, rows: Tensor, out: Tensor, first_row: int = 0) -> None:
         """Copy rows, counted from ``first_row``, into ``out`` [K, D], contiguous, of this dtype."""

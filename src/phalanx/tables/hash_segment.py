@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.ipc import KEEPS_ORDER, RangeLock, Region, aligned, fail_point
+from phalanx.ipc import KEEPS_ORDER, Mutex, Region, aligned, fail_point
 from phalanx.memory import MatrixRows
 from phalanx.tables.applied_numbers import AppliedNumbers
 from phalanx.tables.hash_index import ENTRIES_PER_KEY, HashIndex, Int64s
@@ -102,7 +102,7 @@ class HashSegment(TableShard):
         serial: int,
         capacity: int,
         region: Region,
-        lock: RangeLock,
+        lock: Mutex,
         row_initializer: RowInitializer,
         newest: Callable[[], int],
         seed: int,
@@ -195,7 +195,7 @@ class HashSegment(TableShard):
         self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float
     ) -> None:
         assert rows is not None
-        with self.lock.exclusive(timeout_s):
+        with self.lock.held(timeout_s):
             fail_point("reader's lock held")
             self._settle()
             slots, absent = self._copy_out(rows.numpy(), out)
@@ -234,7 +234,7 @@ class HashSegment(TableShard):
         """Return a copy of the keys, of one moment."""
         if KEEPS_ORDER:  # slots are not taken back, and not counted before they are written
             return self._keys[: self.num_keys()].clone()
-        with self.lock.shared(timeout_s):
+        with self.lock.held(timeout_s):
             return self._keys[: self.num_keys()].clone()
 
     def copy_all(self, timeout_s: float) -> list[Tensor]:
@@ -245,7 +245,7 @@ class HashSegment(TableShard):
         """Return where keys are, as an :class:`Entry` takes it."""
         if KEEPS_ORDER:
             return self._find(keys)
-        with self.lock.shared(timeout_s):
+        with self.lock.held(timeout_s):
             return self._find(keys)
 
     def _find(self, keys: Int64s) -> KeySlots:
@@ -260,7 +260,7 @@ class HashSegment(TableShard):
         Raises:
             SegmentFull: There is not.
         """
-        with self.lock.exclusive(timeout_s):
+        with self.lock.held(timeout_s):
             self._settle()
             after = self.num_keys() + num_new()
             if after > self.capacity:

@@ -23,7 +23,7 @@ import zmq
 from phalanx.clock import now_s
 from phalanx.cluster import Connection, CurveKeys, Endpoint, PendingCall, Secret, Server
 from phalanx.errors import PeerTimeout, PhalanxError
-from phalanx.ipc import LockFile, ProcessIdentity, wait_until
+from phalanx.ipc import Mutex, ProcessIdentity, wait_until
 from phalanx.tables.host_operations import Operation
 from phalanx.tables.host_service import HostService
 from phalanx.tables.run_context import RunContext
@@ -46,8 +46,9 @@ _NOBODY_HERE_S = 120.0
 _OVER_S = 1.0
 _LOCK_S = 10.0
 _PAGE_BYTES = 1 << 16
+_LOCKS = _PAGE_BYTES - 3 * Mutex.NBYTES
 _SERVER, _SUPERVISOR, _OVER, _ADDRESS, _ENDPOINTS = 0, 2, 4, 5, 6  # words
-_TEXTS = {_ADDRESS: slice(64, 1024), _ENDPOINTS: slice(1024, _PAGE_BYTES)}
+_TEXTS = {_ADDRESS: slice(64, 1024), _ENDPOINTS: slice(1024, _LOCKS)}
 _NOBODY = 0xFFFFFFFF  # a server asks in nobody's name
 
 
@@ -87,6 +88,7 @@ class ServerPage:
         words of 8 bytes   | server, 2 | supervisor, 2 | OVER | length of ADDRESS, of ENDPOINTS |
         from byte 64       the address of the server
         from byte 1024     the servers of all hosts, as JSON
+        at the end         three locks
 
     A text counts when its length is written, and is written once: a death in between leaves none.
 
@@ -103,10 +105,9 @@ class ServerPage:
         region = regions.open_region("server", _PAGE_BYTES, create=create)
         self._buffer = region.buffer
         self._words = region.buffer[:64].cast("q")
-        file = LockFile(region)
-        self.serving = file.range(0, 8, label="serving")
-        self.starting = file.range(8, 8, label="starting a server")
-        self._writing = file.range(16, 8, label="server page")
+        self.serving = Mutex(region.buffer[_LOCKS:], "serving")
+        self.starting = Mutex(region.buffer[_LOCKS + Mutex.NBYTES :], "starting a server")
+        self._writing = Mutex(region.buffer[_LOCKS + 2 * Mutex.NBYTES :], "server page")
 
     @property
     def server(self) -> ProcessIdentity | None:
@@ -119,7 +120,7 @@ class ServerPage:
         return self._identity(_SUPERVISOR)
 
     def _identity(self, at: int) -> ProcessIdentity | None:
-        with self._writing.exclusive(_LOCK_S):
+        with self._writing.held(_LOCK_S):
             pid, start_ticks = self._words[at : at + 2]
         return ProcessIdentity(pid, start_ticks) if pid else None
 
@@ -155,7 +156,7 @@ class ServerPage:
 
     def _write_once(self, which: int, text: str) -> None:
         encoded = text.encode()
-        with self._writing.exclusive(_LOCK_S):
+        with self._writing.held(_LOCK_S):
             if not self._words[which]:
                 self._buffer[_TEXTS[which]][: len(encoded)] = encoded
                 self._words[which] = len(encoded)
@@ -163,12 +164,12 @@ class ServerPage:
     def begin(self, address: str) -> None:
         """Say that this process serves."""
         self._write_once(_ADDRESS, address)
-        with self._writing.exclusive(_LOCK_S):
+        with self._writing.held(_LOCK_S):
             self._words[_SERVER : _SERVER + 2] = _as_words(ProcessIdentity.current())
 
     def supervise(self) -> bool:
         """Say that this process is the supervisor; return False where another one is."""
-        with self._writing.exclusive(_LOCK_S):
+        with self._writing.held(_LOCK_S):
             pid, start_ticks = self._words[_SUPERVISOR : _SUPERVISOR + 2]
             if pid and ProcessIdentity(pid, start_ticks).alive():
                 return False
@@ -189,7 +190,7 @@ def serve(spec: ServerSpec, secret: Secret | None) -> None:
     context = RunContext(spec.run, create=True)
     try:
         page = ServerPage(context.regions, create=False)
-        with page.serving.exclusive(_LOCK_S):
+        with page.serving.held(_LOCK_S):
             _serve(spec, context, page, secret)
     finally:
         context.close(_LOCK_S)

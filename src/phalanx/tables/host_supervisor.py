@@ -53,7 +53,7 @@ def ensure_supervisor(page: ServerPage, spec: ServerSpec, timeout_s: float = _ST
     Raises:
         PeerTimeout: It did not start in time.
     """
-    with page.starting.exclusive(timeout_s):
+    with page.starting.held(timeout_s):
         if page.is_over or page.is_supervised:
             return
         start_supervisor(spec)

@@ -16,7 +16,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from phalanx.errors import OutOfSpace, StateError
-from phalanx.ipc import RangeLock, Waiting, fail_point
+from phalanx.ipc import Mutex, Waiting, fail_point
 from phalanx.tables.applied_numbers import AppliedNumbers
 from phalanx.tables.hash_segment import HashSegment, SegmentFull, StaleSegment, segment_bytes
 from phalanx.tables.row_initializer import RowInit, RowInitializer
@@ -75,7 +75,7 @@ class KeyShard:
         spec: TableSpec,
         index: int,
         line: memoryview,
-        lock: RangeLock,
+        lock: Mutex,
         row_initializer: RowInitializer,
         regions: RunRegions,
         seed: Callable[[], int],
@@ -96,9 +96,6 @@ class KeyShard:
         self._row_initializer.write(init)
         self._line[_NEWEST] = _first_exponent(self._spec)
         self.newest().make_header()
-
-    def looks_free(self) -> bool:
-        return self._lock.looks_free()
 
     def close(self) -> None:
         """Let go of the segment, which knows this shard, so that both go at once."""
@@ -215,7 +212,7 @@ class KeyShard:
                 None,
                 None,
             )
-        with self._lock.exclusive(timeout_s):
+        with self._lock.held(timeout_s):
             if self._serial() == old.serial:  # else somebody else was first
                 old.settle()
                 self._publish(_exponent_for(num_keys), lambda new: new.grow_from(old))
@@ -223,7 +220,7 @@ class KeyShard:
     def replace_all(self, parts: Sequence[Tensor], timeout_s: float) -> None:
         """Replace everything by these keys, each once, and their values and states."""
         keys, *others = parts
-        with self._lock.exclusive(timeout_s):
+        with self._lock.held(timeout_s):
             old = self.newest()
             old.settle()
             exponent = max(_exponent_for(len(keys)), _first_exponent(self._spec))

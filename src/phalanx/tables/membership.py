@@ -4,6 +4,7 @@
     line 0       the number of workers expected, 0 if it was not announced | the time of the last
                  check for dead workers, in ns
     line 1 + w   worker w:  state | pid | start | clock | incarnation | ·
+    then         the page's lock
 
 Each worker writes its own line, under the page's lock. Of those who wait, one checks every 10 to
 20 ms whether another has died, and marks it dead. *Awaited* workers are here, or expected and have
@@ -18,10 +19,11 @@ elsewhere (in a barrier, in a round) carries it, so that it never counts for a l
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError
-from phalanx.ipc import LockFile, ProcessIdentity, RangeLock, Region, late_peers, wait_until
+from phalanx.ipc import Mutex, ProcessIdentity, Region, late_peers, wait_until
 from phalanx.plan import check_argument
 
 __all__ = ["GAVE_UP_EARLIER", "MAX_WORKERS", "Barrier", "Membership"]
@@ -31,6 +33,7 @@ GAVE_UP_EARLIER = "They had come before, and given up at their own deadlines."
 """The end of an error where no worker stayed away."""
 _LINE = 8
 _WORDS = 4  # of a worker, on the page of the barriers
+_LOCK_AT = (1 + MAX_WORKERS) * _LINE * 8
 _EXPECTED, _LOOKED_NS = range(2)
 _STATE, _PID, _START, _CLOCK, _INCARNATION = range(5)
 _EMPTY, _HERE, _LEFT, _DEAD = range(4)
@@ -47,15 +50,15 @@ class Membership:
     """
 
     def __init__(self, region: Region, label: str) -> None:
-        self._words = region.buffer[: self.needed_bytes()].cast("q")
-        self._file = LockFile(region, rank_of=self.worker_of)
-        self.lock: RangeLock = self._file.range(0, 64, label=f"membership of {label}")
+        self._words = region.buffer[:_LOCK_AT].cast("q")
+        rank_of = partial(_worker_of, self._words)  # no method, which would hold the page
+        self.lock = Mutex(region.buffer[_LOCK_AT:], f"membership of {label}", rank_of)
         self._label = label
 
     @staticmethod
     def needed_bytes() -> int:
         """Return the size of the page."""
-        return (1 + MAX_WORKERS) * _LINE * 8
+        return _LOCK_AT + Mutex.NBYTES
 
     @property
     def num_expected(self) -> int:
@@ -86,7 +89,7 @@ class Membership:
                 workers was announced before.
         """
         me = _ELSEWHERE if elsewhere else ProcessIdentity.current()
-        with self.lock.exclusive(timeout_s):
+        with self.lock.held(timeout_s):
             self._mark_dead()
             if elsewhere and worker is not None:
                 self._mark(worker, _DEAD)
@@ -148,13 +151,13 @@ class Membership:
 
     def leave(self, worker: int, incarnation: int, timeout_s: float) -> None:
         """Stop counting ``worker``, unless its number is another's by now."""
-        with self.lock.exclusive(timeout_s):
+        with self.lock.held(timeout_s):
             if self.is_here(worker, incarnation):
                 self._words[self._start_of(worker) + _STATE] = _LEFT
 
     def mark_dead(self, timeout_s: float) -> None:
         """Mark workers dead whose process is gone, so that nobody waits for them."""
-        with self.lock.exclusive(timeout_s):
+        with self.lock.held(timeout_s):
             self._mark_dead()
 
     def look_for_dead(self, timeout_s: float) -> bool:
@@ -178,7 +181,7 @@ class Membership:
 
     def mark_lost(self, worker: int, incarnation: int, timeout_s: float) -> None:
         """Mark a worker of another host dead, unless its number is another's by now."""
-        with self.lock.exclusive(timeout_s):
+        with self.lock.held(timeout_s):
             if self.is_here(worker, incarnation):
                 self._mark(worker, _DEAD)
 
@@ -232,8 +235,7 @@ class Membership:
 
     def worker_of(self, pid: int) -> int | None:
         """Return the worker that a process is, if it is exactly one."""
-        found = [w for w in self.here() if self._words[self._start_of(w) + _PID] == pid]
-        return found[0] if len(found) == 1 else None
+        return _worker_of(self._words, pid)
 
     def incarnation(self, worker: int) -> int:
         """Return how many workers have had the number, the present one included."""
@@ -265,9 +267,11 @@ class Membership:
         self._words[at] += 1  # its own word: nobody else writes it
         return self._words[at]
 
-    def close(self, timeout_s: float) -> None:
-        """Let go of the page."""
-        self._file.close(timeout_s)
+
+def _worker_of(words: memoryview, pid: int) -> int | None:
+    pids, states = words[_LINE + _PID :: _LINE].tolist(), words[_LINE + _STATE :: _LINE].tolist()
+    found = [w for w, each in enumerate(pids) if each == pid and states[w] == _HERE]
+    return found[0] if len(found) == 1 else None
 
 
 class Barrier:
@@ -319,7 +323,7 @@ class Barrier:
         """
         words, lock = self._words, self._membership.lock
         hashed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) >> 1
-        with lock.exclusive(timeout_s):
+        with lock.held(timeout_s):
             if finished is not None and words[0] > finished:
                 return words[1]
             number = words[0] + 1
@@ -331,7 +335,7 @@ class Barrier:
 
         def look() -> None:
             if self._membership.look_for_dead(timeout_s):
-                with lock.exclusive(timeout_s):
+                with lock.held(timeout_s):
                     self._finish(number, hashed)
 
         if not wait_until(lambda: words[0] >= number, timeout_s, look):
@@ -360,7 +364,7 @@ class Barrier:
         self, worker: int, name: str, line: tuple[int, int, int, int], timeout_s: float
     ) -> None:
         number, _, hashed, round_ = line
-        with self._membership.lock.exclusive(timeout_s):
+        with self._membership.lock.held(timeout_s):
             self._finish(number, hashed)  # the last one may have left since the last look
             if self._words[0] >= number:
                 return

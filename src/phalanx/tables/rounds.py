@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import StateError
-from phalanx.ipc import RangeLock, Region, aligned, late_peers, wait_until
+from phalanx.ipc import Mutex, Region, aligned, late_peers, wait_until
 from phalanx.tables.membership import GAVE_UP_EARLIER, Membership
 from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.shard import Entry
@@ -213,7 +213,7 @@ class Rounds:
         *,
         spec: TableSpec,
         page: TablePage,
-        lock: RangeLock,
+        lock: Mutex,
         membership: Membership,
         regions: RunRegions,
         take_in: Callable[[int, list[Entry], float], None],
@@ -253,7 +253,7 @@ class Rounds:
 
     def enter(self, worker: int, timeout_s: float) -> None:
         """Begin with the round that is open now."""
-        with self._lock.exclusive(timeout_s):
+        with self._lock.held(timeout_s):
             if self._line[TAKEN] > self._line[APPLIED]:
                 self._take(self._line[TAKEN], timeout_s)
             with self._mutex:
@@ -348,7 +348,7 @@ class Rounds:
 
     def _apply(self, number: int, timeout_s: float) -> None:
         """Apply all rounds up to ``number``; an abandoned get leaves its round open."""
-        with self._lock.exclusive(timeout_s):
+        with self._lock.held(timeout_s):
             # again: the round may be applied, an arrival withdrawn, or a worker new
             if not self._has_all(number):
                 return
@@ -371,7 +371,7 @@ class Rounds:
 
     def _give_up(self, arrival: Arrival, timeout_s: float) -> None:
         worker, number, _ = arrival
-        with self._lock.exclusive(timeout_s):
+        with self._lock.held(timeout_s):
             missing = self._missing(number)
             if self._line[APPLIED] < number and missing:
                 line = self._page.worker(worker)

@@ -74,7 +74,7 @@ class RunContext:
         """
         words = self.regions.open_region(f"spec-{spec.name}", _SPEC_BYTES).buffer
         length = words[:8].cast("q")
-        with self.membership.lock.exclusive(timeout_s):
+        with self.membership.lock.held(timeout_s):
             if length[0]:
                 spec.refuse_other(json.loads(bytes(words[8 : 8 + length[0]])))
                 return
@@ -107,26 +107,16 @@ class RunContext:
             self._groups.add(id(group))
 
     def count_out(self, group: object, worker: int, timeout_s: float) -> None:  # noqa: ARG002 - of hosts
-        """Count it out, if it still counts; the last one closes the context.
-
-        Raises:
-            StateError: A thread was in a table all the time. The worker still counts.
-        """
+        """Count it out, if it still counts; the last one closes the context."""
         with self._mutex:
             self._groups.discard(id(group))
             is_last = not self._groups
-        if not is_last:
-            return
-        try:
+        if is_last:
             self.close(timeout_s)  # without the mutex, which a thread in a table may need
-        except BaseException:
-            self.count_in(group)
-            raise
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float) -> None:  # noqa: ARG002 - of hosts
         """Close all tables, and leave the run."""
         for storage in list(self._storages.values()):
-            storage.close(timeout_s)
-        self.membership.close(timeout_s)
+            storage.close()
         self.regions.close()
         self._storages.clear()

@@ -21,8 +21,7 @@ A reader notes WORD, copies, and looks at WORD and ARMED again: if WORD is the s
 WORD, nothing that it copied was changed meanwhile, for every change ends with a WORD that was never
 there before, and begins with ARMED = WORD (rows) or on the side that was not current (everything;
 for that side to be one that a reader still copies, a WORD must lie between). Else it takes the
-lock as a reader. This needs stores and loads to keep their order, as on x86; elsewhere it always
-takes the lock.
+lock. This needs stores and loads to keep their order, as on x86; elsewhere it always does.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.ipc import KEEPS_ORDER, RangeLock, fail_point
+from phalanx.ipc import KEEPS_ORDER, Mutex, fail_point
 from phalanx.memory import PAST_CACHE_BYTES, MatrixRows, all_finite, clamp_rows, copy_to, sum_to
 from phalanx.tables.applied_numbers import AppliedNumbers
 from phalanx.tables.updaters import Assign, Change, Updater
@@ -120,7 +119,7 @@ class TableShard:
     def __init__(
         self,
         *,
-        lock: RangeLock,
+        lock: Mutex,
         header: memoryview,
         values: tuple[Tensor, Tensor],
         states: Sequence[tuple[Tensor, Tensor]],
@@ -165,10 +164,6 @@ class TableShard:
     def close(self) -> None:
         """Do nothing: the last reference to the shard frees its memory."""
 
-    def looks_free(self) -> bool:
-        """Tell whether an add would find the shard free at this moment."""
-        return self.lock.looks_free()
-
     def word(self) -> int:
         """Return WORD, which is another as soon as an add has ended."""
         return self._header[_WORD]
@@ -200,21 +195,18 @@ class TableShard:
         return rows - self.first_row if self.first_row else rows
 
     def _call_settled(self, call: Callable[[], T], timeout_s: float) -> T:
-        """Call with the reader's lock held, where no add of a dead process is unfinished."""
-        while True:
-            with self.lock.shared(timeout_s):
-                fail_point("reader's lock held")
-                if self._header[_ARMED] != self._header[_WORD]:
-                    return call()
-            with self.lock.exclusive(timeout_s):
-                self._settle()
+        """Call with the lock held, where no add of a dead process is unfinished."""
+        with self.lock.held(timeout_s):
+            fail_point("reader's lock held")
+            self._settle()
+            return call()
 
     def read_and_back_up(
         self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float
     ) -> None:
         """Copy rows into ``out``, and remember them as what ``worker`` has read."""
         backup, own = self._backups[worker], None if rows is None else self._counted(rows)
-        with self.lock.exclusive(timeout_s):  # nothing may come between value and copy
+        with self.lock.held(timeout_s):  # nothing may come between value and copy
             fail_point("reader's lock held")
             self._settle()
             _copy_rows(self.current()[0], own, out)
@@ -243,7 +235,7 @@ class TableShard:
             NotFinite: The entry was unchecked, and is not. The values are as they were.
         """
         fail_point("before lock")
-        with self.lock.exclusive(timeout_s):
+        with self.lock.held(timeout_s):
             fail_point("lock held")
             word = self._settle()
             if entry.number and not self._claim(entry, word):
@@ -276,7 +268,7 @@ class TableShard:
 
         Does nothing where the round is in already. Everybody must give the same entries.
         """
-        with self.lock.exclusive(timeout_s):
+        with self.lock.held(timeout_s):
             word = self._settle()
             if bool(word & _PARITY) == bool(number & 1):
                 return
@@ -293,7 +285,7 @@ class TableShard:
 
     def replace_all(self, parts: Sequence[Tensor], timeout_s: float) -> None:
         """Replace the values, and as many states as are given."""
-        with self.lock.exclusive(timeout_s):
+        with self.lock.held(timeout_s):
             word = self._settle()
             old, new = self._both(word)
             for index, target in enumerate(new):
@@ -303,7 +295,7 @@ class TableShard:
     def begin_backup(self, worker: int, timeout_s: float) -> None:
         """Give a new worker its first copy of the rows."""
         if self._backups:
-            with self.lock.exclusive(timeout_s):
+            with self.lock.held(timeout_s):
                 self._settle()
                 self._backups[worker].copy_(self.current()[0])
 

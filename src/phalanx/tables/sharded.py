@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.errors import ConfigError, PeerTimeout, StateError
-from phalanx.ipc import LockFile, RangeLock, Waiting, fail_point, wait_until
+from phalanx.ipc import Mutex, Waiting, fail_point, wait_until
 from phalanx.memory import MatrixRows, all_within
 from phalanx.tables.applied_numbers import AppliedNumbers
 from phalanx.tables.membership import Membership
@@ -47,7 +47,6 @@ class ShardLike(Protocol):
     @property
     def num_undone(self) -> int: ...
     def begin(self, init: Any) -> None: ...  # Any: what a table of this kind begins with
-    def looks_free(self) -> bool: ...
     def read(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> None: ...
     def read_and_back_up(
         self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float
@@ -99,10 +98,9 @@ class Sharded(Generic[P]):
         self.spec = spec
         self.region = region = regions.open_region(name, self.region_sizes(spec)[name])
         self._membership = membership
-        self._file = LockFile(region, rank_of=membership.worker_of)
         self._regions = regions
         self._page = TablePage(region)
-        self._lock = self._file.range(0, 64, label=f"rounds of table {spec.name}")
+        self._lock = self._page.lock(0, f"rounds of table {spec.name}", membership.worker_of)
         self.rounds = Rounds(
             spec=spec,
             page=self._page,
@@ -130,9 +128,9 @@ class Sharded(Generic[P]):
 
         return AppliedNumbers(open_words)
 
-    def _lock_of(self, index: int) -> RangeLock:
+    def _lock_of(self, index: int) -> Mutex:
         label = f"shard {index} of table {self.spec.name}"
-        return self._file.range(64 * (1 + index), 64, label=label)
+        return self._page.lock(1 + index, label, self._membership.worker_of)
 
     # --- the first value --------------------------------------------------------------------------
 
@@ -154,7 +152,7 @@ class Sharded(Generic[P]):
 
         def ready() -> bool:
             if not line[READY] and min(self._membership.awaited(), default=worker) == worker:
-                with self._lock.exclusive(timeout_s):
+                with self._lock.held(timeout_s):
                     if not line[READY]:
                         self._begin_shards(init)
                         line[READY] = 1
@@ -228,7 +226,7 @@ class Sharded(Generic[P]):
         fail_point("rows read")
 
     def add(self, entry: Entry, timeout_s: float) -> None:
-        """Take one add, checked, shard by shard; those that are free first."""
+        """Take one add, checked, shard by shard."""
         if len(self.shards) == 1:
             self.shards[0].add(entry, timeout_s)
         else:
@@ -242,8 +240,7 @@ class Sharded(Generic[P]):
         """Wait until what ``worker`` has added is in: it is."""
 
     def _add_parts(self, parts: list[tuple[P, Entry]], waiting: Waiting) -> None:
-        while parts:
-            shard, part = parts.pop(_first_free(parts))
+        for shard, part in parts:
             shard.add(part, waiting.remaining_s())
 
     def _take_in(self, number: int, entries: list[Entry], timeout_s: float) -> None:
@@ -318,17 +315,13 @@ class Sharded(Generic[P]):
         """How many interrupted adds were undone, by anybody."""
         return self._last_undone if self._closed else sum(s.num_undone for s in self.shards)
 
-    def close(self, timeout_s: float) -> None:
-        """Let go of the locks and the memory, also where somebody keeps a handle of the table.
+    def close(self) -> None:
+        """Let go of the memory, also where somebody keeps a handle of the table.
 
         A call that another thread is in keeps what it uses until it returns.
-
-        Raises:
-            StateError: As :meth:`LockFile.close`; the table is still open.
         """
         if self._closed:
             return
-        self._file.close(timeout_s)
         self._last_undone = self.num_undone
         self._closed = True
         for shard in self.shards:
@@ -404,15 +397,6 @@ class Storage(Sharded[TableShard]):
         """Replace the values, and as many states as are given."""
         for shard in self.shards:
             shard.replace_all([part[self._span(shard)] for part in parts], timeout_s)
-
-
-def _first_free(left: Sequence[tuple[P, Entry]]) -> int:
-    """Return the index of a part whose shard looks free, or 0; it may be taken a moment later."""
-    if len(left) > 1:
-        for index, (shard, _) in enumerate(left):
-            if shard.looks_free():
-                return index
-    return 0
 
 
 def _merge(entries: list[Entry], how: str) -> Entry:

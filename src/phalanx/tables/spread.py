@@ -330,9 +330,9 @@ class SpreadStorage:
     def _counts(self) -> list[tuple[int, int, int]]:
         return [part.counts(_COUNTS_S) for part in self._any_parts().values()]
 
-    def close(self, timeout_s: float) -> None:
+    def close(self) -> None:
         """Let go of this host's part."""
-        self.local.close(timeout_s)
+        self.local.close()
 
 
 _COUNTS_S = 30.0

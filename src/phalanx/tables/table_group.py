@@ -12,6 +12,7 @@ import torch
 from phalanx.distributed import open_store
 from phalanx.errors import ConfigError, StateError, UnsupportedError
 from phalanx.ipc import register_at_fork, wait_until
+from phalanx.native import require_library
 from phalanx.plan import Staleness, check_argument, say_numbers
 from phalanx.tables.joining import (
     JoinRequest,
@@ -166,14 +167,13 @@ class TableGroup:
     def close(self) -> None:
         """Leave and let go of everything; the last one out removes what the run has shared.
 
+        A call that another thread is in ends as if the group were open.
+
         Raises:
-            StateError: This thread is in a call of a table, or another one was for ``timeout_s``
-                seconds. Close again when that has ended.
             PhalanxError: As :meth:`leave`; everything has been let go of.
 
         Blocks: Until the workers that were announced have come, else they would come to a run that
-        is not there any more (a warning names those that have not); and until the calls of other
-        threads have ended; at most ``timeout_s`` each.
+        is not there any more (a warning names those that have not); at most ``timeout_s``.
         """
         self._wait_for_expected(stacklevel=3)
         self._leave_and_close()
@@ -202,11 +202,7 @@ class TableGroup:
 
     def _let_go(self) -> None:
         self.closed = True
-        try:
-            self._context.count_out(self, self.worker_id, self.timeout_s)
-        except BaseException:
-            self.closed = False
-            raise
+        self._context.count_out(self, self.worker_id, self.timeout_s)
 
     def __enter__(self) -> TableGroup:
         return self
@@ -452,12 +448,14 @@ def join(
         ConfigError: The name is none, others said another ``num_workers``, or variables lack.
         StateError: There is no such run, and ``create`` is False.
         OutOfSpace: There is no room in ``/dev/shm``.
+        UnsupportedError: The C library was not built when phalanx was installed.
 
     Example:
         >>> with join() as world:
         ...     world.worker_id, world.num_workers, world.is_master
         (0, 1, True)
     """
+    require_library("Tables")
     timeout_s = _seconds(timeout_s)
     mode = read_mode(sync, staleness, Staleness(None))
     request = read_join_request(run, num_workers)

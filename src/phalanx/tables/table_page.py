@@ -3,6 +3,7 @@
     line 0         table     READY | APPLIED | TAKEN | · | · | · | · | SEED
     line 1 + i     shard i   its header (shard.py), or its segments (key_shard.py)
     line 257 + w   worker w  CLOCK | round, count | round, count | ARRIVED_AS | CLAIMED | CLAIMED_AS
+    then           the locks: of line 0, then one for each shard
 
 Words have 8 bytes, lines 8 words. Line 0 is written with its lock held, that of a worker by this
 worker alone. ARRIVED_AS and CLAIMED_AS are the incarnations that wrote CLOCK and CLAIMED; where
@@ -11,7 +12,9 @@ ARRIVED_AS is negative, the worker came to round CLOCK + 1 as well, and gave it 
 
 from __future__ import annotations
 
-from phalanx.ipc import Region
+from collections.abc import Callable
+
+from phalanx.ipc import Mutex, Region
 from phalanx.tables.membership import MAX_WORKERS
 
 __all__ = [
@@ -50,16 +53,23 @@ class TablePage:
     """
 
     LINE_BYTES = 8 * _WORDS
-    NBYTES = LINE_BYTES * (1 + MAX_SHARDS + MAX_WORKERS)
+    _LOCKS = LINE_BYTES * (1 + MAX_SHARDS + MAX_WORKERS)
+    NBYTES = _LOCKS + Mutex.NBYTES * (1 + MAX_SHARDS)
 
     def __init__(self, region: Region) -> None:
-        self._words = region.buffer[: self.NBYTES].cast("q")
+        self._region = region
+        self._words = region.buffer[: self._LOCKS].cast("q")
         self.table = self._line(0)
         self.workers = self._words[_WORDS * (1 + MAX_SHARDS) :]
 
     def shard(self, index: int) -> memoryview:
         """Return the line of a shard."""
         return self._line(1 + index)
+
+    def lock(self, index: int, label: str, rank_of: Callable[[int], int | None]) -> Mutex:
+        """Return a lock: that of line 0, or of shard ``index - 1``."""
+        at = self._LOCKS + Mutex.NBYTES * index
+        return Mutex(self._region.buffer[at : at + Mutex.NBYTES], label, rank_of)
 
     def worker(self, worker: int) -> memoryview:
         """Return the line of a worker."""

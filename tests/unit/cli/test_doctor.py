@@ -49,7 +49,7 @@ def no_region(*args: object, **options: object) -> None:
         (resource, "getrlimit", lambda _: (100, 4096), "warning: Open files: 100, .*ulimit"),
         (checks, "cores_allowed", lambda: 0.5, r"warning: Cores: .*quota 0\.5.*replicas=1"),
         (checks, "network_interfaces", lambda: ["ib7"], "warning: Network: .*names ib7"),
-        (checks, "is_compiled", lambda: False, "warning: Compiled rows: no.*C compiler"),
+        (checks, "is_compiled", lambda: False, "warning: C library: no.*C compiler"),
     ],
 )
 def test_a_machine_that_lacks_something_is_told_the_remedy(

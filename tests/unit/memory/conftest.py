@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.memory import compiled, is_compiled
+from phalanx.native import FUNCTIONS, is_compiled
 
 NOT_COMPILED = "there was no C compiler when phalanx was installed"
 WAYS = {"compiled": True, "torch": False}
@@ -20,7 +20,8 @@ def needs_compiled() -> None:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Run the test by compiled functions, and by torch's."""
     if not WAYS[request.param]:
-        monkeypatch.setattr(compiled, "FUNCTIONS", {})
+        for name in list(FUNCTIONS):
+            monkeypatch.delitem(FUNCTIONS, name)
     elif not is_compiled():
         pytest.skip(NOT_COMPILED)
     return WAYS[request.param]

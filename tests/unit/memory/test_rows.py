@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx import tables
-from phalanx.memory import PAST_CACHE_BYTES, MatrixRows, all_within, clamp_rows, compiled
+from phalanx.memory import PAST_CACHE_BYTES, MatrixRows, all_within, clamp_rows
 from tests.products import in_pairs
 from tests.unit.memory.numbers import DTYPES, drawn
 
@@ -108,21 +107,6 @@ def test_numbers_that_were_changed_behind_our_back_reach_no_other_memory(needs_c
     owned.take(numbers, out)
     assert whole[:, 0].tolist() == [0, 0, 0, 1, 1, 2, 0, 0, 0]
     assert out[:, 0].tolist() == [1, 1, 2, 2]
-
-
-def test_tables_have_the_same_bits_either_way(monkeypatch):
-    """With several shards, repeats, and blocks of rows."""
-    found = []
-    for functions in (compiled.FUNCTIONS, {}):
-        monkeypatch.setattr(compiled, "FUNCTIONS", functions)
-        with tables.join() as world:
-            table = world.matrix(ROWS, 33, num_shards=3)
-            for seed, count in enumerate((1, ODD, 999, 9000)):
-                table.add(drawn(torch.float32, count, 33, seed=seed), some_rows(count, seed))
-            found.append((table.get().clone(), table.get(some_rows(5000, 9))))
-    (all_of_one, some_of_one), (all_of_other, some_of_other) = found
-    assert torch.equal(all_of_one, all_of_other)
-    assert torch.equal(some_of_one, some_of_other)
 
 
 @pytest.mark.parametrize("first", [0, ODD])

@@ -1,12 +1,12 @@
-/* Memory that lies in one piece: looked at, added and copied. See blocks.py, which has the same in
+/* Memory that lies in one piece: looked at, added and copied. See memory/blocks.py, which has the same in
    torch.
 
-   In lanes: see compiled.h. */
+   In lanes: see native.h. */
 
 #include <stdint.h>
 #include <string.h>
 
-#include "compiled.h"
+#include "native.h"
 
 /* A number is not finite if all bits of its exponent are set. */
 #define EXPONENT_32 UINT32_C(0x7f800000)

@@ -1,7 +1,7 @@
-"""What was compiled from the files of C when phalanx was installed, if anything was.
+"""The library of compiled C functions, called through ctypes; hatch_build.py builds it.
 
-Every function here has its like in torch, with the same bits: see rows.py, blocks.py and
-distributed/intra_host.py (docs/decisions/0015).
+Tables cannot do without it. Training and the backend can: what they call here has its like in torch
+(memory/blocks.py, distributed/intra_host.py).
 """
 
 from __future__ import annotations
@@ -13,11 +13,31 @@ from typing import Any
 
 import torch
 
-__all__ = ["DTYPES", "FUNCTIONS", "Function", "compiled_for", "compiled_function", "is_compiled"]
+from phalanx.errors import UnsupportedError
 
-_VERSION = 14  # as in compiled.h: a library of another one is left alone
+__all__ = [
+    "DTYPES",
+    "FUNCTIONS",
+    "Function",
+    "address_of",
+    "compiled_for",
+    "compiled_function",
+    "is_compiled",
+    "require_library",
+]
+
+_VERSION = 15  # as in native.h: a library of another one is left alone
 # What returns a number.
-_ANSWERS = ("finite", "sum_to", "within", "all_reduce")
+_ANSWERS = (
+    "finite",
+    "sum_to",
+    "within",
+    "all_reduce",
+    "lock_make",
+    "lock_take",
+    "lock_release",
+    "lock_owner",
+)
 DTYPES = {
     torch.float32: "float32",
     torch.float64: "float64",
@@ -55,6 +75,10 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
         "finite_float32": [pointer, number],
         "finite_float64": [pointer, number],
         "copy": [pointer, pointer, number, number],
+        "lock_make": [pointer],
+        "lock_take": [pointer, number],
+        "lock_release": [pointer],
+        "lock_owner": [pointer],
     }
     for name in DTYPES.values():
         takes[f"add_{name}"] = [pointer, number, number, pointer, number, pointer, pointer]
@@ -69,18 +93,35 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
     return found
 
 
-FUNCTIONS = _functions(_load(Path(__file__).with_name("_compiled.so")))
+FUNCTIONS = _functions(_load(Path(__file__).with_name("_library.so")))
 """By name, without ``phalanx_``; nothing where nothing was compiled."""
 
 
 def is_compiled() -> bool:
-    """Tell whether there was a C compiler when phalanx was installed.
+    """Tell whether the library was built when phalanx was installed.
 
     Example:
         >>> is_compiled() in (True, False)
         True
     """
     return bool(FUNCTIONS)
+
+
+def require_library(what: str) -> None:
+    """Raise if the library is not there.
+
+    Args:
+        what: What needs it; the error's first words.
+
+    Raises:
+        UnsupportedError: It was not built.
+    """
+    if not FUNCTIONS:
+        raise UnsupportedError(
+            f"{what} need the C library of phalanx, which was not built when phalanx was "
+            "installed. Install a C compiler (on Debian and Ubuntu: apt install gcc), then "
+            "phalanx again."
+        )
 
 
 def compiled_function(name: str) -> Function | None:
@@ -101,3 +142,14 @@ def compiled_for(name: str, dtype: torch.dtype) -> Function | None:
         True
     """
     return FUNCTIONS.get(f"{name}_{_NAMES.get(dtype)}")
+
+
+def address_of(memory: memoryview) -> int:
+    """Return where writable memory begins; whoever uses the address keeps the memory.
+
+    Example:
+        >>> buffer = memoryview(bytearray(8))
+        >>> address_of(buffer[4:]) - address_of(buffer)
+        4
+    """
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -1,6 +1,9 @@
-/* What the compiled files have in common. */
+/* What the files of C have in common. */
 
-#define VERSION 14 /* as in compiled.py */
+#include <pthread.h>
+#include <stdint.h>
+
+#define VERSION 15 /* as in library.py */
 #define LINE 64   /* bytes of a cache */
 
 /* What a core does not have, in memory or in another core's cache, it gets the sooner the more of it
@@ -27,3 +30,14 @@
 #else
 #define WIDE
 #endif
+
+#define PHALANX_LOCK_BYTES 128 /* as in ipc/mutex.py */
+
+/* See lock.c. */
+typedef struct {
+    pthread_mutex_t turn, held;
+    _Atomic int64_t owner; /* a number of a process, or 0; for errors */
+} phalanx_lock;
+
+int64_t phalanx_lock_take(phalanx_lock *lock, int64_t ms);
+int64_t phalanx_lock_release(phalanx_lock *lock);

@@ -1,4 +1,4 @@
-/* Rows of a matrix: copied, and added to. See rows.py, which has the same in torch.
+/* Rows of a matrix: copied, and added to. See memory/rows.py.
 
    Random rows of a large matrix are in no cache. The processor waits for each unless it is told
    early which ones come next: that is all that these loops do beyond what they say.
@@ -10,7 +10,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "compiled.h"
+#include "native.h"
 
 #define AHEAD 32 /* rows: into the second cache, which has room for them and more of it under way */
 #define MOST 512 /* bytes of a row: what is longer, the processor sees coming itself */

@@ -1,0 +1,116 @@
+"""A lock in shared memory, which the kernel frees when its holder dies (native/lock.c)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from phalanx.errors import PeerTimeout
+from phalanx.ipc.liveness import Waiting
+from phalanx.native import FUNCTIONS, address_of, require_library
+
+__all__ = ["Mutex"]
+
+_SLICE_MS = 20  # a thread that waits in C hears of no Ctrl-C before it comes back
+
+
+class Mutex:
+    """A lock that excludes threads and processes alike; the kernel frees it at a holder's death.
+
+    What a dead holder had half written stays half written: whoever takes the lock next looks. It is
+    not reentrant. A KeyboardInterrupt that comes as a block begins or ends may leave the lock with
+    its thread, which then finds it free at its next call, as others do when the thread ends.
+
+    Args:
+        memory: Its :attr:`NBYTES` bytes, shared and zeros at first; kept.
+        label: What it is called in messages.
+        rank_of: Tells as which rank a process works, if as one; for errors.
+
+    Raises:
+        UnsupportedError: The C library was not built.
+
+    Example:
+        >>> mutex = Mutex(memoryview(bytearray(Mutex.NBYTES)), "rows")
+        >>> with mutex.held():
+        ...     mutex.owner == os.getpid()
+        True
+        >>> mutex.owner
+        0
+    """
+
+    NBYTES = 128  # as in native.h
+
+    def __init__(
+        self,
+        memory: memoryview,
+        label: str,
+        rank_of: Callable[[int], int | None] = lambda _: None,
+    ) -> None:
+        require_library("Locks in shared memory")
+        self.label = label
+        self._memory = memory[: self.NBYTES]
+        self._rank_of = rank_of
+        self.address = address_of(self._memory)
+        self._take, self._release = FUNCTIONS["lock_take"], FUNCTIONS["lock_release"]
+        FUNCTIONS["lock_make"](self.address)
+
+    @property
+    def owner(self) -> int:
+        """The number of the process that holds it, or died holding it; 0 if none."""
+        return int(FUNCTIONS["lock_owner"](self.address))
+
+    def held(self, timeout_s: float = 30.0) -> _Held:
+        """Hold the lock: ``with mutex.held(): …``.
+
+        Raises:
+            PeerTimeout: Others held it for ``timeout_s`` seconds; ``.rank`` is who does now.
+
+        Blocks: Until nobody else holds it.
+        """
+        return _Held(self, timeout_s)
+
+    def take(self, timeout_s: float) -> None:
+        """Take the lock, as :meth:`held` does when its block begins."""
+        if not self._take(self.address, 0):
+            return
+        waiting = Waiting(timeout_s)
+        while self._take(self.address, min(_SLICE_MS, 1 + int(1e3 * waiting.remaining_s()))):
+            if waiting.over():
+                raise self.late(timeout_s)
+
+    def release(self) -> None:
+        """Let go of it, if this thread holds it."""
+        self._release(self.address)
+
+    def late(self, timeout_s: float) -> PeerTimeout:
+        """Return the error of who has waited for so long."""
+        pid = self.owner
+        me = " (this one)" * (pid == os.getpid())
+        who = f"process {pid}{me} holds it" if pid else "others held it in turn"
+        return PeerTimeout(
+            f"Lock {self.label!r} did not become free within {timeout_s:g} s: {who}.",
+            None if pid in (0, os.getpid()) else self._rank_of(pid),
+        )
+
+    def __repr__(self) -> str:
+        return f"Mutex({self.label!r})"
+
+
+class _Held:
+    """What one ``with`` holds a lock by."""
+
+    __slots__ = ("_mutex", "_timeout_s")
+
+    def __init__(self, mutex: Mutex, timeout_s: float) -> None:
+        self._mutex = mutex
+        self._timeout_s = timeout_s
+
+    def __enter__(self) -> None:
+        try:
+            self._mutex.take(self._timeout_s)
+        except KeyboardInterrupt:
+            self._mutex.release()
+            raise
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._mutex.release()

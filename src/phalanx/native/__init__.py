@@ -1,0 +1,23 @@
+"""One library of C, for what Python cannot do in shared memory, or not fast enough."""
+
+from phalanx.native.library import (
+    DTYPES,
+    FUNCTIONS,
+    Function,
+    address_of,
+    compiled_for,
+    compiled_function,
+    is_compiled,
+    require_library,
+)
+
+__all__ = [
+    "DTYPES",
+    "FUNCTIONS",
+    "Function",
+    "address_of",
+    "compiled_for",
+    "compiled_function",
+    "is_compiled",
+    "require_library",
+]

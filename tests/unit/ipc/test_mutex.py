@@ -1,0 +1,192 @@
+"""A lock in shared memory has one holder at a time, and does not outlive it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from phalanx.clock import now_s
+from phalanx.errors import PeerTimeout
+from phalanx.ipc import Mutex, Region, mutex
+from tests.interrupts import interrupt_at
+
+LONG_S = 60.0
+SHORT_S = 0.05
+
+
+@pytest.fixture
+def region() -> Iterator[Region]:
+    with Region.create(4096) as region:
+        yield region
+
+
+@pytest.fixture
+def lock(region: Region) -> Mutex:
+    return Mutex(region.buffer, "rows", rank_of=lambda pid: 7)
+
+
+def pass_through(lock: Mutex, timeout_s: float = LONG_S) -> None:
+    with lock.held(timeout_s):
+        pass
+
+
+def elsewhere(lock: Mutex, timeout_s: float = SHORT_S) -> None:
+    """Pass through in another thread; raise what that raises."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(pass_through, lock, timeout_s).result(LONG_S)
+
+
+def child(lock: Mutex, *, die: bool) -> int:
+    """Fork a process that takes the lock; return its number when it has."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        lock.take(LONG_S)
+        os.write(write, b"t")
+        if not die:
+            signal.pause()
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.read(read, 1) == b"t"
+    os.close(read)
+    os.close(write)
+    return pid
+
+
+def end(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def test_a_second_thread_waits_until_its_deadline(lock):
+    with lock.held():
+        began = now_s()
+        with pytest.raises(
+            PeerTimeout, match=rf"'rows' .* within 0.05 s: process {os.getpid()} \("
+        ):
+            elsewhere(lock)
+        assert now_s() - began >= SHORT_S
+    elsewhere(lock)
+
+
+def test_a_process_that_holds_it_is_named_with_its_rank(lock):
+    pid = child(lock, die=False)
+    with pytest.raises(PeerTimeout, match=f": process {pid} holds it") as caught:
+        pass_through(lock, SHORT_S)
+    assert caught.value.rank == 7
+    end(pid)
+    pass_through(lock, SHORT_S)
+
+
+def test_it_is_free_at_once_when_its_holder_is_killed(lock):
+    pid = child(lock, die=False)
+    with ThreadPoolExecutor(1) as pool:
+        waiter = pool.submit(pass_through, lock)
+        with pytest.raises(TimeoutError):
+            waiter.result(SHORT_S)
+        end(pid)
+        waiter.result(LONG_S)
+
+
+def test_who_dies_again_and_again_holds_nobody_up(lock):
+    for _ in range(20):
+        os.waitpid(child(lock, die=True), 0)
+        pass_through(lock, SHORT_S)
+
+
+def test_a_forked_child_does_not_keep_a_dead_holders_lock(lock):
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        lock.take(LONG_S)
+        grandchild = os.fork()
+        if grandchild == 0:
+            signal.pause()
+        os.write(write, str(grandchild).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    try:
+        pass_through(lock, SHORT_S)
+    finally:
+        os.kill(int(os.read(read, 100)), signal.SIGKILL)
+        os.close(read)
+        os.close(write)
+
+
+def test_a_thread_that_ends_with_it_frees_it(lock):
+    thread = threading.Thread(target=lock.take, args=(SHORT_S,))
+    thread.start()
+    thread.join(LONG_S)
+    pass_through(lock, SHORT_S)
+
+
+def test_an_exception_frees_it(lock):
+    with pytest.raises(ZeroDivisionError), lock.held():
+        raise ZeroDivisionError
+    elsewhere(lock)
+
+
+def test_it_may_be_made_again_while_it_is_held(region, lock):
+    with lock.held():
+        again = Mutex(region.buffer, "rows")
+        with pytest.raises(PeerTimeout):
+            elsewhere(again)
+    elsewhere(again)
+
+
+def test_who_lets_go_and_comes_again_is_behind_who_waits(lock):
+    """Without the turnstile a loop of long blocks would keep a waiter out for ever."""
+    came = threading.Event()
+
+    def wait() -> None:
+        with lock.held(LONG_S):
+            came.set()
+
+    turns = 0
+    with ThreadPoolExecutor(1) as pool:
+        with lock.held():
+            waiter = pool.submit(wait)
+            threading.Event().wait(SHORT_S)  # it stands in line by now
+        while not came.is_set():
+            with lock.held():
+                turns += 1
+                threading.Event().wait(SHORT_S)
+        waiter.result(LONG_S)
+    assert turns <= 2
+
+
+@pytest.mark.promise("interrupts-leave-whole-steps")
+def test_wherever_an_interrupt_comes_its_thread_finds_the_lock_free(lock):
+    for number in range(100):
+        try:
+            with interrupt_at(number, mutex):
+                pass_through(lock)
+        except KeyboardInterrupt:
+            pass_through(lock, 0.0)
+            elsewhere(lock)
+        else:
+            assert number > 5
+            return
+    raise AssertionError("the block never ended without an interrupt")
+
+
+def test_threads_that_write_lose_nothing(region):
+    """Six threads over two views: the count, and never half of an addition."""
+    locks = [Mutex(region.buffer, "rows") for _ in range(2)]
+    count = [0, 0]
+
+    def work(lock: Mutex) -> None:
+        for _ in range(100):
+            with lock.held(LONG_S):
+                first, second = count
+                count[0] = first + 1
+                count[1] = second + 1
+
+    with ThreadPoolExecutor(6) as pool:
+        for future in [pool.submit(work, locks[index % 2]) for index in range(6)]:
+            future.result(LONG_S)
+    assert count == [600, 600]
