@@ -10,10 +10,9 @@ import torch
 from phalanx.callbacks import FormationChosen
 from phalanx.plan import Balancer
 from phalanx.replicas import num_cores
-from phalanx.train.formation import Formation
+from phalanx.train.formation import Formation, choose_formation
 from phalanx.train.objective import Objective
 from phalanx.train.step_engine import EngineSpec, StepEngine
-from phalanx.train.trial import Trial
 from phalanx.types import Nested
 
 __all__ = ["Engines"]
@@ -172,9 +171,16 @@ class Engines:
         return Balancer(count, workloads=workloads if same else None)
 
     def _choose_formation(self, batch: Nested) -> Formation:
-        """Find out what `replicas="auto"` shall be, and tell."""
-        trial = Trial(self._spec.module, self._spec.splitter, self._objective, batch)
-        chosen, why = trial.choose(self._home, self._spec.workloads)
+        """Choose what `replicas="auto"` shall be, and tell."""
+        workloads = self._spec.workloads
+        if workloads is None:
+            spec = self._spec
+            chosen, why = choose_formation(
+                spec.module, spec.splitter, self._objective, batch, self._home
+            )
+        else:
+            chosen = Formation((self._home,) * len(workloads), 1)
+            why = "as many as there are workloads"
         count = len(chosen.devices)
         self._tell(FormationChosen(replicas=count, intra_op=chosen.intra_op, reason=why))
         return chosen

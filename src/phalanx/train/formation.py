@@ -1,21 +1,23 @@
-"""How many replicas, with how many threads each: given, or found out by a short trial."""
+"""How many replicas, with how many threads each: given, or chosen by a short measured trial."""
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from phalanx.clock import now_s
 from phalanx.distributed import num_ranks_here
-from phalanx.execution import ExecutorChoice, default_intra_op
+from phalanx.execution import ExecutorChoice, ThreadExecutor, default_intra_op
 from phalanx.replicas import num_cores, resolve_devices
-from phalanx.types import Device
+from phalanx.train.microbatches import Splitter
+from phalanx.train.objective import Objective, TrainTask
+from phalanx.types import Device, Nested
 
-__all__ = ["Formation", "candidates", "read_replicas", "try_out"]
+__all__ = ["Formation", "choose_formation", "read_replicas"]
 
 _TRIAL_S = 2.0
 _LEAST_ROUNDS = 3
@@ -45,30 +47,13 @@ class Formation:
         return f"{count} {'replica' if count == 1 else 'replicas'} × {self.intra_op} {threads}"
 
 
-def candidates(
-    home: torch.device, microbatches: int, *, cores: int | None = None
-) -> list[Formation]:
-    """Return what `replicas="auto"` may choose from; each gives the same bits.
-
-    On a CPU: one replica, two, or one per core, as far as there are microbatches for them.
-
-    Example:
-        >>> [str(each) for each in candidates(torch.device("cpu"), 4, cores=8)]
-        ['1 replica × 1 thread', '2 replicas × 1 thread', '4 replicas × 1 thread']
-    """
-    if home.type != "cpu":
-        return [Formation((home,), 1)]
-    most = min(microbatches, num_cores() if cores is None else cores)
-    return [Formation((home,) * count, 1) for count in sorted({1, min(2, most), most})]
-
-
 def read_replicas(
     replicas: int | str | Sequence[Device],
     home: torch.device,
     intra_op: int | None,
     choice: ExecutorChoice,
 ) -> Formation | None:
-    """Read the argument `replicas`; None for a formation that is to be found out.
+    """Read the argument `replicas`; None for "auto", where a trial is to choose.
 
     A rank has one replica unless told otherwise: there are as many ranks as the job was told. The
     caller's own thread is one replica.
@@ -84,35 +69,62 @@ def read_replicas(
     return Formation(devices, intra_op or default_intra_op(everybody))
 
 
-def try_out(
-    formations: Sequence[Formation],
-    open_run: Callable[[Formation], tuple[Callable[[], None], Callable[[], None]]],
+def choose_formation(
+    module: nn.Module, splitter: Splitter, objective: Objective, batch: Nested, home: torch.device
 ) -> tuple[Formation, str]:
-    """Measure each formation, in turns, and return the fastest and a line that says why.
+    """Measure what `replicas="auto"` may be; return the fastest, and a line that says why.
+
+    On a CPU: one replica, two, or one per core, as far as there are microbatches for them. Each
+    gives the same bits. The trials change neither weights nor buffers.
 
     Args:
-        open_run: Returns, for a formation, a function that does one step's work without any effect,
-            and one that frees what the first holds.
+        batch: The trials compute its gradients.
+        home: Where the replicas shall be.
     """
-    runs = [(formation, *open_run(formation)) for formation in formations]
-    seconds: list[list[float]] = [[] for _ in runs]
+    assert splitter.microbatches is not None  # "auto" is refused without
+    most = min(splitter.microbatches, num_cores()) if home.type == "cpu" else 1
+    options = [Formation((home,) * count, 1) for count in sorted({1, min(2, most), most})]
+    if len(options) == 1:
+        return options[0], "the only choice"
+    executors = [ThreadExecutor(module, each.devices, intra_op=1) for each in options]
+    runs = [_run_of(executor, splitter, objective, batch) for executor in executors]
     try:
-        for _, run, _ in runs:
-            run()  # the first time costs allocations and choices of kernels
-        begin_s = now_s()
-        for done in itertools.count(1):
-            for times, (_, run, _) in zip(seconds, runs, strict=True):
-                run()  # caches are the other formation's still
-                start_s = now_s()
-                run()
-                times.append(now_s() - start_s)
-            if done >= _MOST_ROUNDS or (done >= _LEAST_ROUNDS and now_s() - begin_s > _TRIAL_S):
-                break
+        medians = _measure(runs)
     finally:
-        for _, _, close in runs:
-            close()
-    medians = [statistics.median(times) for times in seconds]
-    best = min(range(len(runs)), key=medians.__getitem__)
-    parts = [f"{f} {m * 1e3:.1f} ms" for (f, _, _), m in zip(runs, medians, strict=True)]
+        for executor in executors:
+            executor.close()
+    best = medians.index(min(medians))
+    parts = [f"{each} {s * 1e3:.1f} ms" for each, s in zip(options, medians, strict=True)]
     parts.insert(0, parts.pop(best))
-    return runs[best][0], "measured " + ", ".join(parts)
+    return options[best], "measured " + ", ".join(parts)
+
+
+def _run_of(
+    executor: ThreadExecutor, splitter: Splitter, objective: Objective, batch: Nested
+) -> Callable[[], None]:
+    """Return a function that computes the batch's gradients, to no effect."""
+    pieces = splitter.split(batch, executor.workloads)
+    task = TrainTask(objective, pieces.scales, keep_outputs=False)
+
+    def run() -> None:
+        with torch.enable_grad():
+            executor.run(task, pieces.pieces, weights=pieces.weights, seed=(0,))
+
+    return run
+
+
+def _measure(runs: Sequence[Callable[[], None]]) -> list[float]:
+    """Return the median seconds of each run; they are made in turns."""
+    seconds: list[list[float]] = [[] for _ in runs]
+    for run in runs:
+        run()  # the first time costs allocations and choices of kernels
+    begin_s = now_s()
+    for done in range(1, _MOST_ROUNDS + 1):
+        for times, run in zip(seconds, runs, strict=True):
+            run()  # caches are another's still
+            start_s = now_s()
+            run()
+            times.append(now_s() - start_s)
+        if done >= _LEAST_ROUNDS and now_s() - begin_s > _TRIAL_S:
+            break
+    return [statistics.median(times) for times in seconds]
