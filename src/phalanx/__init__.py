@@ -10,7 +10,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from phalanx.distributed import codec_hook, launch, merge_hook
+    from phalanx.distributed import launch
+    from phalanx.distributed.codec_hook import codec_hook
+    from phalanx.distributed.merge_hook import merge_hook
     from phalanx.errors import (
         CheckpointError,
         ConfigError,

@@ -13,7 +13,12 @@ from phalanx.errors import ConfigError
 from phalanx.execution import ThreadExecutor, check_reduce, refuse_without_nccl
 from phalanx.parallel.container import Call, Container
 from phalanx.parallel.graph import ForwardTask, ReplicaGraph, RunPart
-from phalanx.parallel.replica_losses import ReplicaLosses, loss_of_nothing
+from phalanx.parallel.replica_losses import (
+    ReplicaLosses,
+    cut_targets,
+    loss_of_nothing,
+    mean_loss,
+)
 from phalanx.parallel.unwrapped import Unwrapped
 from phalanx.plan import (
     Balancer,
@@ -30,6 +35,7 @@ from phalanx.plan import (
     flatten,
     open_rows,
     read_sizes,
+    read_weights,
     unflatten,
     workload_sizes,
 )
@@ -310,7 +316,25 @@ class DataParallel(Container, Unwrapped):
             ...     torch.allclose(model.forward_loss(loss_fn, x, y), loss_fn(net(x), y))
             True
         """
-        return self._loss(loss_fn, inputs, targets, weight_fn, sizes)
+        losses = ReplicaLosses(loss_fn)
+        if weight_fn is not None:
+            check_function("weight_fn", weight_fn)
+        call = Call.with_inputs(inputs)
+        parts, sizes = self._cut(call, sizes)
+        slices = cut_targets(targets, sizes, self._layout.dim)
+        used = _used(sizes)
+        weights = read_weights("weight_fn", weight_fn, slices, used)
+
+        def run(piece: int, module: nn.Module, both: Nested) -> Nested:
+            outputs = call.run(module, both["inputs"])
+            return losses(outputs, both["targets"]) if weights[piece] else loss_of_nothing(outputs)
+
+        def merge(found: list[Nested]) -> Tensor:
+            own = _used_of(weights, used)
+            return mean_loss(found, own, self._home(), by_rows=weight_fn is None)
+
+        pairs = [{"inputs": part, "targets": own} for part, own in zip(parts, slices, strict=True)]
+        return self._run(_only(pairs, used), used, run, merge, self._observer(sizes))
 
     def extra_repr(self) -> str:
         names = [str(device) for device in self._devices]
@@ -426,36 +450,6 @@ class DataParallel(Container, Unwrapped):
             )
         graph: ReplicaGraph = result.results[0][0]
         return unflatten(graph.outputs, graph.spec)
-
-    def _loss(
-        self,
-        loss_fn: LossFn,
-        inputs: Nested,
-        targets: Nested,
-        weight_fn: WeightFn | None,
-        sizes: Sequence[int] | None,
-    ) -> Tensor:
-        losses = ReplicaLosses(loss_fn)
-        call = Call.with_inputs(inputs)
-        parts, sizes = self._cut(call, sizes)
-        slices = losses.cut_targets(targets, sizes, self._layout.dim)
-        used = _used(sizes)
-        weights = losses.weights(_only(slices, used), sizes, weight_fn)
-
-        def run(piece: int, module: nn.Module, both: Nested) -> Nested:
-            outputs = call.run(module, both["inputs"])
-            if not weights[piece]:
-                return loss_of_nothing(outputs)
-            return losses.of(outputs, both["targets"])
-
-        pairs = [{"inputs": part, "targets": own} for part, own in zip(parts, slices, strict=True)]
-
-        def merge(found: list[Nested]) -> Tensor:
-            if weight_fn is None:
-                losses.check_counted(found)
-            return losses.mean(found, _used_of(weights, used), self._home())
-
-        return self._run(_only(pairs, used), used, run, merge, self._observer(sizes))
 
     def _home(self) -> torch.device:
         """Return where outputs go: to the first device, or where a replica that holds this is."""

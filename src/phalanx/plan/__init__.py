@@ -25,6 +25,7 @@ from phalanx.plan.slices import (
     check_workloads,
     equal_sizes,
     read_sizes,
+    read_weights,
     round_robin,
     workload_sizes,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "read_intra_op",
     "read_number",
     "read_sizes",
+    "read_weights",
     "read_whole",
     "round_robin",
     "say_numbers",

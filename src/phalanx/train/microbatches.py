@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from phalanx.errors import ConfigError
-from phalanx.plan import Layout, equal_sizes, open_rows, workload_sizes
+from phalanx.plan import Layout, equal_sizes, open_rows, read_weights, workload_sizes
 from phalanx.types import Nested, WeightFn
 
 __all__ = ["Microbatches", "Splitter"]
@@ -77,33 +76,9 @@ class Splitter:
         owners = range(len(pieces)) if self.microbatches is None else None
         return Microbatches(pieces, sizes, weights, scales, weight, owners)
 
-    def _weights(self, parts: Sequence[Nested], sizes: Sequence[int]) -> list[float]:
-        if self.weight is None:
-            return [float(size) for size in sizes]
-        weights = []
-        for index, (part, size) in enumerate(zip(parts, sizes, strict=True)):
-            try:
-                weights.append(_read_weight(self.weight(part), index) if size else 0.0)
-            except (KeyError, AttributeError) as error:  # it lacks labels, most likely
-                error.add_note("`weight` raised it. `predict()` asks for no weights.")
-                raise
-        if not any(weights):
-            raise ConfigError(
-                "`weight` must be above 0 for at least one microbatch, but is 0 for all. Leave "
-                "batches out that count nothing."
-            )
-        return weights
-
-
-# Any: whatever the user's function returns.
-def _read_weight(given: Any, index: int) -> float:
-    try:
-        value = float(given)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        value = math.nan
-    if not math.isfinite(value) or value < 0:
-        raise ConfigError(
-            f"`weight` must return a finite number of at least 0, but returned {given!r:.80} for "
-            f"microbatch {index}."
-        )
-    return value
+    def _weights(self, pieces: Sequence[Nested], sizes: Sequence[int]) -> list[float]:
+        try:
+            return read_weights("weight", self.weight, pieces, sizes)
+        except (KeyError, AttributeError) as error:  # a batch without labels, most likely
+            error.add_note("`weight` raised it. `predict()` asks for no weights.")
+            raise

@@ -649,22 +649,6 @@ def test_a_clone_begins_its_threads_in_the_same_way(model: Any) -> None:
     assert len(seen) == 3
 
 
-CALLS: list[str] = []
-
-
-def call() -> None:
-    CALLS.append(threading.current_thread().name)
-
-
-def test_a_stored_model_begins_its_threads_in_the_same_way(model: Any) -> None:
-    CALLS.clear()
-    other = through_pickle(model.threads(call))
-    assert CALLS == []
-    with other:
-        other(draw())
-    assert sorted(CALLS) == NAMES
-
-
 def test_sync_parameters_needs_no_threads_and_takes_over_what_left_no_trace() -> None:
     with DataParallel(nn.BatchNorm1d(3).eval(), 3) as model:
         model.sync_parameters()
