@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -289,3 +291,103 @@ def test_a_loader_is_not_read_again_to_continue() -> None:
             t.fit(loader, steps=1)
         assert t.epochs == 1
     assert data.read == ROWS
+
+
+# -- an order of its own ----------------------------------------------------
+
+
+class Augmented(Rows):
+    """Draws from each of the process's generators."""
+
+    def __getitem__(self, index: int) -> Batch:
+        drawn = torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()])
+        return torch.full((3,), float(index)), torch.cat([drawn, torch.tensor([float(index)])])
+
+
+class Drawn:
+    """A loss that notes the targets, and draws as callbacks may."""
+
+    def __init__(self) -> None:
+        self.targets: list[list[float]] = []
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.targets += targets.tolist()
+        return F.mse_loss(outputs, targets[:, :1])
+
+
+def disturb(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def augmented(workers: int) -> DataLoader[Batch]:
+    return DataLoader(Augmented(), batch_size=2, shuffle=True, num_workers=workers)
+
+
+def drawn(seed: int = 0, workers: int = 0) -> list[list[float]]:
+    noted = Drawn()
+    with trainer(noted, seed=seed) as t:
+        t.fit(augmented(workers), epochs=2)
+    return noted.targets
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_is_drawn_for_a_batch_belongs_to_seed_epoch_and_batch(workers: int) -> None:
+    first = drawn(workers=workers)
+    disturb(5)
+    assert drawn(workers=workers) == first
+    assert drawn(seed=1, workers=workers) != first
+    assert first[:ROWS] != first[ROWS:]
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4])  # in the first epoch, at its end, in the second
+def test_a_resumed_run_draws_what_it_would_have_drawn(stop: int, tmp_path: Path) -> None:
+    noted = Drawn()
+    with trainer(noted) as t:
+        t.fit(augmented(0), epochs=2, steps=stop)
+        t.save(tmp_path / "c")
+    disturb(5)
+    with trainer(noted) as t:
+        t.resume(tmp_path / "c")
+        t.fit(augmented(0), epochs=2)
+    assert noted.targets == drawn()
+
+
+def test_reading_moves_no_generator_of_the_process() -> None:
+    with trainer(Drawn()) as t:
+        disturb(5)
+        expected = torch.rand(()).item(), np.random.rand(), random.random()
+        disturb(5)
+        t.fit(augmented(0), epochs=2)
+        assert (torch.rand(()).item(), np.random.rand(), random.random()) == expected
+
+
+class Noise(torch.optim.SGD):
+    """Draws in each step, as optimizers of Langevin dynamics do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        with torch.no_grad():
+            for each in self.param_groups[0]["params"]:
+                each += np.random.rand() + torch.rand(()) + random.random()
+
+
+def test_an_optimizer_that_draws_is_resumed(tmp_path: Path) -> None:
+    def make() -> phalanx.Trainer:
+        torch.manual_seed(0)
+        net = nn.Linear(3, 1)
+        noise = Noise(net.parameters(), lr=1e-3)
+        return phalanx.Trainer(net, Drawn(), noise, executor="inline", replicas=1)
+
+    with make() as t:
+        disturb(6)
+        t.fit(augmented(0), steps=2)
+        t.save(tmp_path / "c")
+        t.fit(augmented(0), steps=2)
+        whole = t.module.weight.clone()
+    disturb(7)
+    with make() as t:
+        t.resume(tmp_path / "c")
+        t.fit(augmented(0), steps=2)
+        assert torch.equal(t.module.weight, whole)

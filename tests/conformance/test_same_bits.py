@@ -30,6 +30,7 @@ from tests.zoo import (
     Case,
     adamw,
     assert_same_bits,
+    batches_of,
     sgd,
     shuffled_loader,
     state_of,
@@ -370,19 +371,22 @@ def test_evaluating_in_between_does_not_show() -> None:
 
 def test_single_steps_equal_a_fit() -> None:
     recipe = RECIPES[2]
-    loader = shuffled_loader(recipe.case, ROWS, BATCH_SIZE)
-    with phalanx.Trainer(
-        recipe.case.build(),
-        recipe.case.loss,
-        recipe.optimizer,
-        replicas=3,
-        microbatches=MICROBATCHES,
-        **recipe.options,
-    ) as trainer:
-        for _ in range(STEPS // STEPS_PER_EPOCH):
-            for batch in loader:
-                trainer.step(batch)
-        assert_same_bits(state_of(trainer.module), reference(str(recipe)).weights)
+    batches = batches_of(recipe.case, BATCH_SIZE, torch.float32, STEPS_PER_EPOCH)
+
+    def run(act: Callable[[phalanx.Trainer], object]) -> dict[str, Tensor]:
+        with phalanx.Trainer(
+            recipe.case.build(),
+            recipe.case.loss,
+            recipe.optimizer,
+            replicas=3,
+            microbatches=MICROBATCHES,
+            **recipe.options,
+        ) as trainer:
+            act(trainer)
+            return state_of(trainer.module)
+
+    single = run(lambda trainer: [trainer.step(batch) for batch in batches])
+    assert_same_bits(single, run(lambda trainer: trainer.fit(batches)))
 
 
 # --- controls: what must show does, or the tests above compare nothing with nothing ---------------
@@ -398,9 +402,8 @@ def test_the_number_of_microbatches_shows(recipe: Recipe) -> None:
     assert differs(train(recipe, 2, microbatches=3), reference(str(recipe)))
 
 
-def test_the_seed_shows_where_the_model_draws() -> None:
+def test_the_seed_shows() -> None:
     assert differs(train(RECIPES[2], 2, seed=1), reference(str(RECIPES[2])))
-    assert not differs(train(RECIPES[0], 2, seed=1), reference(str(RECIPES[0])))
 
 
 def test_the_process_own_generator_does_not_show() -> None:

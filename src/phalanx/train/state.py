@@ -21,7 +21,7 @@ from phalanx.errors import CheckpointError, PhalanxError, StateError
 from phalanx.memory import is_expanded
 from phalanx.metrics import Metrics
 from phalanx.train.checkpoint import Content, check_storable, pack, unpack
-from phalanx.train.order import EpochOrder
+from phalanx.train.order import generator_states, set_generators
 from phalanx.train.position import Position, RunHistory
 
 __all__ = [
@@ -72,7 +72,6 @@ class RunProgress:
     """
 
     position: Position
-    order: EpochOrder | None
     seed: int
     microbatches: int | None
     formation: tuple[int, int] | None
@@ -114,11 +113,8 @@ def capture_state(state: TrainerState) -> Content:
         "callbacks": {label: each.state_dict() for label, each in state.callbacks.items()},
         "metrics": state.metrics.capture() if progress.position.batch > 0 else {},
         "steps whole": state.history.steps_whole,
-        "progress": {
-            **vars(progress),
-            "position": tuple(progress.position),
-            "order": None if progress.order is None else progress.order.pack(),
-        },
+        "generators": generator_states(),  # which an optimizer or a callback may draw from
+        "progress": {**vars(progress), "position": tuple(progress.position)},
     }
     for name in ("model", "optimizer", "scheduler", "metrics"):
         check_storable(f"{name}.state_dict()", content[name])
@@ -152,14 +148,8 @@ def restore_state(state: TrainerState, content: Content, source: str) -> RunProg
     begun: list[_Part] = []
     try:
         _check_alike(state, content, source)
-        order = content["progress"]["order"]
-        progress = RunProgress(
-            **{
-                **content["progress"],
-                "position": Position(*content["progress"]["position"]),
-                "order": None if order is None else EpochOrder.unpack(order),
-            }
-        )
+        position = Position(*content["progress"]["position"])
+        progress = RunProgress(**{**content["progress"], "position": position})
         for part in parts:
             begun.append(part)
             part.load()
@@ -200,8 +190,11 @@ def _parts_of(state: TrainerState, content: Content) -> list[_Part]:
         for label, stored in content["callbacks"].items()
         if label in state.callbacks
     ]
-    counted = content["metrics"]
-    parts.append(_Part("metrics", lambda: state.metrics.restore(counted), lambda: None))
+    counted, states, before = content["metrics"], content["generators"], generator_states()
+    parts += [
+        _Part("metrics", lambda: state.metrics.restore(counted), lambda: None),
+        _Part("generators", lambda: set_generators(states), lambda: set_generators(before)),
+    ]
     if state.scheduler is not None:
         parts.append(_part_of("scheduler", state.scheduler, content["scheduler"]))
     return [*parts, _optimizer_part(state.optimizer, content), _module_part(state.module, content)]

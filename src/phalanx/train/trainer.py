@@ -184,7 +184,7 @@ class Trainer(TrainerFacts):
         self.scheduler = make_scheduler(scheduler, self.optimizer, scheduler_interval)
         self._scheduler_interval = scheduler_interval
         self._seed = seed
-        self._reader = Reader()
+        self._reader = Reader(seed)
         self._choice = choice
         failures = FailureLog(choice.options.max_failures)
         maker = partial(ExecutorMaker, choice, module, failures)
@@ -286,7 +286,7 @@ class Trainer(TrainerFacts):
                     finished.append(done)
         finally:
             self._last_step = None
-            self._reader.pause(self._position.batch, self.epochs)
+            self._reader.pause(self._position.batch)
         self._in_fit = False
         return finished
 
@@ -479,7 +479,7 @@ class Trainer(TrainerFacts):
             elif self.scheduler is not None and self._scheduler_interval == "epoch":
                 self.scheduler.step()
             self._position = self._position.next_epoch()
-            self._reader.end_epoch()
+            self._reader.forget()
 
         self._engines.write(finish)  # the scheduler must not be stepped twice for an epoch
         self._events.tell(done)
@@ -591,7 +591,7 @@ class Trainer(TrainerFacts):
         state = replace(self._state(), metrics=self._metrics.fresh())
         restored = restore_state(state, content, source)
         self._position = restored.position
-        self._reader.put_back(restored.order)
+        self._reader.forget()
         self._metrics = state.metrics
         self._engines.restore(restored.formation, restored.workloads)
         # Last: where warnings are errors, all is in place.
@@ -610,7 +610,7 @@ class Trainer(TrainerFacts):
     def __exit__(self, kind: object, *exc: object) -> None:
         self._closed = True
         if not self._in_step:
-            self._reader.close()
+            self._reader.forget()
             self._engines.close()
             self._choice.leave(finished=kind is None and not self._in_fit)
 
@@ -625,7 +625,6 @@ class Trainer(TrainerFacts):
             metrics=self._metrics,
             progress=RunProgress(
                 position=self._position,
-                order=self._reader.order(self._position.batch, self.epochs),
                 seed=self._seed,
                 microbatches=self._spec.splitter.microbatches,
                 formation=None if engines.formation is None else engines.formation.size,
