@@ -78,7 +78,7 @@ class TensorLoader:
         self.targets = targets
         self.batch_size = batch_size
         self.shuffle = shuffle
-        # Checkpoints keep the state of `.generator`, so it is None where nothing is drawn.
+        # `Trainer.fit` seeds `.generator` for each epoch; it is None where nothing is drawn.
         self.generator = generator if shuffle else None
         self.prepare = prepare
 
