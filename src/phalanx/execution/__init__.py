@@ -1,6 +1,5 @@
 """Executors run microbatches on replicas, reduce gradients and step shards of the optimizer."""
 
-from phalanx.distributed import GroupChanged
 from phalanx.execution.contract import (
     Executor,
     MicrobatchContext,
@@ -10,6 +9,7 @@ from phalanx.execution.contract import (
     Task,
     default_intra_op,
 )
+from phalanx.execution.elastic_ranks import repeated
 from phalanx.execution.elementwise import ELEMENTWISE, MOMENTS, STEP
 from phalanx.execution.failures import FailureLog, WorkerFailure, WorkerLost
 from phalanx.execution.opening import (
@@ -44,7 +44,6 @@ __all__ = [
     "ExecutorMaker",
     "FailureLog",
     "Gradients",
-    "GroupChanged",
     "MicrobatchContext",
     "MicrobatchResult",
     "PartialSum",
@@ -67,4 +66,5 @@ __all__ = [
     "nccl_serves",
     "norm_of_gradients",
     "refuse_without_nccl",
+    "repeated",
 ]

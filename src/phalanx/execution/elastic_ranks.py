@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 
@@ -22,7 +22,9 @@ from phalanx.execution.threads import ThreadExecutor
 from phalanx.memory import FlatParameters
 from phalanx.types import Nested
 
-__all__ = ["ElasticRankExecutor", "write_once_elastic"]
+__all__ = ["ElasticRankExecutor", "repeated", "write_once_elastic"]
+
+T = TypeVar("T")
 
 
 class ElasticRankExecutor(RankExecutor):
@@ -135,6 +137,13 @@ def _unrepeated(exchange: ElasticExchange) -> Iterator[bool]:
     with contextlib.suppress(GroupChanged):
         yield exchange.in_step
     exchange.settle()
+
+
+def repeated(attempt: Callable[[], T]) -> T:
+    """Return the result of ``attempt``, called again whenever ranks have come or gone under it."""
+    while True:
+        with contextlib.suppress(GroupChanged):
+            return attempt()
 
 
 def write_once_elastic(write: Callable[[], None], exchange: ElasticExchange) -> None:

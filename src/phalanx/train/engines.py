@@ -11,7 +11,6 @@ from phalanx.callbacks import FormationChosen
 from phalanx.plan import Balancer
 from phalanx.replicas import num_cores
 from phalanx.train.formation import Formation, choose_formation
-from phalanx.train.objective import Objective
 from phalanx.train.step_engine import EngineSpec, StepEngine
 from phalanx.types import Nested
 
@@ -23,7 +22,6 @@ class Engines:
 
     Args:
         spec: What all of them have in common.
-        objective: What is computed.
         formation: What was given; None for `replicas="auto"`.
         home: Where the module lies.
         intra_op: Threads inside operators, where that is decided.
@@ -39,7 +37,6 @@ class Engines:
     def __init__(
         self,
         spec: EngineSpec,
-        objective: Objective,
         formation: Formation | None,
         *,
         home: torch.device,
@@ -48,13 +45,11 @@ class Engines:
         tell: Callable[[FormationChosen], None],
     ) -> None:
         self._spec = spec
-        self._objective = objective
         self._home = home
         self._intra_op = intra_op
         self._balances = balances
         self._tell = tell
         self._next_formation: Formation | None = None
-        self._is_settled = True  # False: the engine is one for the meantime
         self.current: StepEngine | None = None
         self.formation = formation
         self.balancer: Balancer | None = None
@@ -73,28 +68,25 @@ class Engines:
         wanted = self._next_formation
         if wanted is not None and wanted != self.formation:
             self._exchange(wanted)
-        if not self._is_settled:
-            self.close()
+        if self.formation is None:
+            self.close()  # what `open_to_predict()` has made
+            self.formation = self._choose_formation(batch)
         engine = self._fitting()
         if engine is None:
-            if self.formation is None:
-                self.formation = self._choose_formation(batch)
             engine = self.current = self._made(self.formation)
-            self._is_settled = True
         if self._balances and self.balancer is None:
             self.balancer = self._open_balancer(None)
         return engine
 
     def open_to_predict(self) -> StepEngine:
-        """Return an engine that runs the module: the one to train with, or one for the meantime.
+        """Return an engine that runs the module: the one to train with, if that is chosen.
 
-        What is to be predicted need not have targets, so nothing can be tried out with it.
+        Batches to predict from need no targets, so they cannot decide a trial.
         """
         engine = self._fitting()
         if engine is None:
             formation = self.formation or Formation((self._home,), self._intra_op or num_cores())
             engine = self.current = self._made(formation)
-            self._is_settled = False
         return engine
 
     def resize(self, formation: Formation) -> None:
@@ -109,6 +101,7 @@ class Engines:
             workloads: The shares that balancing had come to.
         """
         if self.formation is None and formation is not None:
+            self.close()  # what `open_to_predict()` has made
             count, intra_op = formation
             self.formation = Formation((self._home,) * count, self._intra_op or intra_op)
         self.balancer = self._open_balancer(workloads)
@@ -176,7 +169,7 @@ class Engines:
         if workloads is None:
             spec = self._spec
             chosen, why = choose_formation(
-                spec.module, spec.splitter, self._objective, batch, self._home
+                spec.module, spec.splitter, spec.objective, batch, self._home
             )
         else:
             chosen = Formation((self._home,) * len(workloads), 1)

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from phalanx.errors import ConfigError
-from phalanx.execution import GroupChanged, RunResult
+from phalanx.execution import RunResult, repeated
 from phalanx.metrics import Metrics
 from phalanx.plan import Merging
 from phalanx.train.engines import Engines
 from phalanx.train.lent_weights import find_weights, lent_weights
 from phalanx.train.microbatches import Microbatches
-from phalanx.train.objective import EvaluateTask, Objective, PredictTask, is_pair
+from phalanx.train.objective import EvaluateTask, PredictTask, is_pair
 from phalanx.train.step_engine import EngineSpec, StepEngine, loss_of, outputs_of, run_task
 from phalanx.train.trainer_arguments import check_loader
 from phalanx.types import Nested
@@ -52,20 +52,18 @@ def names_of_means(metrics: Metrics, *, validates: bool) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How a loader is run through, once, in eval mode and without gradients.
+    """One pass over a loader, in eval mode and without gradients.
 
     The module's modes, weights and buffers are as before afterwards.
 
     Attributes:
         spec: The module, and how batches are split.
         engines: Where the engine is from.
-        objective: What is computed.
         seed: Where random numbers start; each batch appends its place.
     """
 
     spec: EngineSpec
     engines: Engines
-    objective: Objective
     seed: tuple[int, ...]
 
     # Any, here and below: a module, or what has one; see `lent_weights`.
@@ -79,7 +77,7 @@ class Evaluation:
         Raises:
             ConfigError: The loader yields nothing, or no batches.
         """
-        task = EvaluateTask(self.objective, keep_outputs=bool(metrics))
+        task = EvaluateTask(self.spec.objective, keep_outputs=bool(metrics))
         metrics = metrics.fresh()
         total = weight = 0.0
         with self._evaluating(lender) as begin:
@@ -99,7 +97,7 @@ class Evaluation:
         Raises:
             ConfigError: As :meth:`evaluate`; or outputs have no rows that could be joined.
         """
-        task, layout = PredictTask(self.objective), self.spec.splitter.layout
+        task, layout = PredictTask(self.spec.objective), self.spec.splitter.layout
         parts, sizes = [], []
         with self._evaluating(lender) as begin:
             for microbatches, result in self._results(loader, task, begin):
@@ -155,7 +153,7 @@ class Evaluation:
 
     def _in_pair(self, batch: Nested) -> Nested:
         """Make inputs alone a pair, so that a layout's paths mean the same leaves."""
-        is_users = self.objective.is_forward or self.spec.splitter.layout.split is not None
+        is_users = self.spec.objective.is_forward or self.spec.splitter.layout.split is not None
         return batch if is_users or is_pair(batch) else (batch, None)
 
     def _run(
@@ -165,12 +163,15 @@ class Evaluation:
         task: EvaluateTask | PredictTask,
         seed: tuple[int, ...],
     ) -> tuple[Microbatches, RunResult]:
-        """Run ``task`` on one batch; again where ranks have changed under it."""
-        weighs = isinstance(task, EvaluateTask)  # targets may be missing
-        while True:
+        """Run ``task`` on one batch."""
+
+        def attempt() -> tuple[Microbatches, RunResult]:
             workloads = self.engines.workloads or (1.0,) * len(engine.executor)
+            weighs = isinstance(task, EvaluateTask)  # targets may be missing
             microbatches = engine.split(batch, workloads, weighs=weighs)
-            with torch.no_grad(), contextlib.suppress(GroupChanged):
+            with torch.no_grad():
                 result = run_task(engine.executor, microbatches, task, seed)
-                engine.executor.mark_done()
-                return microbatches, result
+            engine.executor.mark_done()
+            return microbatches, result
+
+        return repeated(attempt)

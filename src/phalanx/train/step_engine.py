@@ -37,6 +37,7 @@ from phalanx.replicas import (
 )
 from phalanx.train.formation import Formation
 from phalanx.train.microbatches import Microbatches, Splitter
+from phalanx.train.objective import Objective
 from phalanx.train.position import Loss, Position, RunHistory
 from phalanx.train.untrained import Untrained
 from phalanx.types import Nested
@@ -51,6 +52,8 @@ class EngineSpec:
     """What all engines of a trainer have in common, whatever its formation.
 
     Attributes:
+        splitter: It cuts batches into microbatches.
+        objective: It computes the loss of one.
         workloads: The replicas' relative shares, where they are fixed.
         clip_norm: Largest norm of the gradients.
         new_maker: Returns what one executor is opened by.
@@ -61,6 +64,7 @@ class EngineSpec:
     module: nn.Module
     optimizer: Optimizer
     splitter: Splitter
+    objective: Objective
     workloads: Sequence[float] | None
     clip_norm: float | None
     new_maker: Callable[[], ExecutorMaker]

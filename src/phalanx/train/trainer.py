@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,12 +23,12 @@ from phalanx.execution import (
     ExecutorChoice,
     ExecutorMaker,
     FailureLog,
-    GroupChanged,
     Processes,
     Ranks,
     RunResult,
     Threads,
     described,
+    repeated,
 )
 from phalanx.metrics import Joining, Metrics
 from phalanx.plan import Layout, check_workloads, fixed_workloads
@@ -193,6 +193,7 @@ class Trainer(TrainerFacts):
             module=module,
             optimizer=self.optimizer,
             splitter=Splitter(layout, microbatches, weight),
+            objective=self._objective,
             workloads=fixed,
             clip_norm=clip_norm,
             new_maker=partial(maker, shared=[self._objective], timed=balances),
@@ -201,7 +202,6 @@ class Trainer(TrainerFacts):
         )
         self._engines = Engines(
             self._spec,
-            self._objective,
             formation,
             home=self._home,
             intra_op=self._intra_op,
@@ -394,7 +394,7 @@ class Trainer(TrainerFacts):
         self._join_at(self.steps)
         seed = (self._seed, self.steps)
         with caller_intra_op(1), self._averaged():
-            yield Evaluation(self._spec, self._engines, self._objective, seed)
+            yield Evaluation(self._spec, self._engines, seed)
         self._events.tell_of_failures(self.steps)
 
     def _switch_optimizer(self, mode: str) -> None:
@@ -500,10 +500,7 @@ class Trainer(TrainerFacts):
         check_moment(closed=self._closed)
         engine = self._engines.open(batch)
         engine.executor.admit()
-        while True:
-            with suppress(GroupChanged):
-                done = self._update(engine, batch, start_s, in_epoch=in_epoch)
-                break
+        done = repeated(lambda: self._update(engine, batch, start_s, in_epoch=in_epoch))
         if self.steps == 1:  # optimizers make their state in their first step
             capture_state(self._state())
         if self._engines.balancer is not None:
