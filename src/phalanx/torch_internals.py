@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 from torch.distributed.rendezvous import _rendezvous_handlers
-from torch.nn.modules.module import _has_any_global_hook
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,7 +30,6 @@ __all__ = [
     "foreach_add",
     "foreach_copy",
     "gloo_options",
-    "has_global_module_hooks",
     "has_global_step_hooks",
     "has_workers",
     "in_backward",
@@ -122,11 +120,6 @@ def is_made_of_others(operator: str) -> bool:
     dropout.
     """
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator, MADE_OF_OTHERS)
-
-
-def has_global_module_hooks() -> bool:
-    """Tell whether hooks are to be called around the passes of all modules."""
-    return bool(_has_any_global_hook())
 
 
 def has_global_step_hooks() -> bool:

@@ -8,22 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.course import Course, differing
-from tests.multiprocess.forked_workers import forked_by_day
-
-FORK_THEIR_WORKERS = {"test_controls", "test_deaths", "test_hangs"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forked_workers(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.module.__name__.rpartition(".")[2] not in FORK_THEIR_WORKERS:
-        yield
-        return
-    with forked_by_day(request.config):
-        yield
 
 
 @pytest.fixture(scope="module")
-def _running(forked_workers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Course]:
+def _running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Course]:
     with Course(tmp_path_factory.mktemp("orders"), replicas=3) as running:
         running.warm_up()
         yield running

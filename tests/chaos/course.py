@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import phalanx
 from phalanx.execution import ProcessExecutor
-from phalanx.execution.worker_client import WorkerProcess
+from phalanx.execution.worker_process import WorkerProcess
 from phalanx.ipc import fail_points
 from tests.chaos.saboteur import REASONS, Order, Orders, Saboteur
 
@@ -191,7 +191,9 @@ class Course:
         return engine.executor
 
     def worker(self, index: int) -> WorkerProcess:
-        return self.executor._workers[index]
+        worker = self.executor._workers[index]
+        assert worker is not None
+        return worker
 
     # -- updates -----------------------------------------------------
 
@@ -220,19 +222,8 @@ class Course:
 
     # -- faults ------------------------------------------------------
 
-    def await_workers(self) -> None:
-        """Wait until all replacements are ready."""
-        for worker in self.executor._workers:
-            assert worker.poll_ready(DEADLINE_S)
-
-    def await_word(self, index: int) -> None:
-        """Wait until a replacement says that it is ready, or ends; leave it to the executor to "
-        "see."""
-        worker = self.worker(index)
-        assert worker.ready or wait([worker._connection, worker._process.sentinel], DEADLINE_S)
-
     def await_end(self, index: int) -> None:
-        assert wait([self.worker(index)._process.sentinel], DEADLINE_S)
+        assert wait([self.worker(index)._sentinel], DEADLINE_S)
 
     def suffer(
         self, orders: dict[int, Order], *, compared: bool = True
@@ -243,7 +234,6 @@ class Course:
         comes by a point of theirs.
         """
         for index, order in orders.items():
-            self.await_word(index)
             self.orders.give(index, order)
         self.disturbed.lost.clear()
         left = set(orders)

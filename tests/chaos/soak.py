@@ -20,7 +20,6 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -220,11 +219,7 @@ class Chaos:
             self._assassin = None
 
     def _all_are_there(self) -> bool:
-        """Tell it without asking the workers, which is the executor's to do."""
-        return all(
-            worker.ready or wait([worker._connection, worker._process.sentinel], 0.0)
-            for worker in self._workers()
-        )
+        return all(worker is not None for worker in self._workers())
 
     def _strike(self) -> None:
         worker = self._random.randrange(self._options.workers)

@@ -18,10 +18,12 @@ from tests.chaos.course import DEADLINE_S
 
 pytestmark = pytest.mark.promise("nothing-is-left-behind")
 
-GONE_S = 60.0  # a worker that is still importing finds out when it has done so
+GONE_S = 60.0
 ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = """
+import itertools
+
 from torch import nn
 
 import phalanx
@@ -37,7 +39,7 @@ def main():
         Net(), nn.functional.cross_entropy, adamw,
         executor="processes", replicas=3, microbatches=7, callbacks=[told],
     )
-    trainer.fit(batches(), steps=10**9)
+    trainer.fit(itertools.cycle(batches()), steps=10**9)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tests that run twice, with all replicas on one device and as on two; and how workers start."""
+"""Tests that run twice, with all replicas on one device and as on two."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 
 from tests import worlds
 from tests.conformance.second_device import emulate_second_device
-from tests.multiprocess.forked_workers import forked_by_day
 
 # With a second device that is emulated these files run at night, but for tests that tell most for
 # their time; `make test` has them on the test device, where the second device is one.
@@ -44,15 +43,6 @@ BY_DAY = {
     "test_a_parameter_met_in_both_places_gets_both_gradients",
     "test_a_trainer_splits_every_form_of_inputs",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forked_workers(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.module.__name__.endswith("limits"):  # who forks has other limits than who asks
-        yield
-        return
-    with forked_by_day(request.config):
-        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

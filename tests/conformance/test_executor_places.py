@@ -1,12 +1,10 @@
-"""Process executors in bad places: little memory, odd scripts, modules that cannot be sent."""
+"""Process executors in bad places: little memory, forks, deaths without end, errors."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
-import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,36 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx import ConfigError, PeerLost, StateError
-from tests.multiprocess.forked_scripts import run_forked
+from phalanx import PeerLost, StateError
 
-SOURCE = Path(__file__).parents[2] / "src"
-PATIENCE_S = 120.0
 DATA = [(torch.ones(6, 3), torch.zeros(6, 1))]
-
-SCRIPT = """
-import phalanx
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 1)
-    def forward(self, rows):
-        return self.layer(rows)
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-
-def main():
-    data = [(torch.ones(6, 3), torch.zeros(6, 1))]
-    with phalanx.Trainer(
-        Net(), nn.functional.mse_loss, sgd, replicas=1, executor="processes"
-    ) as trainer:
-        trainer.fit(data)
-        print("trained", trainer.steps)
-"""
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -60,55 +31,6 @@ def make(
         sgd,
         **{"microbatches": None, "replicas": 1, "executor": "processes", **options},
     )
-
-
-def run(*words: str) -> Any:
-    return subprocess.run(
-        [sys.executable, *words],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
-        timeout=PATIENCE_S,
-        check=False,
-    )
-
-
-@pytest.mark.night  # test_executors_main.py runs a script by day, without the guard
-def test_a_script_works(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT + "\nif __name__ == '__main__':\n    main()\n")
-    done = run(str(script))
-    assert done.stdout == "trained 1\n", done.stderr
-
-
-def test_what_is_imported_from_the_folder_one_works_in_is_found_by_workers(tmp_path: Path) -> None:
-    (tmp_path / "net.py").write_text(SCRIPT)
-    text = "import sys\nsys.path.insert(0, '')  # as at a prompt\nimport net\nnet.main()\n"
-    (tmp_path / "script.py").write_text(text)
-    done = run_forked("python", "script.py", folder=tmp_path, deadline_s=PATIENCE_S)
-    assert done == (0, "trained 1\n")
-
-
-class Held(nn.Module):
-    """A module with something in a child that cannot be sent."""
-
-    def __init__(self, thing: Any) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(3, 1))
-        self.inner[0].hook = thing
-
-    def forward(self, rows: Tensor) -> Tensor:
-        scores: Tensor = self.inner(rows)
-        return scores
-
-
-def test_what_cannot_be_sent_is_named() -> None:
-    net = Held(threading.Lock())
-    before = [parameter.data_ptr() for parameter in net.parameters()]
-    with make(net) as trainer, pytest.raises(ConfigError, match=r"`inner\.0\.hook` of `module`"):
-        trainer.fit(DATA)
-    assert len(before) == 2
-    net(torch.ones(1, 3)).sum().backward()
 
 
 def test_more_workers_than_cores_are_warned_of() -> None:

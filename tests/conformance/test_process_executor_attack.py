@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
 import os
 import resource
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx import PeerLost
-from tests.multiprocess.forked_workers import spawn_again
 
 PATIENCE_S = 60.0
 
@@ -65,16 +62,16 @@ def test_deaths_leave_neither_memory_nor_descriptors_behind() -> None:
     """A replacement takes over where rows for the dead one were written."""
     x, y = torch.randn(7, 4000), torch.randn(7, 3)  # rows that travel through shared memory
     with make(nn.Linear(4000, 3), phalanx.Processes(max_failures=None), replicas=2) as trainer:
-        trainer.fit([(x, y)], steps=2)
+        for _ in range(2):
+            trainer.step((x, y))
         executor = trainer._engine.executor
         held = []
         for _ in range(2):
             for worker in executor._workers:
                 os.kill(worker.pid, signal.SIGKILL)
-                assert wait([worker._process.sentinel], PATIENCE_S)
-            trainer.fit([(x, y)], steps=1)  # notices it
-            assert all(worker.poll_ready(PATIENCE_S) for worker in executor._workers)
-            trainer.fit([(x, y)], steps=2)
+                assert wait([worker._sentinel], PATIENCE_S)
+            for _ in range(3):
+                trainer.step((x, y))
             held.append((len(executor.pool), descriptors()))
         assert held[1] == held[0]
 
@@ -87,13 +84,8 @@ def descriptors() -> int:
 # -- settings of the process ------------------------------------------
 
 
-def flushes_denormals() -> bool:
-    return bool(torch.tensor(1e-40) * 1.0 == 0.0)
-
-
 SETTINGS = {
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
-    "flushed denormals": (flushes_denormals, torch.set_flush_denormal, True),
     "deterministic": (
         torch.are_deterministic_algorithms_enabled,
         torch.use_deterministic_algorithms,
@@ -147,86 +139,24 @@ def changed(name: str) -> Iterator[None]:
         write(before)
 
 
-class Waiting(nn.Linear):
-    """Says whose it is, and waits for a word, from its second pass on."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(5, 3)
-        self.folder = folder
-        self.passes = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.passes += 1
-        if self.passes > 1:
-            (self.folder / "who").write_text(str(os.getpid()))
-            assert wait([(self.folder / "word").open("rb", buffering=0)], PATIENCE_S)
-        return super().forward(x)
-
-
-def test_a_worker_that_dies_with_nothing_to_do_is_replaced_while_another_computes(
-    tmp_path: Path,
-) -> None:
-    for name in ("who", "word"):
-        os.mkfifo(tmp_path / name)
-    lost: list[phalanx.WorkerLost] = []
-    with make(
-        Waiting(tmp_path),
-        phalanx.Processes(on_failure=lost.append),
-        replicas=2,
-        microbatches=None,
-        workloads=[1, 0],
-    ) as trainer:
-        trainer.step(batch())
-
-        def kill_the_other() -> list[int]:
-            before = trainer.worker_pids
-            computing = int((tmp_path / "who").read_text())
-            (idle,) = (pid for pid in before if pid != computing)
-            os.kill(idle, signal.SIGKILL)
-            deadline_s = time.monotonic() + PATIENCE_S / 2
-            while trainer.worker_pids == before and time.monotonic() < deadline_s:
-                threading.Event().wait(0.005)
-            now = list(trainer.worker_pids)
-            (tmp_path / "word").write_text("go on")
-            return now if now != list(before) else []
-
-        with ThreadPoolExecutor(1) as killer:
-            replaced = killer.submit(kill_the_other)
-            trainer.step(batch())
-            assert replaced.result(PATIENCE_S), "nobody missed it"
-        assert [(each.step, each.microbatch) for each in lost] == [(2, None)]
-
-
 def test_workers_compute_under_the_settings_of_the_process_that_has_them() -> None:
-    """Threads have them by nature."""
+    """Those of the moment when they are forked."""
     with make(Told()) as trainer, make(Told(), "inline", replicas=1) as judge:
         trainer.step(batch())
         judge.step(batch())
         for seed, name in enumerate(SETTINGS):
             with changed(name):
+                trainer.refresh()
                 trainer.step(batch(seed))
                 judge.step(batch(seed))
             assert same(weights(trainer), weights(judge)), name
+        trainer.refresh()
         trainer.step(batch())  # all are put back
         judge.step(batch())
         assert same(weights(trainer), weights(judge))
 
 
-# -- options -----------------------------------------------------------
-
-
-# -- data that cannot be sent ------------------------------------------
-
-
-# -- a system that starts no process -----------------------------------
-
-
-def test_a_daemon_of_multiprocessing_may_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    spawn_again(monkeypatch)
-    monkeypatch.setitem(vars(multiprocessing.current_process())["_config"], "daemon", True)
-    with make() as trainer:
-        trainer.step(batch())
-        assert trainer.steps == 1
+# -- a system that gives no more -------------------------------------
 
 
 @contextlib.contextmanager
@@ -244,8 +174,7 @@ def open_files_left(count: int) -> Iterator[None]:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_too_few_open_files_are_told_and_may_become_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    spawn_again(monkeypatch)
+def test_too_few_open_files_are_told_and_may_become_more() -> None:
     told = pytest.raises(PeerLost, match=r"Too many open files.*`ulimit -n`")
     with make(replicas=2) as trainer:
         with open_files_left(12), told:

@@ -8,7 +8,6 @@ import sys
 import torch
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import ProcessGroupGloo
-from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from phalanx import torch_internals as internals
@@ -106,13 +105,6 @@ def test_hooks_around_all_optimizers_are_told() -> None:
     assert not internals.has_global_step_hooks()
     handle = register_optimizer_step_pre_hook(lambda *_: None)
     assert internals.has_global_step_hooks()
-    handle.remove()
-
-
-def test_hooks_on_all_modules_are_told() -> None:
-    assert not internals.has_global_module_hooks()
-    handle = register_module_forward_hook(lambda *_: None)
-    assert internals.has_global_module_hooks()
     handle.remove()
 
 

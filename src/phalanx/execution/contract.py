@@ -84,7 +84,6 @@ class MicrobatchContext:
         seed: Where its random numbers start.
         rng: How it gets them.
         rng_use: Told whether it drew any.
-        in_worker: Whether this is a worker process, where the rows are nobody else's.
     """
 
     replica: Replica
@@ -93,7 +92,6 @@ class MicrobatchContext:
     seed: int
     rng: RngPlan = RngPlan()  # noqa: RUF009  # frozen
     rng_use: RngUse = field(default_factory=RngUse)
-    in_worker: bool = False
 
     def drawing(self, *, kept: Sequence[object] = ()) -> MicrobatchRng:
         """Return what gives the model its random numbers, entered around the user's code only.

@@ -258,7 +258,8 @@ class ExecutorMaker:
         choice: Of which kind.
         module: The module to run.
         failures: Takes note of worker processes that were lost.
-        shared: What the runs refer to; worker processes get it with the module.
+        shared: What tasks refer to; worker processes have it from their fork.
+        reads: What is called beside the module, such as the loss.
         timed: Measure replicas on devices that work behind their thread's back.
     """
 
@@ -269,12 +270,14 @@ class ExecutorMaker:
         failures: FailureLog,
         *,
         shared: Sequence[object] = (),
+        reads: Sequence[object] = (),
         timed: bool = False,
     ) -> None:
         self._choice = choice
         self._module = module
         self._failures = failures
         self._shared = shared
+        self._reads = reads
         self._timed = timed
         self._pool: SharedMemoryPool | None = None
         if choice.kind == "processes":
@@ -319,6 +322,7 @@ class ExecutorMaker:
             len(devices),
             pool=self._pool,
             shared=self._shared,
+            reads=self._reads,
             workloads=workloads,
             intra_op=intra_op,
             rules=rules,

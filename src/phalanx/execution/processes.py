@@ -1,7 +1,7 @@
 """An executor of worker processes that runs microbatches and outlives each of its workers.
 
-    this process                                 worker processes
-    module ──── parameters in the pool ───────► the same memory
+    this process                                 worker processes, forks of it
+    module ──── parameters and buffers ────────► the same memory
     thread i ── microbatch i ─────────────────►  forward, backward
              ◄─ loss, outputs, statistics ─────
              ◄─ gradients, in a buffer in the pool
@@ -9,24 +9,26 @@
 Each worker has a thread here that hands it one microbatch after another, adds what comes back
 along the tree, and notices at once when the worker is gone. Everything that has come back lies
 here, so a death costs the microbatch in the worker's hands and nothing else.
+
+A worker has the program's objects as they were when it was forked. Others are forked when a pass
+over data begins, or an attribute was assigned that no message can carry (`Fingerprint`); always
+between two runs, when no thread of ours computes.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from phalanx.errors import ConfigError, StateError, UnsupportedError
+from phalanx.errors import StateError, UnsupportedError
 from phalanx.execution.contract import (
     Executor,
     ParameterPlaces,
@@ -36,39 +38,34 @@ from phalanx.execution.contract import (
 )
 from phalanx.execution.failures import WorkerFailure
 from phalanx.execution.gradient_buffers import GradientBuffer, GradientBuffers
+from phalanx.execution.mailbox import Mailbox
 from phalanx.execution.partial_sums import PartialSum
 from phalanx.execution.reduction import LocalReduction
-from phalanx.execution.settings import read_settings
 from phalanx.execution.sharded_optimizer import FlatStepper, Stepper, open_stepper
-from phalanx.execution.shared_objects import PackedObjects, SharedObjects
-from phalanx.execution.source_sync import Changes, SourceSync
 from phalanx.execution.thread_pool import ThreadPool
 from phalanx.execution.timeouts import LONGEST_S
-from phalanx.execution.worker_client import START_S, Lost, WorkerProcess, rebuilt
-from phalanx.execution.worker_group import WorkerGroup
-from phalanx.execution.worker_main import (
-    AdoptObjects,
+from phalanx.execution.worker import (
     Done,
     Failed,
     MicrobatchMessage,
-    RemoteCall,
     RunSpec,
-    WorkerInit,
+    World,
+    rebuilt,
+    serve,
 )
-from phalanx.memory import FlatParameters, SharedMemoryPool
+from phalanx.execution.worker_process import Lost, WorkerProcess, dismiss_all
+from phalanx.memory import FlatParameters, SharedMemoryPool, has_memory, is_shared
 from phalanx.plan import BufferRules, check_workloads
 from phalanx.replicas import (
     CallerModes,
-    Definitions,
+    Fingerprint,
+    PlainChanges,
     RunOrder,
+    StatisticSpec,
     num_cores,
     pack,
     pack_data,
-    picklable_or_named,
-    refuse_aliases,
     refuse_compiled_in_place,
-    refuse_lazy,
-    refuse_scripts,
     statistic_specs,
 )
 
@@ -79,15 +76,16 @@ _CPU = torch.device("cpu")
 
 
 class ProcessExecutor(Executor):
-    """Replicas of one module in worker processes of this host.
+    """Replicas of one module in worker processes of this host, which are forks of this one.
 
     Args:
         source: The module that the user trains; all its parameters lie on the CPU.
         num_workers: Number of processes.
-        pool: Where its parameters lie, or will: those that do not yet are moved there. Kept as
-            an attribute.
-        shared: Objects that runs refer to, such as the loss; sent with the module, and anew when
-            anything that they reach has changed.
+        pool: Where its parameters lie, or will: those that do not yet are moved there, and so are
+            buffers, and the parameters and buffers of modules that ``reads`` hold. Kept as an
+            attribute.
+        shared: Objects that tasks refer to; workers have them from the fork.
+        reads: What is called beside the module, such as the loss.
         workloads: Relative shares; equal by default; 0 switches a worker off.
         intra_op: Threads inside operators, per worker.
         rules: What becomes of buffers that workers write.
@@ -96,7 +94,6 @@ class ProcessExecutor(Executor):
         on_failure: Called for every lost worker, in any thread; what it raises ends the run.
 
     Raises:
-        ConfigError: The module cannot be sent, or options do not fit.
         UnsupportedError: It has parameters or buffers that processes cannot share.
 
     Determinism: as `ThreadExecutor`, with the same bits, whoever dies.
@@ -111,6 +108,7 @@ class ProcessExecutor(Executor):
         *,
         pool: SharedMemoryPool,
         shared: Sequence[object] = (),
+        reads: Sequence[object] = (),
         workloads: Sequence[float] | None = None,
         intra_op: int | None = None,
         rules: BufferRules | None = None,
@@ -122,46 +120,30 @@ class ProcessExecutor(Executor):
         self.devices = (_CPU,) * num_workers
         self._intra_op = intra_op or default_intra_op(self.devices)
         _warn_of_oversubscription(num_workers, self._intra_op)
-        self.parameters = list(source.parameters())
         _check_shareable(source)
+        self.parameters = list(source.parameters())
         self._source = source
         self.sources = (source,)
         self.pool = pool
         self._shared = list(shared)
+        self._reads = list(reads)
+        self._rules = rules if rules is not None else BufferRules()
         self._timeout_s = min(float(timeout_s), LONGEST_S)
+        self._on_failure = on_failure
         self._pid = os.getpid()
         self._order = RunOrder(self.devices)
-        self._settings = read_settings()
+        self._runs = 0
+        self._moved: dict[int, Tensor] = {}
+        self._specs: list[StatisticSpec] | None = None
+        # A worker's are its replacement's: the pool frees nothing.
+        self._mail = [(Mailbox(pool), Mailbox(pool)) for _ in range(num_workers)]
+        self._workers: list[WorkerProcess | None] = [None] * num_workers
+        self._dismiss = weakref.finalize(self, _dismiss, self._workers)
         self._threads = ThreadPool(num_workers, intra_op=self._intra_op, name="phalanx-executor")
-        self._definitions = Definitions(source)
-        self._workers = WorkerGroup(
-            self._threads, pool, num_workers, self._intra_op, self._definitions, on_failure
-        )
-        self._moved: list[nn.Parameter] = []
+        self._forks = ThreadPool(1, intra_op=1, name="phalanx-forks")  # which does nothing else
         try:
-            elsewhere = [p for p in self.parameters if p.numel() and pool.handle_of(p) is None]
-            self._moved = _move(elsewhere, pool)
-            self._places = ParameterPlaces([source])
-            self._sync = SourceSync(source, pool)
-            specs = statistic_specs(source, rules if rules is not None else BufferRules())
-            self._gradient_buffers = GradientBuffers(self.parameters, specs, pool)
-            places, layout = self._sync.handles, self._gradient_buffers.layout
-            packed = self._packed_module()
-            self._objects = objects = SharedObjects(source, self._shared, pool, self._definitions)
-            values = objects.globals_at_first
-            definitions = tuple(self._definitions.packed)
-            self._workers.start(
-                WorkerInit(
-                    definitions,
-                    packed,
-                    objects.packed,
-                    places,
-                    layout,
-                    rules,
-                    values,
-                    num_workers,
-                )
-            )
+            _import_for_autograd()
+            self._follow()
         except BaseException:
             self.close()
             raise
@@ -176,7 +158,7 @@ class ProcessExecutor(Executor):
     @property
     def worker_pids(self) -> tuple[int, ...]:  # type: ignore[override]
         """The worker processes' numbers."""
-        return tuple([worker.pid for worker in self._workers])
+        return tuple([worker.pid for worker in self._workers if worker is not None])
 
     def open_reduction(self, flat: FlatParameters) -> LocalReduction:
         """Sum gradients into ``flat``, each worker's thread its part."""
@@ -190,47 +172,101 @@ class ProcessExecutor(Executor):
         return len(self.devices)
 
     def matches_source(self) -> bool:
-        """Tell whether the workers can follow all that was done to the module since."""
-        return not self._threads.closed and self._sync.can_follow() and self._places.are_still()
+        """Tell whether the module's parameters are those that gradients are summed for."""
+        return not self._threads.closed and self._places.are_still()
 
     def outdate(self) -> None:
-        """Make the next run take over all buffers, whatever their versions say."""
-        self._sync.outdate()
+        """Do nothing: workers read buffers where the program has written them."""
 
     def refresh(self) -> None:
-        """Let the next run take over everything: workers compute nothing before."""
-        self.outdate()
+        """Fork other workers before the next run, which see everything as it is then."""
+        self._bury()
+        dismiss_all(self._workers)
+        self._workers[:] = [None] * len(self)
 
     def close(self) -> None:
-        """Dismiss threads and workers, and give moved parameters memory of their own."""
+        """Dismiss threads and workers, and give moved tensors memory of their own."""
         if self._threads.closed and os.getpid() == self._pid:
             for worker in self._workers:  # threads left by an interrupt may wait for them still
-                worker.end()
+                if worker is not None:
+                    worker.end()
         self._threads.close()  # a call that is on in another thread ends first
         if not self._threads.closed:
             return  # from inside of a call: threads go after it, and the workers with them
-        self._workers.dismiss()
-        for parameter in self._moved:
-            parameter.data = parameter.data.clone()
-        self._moved = []
+        self._dismiss()
+        self._forks.close()  # only now: workers end with the thread that has forked them
+        for tensor in self._moved.values():
+            if self.pool.handle_of(tensor) is not None:
+                tensor.data = tensor.data.clone()
+        self._moved = {}
 
     # -- workers -----------------------------------------------------
 
-    def _packed_module(self) -> bytes:
-        numbers = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+    def _follow(self) -> None:
+        """Begin with module and loss as they are now; workers are forked later."""
+        self.refresh()
+        modules = Fingerprint(self._source, *self._reads).modules
+        elsewhere = [p for p in self.parameters if self.pool.handle_of(p) is None]
+        self._moved |= _move(elsewhere, self.pool)
+        others = [t for module in modules for t in _tensors_of(module) if not is_shared(t)]
+        self._moved |= _move(others, self.pool)
+        self._fingerprint = Fingerprint(self._source, *self._reads)  # where all lies now
+        self._assigned: dict[tuple[int, str], None] = {}  # by object and name, since the fork
+        self._places = ParameterPlaces([self._source])
+        specs = statistic_specs(self._source, self._rules)
+        if specs != self._specs:
+            self._specs = specs
+            self._gradient_buffers = GradientBuffers(self.parameters, specs, self.pool)
 
-        def aside(obj: Any) -> Any:
-            if not isinstance(obj, nn.Parameter) or id(obj) not in numbers:
-                return None
-            place = self.pool.handle_of(obj)
-            value = None if place is not None else pack(obj.detach())
-            kind, others = type(obj), dict(obj.__dict__)
-            return ("parameter", numbers[id(obj)], kind, place, value, obj.requires_grad, others)
+    def _fork_missing(self) -> None:
+        """Fork a worker in the place of each that is gone; nobody computes meanwhile."""
+        self._bury()
+        missing = [index for index, worker in enumerate(self._workers) if worker is None]
+        if missing:
+            world = World(
+                source=self._source,
+                shared=self._shared,
+                fingerprint=self._fingerprint,
+                pool=self.pool,
+                layout=self._gradient_buffers.layout,
+                rules=self._rules,
+                intra_op=self._intra_op,
+                optimizer=self.optimizer,
+            )
+            self._forks.each(lambda _: self._fork(missing, world))
 
-        try:
-            return pack(self._source, aside, self._definitions)
-        except Exception as error:  # whatever the user's objects raise when pickled
-            raise picklable_or_named(self._source, error) from None
+    def _bury(self) -> None:
+        """Report the workers that have ended with nothing to do."""
+        for index, worker in enumerate(self._workers):
+            try:
+                if worker is not None:
+                    worker.check_alive()
+            except Lost as lost:
+                self._lose(index, lost)
+
+    def _fork(self, missing: Sequence[int], world: World) -> None:
+        for index in missing:
+            mail, body = self._mail[index], partial(serve, world, index)
+            self._workers[index] = WorkerProcess(index, mail, self.pool, body)
+
+    def _lose(self, index: int, lost: Lost, microbatch: int | None = None) -> None:
+        """Report a loss.
+
+        Args:
+            microbatch: What the worker had in hands.
+        """
+        worker, self._workers[index] = self._workers[index], None
+        assert worker is not None
+        self._on_failure(
+            WorkerFailure(
+                worker=index,
+                pid=worker.pid,
+                reason=lost.reason,
+                microbatch=microbatch,
+                dump=lost.dump,
+                noticed_s=lost.at_s,
+            )
+        )
 
     # -- a run -------------------------------------------------------
 
@@ -238,55 +274,49 @@ class ProcessExecutor(Executor):
         if os.getpid() != self._pid:
             raise StateError(
                 "A process executor must be used by the process that made it, but this is a fork "
-                "of it. Make a trainer or a group in the child."
+                "of it. Make a trainer in the child."
             )
-        assert not state.task.goes_back
-        changes = self._sync.changes()
-        self._objects.look()
-        self._settings = read_settings()  # here: some of them are the calling thread's
+        changes = self._changes()
         modes = CallerModes.capture(self.devices)
-        run = _ProcessRun(
-            state=state,
-            spec=self._packed_spec(state, modes),
-            wants_gradients=modes.grad,
-            changes=changes,
-            objects=self._objects.packed,
-        )
-        self._prepare_first(run)
-        self._threads.each(
-            lambda index: self._look_after(index, run), on_interrupt=state.queue.fail
-        )
+        self._runs += 1
+        spec = RunSpec(self._runs, state.task, modes, replace(state.rng, alone=True), changes)
+        run = _ProcessRun(state=state, spec=self._packed(spec), wants_gradients=modes.grad)
+        while not state.queue.over:
+            self._fork_missing()
+            self._prepare_first(run)
+            self._threads.each(
+                lambda index: self._look_after(index, run), on_interrupt=state.queue.fail
+            )
+        self._fork_missing()
 
-    def _packed_spec(self, state: RunState, modes: CallerModes) -> bytes:
-        numbers = {id(each): index for index, each in enumerate(self._shared)}
-        return pack(
-            RunSpec(
-                state.task,
-                modes,
-                self._settings,
-                dataclasses.replace(state.rng, alone=True),
-                self._objects.changed_globals(),
-            ),
-            lambda obj: ("shared", numbers[id(obj)]) if id(obj) in numbers else None,
-            self._definitions,
-        )
+    def _changes(self) -> PlainChanges:
+        """Return the attributes that workers are to assign; fork others where that is not all."""
+        changes = self._fingerprint.plain_changes()
+        if changes is None:
+            self._follow()
+            return []
+        self._assigned |= {(index, name): None for index, name, _ in changes}
+        objects = self._fingerprint.objects  # all of them: one may be again what it was at the fork
+        return [(index, name, vars(objects[index])[name]) for index, name in self._assigned]
+
+    def _packed(self, spec: RunSpec) -> bytes:
+        places = {id(each): place for place, each in enumerate(self._shared)}
+        return pack(spec, lambda obj: (places[id(obj)],) if id(obj) in places else None)
 
     def _prepare_first(self, run: _ProcessRun) -> None:
         """Prepare what workers do first, here: threads of their own would wait for each other."""
-        for index, worker in enumerate(self._workers):
-            microbatch = run.state.queue.take(index) if worker.ready else None
+        for index in range(len(self)):
+            microbatch = run.state.queue.take(index)
             if microbatch is not None:
                 run.first[index] = self._prepare(index, microbatch, run)
 
     def _look_after(self, index: int, run: _ProcessRun) -> None:
-        """Keep worker ``index`` busy until the run is over."""
+        """Keep worker ``index`` busy until the run is over, or the worker is lost."""
         queue = run.state.queue
         try:
             message = run.first.pop(index, None)
-            while not queue.over:
+            while not queue.over and self.workloads[index]:
                 if message is None:
-                    if not self._is_ready(index, run):
-                        continue
                     microbatch = queue.take(index, _LOOK_S)
                     if microbatch is None:
                         continue
@@ -295,48 +325,34 @@ class ProcessExecutor(Executor):
                     self._compute(index, message, run)
                 except Lost as lost:
                     queue.give_back(message.microbatch)
-                    self._workers.replace(index, lost, message.microbatch)
+                    queue.leave_to_others(index)
+                    self._lose(index, lost, message.microbatch)
+                    return
                 message = None
         except BaseException:
             queue.fail()
             raise
 
-    def _is_ready(self, index: int, run: _ProcessRun) -> bool:
-        worker = self._workers[index]
-        try:
-            if worker.poll_ready(0.0):
-                worker.check_alive()
-                return True
-            if run.state.owners is not None:
-                run.state.queue.leave_to_others(index)
-            if worker.poll_ready(_LOOK_S):
-                return True
-            worker.check_start()
-        except Lost as lost:
-            self._workers.replace(index, lost)
-        return False
-
     def _prepare(self, index: int, microbatch: int, run: _ProcessRun) -> _SentMicrobatch:
         """Pack a microbatch for worker ``index``; its rows go where that one reads them."""
-        worker, state = self._workers[index], run.state
-        worker.mailbox.clear()
+        mailbox, answers = self._mail[index]
+        state = run.state
+        mailbox.clear()
         buffer = self._gradient_buffers.take() if run.wants_gradients else None
-        batch = state.pieces[microbatch]
-        changes = run.changes.since(worker.version)
-        task = MicrobatchMessage(
+        message = MicrobatchMessage(
             index=microbatch,
             spec=run.spec,
-            rows=pack_data((batch, changes), worker.mailbox.put, self._definitions),
+            rows=pack_data(state.pieces[microbatch], mailbox.put),
             weight=state.weights[microbatch],
             seed=state.seed,
             gradient_buffer=-1 if buffer is None else buffer.region,
-            reply=worker.answers.place,
+            reply=answers.place,
         )
-        return _SentMicrobatch(microbatch, buffer, pack(task))
+        return _SentMicrobatch(microbatch, buffer, pack(message))
 
     def _compute(self, index: int, message: _SentMicrobatch, run: _ProcessRun) -> None:
         worker = self._workers[index]
-        self._send_objects(worker, run.objects)
+        assert worker is not None
         answer = worker.ask(message.packed, self._timeout_s)
         if isinstance(answer, Failed):
             raise rebuilt(
@@ -344,18 +360,8 @@ class ProcessExecutor(Executor):
                 f"Raised by replica {index} in process {worker.pid}, "
                 f"microbatch {message.microbatch}.",
             )
-        worker.version = run.changes.version
         worker.answers.reserve(answer.result_bytes)
         self._count(index, message, answer, run)
-
-    def _send_objects(self, worker: WorkerProcess, objects: PackedObjects) -> None:
-        if worker.objects == objects.version:
-            return
-        call = RemoteCall(AdoptObjects(objects), self._settings)
-        answer = worker.ask(pack(call), START_S)
-        if isinstance(answer, Failed):
-            raise rebuilt(answer, f"Raised by worker {worker.index}, which was sent the loss.")
-        worker.objects = objects.version
 
     def _count(self, index: int, message: _SentMicrobatch, done: Done, run: _ProcessRun) -> None:
         state, microbatch, buffer = run.state, message.microbatch, message.gradient_buffer
@@ -387,8 +393,6 @@ class _ProcessRun:
     state: RunState
     spec: bytes  # what all tasks of the run have in common
     wants_gradients: bool
-    changes: Changes  # what workers take over from the module
-    objects: PackedObjects
     first: dict[int, _SentMicrobatch] = field(default_factory=dict)  # by worker
 
 
@@ -401,11 +405,32 @@ class _SentMicrobatch:
     packed: bytes
 
 
-def _move(parameters: list[nn.Parameter], pool: SharedMemoryPool) -> list[nn.Parameter]:
-    """Move parameters that the optimizer does not hold, such as frozen ones, to the pool."""
-    for parameter, place in zip(parameters, pool.allocate_like(parameters), strict=True):
-        parameter.data = place.copy_(parameter.detach())
-    return parameters
+def _dismiss(workers: list[WorkerProcess | None]) -> None:
+    dismiss_all(workers)
+    workers.clear()
+
+
+def _move(tensors: Iterable[Tensor], pool: SharedMemoryPool) -> dict[int, Tensor]:
+    """Move tensors to memory that workers see, where they can be; return them by id."""
+    found = {id(tensor): tensor for tensor in tensors if _can_be_shared(tensor)}
+    for tensor, place in zip(found.values(), pool.allocate_like([*found.values()]), strict=True):
+        tensor.data = place.copy_(tensor.detach())
+    return found
+
+
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    found = [*module._parameters.values(), *module._buffers.values()]
+    return [each for each in found if each is not None]
+
+
+def _can_be_shared(tensor: Tensor) -> bool:
+    plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_inference()
+    return plain and tensor.device.type == "cpu" and tensor.numel() > 0 and has_memory(tensor)
+
+
+def _import_for_autograd() -> None:
+    """Import here what a first backward pass imports in 2 seconds: else each fork would do so."""
+    import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
 
 def _warn_of_oversubscription(num_workers: int, intra_op: int) -> None:
@@ -421,15 +446,10 @@ def _check_shareable(source: nn.Module) -> None:
     """Refuse a module whose tensors processes cannot share; nothing is done to it.
 
     Raises:
-        ConfigError: A parameter has no shape yet, or a hook would collect in the workers.
         UnsupportedError: A tensor lies on another device, or is not dense; or copies of the module
             would not be compiled as it is.
     """
-    refuse_lazy(source)
-    refuse_aliases(source)
-    refuse_scripts(source)
     refuse_compiled_in_place(source)
-    _refuse_collecting_hooks(source)
     tensors = {"Parameter": source.named_parameters(), "Buffer": source.named_buffers()}
     for kind, named in tensors.items():
         for name, tensor in named:
@@ -437,8 +457,7 @@ def _check_shareable(source: nn.Module) -> None:
                 raise UnsupportedError(
                     f"{kind} `{name}` must lie on the CPU for executor='processes', but is on "
                     f"{tensor.device}. Use executor='threads', which serves several devices from "
-                    "one "
-                    "process."
+                    "one process."
                 )
             if tensor.layout is not torch.strided or tensor.is_quantized:
                 told = "quantized" if tensor.is_quantized else f"of layout {tensor.layout}"
@@ -446,18 +465,3 @@ def _check_shareable(source: nn.Module) -> None:
                     f"{kind} `{name}` must be dense for executor='processes', but is {told}. Use "
                     "executor='threads'."
                 )
-
-
-def _refuse_collecting_hooks(source: nn.Module) -> None:
-    """Refuse hooks with a container of this process's, which would stay as it is here."""
-    for path, module in source.named_modules():
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            variables = inspect.getclosurevars(hook).nonlocals if inspect.isfunction(hook) else {}
-            for name, value in variables.items():
-                if isinstance(value, (list, dict, set)):
-                    where = f"`{path}`" if path else "`module`"
-                    raise ConfigError(
-                        f"A hook of {where} must not capture a list, dict or set in worker "
-                        f"processes, as each would fill its own, but captures `{name}`. Return "
-                        "from `forward` what it collects, or use executor='threads'."
-                    )

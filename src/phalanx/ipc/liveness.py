@@ -2,7 +2,7 @@
 
 A process that waits looks every 20 ms whether those it waits for live (`ProcessIdentity.alive`). So
 the death of a peer ends the wait in that time, and a silent peer ends it at the deadline. A parent
-learns of its child's death at once, by the child's sentinel (execution/worker_client.py).
+learns of its child's death at once, by the child's sentinel (execution/worker_process.py).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from phalanx.memory.flat import (
     zeros,
 )
 from phalanx.memory.rows import MatrixRows, all_within, clamp_rows
-from phalanx.memory.shared_memory_pool import SharedMemoryPool, TensorHandle
+from phalanx.memory.shared_memory_pool import SharedMemoryPool, TensorHandle, is_shared
 
 __all__ = [
     "PAST_CACHE_BYTES",
@@ -39,6 +39,7 @@ __all__ = [
     "has_memory",
     "in_memory_order",
     "is_expanded",
+    "is_shared",
     "sum_to",
     "zeros",
 ]

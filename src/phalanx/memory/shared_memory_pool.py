@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -15,7 +16,9 @@ from torch import Tensor
 from phalanx.ipc import Region, aligned
 from phalanx.memory.flat import dense_strides
 
-__all__ = ["SharedMemoryPool", "TensorHandle"]
+__all__ = ["SharedMemoryPool", "TensorHandle", "is_shared"]
+
+_pools: weakref.WeakSet[SharedMemoryPool] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class SharedMemoryPool:
         self._typed: dict[tuple[int, torch.dtype], Tensor] = {}  # as numbers, by region and dtype
         self._starts: list[tuple[int, int]] = []  # (address, number), by address
         self._lock = threading.Lock()  # every worker's thread may need memory
+        _pools.add(self)
 
     def __len__(self) -> int:
         return len(self._regions)
@@ -64,12 +68,16 @@ class SharedMemoryPool:
         for tensor in tensors:
             offsets.append(total)
             total += aligned(tensor.numel() * tensor.itemsize)
-        whole = self.allocate(total, torch.uint8, torch.device("cpu"))
+        if total == 0:
+            return [torch.empty_like(tensor, device="cpu") for tensor in tensors]
+        region = Region.create(total, memory_dir=self._directory)
+        self._add(region)
         with torch.inference_mode(False):  # as in `at`
             return [
-                whole[start : start + tensor.numel() * tensor.itemsize]
+                # A storage for each: whoever saves or copies a tensor does so with all of it.
+                region.tensor(torch.uint8, tensor.numel() * tensor.itemsize, start)
                 .view(tensor.dtype)
-                .as_strided(tensor.shape, dense_strides(tensor), start // tensor.itemsize)
+                .as_strided(tensor.shape, dense_strides(tensor))
                 for tensor, start in zip(tensors, offsets, strict=True)
             ]
 
@@ -123,3 +131,8 @@ class SharedMemoryPool:
         for region in self._regions:
             region.close()
         self._regions, self._whole, self._starts, self._typed = [], [], [], {}
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Tell whether ``tensor`` lies in a region of any pool of this process."""
+    return any(pool.handle_of(tensor) is not None for pool in _pools)

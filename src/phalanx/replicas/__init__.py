@@ -1,8 +1,6 @@
 """One model many times: the threads, copies and sums behind every container."""
 
-from phalanx.replicas.attributes import Attributes
 from phalanx.replicas.compiling import CompileOnce, has_compiled, refuse_compiled_in_place
-from phalanx.replicas.definitions import Definitions, add_definitions, why_missing
 from phalanx.replicas.devices import (
     accelerator_kind,
     known_devices,
@@ -14,13 +12,6 @@ from phalanx.replicas.devices import (
 from phalanx.replicas.fingerprint import Fingerprint, PlainChanges
 from phalanx.replicas.flat_layout import FlatLayout
 from phalanx.replicas.frozen_copies import FrozenCopies
-from phalanx.replicas.global_values import (
-    GlobalValues,
-    PackedGlobals,
-    adopt_globals,
-    can_be_followed,
-)
-from phalanx.replicas.hooks import Registered
 from phalanx.replicas.inputs import Inputs, WatchedInputs, pieces_of, placed
 from phalanx.replicas.intra_op import (
     caller_intra_op,
@@ -31,7 +22,6 @@ from phalanx.replicas.intra_op import (
 )
 from phalanx.replicas.modes import CallerModes, autocast_off, callers_streams
 from phalanx.replicas.packing import (
-    CodeTeller,
     Form,
     alignment_of,
     bytes_of,
@@ -40,7 +30,6 @@ from phalanx.replicas.packing import (
     load,
     pack,
     pack_data,
-    picklable_or_named,
     span_bytes,
 )
 from phalanx.replicas.parameter_copies import ParameterCopies
@@ -77,31 +66,18 @@ from phalanx.replicas.streams import RunOrder, current_streams, has_streams
 from phalanx.replicas.tensor_version import TensorVersion
 from phalanx.replicas.unchanged import same_afterwards
 from phalanx.replicas.uncompiled import uncompiled
-from phalanx.replicas.watched_objects import (
-    FunctionState,
-    WatchedObjects,
-    can_be_copied,
-    state_of_function,
-)
 
 __all__ = [
-    "Attributes",
     "CallerModes",
-    "CodeTeller",
     "CompileOnce",
-    "Definitions",
     "Fingerprint",
     "FlatLayout",
     "Form",
     "FrozenCopies",
-    "FunctionState",
-    "GlobalValues",
     "Inputs",
     "MicrobatchRng",
-    "PackedGlobals",
     "ParameterCopies",
     "PlainChanges",
-    "Registered",
     "Replica",
     "RngMode",
     "RngPlan",
@@ -113,11 +89,8 @@ __all__ = [
     "Statistics",
     "TensorVersion",
     "WatchedInputs",
-    "WatchedObjects",
     "accelerator_kind",
-    "add_definitions",
     "add_gradients",
-    "adopt_globals",
     "advance_process_generator",
     "alignment_of",
     "apart",
@@ -125,8 +98,6 @@ __all__ = [
     "bytes_of",
     "caller_intra_op",
     "callers_streams",
-    "can_be_copied",
-    "can_be_followed",
     "check_statistics",
     "copy_of",
     "current_replica",
@@ -145,7 +116,6 @@ __all__ = [
     "num_threads",
     "pack",
     "pack_data",
-    "picklable_or_named",
     "pieces_of",
     "placed",
     "present_devices",
@@ -162,10 +132,8 @@ __all__ = [
     "seed_of_process",
     "set_intra_op",
     "span_bytes",
-    "state_of_function",
     "statistic_specs",
     "sum_statistics",
     "uncompiled",
-    "why_missing",
     "write_statistics",
 ]

@@ -30,12 +30,6 @@ class Attributes:
         """Tell whether everything that has changed can be taken over."""
         return all(member.can_follow() for member in self._members)
 
-    # Any: plain values of the user's own modules.
-    def take_changes(self) -> list[tuple[int, dict[str, Any]]]:
-        """Return what has changed since the last time, by index of the module."""
-        changed = [(i, member) for i, member in enumerate(self._members) if member.has_changed()]
-        return [(index, member.take_changes()) for index, member in changed]
-
     def refresh(self, device: torch.device) -> None:
         """Take over what has changed."""
         for member in self._members:

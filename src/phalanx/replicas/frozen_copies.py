@@ -37,9 +37,6 @@ class FrozenCopies:
         # For each thread: nobody else waits for a copy.
         self._kept = threading.local()
 
-    def __reduce__(self) -> tuple[type[FrozenCopies], tuple[nn.Module]]:
-        return FrozenCopies, (self._module,)
-
     def on(self, device: torch.device) -> nn.Module:
         """Return the module with all its parameters and buffers on ``device``.
 

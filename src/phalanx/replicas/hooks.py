@@ -23,7 +23,6 @@ from phalanx.errors import UnsupportedError
 __all__ = [
     "HOOKS_OF_STATE",
     "Hooks",
-    "Registered",
     "kept_outside",
     "shared_hooks",
     "warn_of_kept_tensors",
@@ -97,33 +96,6 @@ class Hooks:
         ):
             return False
         self._num_registered = RemovableHandle.next_id
-        return True
-
-
-class Registered:
-    """Which hooks ``source`` has; its modules and their dictionaries stay the same ones.
-
-    Torch numbers hooks, each number once: when none was registered since, anywhere, and there are
-    as many as there were, they are the same.
-    """
-
-    def __init__(self, source: nn.Module) -> None:
-        self._dicts = _dicts(source)
-        self._count = self._counted()
-        self._numbers = [tuple(hooks) for hooks in self._dicts]
-        self._next = RemovableHandle.next_id
-
-    def _counted(self) -> int:
-        return sum(map(len, self._dicts))
-
-    def are_still(self) -> bool:
-        """Tell whether they are the same as then."""
-        if self._count != self._counted():
-            return False
-        if self._next != RemovableHandle.next_id:
-            if [tuple(hooks) for hooks in self._dicts] != self._numbers:
-                return False
-            self._next = RemovableHandle.next_id
         return True
 
 

@@ -1,8 +1,8 @@
 """What travels between an executor and its worker processes: pickled, with the tensors set aside.
 
-This is the pickle of `multiprocessing`, between a process and the children that it has started
-itself; it crosses no host and reads no file (SECURITY.md). Tensors go as bytes, or as a place in
-memory that both sides see; never through torch's own sharing, which would move their storage.
+This is the pickle of `multiprocessing`, between a process and its own forks; it crosses no host and
+reads no file (SECURITY.md). Tensors go as bytes, or as a place in memory that both sides see; never
+through torch's own sharing, which would move their storage.
 """
 
 from __future__ import annotations
@@ -10,27 +10,17 @@ from __future__ import annotations
 import io
 import pickle
 import threading
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import FunctionType
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch import Tensor
 
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.replicas.code_by_value import (
-    is_importable,
-    number_of,
-    reduced_code,
-    reduced_function,
-    reduced_numbered,
-)
-from phalanx.replicas.hooks import HOOKS_OF_STATE
 
 __all__ = [
-    "CodeTeller",
     "Form",
     "alignment_of",
     "bytes_of",
@@ -40,8 +30,6 @@ __all__ = [
     "load",
     "pack",
     "pack_data",
-    "picklable_or_named",
-    "reduced",
     "span_bytes",
 ]
 
@@ -51,46 +39,25 @@ _ALIGN_BYTES = 64  # kernels may choose by alignment, so a copy lies as its orig
 Aside = Callable[[Any], Any]
 
 
-class CodeTeller(Protocol):
-    """Sees to it that those who read what is packed have the code that it refers to."""
-
-    def number(self, obj: type | types.FunctionType) -> int | None:
-        """Return the number that it has over there; None to send it by value."""
-
-
 class _Packer(pickle.Pickler):
     """Ask about objects that are not plain values or containers: a call for each would cost more.
 
-    An object that is set aside is met once; where it comes again, it is the same one over there.
+    An object that is set aside is met once; where it comes again, it is the same one at the reader.
     """
 
-    def __init__(self, file: io.BytesIO, aside: Aside, teller: CodeTeller | None) -> None:
+    def __init__(self, file: io.BytesIO, aside: Aside) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._aside = aside
-        self._number = number_of if teller is None else teller.number
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, (type, types.FunctionType)):
-            if is_importable(obj):
-                return NotImplemented
-            number = self._number(obj)
-            if number is not None:
-                return reduced_numbered(number)
-            return NotImplemented if isinstance(obj, type) else reduced_function(obj)
+        if isinstance(obj, (type, FunctionType)):
+            return NotImplemented
         token = self._aside(obj)
-        return reduced(obj) if token is None else (_found, token)
-
-
-# Any: what `__reduce_ex__` returns.
-def reduced(obj: Any) -> Any:
-    """Return how ``obj``, neither class nor function, is pickled; NotImplemented for as usual."""
-    if isinstance(obj, types.MethodType):
-        return _reduced_method(obj)
-    if isinstance(obj, Tensor) and is_plain(obj):
-        return _restored, _taken_apart(obj)
-    if isinstance(obj, nn.Module):
-        return _reduced_module(obj)
-    return reduced_code(obj)
+        if token is not None:
+            return _found, token
+        if isinstance(obj, Tensor) and is_plain(obj):
+            return _restored, _taken_apart(obj)
+        return NotImplemented
 
 
 def _nothing(_: Any) -> None:
@@ -110,14 +77,13 @@ def _found(*token: Any) -> Any:
     return _finding.find(token)
 
 
-def pack(value: Any, aside: Aside = _nothing, teller: CodeTeller | None = None) -> bytes:
+def pack(value: Any, aside: Aside = _nothing) -> bytes:
     """Pickle ``value``; what ``aside`` returns for an object stands for it, unless it is None.
 
-    It is not asked about plain values, lists, tuples, dicts, sets, classes and functions. Those
-    that cannot be imported are what ``teller`` has told; without one, what was told here.
+    It is not asked about plain values, lists, tuples, dicts, sets, classes and functions.
     """
     file = io.BytesIO()
-    _Packer(file, aside, teller).dump(value)
+    _Packer(file, aside).dump(value)
     return file.getvalue()
 
 
@@ -129,6 +95,25 @@ def load(data: bytes, find: Aside = _nothing) -> Any:
         return pickle.loads(data)
     finally:
         _finding.find = before
+
+
+# Any: the user's data.
+def pack_data(data: Any, aside: Aside = _nothing) -> bytes:
+    """Do as :func:`pack` for what batches hold.
+
+    Raises:
+        ConfigError: Something in it cannot be pickled.
+        OutOfSpace: There is no room for what ``aside`` sets aside.
+    """
+    try:
+        return pack(data, aside)
+    except PhalanxError:
+        raise
+    except Exception as error:  # whatever the user's objects raise when pickled
+        raise ConfigError(
+            "What a batch holds must be picklable to be sent to worker processes, but is "
+            f"not: {error}. Give tensors and plain values, or use executor='threads'."
+        ) from None
 
 
 # -- tensors as bytes ------------------------------------------------
@@ -207,115 +192,4 @@ def is_plain(tensor: Tensor) -> bool:
         and not tensor.requires_grad
         and not tensor.is_conj()
         and not tensor.is_neg()
-    )
-
-
-# -- methods ---------------------------------------------------------
-
-
-# Any: what `__reduce_ex__` returns.
-def _reduced_method(method: types.MethodType) -> Any:
-    """Return how a bound method is pickled: pickle's own way finds it by its name in the class.
-
-    One that was put into its object would not be there, or be another one.
-    """
-    owner, name = method.__self__, method.__func__.__name__
-    if isinstance(owner, type) or getattr(type(owner), name, None) is method.__func__:
-        return NotImplemented
-    return _bound, (method.__func__, owner)
-
-
-def _bound(function: Callable[..., Any], owner: object) -> types.MethodType:
-    return types.MethodType(function, owner)
-
-
-# -- modules ---------------------------------------------------------
-
-
-# Any: what `__reduce_ex__` returns.
-def _reduced_module(module: nn.Module) -> Any:
-    """Return how a module is pickled: without hooks on its state dict, which no worker runs.
-
-    They may be inner functions, as those of `weight_norm` are.
-    """
-    if parametrize.is_parametrized(module):
-        return _reduced_parametrized(module)
-    if not any(module.__dict__.get(kind) for kind in HOOKS_OF_STATE):
-        return NotImplemented
-    reduced: Any = module.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    if not isinstance(reduced, tuple) or len(reduced) < 3:
-        return reduced
-    return (*reduced[:2], _without_hooks(reduced[2]), *reduced[3:])
-
-
-def _reduced_parametrized(module: nn.Module) -> Any:
-    """Return how one with parametrizations is pickled: torch makes it a class that it cannot send.
-
-    Over there another such class is made, by a parametrization that does nothing; the state, in
-    which the real ones are, takes its place.
-    """
-    kind: Any = parametrize.type_before_parametrizations(module)
-    parametrizations = module.parametrizations
-    assert isinstance(parametrizations, nn.ModuleDict)
-    names = tuple(parametrizations)
-    return _parametrized, (kind, names), _without_hooks(kind.__getstate__(module))
-
-
-def _parametrized(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
-    module = kind.__new__(kind)
-    nn.Module.__init__(module)
-    for name in names:
-        module.register_parameter(name, nn.Parameter(torch.empty(1)))
-        parametrize.register_parametrization(module, name, nn.Identity(), unsafe=True)
-    return module
-
-
-def _without_hooks(state: Any) -> Any:
-    if not isinstance(state, dict):
-        return state
-    return {key: type(value)() if key in HOOKS_OF_STATE else value for key, value in state.items()}
-
-
-# -- what cannot be sent ---------------------------------------------
-
-
-# Any: the user's data.
-def pack_data(data: Any, aside: Aside = _nothing, teller: CodeTeller | None = None) -> bytes:
-    """Do as :func:`pack` for what batches hold.
-
-    Raises:
-        ConfigError: Something in it cannot be pickled.
-        OutOfSpace: There is no room for what ``aside`` sets aside.
-    """
-    try:
-        return pack(data, aside, teller)
-    except PhalanxError:
-        raise
-    except Exception as error:  # whatever the user's objects raise when pickled
-        raise ConfigError(
-            "What a batch holds must be picklable to be sent to worker processes, but is "
-            f"not: {error}. Give tensors and plain values, or use executor='threads'."
-        ) from None
-
-
-def picklable_or_named(module: nn.Module, error: Exception) -> ConfigError:
-    """Return the error that names which attribute of ``module`` cannot be pickled."""
-    if isinstance(error, ConfigError):
-        return error
-    for path, child in module.named_modules():
-        for key, value in vars(child).items():
-            if key in ("_parameters", "_modules"):
-                continue
-            try:
-                pack(value, lambda obj: ("parameter",) if isinstance(obj, nn.Module) else None)
-            except Exception as cause:  # whatever the user's objects raise
-                name = f"{path}.{key}" if path else key
-                return ConfigError(
-                    f"Attribute `{name}` of `module` must be picklable to be sent to worker "
-                    f"processes, but is {type(value).__name__!r}: {cause}. Make such objects in "
-                    "`forward`, or use executor='threads'."
-                )
-    return ConfigError(
-        f"`module`, `loss` and `forward` must be picklable to be sent to worker processes, but are "
-        f"not: {error}. Make what cannot be pickled where it is used, or use executor='threads'."
     )

@@ -120,10 +120,6 @@ class Replica:
                 self._reaching.watch(original)
         self.statistics.refresh()
 
-    def leaves(self) -> frozenset[int]:
-        """Return the ids of its parameters and of the source's."""
-        return frozenset(map(id, [*self.parameters, *self._originals]))
-
     def outdate(self) -> None:
         """Make the next :meth:`refresh` copy all buffers, whatever their versions say."""
         self.statistics.outdate()

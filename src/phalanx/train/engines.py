@@ -108,6 +108,11 @@ class Engines:
         if self.current is not None:
             self.current.reload_state()
 
+    def refresh(self) -> None:
+        """Let the next run read everything that the module and the loss hold as it is then."""
+        if self.current is not None:
+            self.current.executor.refresh()
+
     def write(self, function: Callable[[], None]) -> None:
         """Call what writes to the module or says where the run stands; no Ctrl-C comes in between.
 

@@ -36,10 +36,6 @@ class LossBuffers:
         self._trained = trained
         self._found: list[tuple[nn.Module, str]] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:  # Any: the user's objects
-        """Leave out what is found: a worker process has its own of what is global."""
-        return {**self.__dict__, "_found": None}
-
     @property
     def _places(self) -> list[tuple[nn.Module, str]]:
         if self._found is None:
@@ -52,11 +48,6 @@ class LossBuffers:
                 for key in owner._buffers
             ]
         return self._found
-
-    def leaves(self) -> frozenset[int]:
-        """Return the ids of the parameters of those modules, globals aside."""
-        found = dict.fromkeys(_modules_of(self._function, _DEPTH, globally=False))
-        return frozenset(id(each) for module in found for each in module.parameters())
 
     def note(self) -> list[tuple[Tensor | None, int]]:
         """Return the buffers as they are now."""
@@ -86,7 +77,7 @@ class LossBuffers:
 
 
 # Any: whatever the user's function holds.
-def _modules_of(value: Any, depth: int, *, globally: bool = True) -> Iterator[nn.Module]:
+def _modules_of(value: Any, depth: int) -> Iterator[nn.Module]:
     """Yield the modules that ``value`` is, is bound to, closes over, or names."""
     if isinstance(value, nn.Module):
         yield value
@@ -99,11 +90,11 @@ def _modules_of(value: Any, depth: int, *, globally: bool = True) -> Iterator[nn
     elif isinstance(value, FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
         named = [value.__globals__.get(name) for name in value.__code__.co_names]
-        held = cells + [each for each in named if globally and isinstance(each, nn.Module)]
+        held = cells + [each for each in named if isinstance(each, nn.Module)]
     elif callable(value) and hasattr(value, "__dict__") and not isinstance(value, type):
         held = list(vars(value).values())
     for each in held if depth else ():
-        yield from _modules_of(each, depth - 1, globally=globally)
+        yield from _modules_of(each, depth - 1)
 
 
 def _is_filled(cell: Any) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,6 @@ from phalanx.errors import ConfigError
 from phalanx.execution import MicrobatchContext, MicrobatchResult, Task
 from phalanx.plan import check_function, check_mean_loss, flatten, unflatten
 from phalanx.replicas import FrozenCopies, Inputs, MicrobatchRng, run_backward
-from phalanx.train.foreign_leaves import find_foreign_leaves, refuse_foreign_leaves
 from phalanx.train.loss_buffers import LossBuffers
 from phalanx.types import ForwardFn, LossFn, Nested
 
@@ -53,8 +51,14 @@ class Objective:
         self._trained = trained
         self._loss_buffers = LossBuffers(name, function, trained)
         self._copies = FrozenCopies(loss) if isinstance(loss, nn.Module) else None
-        self.leaves_checked = False
         self._inputs = Inputs()
+
+    @property
+    def function(self) -> LossFn | ForwardFn:
+        """The loss, or the user's own function that takes the batches."""
+        function = self._loss if self._forward is None else self._forward
+        assert function is not None
+        return function
 
     @property
     def is_forward(self) -> bool:
@@ -118,12 +122,6 @@ class Objective:
         self._inputs.note(lent)
         return result
 
-    def foreign_leaves(self, context: MicrobatchContext, loss: Tensor) -> list[ref[Tensor]]:
-        """Return what else a loss may train in a worker process; the first one tells."""
-        if not context.in_worker or self.leaves_checked:
-            return []
-        return find_foreign_leaves(loss, context.replica.leaves() | self._loss_buffers.leaves())
-
     def _call(
         self, loss: LossFn | None, module: nn.Module, batch: Nested
     ) -> tuple[Any, Nested, Nested]:  # Any: the user's loss, unchecked
@@ -170,13 +168,6 @@ class TrainTask(Task):
     keep_outputs: bool
 
     def __call__(self, context: MicrobatchContext) -> MicrobatchResult:
-        result, foreign = self._train(context)
-        if foreign:
-            refuse_foreign_leaves(foreign)  # when the graph is gone
-        self.objective.leaves_checked = True
-        return result
-
-    def _train(self, context: MicrobatchContext) -> tuple[MicrobatchResult, list[ref[Tensor]]]:
         rng = context.drawing(kept=[self.objective])
         loss, result = self.objective.compute(context, rng, self.keep_outputs, trains=True)
         if not math.isfinite(result.loss):
@@ -192,13 +183,12 @@ class TrainTask(Task):
                 "`loss` must depend on a parameter that requires a gradient, but does not. "
                 "Unfreeze parameters, and compute the loss from the module's outputs."
             )
-        foreign = self.objective.foreign_leaves(context, loss)
         scale = torch.as_tensor(self.scales[context.index], dtype=loss.dtype, device=loss.device)
         if loss.dim():
             loss = loss.reshape(())
         with rng:
             run_backward([loss], [scale])
-        return result, foreign
+        return result
 
 
 @dataclass(frozen=True)

@@ -196,7 +196,9 @@ class Trainer(TrainerFacts):
             objective=self._objective,
             workloads=fixed,
             clip_norm=clip_norm,
-            new_maker=partial(maker, shared=[self._objective], timed=balances),
+            new_maker=partial(
+                maker, shared=[self._objective], reads=[self._objective.function], timed=balances
+            ),
             history=RunHistory(),
             untrained=Untrained(module),
         )
@@ -350,6 +352,16 @@ class Trainer(TrainerFacts):
         """Make the running :meth:`fit` return after its step, from anywhere; on ranks, from all."""
         self._stopped = True
 
+    def refresh(self) -> None:
+        """Fork worker processes before the next step, so that they see everything as it is then.
+
+        They follow parameters, buffers, and attributes of module and loss that are assigned, and
+        are forked at the start of each epoch, :meth:`evaluate` and :meth:`predict`. Call this after
+        another change in between: inside a list or another object, or to a global variable.
+        """
+        check_moment(closed=self._closed, in_step=self._in_step)
+        self._engines.refresh()
+
     def evaluate(
         self, loader: Iterable[Nested], *, module: nn.Module | EMA | None = None
     ) -> dict[str, float]:
@@ -392,6 +404,7 @@ class Trainer(TrainerFacts):
         """Begin a pass over a loader; the body does it."""
         check_moment(closed=self._closed)
         self._join_at(self.steps)
+        self._engines.refresh()
         seed = (self._seed, self.steps)
         with caller_intra_op(1), self._averaged():
             yield Evaluation(self._spec, self._engines, seed)
@@ -431,6 +444,8 @@ class Trainer(TrainerFacts):
         """Run what is left of the current epoch; None when it was left in the middle."""
         begin_s = now_s()
         enter_training(self.module)
+        if self._position.batch == 0:
+            self._engines.refresh()
         self._switch_optimizer("train")
         length = length_of(loader)
         self._reader.open(loader, self._position.batch, self.epochs)

@@ -16,7 +16,6 @@ from phalanx.execution import (
     MicrobatchContext,
     Task,
 )
-from tests.multiprocess.forked_workers import forked_by_day
 
 pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
 
@@ -28,10 +27,9 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
     kind, count = request.param
     choice = ExecutorChoice.read(kind)
     make = ExecutorMaker(choice, nn.Linear(2, 1, bias=False), FailureLog(0))
-    with forked_by_day(request.config):
-        opened = make([torch.device("cpu")] * count, workloads=None, intra_op=1)
-        yield opened
-        opened.close()
+    opened = make([torch.device("cpu")] * count, workloads=None, intra_op=1)
+    yield opened
+    opened.close()
 
 
 class Train(Task):

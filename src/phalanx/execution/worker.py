@@ -1,0 +1,327 @@
+"""What a worker process does: one replica, one microbatch after another.
+
+It is a fork of the program (see `worker_process.py`), so it has the module, the loss and all that
+they read as they were at that moment. Parameters and buffers lie in memory that it shares with the
+program; whatever else a microbatch needs comes with its message. Losing a worker at any instruction
+loses nothing but what it was about to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from phalanx.clock import now_s
+from phalanx.execution.contract import MicrobatchContext, Task, explain_error
+from phalanx.execution.gradient_buffers import GradientBufferLayout, WrittenGradients
+from phalanx.execution.gradient_writer import GradientWriter
+from phalanx.execution.mailbox import Outbox, collect
+from phalanx.execution.stopwatch import Stopwatch
+from phalanx.ipc import fail_point, inject, injected
+from phalanx.memory import SharedMemoryPool, TensorHandle
+from phalanx.plan import BufferRules
+from phalanx.replicas import (
+    CallerModes,
+    Fingerprint,
+    PlainChanges,
+    Replica,
+    RngPlan,
+    derive_seed,
+    load,
+    pack,
+    set_intra_op,
+)
+
+__all__ = [
+    "Done",
+    "Failed",
+    "MicrobatchMessage",
+    "RegionsFollow",
+    "RunSpec",
+    "World",
+    "flush_output",
+    "rebuilt",
+    "serve",
+]
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class World:
+    """What a worker takes with it from the program.
+
+    Attributes:
+        source: The module that the user trains.
+        shared: What tasks refer to, such as the loss.
+        fingerprint: Where changes of their attributes go.
+        layout: Where in a gradient buffer things lie; its region comes with each microbatch.
+        optimizer: The program's, whose state workers have no use for.
+    """
+
+    source: nn.Module
+    shared: Sequence[object]
+    fingerprint: Fingerprint
+    pool: SharedMemoryPool
+    layout: GradientBufferLayout
+    rules: BufferRules
+    intra_op: int
+    optimizer: Optimizer | None
+
+
+@dataclass(frozen=True)
+class RegionsFollow:
+    """The next ``count`` regions of the pool follow; there is no answer."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What the microbatches of a run have in common.
+
+    Attributes:
+        run: Its number.
+        task: What is to be called with the `MicrobatchContext`.
+        rng: How microbatches get their random numbers.
+        changes: Of attributes, since the worker was forked.
+    """
+
+    run: int
+    task: Task
+    modes: CallerModes
+    rng: RngPlan
+    changes: PlainChanges
+
+
+@dataclass(frozen=True)
+class MicrobatchMessage:
+    """One microbatch.
+
+    Attributes:
+        spec: A `RunSpec`, packed: most of the time it is that of the microbatch before.
+        rows: Its batch, packed.
+        gradient_buffer: The region that takes the gradients; -1 for none.
+        reply: Bytes that take what is large in the result; None for none.
+    """
+
+    index: int
+    spec: bytes
+    rows: bytes
+    weight: float
+    seed: tuple[int, ...]
+    gradient_buffer: int
+    reply: TensorHandle | None
+
+
+class Needed:
+    """The bytes that an outbox comes to need, as a number at the reader's."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (self._outbox.needed_bytes,)
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a microbatch gave.
+
+    Attributes:
+        result: What the task returned.
+        written: What is in the gradient buffer.
+        result_bytes: How much room those before it would take where the task said `reply`; known
+            when they have been packed.
+        drew: Whether the model drew random numbers.
+        drew_hidden: Whether it drew any where calls from Python do not show it.
+        seconds: As in `RunResult`.
+    """
+
+    result: Any  # Any: whatever the task returns
+    written: WrittenGradients
+    result_bytes: int | Needed
+    drew: bool
+    drew_hidden: bool
+    start_s: float
+    stop_s: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """An error in a worker: its class by name, its contents where they can be packed, as text."""
+
+    kind: tuple[str, str]
+    contents: bytes | None
+    text: str
+
+
+def serve(world: World, index: int, connection: Connection, dump: Connection) -> None:
+    """Work until the program closes the connection, in a fork of it.
+
+    Args:
+        dump: Takes the stacks of all threads, when the program asks for them by SIGUSR1.
+    """
+    faulthandler.register(signal.SIGUSR1, file=dump.fileno(), all_threads=True)
+    inject(injected(), index)
+    set_intra_op(world.intra_op)
+    if world.optimizer is not None:
+        world.optimizer.state.clear()  # the program writes to it, and would copy each page before
+    fail_point("born")
+    worker: Worker | None = None
+    while True:
+        try:
+            message = load(connection.recv_bytes())
+        except (EOFError, OSError):
+            return
+        if isinstance(message, RegionsFollow):
+            world.pool.receive(connection, message.count)
+            continue
+        try:
+            worker = worker or Worker(index, world)
+            answer = worker.work(message)
+        except BaseException as error:
+            answer = pack(_failed(error))
+        flush_output()
+        try:
+            connection.send_bytes(answer)
+        except OSError:  # the program is gone
+            return
+
+
+class Worker:
+    """One replica in a process of its own."""
+
+    def __init__(self, index: int, world: World) -> None:
+        self._world = world
+        self._writer = GradientWriter(world.layout, world.pool)
+        self._replica = Replica(world.source, _CPU, index, rules=world.rules)
+        self._packed_spec = b""
+        self._spec: RunSpec
+
+    def work(self, message: MicrobatchMessage) -> bytes:
+        """Compute a microbatch and return the packed answer."""
+        fail_point("microbatch taken")
+        outbox = Outbox(self._world.pool, message.reply)
+        done = self._compute(message, outbox)
+        fail_point("before reply")
+        return pack(done, outbox.put)
+
+    def _compute(self, message: MicrobatchMessage, outbox: Outbox) -> Done:
+        spec = self._begin(message.spec)
+        batch = load(message.rows, lambda token: collect(self._world.pool, *token[1:]))
+        start_s = now_s()
+        context = MicrobatchContext(
+            replica=self._replica,
+            index=message.index,
+            batch=batch,
+            seed=derive_seed(*message.seed, message.index),
+            rng=spec.rng,
+        )
+        watch = Stopwatch(_CPU)
+        with self._cleaned():
+            result = self._run(spec, context)
+            statistics = self._replica.statistics.collect(message.weight)
+            gradients = self._replica.take_gradients()
+            written = self._writer.fill(message.gradient_buffer, gradients, statistics)
+        watch.lap()
+        (seconds,) = watch.laps_s()
+        return Done(
+            result=result,
+            written=written,
+            result_bytes=Needed(outbox),
+            drew=context.rng_use.drew,
+            drew_hidden=context.rng_use.hidden,
+            start_s=start_s,
+            stop_s=now_s(),
+            seconds=seconds,
+        )
+
+    def _begin(self, packed: bytes) -> RunSpec:
+        """Be as the spec of a microbatch says, and return it."""
+        if packed != self._packed_spec:
+            self._spec = load(packed, lambda token: self._world.shared[token[0]])
+            self._packed_spec = packed
+            self._world.fingerprint.apply(self._spec.changes)
+            self._replica.outdate()  # the program may have written to the buffers
+        self._replica.refresh()
+        return self._spec
+
+    def _run(self, spec: RunSpec, context: MicrobatchContext) -> Any:  # Any: as the task returns
+        with spec.modes.entered(_CPU), self._replica.running():
+            fail_point("before forward")
+            result = spec.task(context)
+            fail_point("after backward")
+        return result
+
+    @contextlib.contextmanager
+    def _cleaned(self) -> Iterator[None]:
+        """Forget what the body leaves in the replica if it fails."""
+        try:
+            yield
+        except BaseException:
+            self._replica.drop_gradients()
+            self._replica.statistics.collect(0.0)
+            raise
+
+
+def flush_output() -> None:
+    """Write what was printed: nothing of it is written when a worker ends."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # whatever a notebook or a test has put there
+            stream.flush()
+
+
+# -- errors ----------------------------------------------------------
+
+
+def _failed(error: BaseException) -> Failed:
+    text = "".join(traceback.format_exception(error))
+    contents: bytes | None = None
+    for args, attributes in (
+        (error.args, error.__dict__),
+        ((str(error),), {"__notes__": getattr(error, "__notes__", [])}),
+    ):
+        with contextlib.suppress(Exception):  # the user's exceptions may hold anything
+            contents = pack((args, attributes))
+            break
+    return Failed((type(error).__module__, type(error).__qualname__), contents, text)
+
+
+def rebuilt(failed: Failed, note: str) -> BaseException:
+    """Return the worker's exception as it was raised, with its traceback as a note."""
+    name = ".".join(failed.kind)
+    error: BaseException = RuntimeError(f"{name}, which cannot be sent; see the notes.")
+    kind = _class_of(failed.kind)
+    if kind is not None and failed.contents is not None:
+        with contextlib.suppress(Exception):  # the user's objects may not be unpickled
+            args, attributes = load(failed.contents)
+            found = kind.__new__(kind, *args)  # an `__init__` may want other arguments
+            found.args = args
+            found.__dict__.update(attributes)  # the notes are among them
+            explain_error(found)
+            error = found
+    error.add_note(f"{note} There:\n{failed.text.rstrip()}")
+    return error
+
+
+def _class_of(name: tuple[str, str]) -> type[BaseException] | None:
+    """Return the class of an exception, also of one that a function has made."""
+    waiting: list[type[BaseException]] = [BaseException]
+    for kind in waiting:  # which grows
+        if (kind.__module__, kind.__qualname__) == name:
+            return kind
+        waiting += kind.__subclasses__()
+    return None

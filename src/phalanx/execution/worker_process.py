@@ -1,0 +1,314 @@
+"""One worker process, seen from the program that it was forked from."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import signal
+import stat
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+from phalanx.clock import now_s
+from phalanx.errors import PeerLost
+from phalanx.execution.mailbox import Mailbox, collect
+from phalanx.execution.timeouts import LONGEST_S, set_timeouts
+from phalanx.execution.worker import RegionsFollow, flush_output
+from phalanx.ipc import die_with_parent, signal_main_thread
+from phalanx.memory import SharedMemoryPool
+from phalanx.replicas import load, pack
+
+__all__ = ["Lost", "WorkerProcess", "dismiss_all"]
+
+Serve = Callable[[Connection, Connection], None]  # with its connection, and for its stacks
+
+_DUMP_S = 1.0
+_DUMP_END = b" in _bootstrap\n"  # the outermost frame of the main thread, which is written last
+_GOODBYE_S = 1.0
+_EXIT_S = 0.03
+_LARGEST_DUMP = 64 << 10
+_STANDARD = (1, 2)  # output and errors, which a worker shares with its parent
+
+
+@dataclass
+class Lost(Exception):
+    """A worker is gone, or was killed because it did not answer.
+
+    Attributes:
+        reason: What became of it, for people.
+        dump: Where its threads stood, if it hung.
+        at_s: When it was noticed.
+    """
+
+    reason: str
+    dump: str
+    at_s: float
+
+
+class WorkerProcess:
+    """Fork a worker from the calling thread, which must outlive it and never have run OpenMP.
+
+    The kernel kills a worker when the thread that forked it ends (see `die_with_parent`). An OpenMP
+    team does not survive a fork: the child of a thread that has one waits for it without end.
+
+    Args:
+        index: Which one.
+        mail: Where its rows and its answers go; nobody else writes there any more.
+        pool: The executor's.
+        serve: What it does, over there.
+
+    Raises:
+        PeerLost: The system starts no process.
+
+    Attributes:
+        pid: Its process number.
+        mailbox: Where rows for it are written.
+        answers: Where it writes what is large in its answers.
+    """
+
+    def __init__(
+        self, index: int, mail: tuple[Mailbox, Mailbox], pool: SharedMemoryPool, serve: Serve
+    ) -> None:
+        self.index = index
+        self.mailbox, self.answers = mail
+        self.parent_pid = os.getpid()
+        self._pool = pool
+        self._regions = len(pool)
+        self._exit_code: int | None = None
+        self._reaping = threading.Lock()
+        self._has_answered = False
+        try:
+            self._start(serve)
+        except OSError as error:
+            raise PeerLost(
+                f"Worker {index} must be started as a process, but the system says: {error}. Raise "
+                "the limits of open files (`ulimit -n`) and processes (`ulimit -u`), or use "
+                "executor='threads'.",
+                index,
+            ) from error
+        self._timeout_s = LONGEST_S
+        self._poll = select.poll()  # kept: `multiprocessing.connection.wait` makes one each time
+        self._answers_fd = self._connection.fileno()
+        for source in (self._answers_fd, self._sentinel):
+            self._poll.register(source, select.POLLIN)
+
+    def _start(self, serve: Serve) -> None:
+        with contextlib.ExitStack() as failed:
+            self._connection, theirs = Pipe(duplex=True)
+            failed.callback(self._connection.close)
+            with theirs:
+                self._dump, their_dump = Pipe(duplex=False)
+                failed.callback(self._dump.close)
+                with their_dump:
+                    self.pid = _fork(serve, theirs, their_dump)
+            self._sentinel = os.pidfd_open(self.pid)
+            failed.pop_all()
+
+    def check_alive(self) -> None:
+        """See that it is there; to be called when nothing was asked of it.
+
+        Raises:
+            Lost: It ended.
+        """
+        if self._wait(0.0):
+            raise self._gone()
+
+    def ask(self, message: bytes, timeout_s: float) -> Any:  # Any: `Done` or `Failed`
+        """Send a packed message and return the answer.
+
+        Raises:
+            Lost: It ended, or did not answer in time and was killed.
+        """
+        try:
+            if timeout_s != self._timeout_s:
+                set_timeouts(self._connection, timeout_s)
+                self._timeout_s = timeout_s
+            self._send_regions()
+            self._connection.send_bytes(message)
+        except BlockingIOError:  # it does not read
+            raise self._hung(timeout_s) from None
+        except OSError:
+            raise self._gone() from None
+        if not self._wait(timeout_s):
+            raise self._hung(timeout_s)
+        return self._receive()
+
+    def _send_regions(self) -> None:
+        """Send the memory that was made since it was forked."""
+        missing = len(self._pool) - self._regions
+        if missing:
+            self._connection.send_bytes(pack(RegionsFollow(missing)))
+            self._pool.send(self._connection, range(self._regions, self._regions + missing))
+            self._regions += missing
+
+    def _wait(self, timeout_s: float) -> bool:
+        """Wait until it has spoken or ended; note which."""
+        spoken = self._poll.poll(timeout_s * 1e3)
+        self._has_answered = any(source == self._answers_fd for source, _ in spoken)
+        return bool(spoken)
+
+    def _receive(self) -> Any:  # Any: as `ask`
+        try:
+            if not self._has_answered:  # only the sentinel has spoken
+                raise EOFError
+            answer = self._connection.recv_bytes()
+        except BlockingIOError:  # it has stopped in the middle of its answer
+            raise self._hung(self._timeout_s) from None
+        except (EOFError, OSError):
+            raise self._gone() from None
+        return load(answer, lambda token: collect(self._pool, *token[1:]))
+
+    def _gone(self) -> Lost:
+        at_s = now_s()
+        self.kill(_EXIT_S)  # its connection may end before it does, and the exit code is the reason
+        return Lost(_described(self._exit_code), "", at_s)
+
+    def _hung(self, timeout_s: float) -> Lost:
+        at_s = now_s()
+        dump = self._ask_for_dump()
+        self.kill()
+        return Lost(f"gave no answer for {timeout_s:g} s and was killed", dump, at_s)
+
+    def _ask_for_dump(self) -> str:
+        """Let the worker's fault handler write where its threads are, if it still can."""
+        with contextlib.suppress(OSError):
+            signal_main_thread(self.pid, signal.SIGUSR1)
+            os.kill(self.pid, signal.SIGCONT)  # one that was stopped could not write it
+        pieces: list[bytes] = []
+        while self._dump.poll(_DUMP_S):  # it comes in many small pieces
+            piece = os.read(self._dump.fileno(), _LARGEST_DUMP)
+            pieces.append(piece)
+            ended = not piece or b"".join(pieces).endswith(_DUMP_END)
+            if ended or sum(map(len, pieces)) > _LARGEST_DUMP:
+                break
+        return b"".join(pieces).decode(errors="replace")
+
+    def dismiss(self) -> None:
+        """Ask it to go; :meth:`kill` waits until it has."""
+        self._connection.close()
+
+    def end(self) -> None:
+        """End it by force, while another thread may wait for its answer: that one cleans up."""
+        with contextlib.suppress(OSError):  # it has ended
+            signal.pidfd_send_signal(self._sentinel, signal.SIGKILL)
+
+    def kill(self, after_s: float = 0.0) -> None:
+        """See that it is gone, by force if it does not go within ``after_s``."""
+        if self._sentinel < 0:
+            return
+        self._connection.close()
+        ended = select.poll()
+        ended.register(self._sentinel, select.POLLIN)
+        if not ended.poll(after_s * 1e3):
+            self.end()
+            ended.poll()
+        self._reap()
+        self._dump.close()
+
+    def _reap(self) -> None:
+        with self._reaping:
+            if self._sentinel < 0:
+                return
+            with contextlib.suppress(ChildProcessError):  # somebody else waits for all children
+                _, status = os.waitpid(self.pid, 0)
+                self._exit_code = os.waitstatus_to_exitcode(status)
+            os.close(self._sentinel)
+            self._sentinel = -1
+
+
+def dismiss_all(workers: Iterable[WorkerProcess | None]) -> None:
+    """End all of them; they go at the same time."""
+    left = [each for each in workers if each is not None and each.parent_pid == os.getpid()]
+    for worker in left:
+        worker.dismiss()
+    deadline_s = now_s() + _GOODBYE_S
+    for worker in left:
+        worker.kill(max(0.01, deadline_s - now_s()))
+
+
+def _described(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "closed its connection"
+    if exit_code >= 0:
+        return f"exited with code {exit_code}"
+    name = signal.Signals(-exit_code).name
+    hint = " (by somebody, or by the kernel for lack of memory)" if name == "SIGKILL" else ""
+    return f"was ended by {name}{hint}"
+
+
+# -- the fork --------------------------------------------------------
+
+
+def _fork(serve: Serve, connection: Connection, dump: Connection) -> int:
+    """Return the number of a child that serves, and never returns from here.
+
+    Raises:
+        OSError: The system starts no process.
+    """
+    parent_pid = os.getpid()
+    flush_output()  # else the child would write what waits here once more
+    # No handler of the program's may run in the child before `_take_signals`.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        pid = _fork_in_silence()
+        if pid == 0:
+            _be_worker(serve, connection, dump, parent_pid)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return pid
+
+
+def _fork_in_silence() -> int:
+    """Fork without Python's warning of threads: ours are idle, the user's are theirs to know of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
+        return os.fork()
+
+
+def _be_worker(serve: Serve, connection: Connection, dump: Connection, parent_pid: int) -> NoReturn:
+    code = 1
+    try:
+        die_with_parent(parent_pid)
+        gc.freeze()  # what came with the fork: to look at it would copy its pages
+        _take_signals()
+        _let_go({connection.fileno(), dump.fileno(), *_STANDARD})
+        serve(connection, dump)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        flush_output()
+        os._exit(code)  # what the program does at its end is the parent's
+
+
+def _take_signals() -> None:
+    """Put the program's handlers aside; a Ctrl-C is the parent's to answer."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _let_go(kept: Collection[int]) -> None:
+    """Let go of the program's pipes and sockets: their other ends shall see when it ends.
+
+    Their numbers stay taken, so that nobody writes to another file who still uses one. Files stay
+    open.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0, inheritable=False)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # it was open for the list alone
+            mode = os.fstat(number).st_mode
+            if number not in kept and not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):
+                os.dup2(null, number, inheritable=False)
