@@ -29,6 +29,7 @@ __all__ = [
     "call_after_backward",
     "foreach_add",
     "foreach_copy",
+    "foreach_mul",
     "gloo_options",
     "has_global_step_hooks",
     "has_workers",
@@ -50,6 +51,9 @@ TRIED_ON = ("2.8", "2.13")
 
 foreach_add: Callable[..., Any] = torch._foreach_add_
 """Add the tensors of one list to those of another, in one call."""
+
+foreach_mul: Callable[..., Any] = torch._foreach_mul_
+"""Multiply the tensors of a list by one number, in one call."""
 
 foreach_copy: Callable[..., Any] = torch._foreach_copy_
 """Copy the tensors of one list to those of another, in one call."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx.execution.sharded_optimizer import FlatStepper
+from phalanx.execution import Shards
 from phalanx.train import StepDone, step_engine
 from tests.multiprocess.children import Children, Parent
 from tests.zoo import (
@@ -421,13 +421,13 @@ def test_ctrl_c_while_weights_are_stepped_arrives_after_the_step(
     light_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_engine, "_LIGHT_BYTES", light_bytes)
-    step_part, interrupted = FlatStepper.step_part, []
+    step_shard, interrupted = Shards.step, []
 
-    def interrupt(self: FlatStepper, part: int) -> None:
-        if part == 1:
+    def interrupt(self: Shards, shard: int, scale: float) -> None:
+        if shard == 1:
             interrupted.append(threading.current_thread())
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        step_part(self, part)
+        step_shard(self, shard, scale)
 
     def new_trainer() -> phalanx.Trainer:
         return phalanx.Trainer(mlp(), MLP.loss, adamw, replicas=3, microbatches=MICROBATCHES)
@@ -435,7 +435,7 @@ def test_ctrl_c_while_weights_are_stepped_arrives_after_the_step(
     with new_trainer() as trainer, new_trainer() as undisturbed:
         for each in (trainer, undisturbed):
             each.step(vector_batch(ROWS))
-        monkeypatch.setattr(FlatStepper, "step_part", interrupt)
+        monkeypatch.setattr(Shards, "step", interrupt)
         with pytest.raises(KeyboardInterrupt):
             trainer.step(vector_batch(ROWS, seed=1))
         monkeypatch.undo()

@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 )
 
 import phalanx
-from phalanx.execution.elementwise import steps_as_torch_does
+from phalanx.execution import is_cut
 
 pytestmark = pytest.mark.promise("users-optimizer")
 
@@ -121,7 +121,7 @@ def test_a_step_replaced_on_the_class_is_known(monkeypatch: pytest.MonkeyPatch) 
     optimizer = SGD(model().parameters(), lr=0.1)
     inner = SGD.step
     monkeypatch.setattr(SGD, "step", lambda self, closure=None: inner(self, closure))
-    assert not steps_as_torch_does(optimizer)
+    assert not is_cut(optimizer)
 
 
 # -- hooks --------------------------------------------------------------
@@ -163,59 +163,31 @@ def counted_anew(state: dict[str, Any]) -> None:
     state["step"].zero_()
 
 
-def replaced_count(state: dict[str, Any]) -> None:
-    state["step"] = torch.tensor(0.0)
-
-
 def moved(state: dict[str, Any]) -> None:
     state["exp_avg"].data = torch.zeros_like(state["exp_avg"])
 
 
-CHANGES = (replaced, zeroed, cleared, counted_anew, replaced_count, moved)
+def exchanged(optimizer: Optimizer) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        optimizer.state[parameter] = {}
 
 
-@formations
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("first", [True, False], ids=["one parameter", "all"])
-def test_what_is_written_to_the_optimizers_state_counts(
-    change: Callable[[dict[str, Any]], None], first: bool, how: dict[str, Any]
-) -> None:
-    check_change(change, first, how)
-
-
-@pytest.mark.parametrize("how", [PROCESSES, TWO_PROCESSES], ids=str)
-@pytest.mark.parametrize(
-    "change",
-    [
-        zeroed,
-        counted_anew,
-        *(pytest.param(each, marks=pytest.mark.night) for each in (replaced, cleared, moved)),
-    ],
-)
-def test_what_is_written_to_it_counts_in_worker_processes(
-    change: Callable[[dict[str, Any]], None], how: dict[str, Any]
-) -> None:
-    check_change(change, True, how)
-
-
-def check_change(
-    change: Callable[[dict[str, Any]], None], first: bool, how: dict[str, Any]
-) -> None:
-    def between(optimizer: Optimizer, index: int) -> None:
-        if index == 3:
-            parameters = optimizer.param_groups[0]["params"]
-            for parameter in parameters[:1] if first else parameters:
-                change(optimizer.state[parameter])
-
-    assert_alike(trained(adamw, between, **how), plain(adamw, between))
+def first(change: Callable[[dict[str, Any]], None]) -> Callable[[Optimizer], None]:
+    return lambda optimizer: change(optimizer.state[optimizer.param_groups[0]["params"][0]])
 
 
 @pytest.mark.parametrize("how", [*FORMATIONS, PROCESSES], ids=str)
-def test_an_entry_of_the_optimizers_state_may_be_exchanged(how: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [exchanged, *(first(each) for each in (replaced, zeroed, cleared, counted_anew, moved))],
+    ids=["exchanged", "replaced", "zeroed", "cleared", "counted anew", "moved"],
+)
+def test_what_is_written_to_the_optimizers_state_counts(
+    change: Callable[[Optimizer], None], how: dict[str, Any]
+) -> None:
     def between(optimizer: Optimizer, index: int) -> None:
         if index == 3:
-            for parameter in optimizer.param_groups[0]["params"]:
-                optimizer.state[parameter] = {}
+            change(optimizer)
 
     assert_alike(trained(adamw, between, **how), plain(adamw, between))
 
@@ -238,17 +210,23 @@ def test_what_is_kept_in_the_optimizers_state_for_each_parameter_stays_there() -
 
 
 @all_formations
-def test_after_a_step_every_gradient_is_there(how: dict[str, Any]) -> None:
+def test_gradients_are_there_while_the_optimizer_steps_and_none_afterwards(
+    how: dict[str, Any],
+) -> None:
+    seen: list[Tensor] = []
+
+    def watched(parameters: list[nn.Parameter]) -> Optimizer:
+        optimizer = SGD(parameters, lr=0.0)
+        optimizer.register_step_pre_hook(lambda *_: seen.append(net.weight.grad.clone()))
+        return optimizer
+
     net, twin = model(), model()
-    with phalanx.Trainer(
-        net, F.mse_loss, lambda ps: SGD(ps, lr=0.0), **{"microbatches": None, **how}
-    ) as trainer:
+    with phalanx.Trainer(net, F.mse_loss, watched, **{"microbatches": None, **how}) as trainer:
         for x, y in data(3):
-            trainer.optimizer.zero_grad()
-            assert net.weight.grad is None
+            net.bias.grad = torch.zeros(3, dtype=torch.float64)  # of the user's: not added to
             trainer.step((x, y))
+            assert net.weight.grad is None
+            assert net.bias.grad is None
             twin.zero_grad()
             F.mse_loss(twin(x), y).backward()
-            assert net.weight.grad is not None
-            torch.testing.assert_close(net.weight.grad, twin.weight.grad)
-            net.bias.grad = torch.zeros(3, dtype=torch.float64)  # of the user's: not written to
+            torch.testing.assert_close(seen.pop(), twin.weight.grad)

@@ -12,20 +12,22 @@ from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from phalanx.execution.partial_sums import (
     Gradients,
     PartialSum,
+    RunResult,
+    Span,
     TreeSums,
     add_last,
     add_sums,
+    missing_in,
 )
-from phalanx.execution.sharded_optimizer import Stepper
+from phalanx.execution.shards import Shards
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
 from phalanx.execution.work_queue import WorkQueue
-from phalanx.memory import FlatParameters
 from phalanx.plan import Node, Shares, workload_sizes
 from phalanx.replicas import (
     MicrobatchRng,
@@ -49,10 +51,7 @@ __all__ = [
     "MicrobatchContext",
     "MicrobatchResult",
     "ParameterPlaces",
-    "Reduction",
-    "RunResult",
     "RunState",
-    "Span",
     "Task",
     "annotate_error",
     "default_intra_op",
@@ -61,16 +60,6 @@ __all__ = [
 
 T = TypeVar("T")
 _ONE_VALUE = "Expected more than 1 value per channel when training"  # what torch says
-
-
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """What one replica did when; ``microbatch`` None: its part of the last sum and of the step."""
-
-    replica: int
-    microbatch: int | None
-    start_s: float
-    stop_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,61 +120,6 @@ class MicrobatchResult:
     loss: float
     outputs: Nested
     targets: Nested
-
-
-@dataclass(kw_only=True)
-class RunResult:
-    """What a run over microbatches gave.
-
-    Attributes:
-        results: What the task returned, by microbatch; None for microbatches of weight 0.
-        operands: What `sums` holds, without its places: the last one or two partial sums, left one
-            first, where all of the tree was added here.
-        sums: Partial sums that nobody has added yet, by node of the tree; more than two where other
-            ranks have what they wait for.
-        absent: By rank, which sums it has, and the parameters without a gradient in each; empty
-            where all microbatches ran here.
-        replica_of: Which replica here computed each microbatch; -1 for those left out, or run
-            elsewhere.
-        drew: Whether the model drew random numbers from the microbatches' own generators.
-        seconds: What each microbatch took until its gradients were there, without waiting for
-            other replicas and before any merging; 0 for those left out.
-    """
-
-    results: list[Any]  # Any: whatever the task returns
-    operands: list[PartialSum] = field(default_factory=list)
-    sums: dict[Node, PartialSum | None] = field(default_factory=dict)
-    absent: list[dict[Node, frozenset[int]]] = field(default_factory=list)
-    replica_of: list[int] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    drew: bool = False
-
-
-class Reduction(ABC):
-    """How the last additions to the gradients are made.
-
-    Attributes:
-        operands: The gradients still to be added, in flat order; empty where they are elsewhere.
-        shares_all: Whether all of the gradient is needed here for every step, and not a part.
-    """
-
-    operands: Sequence[Sequence[Tensor | None]] = ()
-    shares_all: bool = False
-
-    @abstractmethod
-    def take(self, result: RunResult) -> list[int]:
-        """Take over a run's sums; return the parameters without any gradient, in flat order."""
-
-    def sum_part(self, part: int) -> None:  # noqa: B027 - ranks have done it before
-        """Write one part of the gradient to the flat buffers, in that part's thread."""
-
-    def share(self) -> None:  # noqa: B027 - in one process all of it is here
-        """Bring all of the gradient here, when all parts were summed."""
-
-    def forget(self) -> None:
-        """Let go of what was taken over: the next gradients find that memory, still in a cache."""
-        self.operands = ()
 
 
 class Executor(ABC):
@@ -264,7 +198,6 @@ class Executor(ABC):
         seed: tuple[int, ...],
         owners: Sequence[int] | None = None,
         only: range | None = None,
-        steps_whole: bool = False,  # noqa: ARG002 - ranks compare it
     ) -> RunResult:
         """Run ``task`` on every piece of weight above 0, each on one replica.
 
@@ -276,8 +209,6 @@ class Executor(ABC):
             owners: The replica that computes each microbatch; another one does only if that one
                 is lost. Default: whoever is free.
             only: Run these, while others run elsewhere; default: all.
-            steps_whole: Whether the optimizer will be stepped as it is, and not in parts; ranks
-                see that they do the same.
 
         Returns:
             The results by microbatch, and the sums along the tree of the gradients that ``task``
@@ -321,18 +252,9 @@ class Executor(ABC):
         operands = [operand.gradients for operand in result.operands]
         return add_last(operands, self.each, len(self), fresh=not self.keeps_gradients)
 
-    def places_of(self, flat: FlatParameters) -> list[int]:
-        """Return where each of the flat parameters stands among the executor's, or -1."""
-        place_of = {id(parameter): place for place, parameter in enumerate(self.parameters)}
-        return [place_of.get(id(parameter), -1) for parameter in flat.parameters]
-
-    @abstractmethod
-    def open_reduction(self, flat: FlatParameters) -> Reduction:
-        """Return what sums the gradients of runs into ``flat``."""
-
-    @abstractmethod
-    def open_optimizer(self, optimizer: Optimizer, flat: FlatParameters) -> Stepper:
-        """Return what steps ``optimizer`` in parts, or as it is where it cannot be cut."""
+    def open_shards(self, optimizer: Optimizer) -> Shards:
+        """Return the optimizer in shards, one for each replica's thread."""
+        return Shards(optimizer, self.parameters, len(self))
 
     def agree_to_open_anew(self) -> None:  # noqa: B027 - most are alone
         """Tell all processes of the job that what is trained was changed; see `RankExecutor`."""
@@ -493,10 +415,12 @@ class RunState:
     def result(self) -> RunResult:
         """Return what the run gave, when it is over."""
         sums = self.sums.waiting()
+        operands = [value for value in sums.values() if value is not None]
         return RunResult(
             results=self.results,
-            operands=[value for value in sums.values() if value is not None],
+            operands=operands,
             sums=sums,
+            missing=missing_in(operands),
             replica_of=self.replica_of,
             spans=sorted(self.spans, key=attrgetter("start_s")),
             seconds=self.seconds,

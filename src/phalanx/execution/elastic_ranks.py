@@ -9,17 +9,15 @@ from typing import Any, TypeVar
 from torch.optim import Optimizer
 
 from phalanx.distributed import ElasticExchange, Exchange, GroupChanged
-from phalanx.execution.contract import RunResult, Task
-from phalanx.execution.rank_reduction import RankReduction
+from phalanx.execution.contract import Task
+from phalanx.execution.partial_sums import RunResult
+from phalanx.execution.rank_sums import RankShards
 from phalanx.execution.ranks import (
     RankExecutor,
     device_types_of,
     refuse_unserved,
     write_once,
 )
-from phalanx.execution.sharded_optimizer import Stepper
-from phalanx.execution.threads import ThreadExecutor
-from phalanx.memory import FlatParameters
 from phalanx.types import Nested
 
 __all__ = ["ElasticRankExecutor", "repeated", "write_once_elastic"]
@@ -71,15 +69,9 @@ class ElasticRankExecutor(RankExecutor):
             self._follow()
         return super().all_workloads(own)
 
-    def open_reduction(self, flat: FlatParameters) -> RankReduction:
-        """Sum gradients into ``flat``, each rank its slice, and give all ranks all of it."""
-        return RankReduction(
-            flat, self.places_of(flat), self.counts, self.exchange, shares_all=True
-        )
-
-    def open_optimizer(self, optimizer: Optimizer, flat: FlatParameters) -> Stepper:
-        """Share the optimizer's step among this rank's threads."""
-        return ThreadExecutor.open_optimizer(self, optimizer, flat)
+    def open_shards(self, optimizer: Optimizer) -> RankShards:
+        """Return the optimizer in shards, all of which every rank steps."""
+        return RankShards(optimizer, self.parameters, self._sums, keeps_all=True)
 
     def run(
         self,

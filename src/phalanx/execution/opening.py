@@ -19,7 +19,7 @@ from phalanx.execution.failures import FailureLog, WorkerLost, check_limits, che
 from phalanx.execution.processes import ProcessExecutor
 from phalanx.execution.ranks import RankExecutor, write_once
 from phalanx.execution.threads import ThreadExecutor
-from phalanx.memory import Allocate, SharedMemoryPool, zeros
+from phalanx.memory import SharedMemoryPool
 from phalanx.plan import BufferRules, check_argument, check_function, read_intra_op
 
 __all__ = [
@@ -252,7 +252,7 @@ def refuse_without_nccl(devices: Sequence[torch.device], option: str) -> None:
 
 
 class ExecutorMaker:
-    """Opens one executor, and before it the memory where that wants parameters to lie.
+    """Opens one executor, and before it the memory that worker processes share.
 
     Args:
         choice: Of which kind.
@@ -283,11 +283,6 @@ class ExecutorMaker:
         if choice.kind == "processes":
             directory = choice.options.memory_dir
             self._pool = SharedMemoryPool(None if directory is None else Path(directory))
-
-    @property
-    def allocate(self) -> Allocate:
-        """Makes memory where the executor wants parameters and gradients to lie."""
-        return zeros if self._pool is None else self._pool.allocate
 
     def __call__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
@@ -14,7 +14,16 @@ from torch import Tensor
 from phalanx.plan import Node, SummationTree, overlaps, part_bounds
 from phalanx.replicas import Statistic, add_gradients, apart, merge_statistics
 
-__all__ = ["Gradients", "PartialSum", "TreeSums", "add_last", "add_sums"]
+__all__ = [
+    "Gradients",
+    "PartialSum",
+    "RunResult",
+    "Span",
+    "TreeSums",
+    "add_last",
+    "add_sums",
+    "missing_in",
+]
 
 T = TypeVar("T")
 _BLOCK = 64  # elements; threads share no cache line
@@ -31,6 +40,43 @@ class PartialSum:
     gradients: Gradients
     statistics: dict[str, Statistic]
     owners: tuple[object, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """What one replica did when; ``microbatch`` None: its part of the last sum and of the step."""
+
+    replica: int
+    microbatch: int | None
+    start_s: float
+    stop_s: float
+
+
+@dataclass(kw_only=True)
+class RunResult:
+    """What a run over microbatches gave.
+
+    Attributes:
+        results: What the task returned, by microbatch; None for microbatches of weight 0.
+        operands: The last one or two partial sums, left one first. Ranks have the gradients of the
+            parameters that they own in them, and None for others.
+        sums: Partial sums that nobody has added yet, by node of the tree.
+        missing: Places of the parameters that no microbatch has left a gradient for.
+        replica_of: Which replica here computed each microbatch; -1 for those left out, or run
+            elsewhere.
+        drew: Whether the model drew random numbers from the microbatches' own generators.
+        seconds: What each microbatch took until its gradients were there, without waiting for
+            other replicas and before any merging; 0 for those left out.
+    """
+
+    results: list[Any]  # Any: whatever the task returns
+    operands: list[PartialSum] = field(default_factory=list)
+    sums: dict[Node, PartialSum | None] = field(default_factory=dict)
+    missing: frozenset[int] = frozenset()
+    replica_of: list[int] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    drew: bool = False
 
 
 class TreeSums(Generic[T]):
@@ -88,6 +134,14 @@ def add_sums(left: PartialSum, right: PartialSum) -> PartialSum:
         add_gradients(left.gradients, right.gradients),
         merge_statistics(left.statistics, right.statistics),
         left.owners + right.owners if taken_over else left.owners,
+    )
+
+
+def missing_in(operands: Sequence[PartialSum]) -> frozenset[int]:
+    """Return the places that have no gradient in any of ``operands``."""
+    columns = zip(*[operand.gradients for operand in operands], strict=True)
+    return frozenset(
+        place for place, each in enumerate(columns) if all(gradient is None for gradient in each)
     )
 
 

@@ -26,22 +26,18 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from phalanx.errors import StateError, UnsupportedError
 from phalanx.execution.contract import (
     Executor,
     ParameterPlaces,
     RunState,
-    Span,
     default_intra_op,
 )
 from phalanx.execution.failures import WorkerFailure
 from phalanx.execution.gradient_buffers import GradientBuffer, GradientBuffers
 from phalanx.execution.mailbox import Mailbox
-from phalanx.execution.partial_sums import PartialSum
-from phalanx.execution.reduction import LocalReduction
-from phalanx.execution.sharded_optimizer import FlatStepper, Stepper, open_stepper
+from phalanx.execution.partial_sums import PartialSum, Span
 from phalanx.execution.thread_pool import ThreadPool
 from phalanx.execution.timeouts import LONGEST_S
 from phalanx.execution.worker import (
@@ -54,7 +50,7 @@ from phalanx.execution.worker import (
     serve,
 )
 from phalanx.execution.worker_process import Lost, WorkerProcess, dismiss_all
-from phalanx.memory import FlatParameters, SharedMemoryPool, has_memory, is_shared
+from phalanx.memory import SharedMemoryPool, has_memory, is_shared
 from phalanx.plan import BufferRules, check_workloads
 from phalanx.replicas import (
     CallerModes,
@@ -81,9 +77,8 @@ class ProcessExecutor(Executor):
     Args:
         source: The module that the user trains; all its parameters lie on the CPU.
         num_workers: Number of processes.
-        pool: Where its parameters lie, or will: those that do not yet are moved there, and so are
-            buffers, and the parameters and buffers of modules that ``reads`` hold. Kept as an
-            attribute.
+        pool: Where its parameters and buffers are moved to, and those of modules that ``reads``
+            hold. Kept as an attribute.
         shared: Objects that tasks refer to; workers have them from the fork.
         reads: What is called beside the module, such as the loss.
         workloads: Relative shares; equal by default; 0 switches a worker off.
@@ -159,14 +154,6 @@ class ProcessExecutor(Executor):
     def worker_pids(self) -> tuple[int, ...]:  # type: ignore[override]
         """The worker processes' numbers."""
         return tuple([worker.pid for worker in self._workers if worker is not None])
-
-    def open_reduction(self, flat: FlatParameters) -> LocalReduction:
-        """Sum gradients into ``flat``, each worker's thread its part."""
-        return LocalReduction(flat, len(self), self.places_of(flat), alike=True)
-
-    def open_optimizer(self, optimizer: Optimizer, flat: FlatParameters) -> Stepper:
-        """Share the optimizer's step among the threads of this process."""
-        return open_stepper(optimizer, flat, partial(FlatStepper, num_parts=len(self)))
 
     def __len__(self) -> int:
         return len(self.devices)

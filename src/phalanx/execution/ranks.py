@@ -1,12 +1,8 @@
 """A trainer's replicas in several processes of one job, each with its own range of microbatches.
 
 Every rank runs the same script over the same batches. It computes its range, and says what came of
-it (`rank_messages`). Then the gradients' partial sums travel: each rank owns a slice of the flat
-buffers, receives that slice of every partial sum, and adds them along the tree, so that nobody sees
-who computed what:
-
-    rank 0   microbatches 0 1 2 3   sum a |----|----|      slice 0 of a + b at rank 0
-    rank 1   microbatches 4 5 6 7   sum b |----|----|      slice 1 of a + b at rank 1
+it (`rank_messages`). Then the gradients' partial sums travel to the owners of their parameters (see
+`rank_sums`).
 """
 
 from __future__ import annotations
@@ -26,18 +22,14 @@ from torch.optim import Optimizer
 from phalanx.distributed import Exchange
 from phalanx.errors import ConfigError, PeerError
 from phalanx.execution.contract import (
-    RunResult,
     Task,
 )
-from phalanx.execution.partial_sums import PartialSum, TreeSums
+from phalanx.execution.partial_sums import RunResult
 from phalanx.execution.rank_messages import RankMessage
-from phalanx.execution.rank_reduction import RankReduction, put_all
-from phalanx.execution.rank_stepping import RankStepper
-from phalanx.execution.sharded_optimizer import Stepper, open_stepper
+from phalanx.execution.rank_sums import RankShards, RankSums
+from phalanx.execution.shards import is_cut
 from phalanx.execution.threads import ThreadExecutor
-from phalanx.memory import FlatParameters
 from phalanx.plan import flatten, workload_sizes
-from phalanx.replicas import Statistic, merge_statistics
 from phalanx.types import Nested
 
 __all__ = ["RankExecutor", "described", "device_types_of", "refuse_unserved", "write_once"]
@@ -102,22 +94,15 @@ class RankExecutor(ThreadExecutor):
         self.counts = [len(each) for each in by_rank]
         self._powers = [sum(each) for each in by_rank]
         self._all_workloads = [share for each in by_rank for share in each]
+        self._sums = RankSums(self.parameters, self.counts, self.exchange)
 
     def all_workloads(self, own: Sequence[float]) -> Sequence[float]:  # noqa: ARG002 - fixed
         """Return the relative shares of all ranks' replicas, rank after rank."""
         return self._all_workloads
 
-    def open_reduction(self, flat: FlatParameters) -> RankReduction:
-        """Sum gradients into ``flat``, each rank its slice."""
-        return RankReduction(flat, self.places_of(flat), self.counts, self.exchange)
-
-    def open_optimizer(self, optimizer: Optimizer, flat: FlatParameters) -> Stepper:
-        """Share the optimizer's step among the ranks, each its slice."""
-
-        def share(optimizer: Optimizer, flat: FlatParameters) -> RankStepper:
-            return RankStepper(optimizer, flat, self.counts, self.exchange)
-
-        return open_stepper(optimizer, flat, share)
+    def open_shards(self, optimizer: Optimizer) -> RankShards:
+        """Return the optimizer in shards, of which this rank steps its own."""
+        return RankShards(optimizer, self.parameters, self._sums, keeps_all=False)
 
     def run(
         self,
@@ -128,7 +113,6 @@ class RankExecutor(ThreadExecutor):
         seed: tuple[int, ...],
         owners: Sequence[int] | None = None,
         only: range | None = None,
-        steps_whole: bool = False,
     ) -> RunResult:
         """Run this rank's microbatches, and learn what the others' gave.
 
@@ -143,7 +127,7 @@ class RankExecutor(ThreadExecutor):
             owners = [owner - only.start for owner in owners]
         own = {
             "step": [seed, [each.hex() for each in weights], _trace_of(pieces)],
-            "whole": steps_whole,
+            "whole": self.optimizer is not None and not is_cut(self.optimizer),
             "groups": [] if self.optimizer is None else _options_of(self.optimizer),
             **self._tells(),
         }
@@ -162,8 +146,7 @@ class RankExecutor(ThreadExecutor):
         for message in messages:
             for index, computed in message.results.items():
                 result.results[index] = computed
-        result.operands = _statistics_of(messages, len(pieces))
-        result.absent = [message.absent for message in messages]
+        self._sums.add(result, messages)
         return result
 
     def _tells(self) -> Mapping[str, Any]:  # Any: JSON; so below
@@ -270,8 +253,7 @@ def _check(messages: Sequence[RankMessage]) -> None:
         if each["whole"] != first["whole"]:
             raise ConfigError(
                 f"All ranks must step the optimizer in the same way, but rank {rank}'s was changed "
-                "or left alone unlike rank 0's. Replace `step`, register hooks and write to the "
-                "optimizer's state in every process."
+                "or left alone unlike rank 0's. Replace `step` and register hooks in every process."
             )
 
 
@@ -325,13 +307,6 @@ def _trace_of(microbatches: Sequence[Nested]) -> int:
                 row = leaf.detach().reshape(-1)[:_TRACED].cpu().contiguous()
                 trace = zlib.crc32(row.view(torch.uint8).numpy().tobytes(), trace)
     return trace
-
-
-def _statistics_of(messages: Sequence[RankMessage], num_leaves: int) -> list[PartialSum]:
-    """Return what all ranks' microbatches left in the buffers, added along the tree."""
-    sums: TreeSums[dict[str, Statistic]] = TreeSums(num_leaves, merge_statistics)
-    put_all(sums, num_leaves, {node: s for each in messages for node, s in each.statistics.items()})
-    return [PartialSum([], operand) for operand in sums.operands()]
 
 
 def _checksum_of(parameter: Tensor) -> int:

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from phalanx.clock import now_s
 from phalanx.execution.contract import (
     Executor,
     ParameterPlaces,
-    Reduction,
     RunState,
-    Span,
     annotate_error,
     default_intra_op,
 )
 from phalanx.execution.nccl_sums import NcclSums
-from phalanx.execution.partial_sums import PartialSum
-from phalanx.execution.reduction import LocalReduction
-from phalanx.execution.sharded_optimizer import FlatStepper, Stepper, open_stepper
+from phalanx.execution.partial_sums import PartialSum, Span
 from phalanx.execution.stopwatch import Stopwatch
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
-from phalanx.memory import FlatParameters
 from phalanx.plan import BufferRules, check_workloads, read_intra_op
 from phalanx.replicas import (
     CallerModes,
@@ -148,14 +141,6 @@ class ThreadExecutor(Executor):
         """Make the next run copy everything from the module, whatever its versions say."""
         for replica in self.replicas:
             replica.outdate()
-
-    def open_reduction(self, flat: FlatParameters) -> Reduction:
-        """Sum gradients into ``flat``, each thread its part."""
-        return LocalReduction(flat, len(self), self.places_of(flat), alike=False)
-
-    def open_optimizer(self, optimizer: Optimizer, flat: FlatParameters) -> Stepper:
-        """Share the optimizer's step among the threads."""
-        return open_stepper(optimizer, flat, partial(FlatStepper, num_parts=len(self)))
 
     @property
     def intra_op(self) -> int:

@@ -8,27 +8,14 @@ from phalanx.memory.blocks import (
     is_expanded,
     sum_to,
 )
-from phalanx.memory.flat import (
-    Allocate,
-    FlatParameters,
-    Part,
-    Range,
-    Segment,
-    dense_strides,
-    in_memory_order,
-    zeros,
-)
+from phalanx.memory.flat import FlatParameters, dense_strides, in_memory_order, refuse_overlap
 from phalanx.memory.rows import MatrixRows, all_within, clamp_rows
 from phalanx.memory.shared_memory_pool import SharedMemoryPool, TensorHandle, is_shared
 
 __all__ = [
     "PAST_CACHE_BYTES",
-    "Allocate",
     "FlatParameters",
     "MatrixRows",
-    "Part",
-    "Range",
-    "Segment",
     "SharedMemoryPool",
     "TensorHandle",
     "all_finite",
@@ -40,6 +27,6 @@ __all__ = [
     "in_memory_order",
     "is_expanded",
     "is_shared",
+    "refuse_overlap",
     "sum_to",
-    "zeros",
 ]

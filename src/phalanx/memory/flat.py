@@ -1,19 +1,16 @@
 """All parameters of one dtype in one buffer, and all their gradients in another.
 
-    parameters   | weight 0 ..|pad| bias 0 |pad| weight 1 .... |pad|     one buffer per group, dtype
-    gradients    | weight 0 ..|pad| bias 0 |pad| weight 1 .... |pad|     and device; the same places
+    parameters   | weight 0 ..| bias 0 | weight 1 .... | bias 1 |     one buffer per dtype, device
+    gradients    | weight 0 ..| bias 0 | weight 1 .... | bias 1 |     the same places
 
-The module's own parameters become views of the buffer, so whoever writes there trains the module,
-and sums, steps and copies are one pass over memory. Every parameter starts at 64 bytes, every
-buffer is a whole number of `BLOCK_BYTES`. Padding holds zeros and stays zero under every
-elementwise optimizer. A parameter keeps the order in which its elements lay in memory
-(channels_last stays channels_last).
+The module's own parameters become views of the buffer, so whoever writes there trains the module.
+A parameter keeps the order in which its elements lay in memory (channels_last stays channels_last).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,30 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.ipc import ALIGN_BYTES
-from phalanx.plan import overlaps, part_bounds
 
-__all__ = [
-    "BLOCK_BYTES",
-    "Allocate",
-    "FlatParameters",
-    "Part",
-    "Range",
-    "Segment",
-    "dense_strides",
-    "in_memory_order",
-    "zeros",
-]
-
-BLOCK_BYTES = 256  # no vector loop of torch's kernels is wider, so whole blocks leave no tail
-
-
-Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
-
-
-def zeros(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros in memory of this process: what an `Allocate` is by default."""
-    return torch.zeros(num_elements, dtype=dtype, device=device)
+__all__ = ["FlatParameters", "FlatSegment", "dense_strides", "in_memory_order", "refuse_overlap"]
 
 
 def in_memory_order(gradient: Tensor, like: Tensor) -> Tensor:
@@ -57,22 +32,18 @@ def in_memory_order(gradient: Tensor, like: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Segment:
-    """The parameters of one group and one dtype.
+class FlatSegment:
+    """The parameters of one dtype on one device.
 
     Attributes:
-        group: Index of the group.
-        members: Indices of its parameters, in `FlatParameters.parameters`.
+        members: Their indices, in `FlatParameters.parameters`.
         starts: First element of each member in the buffers.
-        sizes: Elements of each member.
         values: The buffer of parameters, 1-D.
         gradients: The buffer of gradients, 1-D, of the same size.
     """
 
-    group: int
     members: tuple[int, ...]
     starts: tuple[int, ...]
-    sizes: tuple[int, ...]
     values: Tensor
     gradients: Tensor
 
@@ -80,91 +51,49 @@ class Segment:
         """Return the ``place``-th member's elements of ``buffer`` in the shape of ``like``."""
         return buffer.as_strided(like.shape, dense_strides(like), self.starts[place])
 
-    def pieces(self, start: int, stop: int, out: Tensor) -> list[tuple[int, int, int, Tensor]]:
-        """Return what of which member lies between ``start`` and ``stop``.
-
-        Args:
-            out: What stands for these elements: 1-D, of their number.
-
-        Returns:
-            By member: its index, its own first and last element there, and their place in ``out``.
-        """
-        found = []
-        for place, low, high in overlaps(self.starts, self.sizes, start, stop):
-            first = self.starts[place] - start
-            found.append((self.members[place], low, high, out[first + low : first + high]))
-        return found
-
 
 class FlatParameters:
-    """Move parameters into flat buffers, in place, until :meth:`release`.
+    """Move parameters into flat buffers, in place.
 
     Ties inside the module are kept, because a tied parameter is one object. Frozen parameters are
     moved too, but never get a gradient.
 
     Args:
-        groups: The parameters, by optimizer group; each at most once.
-        tight: Leave the padding out; then parameters begin anywhere.
-        allocate: Makes zeros for the buffers: (elements, dtype, device) -> tensor.
+        parameters: Each at most once.
 
     Raises:
-        ConfigError: A parameter stands twice, or two parameters lie over each other in memory.
+        ConfigError: Two parameters lie over each other in memory.
 
     Example:
         >>> layer = nn.Linear(3, 2)
-        >>> flat = FlatParameters([list(layer.parameters())])
+        >>> flat = FlatParameters(list(layer.parameters()))
         >>> flat.segments[0].values.zero_().numel()
-        64
+        8
         >>> layer(torch.ones(1, 3)).tolist()
         [[0.0, 0.0]]
 
     Source: Torch7's ``getParameters()``.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[Sequence[nn.Parameter]],
-        *,
-        tight: bool = False,
-        allocate: Allocate = zeros,
-    ) -> None:
-        self._tight = tight
-        self._allocate = allocate
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._keeps_gradients = False
-        self.parameters = [parameter for group in groups for parameter in group]
-        _refuse_overlap(self.parameters)
-        self.segments: list[Segment] = []
-        self._places: dict[int, tuple[Segment, int]] = {}
-        first = 0
-        for index, group in enumerate(groups):
-            self._add_group(index, range(first, first + len(group)))
-            first += len(group)
-
-    def _add_group(self, group: int, indices: range) -> None:
+        self.parameters = list(parameters)
+        refuse_overlap(self.parameters)
+        self.segments: list[FlatSegment] = []
+        self._places: dict[int, tuple[FlatSegment, int]] = {}
         by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for index in indices:
-            parameter = self.parameters[index]
+        for index, parameter in enumerate(self.parameters):
             by_kind.setdefault((parameter.device, parameter.dtype), []).append(index)
         for (device, dtype), members in by_kind.items():
-            self._add_segment(group, members, device, dtype)
+            self._add_segment(members, device, dtype)
 
-    def _add_segment(
-        self, group: int, members: list[int], device: torch.device, dtype: torch.dtype
-    ) -> None:
-        align = 1 if self._tight else max(1, ALIGN_BYTES // dtype.itemsize)
-        block = 1 if self._tight else max(1, BLOCK_BYTES // dtype.itemsize)
-        starts, total = [], 0
-        for index in members:
-            starts.append(total)
-            total += -(-self.parameters[index].numel() // align) * align
-        total = -(-total // block) * block
-        segment = Segment(
-            group=group,
+    def _add_segment(self, members: list[int], device: torch.device, dtype: torch.dtype) -> None:
+        sizes = [self.parameters[index].numel() for index in members]
+        segment = FlatSegment(
             members=tuple(members),
-            starts=tuple(starts),
-            sizes=tuple(self.parameters[index].numel() for index in members),
-            values=self._allocate(total, dtype, device),
-            gradients=self._allocate(total, dtype, device),
+            starts=tuple(itertools.accumulate(sizes[:-1], initial=0)),
+            values=torch.zeros(sum(sizes), dtype=dtype, device=device),
+            gradients=torch.zeros(sum(sizes), dtype=dtype, device=device),
         )
         self.segments.append(segment)
         for place, index in enumerate(members):
@@ -180,7 +109,7 @@ class FlatParameters:
             self.parameters[index].data_ptr()
             == segment.values.data_ptr() + segment.starts[place] * segment.values.itemsize
             for index, (segment, place) in self._places.items()
-            if segment.sizes[place]
+            if self.parameters[index].numel()
         )
 
     def gradient(self, index: int) -> Tensor:
@@ -207,115 +136,6 @@ class FlatParameters:
                 )
         self._keeps_gradients = True
 
-    def parts(self, num_parts: int) -> list[Part]:
-        """Divide all buffers into ``num_parts`` shares of nearly equal size, at whole blocks."""
-        bounds = self.bounds(num_parts)
-        return [
-            Part([Range(s, *b[part]) for s, b in zip(self.segments, bounds, strict=True)])
-            for part in range(num_parts)
-        ]
-
-    def bounds(self, num_parts: int) -> list[list[tuple[int, int]]]:
-        """Return, by segment, the first and last element of each of ``num_parts`` shares."""
-        return [
-            part_bounds(
-                segment.values.numel(), num_parts, max(1, BLOCK_BYTES // segment.values.itemsize)
-            )
-            for segment in self.segments
-        ]
-
-    def release(self) -> None:
-        """Give every parameter memory of its own again and drop its gradient; the values stay."""
-        for parameter in self.parameters:
-            parameter.data = parameter.data.clone()
-            parameter.grad = None
-
-
-class Range:
-    """Elements ``start`` to ``stop`` of one segment."""
-
-    def __init__(self, segment: Segment, start: int, stop: int) -> None:
-        self.segment = segment
-        self.start = start
-        self.stop = stop
-        self.values = segment.values[start:stop]
-        self.gradients = segment.gradients[start:stop]
-        self._pieces = segment.pieces(start, stop, self.gradients)
-        size = segment.values.itemsize
-        first_byte = {i: at * size for i, at in zip(segment.members, segment.starts, strict=True)}
-        self._first_bytes = [(index, first_byte[index]) for index, _, _, _ in self._pieces]
-        self._used = _covered(segment, start, stop)
-
-    def sum_gradients(
-        self, operands: Sequence[Sequence[Tensor | None]], *, alike: bool = False
-    ) -> None:
-        """Write the sum of one or two sets of gradients to the buffer.
-
-        Each set holds the parameters' gradients in memory order; None stands for no gradient.
-
-        Args:
-            alike: Sets may lie as the buffer does, with zeros between, and are added at once then.
-        """
-        wholes = [self._whole(operand) for operand in operands] if alike else []
-        if len(wholes) == 2 and wholes[0] is not None and wholes[1] is not None:
-            low, high = self._used
-            out = self.gradients[low - self.start : high - self.start]
-            torch.add(wholes[0], wholes[1], out=out)
-            return
-        for index, start, stop, out in self._pieces:
-            present = [g[index] for g in operands if g[index] is not None]
-            terms = [gradient[start:stop] for gradient in present if gradient is not None]
-            if len(terms) == 2:
-                torch.add(terms[0], terms[1], out=out)
-            elif terms:
-                out.copy_(terms[0])
-            else:
-                out.zero_()
-
-    def _whole(self, operand: Sequence[Tensor | None]) -> Tensor | None:
-        """Return the gradients from the first to the last in one piece, if they lie as there."""
-        first: Tensor | None = None
-        base = 0
-        for index, first_byte in self._first_bytes:
-            gradient = operand[index]
-            if gradient is None:
-                return None
-            if first is None:
-                first, base = gradient, gradient.data_ptr() - first_byte
-            elif gradient.data_ptr() - first_byte != base:
-                return None
-        if first is None or len(self._first_bytes) == 1:
-            return None
-        size, storage, (low, high) = first.itemsize, first.untyped_storage(), self._used
-        start_byte = base + low * size - storage.data_ptr()
-        if start_byte < 0 or start_byte + (high - low) * size > storage.nbytes():
-            return None
-        return first.as_strided((high - low,), (1,), start_byte // size)
-
-
-class Part:
-    """One thread's share of all buffers."""
-
-    def __init__(self, ranges: Sequence[Range]) -> None:
-        self.ranges = [each for each in ranges if each.start < each.stop]
-
-    def sum_gradients(
-        self, operands: Sequence[Sequence[Tensor | None]], *, alike: bool = False
-    ) -> None:
-        """Write this part of the sum of ``operands`` to the gradient buffers."""
-        for each in self.ranges:
-            each.sum_gradients(operands, alike=alike)
-
-
-def _covered(segment: Segment, start: int, stop: int) -> tuple[int, int]:
-    """Return the first and the last element between these two that is a member's."""
-    found = [
-        (first + low, first + high)
-        for place, low, high in overlaps(segment.starts, segment.sizes, start, stop)
-        for first in [segment.starts[place]]
-    ]
-    return (found[0][0], found[-1][1]) if found else (start, start)
-
 
 def _move_gradient(pointer: int, view: Tensor, parameter: Tensor) -> None:
     """Move a gradient that autograd made elsewhere (after ``grad = None``) to its place."""
@@ -332,7 +152,12 @@ def dense_strides(like: Tensor) -> tuple[int, ...]:
     return torch.empty_like(like, device="meta").stride()
 
 
-def _refuse_overlap(parameters: Sequence[nn.Parameter]) -> None:
+def refuse_overlap(parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse parameters that lie over each other in memory.
+
+    Raises:
+        ConfigError: Two of them do.
+    """
     spans = []
     for index, parameter in enumerate(parameters):
         if parameter.numel():

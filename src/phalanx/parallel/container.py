@@ -296,7 +296,7 @@ class Container(nn.Module):
             )
         if self._running.flat is None or not _holds(self._running.flat, parameters):
             gradients = [parameter.grad for parameter in parameters]
-            self._running.flat = FlatParameters([parameters], tight=True)
+            self._running.flat = FlatParameters(parameters)
             self._running.flat.keep_gradients(gradients)
         segment = self._running.flat.segments[0]
         return segment.values, segment.gradients

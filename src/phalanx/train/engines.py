@@ -126,7 +126,7 @@ class Engines:
         executor.outdate()
 
     def close(self) -> None:
-        """Dismiss the replicas and give the parameters memory of their own."""
+        """Dismiss the replicas."""
         if self.current is not None:
             with torch.inference_mode(False):
                 self.current.close()

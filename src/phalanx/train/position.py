@@ -71,10 +71,7 @@ class RunHistory:
     """What a run has met that decides how it goes on, in this process or in another.
 
     Attributes:
-        steps_whole: The user's optimizer is stepped as it is from now on, not in parts: a parameter
-            got no gradient, say, or somebody changed its state. Parts would round otherwise.
         buffers: Names of the buffers that training has written.
     """
 
-    steps_whole: bool = False
     buffers: set[str] = field(default_factory=set)

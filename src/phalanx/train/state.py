@@ -112,7 +112,6 @@ def capture_state(state: TrainerState) -> Content:
         "scheduler": None if state.scheduler is None else state.scheduler.state_dict(),
         "callbacks": {label: each.state_dict() for label, each in state.callbacks.items()},
         "metrics": state.metrics.capture() if progress.position.batch > 0 else {},
-        "steps whole": state.history.steps_whole,
         "generators": generator_states(),  # which an optimizer or a callback may draw from
         "progress": {**vars(progress), "position": tuple(progress.position)},
     }
@@ -164,7 +163,6 @@ def restore_state(state: TrainerState, content: Content, source: str) -> RunProg
             ) from error
         raise
     state.history.buffers = set(content["buffers"])
-    state.history.steps_whole = content["steps whole"]
     return progress
 
 

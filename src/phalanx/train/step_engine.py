@@ -20,12 +20,8 @@ from phalanx.execution import (
     ExecutorMaker,
     RunResult,
     Span,
-    Stepper,
     Task,
-    WholeStepper,
-    norm_of_gradients,
 )
-from phalanx.memory import FlatParameters
 from phalanx.metrics import Joining
 from phalanx.replicas import (
     check_statistics,
@@ -73,11 +69,7 @@ class EngineSpec:
 
 
 class StepEngine:
-    """Flat memory, an executor and a stepper around one module and its optimizer.
-
-    Opening it moves the optimizer's parameters into flat buffers; :meth:`close` gives them memory
-    of their own again.
-    """
+    """An executor around one module, and the module's optimizer in shards."""
 
     def __init__(self, spec: EngineSpec, formation: Formation) -> None:
         self._spec = spec
@@ -87,42 +79,29 @@ class StepEngine:
         refuse_scripts(spec.module)
         check_members(spec.module, spec.optimizer)
         maker = spec.new_maker()
-        groups = [[p for p in g["params"] if p.requires_grad] for g in spec.optimizer.param_groups]
         self._trained_ids = _trained_ids(spec.optimizer)
-        self._flat = FlatParameters(groups, allocate=maker.allocate)
         self._buffer_homes = [  # where there are others, an engine is opened anew
             (f"{path}.{key}" if path else key, owner, key)
             for path, owner in spec.module.named_modules(remove_duplicate=False)
             for key in owner._buffers
         ]
         with ExitStack() as failed:
-            failed.callback(self._flat.release)
             self.executor = maker(
                 formation.devices, workloads=spec.workloads, intra_op=formation.intra_op
             )
             failed.callback(self.executor.close)
             self.executor.optimizer = spec.optimizer
-            self._parts = self._flat.parts(len(self.executor))
-            self._is_light = _is_light(self._flat)
-            self._reduction = self.executor.open_reduction(self._flat)
-            self._generation = self.executor.generation
-            # One replica with one slice, and nothing to clip: there is nothing to add or to share.
-            self._alone = (
-                self.executor.keeps_gradients
-                and len(self.executor) == 1
-                and spec.splitter.microbatches is None
-                and spec.clip_norm is None
-            )
-            self._stepper = self._open_stepper()
+            self._open_shards()
+            self._is_light = _is_light(self._shards.trained)
             failed.pop_all()
-        for index, parameter in enumerate(self._flat.parameters):
-            parameter.grad = self._flat.gradient(index)
+
+    def _open_shards(self) -> None:
+        self._generation = self.executor.generation
+        self._shards = self.executor.open_shards(self._spec.optimizer)
 
     def close(self) -> None:
-        """Dismiss the executor, and give the parameters memory of their own."""
+        """Dismiss the executor."""
         self.executor.close()
-        self._stepper.dissolve()
-        self._flat.release()
         self._spec.untrained.tell()
 
     def complete_state(self, *, changed: bool = False) -> None:
@@ -138,38 +117,21 @@ class StepEngine:
         if changed:
             self.executor.agree_to_open_anew()
         self._check_not_torn()
-        self._stepper.complete()
+        self._shards.complete()
         self.executor.check_alike()
 
     def matches_spec(self) -> bool:
         """Tell whether module and optimizer still are what this was opened for."""
         return (
             _trained_ids(self._spec.optimizer) == self._trained_ids
-            and self._stepper.fits()
             and self.executor.matches_source()  # and all parameters lie where they lay
         )
 
     def reload_state(self) -> None:
         """Take over a state that was loaded into the optimizer, and into the module."""
         self._torn = False
-        self._stepper = self._open_stepper()
+        self._open_shards()
         self.executor.outdate()
-
-    def _open_stepper(self) -> Stepper:
-        optimizer, history = self._spec.optimizer, self._spec.history
-        if self._alone or history.steps_whole:
-            return WholeStepper(optimizer, self._flat)
-        stepper = self.executor.open_optimizer(optimizer, self._flat)
-        history.steps_whole = stepper.whole
-        return stepper
-
-    def _step_whole_from_now_on(self) -> None:
-        """Leave all further steps to the user's optimizer as it is."""
-        if not self._stepper.whole:
-            self._stepper.complete()
-            self._stepper.dissolve()
-            self._stepper = WholeStepper(self._spec.optimizer, self._flat)
-            self._spec.history.steps_whole = True
 
     def split(
         self, batch: Nested, workloads: Sequence[float], *, weighs: bool = True
@@ -216,35 +178,28 @@ class StepEngine:
             count: Called when all microbatches have succeeded.
             commit: Called when the weights are new, by the last thread.
         """
-        if self._alone:  # as `zero_grad()` does: the new gradients find the old ones' memory
-            for parameter in self._flat.parameters:
-                parameter.grad = None
-        untouched = self._stepper.is_untouched()
-        whole = self._stepper.whole or not untouched
         if self._generation != self.executor.generation:
-            self._generation = self.executor.generation
-            self._reduction = self.executor.open_reduction(self._flat)
-        result = run_task(self.executor, microbatches, task, seed, steps_whole=whole)
+            self._open_shards()
+        result = run_task(self.executor, microbatches, task, seed)
         statistics = sum_statistics([operand.statistics for operand in result.operands])
         buffers = self._buffers() if statistics else {}
         check_statistics(buffers, statistics)
         if count is not None:
             count(result)
-        missing = self._reduction.take(result)
-        whole = whole or bool(missing)
-        summed = whole or self._spec.clip_norm is not None or self._reduction.shares_all
-        if summed and not self._alone:
-            self.executor.each(self._reduction.sum_part, light=self._is_light)
-            self._reduction.share()
-        norm = None if self._spec.clip_norm is None else self._clip(self._spec.clip_norm)
-        if whole:
-            self._step_whole_from_now_on()  # after clipping, which may refuse the step
-        self._stepper.prepare(missing, self._reduction.operands[0] if self._alone else None)
+        missing = self._shards.take(result)
+        norm, scale = None, 1.0
+        added = self._spec.clip_norm is not None or self._shards.adds_first
+        if added:
+            self.executor.each(self._shards.add, light=self._is_light)
+            self._shards.share()
+        if self._spec.clip_norm is not None:
+            norm = self._norm()
+            scale = min(1.0, self._spec.clip_norm / (norm + 1e-6))
         rates = _learning_rates(self._spec.optimizer)  # now: the commit steps the scheduler
         loss = Loss(loss_of(microbatches, result), microbatches.weight, sum(microbatches.sizes))
 
         def finish() -> None:
-            self._stepper.finish()
+            self._shards.finish()
             write_statistics(buffers, statistics)
             self._spec.history.buffers.update(statistics)
             self._torn = False
@@ -252,9 +207,8 @@ class StepEngine:
             self.executor.mark_done()
             commit(loss)
 
-        spans = self._step(finish, summed=summed)
-        self._reduction.forget()
-        self._spec.untrained.note([self._flat.parameters[index] for index in missing])
+        spans = self._step(finish, added=added, scale=scale)
+        self._spec.untrained.note(missing)
         if (before.steps + 1).bit_count() == 1:  # 1, 2, 4, 8, …: it costs a pass over all weights
             self.executor.check_alike()
         rows, work_s = self._work_of_replicas(microbatches.sizes, result)
@@ -274,23 +228,24 @@ class StepEngine:
             learning_rates=rates,
         )
 
-    def _step(self, finish: Callable[[], None], *, summed: bool) -> list[Span]:
-        """Let each replica's thread step its part; the last one calls ``finish``.
+    def _step(self, finish: Callable[[], None], *, added: bool, scale: float) -> list[Span]:
+        """Let each replica's thread step its shard; the last one calls ``finish``.
 
         Args:
-            summed: The gradients are in the flat buffers; else each thread adds its part first.
+            added: All gradients are added; else each thread adds those of its shard first.
+            scale: What they are multiplied by.
         """
         spans: list[Span] = []
         lock = threading.Lock()
 
-        def step(part: int) -> None:
+        def step(shard: int) -> None:
             start_s = now_s()
-            if not summed:
-                self._reduction.sum_part(part)
+            if not added:
+                self._shards.add(shard)
             self._torn = True  # here, where no Ctrl-C comes between this and the step
-            self._stepper.step_part(part)
+            self._shards.step(shard, scale)
             with lock:
-                spans.append(Span(replica=part, microbatch=None, start_s=start_s, stop_s=now_s()))
+                spans.append(Span(replica=shard, microbatch=None, start_s=start_s, stop_s=now_s()))
                 if len(spans) < len(self.executor):
                     return
             finish()
@@ -298,26 +253,16 @@ class StepEngine:
         self.executor.each(step, uninterrupted=True, light=self._is_light)
         return sorted(spans, key=lambda span: span.replica)
 
-    def _clip(self, clip_norm: float) -> float:
-        """Scale the gradients so that their norm is at most ``clip_norm``; return what it was."""
-        count, light = len(self.executor), self._is_light
-        norm = norm_of_gradients(
-            self._flat,
-            lambda work: self.executor.each(lambda thread: work(thread, count), light=light),
-        ).item()
+    def _norm(self) -> float:
+        """Return the norm of all gradients together."""
+        squares = self.executor.each(self._shards.squares, light=self._is_light)
+        norm = math.sqrt(self._shards.total([each for shard in squares for each in shard]))
         if not math.isfinite(norm):
             raise ConfigError(
                 f"The gradients' norm must be finite to be clipped, but is {norm!r}; the step was "
                 "refused and nothing has changed. Lower the learning rate, or look at this "
                 "batch's data."
             )
-        coefficient = min(1.0, clip_norm / (norm + 1e-6))
-
-        def scale(part: int) -> None:
-            for each in self._parts[part].ranges:
-                each.gradients.mul_(coefficient)
-
-        self.executor.each(scale, light=light)
         return norm
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -355,11 +300,10 @@ def check_members(module: nn.Module, optimizer: Optimizer) -> None:
                 )
 
 
-def _is_light(flat: FlatParameters) -> bool:
+def _is_light(parameters: Sequence[Tensor]) -> bool:
     """Tell whether summing and stepping take less than the 0.1 ms of waking threads for it."""
-    num_bytes = sum(each.values.nbytes for each in flat.segments)
-    on_cpu = all(each.values.device.type == "cpu" for each in flat.segments)
-    return on_cpu and num_bytes <= _LIGHT_BYTES
+    on_cpu = all(each.device.type == "cpu" for each in parameters)
+    return on_cpu and sum(each.nbytes for each in parameters) <= _LIGHT_BYTES
 
 
 def _busy_s(spans: Sequence[Span], num_replicas: int) -> tuple[float, ...]:
@@ -390,8 +334,6 @@ def run_task(
     microbatches: Microbatches,
     task: Task,
     seed: tuple[int, ...],
-    *,
-    steps_whole: bool = False,
 ) -> RunResult:
     """Run ``task`` on all microbatches; nothing that the caller can see changes."""
     return executor.run(
@@ -400,7 +342,6 @@ def run_task(
         weights=microbatches.weights,
         seed=seed,
         owners=microbatches.owners,
-        steps_whole=steps_whole,
     )
 
 

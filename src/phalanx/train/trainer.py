@@ -84,8 +84,8 @@ class Trainer(TrainerFacts):
     resume. With ``microbatches=None``, the fast mode, every replica computes one slice.
 
     Args:
-        module: Trained in place; ``trainer.module`` is it, always current. Between construction and
-            :meth:`close` its parameters lie in flat buffers.
+        module: Trained in place; ``trainer.module`` is it, always current. With worker processes
+            its parameters lie in shared memory until :meth:`close`.
         loss: (outputs, targets) -> a mean over what it counts; not with ``forward``.
         optimizer: A torch optimizer, or a function that makes one from the list of the module's
             parameters. `eval()` and `train()` of schedule-free ones are called around validation.
@@ -103,7 +103,8 @@ class Trainer(TrainerFacts):
             with them when they die. "inline": the one replica runs in the caller's thread, where a
             debugger finds it. "ranks": every process of a `torch.distributed` job has such a
             trainer, is given the same batches, and computes its share of them with its replicas;
-            each steps and keeps a slice of the optimizer's state (ZeRO, stage 1). `Ranks` survive
+            each steps some of the
+            parameters, and keeps their state (ZeRO, stage 1). `Ranks` survive
             the loss of others.
         seed: Where dropout and its like start; each microbatch of each step has numbers of its own.
         weight: microbatch -> what its mean loss stands for, such as its number of unmasked tokens;
@@ -610,7 +611,7 @@ class Trainer(TrainerFacts):
         warn_of_changes(restored, state.progress)
 
     def close(self) -> None:
-        """Dismiss the replicas and give the parameters memory of their own; idempotent.
+        """Dismiss the replicas, and move parameters out of shared memory; idempotent.
 
         Called in the middle of a step, by a signal's handler say, it lets the step end first.
         """

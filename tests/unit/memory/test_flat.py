@@ -15,7 +15,7 @@ from phalanx.memory import FlatParameters, in_memory_order
 
 
 def flatten(module: nn.Module) -> FlatParameters:
-    return FlatParameters([list(module.parameters())])
+    return FlatParameters(list(module.parameters()))
 
 
 def test_values_stay_and_writing_to_the_buffer_trains_the_module() -> None:
@@ -27,140 +27,12 @@ def test_values_stay_and_writing_to_the_buffer_trains_the_module() -> None:
     assert layer(torch.ones(1, 5)).tolist() == [[12.0, 12.0, 12.0]]
 
 
-def test_every_parameter_starts_at_64_bytes_and_buffers_are_whole_blocks() -> None:
-    flat = flatten(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7), nn.LayerNorm(7)))
-    (segment,) = flat.segments
-    assert all(p.data_ptr() % 64 == 0 for p in flat.parameters)
-    assert segment.values.numel() * 4 % 256 == 0
-    assert segment.starts == (0, 16, 32, 64, 80, 96)
-
-
-def test_padding_is_zero() -> None:
-    flat = flatten(nn.Linear(5, 3))
-    (segment,) = flat.segments
-    mask = torch.ones_like(segment.values)
-    for start, size in zip(segment.starts, segment.sizes, strict=True):
-        mask[start : start + size] = 0
-    assert (segment.values * mask).count_nonzero() == 0
-
-
-def test_one_buffer_per_group_and_dtype() -> None:
-    half, full = nn.Linear(2, 2).to(torch.bfloat16), nn.Linear(2, 2)
-    groups = [[half.weight, full.weight], [half.bias, full.bias]]
-    segments = FlatParameters(groups).segments
-    assert [(s.group, s.values.dtype, s.members) for s in segments] == [
-        (0, torch.bfloat16, (0,)),
-        (0, torch.float32, (1,)),
-        (1, torch.bfloat16, (2,)),
-        (1, torch.float32, (3,)),
-    ]
-
-
-def test_channels_last_stays_channels_last() -> None:
-    conv = nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
-    before = conv.weight.detach().clone()
-    flat = flatten(conv)
-    assert conv.weight.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(conv.weight, before)
-    assert flat.gradient(0).stride() == conv.weight.stride()
-
-
-def test_ties_are_kept() -> None:
-    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    net[1].weight = net[0].weight
-    flat = flatten(net)
-    assert len(flat.parameters) == 3
-    assert net[1].weight is net[0].weight
-
-
-def test_empty_and_scalar_parameters() -> None:
-    empty, scalar = nn.Parameter(torch.zeros(0, 4)), nn.Parameter(torch.tensor(3.0))
-    flat = FlatParameters([[empty, scalar]])
-    assert (empty.shape, scalar.item()) == ((0, 4), 3.0)
-    assert flat.intact()
-    flat.release()
-    assert scalar.item() == 3.0
-
-
-def test_release_gives_memory_of_its_own() -> None:
-    layer = nn.Linear(5, 3)
-    flat = flatten(layer)
-    weight = layer.weight.detach().clone()
-    flat.release()
-    flat.segments[0].values.zero_()
-    assert torch.equal(layer.weight, weight)
-    assert layer.weight.untyped_storage().nbytes() == 60
-
-
 def test_a_module_that_moved_away_is_noticed() -> None:
     layer = nn.Linear(5, 3)
     flat = flatten(layer)
     assert flat.intact()
     layer.to(torch.float64)
     assert not flat.intact()
-
-
-@pytest.mark.parametrize("num_parts", [1, 2, 3, 7])
-def test_parts_sum_all_gradients_once(num_parts: int) -> None:
-    net = nn.Sequential(nn.Linear(11, 13), nn.Linear(13, 5))
-    flat = flatten(net)
-    left = [torch.randn(p.numel()) for p in flat.parameters]
-    right = [torch.randn(p.numel()) for p in flat.parameters]
-    for part in flat.parts(num_parts):
-        part.sum_gradients([left, right])
-    for index, parameter in enumerate(flat.parameters):
-        expected = (left[index] + right[index]).view_as(parameter)
-        assert torch.equal(flat.gradient(index), expected)
-
-
-def mirrored(flat: FlatParameters, seed: int) -> list[Tensor]:
-    """Return gradients that lie as in the buffers, with zeros between."""
-    generator = torch.Generator().manual_seed(seed)
-    found: dict[int, Tensor] = {}
-    for segment in flat.segments:
-        whole = torch.randn(segment.values.numel() + 64, generator=generator)[16:]
-        rubbish = whole.clone()
-        whole.zero_()
-        whole[segment.starts[-1] + segment.sizes[-1] :] = 1.0  # what comes behind is another's
-        members = zip(segment.members, segment.starts, segment.sizes, strict=True)
-        for index, start, size in members:
-            found[index] = whole[start : start + size].copy_(rubbish[start : start + size])
-    return [found[index] for index in range(len(flat.parameters))]
-
-
-@pytest.mark.parametrize("num_parts", [1, 2, 3, 7])
-@pytest.mark.parametrize("apart", [(), (0,), (3,), (0, 1, 2, 3, 4, 5)])
-@pytest.mark.parametrize("missing", [None, 0, 2])
-def test_gradients_that_lie_as_the_buffers_are_added_in_one_piece_or_not(
-    num_parts: int, apart: tuple[int, ...], missing: int | None
-) -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(97, 131), nn.Linear(131, 61), nn.Linear(61, 3))
-    flat = flatten(net)
-    left, right = mirrored(flat, 1), mirrored(flat, 2)
-    expected = [a + b for a, b in zip(left, right, strict=True)]
-    for index in apart:
-        left[index] = left[index].clone()
-    given: list[Tensor | None] = [*right]
-    if missing is not None:
-        given[missing], expected[missing] = None, left[missing]
-    for part in flat.parts(num_parts):
-        part.sum_gradients([left, given], alike=True)
-    for index, value in enumerate(expected):
-        assert torch.equal(flat.gradient(index).flatten(), value)
-    sizes = [parameter.numel() for parameter in flat.parameters]
-    (segment,) = flat.segments
-    assert segment.gradients.count_nonzero() <= sum(sizes)  # what lies between stays zero
-
-
-def test_gradients_in_one_memory_with_something_else_are_not_taken_for_a_buffer() -> None:
-    """As those of parts of one `torch.cat` may lie."""
-    flat = FlatParameters([[nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(16))]])
-    sets = [torch.full((4096,), 3.0) for _ in range(2)]
-    for part in flat.parts(1):
-        part.sum_gradients([[whole[:16], whole[16:32]] for whole in sets])
-    assert flat.segments[0].gradients[:32].eq(6.0).all()
-    assert not flat.segments[0].gradients[32:].any()
 
 
 @pytest.mark.parametrize("layout", ["sparse", "transposed", "other dtype"])
@@ -175,52 +47,38 @@ def test_gradients_come_in_the_parameters_order(layout: str) -> None:
     assert torch.equal(in_memory_order(gradient, like), torch.arange(12.0))
 
 
-# --- tight ----------------------------------------------------------------------------------------
-
-
-def tight(module: nn.Module) -> FlatParameters:
-    return FlatParameters([list(module.parameters())], tight=True)
-
-
-def test_tight_buffers_hold_nothing_but_the_parameters_in_their_order() -> None:
+def test_buffers_hold_nothing_but_the_parameters_in_their_order() -> None:
     net = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7), nn.LayerNorm(7))
     expected = torch.cat([p.detach().flatten() for p in net.parameters()])
-    (segment,) = tight(net).segments
+    (segment,) = flatten(net).segments
     assert torch.equal(segment.values, expected)
     assert segment.gradients.shape == expected.shape
     assert segment.starts == (0, 15, 18, 39, 46, 53)
-    assert segment.sizes == (15, 3, 21, 7, 7, 7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64])
-def test_tight_in_every_dtype(dtype: torch.dtype) -> None:
+def test_buffers_of_every_dtype(dtype: torch.dtype) -> None:
     net = nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 2)).to(dtype)
-    (segment,) = tight(net).segments
+    (segment,) = flatten(net).segments
     assert (segment.values.numel(), segment.values.dtype) == (8, dtype)
     assert segment.gradients.dtype == dtype
 
 
-def test_writing_to_a_tight_buffer_trains_the_module() -> None:
-    layer = nn.Linear(3, 1)
-    tight(layer).segments[0].values.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    assert layer(torch.ones(1, 3)).item() == 10.0
-
-
-def test_tight_with_ties_scalars_and_empty_parameters() -> None:
+def test_ties_scalars_and_empty_parameters() -> None:
     net = nn.Module()
     net.a = nn.Parameter(torch.ones(2, 2))
     net.b = net.a
     net.empty = nn.Parameter(torch.zeros(0, 4))
     net.scalar = nn.Parameter(torch.tensor(7.0))
-    flat = tight(net)
+    flat = flatten(net)
     assert flat.segments[0].values.tolist() == [1.0] * 4 + [7.0]
     assert net.a is net.b
     assert flat.intact()
 
 
-def test_tight_channels_last_lies_in_the_order_of_memory() -> None:
+def test_channels_last_lies_in_the_order_of_memory() -> None:
     conv = nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
-    flat = tight(conv)
+    flat = flatten(conv)
     assert conv.weight.is_contiguous(memory_format=torch.channels_last)
     in_memory = conv.weight.detach().permute(0, 2, 3, 1).flatten()
     assert torch.equal(flat.segments[0].values[: conv.weight.numel()], in_memory)
@@ -230,7 +88,7 @@ def test_tight_channels_last_lies_in_the_order_of_memory() -> None:
 
 
 def kept(module: nn.Module, values: list[Tensor | None] | None = None) -> FlatParameters:
-    flat = tight(module)
+    flat = flatten(module)
     flat.keep_gradients(values if values is not None else [None] * len(flat.parameters))
     return flat
 
@@ -338,7 +196,7 @@ def test_flat_twice_gradients_lie_in_the_second() -> None:
 def test_copies_of_a_flat_module_are_equal_and_independent(keeps: bool) -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     net[0].bias.requires_grad_(False)
-    flat = kept(net) if keeps else tight(net)
+    flat = kept(net) if keeps else flatten(net)
     file = io.BytesIO()
     torch.save(net, file)
     file.seek(0)
@@ -349,20 +207,10 @@ def test_copies_of_a_flat_module_are_equal_and_independent(keeps: bool) -> None:
     for each in copies:
         assert all(torch.equal(value, before[key]) for key, value in each.state_dict().items())
         each(torch.ones(1, 2)).sum().backward()
-        again = tight(each)
+        again = flatten(each)
         assert again.segments[0].values.numel() == 9
         with torch.no_grad():
             each[0].weight.fill_(7.0)
         assert again.segments[0].values[:4].tolist() == [7.0] * 4
     assert flat.segments[0].gradients.count_nonzero() == 0
     assert flat.segments[0].values.count_nonzero() == 0
-
-
-def test_released_parameters_have_gradients_of_their_own_again() -> None:
-    layer = nn.Linear(2, 1)
-    flat = kept(layer)
-    flat.release()
-    assert layer.weight.grad is None
-    layer(torch.ones(1, 2)).sum().backward()
-    assert flat.segments[0].gradients.count_nonzero() == 0
-    assert layer.weight.grad.tolist() == [[1.0, 1.0]]

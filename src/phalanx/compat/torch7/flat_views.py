@@ -73,7 +73,7 @@ class Flat:
     def _make(self, module: nn.Module) -> None:
         parameters = list(module.parameters())
         gradients = [parameter.grad for parameter in parameters]
-        self._made = FlatParameters([parameters], tight=True)
+        self._made = FlatParameters(parameters)
         self._made.keep_gradients(gradients)
 
     def _holds(self, module: nn.Module) -> bool:

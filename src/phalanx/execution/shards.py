@@ -1,0 +1,246 @@
+"""The user's optimizer, stepped in shards of whole parameters.
+
+    parameters   w0 | w1 b1 | w2 b0 b2     the largest first, to the shard with the least so far
+    shard        0    1       2            a shallow copy of the optimizer that has these only
+
+A copy has the class of the user's optimizer, the options of now, and its `state` itself. So all
+shards together are a step of that optimizer, bit for bit, and its `state_dict()` is torch's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from phalanx.execution.partial_sums import Gradients, RunResult
+from phalanx.memory import dense_strides, refuse_overlap
+from phalanx.replicas import apart
+
+# Private: torch has no public way to ask whether hooks for all optimizers are registered.
+from phalanx.torch_internals import foreach_add, foreach_mul, has_global_step_hooks
+
+__all__ = ["Shards", "is_cut", "share_by_size"]
+
+_FUSED_ON_CPU = (SGD, Adam, AdamW, Adagrad)
+
+
+class Shards:
+    """An optimizer in shards, and the last addition to the gradients of each.
+
+    A step calls :meth:`take`, then for every shard, in that shard's thread, :meth:`add` and
+    :meth:`step`, then :meth:`finish`. An optimizer that cannot be cut (see :func:`is_cut`) is
+    stepped with the first shard.
+
+    Args:
+        optimizer: The user's.
+        parameters: All parameters of the executor, in whose order it sums gradients.
+        num_shards: Number of threads.
+
+    Attributes:
+        adds_first: Whether all shards must be added before the first one is stepped.
+        is_cut: Whether the optimizer is stepped in shards.
+
+    Determinism: bitwise the same for any number of shards.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], num_shards: int
+    ) -> None:
+        self.optimizer = optimizer
+        self.adds_first = False
+        self.is_cut = False
+        self._parameters = parameters
+        place_of = {id(parameter): place for place, parameter in enumerate(parameters)}
+        groups = [[p for p in group["params"] if p.requires_grad] for group in _groups(optimizer)]
+        self._fusible = [_is_fusible(optimizer, group) for group in groups]
+        self._group_of = {  # by place; parameters that are not trained have none
+            place_of[id(parameter)]: number
+            for number, group in enumerate(groups)
+            for parameter in group
+        }
+        refuse_overlap(self.trained)
+        self._strides = {place: dense_strides(parameters[place]) for place in self._group_of}
+        places = sorted(self._group_of)
+        shares = share_by_size([parameters[place] for place in places], num_shards)
+        self._added = self._stepped = [[places[index] for index in share] for share in shares]
+        self._parts: list[Optimizer] = []
+        self._left: Gradients = []
+        self._right: Gradients = []
+        self._num_states = 0
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The optimizer's parameters that are not frozen."""
+        return [self._parameters[place] for place in self._group_of]
+
+    def take(self, result: RunResult) -> list[nn.Parameter]:
+        """Take over the sums of a run and the options of now; return what has no gradient."""
+        self.is_cut = is_cut(self.optimizer)
+        self.adds_first = not self.is_cut
+        self._parts = [self._part(own) for own in self._stepped] if self.is_cut else []
+        nothing: Gradients = [None] * len(self._parameters)
+        operands = [apart(operand.gradients) for operand in result.operands]
+        self._left, self._right, *_ = *operands, nothing, nothing
+        return [self._parameters[place] for place in self._group_of if place in result.missing]
+
+    def _part(self, own: Sequence[int]) -> Optimizer:
+        """Return a shallow copy of the optimizer that has these parameters only."""
+        members: list[list[nn.Parameter]] = [[] for _ in self._fusible]
+        for place in own:
+            members[self._group_of[place]].append(self._parameters[place])
+        part: Optimizer = object.__new__(type(self.optimizer))
+        part.__dict__.update(vars(self.optimizer))
+        part.__dict__.pop("step", None)  # a scheduler's wrapper, which steps the user's
+        part.param_groups = [
+            {**group, "params": params, **(_FUSED if fusible and _leaves_open(group) else {})}
+            for group, params, fusible in zip(
+                _groups(self.optimizer), members, self._fusible, strict=True
+            )
+            if params
+        ]
+        return part
+
+    def add(self, shard: int) -> None:
+        """Make the last addition for one shard."""
+        left, right = self._left, self._right
+        pairs = []
+        for place in self._added[shard]:
+            a, b = left[place], right[place]
+            if a is None:
+                left[place] = b
+            elif b is not None:
+                pairs.append((a, b))
+        if pairs:
+            foreach_add([a for a, _ in pairs], [b for _, b in pairs])
+
+    def share(self) -> None:
+        """Bring all gradients here, where others have made some of the additions."""
+
+    def squares(self, shard: int) -> list[float]:
+        """Return the square of each gradient's 2-norm, in one shard that was added."""
+        gradients = [self._left[place] for place in self._added[shard]]
+        norms = [_norm_of(each) for each in gradients if each is not None]
+        return [norm.item() ** 2 for norm in norms]
+
+    def total(self, squares: Sequence[float]) -> float:
+        """Return the sum of the squares of all shards, in whatever order they come."""
+        return math.fsum(squares)
+
+    def step(self, shard: int, scale: float) -> None:
+        """Step one shard that was added, with gradients times ``scale``; then drop those."""
+        if self.is_cut:
+            self._step(self._parts[shard], self._stepped[shard], scale)
+        elif shard == 0:
+            self._step(self.optimizer, list(self._group_of), scale)
+
+    def _step(self, optimizer: Optimizer, places: Sequence[int], scale: float) -> None:
+        present = [each for place in places if (each := self._left[place]) is not None]
+        if scale != 1.0 and present:
+            foreach_mul(present, scale)
+        for place in places:
+            parameter, gradient = self._parameters[place], self._left[place]
+            if gradient is not None:
+                gradient = gradient.as_strided(parameter.shape, self._strides[place])
+            parameter.grad = gradient
+        if places:
+            optimizer.step()
+        for place in places:
+            self._parameters[place].grad = None
+
+    def finish(self) -> None:
+        """Finish in the thread that is last."""
+        self._left, self._right, self._parts = [], [], []
+        if self.is_cut:
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers
+            if len(self.optimizer.state) != self._num_states:
+                self._sort_state()
+
+    def _sort_state(self) -> None:
+        """Put the entries of the state, which threads have made, into the parameters' order."""
+        state = self.optimizer.state
+        ordered = [p for group in _groups(self.optimizer) for p in group["params"]]
+        entries = [(p, state.pop(p)) for p in ordered if p in state]
+        state.update(entries)
+        self._num_states = len(state)
+
+    def complete(self) -> None:
+        """Bring all of the optimizer's state into this process, where others have some of it."""
+
+
+_FUSED = {"fused": True}
+
+
+def is_cut(optimizer: Optimizer) -> bool:
+    """Tell whether ``optimizer`` may be stepped in shards: its `step` is torch's, without hooks.
+
+    Whatever else was done to it is meant for the whole of it.
+    """
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return False
+    if has_global_step_hooks():
+        return False
+    step = vars(optimizer).get("step", type(optimizer).step)
+    function = getattr(step, "__func__", step)
+    while function is not None:  # torch wraps it: for hooks, and in learning-rate schedulers
+        if not getattr(function, "__globals__", {}).get("__name__", "").startswith("torch.optim"):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
+def share_by_size(parameters: Sequence[Tensor], num_shares: int) -> list[list[int]]:
+    """Return the places of ``parameters`` in shares of nearly equal numbers of elements.
+
+    Example:
+        >>> share_by_size([torch.zeros(size) for size in (3, 9, 4, 1)], 2)
+        [[1], [0, 2, 3]]
+    """
+    shares: list[list[int]] = [[] for _ in range(num_shares)]
+    sizes = [0] * num_shares
+    for index in sorted(range(len(parameters)), key=lambda i: -parameters[i].numel()):
+        least = sizes.index(min(sizes))
+        shares[least].append(index)
+        sizes[least] += parameters[index].numel()
+    return [sorted(share) for share in shares]
+
+
+# Any: options are of any types.
+def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return optimizer.param_groups
+
+
+def _is_fusible(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> bool:
+    """Tell whether a group can be stepped in one pass over memory instead of several.
+
+    Of a whole group, so that shards do as one does.
+    """
+    if type(optimizer) not in _FUSED_ON_CPU:
+        return False
+    # SGD: torch 2.13's kernel computes short floats wrongly.
+    least = 4 if type(optimizer) is SGD else 1
+    return all(
+        p.device.type == "cpu"
+        and p.is_floating_point()
+        and p.itemsize >= least
+        and p.stride() == dense_strides(p)  # the kernels read memory from end to end
+        for p in parameters
+    )
+
+
+def _leaves_open(group: dict[str, Any]) -> bool:
+    """Tell whether the user has not chosen how to step a group, nor anything that forbids it."""
+    chosen = [group.get(name) for name in ("fused", "foreach")]
+    if chosen != [None, None] or group.get("differentiable"):
+        return False
+    return not any(isinstance(value, Tensor) for value in group.values())
+
+
+def _norm_of(gradient: Tensor) -> Tensor:
+    real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    norm: Tensor = torch.linalg.vector_norm(real, dtype=torch.float64)
+    return norm

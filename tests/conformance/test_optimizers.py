@@ -1,0 +1,204 @@
+"""A training step is `optimizer.step()` of a plain loop over the same gradients, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+import phalanx
+from tests.worlds import World, in_executor_worlds
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
+    pytest.mark.promise("replicas-change-no-bit", "whole-training-loops"),
+]
+
+STEPS = 8
+SHAPES = ((7, 5), (300, 9), (9,), (64,), (3, 2, 4, 4), ())
+MISSING = {1: (2,), 4: (1, 2, 4), 5: (0,)}  # by step: parameters without a gradient
+CHANGED = 3  # the step before which options are changed
+GROUPS = 2
+HALF = len(SHAPES) // GROUPS
+
+Make = Callable[[list[nn.Parameter]], Optimizer]
+
+
+class Given(nn.Module):
+    """A model whose gradients are what its buffers say for each step.
+
+    Args:
+        dtype: Of its parameters; None: one of them is of another than the others.
+    """
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(7)
+        for index, shape in enumerate(SHAPES):
+            kind = dtype or (torch.bfloat16 if index == 3 else torch.float32)
+            value = torch.randn(shape, generator=draw).to(kind)
+            if value.dim() == 4:
+                value = value.to(memory_format=torch.channels_last)
+            self.register_parameter(f"p{index}", nn.Parameter(value))
+            self.register_buffer(f"g{index}", torch.randn(STEPS, *shape, generator=draw).to(kind))
+
+    def gradients(self, step: int) -> list[Tensor | None]:
+        missing = MISSING.get(step, ())
+        places = range(len(SHAPES))
+        return [None if i in missing else getattr(self, f"g{i}")[step] for i in places]
+
+    def forward(self, step_N: Tensor) -> Tensor:
+        given = self.gradients(int(step_N[0]))
+        parameters = list(self.parameters())
+        pairs = zip(parameters, given, strict=True)
+        return torch.stack([(p * g).sum().double() for p, g in pairs if g is not None]).sum()
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs
+
+
+def in_groups(kind: type[Optimizer], **options: Any) -> Make:
+    return partial(_in_groups, kind, options)
+
+
+def _in_groups(
+    kind: type[Optimizer], options: dict[str, Any], parameters: list[nn.Parameter]
+) -> Optimizer:
+    groups: list[dict[str, Any]] = [{"params": parameters[HALF:]}, {"params": parameters[:HALF]}]
+    groups[0]["lr"] = 0.02
+    return kind(groups, **{"lr": 0.01, **options})
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": in_groups(optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "sgd without momentum": in_groups(optim.SGD),
+    "adam": in_groups(optim.Adam, amsgrad=True),
+    "adamw": in_groups(optim.AdamW, weight_decay=0.1),
+    "adamw foreach": in_groups(optim.AdamW, foreach=True),
+    "rmsprop": in_groups(optim.RMSprop, centered=True, momentum=0.9),
+    "adagrad": in_groups(optim.Adagrad, lr_decay=0.1),
+    "nadam": in_groups(optim.NAdam),
+    "radam": in_groups(optim.RAdam),
+    "adamax": in_groups(optim.Adamax),
+    "adadelta": in_groups(optim.Adadelta),
+    "asgd": in_groups(optim.ASGD),
+    "rprop": in_groups(optim.Rprop),
+    "adafactor": in_groups(optim.Adafactor),
+}
+FUSED = ("sgd", "sgd without momentum", "adam", "adamw", "adagrad")
+"""Where nothing else is chosen, these are stepped by torch's fused kernels on a CPU."""
+
+
+def change_options(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+        if "weight_decay" in group:
+            group["weight_decay"] = 0.02
+        if group.get("momentum") == 0:
+            group["momentum"] = 0.9  # from now on there is state
+
+
+Left = tuple[list[Tensor], dict[int, dict[str, Any]]]
+
+
+def left_by(module: nn.Module, optimizer: Optimizer) -> Left:
+    state = optimizer.state_dict()["state"]
+    return [p.detach().clone() for p in module.parameters()], state
+
+
+def plain(name: str, dtype: torch.dtype | None) -> Left:
+    module = Given(dtype)
+    optimizer = OPTIMIZERS[name](list(module.parameters()))
+    if name in FUSED:
+        least = 4 if name.startswith("sgd") else 1  # its kernel computes short floats wrongly
+        for group in optimizer.param_groups:
+            group["fused"] = all(p.itemsize >= least for p in group["params"])
+    for step in range(STEPS):
+        if step == CHANGED:
+            change_options(optimizer)
+        for parameter, gradient in zip(module.parameters(), module.gradients(step), strict=True):
+            parameter.grad = None
+            if gradient is not None:
+                parameter.grad = torch.empty_like(parameter).copy_(gradient)
+        optimizer.step()
+    return left_by(module, optimizer)
+
+
+def trained(
+    executor: str, replicas: int, name: str, dtype: torch.dtype | None, folder: Path
+) -> Left:
+    module = Given(dtype)
+    with phalanx.Trainer(
+        module, loss, OPTIMIZERS[name], executor=executor, replicas=replicas, microbatches=4
+    ) as trainer:
+        for step in range(STEPS):
+            if step == CHANGED:
+                change_options(trainer.optimizer)
+            trainer.step((torch.full((8,), step), torch.zeros(8)))
+        trainer.save(folder / "checkpoint")  # ranks bring the whole state together
+        return left_by(module, trainer.optimizer)
+
+
+def assert_same(found: Left, expected: Left) -> None:
+    weights, state = found
+    assert all(map(torch.equal, weights, expected[0]))
+    assert state.keys() == expected[1].keys()
+    for index, entries in expected[1].items():
+        assert state[index].keys() == entries.keys()
+        for key, value in entries.items():
+            got = state[index][key]
+            if isinstance(value, Tensor):
+                assert got.dtype == value.dtype
+                assert torch.equal(got, value), (index, key)
+            else:
+                assert got == value, (index, key)
+
+
+@in_executor_worlds
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_a_step_equals_a_plain_loops_in_every_executor(
+    world: World, n: int, name: str, tmp_path: Path
+) -> None:
+    expected = plain(name, torch.float32)
+    for found in world.run(trained, n, name=name, dtype=torch.float32, folder=tmp_path):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float64) for name in ("sgd", "adamw", "nadam")),
+        *((name, torch.bfloat16) for name in ("sgd", "sgd without momentum", "adamw", "nadam")),
+        ("sgd", torch.float16),
+        *((name, None) for name in ("sgd", "adamw", "adamax")),
+    ],
+)
+def test_a_step_equals_a_plain_loops_in_other_dtypes(
+    name: str, dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    assert_same(trained("threads", 2, name, dtype, tmp_path), plain(name, dtype))
+
+
+def test_a_step_is_the_optimizers_own_where_somebody_has_hooked_it(tmp_path: Path) -> None:
+    seen: list[Optimizer] = []
+
+    def hooked(parameters: list[nn.Parameter]) -> Optimizer:
+        optimizer = OPTIMIZERS["nadam"](parameters)
+        optimizer.register_step_post_hook(lambda own, *_: seen.append(own))
+        return optimizer
+
+    module = Given(torch.float32)
+    with phalanx.Trainer(module, loss, hooked, replicas=3) as trainer:
+        for step in range(STEPS):
+            if step == CHANGED:
+                change_options(trainer.optimizer)
+            trainer.step((torch.full((8,), step), torch.zeros(8)))
+        assert_same(left_by(module, trainer.optimizer), plain("nadam", torch.float32))
+        assert seen == [trainer.optimizer] * STEPS
