@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from phalanx.compat.mxnet import DataBatch, DataDesc, DataParallelExecutorGroup, Monitor
     from phalanx.distributed import launch
     from phalanx.distributed.codec_hook import codec_hook
     from phalanx.distributed.merge_hook import merge_hook
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from phalanx.execution import Processes, Ranks, Span, Threads, WorkerLost
-    from phalanx.executor_group import DataBatch, DataDesc, DataParallelExecutorGroup, Monitor
     from phalanx.parallel import (
         AbstractParallel,
         DataParallel,
@@ -112,7 +112,7 @@ _NAMES_BY_ROOM = {
         "UnsupportedError",
     ),
     "phalanx.execution": ("Processes", "Ranks", "Span", "Threads", "WorkerLost"),
-    "phalanx.executor_group": ("DataBatch", "DataDesc", "DataParallelExecutorGroup", "Monitor"),
+    "phalanx.compat.mxnet": ("DataBatch", "DataDesc", "DataParallelExecutorGroup", "Monitor"),
     "phalanx.parallel": (
         "AbstractParallel",
         "DataParallel",

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.executor_group import DataDesc, DataParallelExecutorGroup
+from phalanx.compat.mxnet import DataDesc, DataParallelExecutorGroup
 from tests.conformance.containers import cpu_and_others, draw
 from tests.zoo import assert_close, gradients_of, state_of
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.compat.mxnet import DataBatch, DataParallelExecutorGroup, Monitor
 from phalanx.errors import ConfigError
-from phalanx.executor_group import DataBatch, DataParallelExecutorGroup, Monitor
 from tests.conformance.containers import draw
 from tests.conformance.groups import (
     F64,
@@ -314,19 +314,13 @@ def test_save_load_goes_on_alike_on_another_number_of_devices(save_on, load_on):
 # --- monitor --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("monitor_all", "counts"),
-    [
-        (False, {"fc_0": 3, "act_0": 1, "fc_1": 3, "act_1": 1}),
-        (True, {"fc_0": 4, "act_0": 2, "fc_1": 4, "act_1": 2}),
-    ],
-)
-def test_monitor_records_each_thing_once_on_one_device(monitor_all, counts):
+def test_monitor_records_each_thing_once_on_one_device():
+    counts = {"fc_0": 3, "act_0": 1, "fc_1": 3, "act_1": 1}
     net = nn.Sequential()
     for name in counts:
         layer = nn.Linear(2, 2) if name.startswith("fc") else nn.Sigmoid()
         net.add_module(name, layer.double())
-    monitor = Monitor(1, sort=True, monitor_all=monitor_all)
+    monitor = Monitor(1, sort=True)
     with group_of(net, desc("input", 7, 2), devices=["cpu"]) as group:
         group.install_monitor(monitor)
         monitor.tic()
@@ -435,11 +429,6 @@ BATCHES = {
     "numpy": lambda a, b: (a.numpy(), b.numpy()),
     "dict of numpy": lambda a, b: {"a": a.numpy(), "b": b.numpy()},
     "named tuple of a batch": lambda a, b: Batch([a, b]),
-    "list per device": lambda a, b: [
-        DataBatch((a[:1], b[:1])),
-        DataBatch((a[1:3], b[1:3])),
-        DataBatch((a[3:], b[3:])),
-    ],
 }
 
 
@@ -454,8 +443,6 @@ def test_forward_takes_batches_of_many_forms(form):
     with group_of(Both(), desc("a", 8, 3), desc("b", 8)) as group:
         group.forward(BATCHES[form](a, b))
         assert_close(group.get_outputs()[0], a.sum(1) - 2 * b, F64)
-    if form == "list per device":
-        assert [len(part) for part in group.get_outputs(False)[0]] == [1, 2, 5]
 
 
 @pytest.mark.parametrize("form", [lambda x: x, numpy_of, lambda x: (x,), lambda x: [x]])

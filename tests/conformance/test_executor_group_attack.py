@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from phalanx.compat import mxnet
+from phalanx.compat.mxnet import DataBatch, parameters
 from phalanx.errors import ConfigError, StateError
-from phalanx.executor_group import DataBatch, gradients
 from tests.conformance.containers import draw
 from tests.conformance.groups import (
     CLASSES,
@@ -59,12 +59,12 @@ def test_backward_after_a_forward_in_inference_mode_is_refused_and_changes_nothi
 
 
 def run_interrupted(line: int, call: Any) -> bool:
-    """Run ``call`` with Ctrl-C at the line number ``line`` of gradients.py; tell if it came."""
+    """Run ``call`` with Ctrl-C at the line number ``line`` of parameters.py; tell if it came."""
     seen = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal seen
-        if frame.f_code.co_filename != gradients.__file__:
+        if frame.f_code.co_filename != parameters.__file__:
             return None
         if event == "line":
             seen += 1
@@ -129,28 +129,6 @@ def test_a_batch_by_mxnets_positions_has_an_index():
         group.forward(batch)
         group.update_metric(mean)
         assert_close(mean.compute(), Loss()(X[:5], Y[:5]).detach(), F64)
-
-
-def test_scalas_names_of_the_constructor():
-    net = Loss()
-    with mxnet.DataParallelExecutorGroup(
-        net,
-        contexts=TWO,
-        workLoadList=[1, 2],
-        dataShapes=[DATA],
-        labelShapes=[labels_desc(7)],
-        forTraining=True,
-        inputsNeedGrad=True,
-        sharedGroup=None,
-        fixedParamNames=["body.*"],
-        gradReq="add",
-    ) as group:
-        assert group.workload == (1, 2)
-        assert group.inputs_need_grad
-        group.forward(data_batch=mxnet.DataBatch([X], [Y]))
-        group.backward()
-        assert net.body.weight.grad is None
-        assert net.head.weight.grad is not None
 
 
 def test_names_of_states_are_described_among_the_data():

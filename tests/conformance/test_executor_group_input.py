@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from phalanx.executor_group import DataBatch, DataParallelExecutorGroup
+from phalanx.compat.mxnet import DataBatch, DataParallelExecutorGroup
 from tests.conformance.containers import draw
 from tests.conformance.groups import (
     CLASSES,

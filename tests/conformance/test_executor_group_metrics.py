@@ -8,7 +8,7 @@ import torchmetrics
 from torch import Tensor, nn
 from torchmetrics import classification, regression, text
 
-from phalanx.executor_group import DataBatch
+from phalanx.compat.mxnet import DataBatch
 from tests.conformance.containers import draw
 from tests.conformance.groups import (
     F64,

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from phalanx.compat.mxnet import DataBatch, DataParallelExecutorGroup
 from phalanx.errors import ConfigError, StateError
-from phalanx.executor_group import DataBatch, DataParallelExecutorGroup
 from phalanx.plan import equal_sizes, workload_sizes
 from tests.conformance.containers import draw
 from tests.conformance.groups import (

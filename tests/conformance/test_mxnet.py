@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from phalanx.compat import mxnet
+from phalanx.compat.mxnet import DataBatch, Monitor
 from phalanx.errors import ConfigError
-from phalanx.executor_group import DataBatch, Monitor
 from phalanx.plan import equal_sizes
 from tests.conformance.containers import draw, joined
 from tests.conformance.groups import (
@@ -86,7 +86,7 @@ def test_binding_and_parameters_under_both_languages_names():
         assert group.getBatchSize() == 7
         group.bindExec([desc("data", 9, 5)], [labels_desc(9)], None, True)
         assert group.getBatchSize() == 9
-        group.setParams({**dict(other.named_parameters()), "tail": torch.ones(1)}, allowExtra=True)
+        group.setParams({**dict(other.named_parameters()), "tail": torch.ones(1)}, allow_extra=True)
         params: dict[str, Tensor] = {}
         group.getParams(params, {})
         assert_close(list(params.values()), [each.detach() for each in other.parameters()], F64)
@@ -178,11 +178,9 @@ def test_the_constructor_takes_mxnets_keywords():
         assert [each.grad is None for each in net.parameters()] == [False] * 3 + [True]
     with mxnet_group(Net(), fixed_param_names=None) as group:
         assert group.label_shapes == ()
-    with pytest.raises(ConfigError, match=r"`for_training` must be given once, but .*`forTrain"):
-        mxnet_group(Net(), for_training=True, forTraining=False)
 
 
-def test_methods_take_the_keywords_of_both_languages():
+def test_methods_take_mxnets_keywords():
     net, twin = Net(), Net()
     with mxnet_group(net, label_shapes=[labels_desc(ROWS)]) as group:
         monitor = Monitor()
@@ -192,24 +190,16 @@ def test_methods_take_the_keywords_of_both_languages():
         group.backward(out_grads=[G])
         twin(BATCH[0]).backward(G)
         assert_close(gradients_of(net), gradients_of(twin), F64)
-        group.forward(dataBatch=DataBatch(*BATCH), isTrain=True)
-        net.zero_grad()
-        group.backward(outGrads=[G.numpy()])
-        assert_close(gradients_of(net), gradients_of(twin), F64)
         group.forward(*[DataBatch(*BATCH)])
         group.backward(G.numpy())
         assert_close(gradients_of(net), gradients_of(twin), F64)
         assert len(group.get_outputs(merge_multi_context=False)[0]) == 2
         metric = MulticlassAccuracy(CLASSES, average="micro")
-        group.update_metric(eval_metric=metric, labels=[BATCH[1]], pre_sliced=False)
+        group.update_metric(eval_metric=metric, labels=[BATCH[1]])
         assert metric.compute() == (twin(BATCH[0]).argmax(1) == BATCH[1]).float().mean()
-        for names in (("data_shapes", "label_shapes"), ("dataShapes", "labelShapes")):
-            for rows, call in ((9, group.reshape), (ROWS, group.bind_exec)):
-                given = dict(
-                    zip(names, ([desc("data", rows, 5)], [labels_desc(rows)]), strict=True)
-                )
-                call(**given)
-                assert group.batch_size == rows
+        for rows, call in ((9, group.reshape), (ROWS, group.bind_exec)):
+            call(data_shapes=[desc("data", rows, 5)], label_shapes=[labels_desc(rows)])
+            assert group.batch_size == rows
 
 
 def test_parameters_go_by_mxnets_keywords():
@@ -226,8 +216,6 @@ def test_parameters_go_by_mxnets_keywords():
         group.get_params(arg_params=params, aux_params=buffers)
         assert torch.equal(params["weight"], other.weight)
         assert torch.equal(buffers["running_mean"], other.running_mean)
-        with pytest.raises(ConfigError, match="`arg_params` must be given once"):
-            group.get_params(arg_params={}, argParams=params)
 
 
 # --- the page -------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import phalanx
-from phalanx import DataBatch, UnsupportedError
+from phalanx import UnsupportedError
 from tests.multiprocess.fork_server import context
 from tests.zoo import simple_sgd as sgd
 
@@ -509,8 +509,9 @@ def test_noise_in_a_containers_backward_pass_goes_by_the_processes_seed() -> Non
 
 def group_on(net: nn.Module, replicas: int, sizes: list[int]) -> phalanx.DataParallelExecutorGroup:
     shape = phalanx.DataDesc("x", (sum(sizes), 9), torch.float32)
+    workload = [*sizes, *[0] * (replicas - len(sizes))]
     return phalanx.DataParallelExecutorGroup(
-        net, replicas, data_shapes=[shape], inputs_need_grad=True
+        net, replicas, workload, data_shapes=[shape], inputs_need_grad=True
     )
 
 
@@ -524,11 +525,11 @@ def passes_of_group(
     torch.manual_seed(0)
     net = kind()
     torch.manual_seed(11)
-    slices = batches()[1][0].split([*sizes, 13 - sum(sizes)])[: len(sizes)]
+    x = batches()[1][0][: sum(sizes)]
     by_row, gradients = [], []
     with group_on(net, replicas, sizes) as group:
         for _ in range(2):
-            group.forward([*map(DataBatch, slices), *[None] * (replicas - len(sizes))])
+            group.forward(x)
             group.backward([torch.ones(sum(sizes), 3)])
             by_row += [each.clone() for each in [*group.get_outputs(), *group.get_input_grads()]]
             gradients += [parameter.grad.clone() for parameter in net.parameters()]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import phalanx
-from phalanx.executor_group import DataParallelExecutorGroup
+from phalanx.compat.mxnet import DataParallelExecutorGroup
 from phalanx.plan import workload_sizes
 from phalanx.replicas import Replica, modes, parameter_copies
 from tests.conformance.groups import desc

@@ -1,15 +1,13 @@
-"""MXNet's executor group, its batches and monitor, and the metrics that ported code inherits from.
-
-The group itself is :class:`phalanx.DataParallelExecutorGroup`: it has MXNet's names, Python's and
-Scala's.
-"""
+"""MXNet's executor group, its batches, monitor and metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.compat.mxnet_metrics import Accuracy, CustomMetric, EvalMetric
-from phalanx.executor_group import DataBatch, DataDesc, DataParallelExecutorGroup, Monitor
+from phalanx.compat.mxnet.batches import DataBatch, DataDesc
+from phalanx.compat.mxnet.eval_metrics import Accuracy, CustomMetric, EvalMetric
+from phalanx.compat.mxnet.group import DataParallelExecutorGroup
+from phalanx.compat.mxnet.monitor import Monitor
 from phalanx.plan import workload_sizes
 
 __all__ = [

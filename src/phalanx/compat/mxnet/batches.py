@@ -1,4 +1,4 @@
-"""What a group is bound to and what it is fed: descriptions of tensors, and batches of them.
+"""Descriptions of the tensors of a group, and batches of them.
 
 Shape legend: B rows of the batch.
 """
@@ -26,8 +26,8 @@ class DataDesc:
     Args:
         name: The argument of the module's forward; for outputs, any.
         shape: For the whole batch.
-        dtype: Batches are converted to it, where that loses no kind of number; a `torch.dtype`, or
-            NumPy's or its name. None: as they come.
+        dtype: Batches are converted to it; a `torch.dtype`, or NumPy's or its name. None: as they
+            come.
         layout: One letter per dim, such as "NCHW" or "TNC". N is the batch axis, along which the
             tensor is cut; without N it is given whole to every device, and as an output it is the
             first device's. None: N comes first.
@@ -48,12 +48,14 @@ class DataDesc:
     layout: str | None = None
 
     def __post_init__(self) -> None:
-        name: object = self.name  # what the user wrote may be anything
-        if not isinstance(name, str) or not name:
-            raise ConfigError(f"`name` must be a text, but is {name!r}.")
         object.__setattr__(self, "shape", _read_shape(self.name, self.shape))
         object.__setattr__(self, "dtype", _read_dtype(self.name, self.dtype))
-        _check_layout(self.name, self.layout, len(self.shape))
+        layout, dims = self.layout, len(self.shape)
+        if layout is not None and (len(layout) != dims or layout.count("N") > 1):
+            raise ConfigError(
+                f"The layout of `{self.name}` must have one letter for each of {dims} dims, N at "
+                f"most once, but is {layout!r}."
+            )
 
     @property
     def batch_axis(self) -> int | None:
@@ -68,21 +70,13 @@ class DataDesc:
         axis = self.batch_axis
         return None if axis is None else self.shape[axis]
 
-    @staticmethod
-    def of(value: Any) -> DataDesc:  # Any: whatever the user wrote
-        """Read a description: one already, or (name, shape), (name, shape, dtype, layout)."""
-        if isinstance(value, DataDesc):
-            return value
-        if not isinstance(value, (tuple, list)) or not 2 <= len(value) <= 4:
-            raise ConfigError(
-                f"`data` and `labels` must hold (name, shape) or `DataDesc`s, but hold {value!r}. "
-                "Give DataDesc('data', (32, 10)), say."
-            )
-        return DataDesc(*value)
-
-    def with_shape(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> DataDesc:
-        """Return the description of a tensor alike, but of another shape."""
-        return dataclasses.replace(self, shape=tuple(shape), dtype=dtype or self.dtype)
+    def with_rows(self, rows: int) -> DataDesc:
+        """Return the description of ``rows`` rows."""
+        axis = self.batch_axis
+        if axis is None:
+            return self
+        shape = (*self.shape[:axis], rows, *self.shape[axis + 1 :])
+        return dataclasses.replace(self, shape=shape)
 
 
 class DataBatch:
@@ -127,62 +121,43 @@ class DataBatch:
         return f"DataBatch({self.data!r:.80}, {self.label!r:.80}, pad={self.pad})"
 
 
-# Any: whatever the user wrote.
+# Any, here and below: whatever the user wrote.
 def read_descs(given: Any, noun: str) -> tuple[DataDesc, ...]:
-    """Read the descriptions of ``noun``: a sequence, or shapes by name, or one.
+    """Read the descriptions of ``noun``: a sequence of `DataDesc`s or (name, shape, …), or one.
 
     Raises:
         ConfigError: They cannot be read, or two have one name.
     """
-    if given is None:
-        return ()
     if isinstance(given, Mapping):
         given = list(given.items())
-    if isinstance(given, DataDesc):
-        given = [given]
-    if isinstance(given, str) or not isinstance(given, Sequence):
+    given = [given] if isinstance(given, DataDesc) else [] if given is None else given
+    try:
+        descs = [each if isinstance(each, DataDesc) else DataDesc(*each) for each in given]
+    except TypeError as error:
         raise ConfigError(
-            f"`{noun}` must be a sequence of `DataDesc`s or of (name, shape), but is {given!r}."
-        )
-    descs = tuple(DataDesc.of(each) for each in given)
+            f"`{noun}` must be a sequence of `DataDesc`s or of (name, shape), but is {given!r:.80}."
+        ) from error
     names = [each.name for each in descs]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"`{noun}` must name each tensor once, but names {name!r} twice.")
-    return descs
+    if len(set(names)) < len(names):
+        raise ConfigError(f"`{noun}` must name each tensor once, but names {names}.")
+    return tuple(descs)
 
 
-def _read_shape(name: str, shape: Any) -> tuple[int, ...]:  # Any: whatever the user wrote
-    whole = isinstance(shape, Sequence) and all(
-        isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 0
-        for size in shape
-    )
-    if not whole:
+def _read_shape(name: str, shape: Any) -> tuple[int, ...]:
+    sizes = tuple(shape) if isinstance(shape, Sequence) else (None,)
+    if not all(isinstance(size, Integral) and int(size) >= 0 for size in sizes):
         raise ConfigError(
             f"The shape of `{name}` must hold whole numbers of at least 0, but is {shape!r}."
         )
-    return tuple(int(size) for size in shape)
+    return tuple(int(size) for size in sizes)
 
 
-def _read_dtype(name: str, dtype: Any) -> torch.dtype | None:  # Any: whatever the user wrote
+def _read_dtype(name: str, dtype: Any) -> torch.dtype | None:
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
-    if isinstance(dtype, str) and isinstance(getattr(torch, dtype, None), torch.dtype):
-        found: torch.dtype = getattr(torch, dtype)
-        return found
     try:
         return torch.from_numpy(np.empty(0, dtype)).dtype
     except TypeError as error:
         raise ConfigError(
             f"The dtype of `{name}` must be a `torch.dtype` or NumPy's, but is {dtype!r}."
         ) from error
-
-
-def _check_layout(name: str, layout: Any, num_dims: int) -> None:  # Any: whatever the user wrote
-    if layout is None:
-        return
-    if not isinstance(layout, str) or len(layout) != num_dims or layout.count("N") > 1:
-        raise ConfigError(
-            f"The layout of `{name}` must have one letter for each of {num_dims} dims, N at most "
-            f"once, but is {layout!r}."
-        )

@@ -1,44 +1,61 @@
 """MXNet's executor group: a module on several devices behind named inputs.
 
-    batch ── binding: names, layouts ── shares ── DataParallel.forward_parts ── outputs, per device
-                                                        │                           │
-                     input gradients, per device ───────┴───── backward ────────────┘
+    batch ── binding: names, layouts ── parts ── DataParallel.forward_parts ── outputs, per device
+                                                        │                          │
+                     input gradients, per device ───────┴──── autograd ──── whole outputs
 
-Methods have MXNet's names: those of Python (``get_outputs``) and those of Scala
-(``getOutputs``), which take their arguments in either spelling.
+Methods have MXNet's names: those of Python (``get_outputs``) and those of Scala (``getOutputs``).
 
 Shape legend: B rows of the batch; device i has rows_i of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from phalanx.compat.mxnet.batches import DataDesc, read_descs
+from phalanx.compat.mxnet.binding import Binding, Fed, cut_tensors, read_tensors
+from phalanx.compat.mxnet.monitor import Monitor
+from phalanx.compat.mxnet.outputs import Outputs
+from phalanx.compat.mxnet.parameters import GradientRequests, copy_into, copy_out, share_tensors
 from phalanx.errors import ConfigError, StateError
-from phalanx.executor_group.batches import DataDesc, read_descs
-from phalanx.executor_group.binding import Binding, resized
-from phalanx.executor_group.feeding import feed, read_shares
-from phalanx.executor_group.gradients import GradientRequests
-from phalanx.executor_group.group_arguments import check_buffer_rules, check_devices, read_flag
-from phalanx.executor_group.monitor import Monitor
-from phalanx.executor_group.outputs import Output, measured, pick_gradients, read_outputs
-from phalanx.executor_group.parameters import read_tensors, share_tensors, write_params
-from phalanx.executor_group.passes import Pass, check_graph, mode_of, telling_shapes
-from phalanx.executor_group.scala_names import takes_scala_names
-from phalanx.executor_group.states import States
 from phalanx.metrics import device_of, update_metric
 from phalanx.parallel import DataParallel
-from phalanx.plan import Decision, read_whole, workload_sizes
+from phalanx.plan import workload_sizes
 from phalanx.types import Device, Nested
 
 __all__ = ["DataParallelExecutorGroup"]
 
 # Any, in all signatures: descriptions, batches and labels in any of their forms; what a module
 # returns.
+
+
+@dataclass
+class _Pass:
+    """The last forward pass.
+
+    Attributes:
+        fed: The whole batch.
+        sizes: Each device's rows.
+        leaves: The data by device, as the module got them.
+        trained: Whether the module was in training mode.
+        has_graph: Whether gradients can go back through it.
+        went_back: Whether they have.
+    """
+
+    fed: Fed
+    sizes: list[int]
+    leaves: list[dict[str, Tensor]]
+    outputs: Outputs
+    trained: bool
+    has_graph: bool
+    went_back: bool = False
 
 
 class DataParallelExecutorGroup:
@@ -89,7 +106,6 @@ class DataParallelExecutorGroup:
     one per device.
     """
 
-    @takes_scala_names
     def __init__(
         self,
         module: nn.Module,
@@ -112,20 +128,18 @@ class DataParallelExecutorGroup:
                 "`inputs_need_grad` must be False for a group that does not train, but is True. "
                 "Give for_training=True."
             )
-        check_devices(contexts)
-        check_buffer_rules(buffers)
         self._model = DataParallel(module, contexts, workloads=workload, buffers=buffers)
         self._model._copies_inputs = True  # what the module writes to them stays in the replicas
         self._declared = read_descs(output_shapes, "output_shapes")
-        self._binding = Binding.of(module, data_shapes, label_shapes, state_names)
-        self._requests = GradientRequests(module, grad_req, fixed_param_names)
+        self._binding = Binding.of(module, data_shapes, label_shapes, state_names or ())
+        self._requests = GradientRequests(module, grad_req, fixed_param_names or ())
         self.for_training = for_training
         self.inputs_need_grad = inputs_need_grad
-        self._states = States(len(self._model.devices))
-        self._pass: Pass | None = None
+        self._states: dict[str, Tensor] | float = 0.0  # whole tensors, or one value for all
+        self._pass: _Pass | None = None
         self._closed = False
         if shared_group is not None:
-            self._share(shared_group)
+            share_tensors(module, shared_group.module)
 
     def __repr__(self) -> str:
         inputs = ", ".join(f"{each.name} {each.shape}" for each in self._binding.data)
@@ -142,7 +156,7 @@ class DataParallelExecutorGroup:
         self._closed = True
         self._model.close()
 
-    # -- what it is --------------------------------------------------
+    # -- facts -------------------------------------------------------
 
     @property
     def module(self) -> nn.Module:
@@ -161,11 +175,6 @@ class DataParallelExecutorGroup:
         return self._model.workloads
 
     @property
-    def decisions(self) -> tuple[Decision, ...]:
-        """The last 10,000 decisions of `workload="auto"`, with their reasons."""
-        return self._model.decisions
-
-    @property
     def batch_size(self) -> int:
         """B, padded rows included."""
         return self._binding.batch_size
@@ -177,7 +186,7 @@ class DataParallelExecutorGroup:
     @property
     def slices(self) -> list[slice]:
         """Each device's rows in the last batch, without padded ones; of the next one before it."""
-        sizes = self._next_sizes() if self._pass is None else self._pass.sizes
+        sizes = self._sizes()
         starts = [sum(sizes[:place]) for place in range(len(sizes))]
         return [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
@@ -198,20 +207,20 @@ class DataParallelExecutorGroup:
             StateError: They are not declared, and there was no forward pass yet.
         """
         if self._pass is not None:
-            return [(each.name, each.shape(self.batch_size)) for each in self._pass.outputs]
+            outputs = self._pass.outputs
+            return [(name, outputs.shape(name, self.batch_size)) for name in outputs.names]
         if not self._declared:
             raise StateError(
                 "The group must have run to know its outputs, but has not. Call `forward()` first, "
                 "or declare `output_shapes`."
             )
-        known = [resized(each, self.batch_size) for each in self._declared]
+        known = [each.with_rows(self.batch_size) for each in self._declared]
         return [(each.name, each.shape) for each in known]
 
     getOutputShapes = get_output_shapes
 
     # -- binding -----------------------------------------------------
 
-    @takes_scala_names
     def bind_exec(
         self,
         data_shapes: Any,
@@ -232,14 +241,19 @@ class DataParallelExecutorGroup:
             ConfigError: They do not fit; the group stays bound as it was.
         """
         self._check_open()
-        binding = self._binding.rebound(self.module, data_shapes, label_shapes)
+        given = read_descs(data_shapes, "data_shapes")
+        names = {each.name for each in given}
+        rows = next((each.rows for each in given if each.rows is not None), self.batch_size)
+        states = self._binding.of_rows(rows).states
+        kept = [each for each in states if each.name not in names]
+        state_names = [each.name for each in states]
+        binding = Binding.of(self.module, (*given, *kept), label_shapes, state_names)
         if shared_group is not None:
-            self._share(shared_group)
+            share_tensors(self.module, shared_group.module)
         self._binding, self._pass = binding, None
 
     bindExec = bind_exec
 
-    @takes_scala_names
     def reshape(self, data_shapes: Any, label_shapes: Any = None) -> None:
         """Bind to other shapes, dtypes or layouts; labels that are not given follow the batch size.
 
@@ -247,20 +261,20 @@ class DataParallelExecutorGroup:
         of it at all.
         """
         if label_shapes is None:
-            label_shapes = self._binding.followed(data_shapes).labels
+            given = read_descs(data_shapes, "data_shapes")
+            rows = next((each.rows for each in given if each.rows is not None), self.batch_size)
+            label_shapes = self._binding.of_rows(rows).labels
         self.bind_exec(data_shapes, label_shapes)
 
     # -- passes ------------------------------------------------------
 
-    @takes_scala_names
     def forward(self, data_batch: Any, is_train: bool | None = None) -> None:
         """Run the module on every device's share of a batch; :meth:`get_outputs` has the result.
 
         Args:
             data_batch: A `DataBatch`, inputs by name (labels may be among them), a tuple of inputs,
-                or the one input; or a list of `DataBatch`es, one per device, None for one that
-                rests. Another batch size or image size than bound is bound by itself. Labels are
-                left out where none are bound.
+                or the one input. Another batch size or image size than bound is bound by itself.
+                Labels are left out where none are bound.
             is_train: Whether dropout and batch norm train, and gradients can follow; default:
                 ``for_training``.
 
@@ -268,35 +282,29 @@ class DataParallelExecutorGroup:
             ConfigError: The batch does not fit; the group is as it was.
         """
         self._check_open()
-        trains = self.for_training if is_train is None else read_flag("is_train", is_train)
-        binding, shares, pads = read_shares(self._binding, data_batch, self.workload)
-        inferred = torch.is_inference_mode_enabled()
-        graph = trains and self.for_training and not inferred
-        fed = feed(
-            binding,
-            shares,
-            self._states,
-            self.contexts,
-            pad=pads[0] if len(pads) == 1 else 0,
-            graph=graph,
-            needs_grad=self.inputs_need_grad,
-        )
+        trains = self.for_training if is_train is None else bool(is_train)
+        has_graph = trains and self.for_training and not torch.is_inference_mode_enabled()
+        binding, fed = self._binding.read(data_batch)
+        sizes = workload_sizes(fed.rows, self.workload)
+        leaves = cut_tensors(fed.data, binding.data, sizes)
+        if has_graph and self.inputs_need_grad:
+            leaves = [_differentiable(own) for own in leaves]
+        labels = cut_tensors(fed.labels, binding.labels, sizes)
+        states = cut_tensors(self._filled_states(binding, fed), binding.states, sizes)
+        used = sizes if any(sizes) else [1] + [0] * (len(sizes) - 1)
+        calls = zip(leaves, labels, states, used, strict=True)
+        parts = [binding.call(*own) if size else None for *own, size in calls]
+        axes = (each.batch_axis for each in binding.data if each.batch_axis is not None)
+        axis = next(axes, 0)
 
-        def read(found: Sequence[Nested]) -> list[Output]:
-            return read_outputs(found, fed.sizes, self._declared, fed.axis)
+        def read(found: Sequence[Nested]) -> Outputs:
+            return Outputs(found, sizes, self._declared, axis)
 
-        with (
-            telling_shapes(self._binding, binding),
-            mode_of(self.module, trains, graph),
-            self._requests.without_null(),
-        ):
-            outputs = read(self._model.forward_parts(fed.parts, fed.sizes, check=read))
+        with _mode(self.module, trains, has_graph), self._requests.without_null():
+            outputs = read(self._model.forward_parts(parts, sizes, check=read))
         self._binding = binding
-        self._pass = Pass(
-            fed.shares, fed.leaves, outputs, sum(fed.sizes), pads, trains, graph, inferred
-        )
+        self._pass = _Pass(fed, sizes, leaves, outputs, trains, has_graph)
 
-    @takes_scala_names
     def backward(self, out_grads: Nested = None) -> None:
         """Compute gradients of the last forward pass: of the whole batch, as on one device.
 
@@ -311,23 +319,19 @@ class DataParallelExecutorGroup:
             ConfigError: ``out_grads`` does not fit; the pass can still be gone back through.
         """
         self._check_open()
-        if not self.for_training:
+        last = self._pass
+        if last is None or not last.has_graph or torch.is_inference_mode_enabled():
+            told = "" if last is None or last.trained else " in training mode"
             raise StateError(
-                "`backward()` needs a group that is for training, but for_training is False."
+                f"`backward()` needs a forward pass{told} before, of a group with "
+                "for_training=True and outside of `torch.inference_mode()`. Call `forward()` first."
             )
-        last = check_graph(self._pass)
-        given = pick_gradients(out_grads, last.outputs)
-        pairs = [
-            pair
-            for output, gradient in zip(last.outputs, given, strict=True)
-            if gradient is not None or out_grads is None
-            for pair in output.gradients(gradient, last.rows, last.pad)
-        ]
-        last.graph = False  # whatever becomes of it: torch frees a graph on the way back
-        tensors, gradients = zip(*pairs, strict=True) if pairs else ((), ())
+        pairs = last.outputs.gradients(out_grads, last.fed.pad, self.contexts[0])
+        last.has_graph = False  # whatever becomes of it: torch frees a graph on the way back
 
         def compute() -> None:
-            if tensors:
+            if pairs:
+                tensors, gradients = zip(*pairs, strict=True)
                 torch.autograd.backward(tensors, gradients)
 
         self._requests.write(compute)
@@ -348,10 +352,11 @@ class DataParallelExecutorGroup:
         Raises:
             StateError: There was no forward pass.
         """
-        stop = None if end is None else read_whole("end", end)
-        chosen = self._last().outputs[read_whole("begin", begin) : stop]
-        home = self.contexts[0]
-        return [each.merged(home) if merge_multi_context else each.per_device() for each in chosen]
+        outputs = self._last().outputs
+        names = outputs.names[begin:end]
+        if not merge_multi_context:
+            return [outputs.by_device(name) for name in names]
+        return [outputs.whole(name, self.contexts[0]) for name in names]
 
     def getOutputs(self) -> list[Any]:
         """Return outputs by device; see ``get_outputs``."""
@@ -379,8 +384,14 @@ class DataParallelExecutorGroup:
         last = self._last()
         if not last.went_back:
             raise StateError("`get_input_grads()` needs a backward pass. Call `backward()` first.")
-        home = self.contexts[0] if merge_multi_context else None
-        return [last.input_gradient(desc, home) for desc in self._binding.data]
+        found = [
+            (desc, [_gradient(own[desc.name]) for own in last.leaves])
+            for desc in self._binding.data
+        ]
+        if not merge_multi_context:
+            return [grads for _, grads in found]
+        home, pad = self.contexts[0], last.fed.pad
+        return [_merged_gradients(grads, desc.batch_axis, pad, home) for desc, grads in found]
 
     def getInputGrads(self) -> list[Any]:
         """Return gradients of the data by device; see ``get_input_grads``."""
@@ -392,10 +403,8 @@ class DataParallelExecutorGroup:
 
     # -- states ------------------------------------------------------
 
-    def get_states(self, merge_multi_context: bool = False) -> list[list[Tensor | None]]:
+    def get_states(self, merge_multi_context: bool = False) -> list[list[Tensor]]:
         """Return each state's parts by device; zeros before they are set.
-
-        A part is None where :meth:`set_states` was given None for a device without rows.
 
         Raises:
             ConfigError: Whole ones are asked for, which MXNet had not either.
@@ -405,10 +414,11 @@ class DataParallelExecutorGroup:
                 "`merge_multi_context` must be False for states, but is True. Join the parts along "
                 "their batch axis."
             )
-        last = self._pass
-        sizes, pad = (self._next_sizes(), 0) if last is None else (last.sizes, last.pad)
-        parts = self._states.cut(self._binding.states, sizes, pad)
-        return [[part.get(desc.name) for part in parts] for desc in self._binding.states]
+        sizes = self._sizes()
+        pad = 0 if self._pass is None else self._pass.fed.pad
+        whole = self._filled_states(self._binding, Fed({}, {}, sum(sizes), pad))
+        parts = cut_tensors(whole, self._binding.states, sizes)
+        return [[part[desc.name] for part in parts] for desc in self._binding.states]
 
     def set_states(self, states: Nested = None, value: float | None = None) -> None:
         """Set all states: to tensors, each whole or a list by device, or to one ``value``.
@@ -416,14 +426,45 @@ class DataParallelExecutorGroup:
         Whether they have the next batch's rows is known when it comes: `forward` says so.
 
         Raises:
-            ConfigError: Neither or both are given, or they do not fit what is bound or each other;
-                they stay as they were.
+            ConfigError: Neither or both are given, or they do not fit what is bound; they stay as
+                they were.
         """
-        self._states.set(self._binding.states, states, value)
+        if (states is None) == (value is None):
+            told = "both are" if states is not None else "neither is"
+            raise ConfigError(f"`states` or `value` must be given, one of them, but {told}.")
+        if value is not None:
+            self._states = float(value)
+            return
+        descs = self._binding.states
+        if not isinstance(states, (list, tuple)) or len(states) != len(descs):
+            raise ConfigError(
+                f"`states` must hold one entry for each of {[each.name for each in descs]}, but is "
+                f"{states!r:.80}."
+            )
+        whole = [_joined(given, desc) for given, desc in zip(states, descs, strict=True)]
+        self._states = read_tensors(whole, descs, "states")
+
+    def _filled_states(self, binding: Binding, fed: Fed) -> dict[str, Tensor]:
+        """Return whole states without padded rows, which they may have or not."""
+        states = {}
+        for desc in binding.states:
+            shape, axis = desc.with_rows(fed.rows).shape, desc.batch_axis
+            if isinstance(self._states, float):
+                states[desc.name] = torch.full(shape, self._states, dtype=desc.dtype)
+                continue
+            state = self._states[desc.name]
+            if axis is not None and state.shape[axis] == fed.rows + fed.pad:
+                state = state.narrow(axis, 0, fed.rows)
+            if tuple(state.shape) != shape:
+                raise ConfigError(
+                    f"`states` must have shape {shape} for `{desc.name}` like the batch, but have "
+                    f"{tuple(state.shape)}. Call `set_states()` for this batch size."
+                )
+            states[desc.name] = state
+        return states
 
     # -- parameters --------------------------------------------------
 
-    @takes_scala_names
     def get_params(
         self,
         arg_params: MutableMapping[str, Any] | None = None,
@@ -435,18 +476,16 @@ class DataParallelExecutorGroup:
         missing is added.
 
         Raises:
-            ConfigError: One has another shape, or cannot be written to; nothing is written then.
+            ConfigError: One has another shape.
         """
         arg_params = {} if arg_params is None else arg_params
         aux_params = {} if aux_params is None else aux_params
-        read_tensors(
-            (self.module.named_parameters(), arg_params), (self.module.named_buffers(), aux_params)
-        )
+        copy_out(dict(self.module.named_parameters()), arg_params)
+        copy_out(dict(self.module.named_buffers()), aux_params)
         return arg_params, aux_params
 
     getParams = get_params
 
-    @takes_scala_names
     def set_params(
         self,
         arg_params: Mapping[str, Any],
@@ -462,53 +501,47 @@ class DataParallelExecutorGroup:
             ConfigError: Names are extra or missing and that is not allowed, or a shape differs;
                 nothing is changed then.
         """
-        write_params(
-            self.module,
-            arg_params,
-            aux_params,
-            allow_extra=allow_extra,
-            allow_missing=allow_missing,
-        )
+        known: dict[str, Tensor] = dict(self.module.named_parameters())
+        if aux_params is not None:
+            known.update(self.module.named_buffers())
+        given = {**arg_params, **(aux_params or {})}
+        copy_into(known, given, allow_extra=allow_extra, allow_missing=allow_missing)
 
     setParams = set_params
 
-    # -- around it ---------------------------------------------------
+    # -- metrics and monitors ----------------------------------------
 
-    @takes_scala_names
-    def update_metric(
-        self,
-        eval_metric: Any,
-        labels: Any = None,
-        pre_sliced: bool = False,
-        output: str | None = None,
-    ) -> None:
+    def update_metric(self, eval_metric: Any, labels: Any = None) -> None:
         """Update a metric once with the last batch, whole and in order, without padded rows.
 
         Args:
             eval_metric: A `torchmetrics.Metric`, a collection, or an object with ``update(outputs,
                 labels)``: one tensor each, or a list of several. Labels are left out where it takes
-                none. MXNet's have ``update_dict(labels, outputs)``, by name.
-            labels: Of the whole batch, or one per device if ``pre_sliced``; default: the batch's.
-            output: Which output is measured; default: those that MXNet's metric names, or all that
-                are no losses; else the losses.
+                none. It gets all outputs that are no losses; else the losses. MXNet's have
+                ``update_dict(labels, outputs)``, by name.
+            labels: Of the whole batch; default: the batch's.
 
         Raises:
             StateError: There was no forward pass.
-            ConfigError: Labels do not fit, or no output has that name.
+            ConfigError: Labels do not fit.
         """
         last, home = self._last(), device_of(eval_metric, self.contexts[0])
-        named = output is None and getattr(eval_metric, "output_names", None) is not None
-        chosen = last.outputs if named else measured(last.outputs, output)
-        outputs = {each.name: each.merged(home) for each in chosen}
-        whole = last.labels(self._binding, labels, pre_sliced, home)
+        fed, outputs = last.fed, last.outputs
+        names = [name for name in outputs.names if name not in outputs.losses] or outputs.names
+        if getattr(eval_metric, "output_names", None) is not None:  # MXNet's, which picks its own
+            names = outputs.names
+        found = {name: outputs.whole(name, home) for name in names}
+        own = fed.labels
+        if labels is not None:
+            own = self._binding.read_labels(labels, fed.rows, fed.pad)
+        whole = {name: label.to(home) for name, label in own.items()}
         if hasattr(eval_metric, "update_dict"):
-            eval_metric.update_dict(whole, outputs)
+            eval_metric.update_dict(whole, found)
         else:
-            update_metric(eval_metric, _one_or_all(outputs), _one_or_all(whole))
+            update_metric(eval_metric, _one_or_all(found), _one_or_all(whole))
 
     updateMetric = update_metric
 
-    @takes_scala_names
     def install_monitor(self, mon: Monitor) -> None:
         """Let a monitor watch the module on every device."""
         mon.install(self.module)
@@ -517,25 +550,76 @@ class DataParallelExecutorGroup:
 
     # -- inside ------------------------------------------------------
 
-    def _share(self, other: DataParallelExecutorGroup) -> None:
-        if not isinstance(other, DataParallelExecutorGroup):
-            raise ConfigError(
-                f"`shared_group` must be a `DataParallelExecutorGroup`, but is {other!r:.80}."
-            )
-        if other.module is not self.module:
-            share_tensors(self.module, other.module)
-
     def _check_open(self) -> None:
         if self._closed:
             raise StateError("A closed group must not be used, but is. Make a new one.")
 
-    def _last(self) -> Pass:
+    def _last(self) -> _Pass:
         if self._pass is None:
             raise StateError("The group must have run, but has not. Call `forward()` first.")
         return self._pass
 
-    def _next_sizes(self) -> list[int]:
+    def _sizes(self) -> list[int]:
+        """Return each device's rows in the last batch; in the next one before it."""
+        if self._pass is not None:
+            return self._pass.sizes
         return workload_sizes(self.batch_size, self.workload)
+
+
+def _differentiable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    leaves = {name: tensor.detach() for name, tensor in tensors.items()}
+    for leaf in leaves.values():
+        leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
+    return leaves
+
+
+def _gradient(leaf: Tensor) -> Tensor | None:
+    if not leaf.requires_grad:
+        return None
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def _merged_gradients(
+    grads: Sequence[Tensor | None], axis: int | None, pad: int, home: torch.device
+) -> Tensor | None:
+    found = [grad.to(home) for grad in grads if grad is not None]
+    if not found:
+        return None
+    if axis is None:
+        return torch.stack(found).sum(0)
+    shape = list(found[0].shape)
+    shape[axis] = pad
+    return torch.cat([*found, found[0].new_zeros(shape)], axis)
+
+
+# Any: a tensor or an array, or a list of them by device.
+def _joined(given: Any, desc: DataDesc) -> Any:
+    """Return the whole of a state."""
+    if not isinstance(given, (list, tuple)):
+        return given
+    parts = [torch.as_tensor(part) for part in given if part is not None]
+    if not parts:
+        raise ConfigError(f"`states` must hold a tensor for `{desc.name}`, but is {given!r:.80}.")
+    axis = desc.batch_axis
+    return parts[0] if axis is None else torch.cat([part.to(parts[0]) for part in parts], axis)
+
+
+@contextlib.contextmanager
+def _mode(module: nn.Module, trains: bool, has_graph: bool) -> Iterator[None]:
+    """Train or evaluate in the body; parts that evaluate in a module that trains stay as they are.
+
+    Args:
+        has_graph: Whether a graph is recorded.
+    """
+    before = [(each, each.training) for each in module.modules()]
+    if module.training != trains:
+        module.train(trains)
+    try:
+        with torch.set_grad_enabled(has_graph):
+            yield
+    finally:
+        for each, training in before:
+            each.training = training
 
 
 def _one_or_all(tensors: Mapping[str, Tensor]) -> Nested:
