@@ -11,6 +11,7 @@ import gc
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,6 +93,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+
+
+def pytest_collection_finish() -> None:
+    if server := sys.modules.get("tests.multiprocess.fork_server"):
+        server.start()
 
 
 _running: set[str] = set()

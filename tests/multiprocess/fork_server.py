@@ -1,26 +1,47 @@
 """The process that others are forked from: it has imported what they need, so each costs little.
 
-It is started by the first of them and ends with us. It has modules, but neither threads nor groups,
-and the environment variables of its own start.
+It is a fork of the process that tests, made when all tests have been collected and none has run,
+and ends with it. So it has the modules, but neither threads nor groups.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import logging
 import multiprocessing
+import os
+from collections.abc import Sequence
+from importlib import import_module
+from multiprocessing import forkserver, resource_tracker, util
 
-__all__ = ["context"]
+import pytest
+
+__all__ = ["context", "start"]
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    [
-        "torch",
-        "torch._dynamo",  # which the first optimizer of a process would import
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor.parallel",
-        "torchmetrics.classification",
-        "pytest",
-        "phalanx.distributed.launcher",
-        "phalanx.tables",
-        "phalanx.train",
-    ]
+NEEDED = (
+    "torch._dynamo",  # which the first optimizer of a process would import
+    "phalanx.distributed.launcher",
+    "phalanx.tables",
+    "phalanx.train",
 )
+
+
+def start() -> None:
+    """Fork the server, which the standard library would start as a Python of its own."""
+    for name in NEEDED:
+        import_module(name)
+    resource_tracker.ensure_running()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(util, "spawnv_passfds", _fork)
+        forkserver.ensure_running()
+
+
+def _fork(path: str, args: Sequence[object], passed: list[int]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        faulthandler.disable()
+        logging.getLogger().handlers.clear()  # pytest's
+        forkserver.main(*passed, preload=[])
+        os._exit(0)
+    return pid

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from phalanx import launch
 from phalanx.distributed import RankFailed
 from phalanx.errors import PeerError
-from tests.multiprocess.forked_launchers import Launcher, fork_ranks
+from tests.multiprocess.forked_scripts import Script, fork_ranks
 
 pytestmark = pytest.mark.promise("launchers")
 
@@ -91,8 +91,8 @@ def test_a_traceback_begins_in_the_script_and_says_things_once(tmp_path):
         "    signal.pause()\n"
         "dist.all_reduce(torch.ones(3))\n",
     )
-    words, errors = ["-n", "2", str(script)], tmp_path / "errors"
-    launcher = Launcher(words, folder=tmp_path, errors=errors, environment=environment())
+    words, errors = ["phalanx", "launch", "-n", "2", str(script)], tmp_path / "errors"
+    launcher = Script(*words, folder=tmp_path, errors=errors, environment=environment())
     try:
         assert launcher.wait(DEADLINE_S) == 1, errors.read_text()
     finally:

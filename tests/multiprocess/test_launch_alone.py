@@ -21,7 +21,7 @@ from phalanx import launch
 from phalanx.clock import pause
 from phalanx.ipc import ProcessIdentity, RunDirectory, wait_until
 from tests.multiprocess.children import Children, Parent
-from tests.multiprocess.forked_launchers import Launcher, fork_ranks
+from tests.multiprocess.forked_scripts import Script, fork_ranks
 from tests.multiprocess.hosts import free_port
 from tests.multiprocess.ranks import START_S
 
@@ -47,7 +47,7 @@ dist.all_reduce(total)
 class Running:
     """A launcher and its two ranks, past the making of their group."""
 
-    def __init__(self, launcher: Launcher) -> None:
+    def __init__(self, launcher: Script) -> None:
         self.launcher = launcher
         self.ranks: list[int] = []
         self.output: list[str] = []
@@ -67,14 +67,14 @@ class Running:
 
 
 @contextlib.contextmanager
-def starting(folder: Path) -> Iterator[Callable[..., Launcher]]:
+def starting(folder: Path) -> Iterator[Callable[..., Script]]:
     """Give a function that starts launchers, which end with the block."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
     with contextlib.ExitStack() as stack:
 
-        def begin(*words: str, options: Sequence[str] = ()) -> Launcher:
-            launcher = Launcher(["-n", "2", *options, str(script), *words])
+        def begin(*words: str, options: Sequence[str] = ()) -> Script:
+            launcher = Script("phalanx", "launch", "-n", "2", *options, str(script), *words)
             stack.callback(launcher.end)
             return launcher
 
@@ -82,7 +82,7 @@ def starting(folder: Path) -> Iterator[Callable[..., Launcher]]:
 
 
 @pytest.fixture
-def start(tmp_path) -> Iterator[Callable[..., Launcher]]:
+def start(tmp_path) -> Iterator[Callable[..., Script]]:
     with starting(tmp_path) as begin:
         yield begin
 
@@ -90,7 +90,7 @@ def start(tmp_path) -> Iterator[Callable[..., Launcher]]:
 class Job:
     """A job for several tests, started again for the one after a test that has ended it."""
 
-    def __init__(self, begin: Callable[..., Launcher]) -> None:
+    def __init__(self, begin: Callable[..., Script]) -> None:
         self._begin = begin
         self._running: Running | None = None
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.ipc import wait_until
-from tests.multiprocess.forked_launchers import Launcher
+from tests.multiprocess.forked_scripts import Script
 from tests.multiprocess.hosts import free_port
 from tests.multiprocess.ranks import START_S
 
@@ -48,9 +48,9 @@ def words(folder: Path, ranks: int, endpoint: str) -> list[str]:
     return ["-n", str(ranks), "--nnodes", "2", "--endpoint", endpoint, str(folder / "script.py")]
 
 
-def launch(folder: Path, ranks: int, endpoint: str, **variables: str) -> Launcher:
+def launch(folder: Path, ranks: int, endpoint: str, **variables: str) -> Script:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    return Launcher(words(folder, ranks, endpoint), environment=environment)
+    return Script("phalanx", "launch", *words(folder, ranks, endpoint), environment=environment)
 
 
 def check(said: list[str], codes: list[int]) -> None:
@@ -90,7 +90,7 @@ sys.exit(3 if host == "b" else 0)
 
 
 @pytest.fixture
-def two_hosts(tmp_path: Path) -> Iterator[list[Launcher]]:
+def two_hosts(tmp_path: Path) -> Iterator[list[Script]]:
     """Start two launchers, whose ranks run until they may end; that of host b fails then."""
     (tmp_path / "script.py").write_text(ENDING)
     port = free_port()

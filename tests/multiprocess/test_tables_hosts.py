@@ -13,7 +13,7 @@ import pytest
 
 from phalanx.cluster import make_secret
 from phalanx.ipc import wait_until
-from tests.multiprocess.forked_launchers import Launcher
+from tests.multiprocess.forked_scripts import Script
 from tests.multiprocess.hosts import free_port
 
 pytestmark = pytest.mark.promise("launchers")
@@ -104,7 +104,7 @@ def test_phalanx_launch_on_each_host(script, monkeypatch):
     by_variable = ["-n", "1", *there, str(script)]
     variables = variables_of(script, "RANK", PHALANX_SECRET_FILE="secret")
     started = [
-        Launcher(words, folder=script.parent, environment=variables)
+        Script("phalanx", "launch", *words, folder=script.parent, environment=variables)
         for words in (by_option, by_variable)
     ]
     try:
