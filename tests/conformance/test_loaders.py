@@ -361,33 +361,3 @@ def test_reading_moves_no_generator_of_the_process() -> None:
         disturb(5)
         t.fit(augmented(0), epochs=2)
         assert (torch.rand(()).item(), np.random.rand(), random.random()) == expected
-
-
-class Noise(torch.optim.SGD):
-    """Draws in each step, as optimizers of Langevin dynamics do."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
-        with torch.no_grad():
-            for each in self.param_groups[0]["params"]:
-                each += np.random.rand() + torch.rand(()) + random.random()
-
-
-def test_an_optimizer_that_draws_is_resumed(tmp_path: Path) -> None:
-    def make() -> phalanx.Trainer:
-        torch.manual_seed(0)
-        net = nn.Linear(3, 1)
-        noise = Noise(net.parameters(), lr=1e-3)
-        return phalanx.Trainer(net, Drawn(), noise, executor="inline", replicas=1)
-
-    with make() as t:
-        disturb(6)
-        t.fit(augmented(0), steps=2)
-        t.save(tmp_path / "c")
-        t.fit(augmented(0), steps=2)
-        whole = t.module.weight.clone()
-    disturb(7)
-    with make() as t:
-        t.resume(tmp_path / "c")
-        t.fit(augmented(0), steps=2)
-        assert torch.equal(t.module.weight, whole)

@@ -314,7 +314,7 @@ def test_no_rank_begins_where_the_first_cannot_give_its_state(
     first, second = [
         outcome(each) for each in Job(children, tmp_path, size=2).start_all({}, unpackable)
     ]
-    assert first.startswith("UnsupportedError: `state_dict()['_extra_state']` must hold")
+    assert first.startswith("UnsupportedError: `module.state_dict()` must hold")
     assert "rank 0 says why" in second
 
 

@@ -82,14 +82,9 @@ class MicrobatchContext:
     rng: RngPlan = RngPlan()  # noqa: RUF009  # frozen
     rng_use: RngUse = field(default_factory=RngUse)
 
-    def drawing(self, *, kept: Sequence[object] = ()) -> MicrobatchRng:
-        """Return what gives the model its random numbers, entered around the user's code only.
-
-        Args:
-            kept: What may keep generators, beside the module.
-        """
-        kept = (self.replica.module, *kept)
-        return MicrobatchRng(self.seed, self.rng, self.rng_use, kept=kept)
+    def drawing(self) -> MicrobatchRng:
+        """Return what gives the model its random numbers, entered around the user's code only."""
+        return MicrobatchRng(self.seed, self.rng, self.rng_use)
 
 
 class Task(ABC):
@@ -225,7 +220,6 @@ class Executor(ABC):
         plan = RngPlan(
             watched=watched,
             throughout=self._rng_hidden or self._sees_operators(all(trains)),
-            alone=watched and self.is_alone(),
             shared=frozenset(each for each in self.devices if self.devices.count(each) > 1),
         )
         state = RunState(task, pieces, weights, seed, owners, rng=plan, only=only)
@@ -276,10 +270,6 @@ class Executor(ABC):
         Raises:
             PeerError: They differ.
         """
-
-    def is_alone(self) -> bool:
-        """Tell whether the program has no threads of Python's but these and the calling one."""
-        return self._threads.is_alone()
 
     def _sees_operators(self, trains: bool) -> bool:
         """Tell whether a mode that sees calls would keep torch from a faster way."""

@@ -21,7 +21,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -266,7 +266,7 @@ class ProcessExecutor(Executor):
         changes = self._changes()
         modes = CallerModes.capture(self.devices)
         self._runs += 1
-        spec = RunSpec(self._runs, state.task, modes, replace(state.rng, alone=True), changes)
+        spec = RunSpec(self._runs, state.task, modes, state.rng, changes)
         run = _ProcessRun(state=state, spec=self._packed(spec), wants_gradients=modes.grad)
         while not state.queue.over:
             self._fork_missing()

@@ -181,10 +181,6 @@ class ThreadPool:
             del failures  # its traceback holds this frame: a cycle would keep the caller's objects
         return results
 
-    def is_alone(self) -> bool:
-        """Tell whether the program has no threads of Python's but these and the calling one."""
-        return {*threading.enumerate()} <= {*self._threads, threading.current_thread()}
-
     @property
     def closed(self) -> bool:
         """Whether the threads were dismissed."""
@@ -235,10 +231,6 @@ class CallerThread:
         """Run ``task`` for each index here and now; a Ctrl-C arrives inside of it."""
         with caller_intra_op(self._intra_op):
             return [task(index) for index in range(self._size)]
-
-    def is_alone(self) -> bool:
-        """Tell whether the program has no thread of Python's but the calling one."""
-        return threading.enumerate() == [threading.current_thread()]
 
     def close(self) -> None:
         """Do nothing more; closing twice does nothing."""

@@ -47,8 +47,10 @@ from phalanx.replicas.rng import (
     RngPlan,
     RngUse,
     advance_process_generator,
+    generator_states,
     has_fused_evaluation,
     run_backward,
+    set_generators,
 )
 from phalanx.replicas.rng_mode import RngMode, derive_seed, preserve_rng, seed_of_process
 from phalanx.replicas.source_gradients import SourceGradients, current_replica
@@ -103,6 +105,7 @@ __all__ = [
     "current_replica",
     "current_streams",
     "derive_seed",
+    "generator_states",
     "has_compiled",
     "has_fused_evaluation",
     "has_streams",
@@ -130,6 +133,7 @@ __all__ = [
     "run_backward",
     "same_afterwards",
     "seed_of_process",
+    "set_generators",
     "set_intra_op",
     "span_bytes",
     "statistic_specs",

@@ -11,13 +11,12 @@ foresee, such as inside a function of TorchScript, all later runs are made under
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+import random
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from types import (
     BuiltinFunctionType,
-    CodeType,
     FunctionType,
     MethodDescriptorType,
     MethodWrapperType,
@@ -26,13 +25,14 @@ from types import (
 )
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from phalanx.replicas.rng_mode import RngMode, in_use
-from phalanx.replicas.rng_watch import RngWatch
+from phalanx.errors import UnsupportedError
+from phalanx.replicas.rng_mode import RngMode, in_use, process_state
 from phalanx.torch_internals import run_engine
 
 __all__ = [
@@ -40,8 +40,10 @@ __all__ = [
     "RngPlan",
     "RngUse",
     "advance_process_generator",
+    "generator_states",
     "has_fused_evaluation",
     "run_backward",
+    "set_generators",
 ]
 
 _DRAWS = torch.Tag.nondeterministic_seeded
@@ -68,7 +70,17 @@ _TOLD: dict[Any, _Told] = {
     F.scaled_dot_product_attention: ((4, "dropout_p", 0.0),),
     F.multi_head_attention_forward: ((10, "dropout_p", 0.0), (13, "training", True)),
 }
-_AUTOGRAD = {"autograd", "backward", "ops"}
+# Of torch's functions that are written in Python, those that draw, or run a backward pass.
+_DRAWING = {
+    *_TOLD,
+    F.rrelu,
+    F.gumbel_softmax,
+    F.fractional_max_pool2d,
+    F.fractional_max_pool2d_with_indices,
+    F.fractional_max_pool3d,
+    F.fractional_max_pool3d_with_indices,
+    Tensor.backward,
+}
 
 
 @dataclass(frozen=True)
@@ -76,16 +88,13 @@ class RngPlan:
     """How a run gives its microbatches their numbers.
 
     Attributes:
-        watched: The first run of its kind: what cannot be repeated is refused.
+        watched: The first run of its kind: whoever moves the process's generators is refused.
         throughout: Look at every operator, not at calls from Python.
-        alone: No other thread of the program draws from global generators meanwhile, for all that
-            is known.
         shared: Devices on which several replicas run.
     """
 
     watched: bool = False
     throughout: bool = False
-    alone: bool = False
     shared: frozenset[torch.device] = frozenset()
 
 
@@ -105,42 +114,33 @@ class MicrobatchRng:
 
     Args:
         seed: Where the numbers start.
-        kept: Where a watched run looks for generators of NumPy's.
 
     Raises:
-        UnsupportedError: In a watched run, the body draws numbers that no formation can repeat; or
+        UnsupportedError: In a watched run, the generators of torch, NumPy or Python have moved; or
             see `RngMode`.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        plan: RngPlan,
-        use: RngUse,
-        *,
-        kept: Iterable[object] = (),
-    ) -> None:
+    def __init__(self, seed: int, plan: RngPlan, use: RngUse) -> None:
         self._draws = draws = RngMode(seed, plan.shared)
         self._use = use
+        self._watched = plan.watched
         self._may_hide = plan.watched and not plan.throughout
-        watch = RngWatch(alone=plan.alone, kept=kept) if plan.watched else None
-        contexts: list[AbstractContextManager[object]] = []
-        if watch is not None:
-            contexts.append(watch)
+        self._contexts: list[AbstractContextManager[object]] = []
         if plan.watched or plan.throughout:
-            contexts.append(draws)
+            self._contexts.append(draws)
         # Not for a fused evaluation, which it would take apart in the first run alone.
         if not plan.throughout:
-            contexts.append(CallRng(draws, watch))
-        self._context = contexts[0] if len(contexts) == 1 else _Nested(contexts)
+            self._contexts.append(CallRng(draws, is_entered=plan.watched))
 
     def __enter__(self) -> None:
-        in_use.rngs.append(self._draws)
-        try:
-            self._context.__enter__()
-        except BaseException:
-            in_use.rngs.pop()
-            raise
+        with ExitStack() as stack:
+            in_use.rngs.append(self._draws)
+            stack.callback(in_use.rngs.pop)
+            if self._watched:
+                stack.push(_refuse_moved_generators(generator_states()))
+            for context in self._contexts:
+                stack.enter_context(context)
+            self._entered = stack.pop_all()
 
     def __exit__(
         self,
@@ -152,45 +152,61 @@ class MicrobatchRng:
             self._use.drew = True
         if self._draws.hidden and self._may_hide:
             self._use.hidden = True
-        try:
-            self._context.__exit__(kind, error, trace)
-        finally:
-            in_use.rngs.pop()
-
-
-class _Nested:
-    """Several contexts, the first one outermost; may be entered again."""
-
-    def __init__(self, contexts: Sequence[AbstractContextManager[object]]) -> None:
-        self._contexts = contexts
-
-    def __enter__(self) -> None:
-        with contextlib.ExitStack() as stack:
-            for context in self._contexts:
-                stack.enter_context(context)
-            self._entered = stack.pop_all()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
         self._entered.__exit__(kind, error, trace)
+
+
+# Any: Python's and NumPy's own states.
+_States = tuple[Any, ...]
+
+
+def generator_states() -> _States:
+    """Return the states of torch's, NumPy's and Python's generators, as a checkpoint holds them."""
+    state: Any = np.random.get_state()
+    name, words, *rest = state
+    return process_state(), (name, words.tolist(), *rest), random.getstate()
+
+
+def set_generators(states: _States) -> None:
+    """Put the process's generators into ``states``."""
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])
+
+
+def _refuse_moved_generators(before: _States) -> Callable[..., None]:
+    """Return what is called at the body's end, with its error."""
+
+    def check(kind: object, *_: object) -> None:
+        if kind is not None:
+            return
+        after = generator_states()
+        same = [torch.equal(before[0], after[0]), before[1] == after[1], before[2] == after[2]]
+        names = ("torch's default", "NumPy's global", "Python's global")
+        moved = [name for name, is_same in zip(names, same, strict=True) if not is_same]
+        if moved:
+            raise UnsupportedError(
+                "A model must draw its random numbers with torch's functions, which have a "
+                f"generator for each microbatch, but {' and '.join(moved)} generator was seeded or "
+                "drawn from while the model ran. Write `torch.rand(()).item()` for a number of "
+                "Python's, and give `generator=torch.Generator().manual_seed(…)`, made where it is "
+                "used, for numbers that are the same in every call. Where another thread of the "
+                "program draws meanwhile, give that thread a generator of its own."
+            )
+
+    return check
 
 
 class CallRng(TorchFunctionMode):
     """Enter ``draws`` around every call of a torch function that may draw.
 
     Args:
-        watch: Told of generators that the model brings. ``draws`` is entered already then, and only
-            told which draws are foreseen.
+        is_entered: ``draws`` is entered already, and only needs to know which draws are foreseen.
     """
 
-    def __init__(self, draws: RngMode, watch: RngWatch | None = None) -> None:
+    def __init__(self, draws: RngMode, *, is_entered: bool = False) -> None:
         super().__init__()
         self._draws = draws
-        self._watch = watch
+        self._is_entered = is_entered
 
     # Any: this is torch's own signature for modes.
     def __torch_function__(
@@ -200,20 +216,15 @@ class CallRng(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        may_draw = _known.get(func)
-        if may_draw is None:
-            may_draw = _known[func] = _may_draw(func)
-        if not may_draw:
+        draws = _known.get(func)
+        if draws is None:
+            draws = _known[func] = may_draw(func)
+        if not draws:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        if self._watch is None:
-            if func in _TOLD and not _is_told_to_draw(func, args, kwargs):
-                return func(*args, **kwargs)
-            with self._draws:
-                return func(*args, **kwargs)
-        if kwargs.get("generator") is not None:
-            self._watch.check_generator(kwargs["generator"])
-        with self._draws.foreseen():
+        if not self._is_entered and func in _TOLD and not _is_told_to_draw(func, args, kwargs):
+            return func(*args, **kwargs)
+        with self._draws.foreseen() if self._is_entered else self._draws:
             return func(*args, **kwargs)
 
 
@@ -257,52 +268,27 @@ def has_fused_evaluation(module: nn.Module) -> bool:
 _known: dict[Any, bool] = {}  # Any, here and below: whatever torch lets modes override
 
 
-def _may_draw(func: Any) -> bool:
+def may_draw(func: Any) -> bool:
     """Tell whether a torch function may draw; what is unknown may.
 
     A function written in C goes by the tags of the operator of its name. One written in Python is
-    quiet if it is torch's own and names nothing that may draw, nor autograd.
+    quiet if it is torch's own and not in the table above.
     """
     if isinstance(func, _OVERLOAD):
         return _is_tagged(func)
     if isinstance(func, _PACKET):
         return any(_is_tagged(getattr(func, name)) for name in func.overloads())
     if isinstance(func, FunctionType):
-        return _python_may_draw(func, set())
-    return not isinstance(func, _WRITTEN_IN_C) or _is_drawing_operator(func.__name__)
+        return func.__module__ not in _PLAIN_MODULES or func in _DRAWING
+    return not isinstance(func, _WRITTEN_IN_C) or is_drawing_operator(func.__name__)
 
 
 def _is_tagged(overload: Any) -> bool:
     return _DRAWS in overload.tags or overload.namespace not in ("aten", "prim", "prims")
 
 
-def _is_drawing_operator(name: str) -> bool:
+def is_drawing_operator(name: str) -> bool:
     packet = getattr(torch.ops.aten, name, None)
     return isinstance(packet, _PACKET) and any(
         _DRAWS in getattr(packet, overload).tags for overload in packet.overloads()
     )
-
-
-def _python_may_draw(func: FunctionType, seen: set[FunctionType]) -> bool:
-    if func in seen:
-        return False
-    seen.add(func)
-    if func.__module__ not in _PLAIN_MODULES:
-        return True
-    names = list(_names_in(func.__code__))
-    if any(name in _AUTOGRAD or _is_drawing_operator(name) for name in names):
-        return True
-    called = [func.__globals__.get(name) for name in names]
-    called += [cell.cell_contents for cell in func.__closure__ or ()]
-    return any(
-        _python_may_draw(each, seen)
-        for each in called
-        if isinstance(each, FunctionType) and each.__module__ in _PLAIN_MODULES
-    )
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,8 +21,6 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import UnsupportedError
-from phalanx.replicas.default_generators import drawing_from
-from phalanx.replicas.rng_watch import WRAPPERS
 from phalanx.replicas.uncompiled import uncompiled
 from phalanx.torch_internals import MADE_OF_OTHERS, TorchDispatchMode, is_made_of_others
 
@@ -30,11 +29,18 @@ __all__ = [
     "derive_seed",
     "in_use",
     "preserve_rng",
+    "process_state",
     "seed_of_process",
 ]
 
 aten = torch.ops.aten
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
+_TORCH = os.path.dirname(torch.__file__)
+# What lies between a function that the compiler shall leave alone and its caller.
+_WRAPPERS = {
+    os.path.join(_TORCH, "_compile.py"),
+    os.path.join(_TORCH, "_dynamo", "eval_frame.py"),
+}
 
 
 def derive_seed(*path: int) -> int:
@@ -51,6 +57,35 @@ def seed_of_process() -> int:
     state = in_use.rngs[-1].state() if in_use.rngs else torch.get_rng_state()
     digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+_lending = threading.Lock()  # held while a default generator stands elsewhere
+
+
+def process_state() -> Tensor:
+    """Return the state of torch's default generator on the CPU."""
+    with _lending:
+        return torch.get_rng_state()
+
+
+@contextlib.contextmanager
+def _drawing_from(own: torch.Generator) -> Iterator[None]:
+    """Let operators draw from ``own`` that would draw from its device's default generator.
+
+    One thread does this at a time. Nobody else may use that generator meanwhile, nor read or set
+    it, as `torch.utils.checkpoint` does: it is for replicas that have their device to themselves.
+    """
+    default = torch.default_generator
+    if own.device.type != "cpu":
+        default = torch.get_device_module(own.device).default_generators[own.device.index]
+    with _lending:
+        before = default.get_state()
+        default.set_state(own.get_state())
+        try:
+            yield
+        finally:
+            own.set_state(default.get_state())
+            default.set_state(before)
 
 
 class _InUse(threading.local):
@@ -220,7 +255,7 @@ class RngMode(TorchDispatchMode):
         if func in _WRITTEN_OUT:
             return _WRITTEN_OUT[func](self._generator(args[0].device), *args, **kwargs)
         if func in _ATTENTION and args[0].device not in self._shared:
-            with drawing_from(self._generator(args[0].device)):
+            with _drawing_from(self._generator(args[0].device)):
                 return func(*args, **kwargs)
         overload = _with_generator(func)
         if overload is None:
@@ -352,7 +387,7 @@ def _refuse_checkpointing(num_preserved: int) -> None:
     """Refuse to draw inside more checkpointed parts than are preserved."""
     frame, inside = sys._getframe(1), False
     while frame is not None:
-        if frame.f_code.co_filename not in WRAPPERS:
+        if frame.f_code.co_filename not in _WRAPPERS:
             before, inside = inside, frame.f_code.co_filename == _CHECKPOINT_FILE
             num_preserved -= inside and not before
         if num_preserved < 0:

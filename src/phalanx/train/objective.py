@@ -168,7 +168,7 @@ class TrainTask(Task):
     keep_outputs: bool
 
     def __call__(self, context: MicrobatchContext) -> MicrobatchResult:
-        rng = context.drawing(kept=[self.objective])
+        rng = context.drawing()
         loss, result = self.objective.compute(context, rng, self.keep_outputs, trains=True)
         if not math.isfinite(result.loss):
             empty = " A mean over no targets is nan, too: `weight=` of 0 leaves such data out."
@@ -199,7 +199,7 @@ class EvaluateTask(Task):
     keep_outputs: bool
 
     def __call__(self, context: MicrobatchContext) -> MicrobatchResult:
-        rng = context.drawing(kept=[self.objective])
+        rng = context.drawing()
         return self.objective.compute(context, rng, self.keep_outputs, trains=False)[1]
 
 
@@ -210,7 +210,7 @@ class PredictTask(Task):
     objective: Objective
 
     def __call__(self, context: MicrobatchContext) -> MicrobatchResult:
-        rng = context.drawing(kept=[self.objective])
+        rng = context.drawing()
         return MicrobatchResult(0.0, self.objective.predict(context, rng), None)
 
 

@@ -23,7 +23,7 @@ from phalanx.torch_internals import has_workers
 from phalanx.train.sampler import ExactSampler
 from phalanx.types import Nested
 
-__all__ = ["Reader", "generator_states", "length_of", "set_generators"]
+__all__ = ["Reader", "length_of"]
 
 _DATA = -1  # follows the trainer's seed: no step has this number, so no microbatch these draws
 
@@ -125,21 +125,6 @@ class Reader:
     def forget(self) -> None:
         """Let go of the loader, its workers and its iterator."""
         self._loader = self._batches = self._batch = None
-
-
-# Any: Python's and NumPy's own states.
-def generator_states() -> tuple[Any, ...]:
-    """Return the states of the process's generators, as a checkpoint can hold them."""
-    state: Any = np.random.get_state()
-    name, words, *rest = state
-    return torch.get_rng_state(), (name, words.tolist(), *rest), random.getstate()
-
-
-def set_generators(states: tuple[Any, ...]) -> None:
-    """Put the process's generators into ``states``."""
-    torch.set_rng_state(states[0])
-    np.random.set_state(states[1])
-    random.setstate(states[2])
 
 
 def draw_base_seed(loader: DataLoader[Any]) -> None:

@@ -20,8 +20,8 @@ from phalanx.distributed import ElasticExchange
 from phalanx.errors import CheckpointError, PhalanxError, StateError
 from phalanx.memory import is_expanded
 from phalanx.metrics import Metrics
+from phalanx.replicas import generator_states, set_generators
 from phalanx.train.checkpoint import Content, check_storable, pack, unpack
-from phalanx.train.order import generator_states, set_generators
 from phalanx.train.position import Position, RunHistory
 
 __all__ = [
@@ -115,10 +115,9 @@ def capture_state(state: TrainerState) -> Content:
         "generators": generator_states(),  # which an optimizer or a callback may draw from
         "progress": {**vars(progress), "position": tuple(progress.position)},
     }
-    for name in ("model", "optimizer", "scheduler", "metrics"):
-        check_storable(f"{name}.state_dict()", content[name])
-    for label, each in content["callbacks"].items():
-        check_storable(f"{label}.state_dict()", each)
+    kinds = {key: content[key] for key in ("optimizer", "scheduler", "metrics")}
+    for name, each in {"module": model, **kinds, **content["callbacks"]}.items():
+        check_storable(f"{name}.state_dict()", each)
     return content
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import get_overridable_functions
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.errors import UnsupportedError
@@ -21,8 +23,7 @@ from phalanx.replicas import (
     preserve_rng,
     run_backward,
 )
-from phalanx.replicas.default_generators import drawing_from
-from phalanx.replicas.rng_watch import RngWatch
+from phalanx.replicas.rng import is_drawing_operator, may_draw
 
 X = torch.linspace(-1, 1, 60).view(6, 10)
 WAYS: dict[str, Callable[[], Tensor]] = {
@@ -51,16 +52,6 @@ WAYS: dict[str, Callable[[], Tensor]] = {
     ),
     "distribution": lambda: torch.distributions.Normal(X, X.abs() + 1).rsample(),
 }
-
-
-def test_a_kernel_that_draws_from_the_default_generator_draws_from_another_instead() -> None:
-    before = torch.get_rng_state()
-    own, twin = (torch.Generator().manual_seed(7) for _ in range(2))
-    for _ in range(2):
-        with RngWatch(alone=True), drawing_from(own):  # which sees nothing of it
-            drawn = torch.rand(3)
-        assert torch.equal(drawn, torch.rand(3, generator=twin))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_attention_is_refused_where_others_use_the_default_generator() -> None:
@@ -167,6 +158,40 @@ def test_dropout_keeps_its_law() -> None:
         out = F.dropout(torch.ones(100_000), 0.3)
     assert out.unique().tolist() == pytest.approx([0.0, 1 / 0.7])
     assert abs((out == 0).double().mean().item() - 0.3) < 0.01  # 7 standard deviations
+
+
+def names_in(code: CodeType) -> set[str]:
+    inner = [names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return {*code.co_names}.union(*inner)
+
+
+def runs(func: Any) -> set[FunctionType]:
+    """Return the functions of torch's own that ``func`` may call, and itself."""
+    found, waiting = set(), [func]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, FunctionType) and each.__module__ in PLAIN and each not in found:
+            found.add(each)
+            waiting += map(each.__globals__.get, names_in(each.__code__))
+            waiting += [cell.cell_contents for cell in each.__closure__ or ()]
+    return found
+
+
+PLAIN = {"torch.nn.functional", "torch.functional", "torch._tensor"}
+WRITTEN_IN_PYTHON = [
+    func
+    for functions in get_overridable_functions().values()
+    for func in functions
+    if isinstance(func, FunctionType) and func.__module__ in PLAIN
+]
+
+
+def test_every_function_of_torchs_that_names_a_drawing_operator_is_known() -> None:
+    """A newer torch may have other functions, written in Python, that draw."""
+    assert len(WRITTEN_IN_PYTHON) > 100
+    for func in WRITTEN_IN_PYTHON:
+        names = set().union(*(names_in(each.__code__) for each in runs(func)))
+        assert may_draw(func) or not any(map(is_drawing_operator, names)), func
 
 
 def test_what_does_not_draw_is_not_noted() -> None:
