@@ -1,15 +1,11 @@
-"""Metrics by name, or none: then torchmetrics is not imported.
-
-It takes as long to import as most of torch does, and every worker process imports this file.
-"""
+"""Metrics by name, or none: then torchmetrics is not imported, which takes as long as torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from phalanx.errors import CheckpointError
 from phalanx.metrics.updating import as_floats
 from phalanx.metrics.whole_batches import Joining
 from phalanx.types import Nested
@@ -32,11 +28,11 @@ class Metrics:
         ConfigError: One is neither a metric nor a function.
     """
 
-    # Any: a metric or a function.
+    # Any, here and below: a metric or a function, and what it holds.
     def __init__(self, metrics: Mapping[str, Any], joining: Joining) -> None:
         self.joining = joining
         self._counters: dict[str, Counter] = {}
-        self._take_back: list[Callable[[], None]] = []
+        self._kept: dict[str, Any] = {}
         if metrics:
             from phalanx.metrics import counters  # slow, as said above
 
@@ -63,45 +59,44 @@ class Metrics:
         """Count one batch of ``rows``."""
         for counter in self._counters.values():
             counter.update(outputs, targets, rows)
+            counter.num_batches += 1
 
     def keep(self) -> None:
-        """Let :meth:`rollback` take back what is counted until :meth:`commit`."""
-        self._take_back = [counter.keep() for counter in self._counters.values()]
+        """Let :meth:`rollback` take back everything counted until :meth:`commit`."""
+        self._kept = self._states()
 
     def commit(self) -> None:
-        """Let what was counted count for good."""
-        self._take_back = []
+        """Let everything counted since :meth:`keep` count for good."""
+        self._kept = {}
 
     def rollback(self) -> None:
-        """Take back what was counted since :meth:`keep`, unless it was committed."""
-        for take_back in self._take_back:
-            take_back()
-        self._take_back = []
+        """Take back everything counted since :meth:`keep`, unless it was committed."""
+        for name, (num_batches, state) in self._kept.items():
+            self._counters[name].load(state)
+            self._counters[name].num_batches = num_batches
+        self._kept = {}
 
-    # Any, here and below: lists of a metric may hold what is no tensor.
     def capture(self) -> dict[str, Any]:
-        """Return what was counted, by ``<metric>.<state>``."""
-        tensors: dict[str, Any] = {}
-        for name, counter in self._counters.items():
-            if counter.num_batches:
-                tensors[name] = torch.tensor(counter.num_batches)
-                tensors |= {f"{name}.{key}": each for key, each in counter.capture().items()}
-        return tensors
+        """Return everything counted, by name; and of which kind each metric is."""
+        return {name: (self._counters[name].kind, *state) for name, state in self._states().items()}
 
-    def restore(self, tensors: Mapping[str, Any]) -> None:
+    def restore(self, captured: Mapping[str, Any]) -> None:
         """Continue from what :meth:`capture` returned; of metrics that have counted nothing.
 
         Raises:
             CheckpointError: It was captured from other metrics.
         """
-        for name, counter in self._counters.items():
-            if name in tensors:
-                prefix = f"{name}."
-                own = {
-                    k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)
-                }
-                counter.restore(own)
-                counter.num_batches = int(tensors[name])
+        for name, (kind, num_batches, state) in captured.items():
+            counter = self._counters.get(name)
+            if counter is None:
+                continue
+            if counter.kind != kind:
+                raise CheckpointError(
+                    f"The checkpoint must hold the counts of {name!r} as {counter.kind:.200}, but "
+                    f"holds those of {kind:.200}. Give `metrics=` as they were."
+                )
+            counter.load(state)
+            counter.num_batches = num_batches
 
     def compute(self) -> dict[str, float]:
         """Return the metrics of everything counted; none when nothing was."""
@@ -110,3 +105,6 @@ class Metrics:
             if counter.num_batches:
                 means |= as_floats(name, counter.compute())
         return means
+
+    def _states(self) -> dict[str, tuple[int, Any]]:
+        return {name: (each.num_batches, each.state()) for name, each in self._counters.items()}

@@ -1,14 +1,14 @@
 """The outputs and targets of a whole batch, put together from those of its pieces.
 
 tensors, arrays      concatenated along the layout's dim
-lists of rows        one behind the other, as the layout splits them
+lists of rows        one behind the other
 numbers              floats: their mean, weighted as the loss is; others: a vector of the pieces
 anything else        the first piece's
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -26,11 +26,7 @@ __all__ = ["Joining"]
 
 @dataclass(frozen=True)
 class Joining:
-    """A rule that joins pieces of a batch, or batches, to one.
-
-    Args:
-        layout: How batches were split.
-    """
+    """A rule that joins pieces of a batch, or batches, to one; ``layout`` has split them."""
 
     layout: Layout
 
@@ -42,7 +38,7 @@ class Joining:
         Raises:
             ConfigError: They differ in their structure.
         """
-        return self._join(parts, sizes, weights, within=None)
+        return self._join(parts, sizes, weights, Layout(self.layout.dim))
 
     def targets(
         self, parts: Sequence[Nested], sizes: Sequence[int], weights: Sequence[float]
@@ -52,55 +48,53 @@ class Joining:
         Raises:
             ConfigError: They differ in their structure.
         """
-        return self._join(parts, sizes, weights, within="1")
+        return self._join(parts, sizes, weights, self.layout)
 
     def _join(
         self,
         parts: Sequence[Nested],
         sizes: Sequence[int],
         weights: Sequence[float],
-        within: str | None,
+        layout: Layout,
     ) -> Nested:
         if len(parts) == 1:
             return parts[0]
-        tests = [self._test_of_rows(size) for size in sizes]
+        tests = [_test_of_rows(size, collated=self.layout.split is not None) for size in sizes]
         flat = [flatten(part, is_rows) for part, is_rows in zip(parts, tests, strict=True)]
         spec = flat[0][1]
         if any(other != spec for _, other in flat):
+            shown = " and ".join(dict.fromkeys(str(each)[:120] for _, each in flat))
             raise ConfigError(
                 "`metrics` must be given outputs and targets of one structure for all microbatches "
-                f"of a batch, but are given {_shown(parts)}. Return tensors with a row for each "
-                "sample."
+                f"of a batch, but are given {shown}. Return tensors with a row for each sample."
             )
-        dims: list[int | None] = [self.layout.dim] * spec.num_leaves
-        if within is not None and self.layout.dims:
-            below = leaf_paths(parts[0], tests[0])
-            dims = self.layout.chosen([f"{within}.{path}" if path else within for path in below])
+        paths = [f"1.{path}" if path else "1" for path in leaf_paths(parts[0], tests[0])]
         columns = zip(*(leaves for leaves, _ in flat), strict=True)
-        joined = [_joined(column, dim, weights) for column, dim in zip(columns, dims, strict=True)]
+        joined = [
+            _joined(column, dim, weights)
+            for column, dim in zip(columns, layout.chosen(paths), strict=True)
+        ]
         return unflatten(joined, spec)
-
-    def _test_of_rows(self, size: int) -> Callable[[Any], bool]:
-        """Return a test of a node: whether it is a list with an item for each of the rows.
-
-        Lists of tensors are columns, unless the user's own function collates them. Those of texts,
-        numbers and dicts (a dict of boxes for each image) are rows, and tuples of texts, as
-        `default_collate` makes them.
-        """
-        collated = self.layout.split is not None
-
-        def is_list_of_rows(node: Any) -> bool:
-            if type(node) not in (list, tuple) or len(node) != size or not size:
-                return False
-            if type(node) is tuple:
-                return all(isinstance(each, str) for each in node)
-            leaves, _ = flatten([each for each in node if not isinstance(each, Mapping)])
-            return collated or not any(map(_is_array, leaves))
-
-        return is_list_of_rows
 
 
 # Any, here and below: leaves and nodes of the user's own outputs.
+def _test_of_rows(size: int, *, collated: bool) -> Callable[[Any], bool]:
+    """Return a test of a node: whether it is a list with an item for each of ``size`` rows.
+
+    A list of tensors is a list of columns, unless the user's own function collates it; a tuple has
+    rows if they are texts, as `default_collate` makes it.
+    """
+
+    def is_rows(node: Any) -> bool:
+        if type(node) not in (list, tuple) or len(node) != size or not size:
+            return False
+        if type(node) is tuple:
+            return all(isinstance(each, str) for each in node)
+        return collated or not any(isinstance(each, (Tensor, np.ndarray)) for each in node)
+
+    return is_rows
+
+
 def _joined(leaves: Sequence[Any], dim: int | None, weights: Sequence[float]) -> Any:
     first = leaves[0]
     if dim is None:
@@ -120,12 +114,3 @@ def _mean(values: Tensor, weights: Sequence[float]) -> Tensor:
     if not (values.is_floating_point() or values.is_complex()):
         return values
     return (values * values.new_tensor(weights)).sum() / sum(weights)
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, (Tensor, np.ndarray))
-
-
-def _shown(parts: Sequence[Nested]) -> str:
-    """Name the kinds of what the pieces hold, each once."""
-    return " and ".join(dict.fromkeys(str(flatten(part)[1])[:120] for part in parts))

@@ -204,8 +204,8 @@ def test_steps_outside_of_an_epoch_count_in_no_metric() -> None:
 @pytest.mark.parametrize(
     ("metric", "message"),
     [
-        (3, r"'m' is 'int'"),
-        (MeanSquaredError, r"the class 'MeanSquaredError'. Give an object: MeanSquaredError\(…\)"),
+        (3, r"'m' is 3\."),
+        (MeanSquaredError, r"Give an object: MeanSquaredError\(…\)"),
         (MetricCollection([MeanSquaredError()]), r"Give its metrics by name"),
     ],
 )
