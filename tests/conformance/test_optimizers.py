@@ -23,6 +23,7 @@ pytestmark = [
 STEPS = 8
 SHAPES = ((7, 5), (300, 9), (9,), (64,), (3, 2, 4, 4), ())
 MISSING = {1: (2,), 4: (1, 2, 4), 5: (0,)}  # by step: parameters without a gradient
+LATE = 5  # the parameter whose first gradient comes in the second step, if one does
 CHANGED = 3  # the step before which options are changed
 GROUPS = 2
 HALF = len(SHAPES) // GROUPS
@@ -35,10 +36,12 @@ class Given(nn.Module):
 
     Args:
         dtype: Of its parameters; None: one of them is of another than the others.
+        late: Whether one gets its first gradient later than the others.
     """
 
-    def __init__(self, dtype: torch.dtype | None) -> None:
+    def __init__(self, dtype: torch.dtype | None, *, late: bool = True) -> None:
         super().__init__()
+        self.late = late
         draw = torch.Generator().manual_seed(7)
         for index, shape in enumerate(SHAPES):
             kind = dtype or (torch.bfloat16 if index == 3 else torch.float32)
@@ -49,7 +52,7 @@ class Given(nn.Module):
             self.register_buffer(f"g{index}", torch.randn(STEPS, *shape, generator=draw).to(kind))
 
     def gradients(self, step: int) -> list[Tensor | None]:
-        missing = MISSING.get(step, ())
+        missing = (LATE,) if self.late and step == 0 else MISSING.get(step, ())
         places = range(len(SHAPES))
         return [None if i in missing else getattr(self, f"g{i}")[step] for i in places]
 
@@ -113,8 +116,12 @@ def left_by(module: nn.Module, optimizer: Optimizer) -> Left:
     return [p.detach().clone() for p in module.parameters()], state
 
 
+def given(name: str, dtype: torch.dtype | None) -> Given:
+    return Given(dtype, late=name != "sgd")  # torch's fused SGD begins all momentum at once
+
+
 def plain(name: str, dtype: torch.dtype | None) -> Left:
-    module = Given(dtype)
+    module = given(name, dtype)
     optimizer = OPTIMIZERS[name](list(module.parameters()))
     if name in FUSED:
         least = 4 if name.startswith("sgd") else 1  # its kernel computes short floats wrongly
@@ -134,7 +141,7 @@ def plain(name: str, dtype: torch.dtype | None) -> Left:
 def trained(
     executor: str, replicas: int, name: str, dtype: torch.dtype | None, folder: Path
 ) -> Left:
-    module = Given(dtype)
+    module = given(name, dtype)
     with phalanx.Trainer(
         module, loss, OPTIMIZERS[name], executor=executor, replicas=replicas, microbatches=4
     ) as trainer:
@@ -202,3 +209,23 @@ def test_a_step_is_the_optimizers_own_where_somebody_has_hooked_it(tmp_path: Pat
             trainer.step((torch.full((8,), step), torch.zeros(8)))
         assert_same(left_by(module, trainer.optimizer), plain("nadam", torch.float32))
         assert seen == [trainer.optimizer] * STEPS
+
+
+def test_momentum_may_begin_later_for_some_parameters() -> None:
+    found = []
+    for replicas in (1, 2, 3):
+        module = Given(torch.float64)
+        with phalanx.Trainer(module, loss, OPTIMIZERS["sgd"], replicas=replicas) as trainer:
+            for step in range(STEPS):
+                trainer.step((torch.full((8,), step), torch.zeros(8)))
+            found.append(left_by(module, trainer.optimizer))
+    assert_same(found[1], found[0])
+    assert_same(found[2], found[0])
+    twin = Given(torch.float64)
+    optimizer = OPTIMIZERS["sgd"](list(twin.parameters()))
+    for step in range(STEPS):
+        for parameter, gradient in zip(twin.parameters(), twin.gradients(step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    for ours, theirs in zip(found[0][0], twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs.detach())

@@ -33,7 +33,7 @@ def net() -> nn.Module:
 
 
 def momentum(parameters: Any) -> torch.optim.SGD:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True)
 
 
 def make(module: nn.Module, optimizer: Any = momentum, **options: Any) -> phalanx.Trainer:

@@ -96,14 +96,26 @@ class Shards:
         part: Optimizer = object.__new__(type(self.optimizer))
         part.__dict__.update(vars(self.optimizer))
         part.__dict__.pop("step", None)  # a scheduler's wrapper, which steps the user's
-        part.param_groups = [
-            {**group, "params": params, **(_FUSED if fusible and _leaves_open(group) else {})}
-            for group, params, fusible in zip(
-                _groups(self.optimizer), members, self._fusible, strict=True
-            )
-            if params
-        ]
+        part.param_groups = []
+        for group, params, fusible in zip(
+            _groups(self.optimizer), members, self._fusible, strict=True
+        ):
+            if fusible and _leaves_open(group):
+                for alike in self._by_first_step(params):
+                    part.param_groups.append({**group, "params": alike, "fused": True})
+            elif params:
+                part.param_groups.append({**group, "params": params})
         return part
+
+    def _by_first_step(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """Return those without momentum apart: torch's fused SGD wants it for all or for none."""
+        if type(self.optimizer) is not SGD:
+            return [params] if params else []
+        found: dict[bool, list[nn.Parameter]] = {}
+        for parameter in params:
+            entry = self.optimizer.state.get(parameter, {})
+            found.setdefault(entry.get("momentum_buffer") is None, []).append(parameter)
+        return list(found.values())
 
     def add(self, shard: int) -> None:
         """Make the last addition for one shard."""
@@ -170,9 +182,6 @@ class Shards:
 
     def complete(self) -> None:
         """Bring all of the optimizer's state into this process, where others have some of it."""
-
-
-_FUSED = {"fused": True}
 
 
 def is_cut(optimizer: Optimizer) -> bool:
