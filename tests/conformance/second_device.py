@@ -1,7 +1,7 @@
 """A second device where there is one: replicas behind the first hold copies of the parameters.
 
 On the source's own device a replica's parameters lie in the source's memory. On another they are
-copies, which go stale unless they are brought up to date. Here they are copies on the same device,
+copies, which are refreshed in every run. Here they are copies on the same device,
 so that every machine can run the tests of containers and executor groups with them.
 """
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.replicas import parameter_copies, replica
+from phalanx.replicas import device_copies, replica
 
 __all__ = ["emulate_second_device"]
 
@@ -25,7 +25,7 @@ __all__ = ["emulate_second_device"]
 def emulate_second_device() -> Iterator[None]:
     """Let every replica made in the body, but the first of its executor, be as elsewhere."""
     elsewhere = threading.local()
-    lies_on, open_replica = parameter_copies.lies_on, replica.Replica.__init__
+    lies_on, open_replica = device_copies.lies_on, replica.Replica.__init__
 
     def open_elsewhere(
         self: replica.Replica, source: nn.Module, device: Any, index: int, **options: Any
@@ -40,6 +40,6 @@ def emulate_second_device() -> Iterator[None]:
         return not getattr(elsewhere, "on", False) and lies_on(parameter, device)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parameter_copies, "lies_on", lies_here)
+        patch.setattr(device_copies, "lies_on", lies_here)
         patch.setattr(replica.Replica, "__init__", open_elsewhere)
         yield

@@ -206,21 +206,6 @@ def test_worker_processes_are_refused_with_the_way_out() -> None:
 # -- losses with tensors of their own --------------------------------
 
 
-class Writing(nn.Module):
-    """A loss that counts in a buffer of its own."""
-
-    count: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        if output.device.index == 1:
-            self.count += 1
-        return F.cross_entropy(output, target)
-
-
 def test_weights_of_classes_go_where_the_replicas_are() -> None:
     def trained(devices: list[str]) -> dict[str, Any]:
         loss = nn.CrossEntropyLoss(weight=torch.tensor([1, 2, 3, 4], dtype=F64)).to(devices[0])
@@ -233,25 +218,3 @@ def test_weights_of_classes_go_where_the_replicas_are() -> None:
 
     for devices in DEVICES:
         assert_same_bits(trained(devices), trained(["cpu"]))
-
-
-def test_weights_of_classes_travel_once() -> None:
-    def travelled(loss: Any) -> int:
-        with trainer(["dev:0", "dev:1"], loss=loss, workloads=[0, 1]) as made:
-            batch = next(iter(data()))
-            made.step(batch)
-            before = torch.dev.copies("dev:0", "dev:1")
-            made.step(batch)
-            after = torch.dev.copies("dev:0", "dev:1")
-        return after[1] - before[1]
-
-    weighted = nn.CrossEntropyLoss(weight=torch.ones(CLASSES, dtype=F64)).to("dev:0")
-    assert travelled(weighted) == travelled(F.cross_entropy)
-
-
-def test_a_loss_that_writes_to_a_copy_of_its_buffer_is_refused() -> None:
-    with (
-        trainer(["dev:0", "dev:1"], loss=Writing().to("dev:0"), workloads=[0, 1]) as made,
-        pytest.raises(UnsupportedError, match="Buffer `count` of `loss`"),
-    ):
-        made.step(next(iter(data())))

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from phalanx.errors import UnsupportedError
 from phalanx.execution.partial_sums import (
     Gradients,
     PartialSum,
@@ -42,7 +43,7 @@ from phalanx.replicas import (
     has_compiled,
     has_fused_evaluation,
     num_cores,
-    same_afterwards,
+    warn_of_assigned,
 )
 from phalanx.types import Nested
 
@@ -143,7 +144,8 @@ class Executor(ABC):
     keeps_gradients: bool = False
     worker_pids: Sequence[int] = ()
     optimizer: Optimizer | None = None
-    _compared: frozenset[bool] = frozenset()  # modes, training or not, whose first run is done
+    _has_run = False
+    _warned: frozenset[str] = frozenset()  # attributes that `forward` was seen to assign
     _rng_watched: frozenset[object] = frozenset()  # the kinds of runs that were watched
     _rng_hidden = False  # whether anything was drawn unforeseen; see `RngUse`
     _fused: bool | None = None  # see `has_fused_evaluation`; None: not known yet
@@ -229,6 +231,8 @@ class Executor(ABC):
             self._rng_hidden = self._rng_hidden or state.rng_use.hidden
         if watched:
             self._rng_watched |= {kind}
+            warn_of_assigned([name for name in state.assigned if name not in self._warned])
+            self._warned |= state.assigned.keys()
         return state.result()
 
     def all_workloads(self, own: Sequence[float]) -> Sequence[float]:
@@ -288,13 +292,17 @@ class Executor(ABC):
         else:
             shares = Shares(workload_sizes(len(left), self.workloads))
         state.queue = WorkQueue(left, shares, [workload > 0 for workload in self.workloads])
-        trains = self.sources[0].training
-        if trains in self._compared or not self.one_source or state.task.goes_back:
+        # A first run that writes parameters is refused, and must have changed nothing.
+        first = not (self._has_run or state.task.goes_back)
+        before = [each.detach().clone() for each in self.parameters] if first else []
+        try:
             self._work_on(state)
-            return
-        with same_afterwards(self.sources[0]):
-            self._work_on(state)
-        self._compared |= {trains}
+        except UnsupportedError:
+            with torch.inference_mode(False), torch.no_grad():
+                for parameter, value in zip(self.parameters, before, strict=False):
+                    parameter.copy_(value)
+            raise
+        self._has_run = True
 
     @property
     @abstractmethod
@@ -370,6 +378,7 @@ class RunState:
         self.owners = owners
         self.rng = rng
         self.rng_use = RngUse()
+        self.assigned: dict[str, None] = {}  # names of attributes; looked for where rng is watched
         self.queue: WorkQueue  # set when it starts
         self.sums = TreeSums(len(pieces), add_sums)
         self.leaves = range(len(pieces)) if only is None else only

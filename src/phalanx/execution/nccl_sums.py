@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx.execution.partial_sums import Gradients
-from phalanx.replicas import FlatLayout, add_gradients, has_streams
-from phalanx.torch_internals import foreach_copy
+from phalanx.replicas import add_gradients
 
 __all__ = ["NcclSums"]
 
@@ -50,25 +49,21 @@ class NcclSums:
                 found[place] = total
         return found
 
-    def _reduce_to(self, home: torch.device, places: Sequence[int]) -> list[Tensor]:
-        layout = FlatLayout([_row_like(self._parameters[place]) for place in places])
-        first = home if has_streams(home) else next(iter(self._sums))  # not a CPU: NCCL's are GPUs
+    def _reduce_to(self, home: torch.device, places: Sequence[int]) -> Sequence[Tensor]:
+        sizes = [self._parameters[place].numel() for place in places]
+        first = next(iter(self._sums)) if home.type == "cpu" else home  # NCCL's are GPUs
         devices = list(dict.fromkeys([first, *self._sums]))
-        flats = [layout.zeros(device) for device in devices]
-        for device, flat in zip(devices, flats, strict=True):
+        dtype = self._parameters[places[0]].dtype
+        flats = []
+        for device in devices:
             own = self._sums.get(device, [None] * len(self._parameters))
-            pairs = [
-                (there, gradient)
-                for place, there in zip(places, layout.places_in(flat), strict=True)
-                if (gradient := own[place]) is not None
+            rows = [
+                torch.zeros(size, dtype=dtype, device=device) if row is None else row
+                for size, row in zip(sizes, (own[place] for place in places), strict=True)
             ]
-            if pairs:
-                foreach_copy([there for there, _ in pairs], [gradient for _, gradient in pairs])
+            flats.append(torch.cat(rows))
         if len(devices) > 1:
             numbers = [torch.view_as_real(each) if each.is_complex() else each for each in flats]
             torch.cuda.nccl.reduce(numbers, root=0)
-        return layout.places_in(flats[0].to(home))
-
-
-def _row_like(parameter: Tensor) -> Tensor:
-    return torch.empty(parameter.numel(), dtype=parameter.dtype, device="meta")
+        total: tuple[Tensor, ...] = flats[0].to(home).split(sizes)
+        return total

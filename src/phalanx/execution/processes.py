@@ -358,6 +358,7 @@ class ProcessExecutor(Executor):
             state.rng_use.drew = True
         if done.drew_hidden:
             state.rng_use.hidden = True
+        state.assigned.update(dict.fromkeys(done.assigned))
         state.results[microbatch] = done.result
         state.seconds[microbatch] = done.seconds
         state.replica_of[microbatch] = index

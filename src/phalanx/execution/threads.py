@@ -11,7 +11,6 @@ from torch import nn
 from phalanx.clock import now_s
 from phalanx.execution.contract import (
     Executor,
-    ParameterPlaces,
     RunState,
     annotate_error,
     default_intra_op,
@@ -24,13 +23,13 @@ from phalanx.plan import BufferRules, check_workloads, read_intra_op
 from phalanx.replicas import (
     CallerModes,
     CompileOnce,
-    ParameterCopies,
+    DeviceCopies,
+    Fingerprint,
     Replica,
     RunOrder,
     SourceGradients,
     Statistics,
     has_compiled,
-    refuse_lazy,
 )
 
 __all__ = ["ThreadExecutor"]
@@ -92,10 +91,9 @@ class ThreadExecutor(Executor):
         self._intra_op = read_intra_op(intra_op) or default_intra_op(devices)
         self._timed = timed
         self._nccl = nccl
-        for own in self.sources:
-            refuse_lazy(own)
         reaching = SourceGradients(self.parameters)
-        self._copies = {own: ParameterCopies(list(own.parameters())) for own in self.sources}
+        self._copies = {own: DeviceCopies(list(own.parameters())) for own in self.sources}
+        self._fingerprints = {own: Fingerprint(own) for own in self.sources}
         self.replicas = [
             Replica(
                 own,
@@ -106,14 +104,13 @@ class ThreadExecutor(Executor):
                 rules=rules,
                 copies=self._copies[own],
                 reaching=reaching,
+                fingerprint=self._fingerprints[own],
                 only_one=not one_source and sources.count(own) == 1,
             )
             for index, (own, device) in enumerate(zip(sources, devices, strict=True))
         ]
         self._order = RunOrder([*devices, *_homes(sources)])
-        # Replicas of one module see the same changes, so one of them watches for all.
-        self._watchers = self.replicas[:1] if one_source else self.replicas
-        self._places = ParameterPlaces(sources)
+        self._places = _places_of(self.parameters)
         compiled = any(map(has_compiled, dict.fromkeys(sources)))
         self._compile_once = CompileOnce(sources) if compiled else None
         self._caller = CallerThread(len(devices), intra_op=self.intra_op)
@@ -123,19 +120,16 @@ class ThreadExecutor(Executor):
             self._threads = ThreadPool(len(devices), intra_op=self.intra_op)
 
     def matches_source(self) -> bool:
-        """Tell whether the replicas can follow all that was done to the module since."""
+        """Follow the attributes of the modules; tell whether the parameters are still the same."""
         if self._threads.closed:  # a second Ctrl-C leaves threads behind
             return False
-        return self._places.are_still() and all(
-            replica.matches_source() for replica in self._watchers
-        )
+        changed = [own for own, before in self._fingerprints.items() if not before.is_current()]
+        self._fingerprints.update({own: Fingerprint(own) for own in changed})
+        return not changed or self._places == _places_of(_all_parameters(self.sources))
 
     def refresh(self) -> None:
         """Take over everything from the module now."""
-        self.outdate()
-        with self.in_order():
-            self._refresh_copies()
-        self.each(lambda index: self.replicas[index].refresh())
+        self._fingerprints = {own: Fingerprint(own) for own in self.sources}
 
     def outdate(self) -> None:
         """Make the next run copy everything from the module, whatever its versions say."""
@@ -160,7 +154,8 @@ class ThreadExecutor(Executor):
             self._work_under(modes, state)
             return
         with self._order.next_run(modes.streams):
-            self._refresh_copies()
+            for copies in self._copies.values():
+                copies.refresh()
             self._work_under(modes, state)
 
     def _work_under(self, modes: CallerModes, state: RunState) -> None:
@@ -176,10 +171,6 @@ class ThreadExecutor(Executor):
         if nccl is not None:
             state.replace_gradients(nccl.reduce())
 
-    def _refresh_copies(self) -> None:
-        for copies in self._copies.values():
-            copies.refresh()
-
     def _run_microbatches(
         self,
         replica_index: int,
@@ -192,13 +183,11 @@ class ThreadExecutor(Executor):
         watch = Stopwatch(replica.device, waits=self._timed)
         done: list[int] = []
         if not goes_back:  # else the source and its buffers may be others than in the forward pass
-            replica.refresh()
+            replica.follow(self._fingerprints[self.sources[replica_index]])
         while (index := state.queue.take(replica_index)) is not None:
             start_s = now_s()
             written: Statistics = {}
             try:
-                if not goes_back:
-                    replica.statistics.refresh()  # to begin with the source's buffers
                 context = state.context(replica, index)
                 alone = compile_once and compile_once.running(kind, replica.device, context.batch)
                 with alone or _NOTHING, replica.running(forward=not goes_back):
@@ -215,7 +204,7 @@ class ThreadExecutor(Executor):
                 state.queue.fail()
                 replica.drop_gradients()
                 if not goes_back:
-                    replica.statistics.collect(0.0)
+                    replica.outdate()
                 annotate_error(error, replica, index)
                 raise
             state.replica_of[index] = replica_index
@@ -223,6 +212,8 @@ class ThreadExecutor(Executor):
                 Span(replica=replica_index, microbatch=index, start_s=start_s, stop_s=now_s())
             )
             done.append(index)
+        if state.rng.watched and done:
+            state.assigned.update(dict.fromkeys(replica.assigned()))
         for index, seconds in zip(done, watch.laps_s(), strict=True):
             state.seconds[index] = seconds
 
@@ -236,3 +227,7 @@ def _homes(sources: Sequence[nn.Module]) -> list[torch.device]:
 def _all_parameters(sources: Sequence[nn.Module]) -> list[nn.Parameter]:
     found = {id(p): p for source in dict.fromkeys(sources) for p in source.parameters()}
     return list(found.values())
+
+
+def _places_of(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
+    return [(id(parameter), parameter.data_ptr()) for parameter in parameters]

@@ -146,6 +146,7 @@ class Done:
             when they have been packed.
         drew: Whether the model drew random numbers.
         drew_hidden: Whether it drew any where calls from Python do not show it.
+        assigned: The attributes that `forward` has assigned; looked for in first runs.
         seconds: As in `RunResult`.
     """
 
@@ -154,6 +155,7 @@ class Done:
     result_bytes: int | Needed
     drew: bool
     drew_hidden: bool
+    assigned: Sequence[str]
     start_s: float
     stop_s: float
     seconds: float
@@ -244,6 +246,7 @@ class Worker:
             result_bytes=Needed(outbox),
             drew=context.rng_use.drew,
             drew_hidden=context.rng_use.hidden,
+            assigned=self._replica.assigned() if spec.rng.watched else (),
             start_s=start_s,
             stop_s=now_s(),
             seconds=seconds,
@@ -273,7 +276,7 @@ class Worker:
             yield
         except BaseException:
             self._replica.drop_gradients()
-            self._replica.statistics.collect(0.0)
+            self._replica.outdate()
             raise
 
 

@@ -15,6 +15,7 @@ from phalanx.memory import FlatParameters
 from phalanx.parallel.graph import Graph, RunPart, refuse_transforms
 from phalanx.plan import Balancer, check_argument, check_function, read_intra_op
 from phalanx.replicas import (
+    OwnInShell,
     advance_process_generator,
     check_statistics,
     hold_caller_at_one_thread,
@@ -89,7 +90,7 @@ class Call:
         return values[: self.num_args], dict(list(leaves.items())[self.num_args :])
 
 
-class _Running:
+class _Running(OwnInShell):
     """The threads of a container in this process, and the tensors in their memory.
 
     They are neither copied nor saved with the container, which is why one object holds them.
@@ -106,6 +107,10 @@ class _Running:
     def __reduce__(self) -> tuple[type[_Running], tuple[()]]:
         return _Running, ()
 
+    def renewed(self) -> _Running:
+        """Return that of a replica of the container in another container."""
+        return _Running()
+
 
 class _Initialisers(list[Callable[[], object]]):
     """Functions for workers' threads: copies of a container have them, saved ones do not."""
@@ -120,7 +125,6 @@ class _Initialisers(list[Callable[[], object]]):
 class Container(nn.Module):
     """A module that runs others on worker threads; it trains their own parameters."""
 
-    _copies_inputs = False  # whether a module that writes to its inputs writes to copies
     _one_thread = False  # whether the caller's operators run on one thread in any case
 
     def __init__(self, intra_op: int | None) -> None:
@@ -247,7 +251,7 @@ class Container(nn.Module):
         executor = self._open_executor()
         with executor.in_order():  # of several threads, each begins with what the one before wrote
             owners = self._owners(len(parts))
-            graph = Graph(executor, parts, run, owners=owners, copies=self._copies_inputs)
+            graph = Graph(executor, parts, run, owners=owners)
             report = graph.forward(weights)
             statistics = sum_statistics(operand.statistics for operand in report.operands)
             named = self._trained().named_buffers(remove_duplicate=False) if statistics else ()

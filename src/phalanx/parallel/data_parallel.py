@@ -443,7 +443,7 @@ class DataParallel(Container, Unwrapped):
     def _on_whole_batch(self, call: Call, run: RunPart) -> Nested:
         """Return the outputs of replica 0 for the whole batch; they are only looked at."""
         batch = call.leaves, [False] * len(flatten(call.leaves)[0])
-        task = ForwardTask(run, records=False, copies=True)
+        task = ForwardTask(run, records=False)
         with torch.no_grad():
             result = self._open_executor().run(
                 task, [batch], weights=[1.0], seed=(seed_of_process(),), owners=[0]

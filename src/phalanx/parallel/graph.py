@@ -12,7 +12,7 @@ its replica. Cutting the inputs and merging the outputs happens outside, in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +27,7 @@ from phalanx.plan import flatten, unflatten
 from phalanx.replicas import (
     CallerModes,
     advance_process_generator,
-    pieces_of,
-    placed,
+    copy_rows,
     run_backward,
     seed_of_process,
 )
@@ -68,20 +67,15 @@ class ForwardTask(Task):
     Attributes:
         run: The module's forward pass.
         records: Whether there will be a backward pass.
-        copies: Whether a module that writes to its inputs writes to copies; else it writes to the
-            caller's, where it can reach them.
     """
 
     run: RunPart
     records: bool
-    copies: bool
 
     def __call__(self, context: MicrobatchContext) -> tuple[ReplicaGraph, list[Any]]:
         """Do it, in the replica's thread."""
         nested, wanted = context.batch
-        device = context.replica.device
-        given, spec = flatten(nested)
-        own = [placed(x, device, self.copies) if isinstance(x, Tensor) else x for x in given]
+        own, spec = flatten(copy_rows(nested, context.replica.device))
         for leaf, wants in zip(own, wanted, strict=True):
             if wants:
                 leaf.requires_grad_()
@@ -93,7 +87,9 @@ class ForwardTask(Task):
             for place, leaf in enumerate(outputs)
             if self.records and isinstance(leaf, Tensor) and leaf.requires_grad
         )
-        return ReplicaGraph(own, wanted, outputs, spec, needing), _detached(outputs, own)
+        return ReplicaGraph(own, wanted, outputs, spec, needing), [
+            _detached(leaf) for leaf in outputs
+        ]
 
 
 @dataclass(frozen=True)
@@ -134,20 +130,18 @@ class _Piece:
 
     Attributes:
         wanted: Which leaves shall have a gradient.
-        versions: Of the leaves that are tensors.
     """
 
     leaves: list[Any]  # Any: whatever the module takes
     spec: pytree.TreeSpec
     wanted: list[bool]
-    versions: list[int]
     graph: ReplicaGraph | None = None
 
     @classmethod
     def of(cls, part: Nested, records: bool) -> _Piece:
         leaves, spec = flatten(part)
         wanted = [records and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        return cls(leaves, spec, wanted, _versions_of(leaves))
+        return cls(leaves, spec, wanted)
 
     def cut_off(self) -> tuple[Nested, list[bool]]:
         """Return the inputs without the caller's graph, and which shall have a gradient."""
@@ -166,7 +160,6 @@ class Graph:
         parts: Nested inputs, one piece of the batch each; None for those that are left out.
         run: The module's forward pass.
         owners: The replica that runs each piece; None: whoever is free.
-        copies: See `ForwardTask`.
 
     Attributes:
         modes: The caller's in the forward pass.
@@ -182,11 +175,10 @@ class Graph:
         run: RunPart,
         *,
         owners: Sequence[int] | None,
-        copies: bool,
     ) -> None:
         _refuse_tangents(executor.parameters, parts)
         self._executor = executor
-        self._task = ForwardTask(run, torch.is_grad_enabled(), copies)
+        self._task = ForwardTask(run, torch.is_grad_enabled())
         self._owners = owners
         self.modes = CallerModes.capture(executor.devices)
         self._pieces = [
@@ -252,12 +244,6 @@ class Graph:
             raise StateError(
                 "`backward()` needs the graph of its forward pass, but an earlier `backward()` "
                 "has freed it. Call the first one with retain_graph=True."
-            )
-        if any(piece.versions != _versions_of(piece.leaves) for piece in self._given()):
-            raise StateError(
-                "An input of a container must stay as it is until `backward()`, but was modified "
-                "by an inplace operation after the forward pass. Change a copy, or run backward "
-                "first."
             )
         given: dict[int, dict[int, Tensor]] = {}
         for (index, place), grad in zip(self._connected, grads, strict=True):
@@ -333,32 +319,9 @@ class _Connect(torch.autograd.Function):
             return (None, None, *ctx.graph.backward(grads, keep_graph))
 
 
-# Any, here and below: leaves of the module's inputs and outputs.
-def _detached(outputs: list[Any], inputs: list[Any]) -> list[Any]:
-    """Return the outputs without their graph, and in memory of their own.
-
-    A module may return its input, or a view of it; that memory is the caller's.
-    """
-    given = {place for leaf in inputs if isinstance(leaf, Tensor) for place in _places_of(leaf)}
-
-    def detached(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        own = leaf.detach()
-        return own.clone() if given.intersection(_places_of(own)) else own
-
-    return [detached(leaf) for leaf in outputs]
-
-
-def _places_of(tensor: Tensor) -> list[int]:
-    return [piece.untyped_storage().data_ptr() for piece in pieces_of(tensor)]
-
-
-def _versions_of(leaves: Iterable[Any]) -> list[int]:
-    """Return the versions of all tensors; own leaves have another, for slices share one."""
-    return [
-        leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()
-    ]
+# Any: a leaf of whatever the module returns.
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def refuse_transforms() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 from phalanx.plan import Layout, Rows, check_function, check_mean_loss, flatten
-from phalanx.replicas import FrozenCopies
+from phalanx.replicas import placed_on
 from phalanx.types import LossFn, Nested
 
 __all__ = ["ReplicaLosses", "cut_targets", "loss_of_nothing", "mean_loss"]
@@ -37,7 +37,6 @@ class ReplicaLosses:
             )
         check_mean_loss("loss_fn", loss_fn)
         self._loss_fn = loss_fn
-        self._copies = FrozenCopies(loss_fn) if isinstance(loss_fn, nn.Module) else None
 
     def __call__(self, outputs: Nested, targets: Nested) -> Tensor:
         """Return the loss of one piece.
@@ -46,9 +45,9 @@ class ReplicaLosses:
             ConfigError: It is no scalar.
         """
         loss_fn = self._loss_fn
-        if self._copies is not None:
+        if isinstance(loss_fn, nn.Module):
             device = next((each.device for each in _tensors(outputs)), torch.device("cpu"))
-            loss_fn = self._copies.on(device)
+            loss_fn = placed_on(loss_fn, device)
         loss: object = loss_fn(outputs, targets)
         if not isinstance(loss, Tensor) or loss.dim():
             told = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__

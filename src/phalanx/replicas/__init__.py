@@ -1,6 +1,17 @@
 """One model many times: the threads, copies and sums behind every container."""
 
+from phalanx.replicas.buffers import (
+    Statistic,
+    Statistics,
+    StatisticSpec,
+    check_statistics,
+    merge_statistics,
+    statistic_specs,
+    sum_statistics,
+    write_statistics,
+)
 from phalanx.replicas.compiling import CompileOnce, has_compiled, refuse_compiled_in_place
+from phalanx.replicas.device_copies import DeviceCopies
 from phalanx.replicas.devices import (
     accelerator_kind,
     known_devices,
@@ -10,9 +21,6 @@ from phalanx.replicas.devices import (
     resolve_devices,
 )
 from phalanx.replicas.fingerprint import Fingerprint, PlainChanges
-from phalanx.replicas.flat_layout import FlatLayout
-from phalanx.replicas.frozen_copies import FrozenCopies
-from phalanx.replicas.inputs import Inputs, WatchedInputs, pieces_of, placed
 from phalanx.replicas.intra_op import (
     caller_intra_op,
     hold_caller_at_one_thread,
@@ -32,14 +40,11 @@ from phalanx.replicas.packing import (
     pack_data,
     span_bytes,
 )
-from phalanx.replicas.parameter_copies import ParameterCopies
 from phalanx.replicas.replica import (
     Replica,
     add_gradients,
     apart,
-    refuse_aliases,
     refuse_lazy,
-    refuse_other_parameters,
     refuse_scripts,
 )
 from phalanx.replicas.rng import (
@@ -53,32 +58,20 @@ from phalanx.replicas.rng import (
     set_generators,
 )
 from phalanx.replicas.rng_mode import RngMode, derive_seed, preserve_rng, seed_of_process
+from phalanx.replicas.rows import copy_rows
+from phalanx.replicas.shell import OwnInShell, placed_on, warn_of_assigned
 from phalanx.replicas.source_gradients import SourceGradients, current_replica
-from phalanx.replicas.statistics import (
-    Statistic,
-    Statistics,
-    StatisticSpec,
-    check_statistics,
-    merge_statistics,
-    statistic_specs,
-    sum_statistics,
-    write_statistics,
-)
 from phalanx.replicas.streams import RunOrder, current_streams, has_streams
-from phalanx.replicas.tensor_version import TensorVersion
-from phalanx.replicas.unchanged import same_afterwards
 from phalanx.replicas.uncompiled import uncompiled
 
 __all__ = [
     "CallerModes",
     "CompileOnce",
+    "DeviceCopies",
     "Fingerprint",
-    "FlatLayout",
     "Form",
-    "FrozenCopies",
-    "Inputs",
     "MicrobatchRng",
-    "ParameterCopies",
+    "OwnInShell",
     "PlainChanges",
     "Replica",
     "RngMode",
@@ -89,8 +82,6 @@ __all__ = [
     "Statistic",
     "StatisticSpec",
     "Statistics",
-    "TensorVersion",
-    "WatchedInputs",
     "accelerator_kind",
     "add_gradients",
     "advance_process_generator",
@@ -102,6 +93,7 @@ __all__ = [
     "callers_streams",
     "check_statistics",
     "copy_of",
+    "copy_rows",
     "current_replica",
     "current_streams",
     "derive_seed",
@@ -119,19 +111,15 @@ __all__ = [
     "num_threads",
     "pack",
     "pack_data",
-    "pieces_of",
-    "placed",
+    "placed_on",
     "present_devices",
     "preserve_rng",
-    "refuse_aliases",
     "refuse_compiled_in_place",
     "refuse_lazy",
-    "refuse_other_parameters",
     "refuse_scripts",
     "resolve_device",
     "resolve_devices",
     "run_backward",
-    "same_afterwards",
     "seed_of_process",
     "set_generators",
     "set_intra_op",
@@ -139,5 +127,6 @@ __all__ = [
     "statistic_specs",
     "sum_statistics",
     "uncompiled",
+    "warn_of_assigned",
     "write_statistics",
 ]

@@ -1,8 +1,8 @@
-"""Models with parts that `torch.compile` has made: copied with their compiler, compiled once.
+"""Models with parts that `torch.compile` has made, which are compiled once for all replicas.
 
 Torch keeps compiled code with the code of the function that it was made from, for all modules that
-run it. So replicas find what the first of them has compiled, if they have the same compiler and do
-not all compile at the same moment.
+run it. So replicas, whose shells share the compiler, find the code that the first of them has
+compiled, if they do not all compile at the same moment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from phalanx.plan import flatten
 from phalanx.torch_internals import COMPILED_FROM, COMPILER, TorchDispatchMode
 from phalanx.types import Nested
 
-__all__ = ["CompileOnce", "has_compiled", "refuse_compiled_in_place", "shared_compilers"]
+__all__ = ["CompileOnce", "has_compiled", "refuse_compiled_in_place"]
 
 
 def has_compiled(module: nn.Module) -> bool:
@@ -41,17 +41,8 @@ def has_compiled(module: nn.Module) -> bool:
     )
 
 
-def shared_compilers(source: nn.Module) -> dict[int, object]:
-    """Return a memo for `copy.deepcopy` by which copies of compiled modules have their compiler."""
-    return {
-        id(compiler): compiler
-        for part in source.modules()
-        if (compiler := part.__dict__.get("dynamo_ctx")) is not None
-    }
-
-
 def refuse_compiled_in_place(source: nn.Module) -> None:
-    """Refuse what no copy takes over, or this torch cannot compile in replicas.
+    """Refuse compiled modules that shells cannot run, or this torch cannot compile in replicas.
 
     Raises:
         UnsupportedError: A module was compiled by its own method; or this torch's compiler does not
@@ -62,7 +53,7 @@ def refuse_compiled_in_place(source: nn.Module) -> None:
             told = f"Module `{name}`" if name else "`module`"
             raise UnsupportedError(
                 f"{told} must be compiled by `torch.compile(module)` to be run on replicas, but "
-                "was by its own `compile()`, which copies do not take over. Put "
+                "was by its own `compile()`, which is bound to the module itself. Put "
                 "`torch.compile(module)` in its place."
             )
     if not hasattr(TorchDispatchMode, "ignore_compile_internals") and has_compiled(source):

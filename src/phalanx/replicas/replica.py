@@ -1,73 +1,55 @@
-"""One full copy of the model on one device."""
+"""One replica of the model: a shell of it on one device, and the gradients that it leaves."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from phalanx.errors import ConfigError, PhalanxError, UnsupportedError
+from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.memory import has_memory, in_memory_order
 from phalanx.plan import BufferRules
-from phalanx.replicas.attributes import Attributes
-from phalanx.replicas.compiling import refuse_compiled_in_place, shared_compilers
-from phalanx.replicas.flat_layout import sent_at_once
-from phalanx.replicas.hooks import (
-    Hooks,
-    kept_outside,
-    shared_hooks,
-    warn_of_kept_tensors,
-    went_back_outside,
-)
-from phalanx.replicas.packing import span_bytes
-from phalanx.replicas.parameter_copies import ParameterCopies
+from phalanx.replicas.buffers import ReplicaBuffers
+from phalanx.replicas.compiling import refuse_compiled_in_place
+from phalanx.replicas.device_copies import DeviceCopies, moved_at_once
+from phalanx.replicas.fingerprint import Fingerprint
+from phalanx.replicas.shell import Shell, alias_of
 from phalanx.replicas.source_gradients import SourceGradients
-from phalanx.replicas.statistics import StatisticsOfReplica
-from phalanx.replicas.unchanged import SameParameters
-from phalanx.torch_internals import foreach_add, make_subclass
+from phalanx.torch_internals import foreach_add
 
-__all__ = [
-    "Replica",
-    "add_gradients",
-    "apart",
-    "refuse_aliases",
-    "refuse_lazy",
-    "refuse_other_parameters",
-    "refuse_scripts",
-]
-
-_TABLES = ("_parameters", "_buffers", "_modules")
-_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+__all__ = ["Replica", "add_gradients", "apart", "refuse_lazy", "refuse_scripts"]
 
 
 class Replica:
-    """A copy of ``source`` that one thread runs.
+    """A shell of ``source`` that one thread runs.
 
-    On the source's own device the copy's parameters lie in the very memory of the source's, so
-    there is nothing to refresh. On another device they lie in copies that all replicas there share,
-    and that the executor brings up to date. Buffers are always the replica's own. Hooks that the
-    user registers on the source, now or later, run in the replica.
+    On the source's own device the shell's parameters lie in the memory of the source's. On another
+    device they lie in copies that all replicas there share, and that the executor refreshes.
+    Buffers are the replica's own.
 
     Args:
         source: The module that the user trains.
         device: Where this replica computes.
         index: Its number, for errors.
-        all_parameters: Those of the whole executor, in whose order gradients are returned.
-        prefix: What stands before the names of the source's buffers.
-        rules: What becomes of buffers that the replica writes.
+        all_parameters: The parameters of the whole executor, in whose order gradients are returned.
+        prefix: Comes before the names of the source's buffers.
+        rules: How buffers that the replica writes are merged.
         copies: The source's parameters elsewhere; one for all replicas of the source.
         reaching: Catches gradients that reach the source itself; one for the whole executor.
-        only_one: Whether there is no other replica of ``source``.
+        fingerprint: Of the source as it is; one for all replicas of the source.
+        only_one: Whether there is no other replica of ``source``, so that it may write parameters.
 
     Attributes:
-        module: The copy.
+        module: The shell's module.
         parameters: Its parameters, in the order of ``source.parameters()``.
+        statistics: Its buffers.
     """
+
+    module: nn.Module
+    statistics: ReplicaBuffers
 
     def __init__(
         self,
@@ -78,92 +60,105 @@ class Replica:
         all_parameters: Sequence[nn.Parameter] | None = None,
         prefix: str = "",
         rules: BufferRules | None = None,
-        copies: ParameterCopies | None = None,
+        copies: DeviceCopies | None = None,
         reaching: SourceGradients | None = None,
+        fingerprint: Fingerprint | None = None,
         only_one: bool = False,
     ) -> None:
+        refuse_lazy(source)
+        refuse_scripts(source)
+        refuse_compiled_in_place(source)
         self.index = index
         self.device = device
+        self._source = source
+        self._prefix = prefix
+        self._rules = rules if rules is not None else BufferRules()
         self._originals = list(source.parameters())
-        homes = (copies or ParameterCopies(self._originals)).values_on(device)
-        with torch.inference_mode(False), torch.no_grad():
-            self.module = _copy_module(source, device, homes)
-        self.parameters = list(self.module.parameters())
-        self.statistics = StatisticsOfReplica(
-            source, self.module, prefix, rules if rules is not None else BufferRules()
-        )
-        self._attributes = Attributes(source, self.module)
-        self._hooks = Hooks(source, self.module)
-        if index == 0:
-            warn_of_kept_tensors(source)
+        self._homes = (copies or DeviceCopies(self._originals)).on(device)
+        pairs = list(zip(self._originals, self._homes, strict=True))
+        self.parameters = [alias_of(original, home) for original, home in pairs]
+        self._written_once = [only_one and home is original for original, home in pairs]
         everything = self._originals if all_parameters is None else all_parameters
         place_of = {id(parameter): place for place, parameter in enumerate(everything)}
         self._places = [place_of[id(original)] for original in self._originals]
         self._everything = everything
         self._reaching = SourceGradients(everything) if reaching is None else reaching
         self._caught: dict[int, Tensor] = {}
-        self._same = SameParameters(source, self.parameters, homes, only_one=only_one)
-
-    def matches_source(self) -> bool:
-        """Tell whether all that has changed in the source is what :meth:`refresh` takes over."""
-        return self._attributes.can_follow() and self._hooks.can_follow()
+        self._fingerprint: Fingerprint | None = None
+        self.follow(fingerprint or Fingerprint(source))
 
     def refresh(self) -> None:
-        """Take over what has changed in the source: attributes, freezing, buffers.
+        """Make a new shell if an attribute of the source was assigned."""
+        assert self._fingerprint is not None
+        if not self._fingerprint.is_current():
+            self.follow(Fingerprint(self._source))
 
-        Attributes are plain values such as ``training`` or a dropout's ``p``.
+    def follow(self, fingerprint: Fingerprint) -> None:
+        """Make a new shell if ``fingerprint``, of the source as it is now, is another than before.
+
+        The leaves stay: graphs of earlier shells leave their gradients there.
         """
-        self._attributes.refresh(self.device)
-        for original, own in zip(self._originals, self.parameters, strict=True):
+        if fingerprint is self._fingerprint:
+            return
+        for original, home, own in zip(self._originals, self._homes, self.parameters, strict=True):
             if own.requires_grad != original.requires_grad:
                 own.requires_grad_(original.requires_grad)
                 self._reaching.watch(original)
-        self.statistics.refresh()
+            if has_memory(home) and own.data_ptr() != home.data_ptr():
+                own.data = home.data
+        leaves = dict(zip(map(id, self._originals), self.parameters, strict=True))
+        self._shell = Shell(self._source, leaves)
+        self.module = self._shell.module
+        self.statistics = ReplicaBuffers(
+            self._source, self.module, self.device, self._prefix, self._rules
+        )
+        self.statistics.start()  # or a forward pass would write to the source's
+        self._fingerprint = fingerprint
 
     def outdate(self) -> None:
-        """Make the next :meth:`refresh` copy all buffers, whatever their versions say."""
+        """Copy all buffers before the next microbatch: the source's were written elsewhere."""
         self.statistics.outdate()
+
+    def assigned(self) -> list[str]:
+        """Return the names of the attributes that `forward` has assigned in the present shell."""
+        return self._shell.assigned()
 
     @contextlib.contextmanager
     def running(self, *, forward: bool = True) -> Iterator[None]:
         """Run the model in the body, and its backward pass where that comes at once.
 
-        What backward passes of the body bring to the source itself is this replica's. They run in
-        this thread: torch has one thread for all backward passes on an accelerator, where replicas
-        would wait for each other, and for the caller's own backward pass, which waits for them.
+        Gradients that backward passes of the body bring to the source itself are this replica's.
+        They run in this thread: torch has one thread for all backward passes on an accelerator,
+        where replicas would wait for each other, and for the caller's own backward pass, which
+        waits for them.
 
         Args:
             forward: False for a backward pass on its own: the source may be another by now.
 
         Raises:
-            UnsupportedError: The body has changed parameters, or buffers of the source itself; or
-                a graph of the replica was gone back through from outside.
+            UnsupportedError: The body has written parameters; or a graph of the replica was gone
+                back through from outside.
         """
-        before = self._same.note() if forward else None
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                self.drop_gradients()
-                raise went_back_outside()
+        if any(parameter.grad is not None for parameter in self.parameters):
+            self.drop_gradients()
+            raise _went_back_outside()
+        if forward:
+            self._shell.renew_containers()
+            self.statistics.start()
+        before = self._state_of_parameters()
         self._caught = self._reaching.begin(self.index)
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 yield
-        except Exception as error:
-            explained = kept_outside(error, self.module)
-            if explained is not None:
-                raise explained from error
-            raise
         finally:
             self._reaching.end()
-        if before is not None:
-            self._same.check(before)
-            self.statistics.check_source()
+        if forward and self._state_of_parameters() != before:
+            self._refuse_written(before)
 
     def take_gradients(self, *, travel: bool = True) -> list[Tensor | None]:
         """Return and forget all gradients, in memory order, on the source's device.
 
-        They stand in the order of the executor's parameters, with None for those of others. Those
-        of one dtype travel from another device in one buffer.
+        They stand in the order of the executor's parameters, with None for those of others.
 
         Args:
             travel: False leaves them on the replica's device.
@@ -181,7 +176,7 @@ class Replica:
                     kind = original.device, gradient.dtype
                     elsewhere.setdefault(kind, {})[place] = gradient
         for (home, _), sent in elsewhere.items():
-            arrived = sent_at_once(list(sent.values()), home)
+            arrived = moved_at_once(list(sent.values()), home)
             for place, gradient in zip(sent, arrived, strict=True):
                 gradients[place] = gradient
         caught, self._caught = self._caught, {}
@@ -197,61 +192,35 @@ class Replica:
         for parameter in self.parameters:
             parameter.grad = None
 
+    def _state_of_parameters(self) -> list[tuple[int, int]]:
+        """Return what changes where parameters are assigned, and where they are written."""
+        return [
+            (0, 0) if once or own.is_inference() else (own.data_ptr(), own._version)
+            for own, once in zip(self.parameters, self._written_once, strict=True)
+        ]
 
-def _copy_module(source: nn.Module, device: torch.device, homes: Sequence[Tensor]) -> nn.Module:
-    """Deep-copy ``source`` with each parameter in the memory of its place in ``homes``."""
-    refuse_lazy(source)
-    refuse_scripts(source)
-    _refuse_graphs(source)
-    refuse_aliases(source)
-    refuse_compiled_in_place(source)
-    aliases = {id(p): _alias(p, home) for p, home in zip(source.parameters(), homes, strict=True)}
-    memo: dict[int, object] = dict(aliases)
-    memo.update(shared_hooks(source))
-    memo.update(_compressed(source))
-    memo.update(shared_compilers(source))
-    try:
-        module = copy.deepcopy(source, memo)
-    except Exception as error:
-        error.add_note(
-            f"`{type(source).__name__}` must be copyable by `copy.deepcopy` to be run on replicas."
-        )
-        raise
-    frozen = [p for p in source.parameters() if not p.requires_grad]  # a copy may share those
-    refuse_other_parameters(module, [*(memo[id(p)] for p in source.parameters()), *frozen])
-    for parameter in module.parameters():
-        parameter.grad = None
-    for child in module.modules():
-        if isinstance(child, nn.RNNBase):
-            child.flatten_parameters = _stay  # type: ignore[method-assign]
-    module.to(device)
-    for own, home in zip(aliases.values(), homes, strict=True):
-        if own.data_ptr() != home.data_ptr():  # a module may do so when it is moved
+    def _refuse_written(self, before: list[tuple[int, int]]) -> None:
+        now = self._state_of_parameters()
+        named = self._source.named_parameters()
+        changed = [name for (name, _), a, b in zip(named, before, now, strict=True) if a != b]
+        for own, home in zip(self.parameters, self._homes, strict=True):
             own.data = home.data
-    return module
+        raise UnsupportedError(
+            f"Parameter `{changed[0]}` must stay as it is during a forward pass in a replica, but "
+            "was changed: replicas share it, and would change it once for every microbatch. Change "
+            "it once a step, in a callback or after `optimizer.step()`; values that the first "
+            "batch sets are set by one forward pass of the plain module before."
+        )
 
 
-def _stay() -> None:
-    """Leave weights where they are: cuDNN's layout would be memory of the replica's own."""
-
-
-def refuse_other_parameters(module: nn.Module, own: Iterable[object]) -> None:
-    """Refuse a copy of a module that has made parameters: they would not follow the training.
-
-    Args:
-        module: The copy.
-        own: The parameters that were given to it.
-    """
-    known = {id(parameter) for parameter in own}
-    for name, parameter in module.named_parameters():
-        if id(parameter) not in known:
-            raise UnsupportedError(
-                f"Parameter `{name}` must be copied with its module to be run on replicas, but a "
-                f"copy of `{type(module).__name__}` makes one of its own, which would not follow "
-                "the training: by a `__deepcopy__`, `__getstate__` or `__reduce__` of it, or of a "
-                "module in it. Let that return `copy.deepcopy(self.__dict__, memo)`, or "
-                "`self.__dict__`, without what cannot be copied."
-            )
+def _went_back_outside() -> UnsupportedError:
+    """Return the error for gradients that a replica has got outside of its own backward pass."""
+    return UnsupportedError(
+        "A backward pass from outside of a replica has reached its parameters: a tensor of its "
+        "graph was kept, by a hook or in an attribute, and used in another loss. Its gradients "
+        "are dropped. Let `forward()` return the tensors that the loss needs, or compute the loss "
+        "in `forward=`, from the module that it is given."
+    )
 
 
 def refuse_lazy(source: nn.Module) -> None:
@@ -265,7 +234,7 @@ def refuse_lazy(source: nn.Module) -> None:
 
 
 def refuse_scripts(source: nn.Module) -> None:
-    """Refuse what TorchScript has made: its copies do not share memory with their source."""
+    """Refuse what TorchScript has made: it holds its parameters out of Python's reach."""
     for name, module in source.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             told = f"Module `{name}`" if name else "`module`"
@@ -273,96 +242,6 @@ def refuse_scripts(source: nn.Module) -> None:
                 f"{told} must be an ordinary module to be run on replicas, but is a "
                 f"{type(module).__name__!r} of TorchScript. Give the module that it was made from."
             )
-
-
-def _refuse_graphs(source: nn.Module) -> None:
-    """Refuse attributes with a gradient of their own: copies would keep it to themselves."""
-    for path, tensor in _attributes_of(source):
-        if tensor.requires_grad:
-            raise _no_attribute(path, tensor)
-
-
-def refuse_aliases(source: nn.Module) -> None:
-    """Refuse attributes in a parameter's memory: they would not follow it in a replica."""
-    spans = [
-        (parameter.device, *_span(parameter), name)
-        for name, parameter in source.named_parameters()
-        if _lies_somewhere(parameter)
-    ]
-    for path, tensor in _attributes_of(source):
-        if not _lies_somewhere(tensor):
-            continue
-        first, last = _span(tensor)
-        for device, start, stop, name in spans:
-            if first < stop and start < last and device == tensor.device:
-                raise UnsupportedError(
-                    f"Attribute `{path}` must have memory of its own to be copied to replicas, but "
-                    f"shares that of parameter `{name}`. Give it a clone, or take "
-                    f"`{name}.detach()` in `forward()`."
-                )
-
-
-def _lies_somewhere(tensor: Tensor) -> bool:
-    strided = tensor.layout is torch.strided and tensor.device.type != "meta"
-    return strided and tensor.numel() > 0 and has_memory(tensor)
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), tensor.data_ptr() + span_bytes(tensor)
-
-
-def _attributes_of(source: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that modules hold in buffers and plain attributes, with their paths."""
-    known = {id(parameter) for parameter in source.parameters()}
-    for name, module in source.named_modules():
-        for key, value in {**vars(module), **module._buffers}.items():
-            path = f"{name}.{key}" if name else key
-            for tensor in _tensors_in(value) if key not in _TABLES else ():
-                if id(tensor) not in known:
-                    yield path, tensor
-
-
-def _no_attribute(path: str, tensor: Tensor) -> PhalanxError:
-    if tensor.is_leaf:
-        return ConfigError(
-            f"Attribute `{path}` must be an `nn.Parameter` to get a gradient from "
-            "replicas, but is a tensor that requires one. Register it as a parameter."
-        )
-    return UnsupportedError(
-        f"Attribute `{path}` must carry no graph to be copied to replicas, but was computed from "
-        "tensors that require a gradient. Detach it, compute it in `forward()`, or give it as an "
-        "input; instead of `weight_norm` use that of `torch.nn.utils.parametrizations`, and make "
-        "pruning permanent by `prune.remove()`."
-    )
-
-
-# Any: an attribute of the user's own module.
-def _tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
-    """Yield the tensors of an attribute: itself, or what a list, a tuple or a dict holds."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, dict)) and depth:
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(each, depth - 1)
-
-
-def _compressed(source: nn.Module) -> dict[int, object]:
-    """Return copies, by id, of tensors in compressed sparse formats, which deepcopy cannot make."""
-    return {
-        id(tensor): tensor.detach().clone()
-        for module in source.modules()
-        for value in vars(module).values()
-        for tensor in _tensors_in(value)
-        if tensor.layout in _COMPRESSED
-    }
-
-
-def _alias(parameter: nn.Parameter, home: Tensor) -> Tensor:
-    # Not of `data`: with the version counter shared, autograd notices a change before backward.
-    with torch.inference_mode(home.is_inference()):  # it has none then
-        alias: Tensor = make_subclass(type(parameter), home.detach(), parameter.requires_grad)
-    alias.__dict__.update(parameter.__dict__)
-    return alias
 
 
 def add_gradients(

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from phalanx.errors import ConfigError
 from phalanx.execution import MicrobatchContext, MicrobatchResult, Task
 from phalanx.plan import check_function, check_mean_loss, flatten, unflatten
-from phalanx.replicas import FrozenCopies, Inputs, MicrobatchRng, run_backward
-from phalanx.train.loss_buffers import LossBuffers
+from phalanx.replicas import MicrobatchRng, copy_rows, placed_on, run_backward
 from phalanx.types import ForwardFn, LossFn, Nested
 
 __all__ = ["EvaluateTask", "Objective", "PredictTask", "TrainTask", "is_pair"]
@@ -30,10 +29,9 @@ class Objective:
         loss: (outputs, targets) -> mean loss; needed without ``forward``.
         forward: (module, microbatch) -> loss, (loss, outputs) or (loss, outputs, targets); takes
             the place of calling the module and the loss.
-        trained: The module that replicas are made of.
     """
 
-    def __init__(self, loss: LossFn | None, forward: ForwardFn | None, trained: nn.Module) -> None:
+    def __init__(self, loss: LossFn | None, forward: ForwardFn | None) -> None:
         if (loss is None) == (forward is None):
             given = "none is given" if loss is None else "both are given"
             raise ConfigError(
@@ -48,10 +46,6 @@ class Objective:
             check_mean_loss(name, loss)
         self._loss = loss
         self._forward = forward
-        self._trained = trained
-        self._loss_buffers = LossBuffers(name, function, trained)
-        self._copies = FrozenCopies(loss) if isinstance(loss, nn.Module) else None
-        self._inputs = Inputs()
 
     @property
     def function(self) -> LossFn | ForwardFn:
@@ -74,9 +68,11 @@ class Objective:
         trains: bool,
     ) -> tuple[Tensor, MicrobatchResult]:
         """Run one microbatch forward; one that ``trains`` must bring no graph."""
-        own, buffers = self._loss_for(context.replica.device)
+        own = self._loss
+        if isinstance(own, nn.Module):
+            own = placed_on(own, context.replica.device)
         call = partial(self._call, own)
-        loss, outputs, targets = self._run(context, rng, call, buffers, trains=trains)
+        loss, outputs, targets = self._run(context, rng, call, trains=trains)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             name, what = ("forward", "loss") if self.is_forward else ("loss", "tensor")
@@ -95,32 +91,23 @@ class Objective:
 
     def predict(self, context: MicrobatchContext, rng: MicrobatchRng) -> Nested:
         """Return the module's outputs for one microbatch, in memory of their own."""
-        found = self._run(context, rng, self._predict, self._loss_buffers, trains=False)
+        found = self._run(context, rng, self._predict, trains=False)
         return _detached(found, copies=True)
-
-    def _loss_for(self, device: torch.device) -> tuple[LossFn | None, LossBuffers]:
-        """Return the loss as it is used on a device, and its buffers there."""
-        if self._copies is not None and (own := self._copies.on(device)) is not self._loss:
-            return own, LossBuffers("loss", own, self._trained)
-        return self._loss, self._loss_buffers
 
     def _run(
         self,
         context: MicrobatchContext,
         rng: MicrobatchRng,
         call: Callable[[nn.Module, Nested], T],
-        buffers: LossBuffers,
         *,
         trains: bool,
     ) -> T:
         """Call the module, by ``call``, on a microbatch that lies on its device."""
-        batch, lent = self._inputs.lend(context.batch, context.replica.device, trains=trains)
-        before = buffers.note()
+        if trains:
+            _refuse_graphs(context.batch)
+        batch = copy_rows(context.batch, context.replica.device)
         with rng:
-            result = call(context.replica.module, batch)
-        buffers.check(before)
-        self._inputs.note(lent)
-        return result
+            return call(context.replica.module, batch)
 
     def _call(
         self, loss: LossFn | None, module: nn.Module, batch: Nested
@@ -217,6 +204,14 @@ class PredictTask(Task):
 def is_pair(batch: Nested) -> bool:
     """Tell whether a batch is (inputs, targets)."""
     return isinstance(batch, (tuple, list)) and len(batch) == 2
+
+
+def _refuse_graphs(batch: Nested) -> None:
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flatten(batch)[0]):
+        raise ConfigError(
+            "A batch must hold no tensor that requires a gradient, but does. Detach it, or use "
+            "`DataParallel` to train what stands before the module."
+        )
 
 
 def _call_module(module: nn.Module, inputs: Nested) -> Nested:

@@ -25,7 +25,6 @@ from phalanx.execution import (
 from phalanx.metrics import Joining
 from phalanx.replicas import (
     check_statistics,
-    refuse_aliases,
     refuse_lazy,
     refuse_scripts,
     sum_statistics,
@@ -75,7 +74,6 @@ class StepEngine:
         self._spec = spec
         self._torn = False  # whether a step failed when the optimizer had begun
         refuse_lazy(spec.module)
-        refuse_aliases(spec.module)
         refuse_scripts(spec.module)
         check_members(spec.module, spec.optimizer)
         maker = spec.new_maker()

@@ -177,7 +177,7 @@ class Trainer(TrainerFacts):
             check_workloads(fixed, len(formation.devices) if formation is not None else None)
             check_replicas(len(fixed), microbatches, choice.kind)
         balances = isinstance(workloads, str) and microbatches is None
-        self._objective = Objective(loss, forward, module)
+        self._objective = Objective(loss, forward)
         layout = Layout() if layout is None else layout
         self._metrics = Metrics(metrics or {}, Joining(layout))
         self.optimizer = make_optimizer(optimizer, parameters)

@@ -129,7 +129,6 @@ class DataParallelExecutorGroup:
                 "Give for_training=True."
             )
         self._model = DataParallel(module, contexts, workloads=workload, buffers=buffers)
-        self._model._copies_inputs = True  # what the module writes to them stays in the replicas
         self._declared = read_descs(output_shapes, "output_shapes")
         self._binding = Binding.of(module, data_shapes, label_shapes, state_names or ())
         self._requests = GradientRequests(module, grad_req, fixed_param_names or ())

@@ -17,7 +17,7 @@ from phalanx.replicas import (
     merge_statistics,
     write_statistics,
 )
-from phalanx.replicas.statistics import statistic_specs
+from phalanx.replicas.buffers import statistic_specs
 
 pytestmark = pytest.mark.promise("buffers-are-merged")
 
@@ -177,14 +177,14 @@ class Rare(nn.Module):
 
 def replica_of(source: nn.Module, rules: Any = "mean", prefix: str = "") -> Any:
     replica = Replica(source, CPU, 0, prefix=prefix, rules=BufferRules(rules))
-    replica.refresh()
+    replica.statistics.start()
     return replica
 
 
 def brought(replica: Any, x: Tensor, weight: float) -> dict[str, Statistic]:
     replica.module(x)
     found: dict[str, Statistic] = replica.statistics.collect(weight)
-    replica.statistics.refresh()
+    replica.statistics.start()
     return found
 
 
@@ -254,7 +254,7 @@ def test_buffers_are_replaced_and_never_overwritten() -> None:
     after_forward = held.clone()
     with torch.no_grad():
         source.running_mean.fill_(9.0)
-    replica.refresh()
+    replica.statistics.start()
     assert torch.equal(held, after_forward)
     assert not torch.equal(held, value)
     assert replica.module.running_mean.tolist() == [9.0, 9.0]
@@ -337,7 +337,7 @@ def test_a_shared_buffer_is_brought_by_whoever_trains() -> None:
         net[1]._buffers[key] = net[0]._buffers[key]
     net[0].eval()
     replica = Replica(net, CPU, 0)
-    replica.refresh()
+    replica.statistics.start()
     replica.module[1](torch.randn(7, 2))
     found = replica.statistics.collect(7.0)
     assert {"0.running_mean", "0.running_var"} <= found.keys()  # by its first name, as ever
@@ -362,7 +362,7 @@ def test_specs_foretell_what_microbatches_leave(buffers: Any) -> None:
 
     net, rules = Writes(), BufferRules(buffers)
     replica = Replica(net, CPU, 0, rules=rules)
-    replica.refresh()
+    replica.statistics.start()
     replica.module(torch.randn(7, 3))
     written = replica.statistics.collect(7.0)
     specs = {spec.name: spec for spec in statistic_specs(net, rules)}
@@ -379,7 +379,7 @@ def test_a_buffer_under_two_names_starts_anew_though_only_its_second_owner_train
     replica = Replica(module, CPU, 0)
     rows, left = torch.randn(5, 3), []
     for _ in range(3):
-        replica.refresh()
+        replica.statistics.start()
         replica.module(rows)
         left.append(replica.statistics.collect(5.0))
     assert {*left[0]} == {"0.running_mean", "0.running_var", "0.num_batches_tracked"}

@@ -1,0 +1,414 @@
+"""Replicas share everything that a module holds, and compute the same bits in every executor."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+import warnings
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import phalanx
+from tests.conformance.groups import desc, group_of
+from tests.zoo import assert_close, assert_same_bits, plain_steps, sgd
+
+F = nn.functional
+EXECUTORS = [("inline", 1), ("threads", 1), ("threads", 2), ("threads", 3), ("processes", 2)]
+
+
+def batches(steps: int = 3, rows: int = 10) -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(rows, 6, generator=draw), torch.randn(rows, 3, generator=draw))
+        for _ in range(steps)
+    ]
+
+
+def trained(net: nn.Module, executor: str, replicas: int, **options: Any) -> dict[str, Tensor]:
+    given = {"loss": F.mse_loss, "microbatches": 4, **options}
+    with phalanx.Trainer(
+        net, given.pop("loss"), sgd, executor=executor, replicas=replicas, **given
+    ) as trainer:
+        for batch in batches():
+            trainer.step(batch)
+    return net.state_dict()
+
+
+# --- awkward modules ------------------------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer, self.head = kind(6, 5, 2, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.flatten_parameters()
+        return self.head(self.layer(x.unsqueeze(1))[0][:, 0])
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.MultiheadAttention(6, 2, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unsqueeze(1)
+        return self.head(self.layer(x, x, x)[0].squeeze(1))
+
+
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.randn(6, 3), torch.randn(3)])
+        self.named = nn.ParameterDict({"scale": torch.ones(3)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weights[0] + self.weights[1]) * self.named["scale"]
+
+
+class Holding(nn.Module):
+    """Holds parts of itself, its methods, a lock, and what can be neither copied nor pickled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(6, 3), nn.BatchNorm1d(3)
+        self.layers, self.table = [self.layer], {"norm": self.norm}
+        self.pair = (self.layer.weight, "weight")
+        self.method = self.apply_layer
+        self.closure = lambda x: self.layer(x) * 0.5
+        self.lock, self.generator = threading.Lock(), (i for i in range(3))
+        self.norm.register_forward_hook(self.halve)
+
+    def halve(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output * 0.5 + self.layer.bias
+
+    def apply_layer(self, x: Tensor) -> Tensor:
+        return self.layers[0](x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock:
+            penalty = self.pair[0].square().mean()
+        return self.table["norm"](self.method(x) + self.closure(x)) + penalty
+
+
+class Mutating(nn.Module):
+    """Uses lists, dicts and sets as scratch memory within a forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 4), nn.Linear(4, 3)
+        self.features: list[Tensor] = []
+        self.by_name: dict[str, Tensor] = {}
+        self.names: set[str] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.features.append(self.first(x))
+        self.names.add("first")
+        self.by_name["first"] = torch.stack(self.features).sum(0)
+        return self.second(self.by_name["first"].tanh()) * len(self.names)
+
+
+class Symmetric(nn.Module):
+    """A parametrization of one's own, with a buffer that it writes."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x.triu() + x.triu(1).T
+
+
+def symmetric() -> nn.Module:
+    layer = nn.Linear(6, 6)
+    parametrize.register_parametrization(layer, "weight", Symmetric())
+    return nn.Sequential(layer, nn.Linear(6, 3))
+
+
+def of_torch(wrap: Callable[..., nn.Module], *arguments: Any) -> nn.Module:
+    return nn.Sequential(wrap(nn.Linear(6, 6), *arguments), nn.Dropout(0.3), nn.Linear(6, 3))
+
+
+def shared_twice() -> nn.Module:
+    layer = nn.Linear(6, 6)
+    return nn.Sequential(layer, nn.BatchNorm1d(6), layer, nn.Linear(6, 3))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "parametrized": symmetric,
+    "weight_norm": functools.partial(of_torch, parametrizations.weight_norm),
+    "spectral_norm": functools.partial(of_torch, parametrizations.spectral_norm),
+    "orthogonal": functools.partial(of_torch, parametrizations.orthogonal),
+    "old weight_norm": functools.partial(of_torch, nn.utils.weight_norm),
+    "old spectral_norm": functools.partial(of_torch, nn.utils.spectral_norm),
+    "pruned": functools.partial(of_torch, prune.l1_unstructured, "weight", 0.3),
+    "rnn": functools.partial(Recurrent, nn.RNN),
+    "lstm": functools.partial(Recurrent, nn.LSTM),
+    "attention": Attention,
+    "parameter lists": Listed,
+    "holding": Holding,
+    "mutating": Mutating,
+    "shared twice": shared_twice,
+}
+EVERY_MODEL = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+
+
+def made(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+@pytest.mark.promise("replicas-change-no-bit")
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@EVERY_MODEL
+def test_awkward_modules_train_to_the_same_bits_in_every_executor(
+    make: Callable[[], nn.Module],
+) -> None:
+    first, *others = [trained(made(make), *executor) for executor in EXECUTORS]
+    for executor, state in zip(EXECUTORS[1:], others, strict=True):
+        assert_same_bits(state, first, str(executor))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("name", ["old weight_norm", "lstm", "attention", "parameter lists"])
+def test_awkward_modules_train_as_in_plain_pytorch(name: str) -> None:
+    net, plain = made(MODELS[name]), made(MODELS[name])
+    for module in (net, plain):
+        for part in module.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.0
+    plain_steps(plain, F.mse_loss, sgd, batches())
+    trained(net, "threads", 2)
+    assert_close(list(net.parameters()), list(plain.parameters()), torch.float32, times=10)
+
+
+# --- what was changed between two passes ----------------------------------------------------------
+
+
+class Settings(nn.Module):
+    """Has attributes of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.extra = nn.Linear(3, 3), None
+        self.factor: Any = 2.0
+        self.steps: list[float] = [1.0]
+        self.config = {"bias": 1.0}
+        self.noise = NoNoise()
+        self.register_buffer("seen", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x) * self.factor * sum(self.steps) + self.config["bias"]
+        x = x + self.noise.level
+        return x if self.extra is None else self.extra(x)
+
+
+class NoNoise:
+    level = 0.0
+
+
+class Negated(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return -super().forward(x)
+
+
+def twice(self: Settings, x: Tensor) -> Tensor:
+    return self.linear(x) * 2 * self.factor
+
+
+def replace_class(net: Settings) -> None:
+    net.linear.__class__ = Negated
+
+
+CHANGES: dict[str, Callable[[Settings], object]] = {
+    "number": lambda net: setattr(net, "factor", 3),
+    "tensor": lambda net: setattr(net, "factor", torch.tensor([1.0, 2.0, 3.0])),
+    "list assigned": lambda net: setattr(net, "steps", [1.0, 2.0]),
+    "list changed": lambda net: net.steps.append(4.0),
+    "dict changed": lambda net: net.config.update(bias=2.0),
+    "object changed": lambda net: setattr(net.noise, "level", 5.0),
+    "child added": lambda net: setattr(net, "extra", nn.Tanh()),
+    "child replaced": lambda net: setattr(net, "linear", nn.Linear(3, 3)),
+    "class": replace_class,
+    "method": lambda net: setattr(net, "forward", MethodType(twice, net)),
+    "hook": lambda net: net.linear.register_forward_hook(lambda _, __, output: output * 2),
+    "buffer gone": lambda net: setattr(net, "seen", None),
+    "weight written": lambda net: nn.init.ones_(net.linear.weight),
+    "weight moved": lambda net: setattr(net.linear.weight, "data", torch.ones(3, 3)),
+    "weight replaced": lambda net: setattr(net.linear, "weight", nn.Parameter(torch.ones(3, 3))),
+    "bias gone": lambda net: setattr(net.linear, "bias", None),
+}
+
+
+@pytest.mark.promise("attributes-are-followed", "state-is-shared")
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_change_counts_in_the_next_pass(change: Callable[[Settings], object]) -> None:
+    net, x = Settings(), torch.randn(7, 3)
+    with phalanx.DataParallel(net, 3) as model:
+        before = model(x).square().sum()
+        change(net)
+        for _ in range(2):
+            torch.testing.assert_close(model(x), net(x))
+        net.zero_grad()
+        model(x).sum().backward()
+        found = {name: p.grad for name, p in net.named_parameters()}
+        net.zero_grad()
+        net(x).sum().backward()
+        assert before.isfinite()
+        torch.testing.assert_close(found, {name: p.grad for name, p in net.named_parameters()})
+
+
+def test_a_pass_may_be_gone_back_through_after_a_change_of_mode() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0), nn.Linear(3, 2))
+    twin, x = copy.deepcopy(net), torch.randn(7, 3)
+    with phalanx.DataParallel(net, 3) as model:
+        for each in (model, twin):
+            loss = each(x).square().sum()
+            each.eval()
+            loss = loss + each(x).sum()
+            each.train()
+            each(x)
+            loss.backward()
+    for own, other in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+
+
+# --- attributes that `forward` assigns ------------------------------------------------------------
+
+
+class Stateful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.h = nn.Linear(6, 3), None
+        self.register_buffer("late", None)
+
+    @functools.cached_property
+    def scale(self) -> float:
+        return 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.h = self.layer(x) * self.scale
+        return self.h
+
+
+class Wrapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Stateful()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.promise("assignments-in-forward-are-named")
+@pytest.mark.parametrize(
+    ("executor", "replicas"), [("inline", 1), ("threads", 2), ("processes", 2)]
+)
+def test_the_first_step_warns_once_of_attributes_that_forward_assigns(
+    executor: str, replicas: int
+) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trained(Wrapping(), executor, replicas)
+    texts = [str(each.message) for each in told if "forward() assigns" in str(each.message)]
+    (text,) = texts
+    assert text.startswith("forward() assigns `self.inner.h`; replicas do not keep it.")
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@EVERY_MODEL
+def test_nothing_is_said_of_attributes_that_are_computed_again(
+    make: Callable[[], nn.Module],
+) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trained(made(make), "threads", 2)
+    assert not [each for each in told if "forward() assigns" in str(each.message)]
+
+
+# --- hooks ----------------------------------------------------------------------------------------
+
+
+def test_hooks_run_once_for_each_replica_in_use() -> None:
+    net, seen = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), []
+    x = torch.randn(5, 3)
+    with phalanx.DataParallel(net, 3) as model:
+        model(x)
+        handle = net[0].register_forward_hook(lambda _, args, __: seen.append(len(args[0])))
+        model(x)
+        assert sorted(seen) == [1, 2, 2]
+        handle.remove()
+        model(x)
+        assert len(seen) == 3
+
+
+def test_gradients_pass_through_backward_hooks_of_the_replicas() -> None:
+    net, twin = nn.Linear(3, 2), nn.Linear(3, 2)
+    twin.load_state_dict(net.state_dict())
+    x = torch.randn(5, 3)
+    with phalanx.DataParallel(nn.Sequential(net), 3) as model:
+        model(x)
+        for module in (net, twin):
+            module.register_full_backward_hook(lambda _, given, __: (given[0] * 3,))
+        own, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+        model(own).sum().backward()
+        twin(other).sum().backward()
+    torch.testing.assert_close(own.grad, other.grad)
+    torch.testing.assert_close(net.weight.grad, twin.weight.grad)
+
+
+def test_hooks_on_the_container_itself_run_once() -> None:
+    seen: list[tuple[int, ...]] = []
+    with phalanx.DataParallel(nn.Linear(3, 2), 3) as model:
+        model.register_forward_hook(lambda _, __, output: seen.append(tuple(output.shape)))
+        model(torch.randn(5, 3))
+    assert seen == [(5, 2)]
+
+
+def test_hooks_on_parameters_run_once_on_the_whole_gradient() -> None:
+    net, seen = nn.Linear(3, 2), []
+    net.bias.register_hook(lambda gradient: seen.append(gradient.tolist()))
+    with phalanx.DataParallel(net, 3) as model:
+        model(torch.randn(5, 3)).sum().backward()
+    assert seen == [[5.0, 5.0]]
+
+
+# --- recurrent layers with another's parameters ---------------------------------------------------
+
+
+class Bucketed(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.rnn = kind(4, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.rnn(x)[0]
+        return out
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_recurrent_layers_may_share_their_parameters(kind: type[nn.RNNBase]) -> None:
+    x = torch.randn(6, 5, 4)
+    first, second, third = Bucketed(kind), Bucketed(kind), Bucketed(kind)
+    one = group_of(first, desc("x", 6, 5, 4, dtype=torch.float32))
+    two = group_of(second, desc("x", 6, 3, 4, dtype=torch.float32), shared_group=one)
+    with one, two:
+        two.forward(x[:, :3])
+        torch.testing.assert_close(two.get_outputs()[0], first(x[:, :3]).detach())
+    with phalanx.DataParallel(first, 2) as one_, phalanx.DataParallel(third, 2) as three:
+        three.share(one_)
+        torch.testing.assert_close(three(x), first(x))
+    with phalanx.Trainer(third, F.mse_loss, sgd, replicas=2, microbatches=2) as trainer:
+        trainer.step((x, torch.zeros(6, 5, 3)))
+    torch.testing.assert_close(third(x), first(x))
