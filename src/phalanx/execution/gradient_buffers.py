@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from phalanx.ipc import ALIGN_BYTES
 from phalanx.memory import SharedMemoryPool, TensorHandle
 from phalanx.replicas import Statistic, Statistics, StatisticSpec
 
@@ -57,9 +56,6 @@ class GradientBufferLayout:
 class GradientBuffers:
     """Buffers, made when there are none free.
 
-    In a buffer gradients lie as the parameters lie in the pool, so whoever adds what is in two of
-    them to the flat gradients, which lie like that, too, can add all of it at once.
-
     Args:
         specs: What microbatches may leave in buffers.
     """
@@ -71,13 +67,11 @@ class GradientBuffers:
         pool: SharedMemoryPool,
     ) -> None:
         self.pool = pool
-        self._parameters = [(p.numel(), p.dtype, pool.handle_of(p)) for p in parameters]
-        self._spans = _spans(self._parameters)
         likes = [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in specs]
         told = [0 < like.nbytes <= LARGE_BYTES for like in likes]
-        sizes = [stop - start for start, stop in self._spans.values()]
+        self._num_parameters = len(parameters)
         self._rooms = [
-            *(torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes),
+            *(torch.empty(p.numel(), dtype=p.dtype, device="meta") for p in parameters),
             *(like for like, yes in zip(likes, told, strict=True) if yes),
         ]
         self._lock = threading.Lock()
@@ -102,34 +96,9 @@ class GradientBuffers:
         rooms = self.pool.allocate_like(self._rooms)
         places = [self.pool.handle_of(room) for room in rooms]
         number = next((place.region for place in places if place is not None), -1)
-        spans = dict(zip(self._spans, rooms, strict=False))
-        gradients: list[Tensor | None] = []
-        for count, dtype, place in self._parameters:
-            if place is None:
-                gradients.append(None)
-                continue
-            start = place.offset_bytes - self._spans[place.region][0]
-            own = spans[place.region][start : start + count * dtype.itemsize]
-            with torch.inference_mode(False):  # a first run may be under it
-                gradients.append(own.view(dtype))
-        return number, gradients, rooms[len(self._spans) :]
-
-
-_Lying = tuple[
-    int, torch.dtype, TensorHandle | None
-]  # a parameter: elements, dtype, and where they lie
-
-
-def _spans(parameters: Sequence[_Lying]) -> dict[int, tuple[int, int]]:
-    """Return from which byte to which parameters lie, by region."""
-    found: dict[int, tuple[int, int]] = {}
-    for count, dtype, place in parameters:
-        if place is not None:
-            start = place.offset_bytes // ALIGN_BYTES * ALIGN_BYTES
-            stop = place.offset_bytes + count * dtype.itemsize
-            low, high = found.get(place.region, (start, stop))
-            found[place.region] = min(low, start), max(high, stop)
-    return found
+        count = self._num_parameters
+        gradients = [room if room.numel() else None for room in rooms[:count]]
+        return number, gradients, rooms[count:]
 
 
 @dataclass(frozen=True)

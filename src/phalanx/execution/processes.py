@@ -50,7 +50,7 @@ from phalanx.execution.worker import (
     serve,
 )
 from phalanx.execution.worker_process import Lost, WorkerProcess, dismiss_all
-from phalanx.memory import SharedMemoryPool, has_memory, is_shared
+from phalanx.memory import SharedMemoryPool, has_memory, is_shared, return_freed_memory
 from phalanx.plan import BufferRules, check_workloads
 from phalanx.replicas import (
     CallerModes,
@@ -193,10 +193,8 @@ class ProcessExecutor(Executor):
         """Begin with module and loss as they are now; workers are forked later."""
         self.refresh()
         modules = Fingerprint(self._source, *self._reads).modules
-        elsewhere = [p for p in self.parameters if self.pool.handle_of(p) is None]
+        elsewhere = [t for module in modules for t in _tensors_of(module) if not is_shared(t)]
         self._moved |= _move(elsewhere, self.pool)
-        others = [t for module in modules for t in _tensors_of(module) if not is_shared(t)]
-        self._moved |= _move(others, self.pool)
         self._fingerprint = Fingerprint(self._source, *self._reads)  # where all lies now
         self._assigned: dict[tuple[int, str], None] = {}  # by object and name, since the fork
         self._places = ParameterPlaces([self._source])
@@ -403,6 +401,8 @@ def _move(tensors: Iterable[Tensor], pool: SharedMemoryPool) -> dict[int, Tensor
     found = {id(tensor): tensor for tensor in tensors if _can_be_shared(tensor)}
     for tensor, place in zip(found.values(), pool.allocate_like([*found.values()]), strict=True):
         tensor.data = place.copy_(tensor.detach())
+    if found:
+        return_freed_memory()  # where they lay: forks would hold it, too
     return found
 
 

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.clock import now_s
@@ -29,7 +29,7 @@ from phalanx.execution.gradient_writer import GradientWriter
 from phalanx.execution.mailbox import Outbox, collect
 from phalanx.execution.stopwatch import Stopwatch
 from phalanx.ipc import fail_point, inject, injected
-from phalanx.memory import SharedMemoryPool, TensorHandle
+from phalanx.memory import SharedMemoryPool, TensorHandle, forget_memory
 from phalanx.plan import BufferRules
 from phalanx.replicas import (
     CallerModes,
@@ -180,7 +180,7 @@ def serve(world: World, index: int, connection: Connection, dump: Connection) ->
     inject(injected(), index)
     set_intra_op(world.intra_op)
     if world.optimizer is not None:
-        world.optimizer.state.clear()  # the program writes to it, and would copy each page before
+        _forget_state(world.optimizer)
     fail_point("born")
     worker: Worker | None = None
     while True:
@@ -201,6 +201,15 @@ def serve(world: World, index: int, connection: Connection, dump: Connection) ->
             connection.send_bytes(answer)
         except OSError:  # the program is gone
             return
+
+
+def _forget_state(optimizer: Optimizer) -> None:
+    """Let go of memory that the program writes to: it would copy each page before, for us."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor) and value.device.type == "cpu":
+                forget_memory(value)
+    optimizer.state.clear()
 
 
 class Worker:

@@ -10,7 +10,13 @@ from phalanx.memory.blocks import (
 )
 from phalanx.memory.flat import FlatParameters, dense_strides, in_memory_order, refuse_overlap
 from phalanx.memory.rows import MatrixRows, all_within, clamp_rows
-from phalanx.memory.shared_memory_pool import SharedMemoryPool, TensorHandle, is_shared
+from phalanx.memory.shared_memory_pool import (
+    SharedMemoryPool,
+    TensorHandle,
+    forget_memory,
+    is_shared,
+    return_freed_memory,
+)
 
 __all__ = [
     "PAST_CACHE_BYTES",
@@ -23,10 +29,12 @@ __all__ = [
     "clamp_rows",
     "copy_to",
     "dense_strides",
+    "forget_memory",
     "has_memory",
     "in_memory_order",
     "is_expanded",
     "is_shared",
     "refuse_overlap",
+    "return_freed_memory",
     "sum_to",
 ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bisect
+import ctypes
+import mmap
 import threading
 import weakref
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ from torch import Tensor
 from phalanx.ipc import Region, aligned
 from phalanx.memory.flat import dense_strides
 
-__all__ = ["SharedMemoryPool", "TensorHandle", "is_shared"]
+__all__ = ["SharedMemoryPool", "TensorHandle", "forget_memory", "is_shared", "return_freed_memory"]
 
 _pools: weakref.WeakSet[SharedMemoryPool] = weakref.WeakSet()
 
@@ -136,3 +138,22 @@ class SharedMemoryPool:
 def is_shared(tensor: Tensor) -> bool:
     """Tell whether ``tensor`` lies in a region of any pool of this process."""
     return any(pool.handle_of(tensor) is not None for pool in _pools)
+
+
+def forget_memory(tensor: Tensor) -> None:
+    """Give back the pages of a dense ``tensor`` whose numbers nobody in this process will read.
+
+    In a fork they are the parent's still, which may write to them without a copy.
+    """
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if stop > start:
+        madvise = ctypes.CDLL(None).madvise
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
+
+
+def return_freed_memory() -> None:
+    """Give what was freed back to the system, where the C library can (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
