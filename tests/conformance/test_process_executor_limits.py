@@ -15,6 +15,7 @@ import phalanx
 from phalanx.errors import OutOfSpace, PeerLost
 from phalanx.execution import processes
 from phalanx.execution.worker_process import WorkerProcess
+from phalanx.ipc import Region
 from phalanx.memory.shared_memory_pool import SharedMemoryPool
 
 pytestmark = pytest.mark.promise("nothing-is-left-behind")
@@ -64,15 +65,15 @@ class Ration:
 @pytest.fixture
 def ration(monkeypatch: pytest.MonkeyPatch) -> Ration:
     ration = Ration()
-    allocate = SharedMemoryPool.allocate
+    add = SharedMemoryPool._add
 
-    def give(self: SharedMemoryPool, *wanted: Any) -> Tensor:
+    def give(self: SharedMemoryPool, region: Region) -> Tensor:
         if ration.left <= 0:
             raise OutOfSpace("There must be more bytes free.")
         ration.left -= 1
-        return allocate(self, *wanted)
+        return add(self, region)
 
-    monkeypatch.setattr(SharedMemoryPool, "allocate", give)
+    monkeypatch.setattr(SharedMemoryPool, "_add", give)
     return ration
 
 
