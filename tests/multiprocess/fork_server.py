@@ -10,7 +10,9 @@ import faulthandler
 import logging
 import multiprocessing
 import os
+import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from multiprocessing import forkserver, resource_tracker, util
 
@@ -42,6 +44,18 @@ def _fork(path: str, args: Sequence[object], passed: list[int]) -> int:
     if pid == 0:
         faulthandler.disable()
         logging.getLogger().handlers.clear()  # pytest's
+        _forget_pipes(passed)
         forkserver.main(*passed, preload=[])
         os._exit(0)
     return pid
+
+
+def _forget_pipes(kept: list[int]) -> None:
+    """Leave all pipes and sockets but ``kept``, whose other ends would not see their end."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        with suppress(OSError):  # that of the listing
+            mode = os.fstat(fd).st_mode
+            if fd not in kept and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+                os.dup2(null, fd)

@@ -26,17 +26,17 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
 
 
-def run(script: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = "from phalanx.cli.app import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", command, "launch", *words],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        cwd=script.parent,
-        env=environment(),
-        check=False,
+def launched(*words: str, folder: Path) -> tuple[int, list[str], list[str]]:
+    """Run `phalanx launch` in forks; return its exit code and the lines of stdout and stderr."""
+    errors = folder / "errors"
+    script = Script(
+        *("phalanx", "launch", *words), folder=folder, errors=errors, environment=environment()
     )
+    try:
+        code = script.wait(DEADLINE_S)
+        return code, script.stdout.read().splitlines(), errors.read_text().splitlines()
+    finally:
+        script.end()
 
 
 def write(folder: Path, text: str) -> Path:
@@ -45,9 +45,33 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_ranks_share_a_group_say_who_speaks_and_start_again_and_the_first_cause_is_told_last(
-    tmp_path,
-):
+def test_ranks_share_a_group_and_say_who_speaks(tmp_path):
+    """The launcher and its ranks start as users' do."""
+    script = write(
+        tmp_path,
+        "import sys, torch, torch.distributed as dist\n"
+        "dist.init_process_group()\n"
+        "total = torch.tensor(dist.get_rank() + 1)\n"
+        "dist.all_reduce(total)\n"
+        "print(dist.group.WORLD, int(total), sys.argv[1:], torch.get_num_threads())\n",
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx", "launch", "-n", "2", str(script), "--epochs", "2"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env=environment(),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert sorted(done.stdout.splitlines()) == [
+        f"[rank {rank}] SharedGroup('0', rank {rank} of 2) 3 ['--epochs', '2'] {threads}"
+        for rank in range(2)
+    ]
+
+
+def test_ranks_start_again_and_the_first_cause_is_told_last(tmp_path):
     """In the first attempt rank 0 is killed, and in the second one rank 1 ends while 0 waits."""
     script = write(
         tmp_path,
@@ -59,25 +83,19 @@ def test_ranks_share_a_group_say_who_speaks_and_start_again_and_the_first_cause_
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "total = torch.tensor(dist.get_rank() + 1)\n"
         "dist.all_reduce(total)\n"
-        "print('attempt', attempt, dist.group.WORLD, int(total), sys.argv[1:],\n"
-        "      torch.get_num_threads())\n"
+        "print('attempt', attempt, int(total))\n"
         "if dist.get_rank() == 1:\n"
         "    sys.exit(7)\n"
         "dist.all_reduce(total)\n",
     )
     options = ("-n", "2", "--max-restarts", "1", "--log-dir", "logs")
-    done = run(script, *options, str(script), "--epochs", "2")
-    assert done.returncode == 7, done.stderr
-    threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert sorted(done.stdout.splitlines()) == [
-        f"[rank {rank}] attempt 1 SharedGroup('0', rank {rank} of 2) 3 ['--epochs', '2'] {threads}"
-        for rank in range(2)
-    ]
+    code, said, errors = launched(*options, str(script), folder=tmp_path)
+    assert code == 7, errors
+    assert sorted(said) == [f"[rank {rank}] attempt 1 3" for rank in range(2)]
     assert len(list((tmp_path / "logs").glob("*/attempt_1/*/stdout.log"))) == 2
-    last = done.stderr.splitlines()
-    told = next(place for place, line in enumerate(last) if line.startswith("Rank 1 (process "))
-    assert "ended with exit code 7." in last[told]
-    assert not any("[rank" in line for line in last[told:])
+    told = next(place for place, line in enumerate(errors) if line.startswith("Rank 1 (process "))
+    assert "ended with exit code 7." in errors[told]
+    assert not any("[rank" in line for line in errors[told:])
 
 
 def test_a_traceback_begins_in_the_script_and_says_things_once(tmp_path):
@@ -91,13 +109,8 @@ def test_a_traceback_begins_in_the_script_and_says_things_once(tmp_path):
         "    signal.pause()\n"
         "dist.all_reduce(torch.ones(3))\n",
     )
-    words, errors = ["phalanx", "launch", "-n", "2", str(script)], tmp_path / "errors"
-    launcher = Script(*words, folder=tmp_path, errors=errors, environment=environment())
-    try:
-        assert launcher.wait(DEADLINE_S) == 1, errors.read_text()
-    finally:
-        launcher.end()
-    lines = errors.read_text().splitlines()
+    code, _, lines = launched("-n", "2", str(script), folder=tmp_path)
+    assert code == 1, lines
     prefix = "[rank 0] [rank0]: "  # ours, and torch's
     its_own = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
     first = its_own.index("Traceback (most recent call last):")
@@ -115,14 +128,16 @@ def test_a_traceback_begins_in_the_script_and_says_things_once(tmp_path):
 def gathered(word: str) -> list[str]:
     dist.init_process_group("phalanx")
     words: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(words, f"{word} {dist.get_rank()}")
+    dist.all_gather_object(words, f"{word} {dist.get_rank()} {os.environ['GLOO_SOCKET_IFNAME']}")
     dist.destroy_process_group()
     return words
 
 
-def test_a_function_runs_in_every_rank_and_returns_by_rank():
+def test_a_function_runs_in_every_rank_and_returns_by_rank(monkeypatch):
+    """The ranks start as users' do, with the interface that the user names."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    assert launch(gathered, 2, args=("rank",)) == [["rank 0", "rank 1"]] * 2
+    assert launch(gathered, 2, args=("rank",)) == [["rank 0 eth7", "rank 1 eth7"]] * 2
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 

@@ -205,11 +205,6 @@ def test_ranks_make_one_group_after_another_or_their_own_and_are_told_of_the_loo
     assert launch(groups_of_all_kinds, 3) == [found] * 3
 
 
-def test_ranks_are_told_of_the_interface_that_the_user_names(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    assert launch(os.getenv, 1, args=("GLOO_SOCKET_IFNAME",)) == ["eth7"]
-
-
 def test_ranks_on_one_host_take_no_connections(job):
     assert listening(job.get().pids) == []
 
