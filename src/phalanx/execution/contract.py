@@ -127,6 +127,7 @@ class Executor(ABC):
         sources: Each replica's module, or the one that all are replicas of.
         parameters: All parameters, each once, in whose order gradients are summed.
         one_source: Whether all are replicas of one module.
+        owns_generator: Whether each replica has a process of its own, whose generator is seeded.
         keeps_gradients: Whether a run's gradients lie where autograd made them, so that an
             optimizer may step on them there, and nobody else writes there later.
         worker_pids: The worker processes' numbers; empty without any.
@@ -142,6 +143,7 @@ class Executor(ABC):
     _order: RunOrder
     one_source: bool = True
     keeps_gradients: bool = False
+    owns_generator = False
     worker_pids: Sequence[int] = ()
     optimizer: Optimizer | None = None
     _has_run = False
@@ -222,6 +224,7 @@ class Executor(ABC):
         plan = RngPlan(
             watched=watched,
             throughout=self._rng_hidden or self._sees_operators(all(trains)),
+            own=self.owns_generator,
             shared=frozenset(each for each in self.devices if self.devices.count(each) > 1),
         )
         state = RunState(task, pieces, weights, seed, owners, rng=plan, only=only)

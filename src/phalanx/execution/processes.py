@@ -94,6 +94,7 @@ class ProcessExecutor(Executor):
     Determinism: as `ThreadExecutor`, with the same bits, whoever dies.
     """
 
+    owns_generator = True
     _threads: ThreadPool
 
     def __init__(
@@ -352,8 +353,6 @@ class ProcessExecutor(Executor):
         state, microbatch, buffer = run.state, message.microbatch, message.gradient_buffer
         specs, weight = self._gradient_buffers.layout.specs, state.weights[microbatch]
         gradients, statistics = done.written.read(buffer, specs, weight)
-        if done.drew:
-            state.rng_use.drew = True
         if done.drew_hidden:
             state.rng_use.hidden = True
         state.assigned.update(dict.fromkeys(done.assigned))

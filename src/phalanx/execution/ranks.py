@@ -90,6 +90,11 @@ class RankExecutor(ThreadExecutor):
         self._take_shares([each["workloads"] for each in told])
         self.align(module)
 
+    @property
+    def owns_generator(self) -> bool:  # type: ignore[override]
+        """Whether the rank's one replica is all that draws in its process."""
+        return [device.type for device in self.devices] == ["cpu"]
+
     def _take_shares(self, by_rank: Sequence[Sequence[float]]) -> None:
         self.counts = [len(each) for each in by_rank]
         self._powers = [sum(each) for each in by_rank]

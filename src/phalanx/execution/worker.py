@@ -144,8 +144,7 @@ class Done:
         written: What is in the gradient buffer.
         result_bytes: How much room those before it would take where the task said `reply`; known
             when they have been packed.
-        drew: Whether the model drew random numbers.
-        drew_hidden: Whether it drew any where calls from Python do not show it.
+        drew_hidden: Whether it drew numbers where calls from Python do not show it.
         assigned: The attributes that `forward` has assigned; looked for in first runs.
         seconds: As in `RunResult`.
     """
@@ -153,7 +152,6 @@ class Done:
     result: Any  # Any: whatever the task returns
     written: WrittenGradients
     result_bytes: int | Needed
-    drew: bool
     drew_hidden: bool
     assigned: Sequence[str]
     start_s: float
@@ -253,7 +251,6 @@ class Worker:
             result=result,
             written=written,
             result_bytes=Needed(outbox),
-            drew=context.rng_use.drew,
             drew_hidden=context.rng_use.hidden,
             assigned=self._replica.assigned() if spec.rng.watched else (),
             start_s=start_s,

@@ -1,6 +1,7 @@
 """The random numbers of one microbatch: where `forward` and `backward` get them from.
 
-    MicrobatchRng  ──► CallRng sees every call of torch's functions from Python; for those that may
+    MicrobatchRng  ──► ProcessRng seeds the generator of a process of one replica; or else
+                   ──► CallRng sees every call of torch's functions from Python; for those that may
                        draw it enters
                          ──► RngMode, which sees every operator and gives it the generator
 
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from phalanx.errors import UnsupportedError
-from phalanx.replicas.rng_mode import RngMode, in_use, process_state
+from phalanx.replicas.rng_mode import ProcessRng, RngMode, in_use, process_state
 from phalanx.torch_internals import run_engine
 
 __all__ = [
@@ -90,11 +91,13 @@ class RngPlan:
     Attributes:
         watched: The first run of its kind: whoever moves the process's generators is refused.
         throughout: Look at every operator, not at calls from Python.
+        own: The process computes one microbatch at a time, and nobody else draws in it meanwhile.
         shared: Devices on which several replicas run.
     """
 
     watched: bool = False
     throughout: bool = False
+    own: bool = False
     shared: frozenset[torch.device] = frozenset()
 
 
@@ -121,11 +124,17 @@ class MicrobatchRng:
     """
 
     def __init__(self, seed: int, plan: RngPlan, use: RngUse) -> None:
-        self._draws = draws = RngMode(seed, plan.shared)
         self._use = use
         self._watched = plan.watched
         self._may_hide = plan.watched and not plan.throughout
-        self._contexts: list[AbstractContextManager[object]] = []
+        self._draws: RngMode | ProcessRng
+        self._contexts: list[AbstractContextManager[object]]
+        if plan.own and not plan.watched and not plan.throughout:
+            self._draws = own = ProcessRng(seed)
+            self._contexts = [own]
+            return
+        self._draws = draws = RngMode(seed, plan.shared)
+        self._contexts = []
         if plan.watched or plan.throughout:
             self._contexts.append(draws)
         # Not for a fused evaluation, which it would take apart in the first run alone.

@@ -95,7 +95,7 @@ class _InUse(threading.local):
     """
 
     def __init__(self) -> None:
-        self.rngs: list[RngMode] = []
+        self.rngs: list[RngMode | ProcessRng] = []
 
 
 in_use = _InUse()
@@ -116,15 +116,12 @@ def preserve_rng() -> tuple[AbstractContextManager[None], AbstractContextManager
     draws = in_use.rngs[-1] if in_use.rngs else None
     if draws is None:
         return contextlib.nullcontext(), contextlib.nullcontext()
-    kept: list[_State] = []
+    kept: list[Any] = []  # Any, here and below: states
     return _keep(draws, kept), _repeat(kept)
 
 
-_State = tuple[int, dict[torch.device, Tensor]]
-
-
 @contextlib.contextmanager
-def _keep(draws: RngMode, kept: list[_State]) -> Iterator[None]:
+def _keep(draws: RngMode | ProcessRng, kept: list[Any]) -> Iterator[None]:
     kept.append(draws.states())
     draws.num_preserved += 1
     try:
@@ -134,7 +131,7 @@ def _keep(draws: RngMode, kept: list[_State]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _repeat(kept: list[_State]) -> Iterator[None]:
+def _repeat(kept: list[Any]) -> Iterator[None]:
     draws = in_use.rngs[-1]
     before = draws.states()
     draws.set_states(kept[0])
@@ -144,6 +141,40 @@ def _repeat(kept: list[_State]) -> Iterator[None]:
     finally:
         draws.num_preserved -= 1
         draws.set_states(before)
+
+
+class ProcessRng:
+    """Seed the process's generator for a microbatch, and put it back after each entry.
+
+    The numbers are those of `RngMode`, and calls cost nothing. It is for one microbatch at a time,
+    in a process where nobody else draws meanwhile.
+    """
+
+    used = hidden = False  # unknown, and of no interest where this is used
+
+    def __init__(self, seed: int) -> None:
+        self._state = torch.Generator().manual_seed(seed).get_state()
+        self.num_preserved = 0
+
+    def __enter__(self) -> None:
+        self._before = torch.get_rng_state()
+        torch.set_rng_state(self._state)
+
+    def __exit__(self, *_: object) -> None:
+        self._state = torch.get_rng_state()
+        torch.set_rng_state(self._before)
+
+    def state(self) -> Tensor:
+        """Return the state of this microbatch's generator, inside of it."""
+        return torch.get_rng_state()
+
+    def states(self) -> Tensor:
+        """As :meth:`state`."""
+        return torch.get_rng_state()
+
+    def set_states(self, states: Tensor) -> None:
+        """Continue from what :meth:`states` returned."""
+        torch.set_rng_state(states)
 
 
 class RngMode(TorchDispatchMode):
@@ -188,11 +219,11 @@ class RngMode(TorchDispatchMode):
         """Return the state of this microbatch's generator on the CPU."""
         return self._generator(torch.device("cpu")).get_state()
 
-    def states(self) -> _State:
-        """Return where all generators stand."""
+    def states(self) -> Any:
+        """Return the states of all generators."""
         return self._seed, {device: g.get_state() for device, g in self._generators.items()}
 
-    def set_states(self, states: _State) -> None:
+    def set_states(self, states: Any) -> None:
         """Go on from what :meth:`states` returned, of these or of others."""
         self._seed, by_device = states
         self._generators = {device: torch.Generator(device) for device in by_device}

@@ -83,7 +83,11 @@ def test_the_numbers_belong_to_the_seed(way: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("plan", [RngPlan(), RngPlan(throughout=True), RngPlan(watched=True)])
+@pytest.mark.parametrize(
+    "plan",
+    [RngPlan(), RngPlan(throughout=True), RngPlan(watched=True), RngPlan(own=True)],
+    ids=["calls", "operators", "watched", "own"],
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_numbers_are_the_same_however_draws_are_found(way: str, plan: RngPlan) -> None:
     with RngMode(7):
@@ -93,7 +97,7 @@ def test_the_numbers_are_the_same_however_draws_are_found(way: str, plan: RngPla
         found = WAYS[way]()
     assert torch.equal(found, expected)
     assert torch.equal(torch.get_rng_state(), before)
-    assert use.drew
+    assert use.drew or plan.own
     assert not use.hidden  # a call from Python shows each of them
 
 
@@ -130,7 +134,8 @@ def test_a_preserved_part_may_be_within_a_region_only(reentrant: bool) -> None:
         checkpoint(outer, x, use_reentrant=False, context_fn=preserve_rng)
 
 
-def test_nested_preserved_parts_repeat_their_numbers() -> None:
+@pytest.mark.parametrize("own", [False, True])
+def test_nested_preserved_parts_repeat_their_numbers(own: bool) -> None:
     def gradient(inside: bool) -> Tensor:
         x = X.clone().requires_grad_()
 
@@ -144,7 +149,7 @@ def test_nested_preserved_parts_repeat_their_numbers() -> None:
         def middle(v: Tensor) -> Tensor:
             return part(lambda u: torch.sin(F.dropout(u, 0.5)), v) * torch.rand(v.shape)
 
-        with MicrobatchRng(0, RngPlan(), RngUse()):
+        with MicrobatchRng(0, RngPlan(own=own), RngUse()):
             value = part(middle, x).square().sum()
             run_backward([value], [torch.ones(())])
         assert x.grad is not None
