@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils.checkpoint import checkpoint
 
 import phalanx
 from tests.conformance.groups import desc, group_of
@@ -145,7 +146,22 @@ def shared_twice() -> nn.Module:
     return nn.Sequential(layer, nn.BatchNorm1d(6), layer, nn.Linear(6, 3))
 
 
+class Checkpointed(nn.Module):
+    """Recomputes, as `gradient_checkpointing_enable()` of Hugging Face's models lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Embedding(7, 5), nn.Linear(5, 3)
+        self.function: Any = functools.partial(checkpoint, use_reentrant=True)
+        self.first.register_forward_hook(lambda _, __, output: output.requires_grad_())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.function(self.second, self.first(x.abs().long() % 7).mean(1))
+        return out
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
+    "checkpointed": Checkpointed,
     "parametrized": symmetric,
     "weight_norm": functools.partial(of_torch, parametrizations.weight_norm),
     "spectral_norm": functools.partial(of_torch, parametrizations.spectral_norm),
@@ -382,6 +398,35 @@ def test_hooks_on_parameters_run_once_on_the_whole_gradient() -> None:
     with phalanx.DataParallel(net, 3) as model:
         model(torch.randn(5, 3)).sum().backward()
     assert seen == [[5.0, 5.0]]
+
+
+class Spare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("penalised", [False, True])
+def test_hooks_on_parameters_without_a_gradient_do_not_run(register: str, penalised: bool) -> None:
+    net, seen, x = Spare(), [], torch.randn(5, 3)
+    for name, parameter in net.named_parameters():
+        getattr(parameter, register)(lambda _, name=name: seen.append(name))
+
+    def run(model: nn.Module) -> list[str]:
+        seen.clear()
+        loss = model(x).sum()
+        if penalised:
+            loss = loss + net.spare.weight.square().sum()
+        loss.backward()
+        return sorted(seen)
+
+    expected = run(net)
+    with phalanx.DataParallel(net, 3) as model:
+        assert run(model) == expected
 
 
 # --- recurrent layers with another's parameters ---------------------------------------------------

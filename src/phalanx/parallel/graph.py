@@ -28,6 +28,7 @@ from phalanx.replicas import (
     CallerModes,
     advance_process_generator,
     copy_rows,
+    reached_leaves,
     run_backward,
     seed_of_process,
 )
@@ -49,6 +50,7 @@ class ReplicaGraph:
         wanted: By input leaf, whether it shall have a gradient.
         spec: The structure of the outputs.
         needing: The places of the output leaves that need a gradient.
+        reached: The ids of the parameters that a backward pass comes to; None: not looked for.
     """
 
     inputs: list[Any]  # Any: leaves of whatever the module takes and returns
@@ -56,6 +58,7 @@ class ReplicaGraph:
     outputs: list[Any]
     spec: pytree.TreeSpec
     needing: tuple[int, ...]
+    reached: frozenset[int] | None
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,12 @@ class ForwardTask(Task):
     Attributes:
         run: The module's forward pass.
         records: Whether there will be a backward pass.
+        hooked: Whether a parameter has hooks, which are not to be called without a gradient.
     """
 
     run: RunPart
     records: bool
+    hooked: bool = False
 
     def __call__(self, context: MicrobatchContext) -> tuple[ReplicaGraph, list[Any]]:
         """Do it, in the replica's thread."""
@@ -87,7 +92,11 @@ class ForwardTask(Task):
             for place, leaf in enumerate(outputs)
             if self.records and isinstance(leaf, Tensor) and leaf.requires_grad
         )
-        return ReplicaGraph(own, wanted, outputs, spec, needing), [
+        reached = None
+        if self.hooked:
+            leaves = reached_leaves([outputs[place] for place in needing])
+            reached = None if leaves is None else context.replica.originals_of(leaves)
+        return ReplicaGraph(own, wanted, outputs, spec, needing, reached), [
             _detached(leaf) for leaf in outputs
         ]
 
@@ -178,7 +187,9 @@ class Graph:
     ) -> None:
         _refuse_tangents(executor.parameters, parts)
         self._executor = executor
-        self._task = ForwardTask(run, torch.is_grad_enabled())
+        records = torch.is_grad_enabled()
+        hooked = records and any(map(_has_hooks, executor.parameters))
+        self._task = ForwardTask(run, records, hooked)
         self._owners = owners
         self.modes = CallerModes.capture(executor.devices)
         self._pieces = [
@@ -208,6 +219,9 @@ class Graph:
                 graph, values = found[index] = result.results[index]
                 piece.graph = graph if graph.needing else None
                 self._connected += [(index, place) for place in graph.needing]
+        reached = [graph.reached for graph, _ in found.values()]
+        if self._task.hooked and None not in reached:
+            self._trainable &= {each for ids in reached if ids is not None for each in ids}
         if self._connected:
             values = [found[index][1][place] for index, place in self._connected]
             connected = _Connect.apply(self, values, *self._tensors())  # type: ignore[no-untyped-call]
@@ -322,6 +336,10 @@ class _Connect(torch.autograd.Function):
 # Any: a leaf of whatever the module returns.
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def refuse_transforms() -> None:

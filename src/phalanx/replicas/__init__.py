@@ -60,7 +60,7 @@ from phalanx.replicas.rng import (
 from phalanx.replicas.rng_mode import RngMode, derive_seed, preserve_rng, seed_of_process
 from phalanx.replicas.rows import copy_rows
 from phalanx.replicas.shell import OwnInShell, placed_on, warn_of_assigned
-from phalanx.replicas.source_gradients import SourceGradients, current_replica
+from phalanx.replicas.source_gradients import SourceGradients, current_replica, reached_leaves
 from phalanx.replicas.streams import RunOrder, current_streams, has_streams
 from phalanx.replicas.uncompiled import uncompiled
 
@@ -114,6 +114,7 @@ __all__ = [
     "placed_on",
     "present_devices",
     "preserve_rng",
+    "reached_leaves",
     "refuse_compiled_in_place",
     "refuse_lazy",
     "refuse_scripts",

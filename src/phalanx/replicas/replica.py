@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -185,6 +185,11 @@ class Replica:
             more = more if travel else more.to(self.device)
             gradients[place] = more if own is None else own + more  # `own` may be another's, too
         return gradients
+
+    def originals_of(self, leaves: Collection[int]) -> frozenset[int]:
+        """Return the ids of the source's parameters for those of leaves of this replica."""
+        pairs = zip(self.parameters, self._originals, strict=True)
+        return frozenset(id(theirs) for own, theirs in pairs if {id(own), id(theirs)} & {*leaves})
 
     def drop_gradients(self) -> None:
         """Forget what a failed microbatch left behind."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import UnsupportedError
 
-__all__ = ["SourceGradients", "current_replica"]
+__all__ = ["SourceGradients", "current_replica", "reached_leaves"]
 
 
 class _RunningReplicas(threading.local):
@@ -123,3 +123,28 @@ def _arrived(
     if found is None or not found.arrived(index, gradients[0]):
         return None
     return (None,) * len(gradients)  # nothing is left to be added to `grad`
+
+
+def reached_leaves(outputs: Iterable[Tensor]) -> set[int] | None:
+    """Return the ids of the leaves that a backward pass from ``outputs`` gives a gradient.
+
+    None where a function of the user's own is on the way: its backward pass may reach others.
+
+    Example:
+        >>> weight, spare = (torch.ones(3, requires_grad=True) for _ in range(2))
+        >>> reached_leaves([(weight * 2).sum()]) == {id(weight)}
+        True
+    """
+    outputs = list(outputs)
+    found = {id(each) for each in outputs if each.grad_fn is None}
+    waiting = [each.grad_fn for each in outputs if each.grad_fn is not None]
+    seen = set(waiting)
+    for node in waiting:  # which grows
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return None
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.add(id(leaf))
+        new = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= new
+        waiting += new
+    return found
