@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx.execution import Shards
-from phalanx.train import StepDone, step_engine
+from phalanx.train import StepDone
 from tests.multiprocess.children import Children, Parent
 from tests.zoo import (
     CNN_NORM,
@@ -412,15 +412,9 @@ def test_an_interrupt_in_a_callback_arrives_and_the_trainer_can_be_saved(tmp_pat
         assert_same_bits(whole_state(trainer), expected)
 
 
-IN_THREADS = pytest.mark.parametrize("light_bytes", [0, 1 << 16], ids=["threads", "caller"])
-"""Who steps a small model: the replicas' threads, or the caller, as by default."""
-
-
-@IN_THREADS
 def test_ctrl_c_while_weights_are_stepped_arrives_after_the_step(
-    light_bytes: int, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_engine, "_LIGHT_BYTES", light_bytes)
     step_shard, interrupted = Shards.step, []
 
     def interrupt(self: Shards, shard: int, scale: float) -> None:
@@ -442,8 +436,7 @@ def test_ctrl_c_while_weights_are_stepped_arrives_after_the_step(
         undisturbed.step(vector_batch(ROWS, seed=1))
         assert trainer.steps == 2
         assert_same_bits(whole_state(trainer), whole_state(undisturbed))
-    by_caller = [thread is threading.main_thread() for thread in interrupted]
-    assert by_caller == [light_bytes > 0]
+    assert len(interrupted) == 1
 
 
 @pytest.mark.parametrize("executor", ["inline", "threads"])
@@ -473,10 +466,9 @@ def test_a_step_of_another_thread_within_a_step_is_refused(executor: str) -> Non
     assert len(refused) == 1
 
 
-def interrupt_again_and_again(parent: Parent, light_bytes: int) -> None:
+def interrupt_again_and_again(parent: Parent) -> None:
     """Run in a process of its own, so that a hang is one failed test and not the end of all."""
     torch.set_num_threads(1)
-    step_engine._LIGHT_BYTES = light_bytes
     signal.signal(signal.SIGINT, signal.default_int_handler)
     armed = threading.Event()
 
@@ -511,18 +503,14 @@ def interrupt_again_and_again(parent: Parent, light_bytes: int) -> None:
     parent.tell("well")
 
 
-@pytest.mark.parametrize(
-    "light_bytes",
-    [pytest.param(0, marks=pytest.mark.night, id="threads"), pytest.param(1 << 16, id="caller")],
-)
-def test_ctrl_c_while_the_replicas_compute_leaves_a_usable_trainer(light_bytes: int) -> None:
+def test_ctrl_c_while_the_replicas_compute_leaves_a_usable_trainer() -> None:
     """The signal comes while the main thread waits for replicas that hold the model's memory.
 
     Every place of the wait must bear it: also the moment between the last replica's word and its
     being heard.
     """
     with Children() as children:
-        child = children.start(interrupt_again_and_again, light_bytes)
+        child = children.start(interrupt_again_and_again)
         assert child.get() == "well", "the trainer hangs after Ctrl-C"
 
 

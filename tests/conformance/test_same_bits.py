@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import phalanx
 from phalanx.cli.data import open_data
 from phalanx.replicas import num_cores
-from phalanx.train import StepDone, step_engine
+from phalanx.train import StepDone
 from tests.zoo import (
     CNN_NORM,
     GPT_DROPOUT,
@@ -197,13 +197,6 @@ def test_a_run_without_microbatches_repeats(recipe: Recipe) -> None:
     assert_same(second, first)
 
 
-@EVERY_RECIPE
-def test_threads_step_as_the_caller_does(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models as small as these are stepped by the caller, unless it is made to wake threads."""
-    monkeypatch.setattr(step_engine, "_LIGHT_BYTES", 0)
-    assert_same(train(recipe, 3), reference(str(recipe)))
-
-
 def adafactor(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Multiplies matrices in its step, so an autocast around it would show."""
     return torch.optim.Adafactor(parameters, lr=0.1)
@@ -214,12 +207,10 @@ def in_bfloat16(module: nn.Module, batch: Any) -> Tensor:
         return MLP.loss(module(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize("light_bytes", [0, 1 << 16], ids=["threads", "caller"])
 @pytest.mark.parametrize(("executor", "replicas"), [("threads", 3), ("inline", 1)])
 def test_autocast_around_a_step_is_around_the_forward_pass_alone(
-    executor: str, replicas: int, light_bytes: int, monkeypatch: pytest.MonkeyPatch
+    executor: str, replicas: int
 ) -> None:
-    monkeypatch.setattr(step_engine, "_LIGHT_BYTES", light_bytes)
     options: dict[str, Any] = {"replicas": replicas, "executor": executor, "microbatches": 4}
     with (
         phalanx.Trainer(

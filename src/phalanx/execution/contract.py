@@ -6,7 +6,6 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
@@ -22,7 +21,6 @@ from phalanx.execution.partial_sums import (
     RunResult,
     Span,
     TreeSums,
-    add_last,
     add_sums,
     missing_in,
 )
@@ -35,7 +33,6 @@ from phalanx.replicas import (
     Replica,
     RngPlan,
     RngUse,
-    RunOrder,
     autocast_off,
     callers_streams,
     current_streams,
@@ -118,6 +115,40 @@ class MicrobatchResult:
     targets: Nested
 
 
+class Peers:
+    """The other processes of a job, as a trainer talks to them; here there are none.
+
+    Attributes:
+        generation: How often they have changed.
+    """
+
+    generation: int = 0
+
+    def all_workloads(self, own: Sequence[float]) -> Sequence[float]:
+        """Return the relative shares of all the job's replicas, where those here have ``own``."""
+        return own
+
+    def admit(self) -> None:
+        """Let new processes in, between two steps, where some wait."""
+
+    def agree_to_open_again(self) -> None:
+        """Tell all processes that the trained parameters were changed.
+
+        Raises:
+            ConfigError: They were not changed in all processes.
+        """
+
+    def mark_done(self) -> None:
+        """Count a run whose outcome is kept here: ranks that were cut off from it do it alone."""
+
+    def check_alike(self) -> None:
+        """Compare the weights of all processes.
+
+        Raises:
+            PeerError: They differ.
+        """
+
+
 class Executor(ABC):
     """Replicas that run microbatches, each with a thread of this process that looks after it.
 
@@ -128,10 +159,9 @@ class Executor(ABC):
         parameters: All parameters, each once, in whose order gradients are summed.
         one_source: Whether all are replicas of one module.
         owns_generator: Whether each replica has a process of its own, whose generator is seeded.
-        keeps_gradients: Whether a run's gradients lie where autograd made them, so that an
-            optimizer may step on them there, and nobody else writes there later.
         worker_pids: The worker processes' numbers; empty without any.
         optimizer: The one that is stepped, whose options ranks compare before each step.
+        peers: The other processes of the job.
     """
 
     workloads: list[float]
@@ -139,13 +169,11 @@ class Executor(ABC):
     sources: tuple[nn.Module, ...]
     parameters: list[nn.Parameter]
     _threads: ThreadPool | CallerThread
-    _caller: CallerThread | None = None  # does light work of all replicas; None: it is elsewhere
-    _order: RunOrder
     one_source: bool = True
-    keeps_gradients: bool = False
     owns_generator = False
     worker_pids: Sequence[int] = ()
     optimizer: Optimizer | None = None
+    peers: Peers = Peers()
     _has_run = False
     _warned: frozenset[str] = frozenset()  # attributes that `forward` was seen to assign
     _rng_watched: frozenset[object] = frozenset()  # the kinds of runs that were watched
@@ -153,26 +181,23 @@ class Executor(ABC):
     _fused: bool | None = None  # see `has_fused_evaluation`; None: not known yet
     _compiled = False  # see `has_compiled`
 
-    def each(
-        self, task: Callable[[int], T], *, uninterrupted: bool = False, light: bool = False
-    ) -> list[T]:
-        """Run ``task(replica index)`` in every replica's thread at once, on the caller's streams.
+    def each(self, function: Callable[[int], T], *, uninterrupted: bool = False) -> list[T]:
+        """Call ``function(replica index)`` in every replica's thread, on the caller's streams.
 
         After :meth:`close`, for a backward pass that is still to come, on threads of its own.
 
         Args:
             uninterrupted: A Ctrl-C arrives after it, also where the one replica is the caller's
                 thread.
-            light: Waking threads would take longer than the work: the caller may do all of it.
         """
         streams = callers_streams(self.devices)
 
         def on_streams(index: int) -> T:
             with current_streams(streams, self.devices[index]):
-                return task(index)
+                return function(index)
 
-        run = on_streams if streams else task
-        threads = self._caller if light and self._caller is not None else self._threads
+        run = on_streams if streams else function
+        threads = self._threads
         if isinstance(threads, CallerThread) and (uninterrupted or not threads.closed):
             with autocast_off(self.devices):  # as in a replica's thread: it gives other bits
                 return threads.each_uninterrupted(run) if uninterrupted else threads.each(run)
@@ -180,13 +205,6 @@ class Executor(ABC):
             return threads.each(run)
         with contextlib.closing(ThreadPool(len(self), intra_op=self.intra_op)) as pool:
             return pool.each(run)
-
-    def in_order(self) -> AbstractContextManager[None]:
-        """Return a context in which no other thread runs forward passes, or writes what they left.
-
-        Its work on accelerators comes after that of the one before.
-        """
-        return self._order.next_run(callers_streams(self.devices))
 
     def run(
         self,
@@ -196,7 +214,6 @@ class Executor(ABC):
         weights: Sequence[float],
         seed: tuple[int, ...],
         owners: Sequence[int] | None = None,
-        only: range | None = None,
     ) -> RunResult:
         """Run ``task`` on every piece of weight above 0, each on one replica.
 
@@ -207,7 +224,6 @@ class Executor(ABC):
             seed: Where the random numbers of this run start; each microbatch appends its index.
             owners: The replica that computes each microbatch; another one does only if that one
                 is lost. Default: whoever is free.
-            only: Run these, while others run elsewhere; default: all.
 
         Returns:
             The results by microbatch, and the sums along the tree of the gradients that ``task``
@@ -217,17 +233,21 @@ class Executor(ABC):
             Exception: What ``task`` raised, with a note that names replica and microbatch. Nothing
                 that the caller can see has changed then.
         """
+        return self._run(RunState(task, pieces, weights, seed, owners))
+
+    def _run(self, state: RunState) -> RunResult:
+        """Run what there is in ``state``, under the random numbers of its kind."""
+        task = state.task
         trains = tuple([source.training for source in self.sources])
         name = getattr(task, "__qualname__", type(task).__qualname__)
         kind = name, trains, torch.is_grad_enabled()
         watched = kind not in self._rng_watched
-        plan = RngPlan(
+        state.rng = RngPlan(
             watched=watched,
             throughout=self._rng_hidden or self._sees_operators(all(trains)),
             own=self.owns_generator,
             shared=frozenset(each for each in self.devices if self.devices.count(each) > 1),
         )
-        state = RunState(task, pieces, weights, seed, owners, rng=plan, only=only)
         try:
             self._start(state)
         finally:
@@ -238,45 +258,9 @@ class Executor(ABC):
             self._warned |= state.assigned.keys()
         return state.result()
 
-    def all_workloads(self, own: Sequence[float]) -> Sequence[float]:
-        """Return the relative shares of all the job's replicas, where those here have ``own``."""
-        return own
-
-    def add_gradients(self, result: RunResult) -> Gradients:
-        """Add the last two partial sums of a run, every thread its share of the elements.
-
-        Returns:
-            By parameter, in memory order; nobody else holds their memory.
-        """
-        if not result.operands:
-            return [None] * len(self.parameters)
-        operands = [operand.gradients for operand in result.operands]
-        return add_last(operands, self.each, len(self), fresh=not self.keeps_gradients)
-
     def open_shards(self, optimizer: Optimizer) -> Shards:
         """Return the optimizer in shards, one for each replica's thread."""
         return Shards(optimizer, self.parameters, len(self))
-
-    def agree_to_open_anew(self) -> None:  # noqa: B027 - most are alone
-        """Tell all processes of the job that what is trained was changed; see `RankExecutor`."""
-
-    @property
-    def generation(self) -> int:
-        """How often the processes of the job have changed."""
-        return 0
-
-    def mark_done(self) -> None:  # noqa: B027 - most are alone
-        """Count a run whose outcome is kept here: ranks that were cut off from it do it alone."""
-
-    def admit(self) -> None:  # noqa: B027 - most take in nobody
-        """Let new processes of the job in, between two steps, where some wait."""
-
-    def check_alike(self) -> None:  # noqa: B027 - most have no others
-        """Compare the weights of all processes of the job.
-
-        Raises:
-            PeerError: They differ.
-        """
 
     def _sees_operators(self, trains: bool) -> bool:
         """Tell whether a mode that sees calls would keep torch from a faster way."""
@@ -371,15 +355,14 @@ class RunState:
         weights: Sequence[float],
         seed: tuple[int, ...],
         owners: Sequence[int] | None,
-        rng: RngPlan,
-        only: range | None,
+        only: range | None = None,
     ) -> None:
         self.task = task
         self.pieces = pieces
         self.weights = weights
         self.seed = seed
         self.owners = owners
-        self.rng = rng
+        self.rng = RngPlan()
         self.rng_use = RngUse()
         self.assigned: dict[str, None] = {}  # names of attributes; looked for where rng is watched
         self.queue: WorkQueue  # set when it starts

@@ -58,7 +58,7 @@ class ElasticRankExecutor(RankExecutor):
             self._all_workloads = shares
 
     @property
-    def generation(self) -> int:
+    def generation(self) -> int:  # type: ignore[override]
         """How often the ranks have changed."""
         return self.exchange.generation
 
@@ -106,11 +106,11 @@ class ElasticRankExecutor(RankExecutor):
         """Count a run whose outcome is kept here."""
         self.exchange.mark_done()
 
-    def agree_to_open_anew(self) -> None:
-        """Tell all ranks that what is trained here is not what it was; all must tell the same."""
+    def agree_to_open_again(self) -> None:
+        """Tell all ranks that the trained parameters were changed here; all must tell the same."""
         with _unrepeated(self.exchange) as goes:
             if goes:
-                super().agree_to_open_anew()
+                super().agree_to_open_again()
 
     def check_alike(self) -> None:
         """Compare the parameters of all ranks by a checksum."""

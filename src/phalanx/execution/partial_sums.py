@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
-import torch
 from torch import Tensor
 
-from phalanx.plan import Node, SummationTree, overlaps, part_bounds
-from phalanx.replicas import Statistic, add_gradients, apart, merge_statistics
+from phalanx.plan import Node, SummationTree
+from phalanx.replicas import Statistic, add_gradients, merge_statistics
 
 __all__ = [
     "Gradients",
@@ -20,7 +18,6 @@ __all__ = [
     "RunResult",
     "Span",
     "TreeSums",
-    "add_last",
     "add_sums",
     "missing_in",
 ]
@@ -143,42 +140,3 @@ def missing_in(operands: Sequence[PartialSum]) -> frozenset[int]:
     return frozenset(
         place for place, each in enumerate(columns) if all(gradient is None for gradient in each)
     )
-
-
-def add_last(
-    operands: Sequence[Gradients],
-    each: Callable[[Callable[[int], None]], Any],
-    num_threads: int,
-    *,
-    fresh: bool,
-) -> Gradients:
-    """Add the one or two sums that are left, every thread its share of the elements.
-
-    Args:
-        each: Runs a function in every thread, with the thread's index.
-        fresh: Return new memory; else the left one takes the right one.
-    """
-    left, *others = operands if fresh else map(apart, operands)
-    right = others[0] if others else [None] * len(left)
-    pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
-    sums = [torch.empty_like(a) if fresh else a for a, _ in pairs]
-    sizes = [a.numel() for a, _ in pairs]
-    starts = [stop - size for stop, size in zip(accumulate(sizes), sizes, strict=True)]
-    bounds = part_bounds(sum(sizes), num_threads, _BLOCK)
-
-    def add(index: int) -> None:
-        for pair, start, stop in overlaps(starts, sizes, *bounds[index]):
-            a, b = pairs[pair]
-            torch.add(a[start:stop], b[start:stop], out=sums[pair][start:stop])
-
-    if pairs:
-        each(add)
-    added = iter(sums)
-
-    def total(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-        if a is not None and b is not None:
-            return next(added)
-        one = b if a is None else a
-        return one.clone() if fresh and one is not None else one
-
-    return [total(a, b) for a, b in zip(left, right, strict=True)]

@@ -56,7 +56,6 @@ from phalanx.replicas import (
     CallerModes,
     Fingerprint,
     PlainChanges,
-    RunOrder,
     StatisticSpec,
     num_cores,
     pack,
@@ -127,7 +126,6 @@ class ProcessExecutor(Executor):
         self._timeout_s = min(float(timeout_s), LONGEST_S)
         self._on_failure = on_failure
         self._pid = os.getpid()
-        self._order = RunOrder(self.devices)
         self._runs = 0
         self._moved: dict[int, Tensor] = {}
         self._specs: list[StatisticSpec] | None = None

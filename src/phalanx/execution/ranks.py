@@ -21,9 +21,7 @@ from torch.optim import Optimizer
 
 from phalanx.distributed import Exchange
 from phalanx.errors import ConfigError, PeerError
-from phalanx.execution.contract import (
-    Task,
-)
+from phalanx.execution.contract import Peers, RunState, Task
 from phalanx.execution.partial_sums import RunResult
 from phalanx.execution.rank_messages import RankMessage
 from phalanx.execution.rank_sums import RankShards, RankSums
@@ -36,11 +34,11 @@ __all__ = ["RankExecutor", "described", "device_types_of", "refuse_unserved", "w
 
 _TRACED = 64  # elements of each microbatch that tell one batch from another
 _STEP = "run a batch"
-_ANEW = "opened anew"  # what a message says in the place of a step
+_OPENS_AGAIN = "opens again"  # stands in a message in the place of a step
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
-class RankExecutor(ThreadExecutor):
+class RankExecutor(ThreadExecutor, Peers):
     """This rank's replicas, as a part of the job's; :meth:`join` comes first.
 
     Its replicas' gradients go into messages: nothing is stepped where they lie.
@@ -50,7 +48,10 @@ class RankExecutor(ThreadExecutor):
         counts: Replicas by rank.
     """
 
-    keeps_gradients = False
+    @property
+    def peers(self) -> Peers:  # type: ignore[override]
+        """The other ranks."""
+        return self
 
     def join(self, exchange: Exchange | None = None) -> None:
         """Compare what all ranks train, and begin with rank 0's parameters and buffers.
@@ -117,7 +118,6 @@ class RankExecutor(ThreadExecutor):
         weights: Sequence[float],
         seed: tuple[int, ...],
         owners: Sequence[int] | None = None,
-        only: range | None = None,
     ) -> RunResult:
         """Run this rank's microbatches, and learn what the others' gave.
 
@@ -125,7 +125,6 @@ class RankExecutor(ThreadExecutor):
             Exception: What ``task`` raised here.
             PeerError: Another rank raised something; nothing has changed anywhere then.
         """
-        assert only is None
         assert not task.goes_back
         only = self._own(len(pieces), owned=owners is not None)
         if owners is not None:  # by the numbers that replicas have here
@@ -138,7 +137,7 @@ class RankExecutor(ThreadExecutor):
         }
         fingerprint = json.dumps(own)
         try:
-            result = super().run(task, pieces, weights=weights, seed=seed, owners=owners, only=only)
+            result = self._run(RunState(task, pieces, weights, seed, owners, only))
             message = RankMessage.of(fingerprint, result.results, result.sums)
             packed = message.pack()
         except BaseException as error:
@@ -167,17 +166,17 @@ class RankExecutor(ThreadExecutor):
         stop = list(accumulate(sizes))[self.exchange.rank]
         return range(stop - sizes[self.exchange.rank], stop)
 
-    def agree_to_open_anew(self) -> None:
-        """Tell all ranks that what is trained here is not what it was; all must tell the same.
+    def agree_to_open_again(self) -> None:
+        """Tell all ranks that the trained parameters were changed here; all must tell the same.
 
         Raises:
             ConfigError: Other ranks are at a step of what was trained so far; they hear of it.
         """
         message = RankMessage(
-            _ANEW, "ConfigError: what it trains was changed, and not on all ranks"
+            _OPENS_AGAIN, "ConfigError: its trained parameters were changed, and not on all ranks"
         )
         told = [RankMessage.read(each) for each in self.exchange.gather(message.pack(), _STEP)]
-        others = [rank for rank, each in enumerate(told) if each.fingerprint != _ANEW]
+        others = [rank for rank, each in enumerate(told) if each.fingerprint != _OPENS_AGAIN]
         if others:
             raise ConfigError(
                 "All ranks must train the same parameters, but those that are frozen, the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -16,7 +17,8 @@ from phalanx.execution.contract import (
     default_intra_op,
 )
 from phalanx.execution.nccl_sums import NcclSums
-from phalanx.execution.partial_sums import PartialSum, Span
+from phalanx.execution.partial_sums import Gradients, PartialSum, RunResult, Span
+from phalanx.execution.shards import share_by_size
 from phalanx.execution.stopwatch import Stopwatch
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
 from phalanx.plan import BufferRules, check_workloads, read_intra_op
@@ -29,8 +31,11 @@ from phalanx.replicas import (
     RunOrder,
     SourceGradients,
     Statistics,
+    apart,
+    callers_streams,
     has_compiled,
 )
+from phalanx.torch_internals import foreach_add
 
 __all__ = ["ThreadExecutor"]
 
@@ -65,8 +70,6 @@ class ThreadExecutor(Executor):
     Determinism: with the same microbatches and `intra_op`, the operands' sum is bitwise the same
     for any number of replicas on the same kind of device and for any timing.
     """
-
-    keeps_gradients = True
 
     def __init__(
         self,
@@ -113,11 +116,8 @@ class ThreadExecutor(Executor):
         self._places = _places_of(self.parameters)
         compiled = any(map(has_compiled, dict.fromkeys(sources)))
         self._compile_once = CompileOnce(sources) if compiled else None
-        self._caller = CallerThread(len(devices), intra_op=self.intra_op)
-        if inline:
-            self._threads = self._caller
-        else:
-            self._threads = ThreadPool(len(devices), intra_op=self.intra_op)
+        kind = CallerThread if inline else ThreadPool
+        self._threads = kind(len(devices), intra_op=self.intra_op)
 
     def matches_source(self) -> bool:
         """Follow the attributes of the modules; tell whether the parameters are still the same."""
@@ -135,6 +135,35 @@ class ThreadExecutor(Executor):
         """Make the next run copy everything from the module, whatever its versions say."""
         for replica in self.replicas:
             replica.outdate()
+
+    def in_order(self) -> AbstractContextManager[None]:
+        """Return a context in which no other thread runs forward passes, or writes what they left.
+
+        Its work on accelerators comes after that of the one before.
+        """
+        return self._order.next_run(callers_streams(self.devices))
+
+    def add_gradients(self, result: RunResult) -> Gradients:
+        """Make the last addition of a run, every thread for some of the parameters.
+
+        Returns:
+            By parameter, in memory order; nobody else holds their memory.
+        """
+        sums = [apart(operand.gradients) for operand in result.operands]
+        if len(sums) < 2:
+            return sums[0] if sums else [None] * len(self.parameters)
+        left, right = sums
+        both = zip(left, right, strict=True)
+        pairs = [(a, b) for a, b in both if a is not None and b is not None]
+        shares = share_by_size([a for a, _ in pairs], len(self))
+
+        def add(index: int) -> None:
+            own = [pairs[place] for place in shares[index]]
+            if own:
+                foreach_add([a for a, _ in own], [b for _, b in own])
+
+        self.each(add)
+        return [b if a is None else a for a, b in zip(left, right, strict=True)]
 
     @property
     def intra_op(self) -> int:

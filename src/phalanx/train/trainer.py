@@ -25,7 +25,6 @@ from phalanx.execution import (
     FailureLog,
     Processes,
     Ranks,
-    RunResult,
     Threads,
     described,
     repeated,
@@ -39,7 +38,7 @@ from phalanx.train.engines import Engines
 from phalanx.train.evaluation import Evaluation, enter_training, leave_evaluation, names_of_means
 from phalanx.train.formation import read_replicas
 from phalanx.train.microbatches import Splitter
-from phalanx.train.objective import Objective, TrainTask
+from phalanx.train.objective import Objective
 from phalanx.train.order import Reader, length_of
 from phalanx.train.position import Loss, Position, RunHistory
 from phalanx.train.state import (
@@ -52,7 +51,7 @@ from phalanx.train.state import (
     restore_state,
     warn_of_changes,
 )
-from phalanx.train.step_engine import EngineSpec, StepEngine, check_members, outputs_of
+from phalanx.train.step import Engine, EngineSpec, check_members
 from phalanx.train.trainer_arguments import (
     check_callables,
     check_fit,
@@ -195,6 +194,7 @@ class Trainer(TrainerFacts):
             optimizer=self.optimizer,
             splitter=Splitter(layout, microbatches, weight),
             objective=self._objective,
+            seed=seed,
             workloads=fixed,
             clip_norm=clip_norm,
             new_maker=partial(
@@ -479,7 +479,7 @@ class Trainer(TrainerFacts):
 
     def _finish_epoch(self, seconds: float, validate: Iterable[Nested] | None) -> EpochDone:
         if self._engine is not None:
-            self._engine.executor.check_alike()
+            self._engine.executor.peers.check_alike()
         done = EpochDone(
             epoch=self.epochs + 1,
             steps=self.steps,
@@ -515,7 +515,7 @@ class Trainer(TrainerFacts):
         start_s = now_s()
         check_moment(closed=self._closed)
         engine = self._engines.open(batch)
-        engine.executor.admit()
+        engine.executor.peers.admit()
         done = repeated(lambda: self._update(engine, batch, start_s, in_epoch=in_epoch))
         if self.steps == 1:  # optimizers make their state in their first step
             capture_state(self._state())
@@ -524,36 +524,23 @@ class Trainer(TrainerFacts):
         self._events.tell(done)
         return done
 
-    def _update(
-        self, engine: StepEngine, batch: Nested, start_s: float, *, in_epoch: bool
-    ) -> StepDone:
+    def _update(self, engine: Engine, batch: Nested, start_s: float, *, in_epoch: bool) -> StepDone:
         """Do one update, and move the position on; metrics are an epoch's, as its loss is."""
         before = self._position
-        microbatches = engine.split(batch, self.workloads)
-        counts = in_epoch and bool(self._metrics)
+        metrics = self._metrics if in_epoch and self._metrics else None
 
         def commit(loss: Loss) -> None:
             self._position = before.next_batch(loss) if in_epoch else before.next_step()
-            if counts:
-                self._metrics.commit()
+            if metrics is not None:
+                metrics.commit()
             if self.scheduler is not None and self._scheduler_interval == "step":
                 self.scheduler.step()
-
-        def count(result: RunResult) -> None:
-            self._metrics.keep()
-            self._metrics.update(*outputs_of(microbatches, result, self._metrics.joining))
 
         check_moment(closed=self._closed, in_step=self._in_step)
         self._in_step = True
         try:
-            done = engine.update(
-                microbatches,
-                TrainTask(self._objective, microbatches.scales, keep_outputs=counts),
-                (self._seed, before.steps),
-                before=before,
-                start_s=start_s,
-                count=count if counts else None,
-                commit=commit,
+            return engine.update(
+                batch, before, self.workloads, start_s=start_s, metrics=metrics, commit=commit
             )
         except Exception as error:
             before.note_on(error, in_epoch=in_epoch)
@@ -563,7 +550,6 @@ class Trainer(TrainerFacts):
             self._metrics.rollback()  # after a commit this finds nothing to take back
             if self._closed:  # since it has begun
                 self.__exit__(StateError)
-        return done
 
     # -- state -------------------------------------------------------
 

@@ -40,7 +40,8 @@ class Train(Task):
 def test_gradients_are_added_along_the_tree(executor: Executor) -> None:
     batches, weights = list(ROWS), [1.0] * 3
     whole = executor.run(Train(), batches, weights=weights, seed=(1,))
-    (total,) = executor.add_gradients(whole)
-    assert torch.equal(total, ROWS.sum(0))
+    left, right = [operand.gradients[0] for operand in whole.operands]
+    assert torch.equal(left, ROWS[:2].sum(0))
+    assert torch.equal(right, ROWS[2])  # the last addition is the caller's
     nothing = executor.run(Train(), [None] * 3, weights=[0.0] * 3, seed=(1,))
-    assert executor.add_gradients(nothing) == [None]
+    assert nothing.operands == []
