@@ -72,13 +72,13 @@ def test_the_number_of_replicas_changes_no_bit(name: str, inside: bool) -> None:
 def test_the_bits_are_the_trainers() -> None:
     inputs, targets = image_batch(ROWS)
     nets = [cnn_norm(), cnn_norm()]
-    sgd = torch.optim.SGD(nets[0].parameters(), lr=0.1, momentum=0.9)
+    make = lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True)  # noqa: E731
+    sgd = make(nets[0].parameters())
     with DataParallel(nets[0], devices=2, microbatches=4) as model:
         for _ in range(STEPS):
             sgd.zero_grad()
             model.forward_loss(class_loss, inputs, targets).backward()
             sgd.step()
-    make = lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)  # noqa: E731
     with Trainer(nets[1], class_loss, make, microbatches=4, replicas=3) as trainer:
         for _ in range(STEPS):
             trainer.step((inputs, targets))
