@@ -42,11 +42,13 @@ def start() -> None:
 def _fork(path: str, args: Sequence[object], passed: list[int]) -> int:
     pid = os.fork()
     if pid == 0:
-        faulthandler.disable()
-        logging.getLogger().handlers.clear()  # pytest's
-        _forget_pipes(passed)
-        forkserver.main(*passed, preload=[])
-        os._exit(0)
+        try:
+            faulthandler.disable()
+            logging.getLogger().handlers.clear()  # pytest's
+            _forget_pipes(passed)
+            forkserver.main(*passed, preload=[])
+        finally:
+            os._exit(0)
     return pid
 
 
