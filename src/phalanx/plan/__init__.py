@@ -14,9 +14,9 @@ from phalanx.plan.arguments import (
 )
 from phalanx.plan.balance import Balancer, Decision, fixed_workloads
 from phalanx.plan.buffer_rules import BufferRules
-from phalanx.plan.layout import Layout, Rows, Samples, cut, num_rows, open_rows
+from phalanx.plan.layout import Layout, Rows, cut, open_rows
 from phalanx.plan.leaves import flatten, leaf_paths, unflatten
-from phalanx.plan.merging import Merging, join
+from phalanx.plan.merging import Merging
 from phalanx.plan.packed import pack_nested, unpack_nested
 from phalanx.plan.parts import Overlap, overlaps, part_bounds
 from phalanx.plan.placement import least_loaded
@@ -26,7 +26,6 @@ from phalanx.plan.slices import (
     equal_sizes,
     read_sizes,
     read_weights,
-    round_robin,
     workload_sizes,
 )
 from phalanx.plan.staleness import Staleness, Verdict
@@ -42,7 +41,6 @@ __all__ = [
     "Node",
     "Overlap",
     "Rows",
-    "Samples",
     "Shares",
     "Staleness",
     "SummationTree",
@@ -58,10 +56,8 @@ __all__ = [
     "equal_sizes",
     "fixed_workloads",
     "flatten",
-    "join",
     "leaf_paths",
     "least_loaded",
-    "num_rows",
     "open_rows",
     "overlaps",
     "pack_nested",
@@ -72,7 +68,6 @@ __all__ = [
     "read_sizes",
     "read_weights",
     "read_whole",
-    "round_robin",
     "say_numbers",
     "unflatten",
     "unpack_nested",

@@ -23,7 +23,7 @@ from phalanx.plan.arguments import check_argument, check_function
 from phalanx.plan.leaves import covering, covers, flatten, leaf_paths, named, unflatten
 from phalanx.types import Nested
 
-__all__ = ["Layout", "Rows", "Samples", "cut", "num_rows", "open_rows"]
+__all__ = ["Layout", "Rows", "cut", "open_rows"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Rows:
                 )
 
 
-class Samples:
+class _Samples:
     """A batch that the user's own functions take apart and put together; see :class:`Layout`.
 
     Raises:
@@ -221,14 +221,9 @@ class Samples:
         return [self._collate(list(part)) if part else None for part in parts]
 
 
-def open_rows(batch: Nested, layout: Layout) -> Rows | Samples:
+def open_rows(batch: Nested, layout: Layout) -> Rows | _Samples:
     """Return ``batch`` laid out, to be measured and cut."""
-    return Rows(batch, layout) if layout.split is None else Samples(batch, layout)
-
-
-def num_rows(batch: Nested, layout: Layout) -> int:
-    """Return what :meth:`Rows.count` does."""
-    return open_rows(batch, layout).count()
+    return Rows(batch, layout) if layout.split is None else _Samples(batch, layout)
 
 
 def cut(batch: Nested, sizes: Sequence[int], layout: Layout) -> list[Nested]:

@@ -63,6 +63,13 @@ def unflatten(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Nested:
 
 def leaf_paths(value: Nested, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
     """Return the name of every leaf, in the order of :func:`flatten`, as errors print them."""
+    if isinstance(value, Tensor):
+        return [""]
+    # Flat values are most of what is named; torch's own way takes ten times as long.
+    children = dict(enumerate(value)) if type(value) in (tuple, list) else value
+    flat = type(children) is dict and all(isinstance(each, Tensor) for each in children.values())
+    if flat and (is_leaf is None or not is_leaf(value)):
+        return list(map(str, children))
     flatten(value, is_leaf)  # so that dataclasses are known
     with_paths, _ = pytree.tree_flatten_with_path(value, is_leaf)
     return [".".join(_key(key) for key in path) for path, _ in with_paths]

@@ -18,7 +18,7 @@ from phalanx.plan.leaves import covering, covers, flatten, leaf_paths, named, un
 from phalanx.torch_internals import pytree
 from phalanx.types import Nested
 
-__all__ = ["Merging", "join"]
+__all__ = ["Merging"]
 
 _KINDS = ("cat", "stack", "mean", "sum", "first", "per_replica")
 _WRITTEN = re.compile(r"\s*(\w+)\s*(?:\(\s*(-?\d+)?\s*\))?\s*")
@@ -226,11 +226,6 @@ class Merging:
             return self._advised
         told = f"{{{path!r}: {rule!r}}}" if path else repr(rule)
         return f"Or say how it is merged: output={told}."
-
-
-def join(parts: Sequence[Nested], sizes: Sequence[int], dim: int = 0) -> Nested:
-    """Merge the replicas' outputs as :class:`Merging` does without rules."""
-    return Merging(dim=dim).merge(parts, sizes)
 
 
 def _sum(leaves: Sequence[Tensor]) -> Tensor:

@@ -15,7 +15,6 @@ __all__ = [
     "equal_sizes",
     "read_sizes",
     "read_weights",
-    "round_robin",
     "workload_sizes",
 ]
 
@@ -82,21 +81,6 @@ def _workload_sizes(total: int, workloads: tuple[float, ...]) -> list[int]:
     for index in by_remainder[:left]:
         sizes[index] += 1
     return sizes
-
-
-def round_robin(total: int, parts: int) -> list[list[int]]:
-    """Deal the indices 0 … total - 1 to ``parts``: index i goes to part i mod ``parts``.
-
-    Example:
-        >>> round_robin(5, 2)
-        [[0, 2, 4], [1, 3]]
-
-    Raises:
-        ConfigError: ``total`` is negative or ``parts`` is less than 1.
-    """
-    _check_total(total)
-    _check_parts(parts)
-    return [list(range(part, total, parts)) for part in range(parts)]
 
 
 def check_workloads(workloads: Sequence[float], num_devices: int | None = None) -> None:

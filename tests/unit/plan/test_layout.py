@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.plan import Layout, Rows, cut, equal_sizes, join, leaf_paths, num_rows, workload_sizes
+from phalanx.plan import (
+    Layout,
+    Merging,
+    Rows,
+    cut,
+    equal_sizes,
+    leaf_paths,
+    open_rows,
+    workload_sizes,
+)
 from phalanx.plan.leaves import covering
 
 pytestmark = pytest.mark.promise("batches-of-any-structure")
@@ -32,6 +41,14 @@ class Sample:
 
 def rows(count: int, *shape: int) -> Tensor:
     return torch.arange(count * max(1, torch.Size(shape).numel())).view(count, *shape)
+
+
+def num_rows(batch: Any, layout: Layout) -> int:
+    return open_rows(batch, layout).count()
+
+
+def join(parts: list[Any], sizes: list[int], dim: int = 0) -> Any:
+    return Merging(dim=dim).merge(parts, sizes)
 
 
 # --- cutting --------------------------------------------------------------------------------------

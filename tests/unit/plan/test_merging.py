@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.plan import Merging, cut, equal_sizes, join
+from phalanx.plan import Merging, cut, equal_sizes
 from phalanx.plan.layout import Layout
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -300,16 +300,3 @@ def test_a_tensor_that_only_some_replicas_return_is_not_lost(leaves: list[Any]) 
     """Without a rule nothing says that one replica's rows stand for all."""
     with pytest.raises(ConfigError, match=r"`aux`"):
         Merging().merge([{"aux": leaf} for leaf in leaves], [2, 2])
-
-
-# --- join -----------------------------------------------------------------------------------------
-
-
-def test_join_is_merging_without_rules() -> None:
-    parts = [
-        {"x": torch.zeros(3, 2), "n": 1, "l": s(1.0)},
-        {"x": torch.ones(3, 1), "n": 2, "l": s(2.0)},
-    ]
-    joined = join(parts, [2, 1], 1)
-    assert same(joined, Merging(dim=1).merge(parts, [2, 1]))
-    assert joined["x"].shape == (3, 3)

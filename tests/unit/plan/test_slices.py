@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from phalanx.plan import (
     equal_sizes,
     read_sizes,
-    round_robin,
     workload_sizes,
 )
 
@@ -141,31 +140,6 @@ def test_permuted_workloads_give_permuted_sizes_but_for_ties(
     permuted = workload_sizes(total, [shares[index] for index in order])
     for place, index in enumerate(order):
         assert abs(permuted[place] - sizes[index]) <= 1
-
-
-ROUND_ROBIN = [
-    (0, 1, [[]]),
-    (0, 3, [[], [], []]),
-    (1, 3, [[0], [], []]),
-    (5, 2, [[0, 2, 4], [1, 3]]),
-    (8, 4, [[0, 4], [1, 5], [2, 6], [3, 7]]),
-    (10, 3, [[0, 3, 6, 9], [1, 4, 7], [2, 5, 8]]),
-]
-
-
-@pytest.mark.parametrize(("total", "parts", "dealt"), ROUND_ROBIN)
-def test_round_robin_deals_in_turn(total: int, parts: int, dealt: list[list[int]]) -> None:
-    assert round_robin(total, parts) == dealt
-
-
-@given(totals, counts)
-def test_round_robin_part_j_holds_j_and_every_further_nth(total: int, parts: int) -> None:
-    dealt = round_robin(total, parts)
-    assert len(dealt) == parts
-    assert sorted(index for part in dealt for index in part) == list(range(total))
-    assert all(index % parts == part for part, held in enumerate(dealt) for index in held)
-    assert [len(part) for part in dealt] == equal_sizes(total, parts)
-    assert all(list(part) == sorted(part) for part in dealt)
 
 
 # --- explicit sizes and shares --------------------------------------------------------------------

@@ -108,9 +108,10 @@ class Binding:
             dataclasses.replace(each, shape=tuple(data[each.name].shape)) for each in self.data
         )
         binding = dataclasses.replace(self.of_rows(rows), data=bound)
-        kept_data = cut_tensors(data, self.data, [rows - pad, pad])[0]
-        kept_labels = cut_tensors(labels, self.labels, [rows - pad, pad])[0]
-        return binding, Fed(kept_data, kept_labels, rows - pad, pad)
+        if pad:
+            data = cut_tensors(data, self.data, [rows - pad, pad])[0]
+            labels = cut_tensors(labels, self.labels, [rows - pad, pad])[0]
+        return binding, Fed(data, labels, rows - pad, pad)
 
     # Any: labels in any of their forms.
     def read_labels(self, given: Any, rows: int, pad: int) -> dict[str, Tensor]:
@@ -158,6 +159,8 @@ def cut_tensors(
     tensors: Mapping[str, Tensor], descs: Iterable[DataDesc], sizes: Sequence[int]
 ) -> list[dict[str, Tensor]]:
     """Return parts of ``sizes`` rows by name; all are views."""
+    if not tensors:
+        return [{} for _ in sizes]
     parts: list[dict[str, Tensor]] = cut(tensors, sizes, _layout_of(tensors, descs))
     return parts
 

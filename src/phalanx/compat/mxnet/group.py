@@ -296,13 +296,15 @@ class DataParallelExecutorGroup:
         axes = (each.batch_axis for each in binding.data if each.batch_axis is not None)
         axis = next(axes, 0)
 
-        def read(found: Sequence[Nested]) -> Outputs:
-            return Outputs(found, sizes, self._declared, axis)
+        read: list[Outputs] = []
+
+        def check(found: Sequence[Nested]) -> None:  # before the module's buffers change
+            read.append(Outputs(found, sizes, self._declared, axis))
 
         with _mode(self.module, trains, has_graph), self._requests.without_null():
-            outputs = read(self._model.forward_parts(parts, sizes, check=read))
+            self._model.forward_parts(parts, sizes, check=check)
         self._binding = binding
-        self._pass = _Pass(fed, sizes, leaves, outputs, trains, has_graph)
+        self._pass = _Pass(fed, sizes, leaves, read[0], trains, has_graph)
 
     def backward(self, out_grads: Nested = None) -> None:
         """Compute gradients of the last forward pass: of the whole batch, as on one device.
