@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Loss", "Position", "RunHistory"]
+__all__ = ["Loss", "Position"]
 
 
 class Loss(NamedTuple):
@@ -64,14 +63,3 @@ class Position(NamedTuple):
     def mean_loss(self) -> float:
         """The epoch's loss so far."""
         return self.weighted_loss / self.weight
-
-
-@dataclass
-class RunHistory:
-    """What a run has met that decides how it goes on, in this process or in another.
-
-    Attributes:
-        buffers: Names of the buffers that training has written.
-    """
-
-    buffers: set[str] = field(default_factory=set)

@@ -22,7 +22,7 @@ from phalanx.memory import is_expanded
 from phalanx.metrics import Metrics
 from phalanx.replicas import generator_states, set_generators
 from phalanx.train.checkpoint import Content, check_storable, pack, unpack
-from phalanx.train.position import Position, RunHistory
+from phalanx.train.position import Position
 
 __all__ = [
     "RunProgress",
@@ -83,13 +83,14 @@ class TrainerState:
     """Everything that decides how a run continues; ``callbacks`` are those with a state, by name.
 
     Attributes:
+        written: Names of the buffers that training has written.
         metrics: Those of the running epoch; or, to restore them, those that have counted nothing.
     """
 
     module: nn.Module
     optimizer: Optimizer
     scheduler: LRScheduler | None
-    history: RunHistory
+    written: set[str]
     callbacks: Mapping[str, StatefulCallback]
     metrics: Metrics
     progress: RunProgress
@@ -103,7 +104,7 @@ def capture_state(state: TrainerState) -> Content:
     """
     progress, module = state.progress, state.module
     model = module.state_dict()
-    written = {k: v for k, v in _all_tensors(module).items() if k in state.history.buffers}
+    written = {k: v for k, v in _all_tensors(module).items() if k in state.written}
     content: Content = {
         "made of": _made_of(state),
         "model": model,
@@ -142,12 +143,11 @@ def restore_state(state: TrainerState, content: Content, source: str) -> RunProg
         CheckpointError: It is of another model, optimizer or scheduler, or one of them does not
             take it. Nothing has changed then.
     """
-    parts = _parts_of(state, content)
-    begun: list[_Part] = []
+    _check_alike(state, content, source)
+    position = Position(*content["progress"]["position"])
+    progress = RunProgress(**{**content["progress"], "position": position})
+    parts, begun = _parts_of(state, content), list[_Part]()
     try:
-        _check_alike(state, content, source)
-        position = Position(*content["progress"]["position"])
-        progress = RunProgress(**{**content["progress"], "position": position})
         for part in parts:
             begun.append(part)
             part.load()
@@ -155,13 +155,14 @@ def restore_state(state: TrainerState, content: Content, source: str) -> RunProg
         for part in reversed(begun):
             _undo(part, error)
         if isinstance(error, Exception) and not isinstance(error, PhalanxError):
-            taker = f"the {begun[-1].name}" if begun else "this trainer"
             raise CheckpointError(
-                f"{source} must hold what {taker} takes, but that raised {error!r}. Nothing has "
-                "changed. Make module, optimizer, scheduler and callbacks as they were saved."
+                f"{source} must hold what the {begun[-1].name} takes, but that raised {error!r}. "
+                "Nothing has changed. Make module, optimizer, scheduler and callbacks as they were "
+                "saved."
             ) from error
         raise
-    state.history.buffers = set(content["buffers"])
+    state.written.clear()
+    state.written.update(content["buffers"])
     return progress
 
 

@@ -35,7 +35,7 @@ from phalanx.replicas import (
 from phalanx.train.formation import Formation
 from phalanx.train.microbatches import Microbatches, Splitter
 from phalanx.train.objective import Objective, TrainTask
-from phalanx.train.position import Loss, Position, RunHistory
+from phalanx.train.position import Loss, Position
 from phalanx.train.untrained import Untrained
 from phalanx.types import Nested
 
@@ -53,7 +53,7 @@ class EngineSpec:
         workloads: The replicas' relative shares, where they are fixed.
         clip_norm: Largest norm of the gradients.
         new_maker: Returns a function that opens one executor.
-        history: The names of the buffers that training has written.
+        written: The names of the buffers that training has written.
         untrained: The parameters that never got a gradient.
     """
 
@@ -65,7 +65,7 @@ class EngineSpec:
     workloads: Sequence[float] | None
     clip_norm: float | None
     new_maker: Callable[[], ExecutorMaker]
-    history: RunHistory
+    written: set[str]
     untrained: Untrained
 
 
@@ -157,7 +157,7 @@ class Engine:
         def finish() -> None:
             shards.finish()
             write_statistics(buffers, statistics)
-            spec.history.buffers.update(statistics)
+            spec.written.update(statistics)
             self._is_half_stepped = False
             executor.outdate()
             executor.peers.mark_done()

@@ -40,7 +40,7 @@ from phalanx.train.formation import read_replicas
 from phalanx.train.microbatches import Splitter
 from phalanx.train.objective import Objective
 from phalanx.train.order import Reader, length_of
-from phalanx.train.position import Loss, Position, RunHistory
+from phalanx.train.position import Loss, Position
 from phalanx.train.state import (
     RunProgress,
     TrainerState,
@@ -200,7 +200,7 @@ class Trainer(TrainerFacts):
             new_maker=partial(
                 maker, shared=[self._objective], reads=[self._objective.function], timed=balances
             ),
-            history=RunHistory(),
+            written=set(),
             untrained=Untrained(module),
         )
         self._engines = Engines(
@@ -619,7 +619,7 @@ class Trainer(TrainerFacts):
             module=self.module,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
-            history=self._spec.history,
+            written=self._spec.written,
             callbacks=self._stateful,
             metrics=self._metrics,
             progress=RunProgress(

@@ -59,19 +59,8 @@ def test_setting_the_running_epoch_keeps_the_place() -> None:
     assert list(sampler) == [2, 3, 4, 5]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"seed": 1},
-        {"num_samples": 7},
-        {"position": 7},
-        {"position": -1},
-        {"epoch": -1},
-        {"epoch": None},
-        {"position": "2"},
-    ],
-)
-def test_a_state_that_cannot_be_is_refused_and_changes_nothing(change: dict[str, Any]) -> None:
+@pytest.mark.parametrize("change", [{"seed": 1}, {"num_samples": 7}])
+def test_a_state_of_other_data_is_refused_and_changes_nothing(change: dict[str, Any]) -> None:
     sampler = ExactSampler(6, shuffle=False)
     list(itertools.islice(iter(sampler), 2))
     with pytest.raises(CheckpointError, match="`state` must"):
