@@ -18,7 +18,6 @@ from phalanx.plan.layout import Layout, Rows, cut, open_rows
 from phalanx.plan.leaves import flatten, leaf_paths, unflatten
 from phalanx.plan.merging import Merging
 from phalanx.plan.packed import pack_nested, unpack_nested
-from phalanx.plan.parts import Overlap, overlaps, part_bounds
 from phalanx.plan.placement import least_loaded
 from phalanx.plan.shares import Shares
 from phalanx.plan.slices import (
@@ -39,7 +38,6 @@ __all__ = [
     "Layout",
     "Merging",
     "Node",
-    "Overlap",
     "Rows",
     "Shares",
     "Staleness",
@@ -59,9 +57,7 @@ __all__ = [
     "leaf_paths",
     "least_loaded",
     "open_rows",
-    "overlaps",
     "pack_nested",
-    "part_bounds",
     "read_count",
     "read_intra_op",
     "read_number",
