@@ -20,6 +20,7 @@ from phalanx.distributed import ElasticExchange
 from phalanx.distributed.elastic_membership import Report, decide
 from phalanx.errors import PeerLost, StateError
 from phalanx.execution.elastic_ranks import ElasticRankExecutor
+from phalanx.execution.rank_sums import RankShards
 from phalanx.ipc import wait_until
 from phalanx.train import state as trainer_state
 from tests.conformance.test_executors_same_bits import (
@@ -43,8 +44,10 @@ PLACES = [
     "before sharing",
     "after sharing",
     "committed",
+    "after the norm",
 ]
 DIES_AT = 8  # whose step ends with a comparison of all weights
+DONE_AT = 7  # whose step is done with the norm of the gradients
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
@@ -77,19 +80,20 @@ def plant(plan: Plan, trained: phalanx.Trainer) -> None:
     when, _, where = plan.place.partition(" ")
     names = {"the messages": "gather", "the slices": "swap", "sharing": "spread"}
     if where:
-        name = names[where]
-        real = getattr(ElasticExchange, name)
+        owner: type = RankShards if where == "the norm" else ElasticExchange
+        name = names.get(where, "total")
+        real = getattr(owner, name)
 
-        def collective(self: ElasticExchange, *args: Any) -> Any:
+        def collective(self: Any, *args: Any) -> Any:
             if when == "before" and plans:
                 act()
             found = real(self, *args)
             if when == "after" and plans:
-                with self._telling():
+                with elastic_of(trained)._telling():
                     act()
             return found
 
-        setattr(ElasticExchange, name, collective)
+        setattr(owner, name, collective)
     else:
         done = ElasticExchange.mark_done
 
@@ -201,18 +205,18 @@ def test_on_two_hosts_too(place: str, children: Children, tmp_path: Path, expect
 
 
 def test_the_last_one_goes_on_alone(children: Children, tmp_path: Path, expected: Run) -> None:
-    plans = {0: Plan("before the slices"), 1: Plan("after sharing", step=20)}
+    plans = {0: Plan("before the slices"), 1: Plan("after sharing", step=11)}
     ranks = Job(children, tmp_path).start_all(plans)
     assert_same_bits(outcome(ranks[2]), expected)
 
 
 @pytest.mark.parametrize(
-    "place", ["after the messages", pytest.param("after sharing", marks=pytest.mark.night)]
+    "place", [pytest.param("after sharing", marks=pytest.mark.night), "after the norm"]
 )
 def test_a_rank_that_missed_what_the_others_have_does_it_alone(
     place: str, children: Children, tmp_path: Path, expected: Run
 ) -> None:
-    plans = {1: Plan(place, "fail"), 2: Plan("after sharing")}
+    plans = {1: Plan(place, "fail", DONE_AT), 2: Plan("after the norm", step=DONE_AT)}
     ranks = Job(children, tmp_path).start_all(plans)
     for each in ranks[:2]:
         assert_same_bits(outcome(each), expected)
@@ -328,7 +332,7 @@ def test_the_giver_dies_while_it_gives(children: Children, tmp_path: Path, expec
 
 def looped(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> Run:
     """A loop of the user's own."""
-    data = batches()[:11] * 3  # the last batch has too few rows
+    data = batches()[:-1] * 3  # the last batch has too few rows
     if not parent.hear():
         with pytest.raises(StateError, match=r"Call `join\(\)` first"):
             trained.step(data[0])
@@ -353,7 +357,7 @@ def test_a_loop_of_the_users_own(children: Children, tmp_path: Path) -> None:
         torch.autocast("cpu", dtype=torch.bfloat16),
         trainer("threads", 1, losses, made()) as trained,
     ):
-        for batch in (batches()[:11] * 3)[:STEPS]:
+        for batch in (batches()[:-1] * 3)[:STEPS]:
             trained.step(batch)
         expected = result(trained, losses)
     *runs, late = [outcome(each) for each in ranks]
@@ -523,7 +527,9 @@ def test_a_planted_bug_is_caught(
     job = Job(children, tmp_path)
     plans = {2: Plan("after sharing")}
     if bug == "nobody_is_behind":
-        plans[1] = Plan("after sharing", "fail")
+        plans = {
+            rank: Plan("after the norm", act, DONE_AT) for rank, act in ((1, "fail"), (2, "die"))
+        }
     ranks = job.start_all(plans, partial(with_bug, bug=bug))
     if bug == "moments_are_forgotten":
         wait_for_exit(ranks[2].pid)

@@ -78,8 +78,8 @@ def shuffled(parent: Parent | None, trained: phalanx.Trainer, losses: list[float
     loader = DataLoader(TensorDataset(inputs[:52], targets[:52]), 13, shuffle=True)
     await_newcomer(trained, 7)
     torch.manual_seed(0)
-    trained.fit(loader, epochs=4)
-    return result(trained, losses[-6:])
+    trained.fit(loader, epochs=3)
+    return result(trained, losses[-3:])
 
 
 def test_a_rank_that_comes_at_the_first_step_of_an_epoch_shuffles_alike(
@@ -92,7 +92,7 @@ def test_a_rank_that_comes_at_the_first_step_of_an_epoch_shuffles_alike(
 
 def counted(parent: Parent | None, trained: phalanx.Trainer, losses: list[float]) -> Run:
     await_newcomer(trained, 7)
-    trained.fit(batches(), steps=10)
+    trained.fit(batches(12), steps=10)
     return result(trained, losses[-2:])
 
 
@@ -221,7 +221,7 @@ def dies_at_the_second_group(parent: Parent, trained: phalanx.Trainer, losses: l
     elastic = elastic_of(trained)
     trained.join()
     elastic._open_group = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
-    trained.fit(batches())
+    trained.fit(batches(9))
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.night), 1])
@@ -244,11 +244,11 @@ def halts_as_it_decides(parent: Parent, trained: phalanx.Trainer, losses: list[f
 
     real = membership._decide
     membership._decide = decide  # type: ignore[method-assign]
-    trained.fit(batches())
+    trained.fit(batches(9))
 
 
 def one_epoch(parent: Parent | None, trained: phalanx.Trainer, losses: list[float]) -> Run:
-    trained.fit(batches())
+    trained.fit(batches(9))
     return result(trained, losses)
 
 

@@ -67,7 +67,7 @@ def trained_everything(rank: int, replicas: int, folder: Path, stop: int) -> Run
 def test_a_stopped_job_is_resumed_by_one_process(
     three: Ranks, expected: Run, tmp_path: Path
 ) -> None:
-    runs = three.run(trained_everything, 1, tmp_path / "checkpoint", 7)
+    runs = three.run(trained_everything, 1, tmp_path / "checkpoint", 4)
     losses = list(runs[0].losses)
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),
@@ -96,7 +96,7 @@ def test_a_stopped_process_is_resumed_by_a_job(two: Ranks, expected: Run, tmp_pa
         torch.autocast("cpu", dtype=torch.bfloat16),
         trainer("threads", 3, losses, made()) as trained,
     ):
-        trained.fit(batches(), epochs=EPOCHS, steps=17)
+        trained.fit(batches(), epochs=EPOCHS, steps=8)
         trained.save(tmp_path / "checkpoint")
     for run in two.run(resumed, tmp_path / "checkpoint"):
         run.losses[:0] = losses
