@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx.errors import ConfigError
-from phalanx.execution import stopwatch
+from phalanx.execution import threads
 from phalanx.plan import workload_sizes
 from tests.zoo import (
     assert_close,
@@ -69,7 +69,7 @@ class Clocks:
 @pytest.fixture
 def clocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clocks]:
     clocks = Clocks()
-    monkeypatch.setattr(stopwatch, "now_s", clocks.read)
+    monkeypatch.setattr(threads, "now_s", clocks.read)
     Taking.clocks = clocks
     yield clocks
     Taking.clocks = None

@@ -355,7 +355,7 @@ class ProcessExecutor(Executor):
             state.rng_use.hidden = True
         state.assigned.update(dict.fromkeys(done.assigned))
         state.results[microbatch] = done.result
-        state.seconds[microbatch] = done.seconds
+        state.seconds[microbatch] = done.stop_s - done.start_s
         state.replica_of[microbatch] = index
         state.spans.append(
             Span(

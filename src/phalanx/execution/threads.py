@@ -19,7 +19,6 @@ from phalanx.execution.contract import (
 from phalanx.execution.nccl_sums import NcclSums
 from phalanx.execution.partial_sums import Gradients, PartialSum, RunResult, Span
 from phalanx.execution.shards import share_by_size
-from phalanx.execution.stopwatch import Stopwatch
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
 from phalanx.plan import BufferRules, check_workloads, read_intra_op
 from phalanx.replicas import (
@@ -209,8 +208,7 @@ class ThreadExecutor(Executor):
         """Run what is left of ``state`` on one replica, in its thread."""
         replica, goes_back = self.replicas[replica_index], state.task.goes_back
         compile_once, kind = self._compile_once, type(state.task).__qualname__
-        watch = Stopwatch(replica.device, waits=self._timed)
-        done: list[int] = []
+        waits = self._timed and replica.device.type not in ("cpu", "meta")
         if not goes_back:  # else the source and its buffers may be others than in the forward pass
             replica.follow(self._fingerprints[self.sources[replica_index]])
         while (index := state.queue.take(replica_index)) is not None:
@@ -223,7 +221,9 @@ class ThreadExecutor(Executor):
                     state.results[index] = state.task(context)
                 if not goes_back:
                     written = replica.statistics.collect(state.weights[index])
-                watch.lap()
+                if waits:  # the thread that gives an accelerator work is done sooner
+                    torch.accelerator.synchronize(replica.device)
+                state.seconds[index] = now_s() - start_s
                 gradients = replica.take_gradients(travel=nccl is None)
                 if nccl is not None:
                     nccl.put(replica.device, gradients)
@@ -240,11 +240,8 @@ class ThreadExecutor(Executor):
             state.spans.append(
                 Span(replica=replica_index, microbatch=index, start_s=start_s, stop_s=now_s())
             )
-            done.append(index)
-        if state.rng.watched and done:
-            state.assigned.update(dict.fromkeys(replica.assigned()))
-        for index, seconds in zip(done, watch.laps_s(), strict=True):
-            state.seconds[index] = seconds
+            if state.rng.watched:
+                state.assigned.update(dict.fromkeys(replica.assigned()))
 
 
 def _homes(sources: Sequence[nn.Module]) -> list[torch.device]:

@@ -27,7 +27,6 @@ from phalanx.execution.contract import MicrobatchContext, Task, explain_error
 from phalanx.execution.gradient_buffers import GradientBufferLayout, WrittenGradients
 from phalanx.execution.gradient_writer import GradientWriter
 from phalanx.execution.mailbox import Outbox, collect
-from phalanx.execution.stopwatch import Stopwatch
 from phalanx.ipc import fail_point, inject, injected
 from phalanx.memory import SharedMemoryPool, TensorHandle, forget_memory
 from phalanx.plan import BufferRules
@@ -146,7 +145,6 @@ class Done:
             when they have been packed.
         drew_hidden: Whether it drew numbers where calls from Python do not show it.
         assigned: The attributes that `forward` has assigned; looked for in first runs.
-        seconds: As in `RunResult`.
     """
 
     result: Any  # Any: whatever the task returns
@@ -156,7 +154,6 @@ class Done:
     assigned: Sequence[str]
     start_s: float
     stop_s: float
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -239,14 +236,12 @@ class Worker:
             seed=derive_seed(*message.seed, message.index),
             rng=spec.rng,
         )
-        watch = Stopwatch(_CPU)
         with self._cleaned():
             result = self._run(spec, context)
             statistics = self._replica.statistics.collect(message.weight)
             gradients = self._replica.take_gradients()
             written = self._writer.fill(message.gradient_buffer, gradients, statistics)
-        watch.lap()
-        (seconds,) = watch.laps_s()
+        stop_s = now_s()
         return Done(
             result=result,
             written=written,
@@ -254,8 +249,7 @@ class Worker:
             drew_hidden=context.rng_use.hidden,
             assigned=self._replica.assigned() if spec.rng.watched else (),
             start_s=start_s,
-            stop_s=now_s(),
-            seconds=seconds,
+            stop_s=stop_s,
         )
 
     def _begin(self, packed: bytes) -> RunSpec:

@@ -11,7 +11,7 @@ from phalanx.callbacks import FormationChosen
 from phalanx.plan import Balancer
 from phalanx.replicas import num_cores
 from phalanx.train.formation import Formation, choose_formation
-from phalanx.train.step import Engine, EngineSpec
+from phalanx.train.step import EngineSpec, StepEngine
 from phalanx.types import Nested
 
 __all__ = ["Engines"]
@@ -50,7 +50,7 @@ class Engines:
         self._balances = balances
         self._tell = tell
         self._next_formation: Formation | None = None
-        self.current: Engine | None = None
+        self.current: StepEngine | None = None
         self.formation = formation
         self.balancer: Balancer | None = None
 
@@ -63,7 +63,7 @@ class Engines:
             return self.balancer.workloads
         return (1.0,) * (0 if self.formation is None else len(self.formation.devices))
 
-    def open(self, batch: Nested) -> Engine:
+    def open(self, batch: Nested) -> StepEngine:
         """Return the engine to train with, made for ``batch`` where there is none that fits."""
         wanted = self._next_formation
         if wanted is not None and wanted != self.formation:
@@ -78,7 +78,7 @@ class Engines:
             self.balancer = self._open_balancer(None)
         return engine
 
-    def open_to_predict(self) -> Engine:
+    def open_to_predict(self) -> StepEngine:
         """Return an engine that runs the module: the one to train with, if that is chosen.
 
         Batches to predict from need no targets, so they cannot decide a trial.
@@ -132,13 +132,13 @@ class Engines:
                 self.current.close()
             self.current = None
 
-    def _made(self, formation: Formation) -> Engine:
+    def _made(self, formation: Formation) -> StepEngine:
         # A caller who evaluates in inference mode still trains afterwards, and the memory that an
         # engine gives to parameters is what they keep.
         with torch.inference_mode(False):
-            return Engine(self._spec, formation)
+            return StepEngine(self._spec, formation)
 
-    def _fitting(self) -> Engine | None:
+    def _fitting(self) -> StepEngine | None:
         """Return the engine if it is still what module and optimizer want, else close it."""
         if self.current is not None and not self.current.matches_spec():
             self.current.complete_state(changed=True)

@@ -18,7 +18,7 @@ from phalanx.train.engines import Engines
 from phalanx.train.lent_weights import find_weights, lent_weights
 from phalanx.train.microbatches import Microbatches
 from phalanx.train.objective import EvaluateTask, PredictTask, is_pair
-from phalanx.train.step import Engine, EngineSpec, loss_of, outputs_of
+from phalanx.train.step import EngineSpec, StepEngine, loss_of, outputs_of
 from phalanx.train.trainer_arguments import check_loader
 from phalanx.types import Nested
 
@@ -135,7 +135,7 @@ class Evaluation:
     ) -> Iterator[tuple[Microbatches, RunResult]]:
         """Run ``task`` on each batch."""
         check_loader(loader)
-        engine: Engine | None = None
+        engine: StepEngine | None = None
         for place, batch in enumerate(loader):
             if isinstance(task, PredictTask):
                 batch = self._in_pair(batch)
@@ -146,7 +146,7 @@ class Evaluation:
         if engine is None:
             raise ConfigError("`loader` must yield at least one batch, but yields none.")
 
-    def _open_engine(self, batch: Nested, task: EvaluateTask | PredictTask) -> Engine:
+    def _open_engine(self, batch: Nested, task: EvaluateTask | PredictTask) -> StepEngine:
         if isinstance(task, PredictTask):
             return self.engines.open_to_predict()
         return self.engines.open(batch)
@@ -158,7 +158,7 @@ class Evaluation:
 
     def _run(
         self,
-        engine: Engine,
+        engine: StepEngine,
         batch: Nested,
         task: EvaluateTask | PredictTask,
         seed: tuple[int, ...],

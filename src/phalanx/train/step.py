@@ -4,7 +4,7 @@
                                                     │
     new weights ◄─ optimizer's step, in shards ◄─ last addition, in shards ─ clip
 
-Read :meth:`Engine.update` first; everything else in `train/` and `execution/` serves it.
+Read :meth:`StepEngine.update` first; everything else in `train/` and `execution/` serves it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from phalanx.train.position import Loss, Position
 from phalanx.train.untrained import Untrained
 from phalanx.types import Nested
 
-__all__ = ["Engine", "EngineSpec", "check_members", "loss_of", "outputs_of"]
+__all__ = ["EngineSpec", "StepEngine", "check_members", "loss_of", "outputs_of"]
 
 
 @dataclass(kw_only=True)
@@ -69,7 +69,7 @@ class EngineSpec:
     untrained: Untrained
 
 
-class Engine:
+class StepEngine:
     """An executor around one module, and the module's optimizer in shards."""
 
     def __init__(self, spec: EngineSpec, formation: Formation) -> None:

@@ -51,7 +51,7 @@ from phalanx.train.state import (
     restore_state,
     warn_of_changes,
 )
-from phalanx.train.step import Engine, EngineSpec, check_members
+from phalanx.train.step import EngineSpec, StepEngine, check_members
 from phalanx.train.trainer_arguments import (
     check_callables,
     check_fit,
@@ -524,7 +524,9 @@ class Trainer(TrainerFacts):
         self._events.tell(done)
         return done
 
-    def _update(self, engine: Engine, batch: Nested, start_s: float, *, in_epoch: bool) -> StepDone:
+    def _update(
+        self, engine: StepEngine, batch: Nested, start_s: float, *, in_epoch: bool
+    ) -> StepDone:
         """Do one update, and move the position on; metrics are an epoch's, as its loss is."""
         before = self._position
         metrics = self._metrics if in_epoch and self._metrics else None

@@ -9,7 +9,7 @@ from phalanx.execution import ExecutorChoice
 from phalanx.plan import Decision
 from phalanx.train.engines import Engines
 from phalanx.train.position import Position
-from phalanx.train.step import Engine, EngineSpec
+from phalanx.train.step import EngineSpec, StepEngine
 
 __all__ = ["TrainerFacts"]
 
@@ -70,7 +70,7 @@ class TrainerFacts:
         return () if self._engines.balancer is None else self._engines.balancer.trace
 
     @property
-    def _engine(self) -> Engine | None:
+    def _engine(self) -> StepEngine | None:
         return self._engines.current
 
     def __repr__(self) -> str:

@@ -22,7 +22,7 @@ from phalanx.cli.app import main
 from phalanx.cli.data import open_data
 from phalanx.cli.models import build_model
 from phalanx.cli.train import stopped_by_signals
-from phalanx.execution import stopwatch
+from phalanx.execution import threads
 from phalanx.train import Trainer
 from tests.multiprocess.fork_server import context
 
@@ -331,7 +331,7 @@ def test_balanced_workloads_follow_the_replicas_and_are_kept_when_a_run_goes_on(
         clock = sys.modules["own_code"].Unequal.clock
         return clock.get(threading.current_thread().name, 0.0)
 
-    monkeypatch.setattr(stopwatch, "now_s", read)
+    monkeypatch.setattr(threads, "now_s", read)
     words = ("--model", "own_code:Unequal", "--replicas", 2, "--batch-size", 64)
     words += ("--microbatches", 0)
     code, out, _ = phalanx("train", *words, "--workloads", "auto", "--epochs", 1, "--out", "run")
