@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import select
 import signal
@@ -34,6 +35,7 @@ _DUMP_S = 1.0
 _DUMP_END = b" in _bootstrap\n"  # the outermost frame of the main thread, which is written last
 _GOODBYE_S = 1.0
 _EXIT_S = 0.03
+_HANDLER_S = 0.1
 _LARGEST_DUMP = 64 << 10
 _STANDARD = (1, 2)  # output and errors, which a worker shares with its parent
 
@@ -257,13 +259,26 @@ def _fork(serve: Serve, connection: Connection, dump: Connection) -> int:
     flush_output()  # else the child would write what waits here once more
     # No handler of the program's may run in the child before `_take_signals`.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    handlers = _hold_handlers()
     try:
         pid = _fork_in_silence()
         if pid == 0:
             _be_worker(serve, connection, dump, parent_pid)
     finally:
+        for lock in handlers:
+            lock.release()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return pid
+
+
+def _hold_handlers() -> list[Any]:  # Any: reentrant locks, whose class has no name
+    """Keep other threads out of the handlers of `logging`.
+
+    Python gives the child new locks for these, but not for the files that they write to.
+    """
+    found = [reference() for reference in logging._handlerList]  # type: ignore[attr-defined]
+    locks = [handler.lock for handler in found if handler is not None and handler.lock]
+    return [lock for lock in locks if lock.acquire(timeout=_HANDLER_S)]
 
 
 def _fork_in_silence() -> int:
