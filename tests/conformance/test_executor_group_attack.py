@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
 
 from phalanx.compat import mxnet
 from phalanx.compat.mxnet import DataBatch, parameters
@@ -21,12 +20,10 @@ from tests.conformance.groups import (
     CLASSES,
     F64,
     TWO,
-    Loss,
     Net,
     classes,
     desc,
     group_of,
-    labels_desc,
 )
 from tests.zoo import assert_close
 
@@ -117,18 +114,6 @@ def test_states_are_told_for_what_forward_took_with_padded_rows():
 
 
 # --- MXNet's names --------------------------------------------------------------------------------
-
-
-def test_a_batch_by_mxnets_positions_has_an_index():
-    batch = mxnet.DataBatch([X], [Y], 2, torch.arange(7))
-    assert batch.pad == 2
-    by_name = mxnet.DataBatch(data=[X], label=[Y], pad=None, index=None, provide_data=[])
-    assert by_name.pad == 0
-    with group_of(Loss(), DATA, label_shapes=[labels_desc(7)]) as group:
-        mean = MeanMetric().set_dtype(F64)
-        group.forward(batch)
-        group.update_metric(mean)
-        assert_close(mean.compute(), Loss()(X[:5], Y[:5]).detach(), F64)
 
 
 def test_names_of_states_are_described_among_the_data():

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
 
 from phalanx.compat import mxnet
 from phalanx.compat.mxnet import DataBatch, Monitor
 from phalanx.errors import ConfigError
-from phalanx.plan import equal_sizes
 from tests.conformance.containers import draw, joined
 from tests.conformance.groups import (
     CLASSES,
@@ -106,13 +105,6 @@ def test_binding_and_parameters_under_both_languages_names():
     assert all(gradient is not None for gradient in gradients_of(net))
 
 
-@pytest.mark.parametrize("rows", [0, 1, 6, 8, 15, 20, 28, 100])
-@pytest.mark.parametrize("devices", [2, 4, 7, 8])
-def test_split_input_slice_gives_sizes_in_every_case(rows, devices):
-    slices = mxnet._split_input_slice(rows, [1] * devices)
-    assert [part.stop - part.start for part in slices] == equal_sizes(rows, devices)
-
-
 def sizes_of(slices: list[slice]) -> list[int]:
     return [part.stop - part.start for part in slices]
 
@@ -136,28 +128,6 @@ def test_split_input_slice_where_mxnet_was_uneven_or_refused(rows, devices, size
     slices = mxnet._split_input_slice(rows, [1] * devices)
     assert sizes_of(slices) == sizes
     assert [part.start for part in slices] == [sum(sizes[:place]) for place in range(devices)]
-
-
-REFUSED = [
-    *[(6, 4), (8, 5), (9, 6), (10, 6), (11, 7), (12, 7), (18, 7)],
-    *[(12, 8), (13, 8), (14, 8), (21, 8), (28, 8), (15, 6), (20, 8)],
-]
-
-
-@pytest.mark.parametrize(("rows", "devices"), REFUSED)
-def test_split_input_slice_gives_rows_to_all_where_mxnet_raised(rows, devices):
-    sizes = sizes_of(mxnet._split_input_slice(rows, [1] * devices))
-    assert sum(sizes) == rows
-    assert min(sizes) >= 1
-    assert max(sizes) - min(sizes) <= 1
-
-
-@pytest.mark.parametrize(
-    ("rows", "workloads", "sizes"),
-    [(23, [10, 10, 3], [10, 10, 3]), (5, [1, 0, 1], [3, 0, 2]), (15, [1, 5, 9], [1, 5, 9])],
-)
-def test_split_input_slice_follows_workloads(rows, workloads, sizes):
-    assert sizes_of(mxnet._split_input_slice(rows, workloads)) == sizes
 
 
 # --- MXNet's keywords -----------------------------------------------------------------------------
@@ -200,22 +170,6 @@ def test_methods_take_mxnets_keywords():
         for rows, call in ((9, group.reshape), (ROWS, group.bind_exec)):
             call(data_shapes=[desc("data", rows, 5)], label_shapes=[labels_desc(rows)])
             assert group.batch_size == rows
-
-
-def test_parameters_go_by_mxnets_keywords():
-    net, other = nn.BatchNorm1d(5).double(), nn.BatchNorm1d(5).double()
-    other.running_mean.fill_(3)
-    nn.init.constant_(other.weight, 2)
-    data = [desc("input", ROWS, 5)]
-    with mxnet_group(net, data_shapes=data) as group:
-        arg, aux = dict(other.named_parameters()), dict(other.named_buffers())
-        group.set_params(arg_params=arg, aux_params=aux, allow_extra=True)
-        assert torch.equal(net.running_mean, other.running_mean)
-        params: dict[str, Tensor] = {}
-        buffers: dict[str, Tensor] = {}
-        group.get_params(arg_params=params, aux_params=buffers)
-        assert torch.equal(params["weight"], other.weight)
-        assert torch.equal(buffers["running_mean"], other.running_mean)
 
 
 # --- the page -------------------------------------------------------------------------------------
