@@ -13,8 +13,8 @@ foresee, such as inside a function of TorchScript, all later runs are made under
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import (
     BuiltinFunctionType,
@@ -127,29 +127,24 @@ class MicrobatchRng:
         self._use = use
         self._watched = plan.watched
         self._may_hide = plan.watched and not plan.throughout
+        self._before: _States | None = None
         self._draws: RngMode | ProcessRng
-        self._contexts: list[AbstractContextManager[object]]
         if plan.own and not plan.watched and not plan.throughout:
-            self._draws = own = ProcessRng(seed)
-            self._contexts = [own]
+            self._draws = ProcessRng(seed)
+            self._contexts: list[AbstractContextManager[object]] = [self._draws]
             return
         self._draws = draws = RngMode(seed, plan.shared)
-        self._contexts = []
-        if plan.watched or plan.throughout:
-            self._contexts.append(draws)
+        self._contexts = [draws] if plan.watched or plan.throughout else []
         # Not for a fused evaluation, which it would take apart in the first run alone.
         if not plan.throughout:
             self._contexts.append(CallRng(draws, is_entered=plan.watched))
 
     def __enter__(self) -> None:
-        with ExitStack() as stack:
-            in_use.rngs.append(self._draws)
-            stack.callback(in_use.rngs.pop)
-            if self._watched:
-                stack.push(_refuse_moved_generators(generator_states()))
-            for context in self._contexts:
-                stack.enter_context(context)
-            self._entered = stack.pop_all()
+        in_use.rngs.append(self._draws)
+        if self._watched:
+            self._before = generator_states()
+        for context in self._contexts:
+            context.__enter__()
 
     def __exit__(
         self,
@@ -161,7 +156,13 @@ class MicrobatchRng:
             self._use.drew = True
         if self._draws.hidden and self._may_hide:
             self._use.hidden = True
-        self._entered.__exit__(kind, error, trace)
+        try:
+            for context in reversed(self._contexts):
+                context.__exit__(kind, error, trace)
+        finally:
+            in_use.rngs.pop()
+        if self._before is not None and error is None:
+            _refuse_moved(self._before, generator_states())
 
 
 # Any: Python's and NumPy's own states.
@@ -182,27 +183,19 @@ def set_generators(states: _States) -> None:
     random.setstate(states[2])
 
 
-def _refuse_moved_generators(before: _States) -> Callable[..., None]:
-    """Return what is called at the body's end, with its error."""
-
-    def check(kind: object, *_: object) -> None:
-        if kind is not None:
-            return
-        after = generator_states()
-        same = [torch.equal(before[0], after[0]), before[1] == after[1], before[2] == after[2]]
-        names = ("torch's default", "NumPy's global", "Python's global")
-        moved = [name for name, is_same in zip(names, same, strict=True) if not is_same]
-        if moved:
-            raise UnsupportedError(
-                "A model must draw its random numbers with torch's functions, which have a "
-                f"generator for each microbatch, but {' and '.join(moved)} generator was seeded or "
-                "drawn from while the model ran. Write `torch.rand(()).item()` for a number of "
-                "Python's, and give `generator=torch.Generator().manual_seed(…)`, made where it is "
-                "used, for numbers that are the same in every call. Where another thread of the "
-                "program draws meanwhile, give that thread a generator of its own."
-            )
-
-    return check
+def _refuse_moved(before: _States, after: _States) -> None:
+    same = [torch.equal(before[0], after[0]), before[1] == after[1], before[2] == after[2]]
+    names = ("torch's default", "NumPy's global", "Python's global")
+    moved = [name for name, is_same in zip(names, same, strict=True) if not is_same]
+    if moved:
+        raise UnsupportedError(
+            "A model must draw its random numbers with torch's functions, which have a generator "
+            f"for each microbatch, but {' and '.join(moved)} generator was seeded or drawn from "
+            "while the model ran. Write `torch.rand(()).item()` for a number of Python's, and give "
+            "`generator=torch.Generator().manual_seed(…)`, made where it is used, for numbers that "
+            "are the same in every call. Where another thread of the program draws meanwhile, give "
+            "that thread a generator of its own."
+        )
 
 
 class CallRng(TorchFunctionMode):

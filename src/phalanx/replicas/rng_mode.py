@@ -153,12 +153,16 @@ class ProcessRng:
     used = hidden = False  # unknown, and of no interest where this is used
 
     def __init__(self, seed: int) -> None:
-        self._state = torch.Generator().manual_seed(seed).get_state()
+        self._seed = seed
+        self._state: Tensor | None = None
         self.num_preserved = 0
 
     def __enter__(self) -> None:
         self._before = torch.get_rng_state()
-        torch.set_rng_state(self._state)
+        if self._state is None:
+            torch.default_generator.manual_seed(self._seed)
+        else:
+            torch.set_rng_state(self._state)
 
     def __exit__(self, *_: object) -> None:
         self._state = torch.get_rng_state()

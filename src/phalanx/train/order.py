@@ -172,5 +172,7 @@ def _parts_of(loader: object) -> list[object]:
         data = waiting.pop()
         if data is not None and all(data is not each for each in parts):
             parts.append(data)
-            waiting += [getattr(data, "dataset", None), *(getattr(data, "datasets", None) or ())]
+            inner = getattr(data, "datasets", None)
+            waiting += [getattr(data, "dataset", None)]
+            waiting += inner if isinstance(inner, (list, tuple)) else ()
     return list({id(each): each for each in parts if each is not None}.values())
