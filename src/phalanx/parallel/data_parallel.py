@@ -14,9 +14,10 @@ from phalanx.execution import ThreadExecutor, check_reduce, refuse_without_nccl
 from phalanx.parallel.container import Call, Container
 from phalanx.parallel.graph import ForwardTask, ReplicaGraph, RunPart
 from phalanx.parallel.replica_losses import (
-    ReplicaLosses,
+    check_criterion,
     cut_targets,
     loss_of_nothing,
+    loss_of_piece,
     mean_loss,
 )
 from phalanx.parallel.unwrapped import Unwrapped
@@ -316,7 +317,7 @@ class DataParallel(Container, Unwrapped):
             ...     torch.allclose(model.forward_loss(loss_fn, x, y), loss_fn(net(x), y))
             True
         """
-        losses = ReplicaLosses(loss_fn)
+        check_criterion(loss_fn)
         if weight_fn is not None:
             check_function("weight_fn", weight_fn)
         call = Call.with_inputs(inputs)
@@ -327,7 +328,9 @@ class DataParallel(Container, Unwrapped):
 
         def run(piece: int, module: nn.Module, both: Nested) -> Nested:
             outputs = call.run(module, both["inputs"])
-            return losses(outputs, both["targets"]) if weights[piece] else loss_of_nothing(outputs)
+            if not weights[piece]:
+                return loss_of_nothing(outputs)
+            return loss_of_piece(loss_fn, outputs, both["targets"])
 
         def merge(found: list[Nested]) -> Tensor:
             own = _used_of(weights, used)

@@ -13,49 +13,41 @@ from phalanx.plan import Layout, Rows, check_function, check_mean_loss, flatten
 from phalanx.replicas import placed_on
 from phalanx.types import LossFn, Nested
 
-__all__ = ["ReplicaLosses", "cut_targets", "loss_of_nothing", "mean_loss"]
+__all__ = ["check_criterion", "cut_targets", "loss_of_nothing", "loss_of_piece", "mean_loss"]
 
 
-class ReplicaLosses:
-    """One loss function, run in every replica.
-
-    Args:
-        loss_fn: A mean over what it counts.
+def check_criterion(loss_fn: LossFn) -> None:
+    """Refuse a loss that replicas cannot compute for pieces of a batch.
 
     Raises:
-        ConfigError: ``loss_fn`` has parameters, which replicas would have to share; or it says that
-            it is no mean.
+        ConfigError: It has parameters, which replicas would have to share; or it says that it is no
+            mean.
     """
+    check_function("loss_fn", loss_fn, "be callable as loss_fn(outputs, targets), and come first")
+    if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
+        raise ConfigError(
+            "`loss_fn` must have no parameters of its own, but has. Make it part of the "
+            "module, and let that return the loss."
+        )
+    check_mean_loss("loss_fn", loss_fn)
 
-    def __init__(self, loss_fn: LossFn) -> None:
-        wanted = "be callable as loss_fn(outputs, targets), and come first"
-        check_function("loss_fn", loss_fn, wanted)
-        if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
-            raise ConfigError(
-                "`loss_fn` must have no parameters of its own, but has. Make it part of the "
-                "module, and let that return the loss."
-            )
-        check_mean_loss("loss_fn", loss_fn)
-        self._loss_fn = loss_fn
 
-    def __call__(self, outputs: Nested, targets: Nested) -> Tensor:
-        """Return the loss of one piece.
+def loss_of_piece(loss_fn: LossFn, outputs: Nested, targets: Nested) -> Tensor:
+    """Return the loss of one piece, on its device.
 
-        Raises:
-            ConfigError: It is no scalar.
-        """
-        loss_fn = self._loss_fn
-        if isinstance(loss_fn, nn.Module):
-            device = next((each.device for each in _tensors(outputs)), torch.device("cpu"))
-            loss_fn = placed_on(loss_fn, device)
-        loss: object = loss_fn(outputs, targets)
-        if not isinstance(loss, Tensor) or loss.dim():
-            told = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ConfigError(
-                f"`loss_fn` must return a scalar tensor, but returned {told!r}. Use "
-                "reduction='mean'."
-            )
-        return loss
+    Raises:
+        ConfigError: It is no scalar.
+    """
+    if isinstance(loss_fn, nn.Module):
+        device = next((each.device for each in _tensors(outputs)), torch.device("cpu"))
+        loss_fn = placed_on(loss_fn, device)
+    loss: object = loss_fn(outputs, targets)
+    if not isinstance(loss, Tensor) or loss.dim():
+        told = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ConfigError(
+            f"`loss_fn` must return a scalar tensor, but returned {told!r}. Use reduction='mean'."
+        )
+    return loss
 
 
 def cut_targets(targets: Nested, sizes: Sequence[int], dim: int) -> list[Nested]:
