@@ -101,7 +101,7 @@ class Binding:
         both = {**data, **labels}
         found = Rows(both, _layout_of(both, (*self.data, *self.labels)))
         rows = self.batch_size if found.first is None else found.count()
-        pad = read_count("pad", batch.pad, 0, "row")
+        pad = read_count("pad", batch.pad, 0)
         if pad and pad >= rows:
             raise ConfigError(f"`pad` must leave one row of {rows}, but is {pad}.")
         bound = tuple(

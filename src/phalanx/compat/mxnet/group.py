@@ -518,7 +518,7 @@ class DataParallelExecutorGroup:
         Args:
             eval_metric: A `torchmetrics.Metric`, a collection, or an object with ``update(outputs,
                 labels)``: one tensor each, or a list of several. Labels are left out where it takes
-                none. It gets all outputs that are no losses; else the losses. MXNet's have
+                none. It gets all outputs with dims; else the losses. MXNet's have
                 ``update_dict(labels, outputs)``, by name.
             labels: Of the whole batch; default: the batch's.
 
@@ -528,9 +528,8 @@ class DataParallelExecutorGroup:
         """
         last, home = self._last(), device_of(eval_metric, self.contexts[0])
         fed, outputs = last.fed, last.outputs
-        names = [name for name in outputs.names if name not in outputs.losses] or outputs.names
-        if getattr(eval_metric, "output_names", None) is not None:  # MXNet's, which picks its own
-            names = outputs.names
+        picks = getattr(eval_metric, "output_names", None) is not None  # as MXNet's may
+        names = outputs.names if picks else outputs.measured
         found = {name: outputs.whole(name, home) for name in names}
         own = fed.labels
         if labels is not None:

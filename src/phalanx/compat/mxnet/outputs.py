@@ -94,6 +94,13 @@ class Outputs:
         """The names of outputs that are losses: one number per device."""
         return [name for name in self.names if self._rules[name] == "mean"]
 
+    @property
+    def measured(self) -> list[str]:
+        """The names of outputs that metrics see: tensors with dims; else the losses."""
+        first = self._leaves[0]
+        found = [name for name in self.names if isinstance(first[name], Tensor)]
+        return [name for name in found if first[name].dim()] or self.losses
+
     def shape(self, name: str, rows: int) -> tuple[int, ...]:
         """Return the merged shape of an output for ``rows`` rows."""
         first = self._leaves[0][name]
