@@ -305,10 +305,6 @@ class Executor(ABC):
         """Tell whether the replicas can follow all that was done to the module since."""
 
     @abstractmethod
-    def outdate(self) -> None:
-        """Make the next run take over everything from the module, whatever its versions say."""
-
-    @abstractmethod
     def refresh(self) -> None:
         """Take over everything from the module now."""
 

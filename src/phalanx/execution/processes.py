@@ -11,8 +11,8 @@ along the tree, and notices at once when the worker is gone. Everything that has
 here, so a death costs the microbatch in the worker's hands and nothing else.
 
 A worker has the program's objects as they were when it was forked. Others are forked when a pass
-over data begins, or an attribute was assigned that no message can carry (`Fingerprint`); always
-between two runs, when no thread of ours computes.
+over data begins, or an attribute was assigned that no message can carry (`AttributeFingerprint`);
+always between two runs, when no thread of ours computes.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from phalanx.execution.worker_process import Lost, WorkerProcess, dismiss_all
 from phalanx.memory import SharedMemoryPool, has_memory, is_shared, return_freed_memory
 from phalanx.plan import BufferRules, check_workloads
 from phalanx.replicas import (
+    AttributeFingerprint,
     CallerModes,
-    Fingerprint,
     PlainChanges,
     StatisticSpec,
     num_cores,
@@ -161,9 +161,6 @@ class ProcessExecutor(Executor):
         """Tell whether the module's parameters are those that gradients are summed for."""
         return not self._threads.closed and self._places.are_still()
 
-    def outdate(self) -> None:
-        """Do nothing: workers read buffers where the program has written them."""
-
     def refresh(self) -> None:
         """Fork other workers before the next run, which see everything as it is then."""
         self._bury()
@@ -191,10 +188,10 @@ class ProcessExecutor(Executor):
     def _follow(self) -> None:
         """Begin with module and loss as they are now; workers are forked later."""
         self.refresh()
-        modules = Fingerprint(self._source, *self._reads).modules
+        modules = AttributeFingerprint(self._source, *self._reads).modules
         elsewhere = [t for module in modules for t in _tensors_of(module) if not is_shared(t)]
         self._moved |= _move(elsewhere, self.pool)
-        self._fingerprint = Fingerprint(self._source, *self._reads)  # where all lies now
+        self._fingerprint = AttributeFingerprint(self._source, *self._reads)  # where all lies now
         self._assigned: dict[tuple[int, str], None] = {}  # by object and name, since the fork
         self._places = ParameterPlaces([self._source])
         specs = statistic_specs(self._source, self._rules)

@@ -22,10 +22,10 @@ from phalanx.execution.shards import share_by_size
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
 from phalanx.plan import BufferRules, check_workloads, read_intra_op
 from phalanx.replicas import (
+    AttributeFingerprint,
     CallerModes,
     CompileOnce,
     DeviceCopies,
-    Fingerprint,
     Replica,
     RunOrder,
     SourceGradients,
@@ -95,7 +95,7 @@ class ThreadExecutor(Executor):
         self._nccl = nccl
         reaching = SourceGradients(self.parameters)
         self._copies = {own: DeviceCopies(list(own.parameters())) for own in self.sources}
-        self._fingerprints = {own: Fingerprint(own) for own in self.sources}
+        self._fingerprints = {own: AttributeFingerprint(own) for own in self.sources}
         self.replicas = [
             Replica(
                 own,
@@ -123,17 +123,12 @@ class ThreadExecutor(Executor):
         if self._threads.closed:  # a second Ctrl-C leaves threads behind
             return False
         changed = [own for own, before in self._fingerprints.items() if not before.is_current()]
-        self._fingerprints.update({own: Fingerprint(own) for own in changed})
+        self._fingerprints.update({own: AttributeFingerprint(own) for own in changed})
         return not changed or self._places == _places_of(_all_parameters(self.sources))
 
     def refresh(self) -> None:
         """Take over everything from the module now."""
-        self._fingerprints = {own: Fingerprint(own) for own in self.sources}
-
-    def outdate(self) -> None:
-        """Make the next run copy everything from the module, whatever its versions say."""
-        for replica in self.replicas:
-            replica.outdate()
+        self._fingerprints = {own: AttributeFingerprint(own) for own in self.sources}
 
     def in_order(self) -> AbstractContextManager[None]:
         """Return a context in which no other thread runs forward passes, or writes what they left.

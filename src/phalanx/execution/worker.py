@@ -31,8 +31,8 @@ from phalanx.ipc import fail_point, inject, injected
 from phalanx.memory import SharedMemoryPool, TensorHandle, forget_memory
 from phalanx.plan import BufferRules
 from phalanx.replicas import (
+    AttributeFingerprint,
     CallerModes,
-    Fingerprint,
     PlainChanges,
     Replica,
     RngPlan,
@@ -71,7 +71,7 @@ class World:
 
     source: nn.Module
     shared: Sequence[object]
-    fingerprint: Fingerprint
+    fingerprint: AttributeFingerprint
     pool: SharedMemoryPool
     layout: GradientBufferLayout
     rules: BufferRules

@@ -1,5 +1,6 @@
 """One model many times: the threads, copies and sums behind every container."""
 
+from phalanx.replicas.attribute_fingerprint import AttributeFingerprint, PlainChanges
 from phalanx.replicas.buffers import (
     Statistic,
     Statistics,
@@ -11,6 +12,7 @@ from phalanx.replicas.buffers import (
     write_statistics,
 )
 from phalanx.replicas.compiling import CompileOnce, has_compiled, refuse_compiled_in_place
+from phalanx.replicas.copied_rows import copy_rows
 from phalanx.replicas.device_copies import DeviceCopies
 from phalanx.replicas.devices import (
     accelerator_kind,
@@ -20,7 +22,6 @@ from phalanx.replicas.devices import (
     resolve_device,
     resolve_devices,
 )
-from phalanx.replicas.fingerprint import Fingerprint, PlainChanges
 from phalanx.replicas.intra_op import (
     caller_intra_op,
     hold_caller_at_one_thread,
@@ -28,7 +29,13 @@ from phalanx.replicas.intra_op import (
     num_threads,
     set_intra_op,
 )
-from phalanx.replicas.modes import CallerModes, autocast_off, callers_streams
+from phalanx.replicas.modes import (
+    CallerModes,
+    RunOrder,
+    autocast_off,
+    callers_streams,
+    current_streams,
+)
 from phalanx.replicas.packing import (
     Form,
     alignment_of,
@@ -58,17 +65,15 @@ from phalanx.replicas.rng import (
     set_generators,
 )
 from phalanx.replicas.rng_mode import RngMode, derive_seed, preserve_rng, seed_of_process
-from phalanx.replicas.rows import copy_rows
 from phalanx.replicas.shell import OwnInShell, placed_on, warn_of_assigned
 from phalanx.replicas.source_gradients import SourceGradients, current_replica, reached_leaves
-from phalanx.replicas.streams import RunOrder, current_streams, has_streams
 from phalanx.replicas.uncompiled import uncompiled
 
 __all__ = [
+    "AttributeFingerprint",
     "CallerModes",
     "CompileOnce",
     "DeviceCopies",
-    "Fingerprint",
     "Form",
     "MicrobatchRng",
     "OwnInShell",
@@ -100,7 +105,6 @@ __all__ = [
     "generator_states",
     "has_compiled",
     "has_fused_evaluation",
-    "has_streams",
     "hold_caller_at_one_thread",
     "is_plain",
     "known_devices",

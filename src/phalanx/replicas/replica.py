@@ -12,10 +12,10 @@ from torch.nn.parameter import UninitializedParameter
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.memory import has_memory, in_memory_order
 from phalanx.plan import BufferRules
+from phalanx.replicas.attribute_fingerprint import AttributeFingerprint
 from phalanx.replicas.buffers import ReplicaBuffers
 from phalanx.replicas.compiling import refuse_compiled_in_place
 from phalanx.replicas.device_copies import DeviceCopies, moved_at_once
-from phalanx.replicas.fingerprint import Fingerprint
 from phalanx.replicas.shell import Shell, alias_of
 from phalanx.replicas.source_gradients import SourceGradients
 from phalanx.torch_internals import foreach_add
@@ -62,7 +62,7 @@ class Replica:
         rules: BufferRules | None = None,
         copies: DeviceCopies | None = None,
         reaching: SourceGradients | None = None,
-        fingerprint: Fingerprint | None = None,
+        fingerprint: AttributeFingerprint | None = None,
         only_one: bool = False,
     ) -> None:
         refuse_lazy(source)
@@ -84,16 +84,16 @@ class Replica:
         self._everything = everything
         self._reaching = SourceGradients(everything) if reaching is None else reaching
         self._caught: dict[int, Tensor] = {}
-        self._fingerprint: Fingerprint | None = None
-        self.follow(fingerprint or Fingerprint(source))
+        self._fingerprint: AttributeFingerprint | None = None
+        self.follow(fingerprint or AttributeFingerprint(source))
 
     def refresh(self) -> None:
         """Make a new shell if an attribute of the source was assigned."""
         assert self._fingerprint is not None
         if not self._fingerprint.is_current():
-            self.follow(Fingerprint(self._source))
+            self.follow(AttributeFingerprint(self._source))
 
-    def follow(self, fingerprint: Fingerprint) -> None:
+    def follow(self, fingerprint: AttributeFingerprint) -> None:
         """Make a new shell if ``fingerprint``, of the source as it is now, is another than before.
 
         The leaves stay: graphs of earlier shells leave their gradients there.

@@ -44,7 +44,7 @@ class OwnInShell:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Layer:
     """One module and its shell.
 
     Attributes:
@@ -77,7 +77,7 @@ class Shell:
 
     def __init__(self, source: nn.Module, leaves: Mapping[int, Tensor]) -> None:
         self._parts = [
-            _Part(path, each, object.__new__(type(each)), {}, {})
+            _Layer(path, each, object.__new__(type(each)), {}, {})
             for path, each in source.named_modules()
         ]
         self._own_by_id: dict[int, Any] = {id(part.source): part.own for part in self._parts}
@@ -118,7 +118,7 @@ class Shell:
             found += [f"{part.path}.{name}".lstrip(".") for name in names]
         return found
 
-    def _fill(self, part: _Part) -> None:
+    def _fill(self, part: _Layer) -> None:
         theirs, own = vars(part.source), vars(part.own)
         own.update(theirs)
         for table in _TABLES:

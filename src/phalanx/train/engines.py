@@ -114,16 +114,12 @@ class Engines:
             self.current.executor.refresh()
 
     def write(self, function: Callable[[], None]) -> None:
-        """Call what writes to the module or says where the run stands; no Ctrl-C comes in between.
-
-        Replicas take over everything from the module with the next run.
-        """
+        """Call what writes to the module or the position of the run; no Ctrl-C comes in between."""
         if self.current is None:
             function()
             return
         executor = self.current.executor
         executor.each(lambda index: function() if index == 0 else None, uninterrupted=True)
-        executor.outdate()
 
     def close(self) -> None:
         """Dismiss the replicas."""

@@ -159,7 +159,6 @@ class StepEngine:
             write_statistics(buffers, statistics)
             spec.written.update(statistics)
             self._is_half_stepped = False
-            executor.outdate()
             executor.peers.mark_done()
             commit(loss)
 
@@ -296,7 +295,6 @@ class StepEngine:
         """Take over a state that was loaded into the optimizer, and into the module."""
         self._is_half_stepped = False
         self._open_shards()
-        self.executor.outdate()
 
     def close(self) -> None:
         """Dismiss the executor."""

@@ -19,16 +19,16 @@ from torch import Tensor, nn
 
 from phalanx.memory import has_memory
 
-__all__ = ["Fingerprint", "PlainChanges"]
+__all__ = ["AttributeFingerprint", "PlainChanges"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CALLED = (nn.Module, FunctionType, MethodType, functools.partial)
 
 PlainChanges = list[tuple[int, str, Any]]  # Any: numbers and strings of the user's objects
-"""New values of attributes: the index of the object in `Fingerprint.objects`, and the name."""
+"""Values of attributes: the index of the object in the fingerprint's `objects`, and the name."""
 
 
-class Fingerprint:
+class AttributeFingerprint:
     """The attributes of everything that a call of the given objects reads, as they are now.
 
     Args:
@@ -42,7 +42,7 @@ class Fingerprint:
 
     Example:
         >>> net = nn.Sequential(nn.Dropout(0.5))
-        >>> fingerprint = Fingerprint(net)
+        >>> fingerprint = AttributeFingerprint(net)
         >>> net[0].p = 0.1
         >>> fingerprint.is_current(), fingerprint.plain_changes()
         (False, [(1, 'p', 0.1)])

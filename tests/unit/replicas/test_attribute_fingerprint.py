@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.replicas import Fingerprint
+from phalanx.replicas import AttributeFingerprint
 
 
 class Net(nn.Module):
@@ -76,7 +76,7 @@ CHANGES: list[Callable[[Net], None]] = [
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_assignment_shows(change: Callable[[Net], None]) -> None:
     net = Net()
-    fingerprint = Fingerprint(net)
+    fingerprint = AttributeFingerprint(net)
     assert fingerprint.is_current()
     assert fingerprint.plain_changes() == []
     change(net)
@@ -86,7 +86,7 @@ def test_an_assignment_shows(change: Callable[[Net], None]) -> None:
 
 def test_numbers_can_be_sent_to_a_fork() -> None:
     net, fork = Net(), Net()
-    before, there = Fingerprint(net), Fingerprint(fork)
+    before, there = AttributeFingerprint(net), AttributeFingerprint(fork)
     assign_number(net)
     net.eval()
     changes = before.plain_changes()
@@ -107,7 +107,7 @@ class Annealed:
 
 def test_a_loss_is_followed_with_what_it_holds() -> None:
     loss = Annealed()
-    fingerprint = Fingerprint(Net(), functools.partial(loss, targets=torch.ones(3)))
+    fingerprint = AttributeFingerprint(Net(), functools.partial(loss, targets=torch.ones(3)))
     assert loss.teacher in fingerprint.modules
     loss.beta = 0.5
     assert fingerprint.plain_changes() == [(fingerprint.objects.index(loss), "beta", 0.5)]
@@ -121,7 +121,7 @@ def test_a_function_is_followed_with_what_it_closes_over() -> None:
     def forward(module: nn.Module, batch: Any) -> Any:
         return module(batch) - factor * teacher.layer(batch)
 
-    fingerprint = Fingerprint(forward)
+    fingerprint = AttributeFingerprint(forward)
     assert teacher in fingerprint.modules
     assert fingerprint.is_current()
     factor = 0.5
