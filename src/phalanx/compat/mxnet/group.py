@@ -79,7 +79,7 @@ class DataParallelExecutorGroup:
             as those of a recurrent net.
         output_shapes: `DataDesc`s of all outputs, for their names and layouts. Default: cut along
             the data's batch axis.
-        buffers: What becomes of buffers that replicas write, as for `DataParallel`.
+        buffers: How buffers that replicas write are merged, as for `DataParallel`.
 
     Shapes:
         B: rows of the batch, 0 or more. Tensors with an N in their layout have B there.
