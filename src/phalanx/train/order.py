@@ -106,8 +106,8 @@ class Reader:
             return
         before = torch.get_rng_state(), random.getstate(), mtrand.get_bit_generator()
         seed = derive_seed(self._seed, _DATA, self._epoch, place)
-        mtrand.set_bit_generator(self._numpys)  # a copy of NumPy's state takes 100 µs
         try:
+            mtrand.set_bit_generator(self._numpys)  # a copy of NumPy's state takes 100 µs
             torch.default_generator.manual_seed(seed)
             np.random.seed(seed % 2**32)
             random.seed(seed)
