@@ -84,7 +84,8 @@ train: $(STAMP)  ## train the default model on the default data and show the res
 # nothing, as most of the time is of tests that have two or three workers themselves. What is marked
 # `alone` looks at the whole machine, and only the files that say so are read. No test of either part
 # may be chosen by ARGS: pytest says so by 5, and so does a machine without a C++ compiler, which cannot
-# play the test device (tests/device): without ARGS, its tests and those for a GPU come last. Where Python may not keep what it has compiled, pytest would
+# play the test device (tests/device): without ARGS, its tests and those for a GPU come last, in one process, as
+# collecting them in a second one takes as long as half of them. Where Python may not keep what it has compiled, pytest would
 # compile all tests anew, and each worker all modules: here it may. Threads of OpenMP that wait for work sleep:
 # by default they spin, and take the cores from the other worker (three times the CPU time of a test of weights).
 test test-fast matrix night: export OMP_WAIT_POLICY := PASSIVE
@@ -95,7 +96,7 @@ test: $(STAMP)  ## run the whole test suite
 	$(BIN)/python -m pytest -m "not night and not alone" -n $(WORKERS) --dist loadfile \
 	    --no-loadscope-reorder $(ARGS) || [ $$? -eq 5 ] || failed=1; \
 	$(BIN)/python -m pytest -m "alone and not night" $(or $(ARGS),$(ALONE)) || [ $$? -eq 5 ] || failed=1; \
-	[ -n "$(ARGS)" ] || TEST_DEVICES=4 $(BIN)/python -m pytest --device dev -n $(WORKERS) --dist loadfile $(ON_DEVICE) \
+	[ -n "$(ARGS)" ] || TEST_DEVICES=4 $(BIN)/python -m pytest --device dev $(ON_DEVICE) \
 	    || [ $$? -eq 5 ] || failed=1; \
 	$(BIN)/python -m tests.core_seconds $(CORE_SECONDS); \
 	exit $$failed

@@ -360,8 +360,8 @@ def test_threads_may_share_a_stream() -> None:
     assert total.item() == 600
 
 
-@pytest.mark.parametrize("count", [1, 4])
-def test_there_are_as_many_devices_as_asked(count: int) -> None:
+def test_there_are_as_many_devices_as_asked() -> None:
+    count = 1 if torch.dev.device_count() > 1 else 3
     script = (
         "import torch; from tests.device import accelerator; accelerator.register(); "
         "print([str(torch.ones(1).dev(i).device) for i in range(torch.dev.device_count())])"

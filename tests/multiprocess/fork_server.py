@@ -1,7 +1,7 @@
 """The process that others are forked from: it has imported what they need, so each costs little.
 
-It is a fork of the process that tests, made when all tests have been collected and none has run,
-and ends with it. So it has the modules, but neither threads nor groups.
+On the CPU it is a fork of the process that tests, made when all tests have been collected and none
+has run; it ends with that. So it has the modules, but neither threads nor groups.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ import pytest
 
 __all__ = ["context", "start"]
 
-context = multiprocessing.get_context("forkserver")
 NEEDED = (
     "torch._dynamo",  # which the first optimizer of a process would import
     "phalanx.distributed.launcher",
     "phalanx.tables",
     "phalanx.train",
 )
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["pytest", *NEEDED])  # where `start` was not called
 
 
 def start() -> None:
