@@ -22,6 +22,7 @@ SOURCES = (
     "native/lock.c",
     "native/rows.c",
     "native/blocks.c",
+    "native/part.c",
     "distributed/native_all_reduce.c",
 )
 LIBRARY = FOLDER / "native/_library.so"

@@ -6,9 +6,18 @@ from collections.abc import Callable
 
 from phalanx.clock import now_s
 from phalanx.cluster import Connection
-from phalanx.tables.applied_numbers import AppliedNumbers
 from phalanx.tables.host_service import HostService
+from phalanx.tables.part import TablePart, checked
 from phalanx.tables.rounds import Rounds
+
+
+def make_adds_in_python() -> None:
+    """Have every add made by Python code, where bugs can be planted."""
+
+    def add(self, entry, timeout_s):
+        self.change(checked(entry), timeout_s, logged=False)
+
+    TablePart.add = add  # type: ignore[method-assign]
 
 
 def never_asked_again() -> None:
@@ -22,13 +31,18 @@ def never_asked_again() -> None:
 
 def add_counted_twice() -> None:
     """A shard does not know which adds it has taken."""
-    AppliedNumbers.taken = lambda self, worker, number, version: False  # type: ignore[method-assign]
+    make_adds_in_python()
+    TablePart.has = lambda self, worker, number: False  # type: ignore[method-assign]
 
 
 def round_add_counted_twice() -> None:
     """A round's log takes whatever comes."""
     put_into = Rounds.put_into
-    Rounds.put_into = lambda self, entry, number: put_into(self, entry._replace(number=0), number)  # type: ignore[method-assign]
+
+    def put(self, entry, number, timeout_s):
+        put_into(self, entry._replace(number=0), number, timeout_s)
+
+    Rounds.put_into = put  # type: ignore[method-assign]
 
 
 def stale_accepted() -> None:

@@ -15,41 +15,45 @@ from typing import Any
 
 from phalanx.errors import PeerTimeout
 from phalanx.ipc import Mutex, Waiting
-from phalanx.tables import hash_segment, key_shard, shard
+from phalanx.tables import hash_segment, key_shard, part
 from phalanx.tables.hash_index import HashIndex
 from phalanx.tables.hash_segment import HashSegment
 from phalanx.tables.key_storage import CapacityClaims, KeyStorage
 from phalanx.tables.membership import Membership
-from phalanx.tables.shard import TableShard
+from phalanx.tables.part import TablePart
 from phalanx.tables.sharded import Sharded
 from phalanx.tables.table import Table
 
 Patch = Callable[[Any, str, Any], None]  # as `setattr`, or pytest's
 
-_WORD, _ARMED = shard._WORD, shard._ARMED
+_WORD, _AT = part._WORD, part._AT
+
+
+def _in_python(patch: Patch) -> None:
+    """Have every add made by Python code, where bugs can be planted."""
+
+    def add(self: TablePart, entry: Any, timeout_s: float) -> None:
+        self.change(part.checked(entry), timeout_s, logged=False)
+
+    patch(TablePart, "add", add)
 
 
 def undo_not_applied(patch: Patch) -> None:
-    """Who finds an add half done takes it for done."""
-
-    def settle(self: TableShard) -> int:
-        if self._header[_ARMED] == self._header[_WORD]:
-            self._header[_WORD] += shard._VERSION
-        return self._header[_WORD]
-
-    patch(TableShard, "_settle", settle)
+    """Who finds an add half done leaves its rows as they are."""
+    patch(TablePart, "_put_back", lambda self: None)
 
 
 def undo_applied_twice(patch: Patch) -> None:
     """An add that has ended still counts as begun, so the next one undoes it again."""
-    change = TableShard._change
+    _in_python(patch)
+    end = TablePart._end
 
-    def forgetful(self: TableShard, entry: Any, word: int, after: int) -> None:
-        change(self, entry, word, after)
-        if self._header[_ARMED] == word:
-            self._header[_ARMED] = self._header[_WORD]
+    def forgetful(self: TablePart, entry: Any) -> None:
+        end(self, entry)
+        self._header[_AT] |= 1
+        self._header[_WORD] += 1
 
-    patch(TableShard, "_change", forgetful)
+    patch(TablePart, "_end", forgetful)
 
 
 def lock_ignored(patch: Patch) -> None:
@@ -59,6 +63,7 @@ def lock_ignored(patch: Patch) -> None:
 
 def lock_outlives_its_holder(patch: Patch) -> None:
     """The lock is a file, which a death leaves where it is."""
+    _in_python(patch)
 
     def path_of(lock: Mutex) -> Path:
         name = lock.label.replace(" ", "-")  # the same for all who share it
@@ -103,19 +108,19 @@ def ack_before_effect(patch: Patch) -> None:
 def half_row_visible(patch: Patch) -> None:
     """A reader does not look whether somebody writes."""
 
-    def read(self: TableShard, rows: Any, out: Any, timeout_s: float) -> None:
-        shard._copy_rows(self.current()[0], rows, out)
+    def read(self: TablePart, rows: Any, out: Any, timeout_s: float) -> None:
+        self._copy(rows, out)
 
-    patch(TableShard, "read", read)
+    patch(TablePart, "read", read)
 
 
 def snapshot_torn(patch: Patch) -> None:
     """A snapshot is taken without the lock."""
 
-    def copy_all(self: TableShard, timeout_s: float) -> Any:
-        return [part.clone() for part in self.current()]
+    def copy_all(self: TablePart, timeout_s: float) -> Any:
+        return [each.clone() for each in self.parts]
 
-    patch(TableShard, "copy_all", copy_all)
+    patch(TablePart, "copy_all", copy_all)
 
 
 def clock_not_advanced(patch: Patch) -> None:
@@ -130,22 +135,16 @@ def dead_still_counted(patch: Patch) -> None:
 
 def round_taken_twice(patch: Patch) -> None:
     """Who goes on with the round of somebody who died begins at its first add."""
-    apply_round = TableShard.apply_round
-
-    def from_the_first(self: TableShard, number: int, entries: Any, timeout_s: float) -> None:
-        self._header[_WORD] &= ~(shard._MAX_PROGRESS * shard._PROGRESS)
-        apply_round(self, number, entries, timeout_s)
-
-    patch(TableShard, "apply_round", from_the_first)
+    patch(TablePart, "has", lambda self, worker, number: False)
 
 
 def key_before_its_add(patch: Patch) -> None:
     """A key counts as soon as it is written down."""
     bring = HashSegment._bring
 
-    def at_once(self: HashSegment, keys: Any, word: int) -> None:
-        bring(self, keys, word)
-        self._counts[hash_segment._FOR] = -1
+    def at_once(self: HashSegment, keys: Any) -> None:
+        bring(self, keys)
+        self._counts[hash_segment._FOR] = hash_segment._NONE
 
     patch(HashSegment, "_bring", at_once)
 
@@ -184,7 +183,7 @@ def growth_not_noticed(patch: Patch) -> None:
 
 def room_not_made(patch: Patch) -> None:
     """An add to several shards looks for room where it has come to."""
-    patch(KeyStorage, "_add_parts", Sharded._add_parts)
+    patch(KeyStorage, "_room_for", Sharded._room_for)
 
 
 def room_given_away(patch: Patch) -> None:

@@ -3,7 +3,7 @@
 Worker 0 is on host 0 and adds to rows of host 1, whose server kills itself at a fail point. Another
 one is started, maps the same memory, and the worker, which has had no answer, asks again. Where it
 waits for none of its adds ("together"), the second and third are one message; "last" is the same,
-with a server that dies at the third.
+with a server that dies at the third. Where adds have several blocks ("blocks"), they are logged.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 from phalanx import tables
 from phalanx.cluster import connection
 from phalanx.ipc import ProcessIdentity, inject, wait_until
-from phalanx.tables import host_server, host_supervisor
-from phalanx.tables.applied_numbers import AppliedNumbers
+from phalanx.tables import host_server, host_supervisor, part
 from phalanx.tables.hash_segment import POINTS as NEW_KEYS
+from phalanx.tables.part import POINTS, TablePart
 from phalanx.tables.run_regions import RunRegions
-from phalanx.tables.shard import POINTS, TableShard
+from tests.chaos.host_bugs import make_adds_in_python
 from tests.multiprocess.children import DEADLINE_S, Child, Children, Parent
 from tests.multiprocess.hosts import free_port, serve_here, variables
 from tests.run_directories import wait_until_removed
@@ -37,36 +37,41 @@ ONCE = [sum(10.0**number for number in range(ADDS))]
 
 
 def counted_twice() -> None:
-    """A shard does not know which adds it has taken."""
-    AppliedNumbers.taken = lambda self, worker, number, version: False  # type: ignore[method-assign]
+    """A part does not know which adds it has taken."""
+    make_adds_in_python()
+    TablePart.has = lambda self, worker, number: False  # type: ignore[method-assign]
 
 
 def undone_counts() -> None:
-    """An add that was undone counts as taken."""
-    TableShard._withdraw = lambda self, word: None  # type: ignore[method-assign]
+    """An add that was put back counts as taken."""
+    put_back = TablePart._put_back
 
+    def counting(self: TablePart) -> None:
+        put_back(self)
+        header = self._header
+        self._done[header[part._WORKER]] = header[part._NUMBER]
 
-def earlier_ones_forgotten(self: AppliedNumbers, at: int, version: int) -> int:
-    """A shard that withdraws a worker's add forgets that it has taken the ones before."""
-    return self._words[at] if self._words[at + 1] <= version else 0
-
-
-def forget_earlier_ones() -> None:
-    AppliedNumbers._last_taken = earlier_ones_forgotten  # type: ignore[method-assign]
+    TablePart._put_back = counting  # type: ignore[method-assign]
 
 
 BUGS = {
     "counted_twice": counted_twice,
     "undone_counts": undone_counts,
-    "forget_earlier_ones": forget_earlier_ones,
 }
 
 
 def serve(
-    parent: Parent, spec: str, dies_at: str | None, bug: str | None, at_add: int = SECOND
+    parent: Parent,
+    spec: str,
+    dies_at: str | None,
+    bug: str | None,
+    at_add: int = SECOND,
+    blocks: bool = False,
 ) -> None:
     """Serve a host; kill this process when that add, or the first keys, pass ``dies_at``."""
     host_server._OVER_S = 0.05
+    if blocks:
+        part.BLOCK_ROWS = 1000
     host_supervisor.run_server = serve_here
     if bug is not None:
         BUGS[bug]()
@@ -95,7 +100,7 @@ def work(parent: Parent, given: dict[str, str], kind: str) -> None:
     with tables.join(timeout_s=DEADLINE_S) as world:
         parent.tell("joined")
         assert parent.hear() == "go on"
-        if kind == "keys":  # more than one block on each host; so below
+        if kind == "keys":
             table, rows = world.keys(2, name="t", capacity=4), list(range(6000))
         else:  # all of host 1
             table, rows = world.matrix(6000, 2, name="t"), list(range(3100, 6000))
@@ -123,7 +128,7 @@ def play(tmp_path: Path, kind: str, point: str, bug: str | None = None) -> list[
             me = ProcessIdentity.current()
             spec = host_server.ServerSpec(f"{cluster}-{host}", host, cluster, "127.0.0.1", None, me)
             at_add = THIRD if kind == "last" else SECOND
-            return children.start(serve, json.dumps(spec), dies_at, bug, at_add)
+            return children.start(serve, json.dumps(spec), dies_at, bug, at_add, kind == "blocks")
 
         start(0, None)
         first = start(1, point)
@@ -153,7 +158,7 @@ def nothing_is_left(tmp_path: Path):
 
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize(
-    "kind", ["rows", "together", "last", pytest.param("keys", marks=pytest.mark.night)]
+    "kind", ["rows", "blocks", "together", "last", pytest.param("keys", marks=pytest.mark.night)]
 )
 def test_an_add_counts_once_wherever_the_server_dies(tmp_path, kind, point):
     assert play(tmp_path, kind, point) == [ONCE] * 2
@@ -170,7 +175,6 @@ def test_keys_that_were_coming_when_the_server_died_come_once(tmp_path):
         ("counted_twice", "rows", "after unlock"),
         ("counted_twice", "together", "after unlock"),
         ("undone_counts", "rows", "half the rows written"),
-        ("forget_earlier_ones", "last", "half the rows written"),
     ],
 )
 def test_a_planted_bug_is_caught(tmp_path, bug, kind, point):

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from phalanx import tables
 from phalanx.errors import ConfigError
-from phalanx.tables import hash_segment, key_shard, shard
+from phalanx.tables import hash_segment, key_shard, part
 from tests.multiprocess.children import Children, Parent, wait_for_exit
 from tests.multiprocess.test_tables import die_at
 from tests.run_directories import wait_until_removed
@@ -31,7 +31,7 @@ _numbers = itertools.count()
 a_key = st.integers(-12, 12) | st.sampled_from([(1 << 63) - 1, -(1 << 63), 1 << 40])
 key_lists = st.lists(a_key, max_size=14)
 values = st.integers(-1000, 1000)
-POINTS = (*shard.POINTS, *hash_segment.POINTS, *key_shard.POINTS)
+POINTS = (*part.POINTS, *hash_segment.POINTS, *key_shard.POINTS)
 
 
 def open_table(world: tables.TableGroup, num_shards: int) -> tables.KeyTable:
@@ -39,7 +39,7 @@ def open_table(world: tables.TableGroup, num_shards: int) -> tables.KeyTable:
 
 
 def die_adding(parent: Parent, run: str, shards: int, point: str, keys: list[int]) -> None:
-    shard.BLOCK_ROWS = 2
+    part.BLOCK_ROWS = 2
     with tables.join(run, timeout_s=DEADLINE_S) as world:
         table = open_table(world, shards)
         die_at(point, 1)
@@ -149,19 +149,16 @@ class KeyTableMachine(RuleBasedStateMachine):
         there = set(table.keys().tolist())
         asked = torch.tensor(sorted(set(keys)))
         now = dict(zip(asked.tolist(), table.get(asked).numpy(), strict=True))
-        owners = table._storage._owners(asked.numpy()).tolist()
-        for owner in set(owners):  # of each shard's part all or nothing
-            mine = [key for key, o in zip(asked.tolist(), owners, strict=True) if o == owner]
-            taken = [key in there and np.array_equal(now[key], after[key]) for key in mine]
-            as_before = [
-                (key in there) == (key in self.model)
-                and np.array_equal(now[key], self.model.get(key, np.full(COLS, FIRST)))
-                for key in mine
-            ]
-            assert all(taken) or all(as_before)
-            if all(taken):
-                self.model.update({key: after[key] for key in mine})
-        assert len(self.worlds[0].workers) == len(self.worlds)
+        mine = asked.tolist()
+        taken = [key in there and np.array_equal(now[key], after[key]) for key in mine]
+        as_before = [
+            (key in there) == (key in self.model)
+            and np.array_equal(now[key], self.model.get(key, np.full(COLS, FIRST)))
+            for key in mine
+        ]
+        assert all(taken) or all(as_before)
+        if all(taken):
+            self.model.update({key: after[key] for key in mine})
 
     def teardown(self) -> None:
         for world in getattr(self, "worlds", []):

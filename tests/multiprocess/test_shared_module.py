@@ -12,7 +12,7 @@ from torch import nn
 
 from phalanx import tables
 from phalanx.ipc import fail_points
-from phalanx.tables import module_exchange, shard
+from phalanx.tables import module_exchange, part
 from tests.multiprocess.children import Children, Parent, wait_for_exit
 
 pytestmark = pytest.mark.promise("shared-modules")
@@ -116,7 +116,7 @@ def test_the_others_go_on_when_a_worker_is_killed_in_the_middle_of_a_sync(run, h
 
 def taker(parent: Parent, run: str, outer: str | None, point: str) -> None:
     """Come last, take the round in, and die of it."""
-    shard._BLOCK_ELEMENTS = 2  # so that an add of everything has a middle
+    part.BLOCK_ROWS = 2  # so that an add of everything has a middle
     with tables.join(run, num_workers=2, sync=True, timeout_s=DEADLINE_S) as world:
         net = make_net()
         shared = tables.SharedModule(net, world, merge="mean", outer=outer, name="net")

@@ -12,7 +12,8 @@ import torch
 from phalanx import tables
 from phalanx.errors import PeerTimeout, StateError
 from phalanx.ipc import fail_points
-from phalanx.tables import hash_segment, shard, sharded
+from phalanx.native import FUNCTIONS
+from phalanx.tables import part, sharded
 from tests.multiprocess.children import Children, Parent, wait_for_exit
 from tests.products import in_pairs
 
@@ -44,9 +45,11 @@ DELTA = torch.arange(1.0, 1 + ROWS * COLS).view(ROWS, COLS)
 SOME = [7, 0, 3, 7, 8, 1]
 
 
-def victim(parent: Parent, run: str, updater: str, whole: bool, point: str, times: int) -> None:
-    shard.BLOCK_ROWS = 2  # so that an add of six rows has a middle
-    shard._BLOCK_ELEMENTS = 2 * COLS
+def victim(
+    parent: Parent, run: str, updater: str, whole: bool, blocks: bool, point: str, times: int
+) -> None:
+    if blocks:
+        part.BLOCK_ROWS = 2
     with tables.join(run, timeout_s=DEADLINE_S) as world:
         table = open_table(world, updater)
         table.add(DELTA[SOME], rows=SOME)
@@ -73,10 +76,18 @@ PLACES = [
     ("before lock", 1, False),
     ("lock held", 1, False),
     ("undo written", 1, False),
-    *(("half the rows written", times, False) for times in (1, 2, 3)),
+    ("half the rows written", 1, False),
     ("before unlock", 1, True),
     ("after unlock", 1, True),
 ]
+IN_BLOCKS = [*(place[:2] for place in PLACES), *(("half the rows written", n) for n in (2, 3))]
+
+
+def look_after_a_death(table: tables.Table, world: tables.TableGroup, wanted: list) -> None:
+    assert world.workers == [0]
+    assert torch.equal(table.get(), wanted[0])
+    for found, want in zip(everything(table), wanted, strict=True):
+        assert torch.equal(found, want)
 
 
 @in_pairs("place, updater, whole", PLACES, ["sum", "adam"], [False, True])
@@ -84,22 +95,33 @@ def test_an_add_that_a_death_interrupts_is_there_whole_or_not_at_all(run, place,
     point, times, taken = place
     with Children() as children, tables.join(run, timeout_s=DEADLINE_S) as world:
         table = open_table(world, updater)
-        child = children.start(victim, run, updater, whole, point, times)
+        child = children.start(victim, run, updater, whole, False, point, times)
         assert child.get() == "ready"
         wait_for_exit(child.pid)
         wanted = expected(updater, whole, taken)
-        assert torch.equal(table.get(), wanted[0])
-        for part, want in zip(everything(table), wanted, strict=True):
-            assert torch.equal(part, want)
-        assert world.workers == [0]
-        begun_in_place = not whole and point in ("undo written", "half the rows written")
-        assert table.stats().undone == int(begun_in_place)
+        look_after_a_death(table, world, wanted)
+        assert table.stats().undone == int(point in ("undo written", "half the rows written"))
         table.add(DELTA)  # the shard serves on, and whatever the dead one left is no obstacle
         assert not torch.equal(table.get(), wanted[0])
 
 
+@in_pairs("place, updater, whole", IN_BLOCKS, ["sum", "adam"], [False, True])
+def test_an_add_of_several_blocks_that_a_death_interrupts_is_there_whole(
+    run, place, updater, whole
+):
+    """It is in its worker's log before a row is changed."""
+    point, times = place
+    with Children() as children, tables.join(run, timeout_s=DEADLINE_S) as world:
+        table = open_table(world, updater)
+        child = children.start(victim, run, updater, whole, True, point, times)
+        assert child.get() == "ready"
+        wait_for_exit(child.pid)
+        look_after_a_death(table, world, expected(updater, whole, True))
+        assert table.stats().undone == int(point in ("undo written", "half the rows written"))
+
+
 def reader(parent: Parent, run: str, kind: str, updater: str, point: str) -> None:
-    shard.KEEPS_ORDER = hash_segment.KEEPS_ORDER = False  # so that it takes the lock
+    FUNCTIONS["part_get"] = lambda *_: part._UNSETTLED  # so that it takes the lock
     with tables.join(run, num_workers=2, timeout_s=DEADLINE_S) as world:
         table = open_one(world, kind, updater)
         table.add(DELTA[SOME], rows=SOME)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from phalanx import tables
-from phalanx.tables import shard
+from phalanx.tables import part
 from tests.multiprocess.children import Children, Parent, wait_for_exit
 from tests.multiprocess.test_tables import die_at
 from tests.run_directories import wait_until_removed
@@ -33,8 +33,7 @@ def open_table(world: tables.TableGroup, num_shards: int) -> tables.Table:
 
 
 def die_adding(parent: Parent, run: str, shards: int, point: str, rows: list | None) -> None:
-    shard.BLOCK_ROWS = 2
-    shard._BLOCK_ELEMENTS = 2 * COLS
+    part.BLOCK_ROWS = 2
     with tables.join(run, timeout_s=DEADLINE_S) as world:
         table = open_table(world, shards)
         die_at(point, 1)
@@ -98,7 +97,7 @@ class TableMachine(RuleBasedStateMachine):
         self.tables.pop(k)
 
     @rule(
-        point=st.sampled_from(shard.POINTS),
+        point=st.sampled_from(part.POINTS),
         rows=st.none() | st.lists(st.integers(0, ROWS - 1), min_size=5, max_size=9),
     )
     def die(self, point: str, rows: list[int] | None) -> None:
@@ -111,13 +110,8 @@ class TableMachine(RuleBasedStateMachine):
         where = slice(None) if rows is None else rows
         full = np.zeros_like(self.model)
         np.add.at(full, where, 12345)
-        # Of each shard's part all or nothing; with one shard that is the whole add.
-        for part in self.tables[0]._storage.shards:
-            mine = slice(part.first_row, part.first_row + part.num_rows)
-            whole = np.array_equal(added[mine], full[mine])
-            assert whole or not added[mine].any()
+        assert np.array_equal(added, full) or not added.any()
         self.model = now.copy()
-        assert len(self.worlds[0].workers) == len(self.worlds)
 
     def teardown(self) -> None:
         for world in getattr(self, "worlds", []):

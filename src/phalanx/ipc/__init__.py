@@ -5,7 +5,7 @@ from phalanx.ipc.available_memory import available_memory_bytes
 from phalanx.ipc.control_groups import cores_allowed
 from phalanx.ipc.fail_points import Fault, fail_point, inject, injected
 from phalanx.ipc.liveness import LivenessTimer, Waiting, late_peers, wait_until
-from phalanx.ipc.memory_order import KEEPS_ORDER, fence
+from phalanx.ipc.memory_order import fence
 from phalanx.ipc.mutex import Mutex
 from phalanx.ipc.process import ProcessIdentity, die_with_parent, signal_main_thread
 from phalanx.ipc.region import ALIGN_BYTES, Region, aligned
@@ -13,7 +13,6 @@ from phalanx.ipc.run_directory import RunDirectory
 
 __all__ = [
     "ALIGN_BYTES",
-    "KEEPS_ORDER",
     "Fault",
     "LivenessTimer",
     "Mutex",

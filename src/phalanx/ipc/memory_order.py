@@ -10,15 +10,15 @@ from __future__ import annotations
 import platform
 import threading
 
-__all__ = ["KEEPS_ORDER", "fence"]
+__all__ = ["fence"]
 
-KEEPS_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
+_KEEPS_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
 _fence_lock = threading.Lock()
 
 
 def fence() -> None:
     """Keep what this thread wrote before from being seen after what it writes next."""
-    if not KEEPS_ORDER:
+    if not _KEEPS_ORDER:
         with _fence_lock:
             pass
         with _fence_lock:

@@ -78,6 +78,10 @@ class Mutex:
             if waiting.over():
                 raise self.late(timeout_s)
 
+    def try_take(self) -> bool:
+        """Take the lock if it is free; tell whether it was."""
+        return not self._take(self.address, 0)
+
     def release(self) -> None:
         """Let go of it, if this thread holds it."""
         self._release(self.address)

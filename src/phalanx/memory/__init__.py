@@ -6,10 +6,9 @@ from phalanx.memory.blocks import (
     copy_to,
     has_memory,
     is_expanded,
-    sum_to,
 )
 from phalanx.memory.flat import FlatParameters, dense_strides, in_memory_order, refuse_overlap
-from phalanx.memory.rows import MatrixRows, all_within, clamp_rows
+from phalanx.memory.rows import MatrixRows, all_within
 from phalanx.memory.shared_memory_pool import (
     SharedMemoryPool,
     TensorHandle,
@@ -26,7 +25,6 @@ __all__ = [
     "TensorHandle",
     "all_finite",
     "all_within",
-    "clamp_rows",
     "copy_to",
     "dense_strides",
     "forget_memory",
@@ -36,5 +34,4 @@ __all__ = [
     "is_shared",
     "refuse_overlap",
     "return_freed_memory",
-    "sum_to",
 ]

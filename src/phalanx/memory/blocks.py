@@ -1,8 +1,8 @@
-"""Memory in one piece, copied, added and looked at: by native/blocks.c where built, else by torch.
+"""Memory in one piece, copied and looked at: by native/blocks.c where built, else by torch.
 
 Both give the same bits. What blocks.c does better is to move memory that is in no cache: it passes
-it in several places at once, fetches ahead over the ends of pages, stores past the caches what is
-larger than they are, and passes memory once where torch passes it twice (docs/decisions/0015).
+it in several places at once, fetches ahead over the ends of pages, and stores past the caches what
+is larger than they are (docs/decisions/0015).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phalanx import native
 
-__all__ = ["PAST_CACHE_BYTES", "all_finite", "copy_to", "has_memory", "is_expanded", "sum_to"]
+__all__ = ["PAST_CACHE_BYTES", "all_finite", "copy_to", "has_memory", "is_expanded"]
 
 PAST_CACHE_BYTES = 8 << 20
 """What is larger is in no cache when somebody reads it."""
@@ -77,27 +77,6 @@ def copy_to(source: Tensor, target: Tensor, *, whole_bytes: int = 0) -> None:
 def _lies_plain(tensor: Tensor) -> bool:
     """Tell whether memory holds the very numbers: autograd's zeros may have none."""
     return has_memory(tensor) and not tensor.is_conj() and not tensor.is_neg()
-
-
-def sum_to(values: Tensor, delta: Tensor, to: Tensor) -> bool:
-    """Write the sum of two tensors to a third, and tell whether ``delta`` is finite.
-
-    All of one shape and dtype, contiguous. Past the cache, where compiled: for tensors that nobody
-    reads soon.
-
-    Example:
-        >>> found = torch.empty(3)
-        >>> sum_to(torch.ones(3), torch.arange(3.0), found)
-        True
-        >>> found.tolist()
-        [1.0, 2.0, 3.0]
-    """
-    function = native.compiled_for("sum_to", to.dtype)
-    if function is None:
-        finite = all_finite(delta)
-        torch.add(values, delta, out=to)
-        return finite
-    return bool(function(values.data_ptr(), delta.data_ptr(), to.data_ptr(), to.numel()))
 
 
 def all_finite(numbers: Tensor) -> bool:

@@ -1,4 +1,4 @@
-/* Memory that lies in one piece: looked at, added and copied. See memory/blocks.py, which has the same in
+/* Memory that lies in one piece: looked at and copied. See memory/blocks.py, which has the same in
    torch.
 
    In lanes: see native.h. */
@@ -13,7 +13,8 @@
 #define EXPONENT_64 UINT64_C(0x7ff0000000000000)
 #define FINITE(NAME, BITS, EXPONENT)                                                \
     typedef BITS __attribute__((may_alias)) NAME##_bits;                            \
-    WIDE int64_t phalanx_finite_##NAME(const NAME##_bits *numbers, int64_t count) { \
+    WIDE int64_t phalanx_finite_##NAME(const void *given, int64_t count) {          \
+        const NAME##_bits *numbers = given;                                         \
         BITS found = 0;                                                             \
         for (int64_t i = 0; i < count; i++)                                         \
             found |= (BITS)((numbers[i] & (EXPONENT)) == (EXPONENT));               \
@@ -24,72 +25,14 @@ FINITE(float32, uint32_t, EXPONENT_32)
 FINITE(float64, uint64_t, EXPONENT_64)
 
 #if defined(__x86_64__)
-#define STREAM(to, vector) _mm_stream_si128((__m128i *)(void *)(to), (__m128i)(vector))
-
 /* Tell how many elements lie before the first line of the cache that begins in `to`. */
 static int64_t until_line(const void *to, int64_t size, int64_t count) {
     int64_t head = (int64_t)((LINE - (uintptr_t)to % LINE) % LINE) / size;
     return head < count ? head : count;
 }
-
-/* Sum lane by lane and tell whether the delta was finite: where EXPONENT is 0 it
-   always is. */
-#define SUM_LANES(NAME, TYPE, BITS, EXPONENT)                                                    \
-    typedef TYPE NAME##_v VECTOR_OF(TYPE);                                                       \
-    typedef BITS NAME##_bits_v VECTOR_OF(BITS);                                                  \
-    static int64_t sum_lanes_##NAME(const TYPE *values, const TYPE *delta, TYPE *to,             \
-                                    int64_t lane) {                                              \
-        int64_t line = LINE / (int64_t)sizeof(TYPE), step = VECTOR / (int64_t)sizeof(TYPE);      \
-        NAME##_bits_v exponent = (NAME##_bits_v){0} + (EXPONENT), spoilt = {0};                  \
-        for (int64_t i = 0; i < lane; i += line)                                                 \
-            for (int64_t at = i; at < LANES * lane; at += lane) {                                \
-                __builtin_prefetch((const char *)(values + at) + FAR);                           \
-                __builtin_prefetch((const char *)(delta + at) + FAR);                            \
-                for (int64_t j = at; j < at + line; j += step) {                                 \
-                    NAME##_v added = *(const NAME##_v *)(delta + j);                             \
-                    if (EXPONENT)                                                                \
-                        spoilt |= (NAME##_bits_v)(((NAME##_bits_v)added & exponent) == exponent); \
-                    STREAM(to + j, *(const NAME##_v *)(values + j) + added);                     \
-                }                                                                                \
-            }                                                                                    \
-        FENCE();                                                                                 \
-        BITS found = 0;                                                                          \
-        for (int64_t k = 0; k < step; k++) found |= spoilt[k];                                   \
-        return !found;                                                                           \
-    }
 #else
 #define until_line(to, size, count) (count)
-#define SUM_LANES(NAME, TYPE, BITS, EXPONENT)                                           \
-    static int64_t sum_lanes_##NAME(const TYPE *v, const TYPE *d, TYPE *t, int64_t n) { \
-        return (void)v, (void)d, (void)t, (void)n, 1;                                   \
-    }
 #endif
-
-/* Write the sum of values and a delta past the caches, and tell whether the delta is finite.
-   It is for what is larger than they are: else the processor would fetch each line of memory before
-   it overwrites it.
-   Integers are added as unsigned ones, which wrap around; as torch's do. */
-#define SUM(NAME, TYPE, BITS, EXPONENT, LOOK)                                                    \
-    SUM_LANES(NAME, TYPE, BITS, EXPONENT)                                                        \
-    static int64_t sum_few_##NAME(const TYPE *values, const TYPE *delta, TYPE *to,               \
-                                  int64_t count) {                                               \
-        for (int64_t i = 0; i < count; i++) to[i] = values[i] + delta[i];                        \
-        return LOOK((const void *)delta, count);                                                 \
-    }                                                                                            \
-    int64_t phalanx_sum_to_##NAME(const TYPE *values, const TYPE *delta, TYPE *to, int64_t count) { \
-        int64_t size = sizeof(TYPE), head = until_line(to, size, count);                         \
-        int64_t lane = (count - head) * size / (LANES * LINE) * LINE / size;                     \
-        int64_t tail = head + LANES * lane;                                                      \
-        int64_t finite = sum_few_##NAME(values, delta, to, head);                                \
-        finite &= sum_lanes_##NAME(values + head, delta + head, to + head, lane);                \
-        return finite & sum_few_##NAME(values + tail, delta + tail, to + tail, count - tail);    \
-    }
-
-#define ALWAYS(numbers, count) ((void)(numbers), (void)(count), 1)
-SUM(float32, float, uint32_t, EXPONENT_32, phalanx_finite_float32)
-SUM(float64, double, uint64_t, EXPONENT_64, phalanx_finite_float64)
-SUM(int32, uint32_t, uint32_t, 0, ALWAYS)
-SUM(int64, uint64_t, uint64_t, 0, ALWAYS)
 
 #if defined(__x86_64__)
 #define COPY_LANES(NAME, STORE, PREPARE)                                                      \

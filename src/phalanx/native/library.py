@@ -19,6 +19,7 @@ __all__ = [
     "DTYPES",
     "FUNCTIONS",
     "Function",
+    "PartView",
     "address_of",
     "compiled_for",
     "compiled_function",
@@ -26,27 +27,17 @@ __all__ = [
     "require_library",
 ]
 
-_VERSION = 15  # as in native.h: a library of another one is left alone
+_VERSION = 16  # as in native.h: a library of another one is left alone
 # What returns a number.
-_ANSWERS = (
-    "finite",
-    "sum_to",
-    "within",
-    "all_reduce",
-    "lock_make",
-    "lock_take",
-    "lock_release",
-    "lock_owner",
-)
+_ANSWERS = ("finite", "within", "all_reduce", "lock_", "part_")
 DTYPES = {
     torch.float32: "float32",
     torch.float64: "float64",
     torch.int32: "int32",
     torch.int64: "int64",
+    torch.bfloat16: "bfloat16",
 }
-"""What functions for numbers of a dtype end with."""
-
-_NAMES = {**DTYPES, torch.bfloat16: "bfloat16"}  # which is only reduced
+"""What functions for numbers of a dtype end with, in the order of their numbers in part.c."""
 
 # Any: what ctypes makes of a C function.
 Function = Callable[..., Any]
@@ -67,23 +58,25 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
     """Return the functions by name, with the types of what they take."""
     if library is None:
         return {}
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    pointer, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
     takes: dict[str, list[type]] = {
         "take": [pointer, number, number, pointer, number, number, pointer, number],
         "within": [pointer, number, number, number],
         "clamp": [pointer, number, number, number, pointer],
-        "finite_float32": [pointer, number],
-        "finite_float64": [pointer, number],
         "copy": [pointer, pointer, number, number],
         "lock_make": [pointer],
         "lock_take": [pointer, number],
         "lock_release": [pointer],
         "lock_owner": [pointer],
+        "part_add": [pointer, pointer, number, pointer, number, number, number, number],
+        "part_get": [pointer, pointer, number, pointer, number],
+        "die_after": [number],
     }
     for name in DTYPES.values():
-        takes[f"add_{name}"] = [pointer, number, number, pointer, number, pointer, pointer]
-        takes[f"sum_to_{name}"] = [pointer, pointer, pointer, number]
-    takes.update({f"all_reduce_{name}": [pointer] for name in _NAMES.values()})
+        takes[f"add_{name}"] = [pointer, number, number, pointer, number, pointer, pointer, real]
+        takes[f"all_reduce_{name}"] = [pointer]
+    for name in ("float32", "float64"):
+        takes[f"finite_{name}"] = [pointer, number]
     found: dict[str, Function] = {}
     for name, types in takes.items():
         function = getattr(library, f"phalanx_{name}")
@@ -141,7 +134,30 @@ def compiled_for(name: str, dtype: torch.dtype) -> Function | None:
         >>> compiled_for("all_reduce", torch.bool) is None
         True
     """
-    return FUNCTIONS.get(f"{name}_{_NAMES.get(dtype)}")
+    return FUNCTIONS.get(f"{name}_{DTYPES.get(dtype)}")
+
+
+class PartView(ctypes.Structure):
+    """A part of a table, as native/part.c is told of it. Whoever makes one keeps its memory."""
+
+    _fields_ = (
+        ("header", ctypes.c_void_p),
+        ("done", ctypes.c_void_p),
+        ("lock", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("record", ctypes.c_void_p),
+        ("record_rows", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int64),
+        ("num_cols", ctypes.c_int64),
+        ("first_row", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+        ("scale", ctypes.c_double),
+    )
+
+    @property
+    def address(self) -> int:
+        """Where it lies."""
+        return ctypes.addressof(self)
 
 
 def address_of(memory: memoryview) -> int:

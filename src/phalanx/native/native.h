@@ -3,7 +3,7 @@
 #include <pthread.h>
 #include <stdint.h>
 
-#define VERSION 15 /* as in library.py */
+#define VERSION 16 /* as in library.py */
 #define LINE 64   /* bytes of a cache */
 
 /* What a core does not have, in memory or in another core's cache, it gets the sooner the more of it
@@ -41,3 +41,22 @@ typedef struct {
 
 int64_t phalanx_lock_take(phalanx_lock *lock, int64_t ms);
 int64_t phalanx_lock_release(phalanx_lock *lock);
+
+/* See rows.c and blocks.c. */
+int64_t phalanx_within(const int64_t *rows, int64_t count, int64_t first, int64_t num_rows);
+void phalanx_clamp(const int64_t *rows, int64_t count, int64_t first, int64_t num_rows,
+                   int64_t *to);
+void phalanx_take(const char *values, int64_t num_rows, int64_t row_bytes, const int64_t *rows,
+                  int64_t count, int64_t first, char *out, int64_t past);
+void phalanx_copy(const char *from, char *to, int64_t count, int64_t past);
+#define ADD_OF(NAME, TYPE)                                                                      \
+    void phalanx_add_##NAME(TYPE *values, int64_t num_rows, int64_t num_cols,                   \
+                            const int64_t *rows, int64_t count, const TYPE *delta,              \
+                            const int64_t *places, double scale)
+ADD_OF(float32, float);
+ADD_OF(float64, double);
+ADD_OF(int32, uint32_t);
+ADD_OF(int64, uint64_t);
+ADD_OF(bfloat16, uint16_t);
+int64_t phalanx_finite_float32(const void *numbers, int64_t count);
+int64_t phalanx_finite_float64(const void *numbers, int64_t count);

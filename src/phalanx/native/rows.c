@@ -74,12 +74,10 @@ void phalanx_take(const char *values, int64_t num_rows, int64_t row_bytes,
     if (past) FENCE();
 }
 
-/* Add rows of a delta, the i-th or, where places are given, the places[i]-th, to rows.
-   Integers are added as unsigned ones, which wrap around; as torch's do. */
-#define ADD(NAME, TYPE)                                                                          \
-    WIDE void phalanx_add_##NAME(TYPE *values, int64_t num_rows, int64_t num_cols,               \
-                                 const int64_t *rows, int64_t count, const TYPE *delta,          \
-                                 const int64_t *places) {                                        \
+/* Add rows of a delta, the i-th or, where places are given, the places[i]-th, to rows, times `scale`.
+   Integers are added as unsigned ones, which wrap around, as torch's do; their scale is 1. */
+#define ADD(NAME, TYPE, SUM)                                                                     \
+    WIDE ADD_OF(NAME, TYPE) {                                                                    \
         int64_t row_bytes = num_cols * (int64_t)sizeof(TYPE);                                    \
         for (int64_t i = 0; i < count; i++) {                                                    \
             if (i + AHEAD < count) {                                                             \
@@ -90,11 +88,47 @@ void phalanx_take(const char *values, int64_t num_rows, int64_t row_bytes,
             }                                                                                    \
             TYPE *restrict row = values + within(rows[i], num_rows) * num_cols;                  \
             const TYPE *restrict own = delta + (places ? places[i] : i) * num_cols;              \
-            for (int64_t j = 0; j < num_cols; j++) row[j] += own[j];                             \
+            if (scale == 1)                                                                      \
+                for (int64_t j = 0; j < num_cols; j++) row[j] = SUM(row[j], own[j]);             \
+            else                                                                                 \
+                for (int64_t j = 0; j < num_cols; j++) row[j] = SUM(row[j], TIMES_##NAME(own[j])); \
         }                                                                                        \
     }
 
-ADD(float32, float)
-ADD(float64, double)
-ADD(int32, uint32_t)
-ADD(int64, uint64_t)
+#define PLAIN(a, b) ((a) + (b))
+#define TIMES_float32(x) ((float)scale * (x))
+#define TIMES_float64(x) (scale * (x))
+#define TIMES_int32(x) (x)
+#define TIMES_int64(x) (x)
+
+ADD(float32, float, PLAIN)
+ADD(float64, double, PLAIN)
+ADD(int32, uint32_t, PLAIN)
+ADD(int64, uint64_t, PLAIN)
+
+/* A bfloat16 is the upper half of a float. Sums are rounded to the nearest, ties to the even one. */
+static inline float widened(uint16_t half) {
+    uint32_t bits = (uint32_t)half << 16;
+    float number;
+    memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
+static inline uint16_t narrowed(float number) {
+    uint32_t bits;
+    memcpy(&bits, &number, sizeof bits);
+    if (number != number) return 0x7fc0;
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+#define NARROW(a, b) narrowed(widened(a) + (b))
+
+void phalanx_add_bfloat16(uint16_t *values, int64_t num_rows, int64_t num_cols,
+                          const int64_t *rows, int64_t count, const uint16_t *delta,
+                          const int64_t *places, double scale) {
+    for (int64_t i = 0; i < count; i++) {
+        uint16_t *row = values + within(rows[i], num_rows) * num_cols;
+        const uint16_t *own = delta + (places ? places[i] : i) * num_cols;
+        for (int64_t j = 0; j < num_cols; j++) row[j] = NARROW(row[j], (float)scale * widened(own[j]));
+    }
+}

@@ -7,7 +7,7 @@
 While a message is under way, what is added meanwhile is kept, and goes together in the next one. So
 a burst of small adds needs few messages, and a single add is sent at once. One message is under way
 at a time, because the other side knows an add that comes again by a number that only rises
-(Note [Exactly once] in applied_numbers.py).
+(part.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 from phalanx.errors import PeerTimeout, StateError
 from phalanx.ipc import Waiting
-from phalanx.tables.shard import Entry
+from phalanx.tables.part import Entry
 
 __all__ = ["MOST_TOGETHER", "DeferredAdds", "finish_all"]
 

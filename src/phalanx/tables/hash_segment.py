@@ -1,21 +1,21 @@
 """The rows of one shard of a keys table, as long as they fit: one region that does not grow.
 
-    region   | page | A, B, ids, backups as in spec.py | entries | keys |
-    page     line 0   BASE | NEXT | FOR          line 1   the header of a `TableShard`
+    region   | page | rows, record, backups as in spec.py | entries | keys |
+    page     line 0   BASE | NEXT | FOR          line 1   the header of a `TablePart`
 
 It is a shard whose rows are found by key. Slots are given out in order and never taken back, so a
 key's slot is its own for good, in the segments that follow too.
 
 # Note [A key comes with its add]
 The keys that are there are those of the first N slots, and N has to change together with the rows:
-by the one store that ends an add (see shard.py).
+by the one store that ends an add (see part.py).
 
-    N = BASE  while FOR == WORD     an add is under way that brings NEXT − BASE new keys
-    N = NEXT  otherwise             for WORD is another as soon as that add has ended
+    N = BASE  while WORD is FOR or FOR + 1    an add comes, or is under way, that brings keys
+    N = NEXT  otherwise                       for WORD is FOR + 2 as soon as that add has ended
 
 So new keys are written down first: their rows in slots that do not count yet, their entries in the
-index, where a search passes over slots from N on; then comes the add. If it does not end, the next
-holder of the lock finds FOR == WORD, makes NEXT = BASE and drops the entries.
+index, where a search passes over slots from N on; then comes the add. If it does not begin, or is
+put back, the next holder of the lock makes NEXT = BASE and drops the entries.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.ipc import KEEPS_ORDER, Mutex, Region, aligned, fail_point
-from phalanx.memory import MatrixRows
-from phalanx.tables.applied_numbers import AppliedNumbers
+from phalanx.ipc import Mutex, Region, aligned, fail_point
 from phalanx.tables.hash_index import ENTRIES_PER_KEY, HashIndex, Int64s
+from phalanx.tables.part import Entry, RecordMemory, TablePart, checked
 from phalanx.tables.row_initializer import RowInitializer
-from phalanx.tables.shard import Entry, KeySlots, TableShard
-from phalanx.tables.spec import TableLayout, TableSpec, view_backups, view_parts
-from phalanx.tables.table_page import TablePage
+from phalanx.tables.spec import TableLayout, TableSpec, view_backups, view_parts, view_record
 
 __all__ = ["POINTS", "HashSegment", "SegmentFull", "StaleSegment", "segment_bytes"]
 
 POINTS = ("keys written", "keys indexed", "keys pending")
-"""Fail points of an add of new keys, in order; those of a `TableShard` follow."""
+"""Fail points of an add of new keys, in order; those of a `TablePart` follow."""
 
 Absent = NDArray[np.bool_] | None
 
 _BASE, _NEXT, _FOR = range(3)
+_NONE = -2  # no word that is one of two that follow each other
+_WORD = 0  # of the header (part.py)
 _ATTEMPTS = 3
+_PAGE_BYTES = 128
 
 
 class SegmentFull(Exception):
@@ -60,8 +60,9 @@ class StaleSegment(Exception):
     """The shard has grown into another segment."""
 
 
-def _sized(spec: TableSpec, capacity: int) -> TableSpec:
-    return replace(spec, rows=capacity, num_shards=1)
+def _laid_out(spec: TableSpec, capacity: int) -> tuple[TableSpec, TableLayout]:
+    sized = replace(spec, rows=capacity, num_shards=1)
+    return sized, TableLayout.of(sized, _PAGE_BYTES)
 
 
 def _absent_ones(keys: Int64s, slots: Int64s) -> Int64s:
@@ -71,7 +72,7 @@ def _absent_ones(keys: Int64s, slots: Int64s) -> Int64s:
 
 
 def _index_offsets(spec: TableSpec, capacity: int) -> tuple[int, int, int]:
-    entries = aligned(TableLayout.of(_sized(spec, capacity)).nbytes)
+    entries = aligned(_laid_out(spec, capacity)[1].nbytes)
     keys = entries + 4 * ENTRIES_PER_KEY * capacity
     return entries, keys, keys + 8 * capacity
 
@@ -81,7 +82,7 @@ def segment_bytes(spec: TableSpec, capacity: int) -> int:
     return _index_offsets(spec, capacity)[-1]
 
 
-class HashSegment(TableShard):
+class HashSegment(TablePart):
     """One segment, as one process sees it. Rows of entries, and rows to read, are keys.
 
     Args:
@@ -93,7 +94,8 @@ class HashSegment(TableShard):
         row_initializer: What a row holds at first.
         newest: Tells the number of the newest segment.
         seed: Of the index.
-        applied: Which adds of other hosts the shard has taken.
+        done: For each worker the number of its last add that is in.
+        logged: Returns what of a logged add is this shard's, by worker and number.
     """
 
     def __init__(
@@ -106,27 +108,26 @@ class HashSegment(TableShard):
         row_initializer: RowInitializer,
         newest: Callable[[], int],
         seed: int,
-        applied: AppliedNumbers,
+        done: memoryview,
+        logged: Callable[[int, int], Entry],
     ) -> None:
-        sized = _sized(spec, capacity)
-        layout = TableLayout.of(sized)
-        page = TablePage(region)
-        values, *states = view_parts(region, sized, layout)
+        sized, layout = _laid_out(spec, capacity)
+        page = region.buffer[:_PAGE_BYTES].cast("q")
         super().__init__(
             lock=lock,
-            header=page.shard(0),
-            values=values,
-            states=states,
-            ids=region.tensor(torch.int64, layout.undo_rows[0], layout.ids[0]),
+            header=page[8:],
+            done=done,
+            parts=view_parts(region, sized, layout),
+            record=RecordMemory(*view_record(region, sized, layout, 0)),
             backups=view_backups(region, sized, layout),
             updater=spec.updater,
             first_row=0,
-            applied=applied,
+            logged=logged,
         )
         self.serial = serial
         self.capacity = capacity
         self.nbytes = region.nbytes
-        self._counts = page.table
+        self._counts = page[:8]
         self._row_initializer = row_initializer
         self._newest = newest
         entries, keys, _ = _index_offsets(spec, capacity)
@@ -141,15 +142,14 @@ class HashSegment(TableShard):
 
     def make_header(self) -> None:
         """Make the header of a new table."""
-        super().make_header()
-        self._counts[_FOR] = -1
+        self._counts[_FOR] = _NONE
 
     def take_over(self, older: HashSegment, keys: Tensor, parts: Sequence[Tensor]) -> None:
         """Go on for another segment, settled and locked, with these keys and their rows."""
         self.make_header()
-        self._header[:] = older._header  # rounds go on, and the same side is current
+        self._header[:] = older._header
         num_keys = len(keys)
-        for target, part in zip(self.current(), parts, strict=True):
+        for target, part in zip(self.parts, parts, strict=True):
             target[:num_keys] = part
         for backup in self._backups:
             backup[:num_keys] = parts[0]
@@ -172,14 +172,14 @@ class HashSegment(TableShard):
         while True:  # until nothing has changed meanwhile
             coming = counts[_NEXT]
             pending = counts[_FOR]
-            num_keys = counts[_BASE] if self.word() == pending else coming
+            num_keys = counts[_BASE] if self._is_pending(pending) else coming
             if counts[_NEXT] == coming and counts[_FOR] == pending:
                 return num_keys
 
     def read(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> None:
         assert rows is not None
         keys = rows.numpy()
-        for _ in range(_ATTEMPTS if KEEPS_ORDER else 0):
+        for _ in range(_ATTEMPTS):
             num_keys = self.num_keys()
             slots, absent = self._look_up(keys, num_keys)
             super().read(torch.from_numpy(slots), out, timeout_s)
@@ -195,9 +195,8 @@ class HashSegment(TableShard):
         self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float
     ) -> None:
         assert rows is not None
-        with self.lock.held(timeout_s):
-            fail_point("reader's lock held")
-            self._settle()
+
+        def copy() -> None:
             slots, absent = self._copy_out(rows.numpy(), out)
             if absent is None:
                 self._backups[worker][slots] = out
@@ -205,10 +204,12 @@ class HashSegment(TableShard):
                 there = torch.from_numpy(~absent)
                 self._backups[worker][slots[there]] = out[there]
 
+        self._call_settled(copy, timeout_s)
+
     def _copy_out(self, keys: Int64s, out: Tensor) -> tuple[Tensor, Absent]:
         slots, absent = self._look_up(keys, self.num_keys())
         found = torch.from_numpy(slots)
-        MatrixRows(self.current()[0]).take(found, out)
+        self._rows[0].take(found, out)
         if absent is not None:
             self._fill_in(out, keys, absent)
         return found, absent
@@ -228,31 +229,23 @@ class HashSegment(TableShard):
     def view_all(self) -> list[Tensor]:
         """Return the keys, their values and their states, where they lie; the lock is held."""
         num_keys = self.num_keys()
-        return [self._keys[:num_keys], *(part[:num_keys] for part in self.current())]
+        return [self._keys[:num_keys], *(part[:num_keys] for part in self.parts)]
 
-    def copy_keys(self, timeout_s: float) -> Tensor:
+    def copy_keys(self) -> Tensor:
         """Return a copy of the keys, of one moment."""
-        if KEEPS_ORDER:  # slots are not taken back, and not counted before they are written
-            return self._keys[: self.num_keys()].clone()
-        with self.lock.held(timeout_s):
-            return self._keys[: self.num_keys()].clone()
+        # Slots are not taken back, and not counted before they are written.
+        return self._keys[: self.num_keys()].clone()
 
     def copy_all(self, timeout_s: float) -> list[Tensor]:
         """Return copies of the keys, their values and their states, of one moment."""
         return self._call_settled(lambda: [part.clone() for part in self.view_all()], timeout_s)
 
-    def find(self, keys: Int64s, timeout_s: float) -> KeySlots:
-        """Return where keys are, as an :class:`Entry` takes it."""
-        if KEEPS_ORDER:
-            return self._find(keys)
-        with self.lock.held(timeout_s):
-            return self._find(keys)
-
-    def _find(self, keys: Int64s) -> KeySlots:
+    def num_new(self, keys: Int64s) -> int:
+        """Return how many of the keys are not there, each counted once."""
         num_keys = self.num_keys()  # first: a slot that counts by then is its key's for good
         slots = self._index.find(keys)
         slots[slots >= num_keys] = -1
-        return KeySlots(self.serial, slots, _absent_ones(keys, slots))
+        return len(_absent_ones(keys, slots))
 
     def require_room(self, num_new: Callable[[], int], timeout_s: float) -> None:
         """Look whether there is room for more keys.
@@ -260,11 +253,13 @@ class HashSegment(TableShard):
         Raises:
             SegmentFull: There is not.
         """
-        with self.lock.held(timeout_s):
-            self._settle()
+
+        def require() -> None:
             after = self.num_keys() + num_new()
             if after > self.capacity:
                 raise SegmentFull(after)
+
+        self._call_settled(require, timeout_s)
 
     # --- changing: the lock is held ---------------------------------------------------------------
 
@@ -272,53 +267,50 @@ class HashSegment(TableShard):
         """Undo the unfinished add of a dead process."""
         self._settle()
 
-    def _settle(self) -> int:
+    def _settle(self) -> None:
         if self._newest() != self.serial:
             raise StaleSegment
-        self._forget_pending()
-        return super()._settle()
+        if not self._header[_WORD] & 1:
+            self._drop_unfinished()
+        super()._settle()
 
-    def _undo(self, word: int) -> int:
-        self._forget_pending()
-        return super()._undo(word)
-
-    def _forget_pending(self) -> None:
+    def _drop_unfinished(self) -> None:
         """Take back the keys of an add that has not ended, while WORD still says so."""
         counts = self._counts
-        if counts[_FOR] == self.word():
+        if self._is_pending(counts[_FOR]):
             counts[_NEXT] = counts[_BASE]
             self._index.drop(counts[_BASE])
-            counts[_FOR] = -1
+            counts[_FOR] = _NONE
 
-    def _change(self, entry: Entry, word: int, after: int) -> None:
+    def _is_pending(self, word: int) -> bool:
+        """Tell whether the add has not ended that was to begin at ``word``."""
+        return self._header[_WORD] in (word, word + 1)
+
+    def add(self, entry: Entry, timeout_s: float) -> None:
+        self.change(checked(entry), timeout_s, logged=False)
+
+    def _prepared(self, entry: Entry) -> Entry:
         assert entry.rows is not None
-        slots = torch.from_numpy(self._slots_for(entry.rows.numpy(), entry.slots, word))
-        super()._change(entry._replace(rows=slots), word, after)
+        slots = torch.from_numpy(self._slots_for(entry.rows.numpy()))
+        return super()._prepared(entry._replace(rows=slots))
 
-    def _slots_for(self, keys: Int64s, known: KeySlots | None, word: int) -> Int64s:
-        """Return the slots of keys; absent ones get a slot, for the add at ``word``."""
-        if known is not None and known.serial == self.serial:
-            slots, new_keys = known.numbers, known.new_keys
-            if not len(new_keys):
-                return slots
-            left = new_keys[self._index.find(new_keys) < 0]  # others may have brought some
-        else:
-            slots = self._index.find(keys)
-            left = new_keys = _absent_ones(keys, slots)
-        if len(left):
-            self._bring(left, word)
+    def _slots_for(self, keys: Int64s) -> Int64s:
+        """Return the slots of keys; absent ones get a slot, for the add that comes."""
+        slots = self._index.find(keys)
+        new_keys = _absent_ones(keys, slots)
         if len(new_keys):
+            self._bring(new_keys)
             absent = slots < 0
             slots[absent] = self._index.find(keys[absent])
         return slots
 
-    def _bring(self, keys: Int64s, word: int) -> None:
+    def _bring(self, keys: Int64s) -> None:
         counts = self._counts
         first = self.num_keys()
         after = first + len(keys)
         if after > self.capacity:
             raise SegmentFull(after)
-        values, *states = self.current()
+        values, *states = self.parts
         values[first:after] = self._row_initializer.rows_for(keys)
         for state, number in zip(states, self._updater.first_states(), strict=True):
             state[first:after] = number
@@ -326,7 +318,7 @@ class HashSegment(TableShard):
             backup[first:after] = values[first:after]
         fail_point("keys written")
         counts[_BASE] = first
-        counts[_FOR] = word
+        counts[_FOR] = self._header[_WORD]
         self._index.insert(keys, first)
         fail_point("keys indexed")
         counts[_NEXT] = after

@@ -8,8 +8,8 @@ that one is silent, killed and not yet started again say, what a worker asks for
 
 A request may come twice. Each that must count once carries what tells a repetition:
 
-    add                  a number, which the shard keeps with the effect (applied_numbers.py)
-    add of a round       the same number, which the log of the round keeps
+    add                  a number, which each shard keeps with the effect (part.py)
+    add of a round       the same number, which the log keeps, too (log.py)
     tick, arrive         the clock itself
     barrier              how many barriers were finished before
     enter                the client's 16 bytes, kept beside its incarnation
@@ -42,9 +42,9 @@ from phalanx.tables.host_operations import (
 )
 from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.membership import MAX_WORKERS
+from phalanx.tables.part import Entry
 from phalanx.tables.row_initializer import Uniform
 from phalanx.tables.run_context import RunContext
-from phalanx.tables.shard import Entry
 from phalanx.tables.sharded import Storage
 from phalanx.tables.spec import TableSpec
 
@@ -357,7 +357,7 @@ class HostService:
     def _put(self, request: Request) -> Answer:
         _, number, _, assigns = request.head.args
         entry = self._entry(request, _first_number(request.head, 1), assigns=bool(assigns))
-        self._storage(request.head.text).rounds.put_into(entry, number)
+        self._storage(request.head.text).rounds.put_into(entry, number, _LOCK_S)
         return Answer()
 
     def _arrive(self, request: Request) -> Answer:

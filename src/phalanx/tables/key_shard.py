@@ -17,11 +17,10 @@ from torch import Tensor
 
 from phalanx.errors import OutOfSpace, StateError
 from phalanx.ipc import Mutex, Waiting, fail_point
-from phalanx.tables.applied_numbers import AppliedNumbers
 from phalanx.tables.hash_segment import HashSegment, SegmentFull, StaleSegment, segment_bytes
+from phalanx.tables.part import Entry
 from phalanx.tables.row_initializer import RowInit, RowInitializer
 from phalanx.tables.run_regions import RunRegions
-from phalanx.tables.shard import Entry, KeySlots
 from phalanx.tables.spec import TableSpec
 
 __all__ = ["MAX_CAPACITY", "POINTS", "KeyShard", "first_region"]
@@ -55,7 +54,7 @@ def first_region(spec: TableSpec, index: int) -> tuple[str, int]:
 
 
 class KeyShard:
-    """The shard, as one process sees it; used as a :class:`~phalanx.tables.shard.TableShard` is.
+    """The shard, as one process sees it; used as a :class:`~phalanx.tables.part.TablePart` is.
 
     Args:
         spec: The table.
@@ -65,7 +64,8 @@ class KeyShard:
         row_initializer: What a row holds at first.
         regions: Where segments lie.
         seed: Tells the seed of the table's indices, once it has been made.
-        applied: Which adds of other hosts the shard has taken.
+        done: For each worker the number of its last add that is in.
+        logged: Returns what of a logged add is this shard's, by worker and number.
     """
 
     first_row = 0  # rows are keys, and no shard counts them from elsewhere
@@ -79,7 +79,8 @@ class KeyShard:
         row_initializer: RowInitializer,
         regions: RunRegions,
         seed: Callable[[], int],
-        applied: AppliedNumbers,
+        done: memoryview,
+        logged: Callable[[int, int], Entry],
     ) -> None:
         self._spec = spec
         self._index = index
@@ -88,7 +89,8 @@ class KeyShard:
         self._row_initializer = row_initializer
         self._regions = regions
         self._seed = seed
-        self._applied = applied
+        self._done = done
+        self._logged = logged
         self._known: HashSegment | None = None
 
     def begin(self, init: RowInit) -> None:
@@ -147,7 +149,8 @@ class KeyShard:
             self._row_initializer,
             self._serial,
             self._seed(),
-            self._applied,
+            self._done,
+            self._logged,
         )
 
     # --- as a shard of any table ------------------------------------------------------------------
@@ -162,9 +165,10 @@ class KeyShard:
             lambda found, left_s: found.read_and_back_up(rows, out, worker, left_s), timeout_s
         )
 
-    def find(self, entry: Entry, timeout_s: float) -> KeySlots:
+    def num_new(self, entry: Entry) -> int:
+        """Return how many keys of an add are not there, each counted once."""
         assert entry.rows is not None
-        return self.newest().find(entry.rows.numpy(), timeout_s)
+        return self.newest().num_new(entry.rows.numpy())
 
     def make_room(self, num_new: Callable[[], int], timeout_s: float) -> None:
         """Have room for so many new keys; ``num_new`` is asked with the lock held.
@@ -178,14 +182,20 @@ class KeyShard:
         """Take one add, whole or not at all; make room for its new keys first."""
         self._call(lambda found, left_s: found.add(entry, left_s), timeout_s)
 
-    def apply_round(self, number: int, entries: Sequence[Entry], timeout_s: float) -> None:
-        self._call(lambda found, left_s: found.apply_round(number, entries, left_s), timeout_s)
+    def change(self, entry: Entry, timeout_s: float, *, logged: bool) -> None:
+        self._call(lambda found, left_s: found.change(entry, left_s, logged=logged), timeout_s)
+
+    def has(self, worker: int, number: int) -> bool:
+        return self._done[worker] >= number
+
+    def takes_at_once(self, entry: Entry) -> bool:
+        return self.newest().takes_at_once(entry)
 
     def begin_backup(self, worker: int, timeout_s: float) -> None:
         self._call(lambda found, left_s: found.begin_backup(worker, left_s), timeout_s)
 
     def copy_keys(self, timeout_s: float) -> Tensor:
-        return self._call(lambda found, left_s: found.copy_keys(left_s), timeout_s)
+        return self._call(lambda found, _: found.copy_keys(), timeout_s)
 
     def copy_all(self, timeout_s: float) -> list[Tensor]:
         return self._call(lambda found, left_s: found.copy_all(left_s), timeout_s)

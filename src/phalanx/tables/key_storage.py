@@ -26,18 +26,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.ipc import Waiting
+from phalanx.ipc import Waiting, aligned
 from phalanx.tables.hash_index import mix
 from phalanx.tables.key_shard import KeyShard, first_region
 from phalanx.tables.membership import Membership
+from phalanx.tables.part import Entry
 from phalanx.tables.row_initializer import RowInit, RowInitializer
 from phalanx.tables.run_regions import RunRegions
-from phalanx.tables.shard import Entry
 from phalanx.tables.sharded import Sharded
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.table_page import CLAIMED, CLAIMED_AS, SEED, TablePage
 
 __all__ = ["CapacityClaims", "KeyStorage"]
+
+_LOOK_S = 30.0  # for the adds of the dead, where a caller gives no deadline
 
 
 class CapacityClaims:
@@ -78,6 +80,10 @@ class CapacityClaims:
             line[CLAIMED_AS] = self._membership.incarnation(worker)
 
 
+def _page_bytes(spec: TableSpec) -> int:
+    return aligned(TablePage.needed_bytes(spec.num_shards))
+
+
 class KeyStorage(Sharded[KeyShard]):
     """The memory of one keys table, as one process sees it.
 
@@ -92,7 +98,7 @@ class KeyStorage(Sharded[KeyShard]):
     def __init__(self, spec: TableSpec, regions: RunRegions, membership: Membership) -> None:
         super().__init__(spec, regions, membership)
         self._claims = CapacityClaims(self._page, membership)
-        first = RowInitializer(spec, self.region, TablePage.NBYTES)
+        first = RowInitializer(spec, self.region, _page_bytes(spec))
         self.shards = [
             KeyShard(
                 spec,
@@ -102,7 +108,8 @@ class KeyStorage(Sharded[KeyShard]):
                 first,
                 regions,
                 self._seed,
-                self._applied_by(i),
+                self._page.done(i),
+                self._logged_for(i),
             )
             for i in range(spec.num_shards)
         ]
@@ -111,7 +118,7 @@ class KeyStorage(Sharded[KeyShard]):
     def region_sizes(spec: TableSpec) -> dict[str, int]:
         """Return names and sizes of the regions of a new table."""
         return {
-            f"table-{spec.name}": TablePage.NBYTES + RowInitializer.needed_bytes(spec),
+            f"table-{spec.name}": _page_bytes(spec) + RowInitializer.needed_bytes(spec),
             **dict(first_region(spec, index) for index in range(spec.num_shards)),
         }
 
@@ -135,33 +142,40 @@ class KeyStorage(Sharded[KeyShard]):
         owners = (mix(rows ^ np.int64(self._seed())) >> np.uint64(32)) % np.uint64(len(self.shards))
         return owners.astype(np.uint8)
 
-    def _add_parts(self, parts: list[tuple[KeyShard, Entry]], waiting: Waiting) -> None:
-        """Make room for the new keys in every shard before the first takes its part."""
-        slots = [shard.find(part, waiting.remaining_s()) for shard, part in parts]
-        found = [(s, part._replace(slots=at)) for (s, part), at in zip(parts, slots, strict=True)]
-        num_new = [len(at.new_keys) for at in slots]
-        if not any(num_new):
-            super()._add_parts(found, waiting)
+    @contextmanager
+    def _room_for(self, entries: list[Entry], waiting: Waiting) -> Iterator[None]:
+        """Have room for new keys in every shard, before the first takes its part."""
+        num_new = {
+            id(shard): (shard, shard.num_new(part))
+            for entry in entries
+            for shard, part in self._parts_of(entry)
+        }
+        most = max((count for _, count in num_new.values()), default=0)
+        if not most:
+            yield
             return
-        with self._claims.claim(parts[0][1].worker, max(num_new)):
-            for (shard, _), brings in zip(parts, num_new, strict=True):
+        with self._claims.claim(entries[0].worker, most):
+            for shard, brings in num_new.values():
                 if brings:
                     shard.make_room(self._claims.total, waiting.remaining_s())
-            super()._add_parts(found, waiting)
+            yield
 
     # --- all of it --------------------------------------------------------------------------------
 
     def num_keys(self) -> int:
         """Return how many keys are there."""
+        self._end_logged_adds(_LOOK_S)
         return sum(shard.num_rows for shard in self.shards)
 
     def keys(self, timeout_s: float) -> Tensor:
         """Return the keys that are there, in ascending order."""
+        self._end_logged_adds(timeout_s)
         keys = torch.cat([shard.copy_keys(timeout_s) for shard in self.shards])
         return keys.sort().values
 
     def copy_all(self, timeout_s: float) -> list[Tensor]:
         """Return the keys, ascending, their values and their states; each shard's of one moment."""
+        self._end_logged_adds(timeout_s)
         found = [shard.copy_all(timeout_s) for shard in self.shards]
         keys, *parts = [torch.cat(pieces) for pieces in zip(*found, strict=True)]
         keys, order = keys.sort()

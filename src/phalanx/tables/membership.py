@@ -177,7 +177,7 @@ class Membership:
             at = self._start_of(worker)
             process = ProcessIdentity(self._words[at + _PID], self._words[at + _START])
             if process != _ELSEWHERE and not process.alive():
-                self._words[at + _STATE] = _DEAD
+                self._mark(worker, _DEAD)
 
     def mark_lost(self, worker: int, incarnation: int, timeout_s: float) -> None:
         """Mark a worker of another host dead, unless its number is another's by now."""

@@ -21,8 +21,8 @@ from phalanx.tables.host_operations import (
     from_memory,
     sizes_of_all,
 )
+from phalanx.tables.part import Entry
 from phalanx.tables.row_initializer import Uniform
-from phalanx.tables.shard import Entry
 from phalanx.tables.spec import TableSpec
 
 __all__ = ["RemoteHost", "RemotePart"]

@@ -7,8 +7,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from itertools import pairwise
+from threading import get_ident
 from typing import Any, Generic, NoReturn, Protocol, Self, TypeVar
 
 import numpy as np
@@ -19,23 +22,25 @@ from torch import Tensor
 from phalanx.errors import ConfigError, PeerTimeout, StateError
 from phalanx.ipc import Mutex, Waiting, fail_point, wait_until
 from phalanx.memory import MatrixRows, all_within
-from phalanx.tables.applied_numbers import AppliedNumbers
+from phalanx.tables.log import WorkerLog
 from phalanx.tables.membership import Membership
+from phalanx.tables.part import Entry, RecordMemory, RowOutside, TablePart, checked
 from phalanx.tables.rounds import Rounds
 from phalanx.tables.run_regions import RunRegions
-from phalanx.tables.shard import Entry, TableShard
-from phalanx.tables.spec import TableLayout, TableSpec, view_backups, view_parts
-from phalanx.tables.table_page import READY, TablePage
+from phalanx.tables.spec import TableLayout, TableSpec, view_backups, view_parts, view_record
+from phalanx.tables.table_page import MERGED, NUM_LOGS, READY, RESTORED, TablePage
 from phalanx.tables.values import outside
 
 __all__ = ["READ_POINTS", "Sharded", "Storage"]
+
+_ALL_FINISHED = bytes(NUM_LOGS)
 
 READ_POINTS = ("before read", "reader's lock held", "rows read")
 """Fail points of a get, in order; it takes a lock only where adds overtake it."""
 
 
 class ShardLike(Protocol):
-    """A shard of any kind; see :class:`phalanx.tables.shard.TableShard`.
+    """A shard of any kind; see :class:`phalanx.tables.part.TablePart`.
 
     Rows, also those of entries, have the table's numbers; the shard's begin with ``first_row``.
     """
@@ -47,15 +52,16 @@ class ShardLike(Protocol):
     @property
     def num_undone(self) -> int: ...
     def begin(self, init: Any) -> None: ...  # Any: what a table of this kind begins with
+    def has(self, worker: int, number: int) -> bool: ...
+    def takes_at_once(self, entry: Entry) -> bool: ...
     def read(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> None: ...
     def read_and_back_up(
         self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float
     ) -> None: ...
     def add(self, entry: Entry, timeout_s: float) -> None: ...
-    def apply_round(self, number: int, entries: Sequence[Entry], timeout_s: float) -> None: ...
+    def change(self, entry: Entry, timeout_s: float, *, logged: bool) -> None: ...
     def begin_backup(self, worker: int, timeout_s: float) -> None: ...
     def copy_all(self, timeout_s: float) -> list[Tensor]: ...
-    def replace_all(self, parts: Sequence[Tensor], timeout_s: float) -> None: ...
     def close(self) -> None: ...
 
 
@@ -95,18 +101,22 @@ class Sharded(Generic[P]):
         name = f"table-{spec.name}"
         self._closed = False
         self._last_undone = 0
+        self._logging: set[int] = set()  # threads that have a log's lock
+        in_order = spec.staleness.is_bulk_synchronous or spec.num_backups
+        self._looks_itself = spec.has_keys or (spec.num_shards == 1 and not in_order)
         self.spec = spec
         self.region = region = regions.open_region(name, self.region_sizes(spec)[name])
         self._membership = membership
         self._regions = regions
-        self._page = TablePage(region)
-        self._lock = self._page.lock(0, f"rounds of table {spec.name}", membership.worker_of)
+        self._page = TablePage(region, spec.num_shards)
+        self._lock = self._page.lock(f"rounds of table {spec.name}", membership.worker_of)
+        self._logs: dict[int, WorkerLog] = {}
         self.rounds = Rounds(
             spec=spec,
             page=self._page,
             lock=self._lock,
             membership=membership,
-            regions=regions,
+            log_of=self._log_of,
             take_in=self._take_in,
         )
 
@@ -120,17 +130,30 @@ class Sharded(Generic[P]):
         """Whether the table has its first values."""
         return bool(self._page.table[READY])
 
-    def _applied_by(self, index: int) -> AppliedNumbers:
-        def open_words() -> memoryview:
-            nbytes = AppliedNumbers.needed_bytes(self.spec.num_shards)
-            region = self._regions.open_region(f"applied-{self.spec.name}", nbytes)
-            return AppliedNumbers.of_shard(region.buffer[:nbytes].cast("q"), index)
+    def _log_of(self, worker: int, *, again: bool = False) -> WorkerLog:
+        """Return a worker's log; opened again where another process may have written in it."""
+        log = None if again else self._logs.get(worker)
+        if log is None:
+            label = f"log of worker {worker} of table {self.spec.name}"
+            lock = self._page.lock_of_log(worker, label, self._membership.worker_of)
+            line, flag = self._page.worker(worker), self._page.unfinished[worker : worker + 1]
+            log = WorkerLog(self.spec, worker, line, flag, lock, self._regions)
+            self._logs[worker] = log
+        return log
 
-        return AppliedNumbers(open_words)
+    def _logged_for(self, index: int) -> Callable[[int, int], Entry]:
+        """Return what finds the share of a shard in a logged add."""
+
+        def find(worker: int, number: int) -> Entry:
+            entry = self._log_of(worker).find(number)
+            shard = self.shards[index]
+            return next((part for each, part in self._parts_of(entry) if each is shard), entry)
+
+        return find
 
     def _lock_of(self, index: int) -> Mutex:
         label = f"shard {index} of table {self.spec.name}"
-        return self._page.lock(1 + index, label, self._membership.worker_of)
+        return self._page.lock_of_shard(index, label, self._membership.worker_of)
 
     # --- the first value --------------------------------------------------------------------------
 
@@ -166,7 +189,10 @@ class Sharded(Generic[P]):
                 master,
             )
         if self.spec.staleness.is_bulk_synchronous:
+            self._log_of(worker, again=True)
             self.rounds.enter(worker, timeout_s)
+        else:
+            self._end_logged_adds(timeout_s)
         for shard in self.shards:
             shard.begin_backup(worker, timeout_s)
 
@@ -180,9 +206,10 @@ class Sharded(Generic[P]):
         """Return the storage that reads these rows, or keys, and adds to them; None for all.
 
         Raises:
-            ConfigError: A row is outside the table.
+            ConfigError: A row is outside the table. Where there is one shard, :meth:`read` and
+                :meth:`add` say so, as they look in any case.
         """
-        if rows is None or self.spec.has_keys or all_within(rows, self.spec.rows):
+        if self._looks_itself or rows is None or all_within(rows, self.spec.rows):
             return self
         raise outside(rows, self.spec)
 
@@ -190,8 +217,13 @@ class Sharded(Generic[P]):
         self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float, *, backs_up: bool
     ) -> None:
         """Copy rows, checked, into ``out``; remember them as what ``worker`` has read, if told."""
+        self._end_logged_adds(timeout_s)
         if len(self.shards) == 1:
-            self._read_from(self.shards[0], rows, out, worker, timeout_s, backs_up)
+            try:
+                self._read_from(self.shards[0], rows, out, worker, timeout_s, backs_up)
+            except RowOutside:
+                assert rows is not None
+                raise outside(rows, self.spec) from None
             return
         waiting = Waiting(timeout_s)  # all shards together
         if rows is None:
@@ -226,11 +258,29 @@ class Sharded(Generic[P]):
         fail_point("rows read")
 
     def add(self, entry: Entry, timeout_s: float) -> None:
-        """Take one add, checked, shard by shard."""
-        if len(self.shards) == 1:
-            self.shards[0].add(entry, timeout_s)
+        """Take one add, whole or not at all; one with a number, once.
+
+        Raises:
+            NotFinite: The entry was unchecked, and is not.
+        """
+        shards = self.shards
+        self._end_logged_adds(timeout_s)
+        if len(shards) == 1 and shards[0].takes_at_once(entry):
+            if entry.number and not self._log_of(entry.worker).is_finished():
+                self._add_logged(entry.worker, [], timeout_s)
+            try:
+                shards[0].add(entry, timeout_s)
+            except RowOutside:
+                assert entry.rows is not None
+                raise outside(entry.rows, self.spec) from None
         else:
-            self._add_parts(self._parts_of(entry), Waiting(timeout_s))  # all shards together
+            if self._looks_itself and not self.spec.has_keys and entry.rows is not None:
+                self._refuse_outside(entry.rows)
+            self._add_logged(entry.worker, [checked(entry)], timeout_s)
+
+    def _refuse_outside(self, rows: Tensor) -> None:
+        if not all_within(rows, self.spec.rows, self.spec.first_row):
+            raise outside(rows, self.spec)
 
     def add_later(self, entry: Entry, timeout_s: float) -> None:
         """Take one add without waiting for other hosts: there are none."""
@@ -239,41 +289,75 @@ class Sharded(Generic[P]):
     def finish_adds(self, worker: int, timeout_s: float) -> None:
         """Wait until what ``worker`` has added is in: it is."""
 
-    def _add_parts(self, parts: list[tuple[P, Entry]], waiting: Waiting) -> None:
-        for shard, part in parts:
-            shard.add(part, waiting.remaining_s())
+    def _add_logged(self, worker: int, entries: list[Entry], timeout_s: float) -> None:
+        log, waiting = self._log_of(worker), Waiting(timeout_s)
+        with self._room_for(entries, waiting), log.lock.held(timeout_s):
+            self._logging.add(get_ident())
+            try:
+                log.append(
+                    entries,
+                    partial(self._make, waiting=waiting),
+                    lambda entry: any(shard.has(worker, entry.number) for shard in self.shards),
+                )
+            finally:
+                self._logging.discard(get_ident())
+
+    def _room_for(
+        self,
+        entries: list[Entry],  # noqa: ARG002 - of keys
+        waiting: Waiting,  # noqa: ARG002
+    ) -> AbstractContextManager[object]:
+        """Return what has room for the new keys of adds, in every shard."""
+        return nullcontext()
+
+    def _make(self, entry: Entry, waiting: Waiting) -> None:
+        """Make an add that is in its worker's log, in every shard that has not made it."""
+        failed = None
+        for shard, part in self._parts_of(entry):
+            try:
+                shard.change(part, waiting.remaining_s(), logged=True)
+            except PeerTimeout:
+                raise
+            except Exception as exc:  # of the updater: this shard is as it was
+                failed = failed or exc
+        if failed is not None:
+            raise failed
+
+    def _end_logged_adds(self, timeout_s: float) -> None:
+        """Make the rest of adds that dead workers have logged; of the living, each does so."""
+        if self._page.unfinished.tobytes() == _ALL_FINISHED or get_ident() in self._logging:
+            return
+        for worker, unfinished in enumerate(self._page.unfinished.tolist()):
+            log = self._log_of(worker, again=True) if unfinished else None
+            if log is not None and log.lock.try_take():
+                waiting = Waiting(timeout_s)
+                try:
+                    # What a user's updater raises was the dead worker's to know.
+                    with suppress(Exception):
+                        log.finish(partial(self._make, waiting=waiting))
+                finally:
+                    log.lock.release()
 
     def _take_in(self, number: int, entries: list[Entry], timeout_s: float) -> None:
-        """Apply a round's adds; every shard counts each of them, also without rows of its own."""
-        if self.spec.updater.merges_rounds is not None and entries:
-            entries = [_merge(entries, self.spec.updater.merges_rounds)]
-        parts = [{id(shard): part for shard, part in self._parts_of(e)} for e in entries]
-        for shard in self.shards:
-            own = [
-                of_entry.get(id(shard)) or self._nothing(entry)
-                for entry, of_entry in zip(entries, parts, strict=True)
-            ]
-            shard.apply_round(number, own, timeout_s)
-
-    def _nothing(self, entry: Entry) -> Entry:
-        return Entry(
-            torch.empty(0, dtype=torch.int64, device="cpu"),
-            torch.empty((0, self.spec.cols), dtype=self.spec.dtype, device="cpu"),
-            entry.worker,
-        )
+        """Make a round's adds."""
+        waiting, how = Waiting(timeout_s), self.spec.updater.merges_rounds
+        if how is not None and entries:
+            log = self._log_of(MERGED)
+            with log.lock.held(timeout_s):
+                if not log.entries_of_round(number):
+                    log.append_to_round(_merge(entries, how), number, number - 1)
+                entries = log.entries_of_round(number)
+        for entry in entries:
+            self._make(entry, waiting)
 
     def _parts_of(self, entry: Entry) -> list[tuple[P, Entry]]:
         if len(self.shards) == 1:
             return [(self.shards[0], entry)]
-        rows, delta, worker, assigns, _, _, _, number = entry
-        if rows is None:
-            return [
-                (s, Entry(None, delta[self._span(s)], worker, assigns, number=number))
-                for s in self.shards
-            ]
-        order, routed = self._route(rows, worker)
+        if entry.rows is None:
+            return [(s, entry._replace(delta=entry.delta[self._span(s)])) for s in self.shards]
+        order, routed = self._route(entry.rows, entry.worker)
         return [
-            (shard, Entry(piece, delta, worker, assigns, False, order[span], number=number))
+            (shard, entry._replace(rows=piece, delta_rows=order[span]))
             for shard, piece, span in routed
         ]
 
@@ -331,7 +415,7 @@ class Sharded(Generic[P]):
             setattr(self, name, closed)
 
 
-class Storage(Sharded[TableShard]):
+class Storage(Sharded[TablePart]):
     """The memory of a table of numbered rows: one region, cut into shards.
 
     Args:
@@ -340,28 +424,27 @@ class Storage(Sharded[TableShard]):
         membership: The workers of the run.
     """
 
-    shards: list[TableShard]
+    shards: list[TablePart]
 
     def __init__(self, spec: TableSpec, regions: RunRegions, membership: Membership) -> None:
         super().__init__(spec, regions, membership)
         layout = TableLayout.of(spec)
         parts = view_parts(self.region, spec, layout)
         backups = view_backups(self.region, spec, layout)
-        self.shards = []
-        for index, (first, stop) in enumerate(pairwise(layout.shard_starts)):
-            values, *states = [(a[first:stop], b[first:stop]) for a, b in parts]
-            shard = TableShard(
+        self.shards = [
+            TablePart(
                 lock=self._lock_of(index),
                 header=self._page.shard(index),
-                values=values,
-                states=states,
-                ids=self.region.tensor(torch.int64, layout.undo_rows[index], layout.ids[index]),
+                done=self._page.done(index),
+                parts=[part[first:stop] for part in parts],
+                record=RecordMemory(*view_record(self.region, spec, layout, index)),
                 backups=[backup[first:stop] for backup in backups],
                 updater=spec.updater,
                 first_row=spec.first_row + first,
-                applied=self._applied_by(index),
+                logged=self._logged_for(index),
             )
-            self.shards.append(shard)
+            for index, (first, stop) in enumerate(pairwise(layout.shard_starts))
+        ]
         self._bounds = np.array([shard.first_row for shard in self.shards[1:]], dtype=np.int64)
 
     @staticmethod
@@ -383,6 +466,7 @@ class Storage(Sharded[TableShard]):
 
     def copy_all(self, timeout_s: float) -> list[Tensor]:
         """Return copies of the values and of each state; every shard's are of one moment."""
+        self._end_logged_adds(timeout_s)
         if len(self.shards) == 1:
             return self.shards[0].copy_all(timeout_s)
         copies: list[Tensor] = []
@@ -394,9 +478,12 @@ class Storage(Sharded[TableShard]):
         return copies
 
     def replace_all(self, parts: list[Tensor], timeout_s: float) -> None:
-        """Replace the values, and as many states as are given."""
-        for shard in self.shards:
-            shard.replace_all([part[self._span(shard)] for part in parts], timeout_s)
+        """Replace the values, and as many states as are given; whole, whoever dies."""
+        entries = [
+            Entry(None, part.contiguous(), RESTORED, assigns=True, target=target)
+            for target, part in enumerate(parts)
+        ]
+        self._add_logged(RESTORED, entries, timeout_s)
 
 
 def _merge(entries: list[Entry], how: str) -> Entry:
@@ -406,4 +493,4 @@ def _merge(entries: list[Entry], how: str) -> Entry:
         merged.add_(entry.delta)
     if how == "mean":
         merged.div_(len(entries))
-    return Entry(None, merged, entries[0].worker)
+    return Entry(None, merged, MERGED)

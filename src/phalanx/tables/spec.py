@@ -1,15 +1,14 @@
 """What a table is, and where its parts lie in its region.
 
-    region   | page | A: values, states | B: values, states | ids | backups |
+    region   | page | values, states | records, of each shard | backups |
 
-A and B are each the whole table; which of them is current stands in each shard's header. The other
-one takes the undo record of an add of rows, or the result of an add of everything.
+A record takes the old rows of one block of an add (part.py).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -22,15 +21,23 @@ from phalanx.plan import Staleness, check_argument, equal_sizes
 from phalanx.tables.table_page import MAX_SHARDS, TablePage
 from phalanx.tables.updaters import Updater, state_dtype, stored_updater
 
-__all__ = ["DTYPES", "TableLayout", "TableSpec", "read_dtype", "view_backups", "view_parts"]
+__all__ = [
+    "DTYPES",
+    "TableLayout",
+    "TableSpec",
+    "most_rows",
+    "read_dtype",
+    "view_backups",
+    "view_parts",
+    "view_record",
+]
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)
 }
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_SMALL_UNDO_ROWS = 4096
-_UNDO_SHARE = 4  # of a shard's rows; more are written beside it instead (see shard.py)
+BLOCK_ELEMENTS = 1 << 18  # changed at once, so that what was saved is still in the cache
 _MAX_ELEMENTS = 1 << 48
 
 
@@ -171,54 +178,64 @@ class TableLayout:
     """Offsets in the region of a table, in bytes.
 
     Attributes:
-        values: Where the values of A and of B begin.
-        states: For each state, where those of A and of B begin, and its width.
-        ids: Where each shard's list of undone rows begins.
+        parts: Where the values begin, then each state.
+        widths: How wide a row of each of these is.
+        records: For each shard, where its record of each of these begins.
+        record_rows: For each shard, where the numbers of the rows in its record begin.
+        record_sizes: How many rows each shard's record holds.
         backups: Where the workers' copies begin.
         shard_starts: The first row of each shard, and the end of the last.
-        undo_rows: How many rows each shard's undo record holds.
         nbytes: The size of the region.
     """
 
-    values: tuple[int, int]
-    states: tuple[tuple[int, int, int], ...]
-    ids: tuple[int, ...]
+    parts: tuple[int, ...]
+    widths: tuple[int, ...]
+    records: tuple[tuple[int, ...], ...]
+    record_rows: tuple[int, ...]
+    record_sizes: tuple[int, ...]
     backups: int
     shard_starts: tuple[int, ...]
-    undo_rows: tuple[int, ...]
     nbytes: int
 
     @classmethod
-    def of(cls, spec: TableSpec) -> TableLayout:
-        """Lay a table out."""
-        at = TablePage.NBYTES
-        state_bytes = state_dtype(spec.dtype).itemsize
-        widths = [spec.cols if kind == "element" else 1 for kind in spec.updater.states]
-        sides: list[list[int]] = []
-        for _ in range(2):
-            side = [at]
-            at = aligned(at + spec.rows * spec.cols * spec.dtype.itemsize)
-            for width in widths:
-                side.append(at)
-                at = aligned(at + spec.rows * width * state_bytes)
-            sides.append(side)
+    def of(cls, spec: TableSpec, page_bytes: int | None = None) -> TableLayout:
+        """Lay a table out, behind a page of that size; a :class:`TablePage` if None."""
+        at = TablePage.needed_bytes(spec.num_shards) if page_bytes is None else page_bytes
+        at = aligned(at)
+        states = [spec.cols if kind == "element" else 1 for kind in spec.updater.states]
+        widths = (spec.cols, *states)
+        sizes = [spec.dtype.itemsize, *(state_dtype(spec.dtype).itemsize for _ in states)]
+
+        def take(num_rows: int) -> tuple[int, ...]:
+            nonlocal at
+            starts = []
+            for width, size in zip(widths, sizes, strict=True):
+                starts.append(at)
+                at = aligned(at + num_rows * width * size)
+            return tuple(starts)
+
+        parts = take(spec.rows)
         shard_starts = [0]
         for size in equal_sizes(spec.rows, spec.num_shards):
             shard_starts.append(shard_starts[-1] + size)
-        undo_rows = [
-            max(min(b - a, _SMALL_UNDO_ROWS), (b - a) // _UNDO_SHARE)
-            for a, b in pairwise(shard_starts)
-        ]
-        ids = []
-        for capacity in undo_rows:
-            ids.append(at)
-            at = aligned(at + 8 * capacity)
+        most = most_rows(spec.cols)
+        record_sizes = [max(1, min(b - a, most)) for a, b in pairwise(shard_starts)]
+        records = tuple(take(num_rows) for num_rows in record_sizes)
+        record_rows = []
+        for num_rows in record_sizes:
+            record_rows.append(at)
+            at = aligned(at + 8 * num_rows)
         backups = at
         at += spec.num_backups * cls.backup_bytes(spec)
-        states = tuple((sides[0][1 + i], sides[1][1 + i], width) for i, width in enumerate(widths))
-        values = (sides[0][0], sides[1][0])
         return cls(
-            values, states, tuple(ids), backups, tuple(shard_starts), tuple(undo_rows), max(at, 64)
+            parts,
+            widths,
+            records,
+            tuple(record_rows),
+            tuple(record_sizes),
+            backups,
+            tuple(shard_starts),
+            max(at, 64),
         )
 
     @staticmethod
@@ -227,17 +244,33 @@ class TableLayout:
         return aligned(spec.rows * spec.cols * spec.dtype.itemsize)
 
 
-def view_parts(region: Region, spec: TableSpec, layout: TableLayout) -> list[tuple[Tensor, Tensor]]:
-    """Return values and states, each of A and of B, as (rows, width)."""
-    kinds = [(*layout.values, spec.cols, spec.dtype)]
-    kinds += [(a, b, width, state_dtype(spec.dtype)) for a, b, width in layout.states]
-    parts = []
-    for a, b, width, dtype in kinds:
-        sides = [
-            region.tensor(dtype, spec.rows * width, at).view(spec.rows, width) for at in (a, b)
-        ]
-        parts.append((sides[0], sides[1]))
-    return parts
+def most_rows(cols: int) -> int:
+    """Return how many rows are changed at once: so many that the record stays in the cache."""
+    return max(1, BLOCK_ELEMENTS // cols)
+
+
+def _views(
+    region: Region, spec: TableSpec, layout: TableLayout, starts: Sequence[int], num_rows: int
+) -> list[Tensor]:
+    dtypes = [spec.dtype, *(state_dtype(spec.dtype) for _ in layout.widths[1:])]
+    return [
+        region.tensor(dtype, num_rows * width, at).view(num_rows, width)
+        for dtype, width, at in zip(dtypes, layout.widths, starts, strict=True)
+    ]
+
+
+def view_parts(region: Region, spec: TableSpec, layout: TableLayout) -> list[Tensor]:
+    """Return the values and each state, as (rows, width)."""
+    return _views(region, spec, layout, layout.parts, spec.rows)
+
+
+def view_record(
+    region: Region, spec: TableSpec, layout: TableLayout, index: int
+) -> tuple[list[Tensor], Tensor]:
+    """Return where a shard's old values and states go, and the numbers of their rows."""
+    size = layout.record_sizes[index]
+    parts = _views(region, spec, layout, layout.records[index], size)
+    return parts, region.tensor(torch.int64, size, layout.record_rows[index])
 
 
 def view_backups(region: Region, spec: TableSpec, layout: TableLayout) -> list[Tensor]:

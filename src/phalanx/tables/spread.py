@@ -24,15 +24,15 @@ from torch import Tensor
 from phalanx.cluster import PendingCall
 from phalanx.errors import PhalanxError
 from phalanx.ipc import Waiting
-from phalanx.memory import MatrixRows, all_finite, all_within
+from phalanx.memory import MatrixRows, all_within
 from phalanx.tables.deferred_adds import finish_all
 from phalanx.tables.hash_index import mix
 from phalanx.tables.host_operations import part_of, part_starts
 from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.membership import Barrier
+from phalanx.tables.part import Entry, checked
 from phalanx.tables.remote_part import RemoteHost, RemotePart
 from phalanx.tables.row_initializer import Uniform
-from phalanx.tables.shard import Entry, NotFinite
 from phalanx.tables.sharded import Storage
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.values import outside
@@ -203,7 +203,7 @@ class SpreadStorage:
 
     def add(self, entry: Entry, timeout_s: float) -> None:
         """Take one add, checked; see :meth:`Sharded.add`."""
-        entries = self._entries(_checked(entry))
+        entries = self._entries(checked(entry))
         mine = entries.get(self._hosts.me)
         waiting, all_parts = Waiting(timeout_s), self.remote_parts(entry.worker)
         parts = {host: all_parts[host] for host in entries if host in all_parts}
@@ -221,7 +221,7 @@ class SpreadStorage:
     def add_later(self, entry: Entry, timeout_s: float) -> None:
         """Take one add, of which only this host's part is in when this returns."""
         parts, waiting = self.remote_parts(entry.worker), Waiting(timeout_s)
-        entries = self._entries(_checked(entry))
+        entries = self._entries(checked(entry))
         mine = entries.pop(self._hosts.me, None)
         for host in entries:  # first: an earlier add's error must not leave half of this one
             parts[host].remote.deferred.wait_for_room(waiting.remaining_s())
@@ -355,7 +355,7 @@ class SpreadRounds:
         self._storage = storage
         self._turns: dict[int, threading.Lock] = {}  # by worker
 
-    def put(self, entry: Entry) -> None:
+    def put(self, entry: Entry, timeout_s: float) -> None:
         """Put an add down for its worker's round, on every host that has rows of it."""
         storage, worker = self._storage, entry.worker
         rounds, all_parts = storage.local.rounds, storage.remote_parts(worker)
@@ -371,9 +371,9 @@ class SpreadRounds:
 
             def put_here() -> None:
                 if mine is not None:
-                    rounds.put_into(mine, number)
+                    rounds.put_into(mine, number, timeout_s)
 
-            _ask(parts, begin, put_here, Waiting(_COUNTS_S))
+            _ask(parts, begin, put_here, Waiting(timeout_s))
 
         # In the order of their numbers: one that comes late is taken for a repetition.
         _with_all([self._turn_of(worker), *_adding(parts)], put)
@@ -435,15 +435,6 @@ class SpreadBarrier:
         if self._hosts.me == 0:
             return self._local.wait(worker, name, timeout_s)
         return remotes[0].wait_at_barrier(name, timeout_s)
-
-
-def _checked(entry: Entry) -> Entry:
-    """Return an add whose numbers have been looked at where they have to be finite."""
-    if not entry.unchecked:
-        return entry
-    if not all_finite(entry.delta):
-        raise NotFinite
-    return entry._replace(unchecked=False)
 
 
 def _adding(parts: Mapping[int, RemotePart]) -> list[threading.Lock]:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError, PeerTimeout, StateError, UnsupportedError
 from phalanx.ipc import wait_until
-from phalanx.memory import all_finite, has_memory
+from phalanx.memory import has_memory
 from phalanx.plan import Verdict
 from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.membership import Membership
+from phalanx.tables.part import Entry, NotFinite, checked
 from phalanx.tables.rounds import Arrival
-from phalanx.tables.shard import Entry, NotFinite
 from phalanx.tables.sharded import Storage
 from phalanx.tables.snapshots import check_place, load_parts, read_directory, save_parts
 from phalanx.tables.spec import TableSpec
@@ -38,8 +38,6 @@ __all__ = [
 Array = np.ndarray[Any, Any]  # of any shape and dtype: both are checked when they are known
 Numbers = Tensor | Array | Sequence[Any]  # nested sequences have no type of their own
 Rows = Tensor | Array | Sequence[int]
-
-_LARGE = 1 << 18  # elements; more, for all rows, are checked while they are added
 
 
 class TableWorker(Protocol):
@@ -70,7 +68,7 @@ class TableStats:
         rows_added: Rows in those adds.
         rows_read: Rows in those gets.
         rejected: Adds refused because they held NaN or infinity (``nonfinite="reject"``).
-        undone: Adds, by anybody, that a death interrupted and the next worker undid.
+        undone: Adds, by anybody, that a death interrupted and the next worker undid, or ended.
         nbytes: The table's shared memory.
     """
 
@@ -88,7 +86,7 @@ class Table:
 
     An add that has been taken is in every later read of an asynchronous or bounded table, once; in
     those of a bulk-synchronous one from the end of its round on. A worker that dies within an add
-    leaves all of it or none of it (of each shard's part, if there are several shards).
+    leaves all of it or none of it, on each host.
 
     Example:
         >>> from phalanx import tables
@@ -108,8 +106,6 @@ class Table:
         self._is_bulk = spec.staleness.is_bulk_synchronous
         self._is_bounded = spec.staleness.is_bounded
         self._is_guarded = spec.nonfinite != "allow"
-        # One shard can still refuse an add of everything, which it writes beside the rows.
-        self._shard_may_check = self._is_guarded and not self._is_bulk and spec.num_shards == 1
         self._seen_clock = -1  # lowest clock at the last staleness check
 
     @property
@@ -160,7 +156,9 @@ class Table:
         host's, notes on the error name those hosts.
 
         Collective: No. Blocks: While another worker adds to the same shard, or it grows.
-        Moves: the delta, once; the rows that it changes, once more for the undo record.
+        Moves: the delta, once; the rows that it changes, once more for the record. An add of more
+        than 262,144 numbers, or to several shards, passes through its worker's log: its delta once
+        more.
         """
         self._check_open()
         if wait is not True and wait is not False:
@@ -169,11 +167,8 @@ class Table:
         index = read_rows(rows, spec)
         holder = self._storage.holder_of(index)
         value = read_delta(delta, spec, None if index is None else index.numel())
-        unchecked = self._shard_may_check and index is None and value.numel() > _LARGE
+        entry = Entry(index, value, self._group.worker_id, unchecked=self._is_guarded)
         try:
-            if self._is_guarded and not unchecked and not all_finite(value):
-                raise NotFinite
-            entry = Entry(index, value, self._group.worker_id, False, unchecked)
             self._take(entry, holder, wait)
         except NotFinite:
             self._stats.rejected += 1
@@ -192,7 +187,7 @@ class Table:
                 f"{self._group.worker_id} has left. Add before `leave()`."
             )
         if self._is_bulk:
-            self._storage.rounds.put(entry)
+            self._storage.rounds.put(checked(entry), self._group.timeout_s)
         elif wait:
             holder.add(entry, self._group.timeout_s)
         else:
@@ -246,8 +241,8 @@ class Table:
             PeerTimeout: A worker for whom the table's mode waits stayed away; ``.rank`` is it.
 
         Collective: In a bulk-synchronous table all workers make the same number of gets.
-        Blocks: Asynchronous: no. Bounded: until nobody is more than k ticks behind. Bulk: until
-        every worker has come to its get, or left.
+        Blocks: While an add of many rows is made that it would see half of. Bounded: until nobody
+        is more than k ticks behind. Bulk: until every worker has come to its get, or left.
         """
         self._check_open()
         return self._begin_get(read_rows(rows, self._spec), out).wait()

@@ -270,15 +270,13 @@ class TableGroup:
             sync: True for bulk-synchronous; False for asynchronous; None for the group's mode.
             staleness: k for bounded staleness; 0 is bulk-synchronous.
             num_shards: Ranges of rows that are locked apart. More let more workers add at once;
-                an add then costs several times as much where it has few rows, and is whole or
-                absent per shard.
+                an add then costs several times as much where it has few rows.
             nonfinite: What becomes of an add with NaN or infinity: "reject" refuses it, "allow"
                 takes it.
 
         Raises:
             ConfigError: An argument cannot be, or another worker opened it otherwise.
-            OutOfSpace: There is not so much memory. A table takes twice its values and states, and
-                8 bytes more for every fourth row.
+            OutOfSpace: There is not so much memory: for its values and states, and a few MB.
             PeerTimeout: The master did not open it; ``.rank`` is its number.
 
         Collective: All workers, in bulk-synchronous tables. Blocks: Until the master has opened it.
@@ -316,7 +314,7 @@ class TableGroup:
         Raises:
             ConfigError: An argument cannot be, or another worker opened it otherwise.
             OutOfSpace: There is not so much memory. For each key that there is room for, a table
-                takes twice its values and states, and 26 bytes.
+                takes its values and states, and 24 bytes.
             PeerTimeout: The master did not open it; ``.rank`` is its number.
 
         Example:

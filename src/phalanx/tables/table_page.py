@@ -1,13 +1,17 @@
-"""The words that a table's processes share beside its rows, at the begin of its region.
+"""The words and locks that a table's processes share beside its rows, at the begin of its region.
 
-    line 0         table     READY | APPLIED | TAKEN | · | · | · | · | SEED
-    line 1 + i     shard i   its header (shard.py), or its segments (key_shard.py)
-    line 257 + w   worker w  CLOCK | round, count | round, count | ARRIVED_AS | CLAIMED | CLAIMED_AS
-    then           the locks: of line 0, then one for each shard
+    table      READY | APPLIED | TAKEN | · | · | · | · | SEED
+    shard i    its header (part.py), or its segments (key_shard.py)
+    worker w   CLOCK | ARRIVED_AS | NUMBER | TAIL | FINISHED | ROUND, COUNT | ROUND, COUNT |
+               CLAIMED | CLAIMED_AS | ·
+    DONE       of each shard, a word for each worker (part.py)
+    UNFINISHED a byte for each log: it may hold adds that are not in all shards (log.py)
+    locks      of the table; of each shard; of each worker's log
 
-Words have 8 bytes, lines 8 words. Line 0 is written with its lock held, that of a worker by this
-worker alone. ARRIVED_AS and CLAIMED_AS are the incarnations that wrote CLOCK and CLAIMED; where
-ARRIVED_AS is negative, the worker came to round CLOCK + 1 as well, and gave it up.
+Words have 8 bytes. The table's are written with its lock held, those of a worker by this worker
+alone, or with its log's lock held. ARRIVED_AS and CLAIMED_AS are the incarnations that wrote CLOCK
+and CLAIMED; where ARRIVED_AS is negative, the worker came to round CLOCK + 1 as well, and gave it
+up. Behind the workers' lines are two of logs of the table's own.
 """
 
 from __future__ import annotations
@@ -23,22 +27,33 @@ __all__ = [
     "CLAIMED",
     "CLAIMED_AS",
     "CLOCK",
+    "FINISHED",
     "LOGS",
     "MAX_SHARDS",
+    "MERGED",
+    "NUMBER",
+    "NUM_LOGS",
     "READY",
+    "RESTORED",
     "SEED",
+    "TAIL",
     "TAKEN",
     "TablePage",
 ]
 
 MAX_SHARDS = 256
+MERGED, RESTORED = MAX_WORKERS, MAX_WORKERS + 1
+"""Under which numbers adds are made that no worker makes alone: merged rounds, and restores."""
 READY, APPLIED, TAKEN = range(3)
 """Whether the table has its first values; the last round applied, and the last begun."""
 SEED = 7
 """Of the indices of a keys table, drawn by the worker that makes it."""
-CLOCK, LOGS, ARRIVED_AS, CLAIMED, CLAIMED_AS = 0, 1, 5, 6, 7
-"""A worker's last round, its two logs (rounds.py), and its claims (key_storage.py)."""
-_WORDS = 8
+CLOCK, ARRIVED_AS, NUMBER, TAIL, FINISHED, LOGS = range(6)
+"""A worker's last round, as whom it came there, and its log's words (log.py)."""
+CLAIMED, CLAIMED_AS = 9, 10
+"""A worker's claims (key_storage.py)."""
+_LINE, _WORKER_LINE = 8, 16
+NUM_LOGS = MAX_WORKERS + 2
 
 
 class TablePage:
@@ -46,38 +61,68 @@ class TablePage:
 
     Args:
         region: The table's, zeros at first.
+        num_shards: How many shards the table has.
 
     Attributes:
-        table: Line 0.
+        table: The table's line.
         workers: The lines of all workers.
+        unfinished: A byte for each log.
     """
 
-    LINE_BYTES = 8 * _WORDS
-    _LOCKS = LINE_BYTES * (1 + MAX_SHARDS + MAX_WORKERS)
-    NBYTES = _LOCKS + Mutex.NBYTES * (1 + MAX_SHARDS)
-
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Region, num_shards: int) -> None:
         self._region = region
-        self._words = region.buffer[: self._LOCKS].cast("q")
-        self.table = self._line(0)
-        self.workers = self._words[_WORDS * (1 + MAX_SHARDS) :]
+        self._num_shards = num_shards
+        self._words = region.buffer[: 8 * self._num_words(num_shards)].cast("q")
+        self._locks = 8 * self._num_words(num_shards)
+        self._workers = _LINE * (1 + num_shards)
+        self._done = self._workers + _WORKER_LINE * NUM_LOGS
+        at = 8 * (self._done + NUM_LOGS * num_shards)
+        self.unfinished = region.buffer[at : at + NUM_LOGS]
+        self.table = self._words[:_LINE]
+        self.workers = self._words[self._workers : self._workers + _WORKER_LINE * MAX_WORKERS]
+
+    @staticmethod
+    def _num_words(num_shards: int) -> int:
+        num_words = _LINE * (1 + num_shards) + _WORKER_LINE * NUM_LOGS + num_shards * NUM_LOGS
+        num_words += -(-NUM_LOGS // 8)
+        return -(-num_words // _LINE) * _LINE
+
+    @classmethod
+    def needed_bytes(cls, num_shards: int) -> int:
+        """Return the size of the page."""
+        num_locks = 1 + num_shards + NUM_LOGS
+        return 8 * cls._num_words(num_shards) + Mutex.NBYTES * num_locks
 
     def shard(self, index: int) -> memoryview:
         """Return the line of a shard."""
-        return self._line(1 + index)
+        return self._words[_LINE * (1 + index) : _LINE * (2 + index)]
 
-    def lock(self, index: int, label: str, rank_of: Callable[[int], int | None]) -> Mutex:
-        """Return a lock: that of line 0, or of shard ``index - 1``."""
-        at = self._LOCKS + Mutex.NBYTES * index
+    def done(self, index: int) -> memoryview:
+        """Return the words of a shard that say which numbered adds are in."""
+        start = self._done + NUM_LOGS * index
+        return self._words[start : start + NUM_LOGS]
+
+    def lock(self, label: str, rank_of: Callable[[int], int | None]) -> Mutex:
+        """Return the table's lock."""
+        return self._lock(0, label, rank_of)
+
+    def lock_of_shard(self, index: int, label: str, rank_of: Callable[[int], int | None]) -> Mutex:
+        """Return the lock of a shard."""
+        return self._lock(1 + index, label, rank_of)
+
+    def lock_of_log(self, worker: int, label: str, rank_of: Callable[[int], int | None]) -> Mutex:
+        """Return the lock of a worker's log."""
+        return self._lock(1 + self._num_shards + worker, label, rank_of)
+
+    def _lock(self, index: int, label: str, rank_of: Callable[[int], int | None]) -> Mutex:
+        at = self._locks + Mutex.NBYTES * index
         return Mutex(self._region.buffer[at : at + Mutex.NBYTES], label, rank_of)
 
     def worker(self, worker: int) -> memoryview:
         """Return the line of a worker."""
-        return self._line(1 + MAX_SHARDS + worker)
+        start = self._workers + _WORKER_LINE * worker
+        return self._words[start : start + _WORKER_LINE]
 
     def of_workers(self, word: int) -> list[int]:
         """Return one word of every worker's line."""
-        return self.workers[word::_WORDS].tolist()
-
-    def _line(self, index: int) -> memoryview:
-        return self._words[_WORDS * index : _WORDS * (index + 1)]
+        return self.workers[word::_WORKER_LINE].tolist()

@@ -24,7 +24,6 @@ from phalanx.errors import ConfigError
 __all__ = [
     "AdaGrad",
     "Adam",
-    "Assign",
     "Change",
     "DcAsgd",
     "Momentum",
@@ -113,6 +112,11 @@ class Updater:
         """What a delta is multiplied with and added, where that is all; then repeats may stay."""
         return None
 
+    @property
+    def is_built_in(self) -> bool:
+        """Whether it is ours, and so raises nothing."""
+        return type(self).__module__.startswith("phalanx.")
+
     def check_dtype(self, dtype: torch.dtype) -> None:
         """Look whether a table of ``dtype`` can compute with the options.
 
@@ -156,14 +160,6 @@ class Sum(Updater):
 
     def apply(self, change: Change) -> None:
         change.rows_KD.add_(change.delta_KD)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Assign(Updater):
-    """w = delta, whatever the table's updater; states stay. Of ``assign``, which rows see once."""
-
-    def apply(self, change: Change) -> None:
-        change.rows_KD.copy_(change.delta_KD)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,6 +44,8 @@ def read_rows(given: object, spec: TableSpec) -> Tensor | None:
         )
     if not rows.is_cpu:
         rows = rows.cpu()
+    if not rows.is_contiguous():
+        rows = rows.contiguous()
     # A copy: keys are looked up twice, and another thread may change the caller's between the two.
     return rows.clone() if spec.has_keys else rows
 

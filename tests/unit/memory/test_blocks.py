@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.memory import PAST_CACHE_BYTES, all_finite, copy_to, sum_to
+from phalanx.memory import PAST_CACHE_BYTES, all_finite, copy_to
 from tests.unit.memory.numbers import DTYPES, drawn
 
 ODD = 7
@@ -51,18 +51,6 @@ def test_a_part_of_a_whole_is_copied_in_the_order_of_its_memory(way, rows, whole
     assert torch.equal(target, source)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [0, 1, ODD, 4099])
-@pytest.mark.parametrize("start", [0, 1, 3])
-def test_sums_go_to_a_third_wherever_it_begins(way, dtype, size, start):
-    one, other = drawn(dtype, size + 5), drawn(dtype, size, seed=1)
-    to = torch.zeros(start + size + 2, dtype=dtype)
-    assert sum_to(one[5:], other, to[start : start + size])
-    assert torch.equal(to[start : start + size], one[5:] + other)
-    assert not to[:start].any()
-    assert not to[start + size :].any()
-
-
 FINITE = [0.0, -0.0, 1e-45, -5e-324, 1e38, -1.0]
 NOT = [float("nan"), float("inf"), -float("inf")]
 
@@ -78,18 +66,6 @@ def test_what_is_not_finite_is_seen_wherever_it_is(way, dtype, size):
             spoilt[place] = bad
             assert not all_finite(spoilt)
             assert not all_finite(spoilt.repeat(2, 2).T)
-            assert not sum_to(numbers, spoilt, torch.empty_like(numbers))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_what_is_not_finite_is_seen_at_each_place_of_a_sum(way, dtype):
-    numbers = drawn(dtype, 2 * 6 * 16 + ODD)  # lanes of two lines, and some over
-    to = torch.empty_like(numbers)
-    for place in range(numbers.numel()):
-        spoilt = numbers.clone()
-        spoilt[place] = NOT[place % len(NOT)]
-        assert not sum_to(numbers, spoilt, to)
-        assert sum_to(spoilt, numbers, to)  # only the delta is looked at
 
 
 def test_a_sum_that_overflows_is_finite_numbers_still(way):

@@ -12,7 +12,7 @@ import torch
 from phalanx.errors import PeerTimeout, StateError
 from phalanx.tables import deferred_adds
 from phalanx.tables.deferred_adds import DeferredAdds
-from phalanx.tables.shard import Entry
+from phalanx.tables.part import Entry
 from phalanx.tables.spread import SpreadRounds
 
 DEADLINE_S = 30.0

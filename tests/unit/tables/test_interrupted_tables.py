@@ -12,7 +12,7 @@ import torch
 
 from phalanx import tables
 from phalanx.ipc import fail_points, mutex
-from phalanx.tables import shard
+from phalanx.tables import part
 from tests.interrupts import interrupt_at
 
 pytestmark = pytest.mark.promise("interrupts-leave-whole-steps")
@@ -40,7 +40,7 @@ def test_an_interrupted_add_is_whole_or_absent_and_its_thread_goes_on(worlds, up
     for number in range(MOST_PLACES):
         before = theirs.get()
         try:
-            with interrupt_at(number, mutex, shard):
+            with interrupt_at(number, mutex, part):
                 ours.add(torch.ones(3, 3, dtype=torch.float64), rows=ROWS)
         except KeyboardInterrupt as exc:
             kept.append(exc)  # with all that its frames keep

@@ -269,9 +269,7 @@ def test_a_reader_that_found_a_key_missing_reads_again_where_an_add_brings_it(mo
         assert overtaken
 
 
-@pytest.mark.parametrize("keeps_order", [True, False])
-def test_a_reader_whom_every_look_is_overtaken_takes_the_lock(monkeypatch, keeps_order):
-    monkeypatch.setattr("phalanx.tables.hash_segment.KEEPS_ORDER", keeps_order)
+def test_a_reader_whom_every_look_is_overtaken_takes_the_lock(monkeypatch):
     with tables.join(num_workers=2) as one, one.thread_worker() as two:
         reader, writer = (w.keys(1, name="t") for w in (one, two))
         look_up = HashSegment._look_up
@@ -286,7 +284,7 @@ def test_a_reader_whom_every_look_is_overtaken_takes_the_lock(monkeypatch, keeps
 
         monkeypatch.setattr(HashSegment, "_look_up", slow_look_up)
         assert reader.get([1, 2]).tolist() == [[0.0], [0.0]]
-        assert len(came) == (3 if keeps_order else 0)
+        assert len(came) == 3
 
 
 def test_a_reader_may_end_in_the_segment_it_began_in(monkeypatch):

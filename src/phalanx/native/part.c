@@ -1,0 +1,130 @@
+/* Rows of a part of a table, read and added to by one call. See tables/part.py for the protocol, and
+   for what is not done here: entries of logs, and updaters that have a state. */
+
+#include <errno.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <string.h>
+
+#include "native.h"
+
+enum { WORD, WORKER, NUMBER, LOGGED, AT, COUNT }; /* of the header, as in tables/part.py */
+enum { DONE, LATE, OUTSIDE, NOT_FINITE, UNSETTLED }; /* answers, as there */
+enum { FLOAT32, FLOAT64, INT32, INT64, BFLOAT16 };
+
+typedef _Atomic int64_t word;
+
+/* As `PartView` of native/library.py, in the same order. */
+typedef struct {
+    word *header;
+    word *done;
+    phalanx_lock *lock;
+    char *values, *record;
+    int64_t *record_rows;
+    int64_t num_rows, num_cols, first_row, dtype;
+    double scale;
+} part;
+
+static int64_t steps_left; /* of a test: the process dies after so many stores */
+
+void phalanx_die_after(int64_t steps) { steps_left = steps; }
+
+static inline void step(void) {
+    if (__builtin_expect(steps_left != 0, 0) && !--steps_left) raise(SIGKILL);
+}
+
+static inline void put(word *at, int64_t value) {
+    step();
+    atomic_store_explicit(at, value, memory_order_release);
+}
+
+static const int64_t sizes[] = {4, 8, 4, 8, 2};
+
+static int is_finite(const part *p, const void *delta, int64_t count) {
+    if (p->dtype == FLOAT32) return phalanx_finite_float32(delta, count) != 0;
+    if (p->dtype == FLOAT64) return phalanx_finite_float64(delta, count) != 0;
+    return 1;
+}
+
+/* Add to rows, one after the other; to the first `count` where `rows` is NULL, as if they were one. */
+static void add(const part *p, const int64_t *rows, int64_t count, const void *delta) {
+    static const int64_t first = 0;
+    int64_t num_rows = p->num_rows, num_cols = p->num_cols;
+    if (!rows) {
+        num_rows = 1;
+        num_cols *= count;
+        rows = &first;
+        count = 1;
+    }
+    if (p->dtype == FLOAT32)
+        phalanx_add_float32((void *)p->values, num_rows, num_cols, rows, count, delta, NULL, p->scale);
+    else if (p->dtype == FLOAT64)
+        phalanx_add_float64((void *)p->values, num_rows, num_cols, rows, count, delta, NULL, p->scale);
+    else if (p->dtype == INT32)
+        phalanx_add_int32((void *)p->values, num_rows, num_cols, rows, count, delta, NULL, p->scale);
+    else if (p->dtype == INT64)
+        phalanx_add_int64((void *)p->values, num_rows, num_cols, rows, count, delta, NULL, p->scale);
+    else
+        phalanx_add_bfloat16((void *)p->values, num_rows, num_cols, rows, count, delta, NULL, p->scale);
+}
+
+/* Add to at most so many rows as the record holds, whole or not at all: all rows of the part where `rows` is NULL.
+   Look first whether the delta is finite, if told. An add with a number, of a worker, counts once. */
+int64_t phalanx_part_add(const part *p, const int64_t *rows, int64_t count, const void *delta,
+                         int64_t look, int64_t worker, int64_t number, int64_t ms) {
+    word *header = p->header;
+    int64_t row_bytes = p->num_cols * sizes[p->dtype];
+    if (rows && !phalanx_within(rows, count, p->first_row, p->num_rows)) return OUTSIDE;
+    if (look && !is_finite(p, delta, count * p->num_cols)) return NOT_FINITE;
+    if (phalanx_lock_take(p->lock, ms)) return LATE;
+    int64_t before = atomic_load_explicit(&header[WORD], memory_order_acquire);
+    if (before & 1) {
+        phalanx_lock_release(p->lock);
+        return UNSETTLED;
+    }
+    if (count && (!number || p->done[worker] < number)) {
+        put(&header[WORKER], number ? worker : -1);
+        put(&header[NUMBER], number);
+        put(&header[LOGGED], 0);
+        put(&header[AT], 0);
+        put(&header[WORD], before + 1);
+        /* A copy, brought within: what is put back is right, whatever others do to `rows`. */
+        if (rows) {
+            phalanx_clamp(rows, count, p->first_row, p->num_rows, p->record_rows);
+            phalanx_take(p->values, p->num_rows, row_bytes, p->record_rows, count, 0, p->record, 0);
+            put(&header[COUNT], count);
+        } else {
+            memcpy(p->record, p->values, (size_t)(count * row_bytes));
+            put(&header[COUNT], -count);
+        }
+        put(&header[AT], 1);
+        atomic_thread_fence(memory_order_seq_cst);
+        step();
+        add(p, rows ? p->record_rows : NULL, count, delta);
+        put(&header[AT], 2 * count);
+        if (number) put(&p->done[worker], number);
+        put(&header[WORD], before + 2);
+        step();
+    }
+    phalanx_lock_release(p->lock);
+    return DONE;
+}
+
+/* Copy rows, all of them if `count` is negative, of one moment, without the lock; UNSETTLED where
+   adds overtake it. */
+int64_t phalanx_part_get(const part *p, const int64_t *rows, int64_t count, char *out, int64_t past) {
+    word *header = p->header;
+    int64_t row_bytes = p->num_cols * sizes[p->dtype];
+    if (!phalanx_within(rows, count, p->first_row, p->num_rows)) return OUTSIDE;
+    for (int attempt = 0; attempt < 3; attempt++) {
+        int64_t before = atomic_load_explicit(&header[WORD], memory_order_acquire);
+        if (before & 1) return UNSETTLED;
+        if (count >= 0)
+            phalanx_take(p->values, p->num_rows, row_bytes, rows, count, p->first_row, out, past);
+        else
+            phalanx_copy(p->values, out, p->num_rows * row_bytes, past);
+        atomic_thread_fence(memory_order_acquire);
+        if (atomic_load_explicit(&header[WORD], memory_order_relaxed) == before) return DONE;
+    }
+    return UNSETTLED;
+}

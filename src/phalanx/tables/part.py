@@ -1,0 +1,487 @@
+"""A range of rows that processes share; a killed process never leaves it half changed.
+
+    header   | WORD | WORKER | NUMBER | LOGGED | AT | COUNT | UNDONE | ·        8 bytes each
+    record   old values and states of one block of rows, and the numbers of these rows
+    DONE     for each worker, the number of the last of its numbered adds that is in
+
+# Note [An add, store by store]
+
+    WORKER, NUMBER, LOGGED   whose add it is
+    AT = 0
+    WORD odd                 an add is under way
+    for each block of rows:
+      AT = 2 · first         the block that begins at row `first` of the add is next, and untouched
+      old rows → record; COUNT    of rows in it, negative where they follow one another
+      AT = 2 · first + 1     its old rows are in the record
+      rows changed
+    AT = 2 · (all rows)      all are changed
+    DONE[WORKER] = NUMBER    where the add has a number
+    WORD + 1                 even
+
+Whoever takes the lock and finds WORD odd settles: if AT is odd it puts the record back. Then an add
+that is in its worker's log (log.py) is made from row AT / 2 on, so what was logged will be whole.
+One that is not, of one block, is over: absent if the record was put back or nothing was changed,
+else whole. A death while somebody settles changes nothing in that.
+
+So an add with a number counts once however often it is asked for: DONE says so, and it changes
+between the last row and the end of the add.
+
+# Note [Reading without the lock]
+A reader notes an even WORD, copies, and looks at WORD again: where it is the same, no add had begun
+meanwhile that changed what was copied. Else it tries again, and then takes the lock. So a get may
+wait for an add of many rows.
+
+C (native/part.c) does both where an add has one block and its updater no state: in one call, with
+fences for processors that reorder stores. What is written in Python is ordered by x86, and by the
+calls of C around it elsewhere: each block is saved and changed by one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from phalanx.errors import StateError
+from phalanx.ipc import Mutex, Waiting, fail_point, injected
+from phalanx.memory import PAST_CACHE_BYTES, MatrixRows, all_finite, all_within, copy_to
+from phalanx.native import DTYPES, FUNCTIONS, PartView, address_of
+from phalanx.tables.updaters import Change, Updater
+
+__all__ = ["POINTS", "Entry", "NotFinite", "RecordMemory", "RowOutside", "TablePart", "checked"]
+
+POINTS = (
+    "before lock",
+    "lock held",
+    "undo written",
+    "half the rows written",
+    "before unlock",
+    "after unlock",
+)
+"""Fail points of an add, in order (:func:`phalanx.ipc.fail_point`)."""
+
+BLOCK_ROWS = 1 << 18  # changed at once, where the record has room for them
+_WORD, _WORKER, _NUMBER, _LOGGED, _AT, _COUNT, _UNDONE = range(7)
+_DONE, _LATE, _OUTSIDE, _NOT_FINITE, _UNSETTLED = range(5)  # what C answers
+_NOBODY = -1
+_SLICE_MS = 20
+
+T = TypeVar("T")
+
+
+class Entry(NamedTuple):
+    """One add, checked.
+
+    Attributes:
+        rows: Of the part, as the table numbers them; None for all.
+        delta: What is added to them.
+        worker: The one that adds.
+        assigns: Whether the delta is the new value.
+        delta_rows: Which of the delta's rows, in the order of ``rows``; None for all of them.
+        number: Of an add that may come again, among those of its worker, from 1; else 0.
+        target: What is assigned to: 0 for the values, k for the k-th state.
+        unchecked: Whether the delta must be finite and has not been looked at yet.
+    """
+
+    rows: Tensor | None
+    delta: Tensor
+    worker: int
+    assigns: bool = False
+    delta_rows: Tensor | None = None
+    number: int = 0
+    target: int = 0
+    unchecked: bool = False
+
+
+class NotFinite(Exception):
+    """A delta that had to be finite is not; the table is as it was."""
+
+
+class RowOutside(Exception):
+    """A row is not of the part, which is as it was."""
+
+
+class RecordMemory(NamedTuple):
+    """Where one block's old rows lie.
+
+    Attributes:
+        parts: Old values, and for each state the old ones.
+        rows: The numbers of these rows.
+    """
+
+    parts: list[Tensor]
+    rows: Tensor
+
+
+class TablePart:
+    """One range of rows, as one process sees it.
+
+    Args:
+        lock: Held to change anything.
+        header: Its words.
+        done: For each worker the number of its last add that is in.
+        parts: Its values, and for each state its rows.
+        record: Where the old rows of a block go.
+        backups: Its rows of each worker's copy.
+        updater: How it takes a delta.
+        first_row: Its first row's number in the table.
+        logged: Returns what of a logged add is this part's, by worker and number.
+    """
+
+    def __init__(
+        self,
+        *,
+        lock: Mutex,
+        header: memoryview,
+        done: memoryview,
+        parts: Sequence[Tensor],
+        record: RecordMemory,
+        backups: Sequence[Tensor],
+        updater: Updater,
+        first_row: int,
+        logged: Callable[[int, int], Entry],
+    ) -> None:
+        self.lock = lock
+        self.parts = list(parts)
+        self.first_row = first_row
+        self.num_rows, num_cols = parts[0].shape
+        self.most_rows = min(len(record.rows), BLOCK_ROWS)
+        self._header = header
+        self._done = done
+        self._record = record
+        self._rows = [MatrixRows(part) for part in parts]
+        self._old_rows = [MatrixRows(part) for part in record.parts]
+        self._backups = backups
+        self._updater = updater
+        self._logged = logged
+        self._updating = 0  # the thread that is in the updater's code
+        self._row_bytes = num_cols * parts[0].itemsize
+        self._view = PartView(
+            address_of(header),
+            address_of(done),
+            lock.address,
+            parts[0].data_ptr(),
+            record.parts[0].data_ptr(),
+            record.rows.data_ptr(),
+            self.num_rows,
+            num_cols,
+            first_row,
+            list(DTYPES).index(parts[0].dtype),
+            1.0 if updater.scale is None else updater.scale,
+        )
+        self._at = self._view.address
+        self._is_simple = updater.scale is not None
+        self._get_in_c, self._add_in_c = FUNCTIONS["part_get"], FUNCTIONS["part_add"]
+
+    def begin(self, init: Tensor) -> None:
+        """Give a new part its first values: one number, or all of its rows."""
+        values, *states = self.parts
+        for state, first in zip(states, self._updater.first_states(), strict=True):
+            state.fill_(first)
+        values.copy_(init)
+
+    @property
+    def num_undone(self) -> int:
+        """How many adds a death had interrupted that others put back, or ended."""
+        return self._header[_UNDONE]
+
+    def close(self) -> None:
+        """Do nothing: the last reference to the part frees its memory."""
+
+    def has(self, worker: int, number: int) -> bool:
+        """Tell whether a numbered add is in."""
+        return self._done[worker] >= number
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def read(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> None:
+        """Copy rows (by the table's numbers, None for all) into ``out``; never half of an add.
+
+        Raises:
+            RowOutside: A row is not of this part.
+        """
+        at, count = (None, -1) if rows is None else (rows.data_ptr(), rows.numel())
+        past = out.nbytes >= PAST_CACHE_BYTES
+        answer = self._get_in_c(self._at, at, count, out.data_ptr(), past)
+        if answer == _OUTSIDE:
+            raise RowOutside
+        if answer != _DONE:
+            own = None if rows is None else self._counted(rows)
+            self._call_settled(lambda: self._copy(own, out), timeout_s)
+
+    def _copy(self, rows: Tensor | None, out: Tensor) -> None:
+        if rows is None:
+            copy_to(self.parts[0], out)
+        else:
+            self._rows[0].take(rows, out)
+
+    def _counted(self, rows: Tensor) -> Tensor:
+        """Return rows counted from the part's first one."""
+        return rows - self.first_row if self.first_row else rows
+
+    def _call_settled(self, call: Callable[[], T], timeout_s: float) -> T:
+        """Call with the lock held, where no add is half made."""
+        with self._held(timeout_s):
+            fail_point("reader's lock held")
+            self._settle()
+            return call()
+
+    def _held(self, timeout_s: float) -> Any:  # Any: what a Mutex gives to `with`
+        if self._updating == threading.get_ident():
+            raise StateError(
+                "An updater must leave its table alone, but used it in `apply`. Compute with what "
+                "`apply` is given."
+            )
+        return self.lock.held(timeout_s)
+
+    def read_and_back_up(
+        self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float
+    ) -> None:
+        """Copy rows into ``out``, and remember them as what ``worker`` has read."""
+        backup, own = self._backups[worker], None if rows is None else self._counted(rows)
+
+        def copy() -> None:  # nothing may come between value and copy
+            self._copy(own, out)
+            if own is None:
+                backup.copy_(out)
+            else:
+                backup[own] = out
+
+        self._call_settled(copy, timeout_s)
+
+    def copy_all(self, timeout_s: float) -> list[Tensor]:
+        """Return copies of the values and of each state, of one moment."""
+        return self._call_settled(lambda: [part.clone() for part in self.parts], timeout_s)
+
+    def begin_backup(self, worker: int, timeout_s: float) -> None:
+        """Give a new worker its first copy of the rows."""
+        if self._backups:
+            backup = self._backups[worker]
+            self._call_settled(lambda: backup.copy_(self.parts[0]), timeout_s)
+
+    # --- changing ---------------------------------------------------------------------------------
+
+    def takes_at_once(self, entry: Entry) -> bool:
+        """Tell whether an add is one block, so that it can be made without a log."""
+        count = self.num_rows if entry.rows is None else entry.rows.numel()
+        return count <= self.most_rows
+
+    def add(self, entry: Entry, timeout_s: float) -> None:
+        """Take one add of one block, whole or not at all; one that has a number, once.
+
+        Raises:
+            NotFinite: The entry was unchecked, and is not.
+            RowOutside: A row is not of this part.
+        """
+        if self._is_simple and not entry.assigns and injected() is None:
+            waiting: Waiting | None = None
+            while (answer := self._add_once(entry, 0 if waiting is None else _SLICE_MS)) != _DONE:
+                if answer == _NOT_FINITE:
+                    raise NotFinite
+                if answer == _OUTSIDE:
+                    raise RowOutside
+                if answer == _UNSETTLED:
+                    self._call_settled(bool, timeout_s)
+                waiting = Waiting(timeout_s) if waiting is None else waiting
+                if waiting.over():
+                    raise self.lock.late(timeout_s)
+            return
+        if entry.rows is not None and not all_within(entry.rows, self.num_rows, self.first_row):
+            raise RowOutside
+        self.change(checked(entry), timeout_s, logged=False)
+
+    def _add_once(self, entry: Entry, wait_ms: int) -> int:
+        rows, delta, worker, _, _, number, _, unchecked = entry
+        at, count = (None, self.num_rows) if rows is None else (rows.data_ptr(), rows.numel())
+        source = delta.data_ptr()
+        answer: int = self._add_in_c(
+            self._at, at, count, source, unchecked, worker, number, wait_ms
+        )
+        return answer
+
+    def change(self, entry: Entry, timeout_s: float, *, logged: bool) -> None:
+        """Take one add, whole or not at all; one that has a number, once.
+
+        Args:
+            entry: The add, checked.
+            timeout_s: How long to wait for the lock.
+            logged: Whether others find it in its worker's log, so that it may have several blocks.
+        """
+        fail_point("before lock")
+        with self._held(timeout_s):
+            fail_point("lock held")
+            self._settle()
+            if entry.number and self.has(entry.worker, entry.number):
+                return
+            entry = self._prepared(entry)
+            self._rehearse(entry)
+            self._begin(entry, logged=logged)
+            try:
+                self._make(entry, 0)
+            except Exception:  # of the updater
+                if self._header[_AT] == 0:  # else whoever comes next settles
+                    self._drop_unfinished()
+                    self._end(entry if logged else entry._replace(number=0))
+                raise
+            fail_point("before unlock")
+        fail_point("after unlock")
+
+    def _begin(self, entry: Entry, *, logged: bool) -> None:
+        header = self._header
+        header[_WORKER] = entry.worker if entry.number else _NOBODY
+        header[_NUMBER] = entry.number
+        header[_LOGGED] = logged
+        header[_AT] = 0
+        header[_WORD] += 1
+
+    def _end(self, entry: Entry) -> None:
+        if entry.number:
+            self._done[entry.worker] = entry.number
+        self._header[_WORD] += 1
+
+    def _settle(self) -> None:
+        """End what a dead process has begun. The lock is held."""
+        header = self._header
+        if not header[_WORD] & 1:
+            return
+        at, worker, number = header[_AT], header[_WORKER], header[_NUMBER]
+        if at & 1:
+            self._put_back()
+        if header[_LOGGED]:
+            entry = self._prepared(self._logged(worker, number))
+            header[_UNDONE] += 1
+            self._make(entry, at >> 1)
+        elif at & 1 or at == 0:
+            self._drop_unfinished()
+            header[_UNDONE] += 1
+            header[_WORD] += 1
+        else:
+            if number:
+                self._done[worker] = number
+            header[_WORD] += 1
+
+    def _put_back(self) -> None:
+        count, first = self._header[_COUNT], self._header[_AT] >> 1
+        for part, old in zip(self.parts, self._record.parts, strict=True):
+            if count < 0:
+                part[first : first - count] = old[:-count]
+            else:
+                part.index_copy_(0, self._record.rows[:count], old[:count])
+
+    def _drop_unfinished(self) -> None:
+        """Forget what an add that is put back had brought; a part of rows has nothing."""
+
+    def _prepared(self, entry: Entry) -> Entry:
+        """Return an add with its rows counted from the part's first, each once if it must be."""
+        rows, delta, *_ = entry
+        if rows is None:
+            return entry
+        rows = self._counted(rows)
+        if self._is_simple and not entry.assigns:
+            return entry._replace(rows=rows)
+        if entry.delta_rows is not None:
+            delta = torch.index_select(delta, 0, entry.delta_rows)
+        if not entry.assigns:  # whose rows are there once
+            rows, delta = _add_up_repeats(rows, delta)
+        return entry._replace(rows=rows, delta=delta, delta_rows=None)
+
+    def _rehearse(self, entry: Entry) -> None:
+        """Let a user's updater raise before anything is changed, where there are several blocks."""
+        count = self.num_rows if entry.rows is None else entry.rows.numel()
+        if count > self.most_rows and not self._updater.is_built_in:
+            for first in range(0, count, self.most_rows):
+                stop = min(first + self.most_rows, count)
+                rows = None if entry.rows is None else entry.rows[first:stop]
+                self._apply(entry, rows, first, stop)
+
+    def _make(self, entry: Entry, first: int) -> None:
+        """Make an add that was begun, from its row ``first`` on, and end it."""
+        header = self._header
+        count = self.num_rows if entry.rows is None else entry.rows.numel()
+        while first < count:
+            stop = min(first + self.most_rows, count)
+            header[_AT] = 2 * first
+            rows = self._save(entry.rows, first, stop)
+            news = self._apply(entry, rows, first, stop)
+            header[_AT] = 2 * first + 1
+            fail_point("undo written")
+            if news is None:
+                self._add_in_place(entry, rows, first, stop)
+            for target, new in news or ():
+                if rows is None:
+                    target[first:stop] = new
+                else:
+                    target.index_copy_(0, rows, new)
+            first = stop
+            fail_point("half the rows written")
+        header[_AT] = 2 * max(count, 1)
+        self._end(entry)
+
+    def _save(self, rows: Tensor | None, first: int, stop: int) -> Tensor | None:
+        """Copy old rows into the record, and return their numbers, which stay as they are."""
+        count = stop - first
+        if rows is None:
+            for part, old in zip(self.parts, self._record.parts, strict=True):
+                copy_to(part[first:stop], old[:count])
+            self._header[_COUNT] = -count
+            return None
+        numbers = self._record.rows[:count]
+        # Brought within, so that no other memory is written, whatever happens to `rows`.
+        torch.clamp(rows[first:stop], 0, self.num_rows - 1, out=numbers)
+        for matrix, old in zip(self._rows, self._record.parts, strict=True):
+            matrix.take(numbers, old[:count])
+        self._header[_COUNT] = count
+        return numbers
+
+    def _add_in_place(self, entry: Entry, rows: Tensor | None, first: int, stop: int) -> None:
+        scale, delta, places = self._view.scale, entry.delta, entry.delta_rows
+        if rows is None:
+            self._rows[0].add_span(first, delta[first:stop], scale)
+        elif places is None:
+            self._rows[0].add(rows, delta[first:stop], scale)
+        else:
+            self._rows[0].add(rows, delta, scale, places[first:stop])
+
+    def _apply(
+        self, entry: Entry, rows: Tensor | None, first: int, stop: int
+    ) -> list[tuple[Tensor, Tensor]] | None:
+        """Return what a block changes, and into what; None where C adds in place."""
+        delta = entry.delta[first:stop]
+        if entry.assigns:
+            return [(self.parts[entry.target], delta)]
+        if self._is_simple:
+            return None
+        chosen = slice(first, stop) if rows is None else rows
+        news = [part[chosen].clone() for part in self.parts]
+        backup = self._backups[entry.worker][chosen] if self._backups else None
+        self._updating = threading.get_ident()
+        try:
+            self._updater.apply(Change(news[0], delta, news[1:], backup))
+        finally:
+            self._updating = 0
+        return list(zip(self.parts, news, strict=True))
+
+
+def checked(entry: Entry) -> Entry:
+    """Return an add after a look at its numbers.
+
+    Raises:
+        NotFinite: It was unchecked, and is not.
+    """
+    if not entry.unchecked:
+        return entry
+    if not all_finite(entry.delta):
+        raise NotFinite
+    return entry._replace(unchecked=False)
+
+
+def _add_up_repeats(rows: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each row once, and the sum of what was to be added to it, in the order given."""
+    unique, inverse = torch.unique(rows, return_inverse=True)
+    if len(unique) == rows.numel():
+        return rows, delta
+    summed = torch.zeros((len(unique), delta.shape[1]), dtype=delta.dtype, device="cpu")
+    return unique, summed.index_add_(0, inverse, delta)

@@ -1,0 +1,269 @@
+"""Parts of a table: adds are whole wherever their process dies, and no reader sees half of one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+
+from phalanx import tables
+from phalanx.errors import ConfigError, PeerTimeout
+from phalanx.ipc import fail_points
+from phalanx.native import FUNCTIONS
+from phalanx.tables import part
+from phalanx.tables.part import Entry
+
+ROWS = 8
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(part, "BLOCK_ROWS", 2)
+
+
+@pytest.fixture
+def two():
+    with tables.join(num_workers=2, timeout_s=20.0) as one, one.thread_worker() as other:
+        yield one.array(ROWS, name="t"), other.array(ROWS, name="t")
+
+
+def test_a_reader_waits_for_an_add_that_is_half_written(small_blocks, two):
+    reader, writer = two
+    half, go_on = threading.Event(), threading.Event()
+
+    def fault(point, worker):
+        if point == "half the rows written" and not half.is_set():
+            half.set()
+            assert go_on.wait(20)
+
+    fail_points.inject(fault)
+    thread = threading.Thread(
+        target=writer.add, args=(torch.ones(ROWS),), kwargs={"rows": list(range(ROWS))}
+    )
+    try:
+        thread.start()
+        assert half.wait(20)
+        reader._group.timeout_s = 0.05
+        for rows in (None, [0, 7]):
+            with pytest.raises(
+                PeerTimeout, match=r"shard 0 of table t' did not become free within"
+            ):
+                reader.get(rows)
+        reader._group.timeout_s = 20.0
+        go_on.set()
+        assert reader.get().tolist() == [1.0] * ROWS
+    finally:
+        go_on.set()
+        thread.join()
+        fail_points.inject(None)
+
+
+def test_an_add_that_is_interrupted_is_whole_in_the_next_read(small_blocks, two):
+    reader, writer = two
+
+    def fault(point, worker):
+        if point == "half the rows written":
+            raise KeyboardInterrupt
+
+    fail_points.inject(fault)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            writer.add(torch.ones(ROWS), rows=list(range(ROWS)))
+    finally:
+        fail_points.inject(None)
+    assert reader.get().tolist() == [1.0] * ROWS
+    writer.add(torch.ones(ROWS))
+    assert reader.get().tolist() == [2.0] * ROWS
+
+
+# --- looking whether a delta is finite ------------------------------------------------------------
+
+
+@pytest.fixture(params=[2, 1 << 18], ids=["small blocks", "one block"])
+def looking_late(request, monkeypatch):
+    monkeypatch.setattr(part, "BLOCK_ROWS", request.param)
+
+
+def first_values(size):
+    return torch.randn(size, generator=torch.Generator().manual_seed(size))
+
+
+@pytest.mark.parametrize("updater", ["sum", "sgd", "adam"])
+@pytest.mark.parametrize("place", [0, 3, 6])
+@pytest.mark.parametrize("rows", [None, [6, 0, 2, 2, 5, 1, 3], [0, 0, 0, 0, 1, 1, 1]])
+def test_an_add_refused_in_a_late_block_leaves_every_bit(looking_late, updater, place, rows):
+    delta = first_values(7)
+    delta[place] = float("nan")
+    with tables.join(timeout_s=20.0) as world:
+        made = world.array(7, init=first_values(7), updater=updater)
+        with pytest.raises(ConfigError, match="must be finite for table"):
+            made.add(delta, rows=rows)
+        assert torch.equal(made.get(), first_values(7))
+        assert (made.stats().rejected, made.stats().undone, made.stats().adds) == (1, 0, 0)
+        made.add(torch.ones(7))
+        assert not torch.equal(made.get(), first_values(7))
+
+
+def test_no_shard_has_an_add_that_another_shard_would_refuse(looking_late):
+    delta = torch.ones(7)
+    delta[6] = float("inf")
+    for rows in (None, list(range(7))):
+        with tables.join(timeout_s=20.0) as world:
+            made = world.array(7, num_shards=3)
+            with pytest.raises(ConfigError, match="must be finite for table"):
+                made.add(delta, rows=rows)
+            assert made.get().tolist() == [0.0] * 7
+
+
+# --- several shards -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("updater", ["sum", "sgd", "adam"])
+@pytest.mark.parametrize("block_rows", [2, 4096])
+@pytest.mark.parametrize("num_shards", [2, 3, 5])
+def test_rows_are_routed_to_shards_and_back_in_the_order_asked(
+    num_shards, block_rows, updater, monkeypatch
+):
+    """Repeated rows add up in the order given, to the bit, whoever asks."""
+    monkeypatch.setattr(part, "BLOCK_ROWS", block_rows)
+    rows = [26, 0, 13, 13, 40, 13, 39, 0]
+    delta = first_values(8 * 3).view(8, 3)
+    with tables.join(num_workers=2, timeout_s=20.0) as one, one.thread_worker() as other:
+        many = [
+            world.matrix(41, 3, name="many", num_shards=num_shards, updater=updater)
+            for world in (one, other)
+        ]
+        single = one.matrix(41, 3, name="single", updater=updater)
+        for made in (*many, single, single):
+            made.add(delta, rows=rows)
+        for made in many:
+            assert torch.equal(made.get(), single.get())
+            assert torch.equal(made.get(rows), single.get()[rows])
+            assert made.get([]).shape == (0, 3)
+
+
+@pytest.mark.parametrize("rows", [None, [0, 20, 40]])
+def test_the_shards_of_an_add_or_a_get_share_one_deadline(rows, monkeypatch):
+    """Else a wait could be as many times as long as there are shards."""
+    given_s: list[float] = []
+
+    def noting(take, place):
+        def noted(self, *args, **options):
+            given_s.append(args[place])
+            return take(self, *args, **options)
+
+        return noted
+
+    for name, place in (("change", 1), ("read", 2)):
+        original = getattr(part.TablePart, name)
+        monkeypatch.setattr(part.TablePart, name, noting(original, place))
+    with tables.join(timeout_s=20.0) as world:
+        table = world.matrix(41, 3, num_shards=3)
+        table.add(torch.ones(41 if rows is None else 3, 3), rows=rows)
+        adds_s = given_s.copy()
+        given_s.clear()
+        table.get(rows)
+    for left_s in (adds_s, given_s):
+        assert len(left_s) == 3
+        assert 20.0 >= left_s[0] > left_s[1] > left_s[2] > 0.0
+
+
+# --- death ----------------------------------------------------------------------------------------
+
+
+class Dying:
+    """A header at whose n-th store the process dies."""
+
+    def __init__(self, words, stores):
+        self._words = words
+        self._left = stores
+
+    def __getitem__(self, index):
+        return self._words[index]
+
+    def __setitem__(self, index, value):
+        self._left -= 1
+        if self._left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._words[index] = value
+
+
+def dies(act) -> bool:
+    """Run in a forked process; tell whether it was killed."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            act()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+def die_in_python(storage, entry, stores):
+    for each in storage.shards[-1:]:  # after it has made the add in those before
+        each._header = Dying(each._header, stores)
+        each._add_in_c = lambda *_: part._UNSETTLED
+        each._is_simple = each._is_simple and entry.rows is not None
+    if len(storage.shards) == 1 and storage.shards[0].takes_at_once(entry):
+        storage.shards[0].change(entry, 20.0, logged=False)
+    else:
+        storage.add(entry, 20.0)
+
+
+def die_in_c(storage, entry, stores):
+    FUNCTIONS["die_after"](stores)
+    storage.shards[0].add(entry, 20.0)
+
+
+@pytest.mark.parametrize("number", [0, 1 << 41])
+@pytest.mark.parametrize("rows", [None, [3, 1, 3]], ids=["whole", "rows"])
+@pytest.mark.parametrize("die", [die_in_c, die_in_python])
+def test_an_add_of_one_block_is_whole_or_absent_wherever_its_process_dies(die, rows, number):
+    with tables.join(timeout_s=20.0) as world:
+        made = world.matrix(4, 2, torch.int64)
+        storage, count = made._storage, 4 if rows is None else 3
+        delta = torch.ones(count, 2, dtype=torch.int64)
+        index = None if rows is None else torch.tensor(rows)
+        whole = [1] * 4 if rows is None else [0, 1, 0, 2]
+        for stores in range(1, 30):
+            entry = Entry(index, delta, 0, number=number and number + stores)
+            before = made.get()
+            if not dies(lambda entry=entry, stores=stores: die(storage, entry, stores)):
+                assert stores > 6
+                return
+            step = (made.get() - before)[:, 0].tolist()
+            assert step in ([0] * 4, whole)
+            if number:  # asked for again, it is there once
+                storage.add(entry, 20.0)
+                assert (made.get() - before)[:, 0].tolist() == whole
+    raise AssertionError("the add never ended")
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("updater", ["sum", "adagrad"])
+@pytest.mark.parametrize("rows", [None, [5, 1, 3, 1, 0]], ids=["whole", "rows"])
+def test_an_add_of_several_blocks_or_shards_is_whole_wherever_its_process_dies(
+    small_blocks, rows, updater, num_shards
+):
+    """It is in the log by then; who reads next makes the rest."""
+    with tables.join(timeout_s=20.0) as world:
+        made = world.matrix(6, 2, updater=updater, num_shards=num_shards)
+        plain = world.matrix(6, 2, updater=updater)
+        delta = torch.arange(12 if rows is None else 10, dtype=torch.float32).view(-1, 2)
+        index = None if rows is None else torch.tensor(rows)
+        for each in (made, plain):
+            each.add(delta, rows=rows)  # so that the log's memory is there, for both processes
+        for stores in range(1, 60):
+            entry = Entry(index, delta, 0)
+            killed = dies(
+                lambda entry=entry, stores=stores: die_in_python(made._storage, entry, stores)
+            )
+            plain.add(delta, rows=rows)
+            assert torch.equal(made.get(), plain.get())
+            if not killed:
+                assert stores > 10
+                return
+    raise AssertionError("the add never ended")
