@@ -157,7 +157,6 @@ class Executor(ABC):
         devices: Each replica's.
         sources: Each replica's module, or the one that all are replicas of.
         parameters: All parameters, each once, in whose order gradients are summed.
-        one_source: Whether all are replicas of one module.
         owns_generator: Whether each replica has a process of its own, whose generator is seeded.
         worker_pids: The worker processes' numbers; empty without any.
         optimizer: The one that is stepped, whose options ranks compare before each step.
@@ -169,7 +168,6 @@ class Executor(ABC):
     sources: tuple[nn.Module, ...]
     parameters: list[nn.Parameter]
     _threads: ThreadPool | CallerThread
-    one_source: bool = True
     owns_generator = False
     worker_pids: Sequence[int] = ()
     optimizer: Optimizer | None = None

@@ -87,7 +87,6 @@ class ThreadExecutor(Executor):
         one_source = isinstance(source, nn.Module)
         sources = [source] * len(devices) if isinstance(source, nn.Module) else list(source)
         self.sources = tuple(sources)
-        self.one_source = one_source
         self.parameters = _all_parameters(sources)
         self.devices = tuple(devices)
         self._intra_op = read_intra_op(intra_op) or default_intra_op(devices)

@@ -18,15 +18,15 @@ __all__ = ["Engines"]
 
 
 class Engines:
-    """The engine of now, the formation that it is of, and the shares of its replicas.
+    """The current engine of a trainer, its formation, and the shares of its replicas.
 
     Args:
-        spec: What all of them have in common.
-        formation: What was given; None for `replicas="auto"`.
-        home: Where the module lies.
+        spec: The parts that all engines share.
+        formation: Given by the user; None for `replicas="auto"`.
+        home: The device of the module.
         intra_op: Threads inside operators, where that is decided.
         balances: Whether the replicas' shares follow their seconds.
-        tell: Called with what the trial of "auto" has chosen.
+        tell: Called with the choice of "auto".
 
     Attributes:
         current: None before the first batch.
@@ -90,11 +90,11 @@ class Engines:
         return engine
 
     def resize(self, formation: Formation) -> None:
-        """Go on with ``formation`` from the next :meth:`open` on."""
+        """Use ``formation`` from the next :meth:`open` on."""
         self._next_formation = formation
 
     def restore(self, formation: tuple[int, int] | None, workloads: Sequence[float] | None) -> None:
-        """Go on with what was loaded into module and optimizer.
+        """Take over a state that was loaded into module and optimizer.
 
         Args:
             formation: Of the checkpoint, for a trainer that has not chosen any.
@@ -135,14 +135,14 @@ class Engines:
             return StepEngine(self._spec, formation)
 
     def _fitting(self) -> StepEngine | None:
-        """Return the engine if it is still what module and optimizer want, else close it."""
+        """Return the engine if it still fits module and optimizer, else close it."""
         if self.current is not None and not self.current.matches_spec():
             self.current.complete_state(changed=True)
             self.close()
         return self.current
 
     def _exchange(self, formation: Formation) -> None:
-        """Go on with ``formation``, or with the present one where that cannot be had."""
+        """Open an engine of ``formation``, or keep the present one where that cannot be had."""
         if self.current is not None:
             self.close()
             try:
@@ -165,7 +165,7 @@ class Engines:
         return Balancer(count, workloads=workloads if same else None)
 
     def _choose_formation(self, batch: Nested) -> Formation:
-        """Choose what `replicas="auto"` shall be, and tell."""
+        """Choose the formation of `replicas="auto"`, and tell."""
         workloads = self._spec.workloads
         if workloads is None:
             spec = self._spec
