@@ -1,5 +1,7 @@
-"""The names and call orders of earlier systems over the rooms below."""
+"""The names and call orders of earlier systems over the rooms below.
 
-from phalanx.compat import multiverso, mxnet, oxirs, torch7
+Import the one that you need, as in `from phalanx.compat import torch7`: a group of MXNet's needs no
+tables.
+"""
 
-__all__ = ["multiverso", "mxnet", "oxirs", "torch7"]
+__all__: list[str] = []
