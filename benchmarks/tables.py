@@ -19,7 +19,6 @@ from benchmarks.table_peers import is_there
 from benchmarks.table_report import Seconds, report_tables
 from benchmarks.table_tasks import COLS, TASKS, TASKS_OF_DISK, TASKS_OF_MEMORY
 from benchmarks.turns import compete_at
-from phalanx.native import is_compiled
 
 _DISK_ROUNDS = 3
 _TURN_S = 0.1
@@ -47,8 +46,6 @@ def tables(
     if contestants is not None:
         names = read_names("contestants", contestants, CONTESTANTS)
     console, machine = begin()
-    by = "rows.c" if is_compiled() else "torch, since rows.c is not compiled"
-    console.print(f"Tables' rows are copied and added to by {by}.")
     if "ray" in names and not is_there("ray"):
         names.remove("ray")
         console.print("Ray is not installed, so it is left out: pip install 'phalanx[peers]'.")
@@ -98,6 +95,5 @@ def tables(
         rows=rows,
         snapshot_bytes=4 * COLS * snapshot_rows,
         rounds=rounds,
-        rows_compiled=is_compiled(),
     )
     publish(report, console, out, aims=aims)
