@@ -36,11 +36,16 @@ CPUS = (2, 1)  # of the nodes: three workers are spread as 2 and 1
 def two_nodes() -> Iterator[cluster_utils.Cluster]:
     nodes = cluster_utils.Cluster(
         initialize_head=True,
-        head_node_args={"num_cpus": CPUS[0], "include_dashboard": False, "no_monitor": True},
+        head_node_args={
+            "num_cpus": CPUS[0],
+            "include_dashboard": False,
+            "no_monitor": True,
+            "include_log_monitor": False,
+        },
     )
     try:
         for cpus in CPUS[1:]:
-            nodes.add_node(num_cpus=cpus)
+            nodes.add_node(num_cpus=cpus, include_log_monitor=False)
         yield nodes
     finally:
         nodes.shutdown()
