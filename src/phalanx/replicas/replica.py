@@ -77,7 +77,11 @@ class Replica:
         self._homes = (copies or DeviceCopies(self._originals)).on(device)
         pairs = list(zip(self._originals, self._homes, strict=True))
         self.parameters = [alias_of(original, home) for original, home in pairs]
-        self._written_once = [only_one and home is original for original, home in pairs]
+        self._watched = [
+            own
+            for own, (original, home) in zip(self.parameters, pairs, strict=True)
+            if not (own.is_inference() or (only_one and home is original))
+        ]
         everything = self._originals if all_parameters is None else all_parameters
         place_of = {id(parameter): place for place, parameter in enumerate(everything)}
         self._places = [place_of[id(original)] for original in self._originals]
@@ -106,6 +110,7 @@ class Replica:
                 self._reaching.watch(original)
             if has_memory(home) and own.data_ptr() != home.data_ptr():
                 own.data = home.data
+        self._places_in_memory = [own.data_ptr() for own in self._watched]
         leaves = dict(zip(map(id, self._originals), self.parameters, strict=True))
         self._shell = Shell(self._source, leaves)
         self.module = self._shell.module
@@ -145,14 +150,14 @@ class Replica:
         if forward:
             self._shell.renew_containers()
             self.statistics.start()
-        before = self._state_of_parameters()
+        before = [own._version for own in self._watched]
         self._caught = self._reaching.begin(self.index)
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 yield
         finally:
             self._reaching.end()
-        if forward and self._state_of_parameters() != before:
+        if forward:
             self._refuse_written(before)
 
     def take_gradients(self, *, travel: bool = True) -> list[Tensor | None]:
@@ -197,21 +202,20 @@ class Replica:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _state_of_parameters(self) -> list[tuple[int, int]]:
-        """Return what changes where parameters are assigned, and where they are written."""
-        return [
-            (0, 0) if once or own.is_inference() else (own.data_ptr(), own._version)
-            for own, once in zip(self.parameters, self._written_once, strict=True)
-        ]
-
-    def _refuse_written(self, before: list[tuple[int, int]]) -> None:
-        now = self._state_of_parameters()
-        named = self._source.named_parameters()
-        changed = [name for (name, _), a, b in zip(named, before, now, strict=True) if a != b]
+    def _refuse_written(self, before: list[int]) -> None:
+        """Refuse a parameter that was assigned since `follow`, or written since ``before``."""
+        now = [own._version for own in self._watched]
+        places = [own.data_ptr() for own in self._watched]
+        if now == before and places == self._places_in_memory:
+            return
+        same = zip(before, now, self._places_in_memory, places, strict=True)
+        changed = next(i for i, (a, b, here, there) in enumerate(same) if a != b or here != there)
+        pairs = zip(self._source.named_parameters(), self.parameters, strict=True)
+        name = next(name for (name, _), own in pairs if own is self._watched[changed])
         for own, home in zip(self.parameters, self._homes, strict=True):
             own.data = home.data
         raise UnsupportedError(
-            f"Parameter `{changed[0]}` must stay as it is during a forward pass in a replica, but "
+            f"Parameter `{name}` must stay as it is during a forward pass in a replica, but "
             "was changed: replicas share it, and would change it once for every microbatch. Change "
             "it once a step, in a callback or after `optimizer.step()`; values that the first "
             "batch sets are set by one forward pass of the plain module before."
