@@ -236,7 +236,6 @@ def _is_fusible(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> boo
         p.device.type == "cpu"
         and p.is_floating_point()
         and p.itemsize >= least
-        and p.stride() == dense_strides(p)  # the kernels read memory from end to end
         for p in parameters
     )
 

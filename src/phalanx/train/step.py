@@ -23,6 +23,7 @@ from phalanx.callbacks import StepDone
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError, StateError, UnsupportedError
 from phalanx.execution import ExecutorMaker, RunResult, Shards, Span, Task
+from phalanx.memory import dense_strides
 from phalanx.metrics import Joining, Metrics
 from phalanx.replicas import (
     Statistic,
@@ -78,6 +79,7 @@ class StepEngine:
         refuse_lazy(spec.module)
         refuse_scripts(spec.module)
         check_members(spec.module, spec.optimizer)
+        _close_gaps(spec.optimizer)
         maker = spec.new_maker()
         self._trained_ids = _trained_ids(spec.optimizer)
         self._buffer_homes = [  # where there are others, an engine is opened again
@@ -345,6 +347,13 @@ def _number(rate: object) -> float:
     if isinstance(rate, Tensor):
         return rate.item() if rate.numel() == 1 and not rate.is_complex() else math.nan
     return float(rate) if isinstance(rate, Real) else math.nan
+
+
+def _close_gaps(optimizer: Optimizer) -> None:
+    """Give memory of their own to parameters with gaps, which optimizers step in other ways."""
+    for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+        if parameter.stride() != dense_strides(parameter):
+            parameter.data = parameter.data.clone()
 
 
 def _trained_ids(optimizer: Optimizer) -> list[list[int]]:
