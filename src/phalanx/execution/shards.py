@@ -233,10 +233,7 @@ def _is_fusible(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> boo
     # SGD: torch 2.13's kernel computes short floats wrongly.
     least = 4 if type(optimizer) is SGD else 1
     return all(
-        p.device.type == "cpu"
-        and p.is_floating_point()
-        and p.itemsize >= least
-        for p in parameters
+        p.device.type == "cpu" and p.is_floating_point() and p.itemsize >= least for p in parameters
     )
 
 
