@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx import PeerLost
+from phalanx import OutOfSpace, PeerLost
 
 PATIENCE_S = 60.0
 
@@ -175,7 +175,7 @@ def open_files_left(count: int) -> Iterator[None]:
 
 
 def test_too_few_open_files_are_told_and_may_become_more() -> None:
-    told = pytest.raises(PeerLost, match=r"Too many open files.*`ulimit -n`")
+    told = pytest.raises((OutOfSpace, PeerLost), match=r"Too many open files.*`ulimit -n`")
     with make(replicas=2) as trainer:
         with open_files_left(12), told:
             trainer.step(batch())

@@ -121,9 +121,14 @@ class ThreadExecutor(Executor):
         """Follow the attributes of the modules; tell whether the parameters are still the same."""
         if self._threads.closed:  # a second Ctrl-C leaves threads behind
             return False
+        changed = self._follow_attributes()
+        return not changed or self._places == _places_of(_all_parameters(self.sources))
+
+    def _follow_attributes(self) -> list[nn.Module]:
+        """Let shells be made again of modules with an attribute that was assigned; return them."""
         changed = [own for own, before in self._fingerprints.items() if not before.is_current()]
         self._fingerprints.update({own: AttributeFingerprint(own) for own in changed})
-        return not changed or self._places == _places_of(_all_parameters(self.sources))
+        return changed
 
     def refresh(self) -> None:
         """Take over everything from the module now."""
@@ -176,6 +181,7 @@ class ThreadExecutor(Executor):
             self._work_under(modes, state)
             return
         with self._order.next_run(modes.streams):
+            self._follow_attributes()  # here: a shell is made as the module is now
             for copies in self._copies.values():
                 copies.refresh()
             self._work_under(modes, state)
