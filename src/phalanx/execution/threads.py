@@ -33,6 +33,7 @@ from phalanx.replicas import (
     apart,
     callers_streams,
     has_compiled,
+    refuse_scripts,
 )
 from phalanx.torch_internals import foreach_add
 
@@ -86,6 +87,8 @@ class ThreadExecutor(Executor):
         check_workloads(self.workloads, len(devices))
         one_source = isinstance(source, nn.Module)
         sources = [source] * len(devices) if isinstance(source, nn.Module) else list(source)
+        for own in dict.fromkeys(sources):
+            refuse_scripts(own)
         self.sources = tuple(sources)
         self.parameters = _all_parameters(sources)
         self.devices = tuple(devices)

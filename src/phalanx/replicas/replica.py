@@ -66,7 +66,6 @@ class Replica:
         only_one: bool = False,
     ) -> None:
         refuse_lazy(source)
-        refuse_scripts(source)
         refuse_compiled_in_place(source)
         self.index = index
         self.device = device
