@@ -36,7 +36,7 @@ _MOST_OVER_TORCH = {
     ("get", 1_000): 3.0,
     ("add", 1_000): 3.0,
     ("get", 100_000): 1.5,
-    ("add", 100_000): 1.8,  # the undo record included
+    ("add", 100_000): 1.8,  # saving the old rows included
 }
 _LEAST_OVER_RPC = {"get": (25.0, 40.0, 10.0), "add": (10.0, 15.0, 1.5)}  # at SIZES
 _LEAST_ARRAY_GB_PER_S = 6.0
