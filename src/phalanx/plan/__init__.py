@@ -19,8 +19,8 @@ from phalanx.plan.leaves import flatten, leaf_paths, unflatten
 from phalanx.plan.merging import Merging
 from phalanx.plan.packed import pack_nested, unpack_nested
 from phalanx.plan.placement import least_loaded
-from phalanx.plan.shares import Shares
 from phalanx.plan.slices import (
+    Shares,
     check_workloads,
     equal_sizes,
     read_sizes,

@@ -93,12 +93,14 @@ class Rows:
         self._batch = batch
         self._layout = layout
         self._lists = _named_lists(batch, layout) if layout.dims else frozenset()
-        self._leaves, self._spec = flatten(batch, _test_of_ids(self._lists))
+        lists = self._lists  # torch keeps the test longer than a batch lives: it holds ids alone
+        self._is_leaf = (lambda node: id(node) in lists) if lists else None
+        self._leaves, self._spec = flatten(batch, self._is_leaf)
         dims: list[int | None] = [layout.dim] * len(self._leaves)
         if layout.dims:
             dims = layout.chosen(self._paths())
         self.dims = [
-            dim if self._is_split(leaf) else None
+            dim if (leaf.ndim > 0 if _is_array(leaf) else id(leaf) in lists) else None
             for leaf, dim in zip(self._leaves, dims, strict=True)
         ]
         for place, dim in enumerate(self.dims):
@@ -109,12 +111,12 @@ class Rows:
                     f"shape {tuple(leaf.shape)}. Give its path with None in the layout to hand it "
                     "over whole."
                 )
+        self._split = [place for place, dim in enumerate(self.dims) if dim is not None]
 
     @property
     def first(self) -> int | None:
         """The rows of the first leaf that is split; None where none is."""
-        split = self._split()
-        return self._rows(split[0]) if split else None
+        return self._rows(self._split[0]) if self._split else None
 
     def count(self) -> int:
         """Return B, the number of rows that all split leaves share.
@@ -123,7 +125,7 @@ class Rows:
             ConfigError: Two leaves differ (both are named); no leaf is split; a list that the
                 layout does not name has B items.
         """
-        split = self._split()
+        split = self._split
         if not split:
             raise ConfigError(
                 "`batch` must hold at least one tensor that is split over replicas, but holds "
@@ -152,20 +154,12 @@ class Rows:
         parts = range(len(sizes))
         return [unflatten([column[part] for column in columns], self._spec) for part in parts]
 
-    def _split(self) -> list[int]:
-        """Return the places of the leaves that are split."""
-        return [place for place, dim in enumerate(self.dims) if dim is not None]
-
-    # Any: a leaf of the user's own inputs.
-    def _is_split(self, leaf: Any) -> bool:
-        return leaf.ndim > 0 if _is_array(leaf) else id(leaf) in self._lists
-
     def _rows(self, place: int) -> int:
         leaf, dim = self._leaves[place], self.dims[place]
         return int(leaf.shape[dim]) if _is_array(leaf) else len(leaf)
 
     def _paths(self) -> list[str]:
-        return leaf_paths(self._batch, _test_of_ids(self._lists))
+        return leaf_paths(self._batch, self._is_leaf)
 
     def _named(self, place: int) -> str:
         return named(self._paths()[place])
@@ -284,11 +278,7 @@ def _holds_no_arrays(value: Any) -> bool:
     return not any(_is_array(leaf) and leaf.ndim for leaf in flatten(value)[0])
 
 
-# torch keeps these tests longer than a batch lives, so they hold ids and numbers alone.
-def _test_of_ids(ids: frozenset[int]) -> Callable[[Any], bool] | None:
-    return (lambda node: id(node) in ids) if ids else None
-
-
+# torch keeps this test longer than a batch lives, so it holds ids and numbers alone.
 def _test_of_columns(rows: int, named_lists: frozenset[int]) -> Callable[[Any], bool]:
     """Return a test of a node: a list, or a tuple of texts, with an item for each of ``rows``."""
 

@@ -1,16 +1,18 @@
-"""How many rows of a batch each part gets."""
+"""How many rows of a batch each part gets, and which replica computes which of the parts next."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from numbers import Integral
 from typing import Any
 
 from phalanx.errors import ConfigError
 
 __all__ = [
+    "Shares",
     "check_workloads",
     "equal_sizes",
     "read_sizes",
@@ -36,7 +38,8 @@ def equal_sizes(total: int, parts: int) -> list[int]:
     Source: torch/cunn's DataParallelTable (first r replicas get one row more).
     """
     _check_total(total)
-    _check_parts(parts)
+    if parts < 1:
+        raise ConfigError(f"`parts` must be at least 1, but is {parts!r}.")
     quotient, remainder = divmod(total, parts)
     return [quotient + 1] * remainder + [quotient] * (parts - remainder)
 
@@ -59,13 +62,13 @@ def workload_sizes(total: int, workloads: Sequence[float]) -> list[int]:
     Source: MXNet's ``work_load_list``, without its rounding (which gave the last device the
     remainder, or refused the batch).
     """
-    _check_total(total)
-    check_workloads(workloads)
     return list(_workload_sizes(total, tuple(map(float, workloads))))
 
 
 @functools.lru_cache(maxsize=256)  # most batches are of one size
 def _workload_sizes(total: int, workloads: tuple[float, ...]) -> list[int]:
+    _check_total(total)
+    check_workloads(workloads)
     scale = max(workloads)  # scaled first, so that huge workloads cannot overflow their sum
     scaled = [workload / scale for workload in workloads]
     whole = math.fsum(scaled)
@@ -173,6 +176,37 @@ def _check_total(total: int) -> None:
         raise ConfigError(f"`total` must be at least 0, but is {total!r}.")
 
 
-def _check_parts(parts: int) -> None:
-    if parts < 1:
-        raise ConfigError(f"`parts` must be at least 1, but is {parts!r}.")
+class Shares:
+    """Consecutive microbatches for each replica, and how a dry replica takes from others.
+
+    A replica takes its own microbatches from the front. When it has none left it takes the last one
+    of the replica with most left (the first such replica when several have as many). Who computes
+    what does not show in any sum (see ``plan.tree``), so the order of calls may be left to the
+    scheduler. A replica whose size is 0 from the start is switched off: it takes nothing from
+    others. Without ``stealing`` everybody keeps to its own.
+
+    Example:
+        >>> shares = Shares([3, 1])
+        >>> [shares.take(1), shares.take(1), shares.take(0), shares.take(1), shares.take(0)]
+        [3, 2, 0, 1, None]
+    """
+
+    def __init__(self, sizes: Sequence[int], *, stealing: bool = True) -> None:
+        stops = list(accumulate(sizes))
+        self._steals = [stealing and size > 0 for size in sizes]
+        self._next = [stop - size for stop, size in zip(stops, sizes, strict=True)]
+        self._stop = stops
+
+    def take(self, replica: int) -> int | None:
+        """Return the next microbatch for ``replica``, or None when it shall rest."""
+        if self._next[replica] < self._stop[replica]:
+            self._next[replica] += 1
+            return self._next[replica] - 1
+        if not self._steals[replica]:
+            return None
+        left = [stop - start for start, stop in zip(self._next, self._stop, strict=True)]
+        richest = max(range(len(left)), key=left.__getitem__)
+        if left[richest] == 0:
+            return None
+        self._stop[richest] -= 1
+        return self._stop[richest]

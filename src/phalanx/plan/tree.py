@@ -19,8 +19,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.errors import ConfigError
-
 __all__ = ["Node", "SummationTree"]
 
 
@@ -34,24 +32,15 @@ class Node:
 
 @dataclass(frozen=True)
 class SummationTree:
-    """The fixed binary tree over ``num_leaves`` microbatches.
+    """The fixed binary tree over ``num_leaves`` microbatches, at least 1.
 
     Example:
         >>> tree = SummationTree(5)
         >>> tree.sibling(Node(0, 1)), tree.sibling(Node(0, 4))
         (Node(level=0, index=0), None)
-        >>> tree.additions()[:1]
-        [(Node(level=0, index=0), Node(level=0, index=1))]
-
-    Raises:
-        ConfigError: ``num_leaves`` is less than 1.
     """
 
     num_leaves: int
-
-    def __post_init__(self) -> None:
-        if self.num_leaves < 1:
-            raise ConfigError(f"`num_leaves` must be at least 1, but is {self.num_leaves!r}.")
 
     @property
     def root(self) -> Node:
@@ -70,11 +59,3 @@ class SummationTree:
     def parent(self, node: Node) -> Node:
         """Return the node that holds ``node`` plus its sibling."""
         return Node(node.level + 1, node.index >> 1)
-
-    def additions(self) -> list[tuple[Node, Node]]:
-        """Return every addition as (left, right), lowest level first."""
-        return [
-            (Node(level, index), Node(level, index + 1))
-            for level in range(self.root.level)
-            for index in range(0, self.width(level) - 1, 2)
-        ]

@@ -26,11 +26,20 @@ EXPRESSIONS: list[tuple[int, Any]] = [
 ]
 
 
+def additions(tree: SummationTree) -> list[tuple[Node, Node]]:
+    """Return every addition as (left, right), lowest level first."""
+    return [
+        (Node(level, index), Node(level, index + 1))
+        for level in range(tree.root.level)
+        for index in range(0, tree.width(level) - 1, 2)
+    ]
+
+
 def written_out(num_leaves: int) -> Any:
     """Follow the plan's additions from the lowest level up."""
     tree = SummationTree(num_leaves)
     held: dict[Node, Any] = {Node(0, leaf): leaf for leaf in range(num_leaves)}
-    for left, right in tree.additions():
+    for left, right in additions(tree):
         held[tree.parent(left)] = (_risen(held, left), _risen(held, right))
     return _risen(held, tree.root)
 
@@ -79,7 +88,7 @@ def test_the_order_of_additions(num_leaves: int, expression: Any) -> None:
 @given(leaf_counts)
 def test_every_leaf_is_added_once_and_in_order(num_leaves: int) -> None:
     assert leaves_of(written_out(num_leaves)) == list(range(num_leaves))
-    assert len(SummationTree(num_leaves).additions()) == num_leaves - 1
+    assert len(additions(SummationTree(num_leaves))) == num_leaves - 1
 
 
 @given(leaf_counts)
@@ -96,7 +105,7 @@ def test_the_order_of_arrival_does_not_show(data: st.DataObject) -> None:
 
 @given(leaf_counts)
 def test_an_operand_is_taken_only_after_it_is_there(num_leaves: int) -> None:
-    levels = [left.level for left, _ in SummationTree(num_leaves).additions()]
+    levels = [left.level for left, _ in additions(SummationTree(num_leaves))]
     assert levels == sorted(levels)
 
 
