@@ -12,8 +12,7 @@ from phalanx.replicas.buffers import (
     write_statistics,
 )
 from phalanx.replicas.compiling import CompileOnce, has_compiled, refuse_compiled_in_place
-from phalanx.replicas.copied_rows import copy_rows
-from phalanx.replicas.device_copies import DeviceCopies
+from phalanx.replicas.device_copies import DeviceCopies, copy_rows
 from phalanx.replicas.devices import (
     accelerator_kind,
     known_devices,

@@ -7,10 +7,11 @@ beside replica threads a caller's spinning pool cost a factor of 1.8.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -75,17 +76,14 @@ def hold_caller_at_one_thread(owner: object) -> Callable[[], object]:
     return weakref.finalize(owner, _holders.leave)
 
 
-class caller_intra_op:  # named as `torch.no_grad` is
+@contextlib.contextmanager
+def caller_intra_op(count: int) -> Iterator[None]:
     """Run the body with ``count`` threads inside the caller's operators; what it sets ends, too."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __enter__(self) -> None:
-        self._before = torch.get_num_threads()
-        if self._before != self._count:
-            torch.set_num_threads(self._count)
-
-    def __exit__(self, *_: object) -> None:
-        if torch.get_num_threads() != self._before:
-            torch.set_num_threads(self._before)
+    before = torch.get_num_threads()
+    if before != count:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)

@@ -55,7 +55,8 @@ class CallerModes:
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         try:
-            with self._modes_entered(device):
+            plain = not (self.inference or self.autocast or self.streams)
+            with torch.set_grad_enabled(self.grad) if plain else self._all_entered(device):
                 yield
         finally:
             torch.set_autocast_cache_enabled(cached)
@@ -80,11 +81,6 @@ class CallerModes:
         finally:
             for stream in self.streams:
                 own.wait_event(stream.record_event())
-
-    def _modes_entered(self, device: torch.device) -> AbstractContextManager[None]:
-        if self.inference or self.autocast or self.streams:
-            return self._all_entered(device)
-        return torch.enable_grad() if self.grad else torch.no_grad()
 
     @contextlib.contextmanager
     def _all_entered(self, device: torch.device) -> Iterator[None]:
