@@ -320,7 +320,7 @@ class Trainer(TrainerFacts):
             Exception: What the module or the loss raised, with a note that names the replica.
         """
         check_moment(closed=self._closed)
-        self._join_at(self.steps)
+        self._join_here()
         with caller_intra_op(1):
             leave_evaluation(self.module)
             self._switch_optimizer("train")
@@ -404,7 +404,7 @@ class Trainer(TrainerFacts):
     def _passing(self) -> Iterator[Evaluation]:
         """Begin a pass over a loader; the body does it."""
         check_moment(closed=self._closed)
-        self._join_at(self.steps)
+        self._join_here()
         self._engines.refresh()
         seed = (self._seed, self.steps)
         with caller_intra_op(1), self._averaged():
@@ -501,8 +501,9 @@ class Trainer(TrainerFacts):
         self._events.tell(done)
         return done
 
-    def _join_at(self, steps: int) -> None:
+    def _join_here(self) -> None:
         """Join, where the ranks are at the step that a batch is at hand for."""
+        steps = self.steps
         self.join()
         if self.steps != steps:
             raise StateError(
@@ -542,14 +543,20 @@ class Trainer(TrainerFacts):
         self._in_step = True
         try:
             return engine.update(
-                batch, before, self.workloads, start_s=start_s, metrics=metrics, commit=commit
+                batch,
+                before,
+                self._engines.workloads,
+                start_s=start_s,
+                metrics=metrics,
+                commit=commit,
             )
         except Exception as error:
             before.note_on(error, in_epoch=in_epoch)
             raise
         finally:
             self._in_step = False  # before any call, in which an interrupt may arrive
-            self._metrics.rollback()  # after a commit this finds nothing to take back
+            if metrics is not None:
+                metrics.rollback()  # after a commit this finds nothing to take back
             if self._closed:  # since it has begun
                 self.__exit__(StateError)
 
