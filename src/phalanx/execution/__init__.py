@@ -6,8 +6,8 @@ from phalanx.execution.contract import (
     MicrobatchResult,
     Task,
     default_intra_op,
+    repeated,
 )
-from phalanx.execution.elastic_ranks import repeated
 from phalanx.execution.failures import FailureLog, WorkerFailure, WorkerLost
 from phalanx.execution.opening import (
     EXECUTORS,

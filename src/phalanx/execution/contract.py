@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from phalanx.distributed import GroupChanged
 from phalanx.errors import UnsupportedError
 from phalanx.execution.partial_sums import (
     Gradients,
-    PartialSum,
     RunResult,
     Span,
     TreeSums,
@@ -54,6 +54,7 @@ __all__ = [
     "annotate_error",
     "default_intra_op",
     "explain_error",
+    "repeated",
 ]
 
 T = TypeVar("T")
@@ -147,6 +148,13 @@ class Peers:
         Raises:
             PeerError: They differ.
         """
+
+
+def repeated(attempt: Callable[[], T]) -> T:
+    """Return the result of ``attempt``, called again whenever ranks have come or gone under it."""
+    while True:
+        with contextlib.suppress(GroupChanged):
+            return attempt()
 
 
 class Executor(ABC):
@@ -380,10 +388,6 @@ class RunState:
             rng=self.rng,
             rng_use=self.rng_use,
         )
-
-    def put(self, index: int, own: PartialSum) -> None:
-        """Bring what microbatch ``index`` has left."""
-        self.sums.put(Node(0, index), own)
 
     def replace_gradients(self, total: Gradients) -> None:
         """Take the sum of all gradients, which were not put here, when all is put."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -20,9 +20,7 @@ from phalanx.execution.ranks import (
 )
 from phalanx.types import Nested
 
-__all__ = ["ElasticRankExecutor", "repeated", "write_once_elastic"]
-
-T = TypeVar("T")
+__all__ = ["ElasticRankExecutor", "write_once_elastic"]
 
 
 class ElasticRankExecutor(RankExecutor):
@@ -129,13 +127,6 @@ def _unrepeated(exchange: ElasticExchange) -> Iterator[bool]:
     with contextlib.suppress(GroupChanged):
         yield exchange.in_step
     exchange.settle()
-
-
-def repeated(attempt: Callable[[], T]) -> T:
-    """Return the result of ``attempt``, called again whenever ranks have come or gone under it."""
-    while True:
-        with contextlib.suppress(GroupChanged):
-            return attempt()
 
 
 def write_once_elastic(write: Callable[[], None], exchange: ElasticExchange) -> None:

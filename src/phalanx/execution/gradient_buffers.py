@@ -28,6 +28,7 @@ LARGE_BYTES = 64 << 10
 """Smaller gradients are copied together; larger buffers, seldom written, have no place."""
 
 
+@dataclass(eq=False)
 class GradientBuffer:
     """Shared memory of one microbatch; free again when nobody holds it.
 
@@ -36,12 +37,9 @@ class GradientBuffer:
         statistics: By what they are.
     """
 
-    def __init__(
-        self, region: int, gradients: list[Tensor | None], statistics: list[Tensor]
-    ) -> None:
-        self.region = region
-        self.gradients = gradients
-        self.statistics = statistics
+    region: int
+    gradients: list[Tensor | None]
+    statistics: list[Tensor]
 
 
 @dataclass(frozen=True)

@@ -40,12 +40,13 @@ class Outbox:
         room: Where the bytes to write to lie in the pool; None for none.
 
     Attributes:
+        room: Where the bytes lie; None while there are none.
         needed_bytes: What the tensors of this message take, those that did not fit included.
     """
 
     def __init__(self, pool: SharedMemoryPool, room: TensorHandle | None = None) -> None:
         self._pool = pool
-        self._room = room
+        self.room = room
         self._used = 0
         self.needed_bytes = 0
 
@@ -59,8 +60,8 @@ class Outbox:
         start = self._take(size)
         if start is None:
             return None
-        assert self._room is not None
-        region, offset = self._room.region, self._room.offset_bytes + start
+        assert self.room is not None
+        region, offset = self.room.region, self.room.offset_bytes + start
         place = TensorHandle(region, offset, tensor.dtype, tuple(tensor.shape), tensor.stride())
         if tensor.is_contiguous():
             self._pool.at(place).copy_(tensor)
@@ -70,7 +71,7 @@ class Outbox:
 
     @property
     def _room_bytes(self) -> int:
-        return 0 if self._room is None else self._room.shape[0]
+        return 0 if self.room is None else self.room.shape[0]
 
     def _take(self, size: int) -> int | None:
         """Return where the next ``size`` bytes go."""
@@ -86,11 +87,6 @@ class Mailbox(Outbox):
     def clear(self) -> None:
         """Begin another message."""
         self._used = self.needed_bytes = 0
-
-    @property
-    def place(self) -> TensorHandle | None:
-        """Where all the room lies, for somebody else to write to; None while there is none."""
-        return self._room
 
     def reserve(self, size: int) -> None:
         """See that a message of ``size`` bytes fits from the next one on."""
@@ -108,7 +104,7 @@ class Mailbox(Outbox):
         """Take a new region; what this message has in the old one is read from there."""
         size = max(_FIRST_BYTES, 2 * self._room_bytes, 2 * least)
         room = self._pool.allocate(size, torch.uint8, _CPU)
-        self._room, self._used = self._pool.handle_of(room), 0
+        self.room, self._used = self._pool.handle_of(room), 0
 
 
 def _as_bytes(place: TensorHandle, size: int) -> TensorHandle:

@@ -23,7 +23,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_BLOCK = 64  # elements; threads share no cache line
 Gradients = list[Tensor | None]  # by parameter, 1-D in memory order
 
 

@@ -51,7 +51,7 @@ from phalanx.execution.worker import (
 )
 from phalanx.execution.worker_process import Lost, WorkerProcess, dismiss_all
 from phalanx.memory import SharedMemoryPool, has_memory, is_shared, return_freed_memory
-from phalanx.plan import BufferRules, check_workloads
+from phalanx.plan import BufferRules, Node, check_workloads
 from phalanx.replicas import (
     AttributeFingerprint,
     CallerModes,
@@ -227,8 +227,9 @@ class ProcessExecutor(Executor):
 
     def _fork(self, missing: Sequence[int], world: World) -> None:
         for index in missing:
-            mail, body = self._mail[index], partial(serve, world, index)
-            self._workers[index] = WorkerProcess(index, mail, self.pool, body)
+            _, answers = self._mail[index]
+            body = partial(serve, world, index)
+            self._workers[index] = WorkerProcess(index, answers, self.pool, body)
 
     def _lose(self, index: int, lost: Lost, microbatch: int | None = None) -> None:
         """Report a loss.
@@ -327,7 +328,7 @@ class ProcessExecutor(Executor):
             weight=state.weights[microbatch],
             seed=state.seed,
             gradient_buffer=-1 if buffer is None else buffer.region,
-            reply=answers.place,
+            reply=answers.room,
         )
         return _SentMicrobatch(microbatch, buffer, pack(message))
 
@@ -362,7 +363,8 @@ class ProcessExecutor(Executor):
                 stop_s=done.stop_s,
             )
         )
-        state.put(microbatch, PartialSum(gradients, statistics, owners=(buffer,)))
+        own = PartialSum(gradients, statistics, owners=(buffer,))
+        state.sums.put(Node(0, microbatch), own)
         state.queue.count()
 
 

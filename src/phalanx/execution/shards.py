@@ -56,7 +56,9 @@ class Shards:
         self.is_cut = False
         self._parameters = parameters
         place_of = {id(parameter): place for place, parameter in enumerate(parameters)}
-        groups = [[p for p in group["params"] if p.requires_grad] for group in _groups(optimizer)]
+        groups = [
+            [p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups
+        ]
         self._fusible = [_is_fusible(optimizer, group) for group in groups]
         self._group_of = {  # by place; parameters that are not trained have none
             place_of[id(parameter)]: number
@@ -98,7 +100,7 @@ class Shards:
         part.__dict__.pop("step", None)  # a scheduler's wrapper, which steps the user's
         part.param_groups = []
         for group, params, fusible in zip(
-            _groups(self.optimizer), members, self._fusible, strict=True
+            self.optimizer.param_groups, members, self._fusible, strict=True
         ):
             if fusible and _leaves_open(group):
                 for alike in self._by_first_step(params):
@@ -175,7 +177,7 @@ class Shards:
     def _sort_state(self) -> None:
         """Put the entries of the state, which threads have made, into the parameters' order."""
         state = self.optimizer.state
-        ordered = [p for group in _groups(self.optimizer) for p in group["params"]]
+        ordered = [p for group in self.optimizer.param_groups for p in group["params"]]
         entries = [(p, state.pop(p)) for p in ordered if p in state]
         state.update(entries)
         self._num_states = len(state)
@@ -218,11 +220,6 @@ def share_by_size(parameters: Sequence[Tensor], num_shares: int) -> list[list[in
     return [sorted(share) for share in shares]
 
 
-# Any: options are of any types.
-def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return optimizer.param_groups
-
-
 def _is_fusible(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> bool:
     """Tell whether a group can be stepped in one pass over memory instead of several.
 
@@ -237,6 +234,7 @@ def _is_fusible(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> boo
     )
 
 
+# Any: options are of any types.
 def _leaves_open(group: dict[str, Any]) -> bool:
     """Tell whether the user has not chosen how to step a group, nor anything that forbids it."""
     chosen = [group.get(name) for name in ("fused", "foreach")]

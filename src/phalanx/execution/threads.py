@@ -20,7 +20,7 @@ from phalanx.execution.nccl_sums import NcclSums
 from phalanx.execution.partial_sums import Gradients, PartialSum, RunResult, Span
 from phalanx.execution.shards import share_by_size
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
-from phalanx.plan import BufferRules, check_workloads, read_intra_op
+from phalanx.plan import BufferRules, Node, check_workloads, read_intra_op
 from phalanx.replicas import (
     AttributeFingerprint,
     CallerModes,
@@ -231,7 +231,7 @@ class ThreadExecutor(Executor):
                 if nccl is not None:
                     nccl.put(replica.device, gradients)
                     gradients = [None] * len(gradients)
-                state.put(index, PartialSum(gradients, written))
+                state.sums.put(Node(0, index), PartialSum(gradients, written))
             except BaseException as error:
                 state.queue.fail()
                 replica.drop_gradients()

@@ -63,7 +63,7 @@ class WorkerProcess:
 
     Args:
         index: Which one.
-        mail: Where its rows and its answers go; nobody else writes there any more.
+        answers: Where what is large in its answers goes; nobody else writes there any more.
         pool: The executor's.
         serve: What it does, over there.
 
@@ -72,15 +72,12 @@ class WorkerProcess:
 
     Attributes:
         pid: Its process number.
-        mailbox: Where rows for it are written.
         answers: Where it writes what is large in its answers.
     """
 
-    def __init__(
-        self, index: int, mail: tuple[Mailbox, Mailbox], pool: SharedMemoryPool, serve: Serve
-    ) -> None:
+    def __init__(self, index: int, answers: Mailbox, pool: SharedMemoryPool, serve: Serve) -> None:
         self.index = index
-        self.mailbox, self.answers = mail
+        self.answers = answers
         self.parent_pid = os.getpid()
         self._pool = pool
         self._regions = len(pool)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from numbers import Real
+from operator import attrgetter
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,7 +23,7 @@ from torch.optim import Optimizer
 from phalanx.callbacks import StepDone
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError, StateError, UnsupportedError
-from phalanx.execution import ExecutorMaker, RunResult, Shards, Span, Task
+from phalanx.execution import ExecutorMaker, RunResult, Span, Task
 from phalanx.memory import dense_strides
 from phalanx.metrics import Joining, Metrics
 from phalanx.replicas import (
@@ -137,7 +138,9 @@ class StepEngine:
             metrics.update(*outputs_of(pieces, result, metrics.joining))
 
         # The last addition, and the norm of the whole gradient where that is to be clipped.
-        shards = self._shards_of_now()
+        if self._generation != executor.peers.generation:
+            self._open_shards()  # the ranks are others now
+        shards = self._shards
         missing = shards.take(result)
         is_added = shards.adds_first or spec.clip_norm is not None
         if is_added:
@@ -204,12 +207,6 @@ class StepEngine:
             task, pieces.pieces, weights=pieces.weights, seed=seed, owners=pieces.owners
         )
 
-    def _shards_of_now(self) -> Shards:
-        """Return the optimizer's shards, others where ranks have changed."""
-        if self._generation != self.executor.peers.generation:
-            self._open_shards()
-        return self._shards
-
     def _merged_buffers(self, result: RunResult) -> tuple[dict[str, Tensor], dict[str, Statistic]]:
         """Return the module's buffers, and those values of them that the microbatches left.
 
@@ -255,7 +252,7 @@ class StepEngine:
             finish()
 
         self.executor.each(timed, uninterrupted=True)
-        return sorted(spans, key=lambda span: span.replica)
+        return sorted(spans, key=attrgetter("replica"))
 
     def _work_of_replicas(
         self, sizes: Sequence[int], result: RunResult

@@ -45,7 +45,7 @@ def test_an_outbox_says_how_much_room_would_be_enough(pool: SharedMemoryPool) ->
     values = [big(seed) for seed in range(3)]
     lengths = []
     for _ in range(2):
-        outbox = Outbox(pool, answers.place)
+        outbox = Outbox(pool, answers.room)
         message = pack(values, outbox.put)
         lengths.append(len(message))
         assert outbox.needed_bytes >= 3 * values[0].nbytes
