@@ -356,7 +356,7 @@ def test_a_function_of_the_users_own_predicts_too() -> None:
     with phalanx.Trainer(Net(), None, adamw, forward=forward, executor="inline") as trainer:
         found = trainer.predict([{"x": x}])
         with torch.no_grad():
-            assert torch.equal(found, copy.deepcopy(trainer.module).eval()(x))
+            torch.testing.assert_close(found, copy.deepcopy(trainer.module).eval()(x))
     with (
         phalanx.Trainer(
             Net(), None, adamw, forward=lambda m, b: m(b).sum(), executor="inline"

@@ -300,6 +300,13 @@ def test_a_pass_may_be_gone_back_through_after_a_change_of_mode() -> None:
         torch.testing.assert_close(own.grad, other.grad)
 
 
+def test_a_first_prediction_is_made_in_eval_mode() -> None:
+    net, x = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)), torch.randn(10, 6)
+    with phalanx.Trainer(net, F.mse_loss, sgd, replicas=2) as trainer:
+        found = trainer.predict([x])
+    torch.testing.assert_close(found, net.eval()(x).detach())
+
+
 # --- attributes that `forward` assigns ------------------------------------------------------------
 
 

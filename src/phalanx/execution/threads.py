@@ -115,6 +115,7 @@ class ThreadExecutor(Executor):
         ]
         self._order = RunOrder([*devices, *_homes(sources)])
         self._places = _places_of(self.parameters)
+        self._has_parameters = True  # those that the modules have now
         compiled = any(map(has_compiled, dict.fromkeys(sources)))
         self._compile_once = CompileOnce(sources) if compiled else None
         kind = CallerThread if inline else ThreadPool
@@ -124,14 +125,15 @@ class ThreadExecutor(Executor):
         """Follow the attributes of the modules; tell whether the parameters are still the same."""
         if self._threads.closed:  # a second Ctrl-C leaves threads behind
             return False
-        changed = self._follow_attributes()
-        return not changed or self._places == _places_of(_all_parameters(self.sources))
+        self._follow()
+        return self._has_parameters
 
-    def _follow_attributes(self) -> list[nn.Module]:
-        """Let shells be made again of modules with an attribute that was assigned; return them."""
+    def _follow(self) -> None:
+        """Note which attributes of the modules were assigned; replicas make new shells of those."""
         changed = [own for own, before in self._fingerprints.items() if not before.is_current()]
-        self._fingerprints.update({own: AttributeFingerprint(own) for own in changed})
-        return changed
+        if changed:
+            self._fingerprints.update({own: AttributeFingerprint(own) for own in changed})
+            self._has_parameters = self._places == _places_of(_all_parameters(self.sources))
 
     def refresh(self) -> None:
         """Take over everything from the module now."""
@@ -184,7 +186,7 @@ class ThreadExecutor(Executor):
             self._work_under(modes, state)
             return
         with self._order.next_run(modes.streams):
-            self._follow_attributes()  # here: a shell is made as the module is now
+            self._follow()
             for copies in self._copies.values():
                 copies.refresh()
             self._work_under(modes, state)
