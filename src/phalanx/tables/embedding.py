@@ -125,6 +125,7 @@ class _Rows(nn.Module):
                 'goes up. Open it with `updater="sgd"`, "adagrad" or another.'
             )
         self.table = table
+        self._original = weakref.ref(self)  # a replica has it from the module, and so not its own
         self.padding_idx = _read_padding(padding_idx, table)
         with torch.inference_mode(False):  # else it could not be used outside of it
             self.rows = nn.Parameter(torch.empty(0, device="cpu"))
@@ -136,6 +137,8 @@ class _Rows(nn.Module):
 
     def _pull(self, indices: Tensor) -> tuple[Tensor, Tensor, int | None]:
         """Return the rows (U, D), where each index is in them, and where ``padding_idx`` is."""
+        if self._original() is not self:  # each replica would make an update of its own
+            raise self.table.copied()
         _refuse_other_than_indices(indices)
         unique_U, inverse = torch.unique(indices, return_inverse=True)
         unique_U = unique_U.cpu().long()

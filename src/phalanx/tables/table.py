@@ -394,7 +394,11 @@ class Table:
             )
 
     def __reduce__(self) -> tuple[Any, ...]:  # Any: as `object` has it
-        raise UnsupportedError(
+        raise self.copied()
+
+    def copied(self) -> UnsupportedError:
+        """Return the error of a table, or of a module that holds it, that was to be copied."""
+        return UnsupportedError(
             f"Table {self.name!r} must stay with the worker that opened it, so a module that holds "
             "it, such as a `TableEmbedding`, cannot be copied, pickled, or run in replicas of "
             "`Trainer` or `DataParallel`. Train it in a loop of your own, in workers that open "
