@@ -69,7 +69,7 @@ def token_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class NamedLoss:
-    """One of :data:`LOSSES`; an object, so that it can be sent to worker processes.
+    """One of :data:`LOSSES`, by its name.
 
     Example:
         >>> import torch
