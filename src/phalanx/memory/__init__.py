@@ -5,9 +5,10 @@ from phalanx.memory.blocks import (
     all_finite,
     copy_to,
     has_memory,
+    in_memory_order,
     is_expanded,
 )
-from phalanx.memory.flat import FlatParameters, dense_strides, in_memory_order, refuse_overlap
+from phalanx.memory.flat import FlatParameters, dense_strides, refuse_overlap
 from phalanx.memory.rows import MatrixRows, all_within
 from phalanx.memory.shared_memory_pool import (
     SharedMemoryPool,

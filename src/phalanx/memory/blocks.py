@@ -12,7 +12,14 @@ from torch import Tensor
 
 from phalanx import native
 
-__all__ = ["PAST_CACHE_BYTES", "all_finite", "copy_to", "has_memory", "is_expanded"]
+__all__ = [
+    "PAST_CACHE_BYTES",
+    "all_finite",
+    "copy_to",
+    "has_memory",
+    "in_memory_order",
+    "is_expanded",
+]
 
 PAST_CACHE_BYTES = 8 << 20
 """What is larger is in no cache when somebody reads it."""
@@ -50,6 +57,15 @@ def is_expanded(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
+
+
+def in_memory_order(gradient: Tensor, like: Tensor) -> Tensor:
+    """Return ``gradient`` as one run of elements, in the order in which ``like`` lies in memory."""
+    if gradient.layout is not torch.strided:
+        gradient = gradient.to_dense()
+    if gradient.stride() != like.stride() or gradient.dtype != like.dtype:
+        gradient = torch.empty_like(like).copy_(gradient)
+    return gradient.as_strided((gradient.numel(),), (1,))
 
 
 def copy_to(source: Tensor, target: Tensor, *, whole_bytes: int = 0) -> None:

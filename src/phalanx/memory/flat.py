@@ -19,16 +19,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 
-__all__ = ["FlatParameters", "FlatSegment", "dense_strides", "in_memory_order", "refuse_overlap"]
-
-
-def in_memory_order(gradient: Tensor, like: Tensor) -> Tensor:
-    """Return ``gradient`` as one run of elements, in the order in which ``like`` lies in memory."""
-    if gradient.layout is not torch.strided:
-        gradient = gradient.to_dense()
-    if gradient.stride() != like.stride() or gradient.dtype != like.dtype:
-        gradient = torch.empty_like(like).copy_(gradient)
-    return gradient.as_strided((gradient.numel(),), (1,))
+__all__ = ["FlatParameters", "FlatSegment", "dense_strides", "refuse_overlap"]
 
 
 @dataclass(frozen=True, eq=False)
