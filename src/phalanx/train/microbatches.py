@@ -70,7 +70,9 @@ class Splitter:
         else:
             sizes = equal_sizes(count, self.microbatches)
         pieces = rows.cut(sizes)
-        weights = self._weights(pieces, sizes) if weighs else list(map(float, sizes))
+        weights = list(map(float, sizes))
+        if weighs and self.weight is not None:
+            weights = self._weights(pieces, sizes)
         weight = math.fsum(weights)
         scales = tuple([each / weight for each in weights])
         owners = range(len(pieces)) if self.microbatches is None else None
