@@ -12,12 +12,12 @@ from phalanx.execution.failures import FailureLog, WorkerFailure, WorkerLost
 from phalanx.execution.opening import (
     EXECUTORS,
     ExecutorChoice,
-    ExecutorMaker,
     Processes,
     Ranks,
     Threads,
     check_reduce,
     nccl_serves,
+    open_executor,
     refuse_without_nccl,
 )
 from phalanx.execution.partial_sums import Gradients, PartialSum, RunResult, Span
@@ -31,7 +31,6 @@ __all__ = [
     "EXECUTORS",
     "Executor",
     "ExecutorChoice",
-    "ExecutorMaker",
     "FailureLog",
     "Gradients",
     "MicrobatchContext",
@@ -54,6 +53,7 @@ __all__ = [
     "described",
     "is_cut",
     "nccl_serves",
+    "open_executor",
     "refuse_without_nccl",
     "repeated",
 ]

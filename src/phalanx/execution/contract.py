@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
@@ -48,7 +48,6 @@ __all__ = [
     "Executor",
     "MicrobatchContext",
     "MicrobatchResult",
-    "ParameterPlaces",
     "RunState",
     "Task",
     "annotate_error",
@@ -321,26 +320,6 @@ class Executor(ABC):
     @abstractmethod
     def _work_on(self, state: RunState) -> None:
         """Run all microbatches of ``state`` that weigh something."""
-
-
-class ParameterPlaces:
-    """Which parameters modules have, and where they lie in memory."""
-
-    def __init__(self, sources: Iterable[nn.Module]) -> None:
-        self._places = [
-            (owner, key, parameter, parameter.data_ptr())
-            for source in dict.fromkeys(sources)
-            for owner in source.modules()
-            for key, parameter in owner._parameters.items()
-            if parameter is not None
-        ]
-
-    def are_still(self) -> bool:
-        """Tell whether no parameter was replaced, removed or moved."""
-        for owner, key, parameter, pointer in self._places:
-            if owner._parameters.get(key) is not parameter or parameter.data_ptr() != pointer:
-                return False
-        return True
 
 
 class RunState:

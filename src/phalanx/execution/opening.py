@@ -20,17 +20,17 @@ from phalanx.execution.processes import ProcessExecutor
 from phalanx.execution.ranks import RankExecutor, write_once
 from phalanx.execution.threads import ThreadExecutor
 from phalanx.memory import SharedMemoryPool
-from phalanx.plan import BufferRules, check_argument, check_function, read_intra_op
+from phalanx.plan import check_argument, check_function, read_intra_op
 
 __all__ = [
     "EXECUTORS",
     "ExecutorChoice",
-    "ExecutorMaker",
     "Processes",
     "Ranks",
     "Threads",
     "check_reduce",
     "nccl_serves",
+    "open_executor",
     "refuse_without_nccl",
 ]
 
@@ -251,81 +251,65 @@ def refuse_without_nccl(devices: Sequence[torch.device], option: str) -> None:
         )
 
 
-class ExecutorMaker:
-    """Opens one executor, and before it the memory that worker processes share.
+def open_executor(
+    choice: ExecutorChoice,
+    module: nn.Module,
+    failures: FailureLog,
+    devices: Sequence[torch.device],
+    *,
+    workloads: Sequence[float] | None = None,
+    intra_op: int | None = None,
+    shared: Sequence[object] = (),
+    reads: Sequence[object] = (),
+    timed: bool = False,
+) -> Executor:
+    """Open an executor.
 
     Args:
         choice: Of which kind.
         module: The module to run.
         failures: Takes note of worker processes that were lost.
+        devices: One per replica.
+        workloads: Relative shares; equal by default.
+        intra_op: Threads inside operators, per replica.
         shared: What tasks refer to; worker processes have it from their fork.
         reads: What is called beside the module, such as the loss.
         timed: Measure replicas on devices that work behind their thread's back.
     """
-
-    def __init__(
-        self,
-        choice: ExecutorChoice,
-        module: nn.Module,
-        failures: FailureLog,
-        *,
-        shared: Sequence[object] = (),
-        reads: Sequence[object] = (),
-        timed: bool = False,
-    ) -> None:
-        self._choice = choice
-        self._module = module
-        self._failures = failures
-        self._shared = shared
-        self._reads = reads
-        self._timed = timed
-        self._pool: SharedMemoryPool | None = None
-        if choice.kind == "processes":
-            directory = choice.options.memory_dir
-            self._pool = SharedMemoryPool(None if directory is None else Path(directory))
-
-    def __call__(
-        self,
-        devices: Sequence[torch.device],
-        *,
-        workloads: Sequence[float] | None,
-        intra_op: int | None,
-        rules: BufferRules | None = None,
-    ) -> Executor:
-        """Open the executor."""
-        self._choice.refuse_devices(devices)
-        if self._pool is None:
-            executor = self._kind()(
-                self._module,
-                devices,
-                workloads=workloads,
-                intra_op=intra_op,
-                rules=rules,
-                timed=self._timed,
-                inline=self._choice.kind == "inline",
-                nccl=self._choice.nccl,
-            )
-            if isinstance(executor, RankExecutor):
-                try:
-                    executor.join(self._choice.elastic)
-                except BaseException:
-                    executor.close()
-                    raise
-            return executor
+    choice.refuse_devices(devices)
+    if choice.kind == "processes":
+        options = choice.options
+        directory = None if options.memory_dir is None else Path(options.memory_dir)
         return ProcessExecutor(
-            self._module,
+            module,
             len(devices),
-            pool=self._pool,
-            shared=self._shared,
-            reads=self._reads,
+            pool=SharedMemoryPool(directory),
+            shared=shared,
+            reads=reads,
             workloads=workloads,
             intra_op=intra_op,
-            rules=rules,
-            timeout_s=self._choice.options.timeout_s,
-            on_failure=self._failures.add,
+            timeout_s=options.timeout_s,
+            on_failure=failures.add,
         )
+    executor = _kind(choice)(
+        module,
+        devices,
+        workloads=workloads,
+        intra_op=intra_op,
+        timed=timed,
+        inline=choice.kind == "inline",
+        nccl=choice.nccl,
+    )
+    if isinstance(executor, RankExecutor):
+        try:
+            executor.join(choice.elastic)
+        except BaseException:
+            executor.close()
+            raise
+    return executor
 
-    def _kind(self) -> type[ThreadExecutor]:
-        if self._choice.elastic is not None:
-            return ElasticRankExecutor
-        return RankExecutor if self._choice.kind == "ranks" else ThreadExecutor
+
+def _kind(choice: ExecutorChoice) -> type[ThreadExecutor]:
+    if choice.elastic is not None:
+        return ElasticRankExecutor
+    return RankExecutor if choice.kind == "ranks" else ThreadExecutor

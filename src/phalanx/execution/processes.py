@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from phalanx.errors import StateError, UnsupportedError
 from phalanx.execution.contract import (
     Executor,
-    ParameterPlaces,
     RunState,
     default_intra_op,
 )
@@ -82,7 +81,6 @@ class ProcessExecutor(Executor):
         reads: What is called beside the module, such as the loss.
         workloads: Relative shares; equal by default; 0 switches a worker off.
         intra_op: Threads inside operators, per worker.
-        rules: What becomes of buffers that workers write.
         timeout_s: How long one microbatch may take before its worker counts as hung; what is
             longer than three weeks, as infinity is, counts as that.
         on_failure: Called for every lost worker, in any thread; what it raises ends the run.
@@ -106,7 +104,6 @@ class ProcessExecutor(Executor):
         reads: Sequence[object] = (),
         workloads: Sequence[float] | None = None,
         intra_op: int | None = None,
-        rules: BufferRules | None = None,
         timeout_s: float = 300.0,
         on_failure: Callable[[WorkerFailure], None] = lambda _: None,
     ) -> None:
@@ -122,7 +119,6 @@ class ProcessExecutor(Executor):
         self.pool = pool
         self._shared = list(shared)
         self._reads = list(reads)
-        self._rules = rules if rules is not None else BufferRules()
         self._timeout_s = min(float(timeout_s), LONGEST_S)
         self._on_failure = on_failure
         self._pid = os.getpid()
@@ -193,8 +189,8 @@ class ProcessExecutor(Executor):
         self._moved |= _move(elsewhere, self.pool)
         self._fingerprint = AttributeFingerprint(self._source, *self._reads)  # where all lies now
         self._assigned: dict[tuple[int, str], None] = {}  # by object and name, since the fork
-        self._places = ParameterPlaces([self._source])
-        specs = statistic_specs(self._source, self._rules)
+        self._places = _ParameterPlaces(self._source)
+        specs = statistic_specs(self._source, BufferRules())
         if specs != self._specs:
             self._specs = specs
             self._gradient_buffers = GradientBuffers(self.parameters, specs, self.pool)
@@ -210,7 +206,6 @@ class ProcessExecutor(Executor):
                 fingerprint=self._fingerprint,
                 pool=self.pool,
                 layout=self._gradient_buffers.layout,
-                rules=self._rules,
                 intra_op=self._intra_op,
                 optimizer=self.optimizer,
             )
@@ -385,6 +380,25 @@ class _SentMicrobatch:
     microbatch: int
     gradient_buffer: GradientBuffer | None  # takes its gradients
     packed: bytes
+
+
+class _ParameterPlaces:
+    """Which parameters a module has, and where they lie in memory."""
+
+    def __init__(self, source: nn.Module) -> None:
+        self._places = [
+            (owner, key, parameter, parameter.data_ptr())
+            for owner in source.modules()
+            for key, parameter in owner._parameters.items()
+            if parameter is not None
+        ]
+
+    def are_still(self) -> bool:
+        """Tell whether no parameter was replaced, removed or moved."""
+        for owner, key, parameter, pointer in self._places:
+            if owner._parameters.get(key) is not parameter or parameter.data_ptr() != pointer:
+                return False
+        return True
 
 
 def _dismiss(workers: list[WorkerProcess | None]) -> None:

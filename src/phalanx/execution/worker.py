@@ -29,7 +29,6 @@ from phalanx.execution.gradient_writer import GradientWriter
 from phalanx.execution.mailbox import Outbox, collect
 from phalanx.ipc import fail_point, inject, injected
 from phalanx.memory import SharedMemoryPool, TensorHandle, forget_memory
-from phalanx.plan import BufferRules
 from phalanx.replicas import (
     AttributeFingerprint,
     CallerModes,
@@ -74,7 +73,6 @@ class World:
     fingerprint: AttributeFingerprint
     pool: SharedMemoryPool
     layout: GradientBufferLayout
-    rules: BufferRules
     intra_op: int
     optimizer: Optimizer | None
 
@@ -213,7 +211,7 @@ class Worker:
     def __init__(self, index: int, world: World) -> None:
         self._world = world
         self._writer = GradientWriter(world.layout, world.pool)
-        self._replica = Replica(world.source, _CPU, index, rules=world.rules)
+        self._replica = Replica(world.source, _CPU, index)
         self._packed_spec = b""
         self._spec: RunSpec
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from phalanx.callbacks import StepDone
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError, StateError, UnsupportedError
-from phalanx.execution import ExecutorMaker, RunResult, Span, Task
+from phalanx.execution import Executor, RunResult, Span, Task
 from phalanx.memory import dense_strides
 from phalanx.metrics import Joining, Metrics
 from phalanx.replicas import (
@@ -54,7 +54,7 @@ class EngineSpec:
         seed: Where all random numbers start.
         workloads: The replicas' relative shares, where they are fixed.
         clip_norm: Largest norm of the gradients.
-        new_maker: Returns a function that opens one executor.
+        open_executor: Called with devices, `workloads` and `intra_op`.
         written: The names of the buffers that training has written.
         untrained: The parameters that never got a gradient.
     """
@@ -66,7 +66,7 @@ class EngineSpec:
     seed: int
     workloads: Sequence[float] | None
     clip_norm: float | None
-    new_maker: Callable[[], ExecutorMaker]
+    open_executor: Callable[..., Executor]
     written: set[str]
     untrained: Untrained
 
@@ -81,7 +81,6 @@ class StepEngine:
         refuse_scripts(spec.module)
         check_members(spec.module, spec.optimizer)
         _close_gaps(spec.optimizer)
-        maker = spec.new_maker()
         self._trained_ids = _trained_ids(spec.optimizer)
         self._buffer_homes = [  # where there are others, an engine is opened again
             (f"{path}.{key}" if path else key, owner, key)
@@ -89,7 +88,7 @@ class StepEngine:
             for key in owner._buffers
         ]
         with ExitStack() as failed:
-            self.executor = maker(
+            self.executor = spec.open_executor(
                 formation.devices, workloads=spec.workloads, intra_op=formation.intra_op
             )
             failed.callback(self.executor.close)

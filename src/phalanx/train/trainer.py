@@ -21,12 +21,12 @@ from phalanx.clock import now_s
 from phalanx.errors import ConfigError, StateError
 from phalanx.execution import (
     ExecutorChoice,
-    ExecutorMaker,
     FailureLog,
     Processes,
     Ranks,
     Threads,
     described,
+    open_executor,
     repeated,
 )
 from phalanx.metrics import Joining, Metrics
@@ -187,7 +187,6 @@ class Trainer(TrainerFacts):
         self._reader = Reader(seed)
         self._choice = choice
         failures = FailureLog(choice.options.max_failures)
-        maker = partial(ExecutorMaker, choice, module, failures)
         self._events = EventDispatcher(callbacks, choice, failures)
         self._spec = EngineSpec(
             module=module,
@@ -197,8 +196,14 @@ class Trainer(TrainerFacts):
             seed=seed,
             workloads=fixed,
             clip_norm=clip_norm,
-            new_maker=partial(
-                maker, shared=[self._objective], reads=[self._objective.function], timed=balances
+            open_executor=partial(
+                open_executor,
+                choice,
+                module,
+                failures,
+                shared=[self._objective],
+                reads=[self._objective.function],
+                timed=balances,
             ),
             written=set(),
             untrained=Untrained(module),
@@ -319,7 +324,6 @@ class Trainer(TrainerFacts):
             UnsupportedError: The first step made state that no checkpoint can hold.
             Exception: What the module or the loss raised, with a note that names the replica.
         """
-        check_moment(closed=self._closed)
         self._join_here()
         with caller_intra_op(1):
             leave_evaluation(self.module)
@@ -403,7 +407,6 @@ class Trainer(TrainerFacts):
     @contextmanager
     def _passing(self) -> Iterator[Evaluation]:
         """Begin a pass over a loader; the body does it."""
-        check_moment(closed=self._closed)
         self._join_here()
         self._engines.refresh()
         seed = (self._seed, self.steps)

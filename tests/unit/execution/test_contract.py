@@ -11,10 +11,10 @@ from torch import nn
 from phalanx.execution import (
     Executor,
     ExecutorChoice,
-    ExecutorMaker,
     FailureLog,
     MicrobatchContext,
     Task,
+    open_executor,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
@@ -26,8 +26,8 @@ ROWS = torch.arange(6.0).reshape(3, 2)
 def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
     kind, count = request.param
     choice = ExecutorChoice.read(kind)
-    make = ExecutorMaker(choice, nn.Linear(2, 1, bias=False), FailureLog(0))
-    opened = make([torch.device("cpu")] * count, workloads=None, intra_op=1)
+    module, devices = nn.Linear(2, 1, bias=False), [torch.device("cpu")] * count
+    opened = open_executor(choice, module, FailureLog(0), devices, intra_op=1)
     yield opened
     opened.close()
 
