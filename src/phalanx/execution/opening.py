@@ -145,7 +145,7 @@ class ExecutorChoice:
 
     Attributes:
         kind: "threads", "processes", "inline" or "ranks".
-        options: Those of worker processes.
+        options: Those of worker processes; the defaults for other kinds, which lose none.
         intra_op: Threads inside operators, per replica; None for the default.
         elastic: The ranks that survive the loss of others; None for any others.
         nccl: Whether gradients are summed by NCCL.
