@@ -44,9 +44,9 @@ class ElasticRankExecutor(RankExecutor):
         refuse_unserved(device_types_of(self._module), exchange)
         self.exchange = exchange
         self._newcomers_wait = False
-        self._follow()
+        self._follow_ranks()
 
-    def _follow(self) -> None:
+    def _follow_ranks(self) -> None:
         """Take note of who the ranks are now."""
         shares = self._all_workloads if self.exchange.is_behind else None
         self._followed = self.exchange.generation
@@ -64,7 +64,7 @@ class ElasticRankExecutor(RankExecutor):
         """Return the relative shares of all ranks' replicas, rank after rank."""
         self.exchange.settle()
         if self._followed != self.exchange.generation:
-            self._follow()
+            self._follow_ranks()
         return super().all_workloads(own)
 
     def open_shards(self, optimizer: Optimizer) -> RankShards:
