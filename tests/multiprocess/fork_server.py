@@ -1,7 +1,9 @@
 """The process that others are forked from: it has imported what they need, so each costs little.
 
 On the CPU it is a fork of the process that tests, made when all tests have been collected and none
-has run; it ends with that. So it has the modules, but neither threads nor groups.
+has run; it ends with that. So it has the modules, but neither threads nor groups. A thread of its
+own forks it: modules that compute when they are imported give the main one a team of OpenMP's
+threads, and a fork of that thread would wait for them forever.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import logging
 import multiprocessing
 import os
 import stat
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -38,7 +41,9 @@ def start() -> None:
     resource_tracker.ensure_running()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(util, "spawnv_passfds", _fork)
-        forkserver.ensure_running()
+        thread = threading.Thread(target=forkserver.ensure_running)
+        thread.start()
+        thread.join()
 
 
 def _fork(path: str, args: Sequence[object], passed: list[int]) -> int:
