@@ -3,6 +3,7 @@
 from phalanx.memory.blocks import (
     PAST_CACHE_BYTES,
     all_finite,
+    copy_finite_to,
     copy_to,
     has_memory,
     in_memory_order,
@@ -26,6 +27,7 @@ __all__ = [
     "TensorHandle",
     "all_finite",
     "all_within",
+    "copy_finite_to",
     "copy_to",
     "dense_strides",
     "forget_memory",

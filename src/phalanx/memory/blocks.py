@@ -15,6 +15,7 @@ from phalanx import native
 __all__ = [
     "PAST_CACHE_BYTES",
     "all_finite",
+    "copy_finite_to",
     "copy_to",
     "has_memory",
     "in_memory_order",
@@ -24,7 +25,11 @@ __all__ = [
 PAST_CACHE_BYTES = 8 << 20
 """What is larger is in no cache when somebody reads it."""
 
-_FINITE = {torch.float32: "finite_float32", torch.float64: "finite_float64"}
+_FINITE = {
+    torch.float32: "finite_float32",
+    torch.float64: "finite_float64",
+    torch.bfloat16: "finite_bfloat16",
+}
 _FEW_BYTES = 64 << 10  # in which torch's own copy is as fast
 _FEW_THREADS = 2  # which together copy large memory no faster than one by blocks.c
 
@@ -88,6 +93,20 @@ def copy_to(source: Tensor, target: Tensor, *, whole_bytes: int = 0) -> None:
         target.copy_(source)
     else:
         function(source.data_ptr(), target.data_ptr(), num_bytes, past)
+
+
+def copy_finite_to(source: Tensor, target: Tensor) -> bool:
+    """Copy as :func:`copy_to`, and tell whether neither NaN nor infinity was among the numbers.
+
+    Example:
+        >>> copy_finite_to(torch.tensor([1.0, float("nan")]), torch.empty(2))
+        False
+    """
+    function = native.FUNCTIONS.get(f"copy_{_FINITE.get(target.dtype)}")
+    if function is None or target.nbytes < PAST_CACHE_BYTES or not _lies_plain(source):
+        copy_to(source, target)
+        return all_finite(target)
+    return bool(function(source.data_ptr(), target.data_ptr(), target.numel()))
 
 
 def _lies_plain(tensor: Tensor) -> bool:

@@ -10,6 +10,7 @@
 
 /* A number is not finite if all bits of its exponent are set. */
 #define EXPONENT_32 UINT32_C(0x7f800000)
+#define EXPONENT_16 UINT16_C(0x7f80)
 #define EXPONENT_64 UINT64_C(0x7ff0000000000000)
 #define FINITE(NAME, BITS, EXPONENT)                                                \
     typedef BITS __attribute__((may_alias)) NAME##_bits;                            \
@@ -23,6 +24,7 @@
 
 FINITE(float32, uint32_t, EXPONENT_32)
 FINITE(float64, uint64_t, EXPONENT_64)
+FINITE(bfloat16, uint16_t, EXPONENT_16)
 
 #if defined(__x86_64__)
 /* Tell how many elements lie before the first line of the cache that begins in `to`. */
@@ -72,3 +74,44 @@ void phalanx_copy(const char *from, char *to, int64_t count, int64_t past) {
 #endif
     memcpy(to + at, from + at, (size_t)(count - at));
 }
+
+/* Copy numbers past the caches, and tell whether all of them are finite: memory is passed once. */
+#if defined(__x86_64__)
+#define COPY_FINITE(NAME, BITS, EXPONENT)                                                         \
+    typedef BITS NAME##_v VECTOR_OF(BITS);                                                        \
+    static int64_t copy_lanes_##NAME(const char *from, char *to, int64_t lane) {                  \
+        NAME##_v exponent = (NAME##_v){0} + (EXPONENT), spoilt = {0};                             \
+        for (int64_t i = 0; i < lane; i += LINE)                                                  \
+            for (int64_t at = i; at < LANES * lane; at += lane) {                                 \
+                __builtin_prefetch(from + at + FAR);                                              \
+                for (int64_t j = at; j < at + LINE; j += VECTOR) {                                \
+                    NAME##_v numbers = *(const NAME##_v *)(const void *)(from + j);               \
+                    spoilt |= (NAME##_v)((numbers & exponent) == exponent);                       \
+                    _mm_stream_si128((__m128i *)(void *)(to + j), (__m128i)numbers);              \
+                }                                                                                 \
+            }                                                                                     \
+        FENCE();                                                                                  \
+        BITS found = 0;                                                                           \
+        for (int64_t k = 0; k < VECTOR / (int64_t)sizeof(BITS); k++) found |= spoilt[k];          \
+        return !found;                                                                            \
+    }                                                                                             \
+    int64_t phalanx_copy_finite_##NAME(const char *from, char *to, int64_t count) {               \
+        int64_t size = sizeof(BITS), bytes = count * size, head = until_line(to, 1, bytes);       \
+        int64_t lane = (bytes - head) / (LANES * LINE) * LINE, tail = head + LANES * lane;        \
+        memcpy(to, from, (size_t)head);                                                           \
+        memcpy(to + tail, from + tail, (size_t)(bytes - tail));                                   \
+        return copy_lanes_##NAME(from + head, to + head, lane) &                                  \
+               phalanx_finite_##NAME(to, head / size) &                                           \
+               phalanx_finite_##NAME(to + tail, (bytes - tail) / size);                           \
+    }
+#else
+#define COPY_FINITE(NAME, BITS, EXPONENT)                                                         \
+    int64_t phalanx_copy_finite_##NAME(const char *from, char *to, int64_t count) {               \
+        memcpy(to, from, (size_t)count * sizeof(BITS));                                           \
+        return phalanx_finite_##NAME(to, count);                                                  \
+    }
+#endif
+
+COPY_FINITE(float32, uint32_t, EXPONENT_32)
+COPY_FINITE(float64, uint64_t, EXPONENT_64)
+COPY_FINITE(bfloat16, uint16_t, EXPONENT_16)

@@ -27,9 +27,9 @@ __all__ = [
     "require_library",
 ]
 
-_VERSION = 16  # as in native.h: a library of another one is left alone
+_VERSION = 17  # as in native.h: a library of another one is left alone
 # What returns a number.
-_ANSWERS = ("finite", "within", "all_reduce", "lock_", "part_")
+_ANSWERS = ("finite", "copy_finite", "within", "all_reduce", "lock_", "part_")
 DTYPES = {
     torch.float32: "float32",
     torch.float64: "float64",
@@ -69,14 +69,16 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
         "lock_release": [pointer],
         "lock_owner": [pointer],
         "part_add": [pointer, pointer, number, pointer, number, number, number, number],
+        "part_make": [pointer, pointer, number, number, pointer, pointer],
         "part_get": [pointer, pointer, number, pointer, number],
         "die_after": [number],
     }
     for name in DTYPES.values():
         takes[f"add_{name}"] = [pointer, number, number, pointer, number, pointer, pointer, real]
         takes[f"all_reduce_{name}"] = [pointer]
-    for name in ("float32", "float64"):
+    for name in ("float32", "float64", "bfloat16"):
         takes[f"finite_{name}"] = [pointer, number]
+        takes[f"copy_finite_{name}"] = [pointer, pointer, number]
     found: dict[str, Function] = {}
     for name, types in takes.items():
         function = getattr(library, f"phalanx_{name}")

@@ -3,7 +3,7 @@
 #include <pthread.h>
 #include <stdint.h>
 
-#define VERSION 16 /* as in library.py */
+#define VERSION 17 /* as in library.py */
 #define LINE 64   /* bytes of a cache */
 
 /* What a core does not have, in memory or in another core's cache, it gets the sooner the more of it
@@ -60,3 +60,4 @@ ADD_OF(int64, uint64_t);
 ADD_OF(bfloat16, uint16_t);
 int64_t phalanx_finite_float32(const void *numbers, int64_t count);
 int64_t phalanx_finite_float64(const void *numbers, int64_t count);
+int64_t phalanx_finite_bfloat16(const void *numbers, int64_t count);

@@ -1,5 +1,5 @@
 /* Rows of a part of a table, read and added to by one call. See tables/part.py for the protocol, and
-   for what is not done here: entries of logs, and updaters that have a state. */
+   for what is not done here: beginning a logged add, ending it, and updaters that have a state. */
 
 #include <errno.h>
 #include <signal.h>
@@ -11,6 +11,7 @@
 enum { WORD, WORKER, NUMBER, LOGGED, AT, COUNT }; /* of the header, as in tables/part.py */
 enum { DONE, LATE, OUTSIDE, NOT_FINITE, UNSETTLED }; /* answers, as there */
 enum { FLOAT32, FLOAT64, INT32, INT64, BFLOAT16 };
+#define NEAR 4096 /* bytes: such a block, its old values and its delta stay in the first cache */
 
 typedef _Atomic int64_t word;
 
@@ -43,37 +44,75 @@ static const int64_t sizes[] = {4, 8, 4, 8, 2};
 static int is_finite(const part *p, const void *delta, int64_t count) {
     if (p->dtype == FLOAT32) return phalanx_finite_float32(delta, count) != 0;
     if (p->dtype == FLOAT64) return phalanx_finite_float64(delta, count) != 0;
+    if (p->dtype == BFLOAT16) return phalanx_finite_bfloat16(delta, count) != 0;
     return 1;
 }
 
-/* Add to rows, one after the other; to the first `count` where `rows` is NULL, as if they were one. */
-static void add(const part *p, const int64_t *rows, int64_t count, const void *delta) {
-    static const int64_t first = 0;
+/* Add the delta's rows, or those of its `places`, to rows, one after the other; where `rows` is NULL, to
+   `count` of them from `first` on, as if they were one. */
+static void add(const part *p, const int64_t *rows, int64_t first, int64_t count, const char *delta,
+                const int64_t *places) {
+    static const int64_t none = 0;
     int64_t num_rows = p->num_rows, num_cols = p->num_cols;
+    void *values = p->values;
     if (!rows) {
+        values = p->values + first * num_cols * sizes[p->dtype];
         num_rows = 1;
         num_cols *= count;
-        rows = &first;
+        rows = &none;
         count = 1;
     }
+    const void *own = delta;
     if (p->dtype == FLOAT32)
-        phalanx_add_float32((void *)p->values, num_rows, num_cols, rows, count, delta, NULL, p->scale);
+        phalanx_add_float32(values, num_rows, num_cols, rows, count, own, places, p->scale);
     else if (p->dtype == FLOAT64)
-        phalanx_add_float64((void *)p->values, num_rows, num_cols, rows, count, delta, NULL, p->scale);
+        phalanx_add_float64(values, num_rows, num_cols, rows, count, own, places, p->scale);
     else if (p->dtype == INT32)
-        phalanx_add_int32((void *)p->values, num_rows, num_cols, rows, count, delta, NULL, p->scale);
+        phalanx_add_int32(values, num_rows, num_cols, rows, count, own, places, p->scale);
     else if (p->dtype == INT64)
-        phalanx_add_int64((void *)p->values, num_rows, num_cols, rows, count, delta, NULL, p->scale);
+        phalanx_add_int64(values, num_rows, num_cols, rows, count, own, places, p->scale);
     else
-        phalanx_add_bfloat16((void *)p->values, num_rows, num_cols, rows, count, delta, NULL, p->scale);
+        phalanx_add_bfloat16(values, num_rows, num_cols, rows, count, own, places, p->scale);
+}
+
+/* Save and change the `count` rows that begin at row `first` of an add. */
+static void add_block(const part *p, const int64_t *rows, int64_t first_row, int64_t first, int64_t count,
+                      const char *delta, const int64_t *places) {
+    word *header = p->header;
+    int64_t row_bytes = p->num_cols * sizes[p->dtype];
+    put(&header[AT], 2 * first);
+    atomic_thread_fence(memory_order_seq_cst);
+    /* A copy, brought within: what is put back is right, whatever others do to `rows`. */
+    if (rows) {
+        phalanx_clamp(rows + first, count, first_row, p->num_rows, p->record_rows);
+        phalanx_take(p->values, p->num_rows, row_bytes, p->record_rows, count, 0, p->record, 0);
+        put(&header[COUNT], count);
+    } else {
+        memcpy(p->record, p->values + first * row_bytes, (size_t)(count * row_bytes));
+        put(&header[COUNT], -count);
+    }
+    put(&header[AT], 2 * first + 1);
+    atomic_thread_fence(memory_order_seq_cst);
+    step();
+    add(p, rows ? p->record_rows : NULL, first, count, places ? delta : delta + first * row_bytes,
+        places ? places + first : NULL);
+}
+
+/* Save and change rows `first` to `stop` of an add that was begun. Rows that follow one another go in
+   blocks that stay in the nearest cache: then memory is passed once. */
+void phalanx_part_make(const part *p, const int64_t *rows, int64_t first, int64_t stop,
+                       const char *delta, const int64_t *places) {
+    int64_t most = NEAR / (p->num_cols * sizes[p->dtype]);
+    if (rows || most < 1) most = rows ? stop - first : 1;
+    for (; first < stop; first += most)
+        add_block(p, rows, 0, first, stop - first < most ? stop - first : most, delta, places);
 }
 
 /* Add to at most so many rows as the record holds, whole or not at all: all rows of the part where `rows` is NULL.
    Look first whether the delta is finite, if told. An add with a number, of a worker, counts once. */
-int64_t phalanx_part_add(const part *p, const int64_t *rows, int64_t count, const void *delta,
+int64_t phalanx_part_add(const part *p, const int64_t *rows, int64_t count, const char *delta,
                          int64_t look, int64_t worker, int64_t number, int64_t ms) {
     word *header = p->header;
-    int64_t row_bytes = p->num_cols * sizes[p->dtype];
     if (rows && !phalanx_within(rows, count, p->first_row, p->num_rows)) return OUTSIDE;
     if (look && !is_finite(p, delta, count * p->num_cols)) return NOT_FINITE;
     if (phalanx_lock_take(p->lock, ms)) return LATE;
@@ -88,19 +127,7 @@ int64_t phalanx_part_add(const part *p, const int64_t *rows, int64_t count, cons
         put(&header[LOGGED], 0);
         put(&header[AT], 0);
         put(&header[WORD], before + 1);
-        /* A copy, brought within: what is put back is right, whatever others do to `rows`. */
-        if (rows) {
-            phalanx_clamp(rows, count, p->first_row, p->num_rows, p->record_rows);
-            phalanx_take(p->values, p->num_rows, row_bytes, p->record_rows, count, 0, p->record, 0);
-            put(&header[COUNT], count);
-        } else {
-            memcpy(p->record, p->values, (size_t)(count * row_bytes));
-            put(&header[COUNT], -count);
-        }
-        put(&header[AT], 1);
-        atomic_thread_fence(memory_order_seq_cst);
-        step();
-        add(p, rows ? p->record_rows : NULL, count, delta);
+        add_block(p, rows, p->first_row, 0, count, delta, NULL);
         put(&header[AT], 2 * count);
         if (number) put(&p->done[worker], number);
         put(&header[WORD], before + 2);

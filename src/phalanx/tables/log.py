@@ -32,8 +32,8 @@ from torch import Tensor
 
 from phalanx.errors import PeerTimeout, StateError
 from phalanx.ipc import Mutex, Region, aligned
-from phalanx.memory import copy_to
-from phalanx.tables.part import Entry
+from phalanx.memory import copy_finite_to, copy_to
+from phalanx.tables.part import Entry, NotFinite
 from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.table_page import FINISHED, LOGS, NUMBER, RESTORED, TAIL
@@ -91,23 +91,26 @@ class WorkerLog:
         """Write adds down, and make them; those that have been asked for before, not again.
 
         Args:
-            entries: Of this worker, checked. One without a number gets the next one.
+            entries: Of this worker. One without a number gets the next one.
             make: Makes an add that counts, in all parts; does nothing in those that have it.
             has_begun: Tells whether an add is in any part.
 
         The lock is held. Where a part cannot be had in time, and no other has changed, the adds do
         not count any more. What ``make`` raises leaves the add finished: the parts that raised are
         as they were.
+
+        Raises:
+            NotFinite: An entry was unchecked, and is not; none of them counts.
         """
         line, chapter = self._line, self._chapters[0]
         self.finish(make)
         numbered = [self._numbered(entry) for entry in entries]
         numbered = [entry for entry in numbered if entry.number > line[FINISHED]]
         if numbered:
-            self._unfinished[0] = 1
             chapter.begin(0)
             for entry in numbered:
                 chapter.put(entry)
+            self._unfinished[0] = 1
             line[TAIL] = numbered[-1].number
             try:
                 self.finish(make)
@@ -152,6 +155,7 @@ class WorkerLog:
         """Write an add down for round ``number``, where ``applied`` is the last that is made.
 
         Raises:
+            NotFinite: The entry was unchecked, and is not.
             StateError: Adds of two open rounds are there already, or too many of one.
             OutOfSpace: There is no room for it.
         """
@@ -292,7 +296,11 @@ class _Chapter:
             region.tensor(torch.int64, len(entry.rows), at).copy_(entry.rows)
             at += aligned(8 * len(entry.rows))
         flat = entry.delta.reshape(-1)
-        copy_to(flat, region.tensor(entry.delta.dtype, len(flat), at))
+        target = region.tensor(entry.delta.dtype, len(flat), at)
+        if not entry.unchecked:
+            copy_to(flat, target)
+        elif not copy_finite_to(flat, target):
+            raise NotFinite
 
     def _read(self, chunk: int, at: int) -> Entry:
         kind, num_rows, number, target = self._head(chunk, at)[:4]

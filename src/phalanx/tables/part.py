@@ -31,8 +31,9 @@ A reader notes an even WORD, copies, and looks at WORD again: where it is the sa
 meanwhile that changed what was copied. Else it tries again, and then takes the lock. So a get may
 wait for an add of many rows.
 
-C (native/part.c) does both where an add has one block and its updater no state: in one call, with
-fences for processors that reorder stores. What is written in Python is ordered by x86, and by the
+C (native/part.c) does both where the updater has no state, with fences for processors that reorder
+stores: an add of one block in one call, each larger block in one, cut so that it stays in the
+nearest cache. What is written in Python is ordered by x86, and by the
 calls of C around it elsewhere: each block is saved and changed by one.
 """
 
@@ -175,6 +176,7 @@ class TablePart:
         self._at = self._view.address
         self._is_simple = updater.scale is not None
         self._get_in_c, self._add_in_c = FUNCTIONS["part_get"], FUNCTIONS["part_add"]
+        self._make_in_c = FUNCTIONS["part_make"]
 
     def begin(self, init: Tensor) -> None:
         """Give a new part its first values: one number, or all of its rows."""
@@ -276,7 +278,7 @@ class TablePart:
             NotFinite: The entry was unchecked, and is not.
             RowOutside: A row is not of this part.
         """
-        if self._is_simple and not entry.assigns and injected() is None:
+        if self._is_made_in_c(entry):
             waiting: Waiting | None = None
             while (answer := self._add_once(entry, 0 if waiting is None else _SLICE_MS)) != _DONE:
                 if answer == _NOT_FINITE:
@@ -401,24 +403,41 @@ class TablePart:
         """Make an add that was begun, from its row ``first`` on, and end it."""
         header = self._header
         count = self.num_rows if entry.rows is None else entry.rows.numel()
+        in_c = self._is_made_in_c(entry)
         while first < count:
             stop = min(first + self.most_rows, count)
-            header[_AT] = 2 * first
-            rows = self._save(entry.rows, first, stop)
-            news = self._apply(entry, rows, first, stop)
-            header[_AT] = 2 * first + 1
-            fail_point("undo written")
-            if news is None:
-                self._add_in_place(entry, rows, first, stop)
-            for target, new in news or ():
-                if rows is None:
-                    target[first:stop] = new
-                else:
-                    target.index_copy_(0, rows, new)
+            if in_c:
+                self._change_in_c(entry, first, stop)
+            else:
+                self._change_block(entry, first, stop)
             first = stop
             fail_point("half the rows written")
         header[_AT] = 2 * max(count, 1)
         self._end(entry)
+
+    def _is_made_in_c(self, entry: Entry) -> bool:
+        return self._is_simple and not entry.assigns and injected() is None
+
+    def _change_in_c(self, entry: Entry, first: int, stop: int) -> None:
+        rows, delta, places = entry.rows, entry.delta, entry.delta_rows
+        at = None if rows is None else rows.data_ptr()
+        of = None if places is None else places.data_ptr()
+        self._make_in_c(self._at, at, first, stop, delta.data_ptr(), of)
+
+    def _change_block(self, entry: Entry, first: int, stop: int) -> None:
+        header = self._header
+        header[_AT] = 2 * first
+        rows = self._save(entry.rows, first, stop)
+        news = self._apply(entry, rows, first, stop)
+        header[_AT] = 2 * first + 1
+        fail_point("undo written")
+        if news is None:
+            self._add_in_place(entry, rows, first, stop)
+        for target, new in news or ():
+            if rows is None:
+                target[first:stop] = new
+            else:
+                target.index_copy_(0, rows, new)
 
     def _save(self, rows: Tensor | None, first: int, stop: int) -> Tensor | None:
         """Copy old rows into the record, and return their numbers, which stay as they are."""

@@ -276,7 +276,9 @@ class Sharded(Generic[P]):
         else:
             if self._looks_itself and not self.spec.has_keys and entry.rows is not None:
                 self._refuse_outside(entry.rows)
-            self._add_logged(entry.worker, [checked(entry)], timeout_s)
+            if self.spec.has_keys:  # before there is room for new ones
+                entry = checked(entry)
+            self._add_logged(entry.worker, [entry], timeout_s)
 
     def _refuse_outside(self, rows: Tensor) -> None:
         if not all_within(rows, self.spec.rows, self.spec.first_row):

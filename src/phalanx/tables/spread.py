@@ -359,7 +359,7 @@ class SpreadRounds:
         """Put an add down for its worker's round, on every host that has rows of it."""
         storage, worker = self._storage, entry.worker
         rounds, all_parts = storage.local.rounds, storage.remote_parts(worker)
-        entries = storage._entries(entry)
+        entries = storage._entries(checked(entry))
         mine = entries.get(storage._hosts.me)
         parts = {host: all_parts[host] for host in entries if host in all_parts}
 

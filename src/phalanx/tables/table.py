@@ -18,7 +18,7 @@ from phalanx.memory import has_memory
 from phalanx.plan import Verdict
 from phalanx.tables.key_storage import KeyStorage
 from phalanx.tables.membership import Membership
-from phalanx.tables.part import Entry, NotFinite, checked
+from phalanx.tables.part import Entry, NotFinite
 from phalanx.tables.rounds import Arrival
 from phalanx.tables.sharded import Storage
 from phalanx.tables.snapshots import check_place, load_parts, read_directory, save_parts
@@ -187,7 +187,7 @@ class Table:
                 f"{self._group.worker_id} has left. Add before `leave()`."
             )
         if self._is_bulk:
-            self._storage.rounds.put(checked(entry), self._group.timeout_s)
+            self._storage.rounds.put(entry, self._group.timeout_s)
         elif wait:
             holder.add(entry, self._group.timeout_s)
         else:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.memory import PAST_CACHE_BYTES, all_finite, copy_to
+from phalanx.memory import PAST_CACHE_BYTES, all_finite, copy_finite_to, copy_to
 from tests.unit.memory.numbers import DTYPES, drawn
 
 ODD = 7
@@ -66,6 +66,19 @@ def test_what_is_not_finite_is_seen_wherever_it_is(way, dtype, size):
             spoilt[place] = bad
             assert not all_finite(spoilt)
             assert not all_finite(spoilt.repeat(2, 2).T)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [ODD, PAST_CACHE_BYTES // 2 + ODD])
+def test_what_is_not_finite_is_seen_while_it_is_copied(way, dtype, size):
+    source, target = torch.ones(size + 1, dtype=dtype)[1:], torch.empty(size, dtype=dtype)
+    assert copy_finite_to(source, target)
+    assert torch.equal(target, source)
+    for place in (0, size // 2, size - 1):
+        source[place] = float("inf")
+        assert not copy_finite_to(source, target)
+        assert torch.equal(target, source)
+        source[place] = 1.0
 
 
 def test_a_sum_that_overflows_is_finite_numbers_still(way):
