@@ -53,11 +53,16 @@ def trainer_of(net: nn.Module, loss: Any = F.cross_entropy, **options: Any) -> p
     )
 
 
-def compute() -> None:
-    torch.set_num_threads(2)  # of this thread: it has a team
-    net, (rows, classes) = conv(), batch()
-    torch.autograd.grad(F.cross_entropy(net(rows), classes), list(net.parameters()))
-    torch.mm(torch.randn(300, 300), torch.randn(300, 300))
+def computing() -> Callable[[], None]:
+    """Return what computes without a draw: who draws holds the lock of torch's generator."""
+    net, (rows, classes), square = conv(), batch(), torch.ones(300, 300)
+
+    def compute() -> None:
+        torch.set_num_threads(2)  # of this thread: it has a team
+        torch.autograd.grad(F.cross_entropy(net(rows), classes), list(net.parameters()))
+        torch.mm(square, square)
+
+    return compute
 
 
 def write() -> None:
@@ -94,7 +99,7 @@ def test_no_worker_hangs_that_is_forked_beside_threads_that_compute(kills: int) 
     lost: list[phalanx.WorkerLost] = []
     net = conv()
     with (
-        beside(compute, compute, write),
+        beside(computing(), computing(), write),
         phalanx.Trainer(
             net,
             None,
