@@ -65,12 +65,12 @@ class MicrobatchContext:
     """One microbatch in the hands of one replica.
 
     Attributes:
-        replica: Who computes it.
+        replica: The one that computes it.
         index: Which microbatch it is.
         batch: Its rows.
         seed: Where its random numbers start.
         rng: How it gets them.
-        rng_use: Told whether it drew any.
+        rng_use: Records whether it drew any.
     """
 
     replica: Replica

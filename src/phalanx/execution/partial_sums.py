@@ -40,7 +40,7 @@ class PartialSum:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """What one replica did when; ``microbatch`` None: its part of the last sum and of the step."""
+    """The time that a replica took for a microbatch, or (None) for its shard of the step."""
 
     replica: int
     microbatch: int | None
@@ -50,7 +50,7 @@ class Span:
 
 @dataclass(kw_only=True)
 class RunResult:
-    """What a run over microbatches gave.
+    """The results of a run over microbatches.
 
     Attributes:
         results: What the task returned, by microbatch; None for microbatches of weight 0.
