@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.execution import PartialSum, contract
+from phalanx.execution.points import POINTS
 from phalanx.train import checkpoint
 from tests.chaos.course import DEADLINE_S, MICROBATCHES, Course, batches
 from tests.chaos.saboteur import MODULE_POINTS, Order
@@ -18,15 +19,6 @@ pytestmark = [
     pytest.mark.promise("killed-workers-cost-no-bit"),
 ]
 
-POINTS = (  # of a worker process, in the order of a step; inside of passes the module stops
-    "born",  # it has all it needs, and has not said so yet
-    "microbatch taken",
-    "before forward",
-    "after backward",
-    "gradients half written",
-    "gradients written",
-    "before reply",
-)
 ON_THE_WAY = [point for point in (*POINTS, *MODULE_POINTS) if point != "born"]
 WITH_A_MICROBATCH = {*POINTS[1:7], *MODULE_POINTS}
 MOST_STEPS = 1000
