@@ -1,13 +1,7 @@
-"""What a forward pass may change in replicas: buffers; not parameters, nor the module itself.
-
-Replicas share the parameters' memory, so a write in `forward` would happen once for every
-microbatch, in a race. It is refused in every executor alike, and in the first step nothing has
-changed.
-"""
+"""What forward passes and losses change besides parameters: buffers, attributes and hooks."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,48 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx import UnsupportedError
 from tests.conformance.groups import desc, group_of
 
 pytestmark = pytest.mark.promise("state-is-shared", "buffers-are-merged")
 
 EXECUTORS = [("inline", 1), ("threads", 2), ("processes", 1)]
-IDS = [f"{executor}-{replicas}" for executor, replicas in EXECUTORS]
 mse = nn.functional.mse_loss
-
-
-class Follower(nn.Module):
-    """A momentum encoder that forward updates, in one of the ways that are about."""
-
-    def __init__(self, way: str = "written") -> None:
-        super().__init__()
-        self.way, self.calls = way, 0
-        self.q, self.k = nn.Linear(9, 4), nn.Linear(9, 4)
-        self.k.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.follow()
-        return self.q(x) + self.k(x)
-
-    def follow(self) -> None:
-        pairs = zip(self.k.parameters(), self.q.parameters(), strict=True)
-        with torch.no_grad():
-            for own, theirs in pairs:
-                if self.way == "written":
-                    own.mul_(0.9).add_(theirs, alpha=0.1)
-                elif self.way == "assigned":
-                    own.data = own.data * 0.9 + theirs.data * 0.1
-
-
-class Bounded(nn.Module):
-    """Torch's own layer that writes its weight in forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.k = nn.Embedding(9, 4, max_norm=0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.k(x.argmax(-1))
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -73,45 +31,6 @@ def batch() -> tuple[Tensor, Tensor]:
 def trainer(net: nn.Module, executor: str, replicas: int, loss: Callable[..., Any] = mse) -> Any:
     options: dict[str, Any] = {"executor": executor, "replicas": replicas, "microbatches": 4}
     return phalanx.Trainer(net, loss, sgd, **{"microbatches": None, **options})
-
-
-def assert_refused(net: nn.Module, name: str, run: Callable[[], object]) -> None:
-    start = copy.deepcopy(net.state_dict())
-    with pytest.raises(UnsupportedError, match=name):
-        run()
-    for key, value in net.state_dict().items():
-        assert torch.equal(value, start[key]), key
-
-
-@pytest.mark.parametrize(("executor", "replicas"), EXECUTORS, ids=IDS)
-def test_parameters_that_forward_writes_are_refused(executor: str, replicas: int) -> None:
-    for net in (Follower(), Follower("assigned"), Bounded()):
-        with trainer(net, executor, replicas) as t:
-            assert_refused(net, r"Parameter `k.weight` must stay as it is", lambda: t.step(batch()))
-            if isinstance(net, Follower):  # with the update once a step, as the error says
-                net.way = "none"
-                t.fit([batch()] * 2)
-                net.follow()
-
-
-def test_a_column_of_its_own_may_write_its_parameters(second_device: bool) -> None:
-    """There is one replica of it, in the module's own memory: it is written once, as it should.
-
-    A copy of a column that was moved elsewhere would be written in its place.
-    """
-    columns = [Follower(), Follower()]
-    plain = copy.deepcopy(columns)
-    x = batch()[0]
-    with phalanx.ModelParallel(1) as model:
-        for column in columns:
-            model.add(column, "cpu")
-        if second_device:
-            assert_refused(columns[1], r"Parameter `k.weight` must stay", lambda: model(x))
-            return
-        found = model(x)
-    torch.testing.assert_close(found, torch.cat([column(x) for column in plain], 1))
-    for own, other in zip(columns, plain, strict=True):
-        assert torch.equal(own.k.weight, other.k.weight)
 
 
 class Normalised(nn.Module):

@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from phalanx.distributed import GroupChanged
-from phalanx.errors import UnsupportedError
 from phalanx.execution.partial_sums import (
     Gradients,
     RunResult,
@@ -179,7 +178,6 @@ class Executor(ABC):
     worker_pids: Sequence[int] = ()
     optimizer: Optimizer | None = None
     peers: Peers = Peers()
-    _has_run = False
     _warned: frozenset[str] = frozenset()  # attributes that `forward` was seen to assign
     _rng_watched: frozenset[object] = frozenset()  # the kinds of runs that were watched
     _rng_hidden = False  # whether anything was drawn unforeseen; see `RngUse`
@@ -284,17 +282,7 @@ class Executor(ABC):
         else:
             shares = Shares(workload_sizes(len(left), self.workloads))
         state.queue = WorkQueue(left, shares, [workload > 0 for workload in self.workloads])
-        # A first run that writes parameters is refused, and must have changed nothing.
-        first = not (self._has_run or state.task.goes_back)
-        before = [each.detach().clone() for each in self.parameters] if first else []
-        try:
-            self._work_on(state)
-        except UnsupportedError:
-            with torch.inference_mode(False), torch.no_grad():
-                for parameter, value in zip(self.parameters, before, strict=False):
-                    parameter.copy_(value)
-            raise
-        self._has_run = True
+        self._work_on(state)
 
     @property
     @abstractmethod

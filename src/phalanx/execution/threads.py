@@ -109,7 +109,6 @@ class ThreadExecutor(Executor):
                 copies=self._copies[own],
                 reaching=reaching,
                 fingerprint=self._fingerprints[own],
-                only_one=not one_source and sources.count(own) == 1,
             )
             for index, (own, device) in enumerate(zip(sources, devices, strict=True))
         ]

@@ -40,7 +40,6 @@ class Replica:
         copies: The source's parameters elsewhere; one for all replicas of the source.
         reaching: Catches gradients that reach the source itself; one for the whole executor.
         fingerprint: Of the source as it is; one for all replicas of the source.
-        only_one: Whether there is no other replica of ``source``, so that it may write parameters.
 
     Attributes:
         module: The shell's module.
@@ -63,7 +62,6 @@ class Replica:
         copies: DeviceCopies | None = None,
         reaching: SourceGradients | None = None,
         fingerprint: AttributeFingerprint | None = None,
-        only_one: bool = False,
     ) -> None:
         refuse_lazy(source)
         refuse_compiled_in_place(source)
@@ -76,11 +74,6 @@ class Replica:
         self._homes = (copies or DeviceCopies(self._originals)).on(device)
         pairs = list(zip(self._originals, self._homes, strict=True))
         self.parameters = [alias_of(original, home) for original, home in pairs]
-        self._watched = [
-            own
-            for own, (original, home) in zip(self.parameters, pairs, strict=True)
-            if not (own.is_inference() or (only_one and home is original))
-        ]
         everything = self._originals if all_parameters is None else all_parameters
         place_of = {id(parameter): place for place, parameter in enumerate(everything)}
         self._places = [place_of[id(original)] for original in self._originals]
@@ -109,7 +102,6 @@ class Replica:
                 self._reaching.watch(original)
             if has_memory(home) and own.data_ptr() != home.data_ptr():
                 own.data = home.data
-        self._places_in_memory = [own.data_ptr() for own in self._watched]
         leaves = dict(zip(map(id, self._originals), self.parameters, strict=True))
         self._shell = Shell(self._source, leaves)
         self.module = self._shell.module
@@ -140,8 +132,7 @@ class Replica:
             forward: False for a backward pass on its own: the source may be another by now.
 
         Raises:
-            UnsupportedError: The body has written parameters; or a graph of the replica was gone
-                back through from outside.
+            UnsupportedError: A graph of the replica was gone back through from outside.
         """
         if any(parameter.grad is not None for parameter in self.parameters):
             self.drop_gradients()
@@ -149,15 +140,12 @@ class Replica:
         if forward:
             self._shell.renew_containers()
             self.statistics.start()
-        before = [own._version for own in self._watched]
         self._caught = self._reaching.begin(self.index)
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 yield
         finally:
             self._reaching.end()
-        if forward:
-            self._refuse_written(before)
 
     def take_gradients(self, *, travel: bool = True) -> list[Tensor | None]:
         """Return and forget all gradients, in memory order, on the source's device.
@@ -200,25 +188,6 @@ class Replica:
         self._caught = {}
         for parameter in self.parameters:
             parameter.grad = None
-
-    def _refuse_written(self, before: list[int]) -> None:
-        """Refuse a parameter that was assigned since `follow`, or written since ``before``."""
-        now = [own._version for own in self._watched]
-        places = [own.data_ptr() for own in self._watched]
-        if now == before and places == self._places_in_memory:
-            return
-        same = zip(before, now, self._places_in_memory, places, strict=True)
-        changed = next(i for i, (a, b, here, there) in enumerate(same) if a != b or here != there)
-        pairs = zip(self._source.named_parameters(), self.parameters, strict=True)
-        name = next(name for (name, _), own in pairs if own is self._watched[changed])
-        for own, home in zip(self.parameters, self._homes, strict=True):
-            own.data = home.data
-        raise UnsupportedError(
-            f"Parameter `{name}` must stay as it is during a forward pass in a replica, but "
-            "was changed: replicas share it, and would change it once for every microbatch. Change "
-            "it once a step, in a callback or after `optimizer.step()`; values that the first "
-            "batch sets are set by one forward pass of the plain module before."
-        )
 
 
 def _went_back_outside() -> UnsupportedError:
