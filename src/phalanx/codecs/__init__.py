@@ -1,22 +1,7 @@
-"""Gradient codecs: fewer bytes for what replicas and ranks send each other."""
+"""Gradient compression for DDP's hook, `phalanx.distributed.codec_hook`."""
 
-from phalanx.codecs.cast import Cast
-from phalanx.codecs.codec import Codec, Payload, payload_bytes
-from phalanx.codecs.feedback import Feedback
-from phalanx.codecs.naming import resolve_codec
-from phalanx.codecs.one_bit import OneBit
-from phalanx.codecs.packet import pack, unpack
-from phalanx.codecs.top_k import TopK
+from phalanx.codecs.codec import Cast, Codec, Payload
+from phalanx.codecs.feedback import Feedback, resolve_codec
+from phalanx.codecs.lossy import OneBit, TopK
 
-__all__ = [
-    "Cast",
-    "Codec",
-    "Feedback",
-    "OneBit",
-    "Payload",
-    "TopK",
-    "pack",
-    "payload_bytes",
-    "resolve_codec",
-    "unpack",
-]
+__all__ = ["Cast", "Codec", "Feedback", "OneBit", "Payload", "TopK", "resolve_codec"]

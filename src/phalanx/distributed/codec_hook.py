@@ -19,7 +19,7 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.codecs import Cast, Codec, Feedback, Payload, pack, unpack
+from phalanx.codecs import Cast, Codec, Feedback, Payload
 from phalanx.distributed.merge_hook import refuse_sparse
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.memory import dense_strides
@@ -147,7 +147,7 @@ class CodecHook:
             self._feedback.encode(self._name(parameter), gradient)
             for parameter, gradient in zip(parameters, gradients, strict=True)
         ]
-        packet = pack([tensor for payload in payloads for tensor in payload])
+        packet = _pack([tensor for payload in payloads for tensor in payload])
         packets = list(packet.new_empty(ranks, packet.numel()).unbind())
         future = dist.all_gather(packets, packet, group=self._group, async_op=True).get_future()
 
@@ -211,7 +211,7 @@ def _add_packets(
     like = [tensor for payload in payloads for tensor in payload]
     sums: list[Tensor] = []
     for packet in packets:
-        tensors = iter(unpack(packet, like))
+        tensors = iter(_unpack(packet, like))
         for index, gradient in enumerate(gradients):
             payload = tuple(next(tensors) for _ in payloads[index])
             value = codec.decode(payload, gradient.shape, gradient.dtype)
@@ -220,3 +220,17 @@ def _add_packets(
             else:
                 sums[index] = sums[index] + value
     return sums
+
+
+def _pack(tensors: list[Tensor]) -> Tensor:
+    """Copy the bytes of ``tensors`` into one vector, so that they travel in one message."""
+    return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+
+
+def _unpack(packet: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Undo :func:`_pack`, for tensors with the shapes and dtypes of ``like``."""
+    pieces = packet.split([each.numel() * each.itemsize for each in like])
+    return [
+        piece.clone().view(each.dtype).view(each.shape)  # a clone is aligned for any dtype
+        for piece, each in zip(pieces, like, strict=True)
+    ]

@@ -14,10 +14,15 @@ from phalanx.codecs import Feedback
 WITH_ERROR = ["one_bit", "top_k"]
 
 
+def sent(feedback: Feedback, gradient: Tensor, key: str = "weight") -> Tensor:
+    payload = feedback.encode(key, gradient)
+    return feedback.codec.decode(payload, gradient.shape, gradient.dtype)
+
+
 def committed(feedback: Feedback, gradient: Tensor, key: str = "weight") -> Tensor:
-    sent = feedback.round_trip(key, gradient)
+    received = sent(feedback, gradient, key)
     feedback.commit()
-    return sent
+    return received
 
 
 @pytest.mark.parametrize("shape", [(100, 20), (99, 21), (31, 3, 1, 7)], ids=str)
@@ -33,15 +38,6 @@ def test_two_messages_drain(name: str, shape: tuple[int, ...]) -> None:
     assert (received - first - second).abs().max() < 5e-4
 
 
-def test_long_rows_drain_too_but_take_longer() -> None:
-    feedback = Feedback("one_bit")
-    gradient = torch.randn(5, 301)
-    received = committed(feedback, gradient)
-    for _ in range(1000):
-        received += committed(feedback, torch.zeros(5, 301))
-    assert (received - gradient).abs().max() < 5e-4
-
-
 @pytest.mark.parametrize("name", WITH_ERROR)
 def test_the_last_error_is_all_that_is_missing(name: str) -> None:
     feedback = Feedback(name)
@@ -55,8 +51,8 @@ def test_narrow_gradients_have_wide_errors() -> None:
     """In bfloat16 the error would be lost in rounding."""
     feedback = Feedback("top_k(0.5)")
     gradients = [torch.tensor([256.0, 1.0]).bfloat16(), torch.tensor([0.0, 256.0]).bfloat16()]
-    sent = [committed(feedback, gradient).tolist() for gradient in gradients]
-    assert sent == [[256.0, 0.0], [0.0, 256.0]]  # 257 is rounded in bfloat16
+    received = [committed(feedback, gradient).tolist() for gradient in gradients]
+    assert received == [[256.0, 0.0], [0.0, 256.0]]  # 257 is rounded in bfloat16
     assert feedback.state_dict()["weight"].tolist() == [0.0, 1.0]
 
 
@@ -64,15 +60,15 @@ def test_pending_errors_count_at_once_but_are_kept_by_commit_only() -> None:
     feedback = Feedback("top_k(0.5)")
     gradient = torch.tensor([3.0, 2.0])
     zero = torch.zeros(2)
-    assert feedback.round_trip("a", gradient).tolist() == [3.0, 0.0]
-    assert feedback.round_trip("a", zero).tolist() == [0.0, 2.0]
+    assert sent(feedback, gradient).tolist() == [3.0, 0.0]
+    assert sent(feedback, zero).tolist() == [0.0, 2.0]
     feedback.rollback()
     assert feedback.state_dict() == {}
-    assert feedback.round_trip("a", zero).tolist() == [0.0, 0.0]
-    assert feedback.round_trip("a", gradient).tolist() == [3.0, 0.0]
+    assert sent(feedback, zero).tolist() == [0.0, 0.0]
+    assert sent(feedback, gradient).tolist() == [3.0, 0.0]
     feedback.commit()
     feedback.rollback()
-    assert feedback.state_dict()["a"].tolist() == [0.0, 2.0]
+    assert feedback.state_dict()["weight"].tolist() == [0.0, 2.0]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -116,10 +112,10 @@ def test_a_state_through_a_file_goes_on_with_the_same_bits(name: str) -> None:
     expected = [committed(whole, gradient) for gradient in gradients]
     for gradient in gradients[:3]:
         committed(before, gradient)
-    before.round_trip("weight", gradients[3])  # pending: not part of the state
+    sent(before, gradients[3])  # pending: not part of the state
     after.load_state_dict(safetensors.torch.load(safetensors.torch.save(before.state_dict())))
-    for gradient, sent in zip(gradients[3:], expected[3:], strict=True):
-        assert torch.equal(committed(after, gradient), sent)
+    for gradient, received in zip(gradients[3:], expected[3:], strict=True):
+        assert torch.equal(committed(after, gradient), received)
 
 
 def test_what_was_handed_out_and_taken_in_stays_apart() -> None:
@@ -136,7 +132,7 @@ def test_what_was_handed_out_and_taken_in_stays_apart() -> None:
 
 def test_loading_forgets_what_is_pending() -> None:
     feedback = Feedback("top_k(0.5)")
-    feedback.round_trip("weight", torch.tensor([3.0, 2.0]))
+    sent(feedback, torch.tensor([3.0, 2.0]))
     feedback.load_state_dict({})
     assert committed(feedback, torch.zeros(2)).tolist() == [0.0, 0.0]
 

@@ -1,4 +1,4 @@
-"""Gradients in one bit per element and two means per row.
+"""Codecs that need error feedback: one bit per element, or only the largest elements.
 
 Shape legend: R rows (dim 0), C elements in each, N = R·C.
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from phalanx.codecs.codec import Codec, Payload
 from phalanx.errors import ConfigError
 
-__all__ = ["OneBit", "pack_bits", "unpack_bits"]
+__all__ = ["OneBit", "TopK"]
 
 
 @dataclass(frozen=True)
@@ -76,25 +76,73 @@ class OneBit(Codec):
         above_R = rows_RC.clamp(min=0).sum(1, dtype=wide) / num_positive_R.clamp(min=1)
         num_rest_R = (rows_RC.shape[1] - num_positive_R).clamp(min=1)
         below_R = rows_RC.clamp(max=0).sum(1, dtype=wide) / num_rest_R
-        bits = pack_bits(positive_RC.flatten())
+        bits = _pack_bits(positive_RC.flatten())
         return bits, above_R.to(gradient.dtype), below_R.to(gradient.dtype)
 
     def restore(self, payload: Payload, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Put each element's mean in its place."""
         bits, above_R, below_R = payload
-        positive_RC = unpack_bits(bits, shape.numel()).view(shape[0], -1).to(dtype)
+        positive_RC = _unpack_bits(bits, shape.numel()).view(shape[0], -1).to(dtype)
         # The products are exact, as one factor is 0 or 1; torch.where() takes five times as long.
         rows_RC = (1 - positive_RC).mul_(below_R[:, None].to(dtype))
         return rows_RC.addcmul_(positive_RC, above_R[:, None].to(dtype)).view(shape)
 
 
-def pack_bits(bits_N: Tensor) -> Tensor:
-    """Pack a bool vector, 8 elements to the byte.
+@dataclass(frozen=True)
+class TopK(Codec):
+    """Send the elements farthest from zero, exactly, and nothing of the rest.
+
+    Needs error feedback: what is not sent grows until it is. NaNs and infinities count as the
+    largest, so they are always sent.
+
+    Args:
+        fraction: How much of each tensor is sent, above 0 and at most 1; at least one element.
+            SGD with momentum trains well with 0.01; Adam, whose second moments see what is sent
+            only, wants 0.1 (an MLP on the digits lost 3 points of accuracy with 0.01).
+
+    Shapes:
+        gradient of N elements -> (values [k] of its dtype, places [k], int32 while N allows), with
+        k = max(1, round(fraction · N)).
 
     Example:
-        >>> pack_bits(torch.tensor([True, False, True])).tolist()
-        [5]
+        >>> codec = TopK(0.4)
+        >>> gradient = torch.tensor([3.0, -7.0, 1.0, 0.0, 5.0])
+        >>> codec.decode(codec.encode(gradient), gradient.shape, gradient.dtype)
+        tensor([ 0., -7., 0., 0., 5.])
+
+    Raises:
+        ConfigError: ``fraction`` is out of its range.
+
+    Source: Lin et al., *Deep Gradient Compression*, ICLR 2018, without its momentum correction.
     """
+
+    fraction: float = 0.1
+    has_error: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise ConfigError(
+                f"`fraction` must be above 0 and at most 1, but is {self.fraction!r}. "
+                "Give 0.1 to send one element in ten."
+            )
+
+    def shrink(self, gradient: Tensor) -> Payload:
+        """Pick the largest elements."""
+        flat = gradient.reshape(-1)
+        count = max(1, round(self.fraction * flat.numel()))
+        places = flat.abs().topk(count, sorted=False).indices
+        narrow = flat.numel() <= torch.iinfo(torch.int32).max
+        return flat[places], places.to(torch.int32 if narrow else torch.int64)
+
+    def restore(self, payload: Payload, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Put them in their places, among zeros."""
+        values, places = payload
+        flat = values.new_zeros(shape.numel(), dtype=dtype)
+        return flat.index_copy_(0, places.long(), values.to(dtype)).view(shape)
+
+
+def _pack_bits(bits_N: Tensor) -> Tensor:
+    """Pack a bool vector, 8 elements to the byte."""
     num_bytes = -(-bits_N.numel() // 8)
     padded = bits_N.new_zeros(8 * num_bytes, dtype=torch.uint8)
     padded[: bits_N.numel()] = bits_N
@@ -105,8 +153,8 @@ def pack_bits(bits_N: Tensor) -> Tensor:
     return packed
 
 
-def unpack_bits(packed: Tensor, num_bits: int) -> Tensor:
-    """Return the first ``num_bits`` that :func:`pack_bits` has packed, as uint8 0 and 1."""
+def _unpack_bits(packed: Tensor, num_bits: int) -> Tensor:
+    """Return the first ``num_bits`` that :func:`_pack_bits` has packed, as uint8 0 and 1."""
     planes = packed.new_empty(8, packed.numel())
     for place in range(8):
         torch.bitwise_and(packed >> place, 1, out=planes[place])
