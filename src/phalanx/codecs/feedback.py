@@ -42,10 +42,11 @@ def resolve_codec(codec: Codec | str) -> Codec:
     """
     if isinstance(codec, Codec):
         return codec
-    if isinstance(codec, str) and codec in _CODEC_BY_NAME:
-        return _CODEC_BY_NAME[codec]()
-    if isinstance(codec, str) and (match := _TOP_K.fullmatch(codec)):
-        return TopK(float(match[1]))
+    if isinstance(codec, str):
+        if codec in _CODEC_BY_NAME:
+            return _CODEC_BY_NAME[codec]()
+        if match := _TOP_K.fullmatch(codec):
+            return TopK(float(match[1]))
     raise ConfigError(
         "`codec` must be 'fp16', 'bf16', 'one_bit', 'top_k', 'top_k(fraction)' or a `Codec`, "
         f"but is {codec!r}."
