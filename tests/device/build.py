@@ -8,7 +8,6 @@ import os
 import shlex
 import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -53,20 +52,16 @@ def _compiled() -> Path:
 
 
 def _compile(sources: list[Path], library: Path) -> None:
+    """Compile all sources as one: torch's headers take most of the time, and are read once."""
     command = compiler()
     if command is None:
         raise FileNotFoundError("The test device needs a C++ compiler. Name one in CXX.")
     included = [f"-isystem{path}" for path in include_paths()]
     linked = [f"-L{path}" for path in library_paths()] + _LIBRARIES
-    with TemporaryDirectory(dir=_KEPT) as folder, ThreadPoolExecutor(2) as pool:
-        objects = [os.path.join(folder, f"{source.stem}.o") for source in sources]
-
-        def compile_one(source: Path, target: str) -> None:
-            _call([*command, *_FLAGS, *included, "-c", str(source), "-o", target])
-
-        list(pool.map(compile_one, sources, objects))
-        unfinished = Path(folder, library.name)
-        _call([*command, "-shared", "-o", str(unfinished), *objects, *linked])
+    with TemporaryDirectory(dir=_KEPT) as folder:
+        whole, unfinished = Path(folder, "device.cpp"), Path(folder, library.name)
+        whole.write_text("".join(f'#include "{source}"\n' for source in sources), encoding="utf-8")
+        _call([*command, *_FLAGS, *included, "-shared", "-o", str(unfinished), str(whole), *linked])
         unfinished.replace(library)
 
 
