@@ -1,7 +1,6 @@
-"""Metrics of whole batches, for `Trainer` and for executor groups."""
+"""Metrics of whole batches."""
 
-from phalanx.metrics.by_name import Metrics
-from phalanx.metrics.updating import device_of, update_metric
-from phalanx.metrics.whole_batches import Joining
+from phalanx.metrics.joining import Joining
+from phalanx.metrics.metrics import Metrics, as_floats, update_metric
 
-__all__ = ["Joining", "Metrics", "device_of", "update_metric"]
+__all__ = ["Joining", "Metrics", "as_floats", "update_metric"]

@@ -24,8 +24,7 @@ from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, Running
 from phalanx import Layout, Trainer
 from phalanx.callbacks import CSV, BestCheckpoint, History
 from phalanx.errors import CheckpointError, ConfigError, UnsupportedError
-from phalanx.metrics import Joining
-from phalanx.metrics.updating import as_floats
+from phalanx.metrics import Joining, as_floats
 
 pytestmark = pytest.mark.promise("whole-batch-metrics")
 

@@ -25,7 +25,7 @@ from phalanx.compat.mxnet.monitor import Monitor
 from phalanx.compat.mxnet.outputs import Outputs
 from phalanx.compat.mxnet.parameters import GradientRequests, copy_into, copy_out, share_tensors
 from phalanx.errors import ConfigError, StateError
-from phalanx.metrics import device_of, update_metric
+from phalanx.metrics import update_metric
 from phalanx.parallel import DataParallel
 from phalanx.plan import workload_sizes
 from phalanx.types import Device, Nested
@@ -526,7 +526,7 @@ class DataParallelExecutorGroup:
             StateError: There was no forward pass.
             ConfigError: Labels do not fit.
         """
-        last, home = self._last(), device_of(eval_metric, self.contexts[0])
+        last, home = self._last(), _device_of(eval_metric, self.contexts[0])
         fed, outputs = last.fed, last.outputs
         picks = getattr(eval_metric, "output_names", None) is not None  # as MXNet's may
         names = outputs.names if picks else outputs.measured
@@ -626,3 +626,11 @@ def _one_or_all(tensors: Mapping[str, Tensor]) -> Nested:
     """Return the one of ``tensors``, or a list of all; None without any."""
     values = list(tensors.values())
     return values[0] if len(values) == 1 else values or None
+
+
+# Any: a metric of the user's.
+def _device_of(metric: Any, default: torch.device) -> torch.device:
+    """Return where a metric, or the first of a collection, counts."""
+    first = next(iter(metric.values()), None) if isinstance(metric, nn.ModuleDict) else metric
+    device: torch.device = getattr(first, "device", default)
+    return device

@@ -1,4 +1,4 @@
-"""The outputs and targets of a whole batch, put together from those of its pieces.
+"""Outputs and targets of a whole batch, joined from its microbatches.
 
 tensors, arrays      concatenated along the layout's dim
 lists of rows        one behind the other
@@ -43,11 +43,7 @@ class Joining:
     def targets(
         self, parts: Sequence[Nested], sizes: Sequence[int], weights: Sequence[float]
     ) -> Nested:
-        """Join targets, the second of a batch's pair, as the layout has split them.
-
-        Raises:
-            ConfigError: They differ in their structure.
-        """
+        """Join targets, the second of a batch's pair, as the layout has split them; as above."""
         return self._join(parts, sizes, weights, self.layout)
 
     def _join(
