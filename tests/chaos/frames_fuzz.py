@@ -96,7 +96,6 @@ SPEC = json.dumps(
         "num_shards": 1,
         "staleness": None,
         "nonfinite": "allow",
-        "num_backups": 0,
     }
 )
 ERROR = json.dumps({"error": "PeerTimeout", "message": "Worker 3 did not come.", "rank": 3})

@@ -136,7 +136,7 @@ def open_one(world: tables.TableGroup, kind: str, updater: str) -> tables.Table:
     return world.keys(COLS, name="t", init=1.0, updater=updater, capacity=1)
 
 
-@in_pairs("kind, updater, point", ["rows", "keys"], ["adam", "dc_asgd"], sharded.READ_POINTS)
+@in_pairs("kind, updater, point", ["rows", "keys"], ["adam", "sum"], sharded.READ_POINTS)
 def test_a_death_within_a_get_holds_nobody_up_and_changes_nothing(run, kind, updater, point):
     with (
         Children() as children,

@@ -1,6 +1,6 @@
 """The rows of one shard of a keys table, as long as they fit: one region that does not grow.
 
-    region   | page | rows, record, backups as in spec.py | entries | keys |
+    region   | page | rows, record as in spec.py | entries | keys |
     page     line 0   BASE | NEXT | FOR          line 1   the header of a `TablePart`
 
 It is a shard whose rows are found by key. Slots are given out in order and never taken back, so a
@@ -32,7 +32,7 @@ from phalanx.ipc import Mutex, Region, aligned, fail_point
 from phalanx.tables.hash_index import ENTRIES_PER_KEY, HashIndex, Int64s
 from phalanx.tables.part import Entry, RecordMemory, TablePart, checked
 from phalanx.tables.row_initializer import RowInitializer
-from phalanx.tables.spec import TableLayout, TableSpec, view_backups, view_parts, view_record
+from phalanx.tables.spec import TableLayout, TableSpec, view_parts, view_record
 
 __all__ = ["POINTS", "HashSegment", "SegmentFull", "StaleSegment", "segment_bytes"]
 
@@ -119,7 +119,6 @@ class HashSegment(TablePart):
             done=done,
             parts=view_parts(region, sized, layout),
             record=RecordMemory(*view_record(region, sized, layout, 0)),
-            backups=view_backups(region, sized, layout),
             updater=spec.updater,
             first_row=0,
             logged=logged,
@@ -151,8 +150,6 @@ class HashSegment(TablePart):
         num_keys = len(keys)
         for target, part in zip(self.parts, parts, strict=True):
             target[:num_keys] = part
-        for backup in self._backups:
-            backup[:num_keys] = parts[0]
         fail_point("half the keys copied")
         self._index.insert(keys.numpy(), 0)
         self._counts[_NEXT] = num_keys
@@ -161,8 +158,6 @@ class HashSegment(TablePart):
         """Go on for a smaller segment, settled and locked."""
         keys, *parts = older.view_all()
         self.take_over(older, keys, parts)
-        for backup, theirs in zip(self._backups, older._backups, strict=True):
-            backup[: len(keys)] = theirs[: len(keys)]
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -191,28 +186,11 @@ class HashSegment(TablePart):
                 return
         self._call_settled(lambda: self._copy_out(keys, out), timeout_s)
 
-    def read_and_back_up(
-        self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float
-    ) -> None:
-        assert rows is not None
-
-        def copy() -> None:
-            slots, absent = self._copy_out(rows.numpy(), out)
-            if absent is None:
-                self._backups[worker][slots] = out
-            else:
-                there = torch.from_numpy(~absent)
-                self._backups[worker][slots[there]] = out[there]
-
-        self._call_settled(copy, timeout_s)
-
-    def _copy_out(self, keys: Int64s, out: Tensor) -> tuple[Tensor, Absent]:
+    def _copy_out(self, keys: Int64s, out: Tensor) -> None:
         slots, absent = self._look_up(keys, self.num_keys())
-        found = torch.from_numpy(slots)
-        self._rows[0].take(found, out)
+        self._rows[0].take(torch.from_numpy(slots), out)
         if absent is not None:
             self._fill_in(out, keys, absent)
-        return found, absent
 
     def _look_up(self, keys: Int64s, num_keys: int) -> tuple[Int64s, Absent]:
         """Return slots, 0 for absent keys, and a mask of the absent ones, if any."""
@@ -314,8 +292,6 @@ class HashSegment(TablePart):
         values[first:after] = self._row_initializer.rows_for(keys)
         for state, number in zip(states, self._updater.first_states(), strict=True):
             state[first:after] = number
-        for backup in self._backups:
-            backup[first:after] = values[first:after]
         fail_point("keys written")
         counts[_BASE] = first
         counts[_FOR] = self._header[_WORD]

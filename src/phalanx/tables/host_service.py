@@ -112,14 +112,16 @@ class HostService:
             return 8 * _checked(args[0], 0, None, "rows") if args[0] != -1 else 0
         if operation in (Operation.ADD, Operation.PUT):
             spec = self._storage(head.text).spec
+            row_bytes = spec.entry_cols(bool(args[3])) * spec.dtype.itemsize
             if args[0] == -1:
-                return spec.rows * spec.cols * spec.dtype.itemsize
-            return _checked(args[0], 0, None, "rows") * (8 + spec.cols * spec.dtype.itemsize)
+                return spec.rows * row_bytes
+            return _checked(args[0], 0, None, "rows") * (8 + row_bytes)
         if operation == Operation.ADD_TOGETHER:
             spec = self._storage(head.text).spec
             num_adds = _checked(args[0], 1, MOST_TOGETHER, "adds")
             num_rows = _checked(args[1], 0, None, "rows")
-            return 8 * num_adds + num_rows * (8 + spec.cols * spec.dtype.itemsize)
+            row_bytes = spec.entry_cols(assigns=False) * spec.dtype.itemsize
+            return 8 * num_adds + num_rows * (8 + row_bytes)
         if operation == Operation.REPLACE_ALL:
             spec = self._storage(head.text).spec
             num_rows = _checked(args[0], 0, None, "keys") if spec.has_keys else spec.rows
@@ -312,21 +314,17 @@ class HostService:
         storage = self._storage(head.text)
         spec = storage.spec
         rows, _ = self._rows(request, spec)
-        if head.args[1] and head.worker >= spec.num_backups:
-            raise ConfigError(
-                f"Table {spec.name!r} must keep a backup for worker {head.worker} to back up a "
-                f"get, but keeps {spec.num_backups}."
-            )
         num_rows = spec.rows if rows is None else rows.numel()
         out = torch.empty((num_rows, spec.cols), dtype=spec.dtype, device="cpu")
-        storage.read(rows, out, head.worker, _LOCK_S, backs_up=bool(head.args[1]))
+        storage.read(rows, out, head.worker, _LOCK_S)
         return Answer(payload=[as_memory(out)])
 
     def _entry(self, request: Request, number: int, *, assigns: bool) -> Entry:
         spec = self._storage(request.head.text).spec
         rows, offset = self._rows(request, spec)
         num_rows = spec.rows if rows is None else rows.numel()
-        delta, _ = from_memory(request.payload, offset, spec.dtype, (num_rows, spec.cols))
+        shape = (num_rows, spec.entry_cols(assigns))
+        delta, _ = from_memory(request.payload, offset, spec.dtype, shape)
         return Entry(rows, delta, request.head.worker, assigns, number=number)
 
     def _add(self, request: Request) -> Answer:
@@ -348,7 +346,8 @@ class HostService:
                 f"The rows of each add must make {num_rows} together, but make {sum(counts)}."
             )
         rows, offset = self._rows_at(offset, num_rows, request, spec)
-        delta, _ = from_memory(request.payload, offset, spec.dtype, (num_rows, spec.cols))
+        shape = (num_rows, spec.entry_cols(assigns=False))
+        delta, _ = from_memory(request.payload, offset, spec.dtype, shape)
         each = zip(rows.split(counts), delta.split(counts), strict=True)
         for number, (its_rows, its_delta) in enumerate(each, first):
             storage.add(Entry(its_rows, its_delta, head.worker, number=number), _LOCK_S)

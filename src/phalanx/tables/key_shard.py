@@ -158,13 +158,6 @@ class KeyShard:
     def read(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> None:
         self._call(lambda found, left_s: found.read(rows, out, left_s), timeout_s)
 
-    def read_and_back_up(
-        self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float
-    ) -> None:
-        self._call(
-            lambda found, left_s: found.read_and_back_up(rows, out, worker, left_s), timeout_s
-        )
-
     def num_new(self, entry: Entry) -> int:
         """Return how many keys of an add are not there, each counted once."""
         assert entry.rows is not None
@@ -190,9 +183,6 @@ class KeyShard:
 
     def takes_at_once(self, entry: Entry) -> bool:
         return self.newest().takes_at_once(entry)
-
-    def begin_backup(self, worker: int, timeout_s: float) -> None:
-        self._call(lambda found, left_s: found.begin_backup(worker, left_s), timeout_s)
 
     def copy_keys(self, timeout_s: float) -> Tensor:
         return self._call(lambda found, _: found.copy_keys(), timeout_s)

@@ -310,12 +310,12 @@ class _Chapter:
         if kind in (_ROWS, _ROW_VALUES):
             rows = region.tensor(torch.int64, num_rows, at)
             at += aligned(8 * num_rows)
-        cols, dtype = spec.cols, spec.dtype
+        assigns = kind in (_VALUE, _ROW_VALUES)
+        cols, dtype = spec.entry_cols(assigns), spec.dtype
         if target:
             dtype = state_dtype(dtype)
             cols = 1 if spec.updater.states[target - 1] == "row" else cols
         delta = region.tensor(dtype, num_rows * cols, at).view(num_rows, cols)
-        assigns = kind in (_VALUE, _ROW_VALUES)
         return Entry(rows, delta, self._worker, assigns, number=number, target=target)
 
 

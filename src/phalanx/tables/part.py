@@ -52,7 +52,16 @@ from phalanx.memory import PAST_CACHE_BYTES, MatrixRows, all_finite, all_within,
 from phalanx.native import DTYPES, FUNCTIONS, PartView, address_of
 from phalanx.tables.updaters import Change, Updater
 
-__all__ = ["POINTS", "Entry", "NotFinite", "RecordMemory", "RowOutside", "TablePart", "checked"]
+__all__ = [
+    "POINTS",
+    "Entry",
+    "NotFinite",
+    "RecordMemory",
+    "RowOutside",
+    "TablePart",
+    "add_up_repeats",
+    "checked",
+]
 
 POINTS = (
     "before lock",
@@ -126,7 +135,6 @@ class TablePart:
         done: For each worker the number of its last add that is in.
         parts: Its values, and for each state its rows.
         record: Where the old rows of a block go.
-        backups: Its rows of each worker's copy.
         updater: How it takes a delta.
         first_row: Its first row's number in the table.
         logged: Returns what of a logged add is this part's, by worker and number.
@@ -140,7 +148,6 @@ class TablePart:
         done: memoryview,
         parts: Sequence[Tensor],
         record: RecordMemory,
-        backups: Sequence[Tensor],
         updater: Updater,
         first_row: int,
         logged: Callable[[int, int], Entry],
@@ -155,7 +162,6 @@ class TablePart:
         self._record = record
         self._rows = [MatrixRows(part) for part in parts]
         self._old_rows = [MatrixRows(part) for part in record.parts]
-        self._backups = backups
         self._updater = updater
         self._logged = logged
         self._updating = 0  # the thread that is in the updater's code
@@ -239,30 +245,9 @@ class TablePart:
             )
         return self.lock.held(timeout_s)
 
-    def read_and_back_up(
-        self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float
-    ) -> None:
-        """Copy rows into ``out``, and remember them as what ``worker`` has read."""
-        backup, own = self._backups[worker], None if rows is None else self._counted(rows)
-
-        def copy() -> None:  # nothing may come between value and copy
-            self._copy(own, out)
-            if own is None:
-                backup.copy_(out)
-            else:
-                backup[own] = out
-
-        self._call_settled(copy, timeout_s)
-
     def copy_all(self, timeout_s: float) -> list[Tensor]:
         """Return copies of the values and of each state, of one moment."""
         return self._call_settled(lambda: [part.clone() for part in self.parts], timeout_s)
-
-    def begin_backup(self, worker: int, timeout_s: float) -> None:
-        """Give a new worker its first copy of the rows."""
-        if self._backups:
-            backup = self._backups[worker]
-            self._call_settled(lambda: backup.copy_(self.parts[0]), timeout_s)
 
     # --- changing ---------------------------------------------------------------------------------
 
@@ -387,7 +372,7 @@ class TablePart:
         if entry.delta_rows is not None:
             delta = torch.index_select(delta, 0, entry.delta_rows)
         if not entry.assigns:  # whose rows are there once
-            rows, delta = _add_up_repeats(rows, delta)
+            rows, delta = add_up_repeats(rows, delta)
         return entry._replace(rows=rows, delta=delta, delta_rows=None)
 
     def _rehearse(self, entry: Entry) -> None:
@@ -475,10 +460,9 @@ class TablePart:
             return None
         chosen = slice(first, stop) if rows is None else rows
         news = [part[chosen].clone() for part in self.parts]
-        backup = self._backups[entry.worker][chosen] if self._backups else None
         self._updating = threading.get_ident()
         try:
-            self._updater.apply(Change(news[0], delta, news[1:], backup))
+            self._updater.apply(Change(news[0], delta, news[1:]))
         finally:
             self._updating = 0
         return list(zip(self.parts, news, strict=True))
@@ -497,7 +481,7 @@ def checked(entry: Entry) -> Entry:
     return entry._replace(unchecked=False)
 
 
-def _add_up_repeats(rows: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+def add_up_repeats(rows: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """Return each row once, and the sum of what was to be added to it, in the order given."""
     unique, inverse = torch.unique(rows, return_inverse=True)
     if len(unique) == rows.numel():

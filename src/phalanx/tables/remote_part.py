@@ -169,12 +169,12 @@ class RemotePart:
 
     # --- reading and changing -----------------------------------------------------------------
 
-    def begin_read(self, rows: Tensor | None, out: Tensor, *, backs_up: bool) -> PendingCall:
+    def begin_read(self, rows: Tensor | None, out: Tensor) -> PendingCall:
         """Ask for rows of the part, which come into ``out``, a contiguous tensor."""
         return self._begin(
             Operation.GET,
             "a get",
-            args=(_count(rows), int(backs_up)),
+            args=(_count(rows),),
             payload=[] if rows is None else [as_memory(rows.contiguous())],
             out=[as_memory(out)],
         )

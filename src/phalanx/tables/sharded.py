@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.errors import ConfigError, PeerTimeout, StateError
+from phalanx.errors import PeerTimeout, StateError
 from phalanx.ipc import Mutex, Waiting, fail_point, wait_until
 from phalanx.memory import MatrixRows, all_within
 from phalanx.tables.log import WorkerLog
@@ -27,7 +27,7 @@ from phalanx.tables.membership import Membership
 from phalanx.tables.part import Entry, RecordMemory, RowOutside, TablePart, checked
 from phalanx.tables.rounds import Rounds
 from phalanx.tables.run_regions import RunRegions
-from phalanx.tables.spec import TableLayout, TableSpec, view_backups, view_parts, view_record
+from phalanx.tables.spec import TableLayout, TableSpec, view_parts, view_record
 from phalanx.tables.table_page import MERGED, NUM_LOGS, READY, RESTORED, TablePage
 from phalanx.tables.values import outside
 
@@ -55,12 +55,8 @@ class ShardLike(Protocol):
     def has(self, worker: int, number: int) -> bool: ...
     def takes_at_once(self, entry: Entry) -> bool: ...
     def read(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> None: ...
-    def read_and_back_up(
-        self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float
-    ) -> None: ...
     def add(self, entry: Entry, timeout_s: float) -> None: ...
     def change(self, entry: Entry, timeout_s: float, *, logged: bool) -> None: ...
-    def begin_backup(self, worker: int, timeout_s: float) -> None: ...
     def copy_all(self, timeout_s: float) -> list[Tensor]: ...
     def close(self) -> None: ...
 
@@ -102,7 +98,7 @@ class Sharded(Generic[P]):
         self._closed = False
         self._last_undone = 0
         self._logging: set[int] = set()  # threads that have a log's lock
-        in_order = spec.staleness.is_bulk_synchronous or spec.num_backups
+        in_order = spec.staleness.is_bulk_synchronous or spec.updater.remembers
         self._looks_itself = spec.has_keys or (spec.num_shards == 1 and not in_order)
         self.spec = spec
         self.region = region = regions.open_region(name, self.region_sizes(spec)[name])
@@ -161,16 +157,8 @@ class Sharded(Generic[P]):
         """Fill the table as the master, or wait until the master has; then begin as ``worker``.
 
         Raises:
-            ConfigError: There are more workers than have a copy of their rows.
             PeerTimeout: The master did not open the table; ``.rank`` is its number.
         """
-        if 0 < self.spec.num_backups <= worker:
-            raise ConfigError(
-                f"Workers of table {self.spec.name!r} must be at most the `num_workers` that were "
-                f"announced ({self.spec.num_backups}), but this is worker {worker}. Its updater "
-                "keeps a copy of the rows for each."
-            )
-
         line = self._page.table
 
         def ready() -> bool:
@@ -193,8 +181,6 @@ class Sharded(Generic[P]):
             self.rounds.enter(worker, timeout_s)
         else:
             self._end_logged_adds(timeout_s)
-        for shard in self.shards:
-            shard.begin_backup(worker, timeout_s)
 
     def _begin_shards(self, init: Any) -> None:
         """Give all shards their first values; the table is not open yet."""
@@ -213,14 +199,12 @@ class Sharded(Generic[P]):
             return self
         raise outside(rows, self.spec)
 
-    def read(
-        self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float, *, backs_up: bool
-    ) -> None:
-        """Copy rows, checked, into ``out``; remember them as what ``worker`` has read, if told."""
+    def read(self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float) -> None:
+        """Copy rows, checked, into ``out``, as ``worker``."""
         self._end_logged_adds(timeout_s)
         if len(self.shards) == 1:
             try:
-                self._read_from(self.shards[0], rows, out, worker, timeout_s, backs_up)
+                self._read_from(self.shards[0], rows, out, timeout_s)
             except RowOutside:
                 assert rows is not None
                 raise outside(rows, self.spec) from None
@@ -228,33 +212,22 @@ class Sharded(Generic[P]):
         waiting = Waiting(timeout_s)  # all shards together
         if rows is None:
             for shard in self.shards:
-                part, left_s = out[self._span(shard)], waiting.remaining_s()
-                self._read_from(shard, None, part, worker, left_s, backs_up)
+                self._read_from(shard, None, out[self._span(shard)], waiting.remaining_s())
         else:
             order, routed = self._route(rows, worker)
             found = torch.empty_like(out)
             for shard, piece, span in routed:
-                left_s = waiting.remaining_s()
-                self._read_from(shard, piece, found[span], worker, left_s, backs_up)
+                self._read_from(shard, piece, found[span], waiting.remaining_s())
             # The inverse of `order`, because selecting rows is four times as fast as placing them.
             ascending = torch.arange(order.numel(), device="cpu")
             back = torch.empty_like(order).scatter_(0, order, ascending)
             MatrixRows(found).take(back, out)
 
     def _read_from(
-        self,
-        shard: ShardLike,
-        rows: Tensor | None,
-        out: Tensor,
-        worker: int,
-        timeout_s: float,
-        backs_up: bool,
+        self, shard: ShardLike, rows: Tensor | None, out: Tensor, timeout_s: float
     ) -> None:
         fail_point("before read")
-        if backs_up:
-            shard.read_and_back_up(rows, out, worker, timeout_s)
-        else:
-            shard.read(rows, out, timeout_s)
+        shard.read(rows, out, timeout_s)
         fail_point("rows read")
 
     def add(self, entry: Entry, timeout_s: float) -> None:
@@ -432,7 +405,6 @@ class Storage(Sharded[TablePart]):
         super().__init__(spec, regions, membership)
         layout = TableLayout.of(spec)
         parts = view_parts(self.region, spec, layout)
-        backups = view_backups(self.region, spec, layout)
         self.shards = [
             TablePart(
                 lock=self._lock_of(index),
@@ -440,7 +412,6 @@ class Storage(Sharded[TablePart]):
                 done=self._page.done(index),
                 parts=[part[first:stop] for part in parts],
                 record=RecordMemory(*view_record(self.region, spec, layout, index)),
-                backups=[backup[first:stop] for backup in backups],
                 updater=spec.updater,
                 first_row=spec.first_row + first,
                 logged=self._logged_for(index),

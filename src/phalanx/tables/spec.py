@@ -1,6 +1,6 @@
 """What a table is, and where its parts lie in its region.
 
-    region   | page | values, states | records, of each shard | backups |
+    region   | page | values, states | records, of each shard |
 
 A record takes the old rows of one block of an add (part.py).
 """
@@ -27,7 +27,6 @@ __all__ = [
     "TableSpec",
     "most_rows",
     "read_dtype",
-    "view_backups",
     "view_parts",
     "view_record",
 ]
@@ -57,7 +56,6 @@ class TableSpec:
         staleness: How far ahead a reader may be.
         nonfinite: What becomes of an add that holds NaN or infinity.
         capacity: Of a keys table: for how many keys there is room at first. Else 0.
-        num_backups: Workers that have a copy of the rows they read; 0 where none is needed.
         shape: The shape that users see; that of a keys table begins with 0.
         has_keys: Whether rows are found by key, and come as keys come.
     """
@@ -71,7 +69,6 @@ class TableSpec:
     num_shards: int
     staleness: Staleness
     nonfinite: str
-    num_backups: int = 0
     capacity: int = 0
     first_row: int = 0
     shape: tuple[int, ...] = field(init=False, compare=False, repr=False)
@@ -106,6 +103,10 @@ class TableSpec:
         fits = self.nonfinite in ("reject", "allow")
         check_argument(fits, "nonfinite", "be 'reject' or 'allow'", self.nonfinite)
 
+    def entry_cols(self, assigns: bool) -> int:
+        """Return how wide a row of an add's delta is, or of what is assigned."""
+        return 2 * self.cols if self.updater.remembers and not assigns else self.cols
+
     def as_mapping(self) -> dict[str, object]:
         """Return the spec as JSON holds it, for the other workers, or beside a snapshot."""
         return {
@@ -116,7 +117,6 @@ class TableSpec:
             "num_shards": self.num_shards,
             "staleness": self.staleness.bound,
             "nonfinite": self.nonfinite,
-            "num_backups": self.num_backups,
             "capacity": self.capacity,
             "first_row": self.first_row,
         }
@@ -142,7 +142,6 @@ class TableSpec:
                 num_shards=found["num_shards"],
                 staleness=Staleness(found["staleness"]),
                 nonfinite=found["nonfinite"],
-                num_backups=found["num_backups"],
                 capacity=capacity,
                 first_row=found.get("first_row", 0),  # snapshots of before have none
             )
@@ -183,7 +182,6 @@ class TableLayout:
         records: For each shard, where its record of each of these begins.
         record_rows: For each shard, where the numbers of the rows in its record begin.
         record_sizes: How many rows each shard's record holds.
-        backups: Where the workers' copies begin.
         shard_starts: The first row of each shard, and the end of the last.
         nbytes: The size of the region.
     """
@@ -193,7 +191,6 @@ class TableLayout:
     records: tuple[tuple[int, ...], ...]
     record_rows: tuple[int, ...]
     record_sizes: tuple[int, ...]
-    backups: int
     shard_starts: tuple[int, ...]
     nbytes: int
 
@@ -225,23 +222,15 @@ class TableLayout:
         for num_rows in record_sizes:
             record_rows.append(at)
             at = aligned(at + 8 * num_rows)
-        backups = at
-        at += spec.num_backups * cls.backup_bytes(spec)
         return cls(
             parts,
             widths,
             records,
             tuple(record_rows),
             tuple(record_sizes),
-            backups,
             tuple(shard_starts),
             max(at, 64),
         )
-
-    @staticmethod
-    def backup_bytes(spec: TableSpec) -> int:
-        """Return the size of one worker's copy."""
-        return aligned(spec.rows * spec.cols * spec.dtype.itemsize)
 
 
 def most_rows(cols: int) -> int:
@@ -271,17 +260,6 @@ def view_record(
     size = layout.record_sizes[index]
     parts = _views(region, spec, layout, layout.records[index], size)
     return parts, region.tensor(torch.int64, size, layout.record_rows[index])
-
-
-def view_backups(region: Region, spec: TableSpec, layout: TableLayout) -> list[Tensor]:
-    """Return each worker's copy, as (rows, cols)."""
-    size = TableLayout.backup_bytes(spec)
-    return [
-        region.tensor(spec.dtype, spec.rows * spec.cols, layout.backups + worker * size).view(
-            spec.rows, spec.cols
-        )
-        for worker in range(spec.num_backups)
-    ]
 
 
 def read_dtype(given: object) -> torch.dtype:

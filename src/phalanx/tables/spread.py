@@ -155,34 +155,30 @@ class SpreadStorage:
             raise outside(rows, self.spec)
         return self
 
-    def read(
-        self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float, *, backs_up: bool
-    ) -> None:
+    def read(self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float) -> None:
         """Copy rows, checked, into ``out``; see :meth:`Sharded.read`."""
         if rows is None:
             hosts = range(self._hosts.num_hosts)
             wanted: _Wanted = {host: (None, self._span(out, host)) for host in hosts}
-            self._read_parts(wanted, worker, timeout_s, backs_up=backs_up)
+            self._read_parts(wanted, worker, timeout_s)
             return
         host = self._owner(rows)
         if host is not None and host != self._hosts.me:
             part, waiting = self.remote_parts(worker)[host], Waiting(timeout_s)
             part.remote.deferred.finish(timeout_s)
-            part.wait(part.begin_read(rows, out, backs_up=backs_up), waiting.remaining_s())
+            part.wait(part.begin_read(rows, out), waiting.remaining_s())
             return
         cuts = self._cut(rows)
         sorted_out, wanted, at = torch.empty_like(out), {}, 0
         for host, cut in cuts.items():
             wanted[host] = (cut.rows, sorted_out[at : at + len(cut.rows)])
             at += len(cut.rows)
-        self._read_parts(wanted, worker, timeout_s, backs_up=backs_up)
+        self._read_parts(wanted, worker, timeout_s)
         order = torch.cat([cut.places for cut in cuts.values()])
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device="cpu"))
         MatrixRows(sorted_out).take(back, out)
 
-    def _read_parts(
-        self, wanted: _Wanted, worker: int, timeout_s: float, *, backs_up: bool
-    ) -> None:
+    def _read_parts(self, wanted: _Wanted, worker: int, timeout_s: float) -> None:
         """Read from each host; what is asked of others is under way while this one's is read."""
         mine = wanted.get(self._hosts.me)
         waiting = Waiting(timeout_s)
@@ -190,11 +186,11 @@ class SpreadStorage:
         _finish_adds(parts.values(), timeout_s)  # a worker reads what it has added
 
         def begin(host: int) -> _Pending:
-            return parts[host], parts[host].begin_read(*wanted[host], backs_up=backs_up)
+            return parts[host], parts[host].begin_read(*wanted[host])
 
         def read_here() -> None:
             if mine is not None:
-                self.local.read(*mine, worker, timeout_s, backs_up=backs_up)
+                self.local.read(*mine, worker, timeout_s)
 
         _ask(parts, begin, read_here, waiting)
 

@@ -17,6 +17,7 @@ from phalanx.ipc import wait_until
 from phalanx.memory import has_memory
 from phalanx.plan import Verdict
 from phalanx.tables.key_storage import KeyStorage
+from phalanx.tables.last_read import LastRead
 from phalanx.tables.membership import Membership
 from phalanx.tables.part import Entry, NotFinite
 from phalanx.tables.rounds import Arrival
@@ -107,6 +108,7 @@ class Table:
         self._is_bounded = spec.staleness.is_bounded
         self._is_guarded = spec.nonfinite != "allow"
         self._seen_clock = -1  # lowest clock at the last staleness check
+        self._last_read = LastRead(spec) if spec.updater.remembers else None
 
     @property
     def name(self) -> str:
@@ -167,6 +169,9 @@ class Table:
         index = read_rows(rows, spec)
         holder = self._storage.holder_of(index)
         value = read_delta(delta, spec, None if index is None else index.numel())
+        num_rows = value.shape[0]
+        if self._last_read is not None:
+            index, value = self._last_read.widened(index, value, self._read_now)
         entry = Entry(index, value, self._group.worker_id, unchecked=self._is_guarded)
         try:
             self._take(entry, holder, wait)
@@ -177,7 +182,7 @@ class Table:
                 "the table with `nonfinite='allow'` to take such adds."
             ) from None
         self._stats.adds += 1
-        self._stats.rows_added += value.shape[0]
+        self._stats.rows_added += num_rows
 
     def _take(self, entry: Entry, holder: Storage | KeyStorage, wait: bool = True) -> None:
         # An add of a worker outside the round would make the gets of that round differ.
@@ -300,10 +305,16 @@ class Table:
             self._storage.rounds.finish(arrival, group.timeout_s)
         elif self._is_bounded:
             self._wait_for_slow()
-        backs_up = self._spec.num_backups > 0 and group.is_counted()
-        holder.read(rows, target, group.worker_id, group.timeout_s, backs_up=backs_up)
+        holder.read(rows, target, group.worker_id, group.timeout_s)
+        if self._last_read is not None:
+            self._last_read.remember(rows, target)
         self._stats.gets += 1
         self._stats.rows_read += target.shape[0]
+
+    def _read_now(self, rows: Tensor, target: Tensor) -> None:
+        """Read rows, checked, without waiting for anybody."""
+        group = self._group
+        self._storage.read(rows, target, group.worker_id, group.timeout_s)
 
     def _wait_for_slow(self) -> None:
         membership, worker = self._group.membership, self._group.worker_id

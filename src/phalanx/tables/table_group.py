@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from phalanx.distributed import open_store
-from phalanx.errors import ConfigError, StateError, UnsupportedError
+from phalanx.errors import StateError, UnsupportedError
 from phalanx.ipc import register_at_fork, wait_until
 from phalanx.native import require_library
 from phalanx.plan import Staleness, check_argument, say_numbers
@@ -363,7 +363,6 @@ class TableGroup:
             num_shards=num_shards,
             staleness=read_mode(sync, staleness, self.staleness),
             nonfinite=nonfinite,
-            num_backups=self._num_backups(rule),
             capacity=capacity,
         )
 
@@ -375,19 +374,6 @@ class TableGroup:
             bounds = [b for b in (self._tick_bound, spec.staleness.bound) if b is not None]
             self._tick_bound = min(bounds)
         return storage
-
-    def _num_backups(self, updater: Updater) -> int:
-        """Return how many workers there can ever be, for an updater that needs a copy for each."""
-        if not updater.keeps_backups:
-            return 0
-        alone = self._context.run is None and self.membership.here() == [0]
-        found = self.membership.num_expected or int(alone)
-        if not found:
-            raise ConfigError(
-                f"`num_workers` must be given to `join` for updater {updater.name!r}, which keeps "
-                "a copy of the rows for each worker, but is not."
-            )
-        return found
 
     def is_counted(self) -> bool:
         """Tell whether this worker has not left; another may have its number since."""

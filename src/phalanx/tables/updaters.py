@@ -42,15 +42,13 @@ class Change(NamedTuple):
 
     Attributes:
         rows_KD: The rows, to be changed in place.
-        delta_KD: What was added to them.
+        delta_KD: What was added to them; (K, 2D) where the updater remembers.
         states: The updater's states of these rows, to be changed in place.
-        backup_KD: The rows as the worker read them last, where the updater asks for that.
     """
 
     rows_KD: Tensor
     delta_KD: Tensor
     states: list[Tensor]
-    backup_KD: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +58,8 @@ class Updater:
     Attributes:
         name: What it is called in ``updater=``.
         states: Width of each state: "row" for one number per row, "element" for one per element.
-        keeps_backups: Whether each worker has a copy of the rows as it read them last.
+        remembers: Whether it compares with what the worker read last: then a delta is (K, 2D), and
+            beside what was added stand the rows as its worker read them last.
         any_dtype: Whether it serves tables of integers.
         merges_rounds: How the adds of a bulk-synchronous round, all of them of the whole table,
             become one before it is taken: "sum" or "mean". None takes one after the other.
@@ -88,7 +87,7 @@ class Updater:
 
     name: ClassVar[str] = ""
     states: ClassVar[tuple[str, ...]] = ()
-    keeps_backups: ClassVar[bool] = False
+    remembers: ClassVar[bool] = False
     any_dtype: ClassVar[bool] = False
     merges_rounds: ClassVar[str | None] = None
 
@@ -340,8 +339,9 @@ class Adam(Updater):
 class DcAsgd(Updater):
     """w −= lr · (g + λ · g ⊙ g ⊙ (w − w_bak(k))), w_bak(k): the rows as worker k read them.
 
-    It makes up for what the others have added since. Every ``get`` renews the backup of the rows
-    that it returned; at first the backup is the table as the worker found it.
+    It makes up for what the others have added since. Each worker keeps the rows that its last
+    ``get`` of them returned, in its own memory, and sends them with its gradient. Rows that it
+    never read are read when it first adds to them.
 
     Args:
         lr: The learning rate η.
@@ -351,15 +351,15 @@ class DcAsgd(Updater):
     """
 
     name: ClassVar[str] = "dc_asgd"
-    keeps_backups: ClassVar[bool] = True
+    remembers: ClassVar[bool] = True
     lr: float = 0.01
     compensation: float = 0.04
 
     def apply(self, change: Change) -> None:
-        rows_KD, delta_KD, _, backup_KD = change
-        assert backup_KD is not None
-        drift = (rows_KD - backup_KD).mul_(delta_KD).mul_(delta_KD)
-        rows_KD.sub_(drift.mul_(self.compensation).add_(delta_KD), alpha=self.lr)
+        rows_KD = change.rows_KD
+        gradient_KD, read_KD = change.delta_KD.chunk(2, dim=1)
+        drift = (rows_KD - read_KD).mul_(gradient_KD).mul_(gradient_KD)
+        rows_KD.sub_(drift.mul_(self.compensation).add_(gradient_KD), alpha=self.lr)
 
 
 _BUILT_IN: dict[str, type[Updater]] = {

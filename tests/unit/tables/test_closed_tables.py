@@ -61,7 +61,7 @@ def use_keys(world: tables.TableGroup) -> tables.Table:
     return table
 
 
-def use_backups(world: tables.TableGroup) -> tables.Table:
+def use_last_read(world: tables.TableGroup) -> tables.Table:
     table = world.matrix(10_000, 4, updater="dc_asgd")
     table.get()
     table.add(torch.ones(10_000, 4))
@@ -69,7 +69,7 @@ def use_backups(world: tables.TableGroup) -> tables.Table:
     return table
 
 
-KINDS = [use_matrix, use_rounds, use_keys, use_backups]
+KINDS = [use_matrix, use_rounds, use_keys, use_last_read]
 
 
 @pytest.mark.parametrize("use", KINDS)
@@ -148,4 +148,4 @@ def test_a_call_that_comes_too_late_is_told_that_the_world_is_closed():
     with tables.join() as world:
         storage = world.matrix(8, 2, name="late")._storage
     with pytest.raises(StateError, match="'late' must belong to an open group"):
-        storage.read(None, torch.empty(8, 2), 0, 1.0, backs_up=False)  # its handle had looked
+        storage.read(None, torch.empty(8, 2), 0, 1.0)  # its handle had looked

@@ -93,7 +93,7 @@ def test_one_add_may_bring_more_keys_than_there_is_room_for(world):
     assert table.get(torch.arange(5001)).sum() == 10_000
 
 
-@pytest.mark.parametrize("updater", [k for k in tables.updaters._BUILT_IN if k != "dc_asgd"])
+@pytest.mark.parametrize("updater", tables.updaters._BUILT_IN)
 def test_every_updater_does_to_keys_what_it_does_to_rows(world, updater):
     size = 200
     draw = torch.Generator().manual_seed(1)

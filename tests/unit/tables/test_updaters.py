@@ -129,32 +129,34 @@ def test_rmsprop_has_the_bits_of_torchs_and_rows_that_are_not_given_stay(num_sha
 
 
 def test_dc_asgd_follows_equation_10_of_the_paper():
-    """Two workers; each one's backup is the model as it was when that worker pulled last."""
+    """Two workers; each one's copy is the model as it was when that worker pulled last."""
     lr, lam = 0.1, 0.5
     first = torch.randn(ROWS, COLS, dtype=torch.float64)
-    w, backups = first.clone(), [first.clone(), first.clone()]
+    w, copies = first.clone(), [first.clone(), first.clone()]
     with tables.join(num_workers=2) as one, one.thread_worker() as two:
         updater = {"name": "dc_asgd", "lr": lr, "compensation": lam}
         handles = [
             world.matrix(ROWS, COLS, torch.float64, name="t", updater=updater, init=first)
             for world in (one, two)
         ]
+        for handle in handles:
+            handle.get()
         for step in range(STEPS):
             worker = (step // 2 + step % 3) % 2
             g = torch.randn(ROWS, COLS, dtype=torch.float64)
             if step % 4 == 0:
                 torch.testing.assert_close(handles[worker].get(), w, rtol=1e-12, atol=1e-12)
-                backups[worker] = w.clone()
+                copies[worker] = w.clone()
             if step % 5 == 0:
                 rows = [4, 1]
                 torch.testing.assert_close(handles[worker].get(rows), w[rows])
-                backups[worker][rows] = w[rows]
+                copies[worker][rows] = w[rows]
                 w[rows] -= lr * (
-                    g[rows] + lam * g[rows] * g[rows] * (w[rows] - backups[worker][rows])
+                    g[rows] + lam * g[rows] * g[rows] * (w[rows] - copies[worker][rows])
                 )
                 handles[worker].add(g[rows], rows=rows)
             else:
-                w = w - lr * (g + lam * g * g * (w - backups[worker]))
+                w = w - lr * (g + lam * g * g * (w - copies[worker]))
                 handles[worker].add(g)
         torch.testing.assert_close(handles[0].get(), w, rtol=1e-12, atol=1e-12)
 
