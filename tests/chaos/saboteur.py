@@ -22,6 +22,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+POINTS = (  # passed by a worker process, in the order of a step
+    "born",  # it has all it needs, and has not said so yet
+    "microbatch taken",
+    "before forward",
+    "after backward",
+    "gradients half written",
+    "gradients written",
+    "before reply",
+)
 MODULE_POINTS = ("inside forward", "inside backward")  # passed by the module of `course`
 
 _MARGIN_BYTES = 32 << 20

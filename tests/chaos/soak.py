@@ -29,11 +29,10 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import phalanx
-from phalanx.execution import points
 from phalanx.ipc import fail_points
-from tests.chaos.saboteur import MODULE_POINTS, REASONS, Order, Orders, Saboteur
+from tests.chaos.saboteur import MODULE_POINTS, POINTS, REASONS, Order, Orders, Saboteur
 
-POINTS = [point for point in (*points.POINTS, *MODULE_POINTS) if point != "born"]
+_POINTS = [point for point in (*POINTS, *MODULE_POINTS) if point != "born"]
 SIGNALS = {
     "kill": signal.SIGKILL,
     "segfault": signal.SIGSEGV,
@@ -225,7 +224,7 @@ class Chaos:
         worker = self._random.randrange(self._options.workers)
         deed = self._random.choice(DEEDS)
         if self._random.random() < 0.5:
-            point = self._random.choice(POINTS)
+            point = self._random.choice(_POINTS)
             self._plan = Fault(worker, deed, point)
             self._orders.give(worker, Order(point, deed, self._random.randint(1, 4)))
             return

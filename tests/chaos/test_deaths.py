@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.execution import PartialSum, contract
-from phalanx.execution.points import POINTS
 from phalanx.train import checkpoint
 from tests.chaos.course import DEADLINE_S, MICROBATCHES, Course, batches
-from tests.chaos.saboteur import MODULE_POINTS, Order
+from tests.chaos.saboteur import MODULE_POINTS, POINTS, Order
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`replicas` should be at most"),

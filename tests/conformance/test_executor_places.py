@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -58,50 +57,6 @@ def test_a_fork_cannot_use_the_workers() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         trainer.fit(DATA)
         assert trainer.steps == 2
-
-
-def test_files_in_a_folder_do_where_memory_is_short(tmp_path: Path) -> None:
-    with make(executor=phalanx.Processes(memory_dir=tmp_path)) as trainer:
-        trainer.fit(DATA)
-        assert trainer.steps == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture
-def small_place(tmp_path: Path) -> Any:
-    """A file system of 64 KB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a tmpfs needs root")
-    place = tmp_path / "small"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)],
-        capture_output=True,
-        check=False,
-    )
-    if mounted.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
-def test_a_full_place_is_an_error_with_the_way_out_and_no_crash(small_place: Path) -> None:
-    net = nn.Linear(300, 300)
-    before = net.weight.detach().clone()
-    with (
-        phalanx.Trainer(
-            net,
-            nn.functional.mse_loss,
-            sgd,
-            microbatches=None,
-            replicas=1,
-            executor=phalanx.Processes(memory_dir=small_place),
-        ) as trainer,
-        pytest.raises(phalanx.PhalanxError, match=r"needs .* bytes in") as caught,
-    ):
-        trainer.fit([(torch.ones(4, 300), torch.ones(4, 300))])
-    assert str(small_place) in str(caught.value)
-    assert torch.equal(net.weight, before)
 
 
 def test_too_many_losses_end_the_run(tmp_path: Path) -> None:

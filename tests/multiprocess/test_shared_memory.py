@@ -63,9 +63,8 @@ def fill_a_row(parent: Parent, region: Region, rank: int) -> None:
     parent.hear()
 
 
-@pytest.mark.parametrize("file", [False, True])
-def test_three_workers_share_regions_given_at_the_start_and_later(start, tmp_path, file):
-    region = Region.create(4 * NUM_WORKERS * 5, memory_dir=tmp_path if file else None)
+def test_three_workers_share_regions_given_at_the_start_and_later(start):
+    region = Region.create(4 * NUM_WORKERS * 5)
     children = [start.start(fill_a_row, region, rank) for rank in range(NUM_WORKERS)]
     later = Region.create(64 * NUM_WORKERS)
     for rank, child in enumerate(children):
@@ -107,15 +106,6 @@ def test_a_forked_child_simply_has_it():
 
 
 # --- memory that is full --------------------------------------------------------------------------
-
-
-def test_a_full_file_system_is_an_error_at_creation(small):
-    with pytest.raises(OutOfSpace, match="only 1048576 bytes") as caught:
-        Region.create(2 << 20, label="weights", memory_dir=small)
-    assert caught.value.needed_bytes == 2 << 20
-    assert caught.value.available_bytes == 1 << 20
-    region = Region.create(1 << 20, label="weights", memory_dir=small)  # nothing was kept
-    region.tensor(torch.uint8, 1 << 20).fill_(1)
 
 
 def test_without_the_reservation_the_first_touch_kills(small):

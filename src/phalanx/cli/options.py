@@ -23,8 +23,7 @@ Workloads = Literal["auto"] | tuple[float, ...] | None
 Given = Mapping[str, Any]  # what was said on the command line, by name. Any: of several types
 
 # These may change when a run goes on; all others decide its numbers and must stay.
-_OF_WORKERS = ("timeout_s", "max_failures", "memory_dir")
-_CHANGEABLE = ("replicas", "workloads", "epochs", "lr", "executor", *_OF_WORKERS)
+_CHANGEABLE = ("replicas", "workloads", "epochs", "lr", "executor")
 _OF_CODE = ("data", "model", "loss", "forward")  # they may be module:attribute
 _EXECUTORS = ("threads", "processes", "inline")  # the command is no rank of a job
 _LARGEST_RATE = (2 - 2**-23) * 2.0**127  # of float32
@@ -132,26 +131,6 @@ class TrainOptions:
             "threads",
         ),
     ] = "threads"
-    timeout_s: Annotated[
-        float,
-        _option(
-            "SECONDS",
-            "How long a worker process may take for a microbatch before it counts as hung and is "
-            "replaced.",
-            "300",
-        ),
-    ] = 300.0
-    max_failures: Annotated[
-        int, _option("N", "How many worker processes may be lost in all.", "20")
-    ] = 20
-    memory_dir: Annotated[
-        str | None,
-        _option(
-            "DIR",
-            "Let worker processes share files in this folder, where memory is short.",
-            "memory",
-        ),
-    ] = None
 
     def __post_init__(self) -> None:
         for name, least in (("epochs", 1), ("batch_size", 1), ("microbatches", 0)):
@@ -170,10 +149,6 @@ class TrainOptions:
                 f"`--executor` must be one of {', '.join(_EXECUTORS)}, but is {self.executor!r}. "
                 "For ranks of a job write a script with a `Trainer`."
             )
-        if not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):
-            raise ConfigError(f"`--timeout-s` must be above 0 seconds, but is {self.timeout_s!r}.")
-        if self.max_failures < 0:
-            raise ConfigError(f"`--max-failures` must be 0 or more, but is {self.max_failures!r}.")
         replicas, workloads = parse_replicas(self.replicas), parse_workloads(self.workloads)
         check_formation(replicas, workloads)
         _check_microbatches(replicas, self.microbatches)
@@ -332,7 +307,7 @@ def complete(given: Given) -> TrainOptions:
     recipe = asdict(defaults_for(data, model))
     if given.get("microbatches") == 0:
         recipe["replicas"] = "1"
-    return _served(TrainOptions(**{"data": data, "model": model, **recipe, **given}), given)
+    return TrainOptions(**{"data": data, "model": model, **recipe, **given})
 
 
 def continue_with(stored: TrainOptions, given: Given, *, run: str) -> TrainOptions:
@@ -363,22 +338,16 @@ def continue_with(stored: TrainOptions, given: Given, *, run: str) -> TrainOptio
         flags = " and ".join(f"`{_flag(name)}`" for name in left_out)
         raise ConfigError(
             f"{flags} must be given again with `--resume`, because a run folder is not trusted to "
-            f"name code or a place to write, but {'is' if len(left_out) == 1 else 'are'} left out. "
+            f"name code, but {'is' if len(left_out) == 1 else 'are'} left out. "
             f"If you trust what {run} names, add {shlex.join(as_words(left_out))}"
         )
-    return _served(options, given)
+    return options
 
 
 def untrusted(options: TrainOptions) -> dict[str, str]:
-    """Return, by name, the options that nobody may take from a run folder, which may be another's.
-
-    They are the code that would be run, and the folder that worker processes would write to.
-    """
+    """Return, by name, the options that name code; a run folder may be anybody's."""
     found = {name: getattr(options, name) for name in _OF_CODE}
-    found = {name: value for name, value in found.items() if value and _names_code(name, value)}
-    if options.executor == "processes" and options.memory_dir is not None:
-        found["memory_dir"] = options.memory_dir
-    return found
+    return {name: value for name, value in found.items() if value and _names_code(name, value)}
 
 
 def _names_code(name: str, value: str) -> bool:
@@ -390,21 +359,10 @@ def as_words(options: Mapping[str, str]) -> list[str]:
     """Return options as the command line has them.
 
     Example:
-        >>> as_words({"memory_dir": "/tmp"})
-        ['--memory-dir', '/tmp']
+        >>> as_words({"data": "own:rows"})
+        ['--data', 'own:rows']
     """
     return [word for name, value in options.items() for word in (_flag(name), value)]
-
-
-def _served(options: TrainOptions, given: Given) -> TrainOptions:
-    """Return ``options``, unless the executor takes no notice of one that was given."""
-    for name in _OF_WORKERS:
-        if name in given and options.executor != "processes":
-            raise ConfigError(
-                f"`{_flag(name)}` must come with worker processes, but the executor is "
-                f"{options.executor!r}. Add --executor processes, or leave it out."
-            )
-    return options
 
 
 def read_options(stored: Mapping[str, Any], *, source: str) -> TrainOptions:

@@ -332,12 +332,7 @@ class Session:
         options, kept = self.options, self.job.formation
         intra_op = None if kept is None or options.microbatches else kept.intra_op
         if options.executor == "processes":
-            return Processes(
-                intra_op=intra_op,
-                timeout_s=options.timeout_s,
-                max_failures=options.max_failures,
-                memory_dir=options.memory_dir,
-            )
+            return Processes(intra_op=intra_op)
         return Threads(intra_op=intra_op) if options.executor == "threads" else options.executor
 
     def _counts_classes(self) -> bool:

@@ -42,9 +42,8 @@ def train(
         typer.Option(
             metavar="DIR",
             help="Go on with the run in this folder, bit for bit, with its own options; "
-            "--replicas, --workloads, --epochs, --lr, --executor and what goes with it may be "
-            "given anew. Give module:attribute and --memory-dir again: they are not taken from a "
-            "folder.",
+            "--replicas, --workloads, --epochs, --lr and --executor may be given anew. Give "
+            "module:attribute again: that is not taken from a folder.",
         ),
     ] = None,
 ) -> None:

@@ -8,7 +8,7 @@ from phalanx.execution.contract import (
     default_intra_op,
     repeated,
 )
-from phalanx.execution.failures import FailureLog, WorkerFailure, WorkerLost
+from phalanx.execution.failures import FailureLog, WorkerLost
 from phalanx.execution.opening import (
     EXECUTORS,
     ExecutorChoice,
@@ -46,7 +46,6 @@ __all__ = [
     "ThreadExecutor",
     "ThreadPool",
     "Threads",
-    "WorkerFailure",
     "WorkerLost",
     "check_reduce",
     "default_intra_op",

@@ -1,38 +1,17 @@
-"""Worker processes that were lost: how many may be, and what is told of them."""
+"""Lost worker processes: their permitted number, and the report to the user."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError, PeerLost
 from phalanx.plan import read_count, read_number
 
-__all__ = ["FailureLog", "WorkerFailure", "WorkerLost", "check_limits", "check_seconds"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerFailure:
-    """A worker that was lost and is being replaced.
-
-    Attributes:
-        worker: Its number.
-        pid: Its process.
-        reason: What became of it.
-        microbatch: What it had in hands, which another one computes; None for nothing.
-        dump: Where its threads stood, if it hung.
-        noticed_s: When, on the clock of `StepDone` spans.
-    """
-
-    worker: int
-    pid: int
-    reason: str
-    microbatch: int | None
-    dump: str
-    noticed_s: float
+__all__ = ["FailureLog", "WorkerLost", "check_limits", "check_seconds"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,17 +28,17 @@ class WorkerLost:
         seconds: From the moment it was noticed until the step was done.
     """
 
-    step: int
+    step: int = 0
     worker: int
     pid: int
     reason: str
     microbatch: int | None
     dump: str
-    seconds: float
+    seconds: float = 0.0
 
 
 class FailureLog:
-    """Workers that were lost, until somebody tells of them.
+    """Lost workers, until callbacks get them.
 
     Args:
         most: How many may be lost in all; None for any number.
@@ -68,46 +47,36 @@ class FailureLog:
     def __init__(self, most: int | None) -> None:
         self._most = most
         self._count = 0
-        self._untold: deque[WorkerFailure] = deque()
+        self._unreported: deque[tuple[WorkerLost, float]] = deque()  # with the moments
         self._lock = threading.Lock()
 
-    def add(self, failure: WorkerFailure) -> None:
-        """Note a loss; called in any thread.
+    def add(self, lost: WorkerLost, noticed_s: float) -> None:
+        """Note a loss, whose step and seconds :meth:`take` fills in; called in any thread.
 
         Raises:
             PeerLost: It is one too many.
         """
         with self._lock:
             self._count += 1
-            self._untold.append(failure)
+            self._unreported.append((lost, noticed_s))
             if self._most is None or self._count <= self._most:
                 return
-        held = (
-            "" if failure.microbatch is None else f" while it held microbatch {failure.microbatch}"
-        )
+        held = "" if lost.microbatch is None else f" while it held microbatch {lost.microbatch}"
         raise PeerLost(
             f"At most {self._most} workers may be lost (`max_failures`), but worker "
-            f"{failure.worker} {failure.reason}{held}, and it is number {self._count}. If they "
+            f"{lost.worker} {lost.reason}{held}, and it is number {self._count}. If they "
             "all fall over the same data, look at it with executor='threads'.",
-            failure.worker,
+            lost.worker,
         )
 
     def take(self, step: int) -> Iterator[WorkerLost]:
-        """Yield the losses that nobody was told of yet; all happened in update ``step``.
+        """Yield the unreported losses; all happened in update ``step``.
 
-        Where telling of one raises, those behind it are left for the next time.
+        If the caller raises at one of them, the others are left for the next time.
         """
-        while self._untold:
-            failure = self._untold.popleft()
-            yield WorkerLost(
-                step=step,
-                worker=failure.worker,
-                pid=failure.pid,
-                reason=failure.reason,
-                microbatch=failure.microbatch,
-                dump=failure.dump,
-                seconds=now_s() - failure.noticed_s,
-            )
+        while self._unreported:
+            lost, noticed_s = self._unreported.popleft()
+            yield replace(lost, step=step, seconds=now_s() - noticed_s)
 
 
 def check_seconds(name: str, seconds: float) -> None:

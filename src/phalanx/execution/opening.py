@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +17,6 @@ from phalanx.execution.failures import FailureLog, WorkerLost, check_limits, che
 from phalanx.execution.processes import ProcessExecutor
 from phalanx.execution.ranks import RankExecutor, write_once
 from phalanx.execution.threads import ThreadExecutor
-from phalanx.memory import SharedMemoryPool
 from phalanx.plan import check_argument, check_function, read_intra_op
 
 __all__ = [
@@ -77,8 +74,6 @@ class Processes:
         timeout_s: How long a microbatch may take before its worker process counts as hung.
         max_failures: How many worker processes may be lost in all; None for any number.
         on_failure: Called with every `WorkerLost`, after the update that it was lost in.
-        memory_dir: A folder for files in the place of the memory that worker processes share, where
-            that is short; default: anonymous memory, which no size of /dev/shm limits.
 
     Raises:
         ConfigError: An option cannot work.
@@ -92,16 +87,12 @@ class Processes:
     timeout_s: float = 300.0
     max_failures: int | None = 20
     on_failure: Callable[[WorkerLost], object] | None = None
-    memory_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
         read_intra_op(self.intra_op)
         check_limits(self.timeout_s, self.max_failures)
         if self.on_failure is not None:
             check_function("on_failure", self.on_failure)
-        if self.memory_dir is not None:
-            fits = isinstance(self.memory_dir, (str, os.PathLike))
-            check_argument(fits, "memory_dir", "be a path", self.memory_dir)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,18 +269,15 @@ def open_executor(
     """
     choice.refuse_devices(devices)
     if choice.kind == "processes":
-        options = choice.options
-        directory = None if options.memory_dir is None else Path(options.memory_dir)
         return ProcessExecutor(
             module,
             len(devices),
-            pool=SharedMemoryPool(directory),
+            failures=failures,
             shared=shared,
             reads=reads,
             workloads=workloads,
             intra_op=intra_op,
-            timeout_s=options.timeout_s,
-            on_failure=failures.add,
+            timeout_s=choice.options.timeout_s,
         )
     executor = _kind(choice)(
         module,

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -28,17 +28,16 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import StateError, UnsupportedError
+from phalanx.execution.channel import LONGEST_S, Mailbox, pack, pack_data
 from phalanx.execution.contract import (
     Executor,
     RunState,
     default_intra_op,
 )
-from phalanx.execution.failures import WorkerFailure
-from phalanx.execution.gradient_buffers import GradientBuffer, GradientBuffers
-from phalanx.execution.mailbox import Mailbox
+from phalanx.execution.failures import FailureLog, WorkerLost
+from phalanx.execution.gradient_slots import GradientSlot, GradientSlots, SlotLayout
 from phalanx.execution.partial_sums import PartialSum, Span
 from phalanx.execution.thread_pool import ThreadPool
-from phalanx.execution.timeouts import LONGEST_S
 from phalanx.execution.worker import (
     Done,
     Failed,
@@ -57,8 +56,6 @@ from phalanx.replicas import (
     PlainChanges,
     StatisticSpec,
     num_cores,
-    pack,
-    pack_data,
     refuse_compiled_in_place,
     statistic_specs,
 )
@@ -75,15 +72,17 @@ class ProcessExecutor(Executor):
     Args:
         source: The module that the user trains; all its parameters lie on the CPU.
         num_workers: Number of processes.
-        pool: Where its parameters and buffers are moved to, and those of modules that ``reads``
-            hold. Kept as an attribute.
+        failures: Takes note of lost workers.
         shared: Objects that tasks refer to; workers have them from the fork.
         reads: What is called beside the module, such as the loss.
         workloads: Relative shares; equal by default; 0 switches a worker off.
         intra_op: Threads inside operators, per worker.
         timeout_s: How long one microbatch may take before its worker counts as hung; what is
             longer than three weeks, as infinity is, counts as that.
-        on_failure: Called for every lost worker, in any thread; what it raises ends the run.
+
+    Attributes:
+        pool: Where the parameters and buffers of the module are moved to, and those of modules that
+            ``reads`` hold.
 
     Raises:
         UnsupportedError: It has parameters or buffers that processes cannot share.
@@ -99,13 +98,12 @@ class ProcessExecutor(Executor):
         source: nn.Module,
         num_workers: int,
         *,
-        pool: SharedMemoryPool,
+        failures: FailureLog,
         shared: Sequence[object] = (),
         reads: Sequence[object] = (),
         workloads: Sequence[float] | None = None,
         intra_op: int | None = None,
         timeout_s: float = 300.0,
-        on_failure: Callable[[WorkerFailure], None] = lambda _: None,
     ) -> None:
         self.workloads = list(workloads) if workloads is not None else [1.0] * num_workers
         check_workloads(self.workloads, num_workers)
@@ -116,17 +114,17 @@ class ProcessExecutor(Executor):
         self.parameters = list(source.parameters())
         self._source = source
         self.sources = (source,)
-        self.pool = pool
+        self.pool = SharedMemoryPool()
         self._shared = list(shared)
         self._reads = list(reads)
         self._timeout_s = min(float(timeout_s), LONGEST_S)
-        self._on_failure = on_failure
+        self._failures = failures
         self._pid = os.getpid()
         self._runs = 0
         self._moved: dict[int, Tensor] = {}
         self._specs: list[StatisticSpec] | None = None
         # A worker's are its replacement's: the pool frees nothing.
-        self._mail = [(Mailbox(pool), Mailbox(pool)) for _ in range(num_workers)]
+        self._mail = [(Mailbox(self.pool), Mailbox(self.pool)) for _ in range(num_workers)]
         self._workers: list[WorkerProcess | None] = [None] * num_workers
         self._dismiss = weakref.finalize(self, _dismiss, self._workers)
         self._threads = ThreadPool(num_workers, intra_op=self._intra_op, name="phalanx-executor")
@@ -193,7 +191,7 @@ class ProcessExecutor(Executor):
         specs = statistic_specs(self._source, BufferRules())
         if specs != self._specs:
             self._specs = specs
-            self._gradient_buffers = GradientBuffers(self.parameters, specs, self.pool)
+            self._slots = GradientSlots(SlotLayout(self.parameters, specs), self.pool)
 
     def _fork_missing(self) -> None:
         """Fork a worker in the place of each that is gone; nobody computes meanwhile."""
@@ -205,7 +203,7 @@ class ProcessExecutor(Executor):
                 shared=self._shared,
                 fingerprint=self._fingerprint,
                 pool=self.pool,
-                layout=self._gradient_buffers.layout,
+                layout=self._slots.layout,
                 intra_op=self._intra_op,
                 optimizer=self.optimizer,
             )
@@ -234,16 +232,14 @@ class ProcessExecutor(Executor):
         """
         worker, self._workers[index] = self._workers[index], None
         assert worker is not None
-        self._on_failure(
-            WorkerFailure(
-                worker=index,
-                pid=worker.pid,
-                reason=lost.reason,
-                microbatch=microbatch,
-                dump=lost.dump,
-                noticed_s=lost.at_s,
-            )
+        failure = WorkerLost(
+            worker=index,
+            pid=worker.pid,
+            reason=lost.reason,
+            microbatch=microbatch,
+            dump=lost.dump,
         )
+        self._failures.add(failure, lost.at_s)
 
     # -- a run -------------------------------------------------------
 
@@ -315,17 +311,17 @@ class ProcessExecutor(Executor):
         mailbox, answers = self._mail[index]
         state = run.state
         mailbox.clear()
-        buffer = self._gradient_buffers.take() if run.wants_gradients else None
+        slot = self._slots.take() if run.wants_gradients else None
         message = MicrobatchMessage(
             index=microbatch,
             spec=run.spec,
             rows=pack_data(state.pieces[microbatch], mailbox.put),
             weight=state.weights[microbatch],
             seed=state.seed,
-            gradient_buffer=-1 if buffer is None else buffer.region,
+            slot=-1 if slot is None else slot.region,
             reply=answers.room,
         )
-        return _SentMicrobatch(microbatch, buffer, pack(message))
+        return _SentMicrobatch(microbatch, slot, pack(message))
 
     def _compute(self, index: int, message: _SentMicrobatch, run: _ProcessRun) -> None:
         worker = self._workers[index]
@@ -337,13 +333,12 @@ class ProcessExecutor(Executor):
                 f"Raised by replica {index} in process {worker.pid}, "
                 f"microbatch {message.microbatch}.",
             )
-        worker.answers.reserve(answer.result_bytes)
         self._count(index, message, answer, run)
 
     def _count(self, index: int, message: _SentMicrobatch, done: Done, run: _ProcessRun) -> None:
-        state, microbatch, buffer = run.state, message.microbatch, message.gradient_buffer
-        specs, weight = self._gradient_buffers.layout.specs, state.weights[microbatch]
-        gradients, statistics = done.written.read(buffer, specs, weight)
+        state, microbatch, slot = run.state, message.microbatch, message.slot
+        specs, weight = self._slots.layout.specs, state.weights[microbatch]
+        gradients, statistics = done.written.read(slot, specs, weight)
         if done.drew_hidden:
             state.rng_use.hidden = True
         state.assigned.update(dict.fromkeys(done.assigned))
@@ -358,7 +353,7 @@ class ProcessExecutor(Executor):
                 stop_s=done.stop_s,
             )
         )
-        own = PartialSum(gradients, statistics, owners=(buffer,))
+        own = PartialSum(gradients, statistics, owners=(slot,))
         state.sums.put(Node(0, microbatch), own)
         state.queue.count()
 
@@ -378,7 +373,7 @@ class _SentMicrobatch:
     """A microbatch as it is sent to one worker."""
 
     microbatch: int
-    gradient_buffer: GradientBuffer | None  # takes its gradients
+    slot: GradientSlot | None  # takes its gradients
     packed: bytes
 
 

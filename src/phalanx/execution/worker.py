@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.clock import now_s
+from phalanx.execution.channel import Outbox, load, pack
 from phalanx.execution.contract import MicrobatchContext, Task, explain_error
-from phalanx.execution.gradient_buffers import GradientBufferLayout, WrittenGradients
-from phalanx.execution.gradient_writer import GradientWriter
-from phalanx.execution.mailbox import Outbox, collect
+from phalanx.execution.gradient_slots import SlotLayout, SlotWriter, WrittenGradients
 from phalanx.ipc import fail_point, inject, injected
 from phalanx.memory import SharedMemoryPool, TensorHandle, forget_memory
 from phalanx.replicas import (
@@ -36,12 +35,12 @@ from phalanx.replicas import (
     Replica,
     RngPlan,
     derive_seed,
-    load,
-    pack,
     set_intra_op,
 )
+from phalanx.types import Nested
 
 __all__ = [
+    "NEEDED_BYTES",
     "Done",
     "Failed",
     "MicrobatchMessage",
@@ -53,6 +52,8 @@ __all__ = [
     "serve",
 ]
 
+NEEDED_BYTES = 8
+"""The length of the number that begins each answer."""
 _CPU = torch.device("cpu")
 
 
@@ -64,7 +65,7 @@ class World:
         source: The module that the user trains.
         shared: What tasks refer to, such as the loss.
         fingerprint: Where changes of their attributes go.
-        layout: Where in a gradient buffer things lie; its region comes with each microbatch.
+        layout: Of the slots that take gradients.
         optimizer: The program's, whose state workers have no use for.
     """
 
@@ -72,7 +73,7 @@ class World:
     shared: Sequence[object]
     fingerprint: AttributeFingerprint
     pool: SharedMemoryPool
-    layout: GradientBufferLayout
+    layout: SlotLayout
     intra_op: int
     optimizer: Optimizer | None
 
@@ -109,7 +110,7 @@ class MicrobatchMessage:
     Attributes:
         spec: A `RunSpec`, packed: most of the time it is that of the microbatch before.
         rows: Its batch, packed.
-        gradient_buffer: The region that takes the gradients; -1 for none.
+        slot: The region that takes the gradients; -1 for none.
         reply: Bytes that take what is large in the result; None for none.
     """
 
@@ -118,18 +119,8 @@ class MicrobatchMessage:
     rows: bytes
     weight: float
     seed: tuple[int, ...]
-    gradient_buffer: int
+    slot: int
     reply: TensorHandle | None
-
-
-class Needed:
-    """The bytes that an outbox comes to need, as a number at the reader's."""
-
-    def __init__(self, outbox: Outbox) -> None:
-        self._outbox = outbox
-
-    def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (self._outbox.needed_bytes,)
 
 
 @dataclass(frozen=True)
@@ -138,16 +129,13 @@ class Done:
 
     Attributes:
         result: What the task returned.
-        written: What is in the gradient buffer.
-        result_bytes: How much room those before it would take where the task said `reply`; known
-            when they have been packed.
+        written: The parts of the slot that it has written.
         drew_hidden: Whether it drew numbers where calls from Python do not show it.
         assigned: The attributes that `forward` has assigned; looked for in first runs.
     """
 
     result: Any  # Any: whatever the task returns
     written: WrittenGradients
-    result_bytes: int | Needed
     drew_hidden: bool
     assigned: Sequence[str]
     start_s: float
@@ -188,7 +176,7 @@ def serve(world: World, index: int, connection: Connection, dump: Connection) ->
             worker = worker or Worker(index, world)
             answer = worker.work(message)
         except BaseException as error:
-            answer = pack(_failed(error))
+            answer = with_needed(0, pack(_failed(error)))
         flush_output()
         try:
             connection.send_bytes(answer)
@@ -210,8 +198,8 @@ class Worker:
 
     def __init__(self, index: int, world: World) -> None:
         self._world = world
-        self._writer = GradientWriter(world.layout, world.pool)
         self._replica = Replica(world.source, _CPU, index)
+        self._writer = SlotWriter(world.layout, world.pool, self._replica.parameters)
         self._packed_spec = b""
         self._spec: RunSpec
 
@@ -219,13 +207,13 @@ class Worker:
         """Compute a microbatch and return the packed answer."""
         fail_point("microbatch taken")
         outbox = Outbox(self._world.pool, message.reply)
-        done = self._compute(message, outbox)
+        done = self._compute(message, load(message.rows, outbox.read))
         fail_point("before reply")
-        return pack(done, outbox.put)
+        packed = pack(done, outbox.put)
+        return with_needed(outbox.needed_bytes, packed)
 
-    def _compute(self, message: MicrobatchMessage, outbox: Outbox) -> Done:
+    def _compute(self, message: MicrobatchMessage, batch: Nested) -> Done:
         spec = self._begin(message.spec)
-        batch = load(message.rows, lambda token: collect(self._world.pool, *token[1:]))
         start_s = now_s()
         context = MicrobatchContext(
             replica=self._replica,
@@ -234,16 +222,15 @@ class Worker:
             seed=derive_seed(*message.seed, message.index),
             rng=spec.rng,
         )
+        self._writer.begin(message.slot)
         with self._cleaned():
             result = self._run(spec, context)
             statistics = self._replica.statistics.collect(message.weight)
-            gradients = self._replica.take_gradients()
-            written = self._writer.fill(message.gradient_buffer, gradients, statistics)
+            written = self._writer.finish(self._replica.take_gradients(), statistics)
         stop_s = now_s()
         return Done(
             result=result,
             written=written,
-            result_bytes=Needed(outbox),
             drew_hidden=context.rng_use.hidden,
             assigned=self._replica.assigned() if spec.rng.watched else (),
             start_s=start_s,
@@ -276,6 +263,11 @@ class Worker:
             self._replica.drop_gradients()
             self._replica.outdate()
             raise
+
+
+def with_needed(needed_bytes: int, packed: bytes) -> bytes:
+    """Return an answer with the bytes of room that its tensors would take, which come first."""
+    return needed_bytes.to_bytes(NEEDED_BYTES, "little") + packed
 
 
 def flush_output() -> None:

@@ -20,12 +20,10 @@ from typing import Any, NoReturn
 
 from phalanx.clock import now_s
 from phalanx.errors import PeerLost
-from phalanx.execution.mailbox import Mailbox, collect
-from phalanx.execution.timeouts import LONGEST_S, set_timeouts
-from phalanx.execution.worker import RegionsFollow, flush_output
+from phalanx.execution.channel import LONGEST_S, Mailbox, load, pack, set_timeouts
+from phalanx.execution.worker import NEEDED_BYTES, RegionsFollow, flush_output
 from phalanx.ipc import die_with_parent, signal_main_thread
 from phalanx.memory import SharedMemoryPool
-from phalanx.replicas import load, pack
 
 __all__ = ["Lost", "WorkerProcess", "dismiss_all"]
 
@@ -163,7 +161,9 @@ class WorkerProcess:
             raise self._hung(self._timeout_s) from None
         except (EOFError, OSError):
             raise self._gone() from None
-        return load(answer, lambda token: collect(self._pool, *token[1:]))
+        done = load(memoryview(answer)[NEEDED_BYTES:], self.answers.read)
+        self.answers.reserve(int.from_bytes(answer[:NEEDED_BYTES], "little"))
+        return done
 
     def _gone(self) -> Lost:
         at_s = now_s()

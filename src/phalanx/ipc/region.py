@@ -21,7 +21,6 @@ import socket
 import stat
 import struct
 import sys
-import tempfile
 import weakref
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -101,10 +100,11 @@ class Region:
         nbytes: int,
         *,
         label: str = "region",
-        memory_dir: Path | str | None = None,
         reserved: bool = True,
     ) -> Region:
         """Make a region of ``nbytes`` zeros and reserve its memory now.
+
+        It is anonymous memory, which the size of ``/dev/shm`` does not limit.
 
         Without a reservation the lack of memory would show later, as a SIGBUS in the process
         that touches a page first.
@@ -112,29 +112,24 @@ class Region:
         Args:
             nbytes: Its size, at least 1.
             label: What it is called in messages.
-            memory_dir: None for anonymous memory, which the size of ``/dev/shm`` does not limit. A
-                folder for a nameless file in it: paged to that disk where memory is short.
             reserved: False to reserve nothing yet; then :meth:`reserve_part` comes before a part
                 is touched.
 
         Raises:
-            ConfigError: The size is no positive integer, or the folder cannot hold a file.
-            OutOfSpace: There is not so much memory, or room in the folder, or no descriptor left.
+            ConfigError: The size is no positive integer.
+            OutOfSpace: There is not so much memory, or no descriptor left.
         """
         if type(nbytes) is not int or nbytes < 1:
             raise ConfigError(f"`nbytes` must be a positive integer, but is {nbytes!r}.")
         with telling_of_descriptors(f"region {label!r}"):
-            if memory_dir is None:
-                fd = _anonymous(nbytes if reserved else 0, label)
-            else:
-                fd = _nameless(Path(memory_dir))
+            fd = _anonymous(nbytes if reserved else 0, label)
             try:
                 if reserved:
-                    reserve(fd, nbytes, label, memory_dir)
+                    reserve(fd, nbytes, label, None)
                 else:
                     os.ftruncate(fd, nbytes)
-                if memory_dir is None:  # from now on nobody can pull the memory away from a reader
-                    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+                # From now on nobody can pull the memory away from a reader.
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             except BaseException:
                 os.close(fd)
                 raise
@@ -166,8 +161,7 @@ class Region:
     ) -> Region:
         """Map the region that another process of this user holds as its descriptor ``fd``.
 
-        Both numbers are the other's claim. Nothing is mapped but what :meth:`create` has made
-        without a folder.
+        Both numbers are the other's claim. Nothing is mapped but what :meth:`create` has made.
 
         Raises:
             PeerLost: There is no such process or descriptor, it is something else by now, or the
@@ -412,21 +406,6 @@ def telling_of_descriptors(what: str) -> Iterator[None]:
         ) from exc
 
 
-def _nameless(memory_dir: Path) -> int:
-    try:
-        with tempfile.TemporaryFile(dir=memory_dir) as file:
-            return os.dup(file.fileno())
-    except OSError as exc:
-        if exc.errno in NO_DESCRIPTOR:
-            raise
-        if exc.errno in _NO_SPACE:
-            raise _out_of_space(None, 0, "region", memory_dir) from exc
-        raise ConfigError(
-            f"`memory_dir` must be a folder that we may write to, but is {str(memory_dir)!r} "
-            f"({exc.strerror})."
-        ) from exc
-
-
 def reserve(
     fd: int, nbytes: int, label: str, directory: Path | str | None, *, start: int = 0
 ) -> None:
@@ -464,17 +443,16 @@ def reserve(
 
 
 def _out_of_space(
-    needed: int | None, available: int | None, label: str, directory: Path | str | None
+    needed: int, available: int | None, label: str, directory: Path | str | None
 ) -> OutOfSpace:
     where = "memory" if directory is None else f"{str(directory)!r}"
-    amount = "a file" if needed is None else f"{needed} bytes"
     free = "less is" if available is None else f"only {available} bytes are"
     if directory is None:
-        way_out = "Share less, or give a trainer a folder with room on a disk as `memory_dir`."
+        way_out = "Use fewer worker processes, or a smaller model."
     else:
         way_out = "Make room there, or name a folder on another disk."
     return OutOfSpace(
-        f"Region {label!r} needs {amount} in {where}, but {free} free. {way_out}",
+        f"Region {label!r} needs {needed} bytes in {where}, but {free} free. {way_out}",
         needed,
         available,
     )

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -39,13 +38,9 @@ class SharedMemoryPool:
 
     Regions are anonymous: the kernel frees them with the last process that holds them, however it
     ends, so nothing can be left behind.
-
-    Args:
-        directory: A folder for nameless files in the place of anonymous memory.
     """
 
-    def __init__(self, directory: Path | None = None) -> None:
-        self._directory = directory
+    def __init__(self) -> None:
         self._regions: list[Region] = []
         self._whole: list[Tensor] = []  # each region as bytes
         self._typed: dict[tuple[int, torch.dtype], Tensor] = {}  # as numbers, by region and dtype
@@ -60,7 +55,7 @@ class SharedMemoryPool:
         """Return zeros in a new region; memory of other devices is nobody else's to see."""
         if device.type != "cpu" or num_elements == 0:
             return torch.zeros(num_elements, dtype=dtype, device=device)
-        whole = self._add(Region.create(num_elements * dtype.itemsize, memory_dir=self._directory))
+        whole = self._add(Region.create(num_elements * dtype.itemsize))
         with torch.inference_mode(False):  # as in `at`
             return whole[: num_elements * dtype.itemsize].view(dtype)
 
@@ -72,7 +67,7 @@ class SharedMemoryPool:
             total += aligned(tensor.numel() * tensor.itemsize)
         if total == 0:
             return [torch.empty_like(tensor, device="cpu") for tensor in tensors]
-        region = Region.create(total, memory_dir=self._directory)
+        region = Region.create(total)
         self._add(region)
         with torch.inference_mode(False):  # as in `at`
             return [

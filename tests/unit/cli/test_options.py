@@ -74,9 +74,6 @@ def test_what_is_said_is_taken():
         "seed": 9,
         "loss": "mse",
         "executor": "processes",
-        "timeout_s": 9.5,
-        "max_failures": 0,
-        "memory_dir": "/tmp",
     }
     assert asdict(complete(said)) == {**said, "forward": None}
 
@@ -96,14 +93,6 @@ def test_what_is_said_is_taken():
         ({"loss": "hinge"}, "`--loss` must be cross_entropy, mse, l1, bce or module:attribute"),
         ({"forward": "mine"}, "`--forward` must be module:attribute, but is 'mine'"),
         ({"forward": "a:b", "loss": "l1"}, "`--loss` must be left out with `--forward`"),
-        (
-            {"timeout_s": 5.0},
-            "`--timeout-s` must come with worker processes, but the executor is 'th",
-        ),
-        (
-            {"max_failures": 1, "executor": "threads"},
-            "`--max-failures` must come .* --executor processes",
-        ),
         ({"seed": -1}, "`--seed` must be from 0 to"),
         ({"seed": 2**63}, "`--seed` must be from 0 to"),
         ({"workloads": "1,2"}, "must come with a fixed number of replicas.* Give --replicas 2"),
@@ -162,14 +151,12 @@ def test_what_decides_the_numbers_cannot_change_in_a_run(said, message):
         continue_with(STORED, said, run="r")
 
 
-OWN = replace(
-    STORED, data="own:rows", model="own:Net", loss="own:loss", executor="processes", memory_dir="d"
-)
-SAID = {"data": "own:rows", "model": "own:Net", "loss": "own:loss", "memory_dir": "d"}
+OWN = replace(STORED, data="own:rows", model="own:Net", loss="own:loss", executor="processes")
+SAID = {"data": "own:rows", "model": "own:Net", "loss": "own:loss"}
 
 
 @pytest.mark.parametrize("name", SAID)
-def test_what_names_code_or_a_place_to_write_is_not_taken_from_a_run(name):
+def test_what_names_code_is_not_taken_from_a_run(name):
     said = {other: value for other, value in SAID.items() if other != name}
     flag = "--" + name.replace("_", "-")
     wanted = f"`{flag}` must be given again .*but is left out.* r names, add {flag} {SAID[name]}$"
@@ -179,7 +166,6 @@ def test_what_names_code_or_a_place_to_write_is_not_taken_from_a_run(name):
 
 def test_what_names_code_is_given_again():
     assert continue_with(OWN, SAID, run="r") == OWN
-    assert continue_with(OWN, {**SAID, "memory_dir": "e"}, run="r") == replace(OWN, memory_dir="e")
     own = replace(STORED, forward="own:step")
     assert continue_with(own, {"forward": "own:step"}, run="r") == own
     with pytest.raises(ConfigError, match=r"add --forward own:step$"):
@@ -191,7 +177,6 @@ def test_what_names_code_is_given_again():
     [
         {"data": "text:a", "model": "mlp", "loss": "mse"},
         {"data": "text:a:b", "model": "gpt"},
-        {"executor": "threads", "memory_dir": "d"},  # where it is not used
     ],
 )
 def test_what_names_no_code_is_taken_from_a_run(changes):

@@ -1,16 +1,20 @@
-"""Tensors written to shared memory and read there: what fits, what does not, what comes out."""
+"""Messages to and from worker processes: tensors in shared memory, and waits that end."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import socket
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from phalanx.execution.mailbox import Mailbox, Outbox, collect
+from phalanx.execution.channel import Mailbox, Outbox, load, pack, set_timeouts
 from phalanx.memory.shared_memory_pool import SharedMemoryPool
-from phalanx.replicas.packing import load, pack
 
 ROWS = 33  # of 64 floats: more than the 4096 bytes below which tensors travel with the message
 
@@ -23,7 +27,7 @@ def pool() -> Any:
 
 
 def received(pool: SharedMemoryPool, message: bytes) -> Any:
-    return load(message, lambda token: collect(pool, *token[1:]))
+    return load(message, Outbox(pool).read)
 
 
 def big(seed: int = 0) -> Tensor:
@@ -119,3 +123,50 @@ def test_small_tensors_and_those_with_a_graph_travel_with_the_message(
     assert box.put(big().to_sparse()) is None
     assert box.put("text") is None
     assert len(pool) == 0
+
+
+# -- timeouts --------------------------------------------------------
+
+PATIENCE_S = 0.05
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Connection, Connection]]:
+    ours, theirs = multiprocessing.Pipe(duplex=True)
+    set_timeouts(ours, PATIENCE_S)
+    with ours, theirs:
+        yield ours, theirs
+
+
+@pytest.mark.promise("every-wait-ends")
+def test_a_message_that_nobody_reads_is_given_up(ends: tuple[Connection, Connection]) -> None:
+    with pytest.raises(BlockingIOError):
+        ends[0].send_bytes(bytes(1 << 24))
+
+
+@pytest.mark.promise("every-wait-ends")
+def test_half_a_message_is_given_up(ends: tuple[Connection, Connection]) -> None:
+    ours, theirs = ends
+    os.write(theirs.fileno(), (100).to_bytes(4, "big") + b"half")
+    assert ours.poll(1.0)
+    with pytest.raises(BlockingIOError):
+        ours.recv_bytes()
+
+
+def test_what_comes_in_time_is_read(ends: tuple[Connection, Connection]) -> None:
+    ours, theirs = ends
+    theirs.send_bytes(b"whole")
+    assert ours.recv_bytes() == b"whole"
+
+
+def test_a_default_time_limit_of_sockets_leaves_the_connection_as_it_is(
+    ends: tuple[Connection, Connection],
+) -> None:
+    ours, _ = ends
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(1.0)
+    try:
+        set_timeouts(ours, PATIENCE_S)
+    finally:
+        socket.setdefaulttimeout(before)
+    assert os.get_blocking(ours.fileno())
