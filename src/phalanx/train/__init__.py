@@ -14,11 +14,10 @@ from phalanx.callbacks import (
 )
 from phalanx.execution import EXECUTORS
 from phalanx.train.formation import Formation
-from phalanx.train.merge import Update, merge_updates
 from phalanx.train.order import length_of
 from phalanx.train.sampler import ExactSampler
-from phalanx.train.split import split_batch
 from phalanx.train.trainer import Trainer
+from phalanx.train.updates import Update, merge_updates, split_batch
 
 __all__ = [
     "EXECUTORS",
