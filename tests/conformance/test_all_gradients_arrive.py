@@ -7,7 +7,6 @@ are cut into microbatches; none between formations.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -310,44 +309,3 @@ def test_the_modules_own_gradients_are_the_users_outside_of_a_step() -> None:
         mse(copied(x), y).backward()
         grads = [parameter.grad for parameter in net.parameters()]
     torch.testing.assert_close(grads, [parameter.grad for parameter in copied.parameters()])
-
-
-# -- features that a hook keeps ---------------------------------------
-
-
-# -- parameters that get none -----------------------------------------
-
-
-class Partly(Net):
-    """It uses its second layer now and then only, its third one never."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.c, self.d = nn.Linear(9, 4), nn.Linear(9, 4)
-        self.d.requires_grad_(False)
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(x) if x[0, 0] > 0 else self.a(x)[:, :4]
-
-
-def signed(sign: float) -> tuple[Tensor, Tensor]:
-    x, y = batches(1)[0]
-    return x.abs() * sign, y
-
-
-@pytest.mark.parametrize(("executor", "replicas"), [*FORMATIONS, ("processes", 1)])
-def test_parameters_that_never_got_a_gradient_are_told_once(executor: str, replicas: int) -> None:
-    net = Partly()
-    trainer = phalanx.Trainer(
-        net, mse, sgd, executor=executor, microbatches=None, replicas=replicas
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        trainer.fit([signed(1.0), signed(-1.0)])
-        trainer.fit([signed(1.0)])
-    with pytest.warns(UserWarning, match="got no gradient in any of 3 updates") as caught:
-        trainer.close()
-    assert len(caught) == 1
-    told = str(caught[0].message)
-    assert "`log_variance`, `c.weight`, `c.bias` got" in told

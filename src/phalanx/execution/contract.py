@@ -21,7 +21,6 @@ from phalanx.execution.partial_sums import (
     Span,
     TreeSums,
     add_sums,
-    missing_in,
 )
 from phalanx.execution.shards import Shards
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
@@ -370,7 +369,6 @@ class RunState:
             results=self.results,
             operands=operands,
             sums=sums,
-            missing=missing_in(operands),
             replica_of=self.replica_of,
             spans=sorted(self.spans, key=attrgetter("start_s")),
             seconds=self.seconds,

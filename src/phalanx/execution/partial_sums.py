@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -19,7 +19,6 @@ __all__ = [
     "Span",
     "TreeSums",
     "add_sums",
-    "missing_in",
 ]
 
 T = TypeVar("T")
@@ -57,7 +56,7 @@ class RunResult:
         operands: The last one or two partial sums, left one first. Ranks have the gradients of the
             parameters that they own in them, and None for others.
         sums: Partial sums that nobody has added yet, by node of the tree.
-        missing: Places of the parameters that no microbatch has left a gradient for.
+        missing: For ranks, places of the parameters that no microbatch has a gradient for.
         replica_of: Which replica here computed each microbatch; -1 for those left out, or run
             elsewhere.
         drew: Whether the model drew random numbers from the microbatches' own generators.
@@ -130,12 +129,4 @@ def add_sums(left: PartialSum, right: PartialSum) -> PartialSum:
         add_gradients(left.gradients, right.gradients),
         merge_statistics(left.statistics, right.statistics),
         left.owners + right.owners if taken_over else left.owners,
-    )
-
-
-def missing_in(operands: Sequence[PartialSum]) -> frozenset[int]:
-    """Return the places that have no gradient in any of ``operands``."""
-    columns = zip(*[operand.gradients for operand in operands], strict=True)
-    return frozenset(
-        place for place, each in enumerate(columns) if all(gradient is None for gradient in each)
     )

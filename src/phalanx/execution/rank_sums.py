@@ -209,14 +209,13 @@ class RankShards(Shards):
         self._missing: frozenset[int] = frozenset()
         self._is_partial = False  # whether owners alone have the state of their parameters
 
-    def take(self, result: RunResult) -> list[nn.Parameter]:
-        """Take over the sums of a run and the options of now; return what has no gradient."""
+    def take(self, result: RunResult) -> None:
+        """Take over the sums of a run and the options of now."""
         self._missing = result.missing
-        missing = super().take(result)
+        super().take(result)
         if not self.is_cut:
             self.complete()
         self.adds_first = self._keeps_all or not self.is_cut
-        return missing
 
     def share(self) -> None:
         """Bring all gradients here, where every rank steps all parameters."""

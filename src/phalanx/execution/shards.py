@@ -80,15 +80,14 @@ class Shards:
         """The optimizer's parameters that are not frozen."""
         return [self._parameters[place] for place in self._group_of]
 
-    def take(self, result: RunResult) -> list[nn.Parameter]:
-        """Take over the sums of a run and the options of now; return what has no gradient."""
+    def take(self, result: RunResult) -> None:
+        """Take over the sums of a run and the options of now."""
         self.is_cut = is_cut(self.optimizer)
         self.adds_first = not self.is_cut
         self._parts = [self._part(own) for own in self._stepped] if self.is_cut else []
         nothing: Gradients = [None] * len(self._parameters)
         operands = [apart(operand.gradients) for operand in result.operands]
         self._left, self._right, *_ = *operands, nothing, nothing
-        return [self._parameters[place] for place in self._group_of if place in result.missing]
 
     def _part(self, own: Sequence[int]) -> Optimizer:
         """Return a shallow copy of the optimizer that has these parameters only."""

@@ -38,7 +38,6 @@ from phalanx.train.formation import Formation
 from phalanx.train.microbatches import Microbatches, Splitter
 from phalanx.train.objective import Objective, TrainTask
 from phalanx.train.position import Loss, Position
-from phalanx.train.untrained import Untrained
 from phalanx.types import Nested
 
 __all__ = ["EngineSpec", "StepEngine", "check_members", "loss_of", "outputs_of"]
@@ -56,7 +55,6 @@ class EngineSpec:
         clip_norm: Largest norm of the gradients.
         open_executor: Called with devices, `workloads` and `intra_op`.
         written: The names of the buffers that training has written.
-        untrained: The parameters that never got a gradient.
     """
 
     module: nn.Module
@@ -68,7 +66,6 @@ class EngineSpec:
     clip_norm: float | None
     open_executor: Callable[..., Executor]
     written: set[str]
-    untrained: Untrained
 
 
 class StepEngine:
@@ -140,7 +137,7 @@ class StepEngine:
         if self._generation != executor.peers.generation:
             self._open_shards()  # the ranks are others now
         shards = self._shards
-        missing = shards.take(result)
+        shards.take(result)
         is_added = shards.adds_first or spec.clip_norm is not None
         if is_added:
             executor.each(shards.add)
@@ -168,7 +165,6 @@ class StepEngine:
 
         spans = [*result.spans, *self._in_each_thread(step, finish)]
 
-        spec.untrained.note(missing)
         if (before.steps + 1).bit_count() == 1:  # 1, 2, 4, 8, …: it costs a pass over all weights
             executor.peers.check_alike()
         rows, work_s = self._work_of_replicas(pieces.sizes, result)
@@ -297,7 +293,6 @@ class StepEngine:
     def close(self) -> None:
         """Dismiss the executor."""
         self.executor.close()
-        self._spec.untrained.tell()
 
     def _check_is_whole(self) -> None:
         if self._is_half_stepped:

@@ -66,7 +66,6 @@ from phalanx.train.trainer_arguments import (
     read_folder,
 )
 from phalanx.train.trainer_facts import TrainerFacts
-from phalanx.train.untrained import Untrained
 from phalanx.types import Device, ForwardFn, LossFn, Nested, WeightFn
 
 __all__ = ["Trainer"]
@@ -206,7 +205,6 @@ class Trainer(TrainerFacts):
                 timed=balances,
             ),
             written=set(),
-            untrained=Untrained(module),
         )
         self._engines = Engines(
             self._spec,
