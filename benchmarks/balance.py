@@ -129,9 +129,8 @@ def _seconds_per_row(model: str, folder: Path) -> float:
         runner.run("calibration", _CALIBRATION_STEPS)
     for error in runner.failures.values():
         raise error
-    late = read_account(account)["decisions"][_CALIBRATION_STEPS // 3 :]
-    seconds: list[float | None] = [s for each in late for s in each["seconds_per_row"]]
-    return statistics.median(s for s in seconds if s is not None)
+    late: list[list[float]] = read_account(account)["seconds_per_row"][_CALIBRATION_STEPS // 3 :]
+    return statistics.median(seconds for step in late for seconds in step)
 
 
 def _jobs(model: str, slowdown: float, row_s: float, folder: Path) -> dict[str, BalanceJob]:

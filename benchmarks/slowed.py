@@ -10,7 +10,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import nn
 import phalanx
 from benchmarks.contestants import Batch, build, loss_of, plain_step, sgd
 from benchmarks.turns import Step, serve
-from phalanx.plan import Decision, workload_sizes
+from phalanx.plan import workload_sizes
 
 NUM_REPLICAS = 2
 SLOW = 1  # which of them
@@ -67,14 +67,14 @@ def open_job(job: BalanceJob) -> Iterator[Step]:
         module.register_forward_pre_hook(Slowdown(job.slow_s))
     shares: list[list[int]] = []
     opened = _trainer if job.container == "trainer" else _data_parallel
-    with opened(job, module, batch) as (step, decisions):
+    with opened(job, module, batch) as (step, seconds_per_row):
         yield lambda: shares.append(list(step()))
-        account = {"shares": shares, "decisions": [asdict(each) for each in decisions()]}
+        account = {"shares": shares, "seconds_per_row": seconds_per_row}
     Path(job.account).write_text(json.dumps(account), encoding="utf-8")
 
 
-# How a step is made, and the rows of each replica in it; and what the workloads were balanced by.
-Opened = tuple[Callable[[], Sequence[int]], Callable[[], Sequence[Decision]]]
+# How a step is made, and the rows of each replica in it; and what a row has taken each, by step.
+Opened = tuple[Callable[[], Sequence[int]], list[list[float]]]
 
 
 @contextmanager
@@ -87,7 +87,15 @@ def _trainer(job: BalanceJob, module: nn.Module, batch: Batch) -> Iterator[Opene
         replicas=NUM_REPLICAS,
         workloads=job.workloads,
     ) as trainer:
-        yield lambda: trainer.step(batch).shares, lambda: trainer.decisions
+        costs: list[list[float]] = []
+
+        def step() -> Sequence[int]:
+            done = trainer.step(batch)
+            pairs = zip(done.work_s, done.shares, strict=True)
+            costs.append([seconds / rows for seconds, rows in pairs if rows])
+            return done.shares
+
+        yield step, costs
 
 
 @contextmanager
@@ -101,16 +109,16 @@ def _data_parallel(job: BalanceJob, module: nn.Module, batch: Batch) -> Iterator
             plain()
             return sizes
 
-        yield step, lambda: parallel.decisions
+        yield step, []
 
 
 def read_account(path: Path) -> Mapping[str, Any]:  # Any: JSON
     """Return what a contestant has written beside its times; nothing if it did not end well.
 
-    ``shares`` are rows of each replica, step by step, from the very first on; ``decisions`` are
-    what its workloads were balanced by, if they were.
+    ``shares`` are rows of each replica, step by step, from the very first on; ``seconds_per_row``
+    what a row has taken each replica of a `Trainer`.
     """
     if not path.exists():
-        return {"shares": [], "decisions": []}
+        return {"shares": [], "seconds_per_row": []}
     account: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return account

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import phalanx
-from phalanx.errors import ConfigError
 from phalanx.execution import threads
 from phalanx.plan import workload_sizes
 from tests.zoo import (
@@ -164,8 +163,6 @@ def test_equal_replicas_keep_equal_shares(clocks):
         Net(), F.cross_entropy, sgd, microbatches=None, replicas=3, workloads="auto"
     ) as trainer:
         assert set(train(trainer, BATCHES)) == {(14, 14, 13)}
-        assert [each.step for each in trainer.decisions] == list(range(1, 11))
-        assert trainer.decisions[-1].seconds_per_row == (1.0, 1.0, 1.0)
 
 
 def test_shares_follow_a_change_of_speed(clocks):
@@ -184,9 +181,9 @@ def test_evaluation_is_cut_as_training_and_teaches_nothing(clocks):
         module, F.cross_entropy, plain_sgd, microbatches=None, replicas=2, workloads="auto"
     ) as trainer:
         trainer.fit(BATCHES)
-        num_decisions = len(trainer.decisions)
+        workloads = trainer.workloads
         found = trainer.evaluate(BATCHES)
-        assert len(trainer.decisions) == num_decisions == len(BATCHES)
+        assert trainer.workloads == workloads
         assert is_near([clocks.last_rows[f"phalanx-replica-{i}"] for i in range(2)], IDEAL_TWO)
         with torch.no_grad():
             losses = [F.cross_entropy(module(x), y).item() for x, y in BATCHES]
@@ -203,20 +200,8 @@ def test_with_microbatches_auto_means_equal_shares_and_the_same_bits(clocks):
         ) as trainer:
             train(trainer, BATCHES[:4])
             assert trainer.workloads == (1.0, 1.0)
-            assert trainer.decisions == ()
         states.append(state_of(module))
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
-def test_a_step_that_failed_teaches_nothing(clocks):
-    with phalanx.Trainer(
-        Net(), F.cross_entropy, sgd, microbatches=None, replicas=2, workloads="auto"
-    ) as trainer:
-        trainer.step(BATCHES[0])
-        inputs, targets = BATCHES[1]
-        with pytest.raises(ConfigError, match="must be finite"):
-            trainer.step((inputs * float("nan"), targets))
-        assert len(trainer.decisions) == 1
 
 
 class DiesOnce(nn.Linear):
@@ -245,10 +230,8 @@ def test_a_lost_workers_slice_counts_for_the_replica_that_computed_it(tmp_path):
         workloads="auto",
     ) as trainer:
         done = trainer.step(batch)
-        (decision,) = trainer.decisions
     assert sum(done.shares) == 7
-    costs = [s / rows if rows else None for s, rows in zip(done.work_s, done.shares, strict=True)]
-    assert list(decision.seconds_per_row) == costs
+    assert [seconds > 0 for seconds in done.work_s] == [rows > 0 for rows in done.shares]
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -343,8 +326,6 @@ def test_a_container_gives_a_slow_replica_less_and_computes_as_plain_pytorch(
             assert_close(loss.detach(), expected.detach(), F64)
             assert_close(gradients_of(net), gradients_of(twin), F64)
         assert is_near(workload_sizes(ROWS, model.workloads), ideal)
-        assert [each.step for each in model.decisions] == list(range(1, len(BATCHES) + 1))
-        assert model.decisions[-1].seconds_per_row == tuple(forward_s)
 
 
 def test_what_backward_takes_counts_in_a_container(clocks):
@@ -352,18 +333,7 @@ def test_what_backward_takes_counts_in_a_container(clocks):
     with phalanx.DataParallel(Net(), TWO, workloads="auto") as model:
         for x, y in BATCHES:
             by_outputs(model, x, y).backward()
-        assert model.decisions[-1].seconds_per_row == (1.0, 4.0)
         assert is_near(workload_sizes(ROWS, model.workloads), workload_sizes(ROWS, [4, 1]))
-
-
-def test_a_pass_counts_once_and_not_before_its_backward_pass(clocks):
-    with phalanx.DataParallel(Net(), TWO, workloads="auto") as model:
-        x, y = BATCHES[0]
-        loss = by_outputs(model, x, y)
-        assert model.decisions == ()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        assert len(model.decisions) == 1
 
 
 def test_passes_may_be_open_at_once(clocks):
@@ -372,11 +342,9 @@ def test_passes_may_be_open_at_once(clocks):
         losses = [by_outputs(model, x, y) for x, y in BATCHES]
         for loss in reversed(losses):
             loss.backward()
-        assert len(model.decisions) == len(BATCHES)
         assert is_near(workload_sizes(ROWS, model.workloads), IDEAL_TWO)
 
 
 def test_workloads_that_are_given_stay():
     with phalanx.DataParallel(Net(), THREE, workloads=[1, 0, 2]) as model:
         assert model.workloads == (1, 0, 2)
-        assert model.decisions == ()

@@ -24,7 +24,6 @@ from phalanx.parallel.unwrapped import Unwrapped
 from phalanx.plan import (
     Balancer,
     BufferRules,
-    Decision,
     Layout,
     Merging,
     check_argument,
@@ -178,13 +177,6 @@ class DataParallel(Container, Unwrapped):
         """Each replica's relative share of the next batch."""
         balancer = self._balancer()
         return tuple(self._workloads) if balancer is None else balancer.workloads
-
-    @property
-    def decisions(self) -> tuple[Decision, ...]:
-        """What `workloads="auto"` has decided after each batch, and why."""
-        with self._running.lock:
-            balancer = self._balancer()
-            return () if balancer is None else balancer.trace
 
     @property
     def _num_pieces(self) -> int:

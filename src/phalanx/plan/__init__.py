@@ -12,7 +12,7 @@ from phalanx.plan.arguments import (
     read_number,
     read_whole,
 )
-from phalanx.plan.balance import Balancer, Decision, fixed_workloads
+from phalanx.plan.balance import Balancer
 from phalanx.plan.buffer_rules import BufferRules
 from phalanx.plan.layout import Layout, Rows, cut, open_rows
 from phalanx.plan.leaves import flatten, leaf_paths, unflatten
@@ -23,6 +23,7 @@ from phalanx.plan.slices import (
     Shares,
     check_workloads,
     equal_sizes,
+    fixed_workloads,
     read_sizes,
     read_weights,
     workload_sizes,
@@ -34,7 +35,6 @@ from phalanx.plan.wording import say_numbers
 __all__ = [
     "Balancer",
     "BufferRules",
-    "Decision",
     "Layout",
     "Merging",
     "Node",

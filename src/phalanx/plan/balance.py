@@ -13,40 +13,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from numbers import Real
-from typing import Any
+from collections.abc import Sequence
 
 from phalanx.errors import ConfigError
 from phalanx.plan.slices import check_workloads, workload_sizes
 
-__all__ = ["Balancer", "Decision", "fixed_workloads"]
+__all__ = ["Balancer"]
 
 _WINDOW = 7  # steps whose median counts: three late ones in a row move nothing
 _DAMPING = 0.9  # the part of a deviation that one move takes away
 _LEAST_GAIN = 0.05  # the part of a step's time that a move must save
 _ONE_ROW = 1.01  # a hair more, which rounding cannot take away
-_TRACE_LENGTH = 10_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """The outcome of one step's measurements.
-
-    Attributes:
-        step: Its number, from 1.
-        seconds_per_row: By device; None where nothing was measured.
-        proposed: Shares that would have been best in the last steps; they add up to 1.
-        chosen: Shares for the next step.
-        reason: Why it is these.
-    """
-
-    step: int
-    seconds_per_row: tuple[float | None, ...]
-    proposed: tuple[float, ...]
-    chosen: tuple[float, ...]
-    reason: str
 
 
 class Balancer:
@@ -84,22 +61,15 @@ class Balancer:
         self._num_devices = num_devices
         self._workloads = _normalised([math.log(share) for share in shares])
         self._deviations: list[deque[float]] = [deque(maxlen=_WINDOW) for _ in range(num_devices)]
-        self._steps = 0
-        self._trace: deque[Decision] = deque(maxlen=_TRACE_LENGTH)
 
     @property
     def workloads(self) -> tuple[float, ...]:
         """The shares for the next step; they add up to 1."""
         return self._workloads
 
-    @property
-    def trace(self) -> tuple[Decision, ...]:
-        """All decisions, in order; the last 10,000 are kept."""
-        return tuple(self._trace)
-
     def __repr__(self) -> str:
         shares = ", ".join(f"{share:.3f}" for share in self._workloads)
-        return f"Balancer({shares} after {self._steps} steps)"
+        return f"Balancer({shares})"
 
     def observe(self, rows: Sequence[int], seconds: Sequence[float]) -> tuple[float, ...]:
         """Take in the measurements of one step, and return the workloads for the next one.
@@ -109,19 +79,9 @@ class Balancer:
             seconds: That each device took for it, without waiting for others or merging; 0 where it
                 did nothing or too little to be measured.
         """
-        self._steps += 1
         costs = [_cost(count, time_s) for count, time_s in zip(rows, seconds, strict=True)]
         self._note(costs)
-        proposed, reason = self._decide(sum(rows))
-        self._trace.append(
-            Decision(
-                step=self._steps,
-                seconds_per_row=tuple(costs),
-                proposed=proposed,
-                chosen=self._workloads,
-                reason=reason,
-            )
-        )
+        self._move(sum(rows))
         return self._workloads
 
     def _note(self, costs: Sequence[float | None]) -> None:
@@ -137,28 +97,23 @@ class Balancer:
         for device, time in times.items():
             self._deviations[device].append(time - mean)
 
-    def _decide(self, total: int) -> tuple[tuple[float, ...], str]:
-        """Move the workloads if that is sure to gain; return the best ones, and the reason."""
+    def _move(self, total: int) -> None:
+        """Move the workloads if that is sure to gain; not where a device has a row at most."""
         measured = min(len(known) for known in self._deviations)
-        if measured < _WINDOW:
-            return self._workloads, f"has measured {measured} of {_WINDOW} steps"
-        if total <= self._num_devices:
-            return self._workloads, "stays: one row for each device at most"
+        if measured < _WINDOW or total <= self._num_devices:
+            return
         deviations = [statistics.median(known) for known in self._deviations]
-        best = self._moved(deviations, 1.0, total)
-        moved = self._moved(deviations, _DAMPING, total)
-        gain = self._gain(deviations, moved, total)
-        if gain < _LEAST_GAIN:
-            return best, f"stays: less than {_LEAST_GAIN:.0%} of the step to gain"
+        moved = self._moved(deviations, total)
+        if self._gain(deviations, moved, total) < _LEAST_GAIN:
+            return
         self._workloads = moved
         for known in self._deviations:
             known.clear()
-        return best, f"moves: {gain:.0%} of the step to gain"
 
-    def _moved(self, deviations: Sequence[float], damping: float, total: int) -> tuple[float, ...]:
-        """Return shares without that part of the deviations, and a row for each device."""
+    def _moved(self, deviations: Sequence[float], total: int) -> tuple[float, ...]:
+        """Return shares without most of the deviations, and a row for each device."""
         pairs = zip(self._workloads, deviations, strict=True)
-        shares = _normalised([math.log(share) - damping * each for share, each in pairs])
+        shares = _normalised([math.log(share) - _DAMPING * each for share, each in pairs])
         least = min(1 / self._num_devices, _ONE_ROW / total)
         scale = (1 - least * self._num_devices) / sum(max(0.0, each - least) for each in shares)
         return tuple([least + scale * max(0.0, each - least) for each in shares])
@@ -175,34 +130,6 @@ class Balancer:
             for sizes in (workload_sizes(total, self._workloads), workload_sizes(total, moved))
         )
         return 1 - then / now if now else 0.0
-
-
-# Any: whatever the user wrote.
-def fixed_workloads(workloads: Any) -> Sequence[float] | None:
-    """Return the workloads that are given as numbers, None for those to be balanced: ``"auto"``.
-
-    Raises:
-        ConfigError: They are another word, or no numbers.
-    """
-    if workloads is None or isinstance(workloads, str):
-        if workloads not in (None, "auto"):
-            raise _no_workloads(workloads)
-        return None
-    # Arrays and tensors give their numbers by `tolist`; their elements may be no numbers of Python.
-    listed = workloads.tolist() if hasattr(workloads, "tolist") else workloads
-    if isinstance(listed, Mapping) or not isinstance(listed, Iterable):
-        raise _no_workloads(workloads)
-    shares = list(listed)
-    if not all(isinstance(share, Real) for share in shares):
-        raise _no_workloads(shares)
-    return shares
-
-
-def _no_workloads(given: object) -> ConfigError:
-    return ConfigError(
-        f"`workloads` must hold one share per device or be 'auto', but is {given!r:.80}. Give "
-        "numbers, such as [1, 2]."
-    )
 
 
 def _cost(rows: int, seconds: float) -> float | None:

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 from phalanx.errors import ConfigError
@@ -15,6 +15,7 @@ __all__ = [
     "Shares",
     "check_workloads",
     "equal_sizes",
+    "fixed_workloads",
     "read_sizes",
     "read_weights",
     "workload_sizes",
@@ -32,14 +33,8 @@ def equal_sizes(total: int, parts: int) -> list[int]:
         >>> equal_sizes(1, 3)
         [1, 0, 0]
 
-    Raises:
-        ConfigError: ``total`` is negative or ``parts`` is less than 1.
-
     Source: torch/cunn's DataParallelTable (first r replicas get one row more).
     """
-    _check_total(total)
-    if parts < 1:
-        raise ConfigError(f"`parts` must be at least 1, but is {parts!r}.")
     quotient, remainder = divmod(total, parts)
     return [quotient + 1] * remainder + [quotient] * (parts - remainder)
 
@@ -67,7 +62,6 @@ def workload_sizes(total: int, workloads: Sequence[float]) -> list[int]:
 
 @functools.lru_cache(maxsize=256)  # most batches are of one size
 def _workload_sizes(total: int, workloads: tuple[float, ...]) -> list[int]:
-    _check_total(total)
     check_workloads(workloads)
     scale = max(workloads)  # scaled first, so that huge workloads cannot overflow their sum
     scaled = [workload / scale for workload in workloads]
@@ -106,7 +100,34 @@ def check_workloads(workloads: Sequence[float], num_devices: int | None = None) 
         )
 
 
-# Any: whatever the user wrote.
+# Any, here and below: whatever the user wrote.
+def fixed_workloads(workloads: Any) -> Sequence[float] | None:
+    """Return the workloads that are given as numbers, None for those to be balanced: ``"auto"``.
+
+    Raises:
+        ConfigError: They are another word, or no numbers.
+    """
+    if workloads is None or isinstance(workloads, str):
+        if workloads not in (None, "auto"):
+            raise _no_workloads(workloads)
+        return None
+    # Arrays and tensors give their numbers by `tolist`; their elements may be no numbers of Python.
+    listed = workloads.tolist() if hasattr(workloads, "tolist") else workloads
+    if isinstance(listed, Mapping) or not isinstance(listed, Iterable):
+        raise _no_workloads(workloads)
+    shares = list(listed)
+    if not all(isinstance(share, Real) for share in shares):
+        raise _no_workloads(shares)
+    return shares
+
+
+def _no_workloads(given: object) -> ConfigError:
+    return ConfigError(
+        f"`workloads` must hold one share per device or be 'auto', but is {given!r:.80}. Give "
+        "numbers, such as [1, 2]."
+    )
+
+
 def read_sizes(given: Any, total: int | None, parts: int) -> list[int]:
     """Read explicit sizes that cut ``total`` rows into ``parts``; None is any total.
 
@@ -169,11 +190,6 @@ def _read_weight(name: str, given: Any, index: int) -> float:
             f"piece {index} of the batch. Take a sum: lambda targets: (targets >= 0).sum(), say."
         )
     return value
-
-
-def _check_total(total: int) -> None:
-    if total < 0:
-        raise ConfigError(f"`total` must be at least 0, but is {total!r}.")
 
 
 class Shares:

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from phalanx.execution import ExecutorChoice
-from phalanx.plan import Decision
 from phalanx.train.engines import Engines
 from phalanx.train.position import Position
 from phalanx.train.step import EngineSpec, StepEngine
@@ -63,11 +62,6 @@ class TrainerFacts:
     def is_first_rank(self) -> bool:
         """Whether this process writes files for all: the first of the ranks, or one without any."""
         return self._choice.is_first
-
-    @property
-    def decisions(self) -> tuple[Decision, ...]:
-        """What `workloads="auto"` has decided after each step, and why."""
-        return () if self._engines.balancer is None else self._engines.balancer.trace
 
     @property
     def _engine(self) -> StepEngine | None:
