@@ -8,10 +8,11 @@ they are read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.rendezvous import _rendezvous_handlers
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -42,7 +43,7 @@ __all__ = [
     "make_subclass",
     "pytree",
     "rendezvous_handlers",
-    "run_engine",
+    "run_backward",
 ]
 
 TRIED_ON = ("2.8", "2.13")
@@ -57,9 +58,6 @@ foreach_mul: Callable[..., Any] = torch._foreach_mul_
 
 foreach_copy: Callable[..., Any] = torch._foreach_copy_
 """Copy the tensors of one list to those of another, in one call."""
-
-run_engine: Callable[..., Any] = torch.autograd.graph._engine_run_backward
-"""What `torch.autograd.backward` calls in the end."""
 
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """Tell whether the backward pass that runs was given ``retain_graph=True``."""
@@ -85,6 +83,25 @@ COMPILER = "torch._dynamo"
 
 COMPILED_FROM = "_torchdynamo_orig_callable"
 """The attribute that the compiler gives to whatever it has compiled."""
+
+
+def run_backward(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor], *, keep_graph: bool = False
+) -> None:
+    """Do what `torch.autograd.backward` does, under the caller's modes.
+
+    Since torch 2.13 or so that function hands itself to the mode, inside of which no mode is on;
+    this is what it calls then.
+    """
+    torch.autograd.graph._engine_run_backward(
+        tuple(outputs),
+        tuple(gradients),
+        keep_graph,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def in_backward() -> bool:

@@ -27,15 +27,7 @@ def test_lists_are_added_and_copied_in_one_call() -> None:
 
 def test_the_engine_accumulates_as_backward_does() -> None:
     weight = torch.ones(2, requires_grad=True)
-    internals.run_engine(
-        ((weight * 3).sum(),),
-        (torch.tensor(1.0),),
-        False,
-        False,
-        (),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
+    internals.run_backward([(weight * 3).sum()], [torch.tensor(1.0)])
     assert weight.grad is not None
     assert weight.grad.tolist() == [3.0, 3.0]
 

@@ -6,7 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
@@ -30,7 +30,6 @@ from phalanx.replicas import (
     MicrobatchRng,
     Replica,
     RngPlan,
-    RngUse,
     autocast_off,
     callers_streams,
     current_streams,
@@ -66,21 +65,13 @@ class MicrobatchContext:
         replica: The one that computes it.
         index: Which microbatch it is.
         batch: Its rows.
-        seed: Where its random numbers start.
-        rng: How it gets them.
-        rng_use: Records whether it drew any.
+        rng: Its random numbers, entered around the user's code only.
     """
 
     replica: Replica
     index: int
     batch: Nested
-    seed: int
-    rng: RngPlan = RngPlan()  # noqa: RUF009  # frozen
-    rng_use: RngUse = field(default_factory=RngUse)
-
-    def drawing(self) -> MicrobatchRng:
-        """Return what gives the model its random numbers, entered around the user's code only."""
-        return MicrobatchRng(self.seed, self.rng, self.rng_use)
+    rng: MicrobatchRng
 
 
 class Task(ABC):
@@ -179,7 +170,6 @@ class Executor(ABC):
     peers: Peers = Peers()
     _warned: frozenset[str] = frozenset()  # attributes that `forward` was seen to assign
     _rng_watched: frozenset[object] = frozenset()  # the kinds of runs that were watched
-    _rng_hidden = False  # whether anything was drawn unforeseen; see `RngUse`
     _fused: bool | None = None  # see `has_fused_evaluation`; None: not known yet
     _compiled = False  # see `has_compiled`
 
@@ -246,14 +236,11 @@ class Executor(ABC):
         watched = kind not in self._rng_watched
         state.rng = RngPlan(
             watched=watched,
-            throughout=self._rng_hidden or self._sees_operators(all(trains)),
+            throughout=self._sees_operators(all(trains)),
             own=self.owns_generator,
             shared=frozenset(each for each in self.devices if self.devices.count(each) > 1),
         )
-        try:
-            self._start(state)
-        finally:
-            self._rng_hidden = self._rng_hidden or state.rng_use.hidden
+        self._start(state)
         if watched:
             self._rng_watched |= {kind}
             warn_of_assigned([name for name in state.assigned if name not in self._warned])
@@ -331,7 +318,7 @@ class RunState:
         self.seed = seed
         self.owners = owners
         self.rng = RngPlan()
-        self.rng_use = RngUse()
+        self.drew = False  # whether a microbatch drew random numbers
         self.assigned: dict[str, None] = {}  # names of attributes; looked for where rng is watched
         self.queue: WorkQueue  # set when it starts
         self.sums = TreeSums(len(pieces), add_sums)
@@ -350,9 +337,7 @@ class RunState:
             replica=replica,
             index=index,
             batch=self.pieces[index],
-            seed=derive_seed(*self.seed, index),
-            rng=self.rng,
-            rng_use=self.rng_use,
+            rng=MicrobatchRng(derive_seed(*self.seed, index), self.rng),
         )
 
     def replace_gradients(self, total: Gradients) -> None:
@@ -372,7 +357,7 @@ class RunState:
             replica_of=self.replica_of,
             spans=sorted(self.spans, key=attrgetter("start_s")),
             seconds=self.seconds,
-            drew=self.rng_use.drew,
+            drew=self.drew,
         )
 
 

@@ -339,8 +339,6 @@ class ProcessExecutor(Executor):
         state, microbatch, slot = run.state, message.microbatch, message.slot
         specs, weight = self._slots.layout.specs, state.weights[microbatch]
         gradients, statistics = done.written.read(slot, specs, weight)
-        if done.drew_hidden:
-            state.rng_use.hidden = True
         state.assigned.update(dict.fromkeys(done.assigned))
         state.results[microbatch] = done.result
         state.seconds[microbatch] = done.stop_s - done.start_s

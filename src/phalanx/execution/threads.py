@@ -225,6 +225,7 @@ class ThreadExecutor(Executor):
                     state.results[index] = state.task(context)
                 if not goes_back:
                     written = replica.statistics.collect(state.weights[index])
+                state.drew = state.drew or context.rng.used
                 if waits:  # the thread that gives an accelerator work is done sooner
                     torch.accelerator.synchronize(replica.device)
                 state.seconds[index] = now_s() - start_s

@@ -31,6 +31,7 @@ from phalanx.memory import SharedMemoryPool, TensorHandle, forget_memory
 from phalanx.replicas import (
     AttributeFingerprint,
     CallerModes,
+    MicrobatchRng,
     PlainChanges,
     Replica,
     RngPlan,
@@ -130,13 +131,11 @@ class Done:
     Attributes:
         result: What the task returned.
         written: The parts of the slot that it has written.
-        drew_hidden: Whether it drew numbers where calls from Python do not show it.
         assigned: The attributes that `forward` has assigned; looked for in first runs.
     """
 
     result: Any  # Any: whatever the task returns
     written: WrittenGradients
-    drew_hidden: bool
     assigned: Sequence[str]
     start_s: float
     stop_s: float
@@ -219,8 +218,7 @@ class Worker:
             replica=self._replica,
             index=message.index,
             batch=batch,
-            seed=derive_seed(*message.seed, message.index),
-            rng=spec.rng,
+            rng=MicrobatchRng(derive_seed(*message.seed, message.index), spec.rng),
         )
         self._writer.begin(message.slot)
         with self._cleaned():
@@ -231,7 +229,6 @@ class Worker:
         return Done(
             result=result,
             written=written,
-            drew_hidden=context.rng_use.hidden,
             assigned=self._replica.assigned() if spec.rng.watched else (),
             start_s=start_s,
             stop_s=stop_s,

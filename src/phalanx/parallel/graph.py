@@ -29,10 +29,15 @@ from phalanx.replicas import (
     advance_process_generator,
     copy_rows,
     reached_leaves,
-    run_backward,
     seed_of_process,
 )
-from phalanx.torch_internals import in_forward_mode, in_func_transform, keeps_graph, pytree
+from phalanx.torch_internals import (
+    in_forward_mode,
+    in_func_transform,
+    keeps_graph,
+    pytree,
+    run_backward,
+)
 from phalanx.types import Nested
 
 __all__ = ["ForwardTask", "Graph", "ReplicaGraph", "RunPart", "refuse_transforms"]
@@ -84,7 +89,7 @@ class ForwardTask(Task):
         for leaf, wants in zip(own, wanted, strict=True):
             if wants:
                 leaf.requires_grad_()
-        with context.drawing():
+        with context.rng:
             found = self.run(context.index, context.replica.module, unflatten(own, spec))
         outputs, spec = flatten(found)
         needing = tuple(
@@ -125,7 +130,7 @@ class _BackwardTask(Task):
         gradients = [given[place].to(graph.outputs[place].device) for place in given]
         try:
             if outputs:
-                with context.drawing():
+                with context.rng:
                     run_backward(outputs, gradients, keep_graph=self.keep_graph)
             return [leaf.grad for leaf in wanted]
         finally:

@@ -45,14 +45,15 @@ from phalanx.replicas.replica import (
 from phalanx.replicas.rng import (
     MicrobatchRng,
     RngPlan,
-    RngUse,
     advance_process_generator,
+    derive_seed,
     generator_states,
     has_fused_evaluation,
-    run_backward,
+    preserve_rng,
+    seed_of_process,
     set_generators,
 )
-from phalanx.replicas.rng_mode import RngMode, derive_seed, preserve_rng, seed_of_process
+from phalanx.replicas.rng_mode import RngMode
 from phalanx.replicas.shell import OwnInShell, placed_on, warn_of_assigned
 from phalanx.replicas.source_gradients import SourceGradients, current_replica, reached_leaves
 from phalanx.replicas.uncompiled import uncompiled
@@ -68,7 +69,6 @@ __all__ = [
     "Replica",
     "RngMode",
     "RngPlan",
-    "RngUse",
     "RunOrder",
     "SourceGradients",
     "Statistic",
@@ -104,7 +104,6 @@ __all__ = [
     "refuse_scripts",
     "resolve_device",
     "resolve_devices",
-    "run_backward",
     "seed_of_process",
     "set_generators",
     "set_intra_op",

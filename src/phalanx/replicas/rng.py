@@ -1,19 +1,22 @@
 """The random numbers of one microbatch: where `forward` and `backward` get them from.
 
-    MicrobatchRng  ──► ProcessRng seeds the generator of a process of one replica; or else
-                   ──► CallRng sees every call of torch's functions from Python; for those that may
-                       draw it enters
-                         ──► RngMode, which sees every operator and gives it the generator
+    MicrobatchRng  ──► ProcessRng seeds the generator of a process of one replica; or
+                   ──► RngMode sees every operator and gives it the microbatch's generator; or
+                   ──► sees every call of torch's functions from Python, and enters RngMode around
+                       those that may draw
 
 Seeing every operator costs a small transformer 40 % of its step, seeing every call a few percent.
-The first run of a kind is made under both. If something is drawn there that `CallRng` does not
-foresee, such as inside a function of TorchScript, all later runs are made under `RngMode` alone.
+What is drawn otherwise, such as inside a function of TorchScript, moves the process's generator,
+which the first run of a kind does not permit.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import random
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import (
@@ -33,17 +36,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from phalanx.errors import UnsupportedError
-from phalanx.replicas.rng_mode import ProcessRng, RngMode, in_use, process_state
-from phalanx.torch_internals import run_engine
+from phalanx.replicas.rng_mode import RngMode, process_state
 
 __all__ = [
     "MicrobatchRng",
     "RngPlan",
-    "RngUse",
     "advance_process_generator",
+    "derive_seed",
     "generator_states",
     "has_fused_evaluation",
-    "run_backward",
+    "preserve_rng",
+    "seed_of_process",
     "set_generators",
 ]
 
@@ -56,12 +59,14 @@ _WRITTEN_IN_C = (
     WrapperDescriptorType,
 )
 _PLAIN_MODULES = {"torch.nn.functional", "torch.functional", "torch._tensor"}
-_Told = tuple[tuple[int, str, Any], ...]  # Any: of any argument
-_DROPOUT: _Told = ((1, "p", 0.5), (2, "training", True))
-_ALPHA: _Told = ((1, "p", 0.5), (2, "training", False))
+_Needed = tuple[tuple[int, str, Any], ...]  # Any: of any argument
+_DROPOUT: _Needed = ((1, "p", 0.5), (2, "training", True))
+_ALPHA: _Needed = ((1, "p", 0.5), (2, "training", False))
+# Of packed sequences, these are the number of layers and the dropout.
+_RECURRENT: _Needed = ((5, "dropout", 0.0), (6, "train", True))
 # Arguments that all must be true for a function to draw: where in a call they stand, by which name,
 # and what holds if they are not given.
-_TOLD: dict[Any, _Told] = {
+_DRAWS_ONLY_WITH: dict[Any, _Needed] = {
     F.dropout: _DROPOUT,
     F.dropout1d: _DROPOUT,
     F.dropout2d: _DROPOUT,
@@ -69,11 +74,12 @@ _TOLD: dict[Any, _Told] = {
     F.alpha_dropout: _ALPHA,
     F.feature_alpha_dropout: _ALPHA,
     F.scaled_dot_product_attention: ((4, "dropout_p", 0.0),),
+    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _RECURRENT),
     F.multi_head_attention_forward: ((10, "dropout_p", 0.0), (13, "training", True)),
 }
 # Of torch's functions that are written in Python, those that draw, or run a backward pass.
 _DRAWING = {
-    *_TOLD,
+    *_DRAWS_ONLY_WITH,
     F.rrelu,
     F.gumbel_softmax,
     F.fractional_max_pool2d,
@@ -84,12 +90,48 @@ _DRAWING = {
 }
 
 
+def derive_seed(*path: int) -> int:
+    """Return a 63-bit seed that belongs to ``path``, such as (seed, step, microbatch)."""
+    return _seed_from("/".join(map(str, path)).encode())
+
+
+def _seed_from(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1
+
+
+class _InUse(threading.local):
+    """The microbatches' generators of this thread, the innermost last.
+
+    That one is drawn from by containers inside the model, and by `preserve_rng`.
+    """
+
+    def __init__(self) -> None:
+        self.rngs: list[RngMode | ProcessRng] = []
+
+
+_in_use = _InUse()
+
+
+def seed_of_process() -> int:
+    """Return a seed that belongs to the present state of the process's own generator.
+
+    In a replica (for a container inside of another), to that of its microbatch's generator.
+    """
+    state = _in_use.rngs[-1].state() if _in_use.rngs else torch.get_rng_state()
+    return _seed_from(state.numpy().tobytes())
+
+
+def advance_process_generator() -> None:
+    """Move the generator of `seed_of_process` on, as a model that draws would have done."""
+    torch.rand(())
+
+
 @dataclass(frozen=True)
 class RngPlan:
     """How a run gives its microbatches their numbers.
 
     Attributes:
-        watched: The first run of its kind: whoever moves the process's generators is refused.
+        watched: The first run of its kind: a model that moves the process's generators is refused.
         throughout: Look at every operator, not at calls from Python.
         own: The process computes one microbatch at a time, and nobody else draws in it meanwhile.
         shared: Devices on which several replicas run.
@@ -101,19 +143,49 @@ class RngPlan:
     shared: frozenset[torch.device] = frozenset()
 
 
-@dataclass
-class RngUse:
-    """What was noticed, in any thread: whether anything was drawn, and whether unforeseen."""
+class ProcessRng:
+    """Seed the process's generator for a microbatch, and put it back after each entry.
 
-    drew: bool = False
-    hidden: bool = False
+    The numbers are those of `RngMode`, and calls cost nothing. It is for one microbatch at a time,
+    in a process where nobody else draws meanwhile.
+    """
+
+    used = False  # unknown, and of no interest where this is used
+    num_preserved = 0
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._state: Tensor | None = None
+
+    def __enter__(self) -> None:
+        self._before = torch.get_rng_state()
+        if self._state is None:
+            torch.default_generator.manual_seed(self._seed)
+        else:
+            torch.set_rng_state(self._state)
+
+    def __exit__(self, *_: object) -> None:
+        self._state = torch.get_rng_state()
+        torch.set_rng_state(self._before)
+
+    def state(self) -> Tensor:
+        """Return the state of this microbatch's generator, inside of it."""
+        return torch.get_rng_state()
+
+    def states(self) -> Tensor:
+        """As :meth:`state`."""
+        return torch.get_rng_state()
+
+    def set_states(self, states: Tensor) -> None:
+        """Continue from what :meth:`states` returned."""
+        torch.set_rng_state(states)
 
 
-class MicrobatchRng:
+class MicrobatchRng(TorchFunctionMode):
     """Draw all torch random numbers of the body, in this thread, from a generator of its own.
 
-    To be entered around the user's code, as often as that is called: the numbers go on where they
-    stopped. Torch's functions cost more inside.
+    It is entered around the user's code, as often as that is called: the numbers continue where
+    they stopped. torch's functions cost more inside.
 
     Args:
         seed: Where the numbers start.
@@ -123,28 +195,27 @@ class MicrobatchRng:
             see `RngMode`.
     """
 
-    def __init__(self, seed: int, plan: RngPlan, use: RngUse) -> None:
-        self._use = use
+    def __init__(self, seed: int, plan: RngPlan) -> None:
+        own = plan.own and not plan.watched and not plan.throughout
+        self._draws = ProcessRng(seed) if own else RngMode(seed, plan.shared)
+        # Not where all operators are seen: a fused evaluation would be taken apart.
+        self._sees_calls = not own and not plan.throughout
         self._watched = plan.watched
-        self._may_hide = plan.watched and not plan.throughout
         self._before: _States | None = None
-        self._draws: RngMode | ProcessRng
-        if plan.own and not plan.watched and not plan.throughout:
-            self._draws = ProcessRng(seed)
-            self._contexts: list[AbstractContextManager[object]] = [self._draws]
-            return
-        self._draws = draws = RngMode(seed, plan.shared)
-        self._contexts = [draws] if plan.watched or plan.throughout else []
-        # Not for a fused evaluation, which it would take apart in the first run alone.
-        if not plan.throughout:
-            self._contexts.append(CallRng(draws, is_entered=plan.watched))
+
+    @property
+    def used(self) -> bool:
+        """Whether anything was drawn."""
+        return self._draws.used
 
     def __enter__(self) -> None:
-        in_use.rngs.append(self._draws)
+        _in_use.rngs.append(self._draws)
         if self._watched:
             self._before = generator_states()
-        for context in self._contexts:
-            context.__enter__()
+        if self._sees_calls:
+            super().__enter__()  # type: ignore[no-untyped-call]
+        else:
+            self._draws.__enter__()
 
     def __exit__(
         self,
@@ -152,17 +223,74 @@ class MicrobatchRng:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._draws.used:
-            self._use.drew = True
-        if self._draws.hidden and self._may_hide:
-            self._use.hidden = True
         try:
-            for context in reversed(self._contexts):
-                context.__exit__(kind, error, trace)
+            if self._sees_calls:
+                super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+            else:
+                self._draws.__exit__(kind, error, trace)
         finally:
-            in_use.rngs.pop()
+            _in_use.rngs.pop()
         if self._before is not None and error is None:
             _refuse_moved(self._before, generator_states())
+
+    # Any: this is torch's own signature for modes.
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        may_be_drawing = _may_draw.get(func)
+        if may_be_drawing is None:
+            may_be_drawing = _may_draw[func] = may_draw(func)
+        kwargs = kwargs or {}
+        if not may_be_drawing or not _draws(func, args, kwargs):
+            return func(*args, **kwargs)
+        with self._draws:
+            return func(*args, **kwargs)
+
+
+def preserve_rng() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Let a checkpointed part draw the same numbers again when it is computed again.
+
+    Give it as `torch.utils.checkpoint.checkpoint(…, use_reentrant=False, context_fn=preserve_rng)`.
+    Outside of replicas it does nothing: there torch's own ``preserve_rng_state`` does it.
+
+    Example:
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> block = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5))
+        >>> x = torch.ones(2, 3)
+        >>> y = checkpoint(block, x, use_reentrant=False, context_fn=preserve_rng)
+    """
+    draws = _in_use.rngs[-1] if _in_use.rngs else None
+    if draws is None:
+        return contextlib.nullcontext(), contextlib.nullcontext()
+    kept: list[Any] = []  # Any, here and below: states
+    return _keep(draws, kept), _repeat(kept)
+
+
+@contextlib.contextmanager
+def _keep(draws: RngMode | ProcessRng, kept: list[Any]) -> Iterator[None]:
+    kept.append(draws.states())
+    draws.num_preserved += 1
+    try:
+        yield
+    finally:
+        draws.num_preserved -= 1
+
+
+@contextlib.contextmanager
+def _repeat(kept: list[Any]) -> Iterator[None]:
+    draws = _in_use.rngs[-1]
+    before = draws.states()
+    draws.set_states(kept[0])
+    draws.num_preserved += 1
+    try:
+        yield
+    finally:
+        draws.num_preserved -= 1
+        draws.set_states(before)
 
 
 # Any: Python's and NumPy's own states.
@@ -189,76 +317,13 @@ def _refuse_moved(before: _States, after: _States) -> None:
     moved = [name for name, is_same in zip(names, same, strict=True) if not is_same]
     if moved:
         raise UnsupportedError(
-            "A model must draw its random numbers with torch's functions, which have a generator "
-            f"for each microbatch, but {' and '.join(moved)} generator was seeded or drawn from "
-            "while the model ran. Write `torch.rand(()).item()` for a number of Python's, and give "
-            "`generator=torch.Generator().manual_seed(…)`, made where it is used, for numbers that "
-            "are the same in every call. Where another thread of the program draws meanwhile, give "
-            "that thread a generator of its own."
+            "A model must draw its random numbers with torch's functions, called from Python: they "
+            f"have a generator for each microbatch. But {' and '.join(moved)} generator was seeded "
+            "or drawn from while the model ran. Write `torch.rand(()).item()` for a number of "
+            "Python's, and give `generator=torch.Generator().manual_seed(…)`, made where it is "
+            "used, for numbers that are the same in every call. Where another thread of the "
+            "program draws meanwhile, give that thread a generator of its own."
         )
-
-
-class CallRng(TorchFunctionMode):
-    """Enter ``draws`` around every call of a torch function that may draw.
-
-    Args:
-        is_entered: ``draws`` is entered already, and only needs to know which draws are foreseen.
-    """
-
-    def __init__(self, draws: RngMode, *, is_entered: bool = False) -> None:
-        super().__init__()
-        self._draws = draws
-        self._is_entered = is_entered
-
-    # Any: this is torch's own signature for modes.
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        draws = _known.get(func)
-        if draws is None:
-            draws = _known[func] = may_draw(func)
-        if not draws:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        kwargs = kwargs or {}
-        if not self._is_entered and func in _TOLD and not _is_told_to_draw(func, args, kwargs):
-            return func(*args, **kwargs)
-        with self._draws.foreseen() if self._is_entered else self._draws:
-            return func(*args, **kwargs)
-
-
-def _is_told_to_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return all(
-        args[position] if position < len(args) else kwargs.get(name, default)
-        for position, name, default in _TOLD[func]
-    )
-
-
-def run_backward(
-    outputs: Sequence[Tensor], gradients: Sequence[Tensor], *, keep_graph: bool = False
-) -> None:
-    """Do what `torch.autograd.backward` does, under the caller's modes.
-
-    Since torch 2.13 or so that function hands itself to the mode, inside of which no mode is on;
-    this is what it calls then.
-    """
-    run_engine(
-        tuple(outputs),
-        tuple(gradients),
-        keep_graph,
-        False,
-        (),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
-
-
-def advance_process_generator() -> None:
-    """Move the generator of `seed_of_process` on, as a model that draws would have done."""
-    torch.rand(())
 
 
 def has_fused_evaluation(module: nn.Module) -> bool:
@@ -267,7 +332,15 @@ def has_fused_evaluation(module: nn.Module) -> bool:
     return any(isinstance(each, kinds) for each in module.modules())
 
 
-_known: dict[Any, bool] = {}  # Any, here and below: whatever torch lets modes override
+def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a function that may draw does so with these arguments."""
+    return all(
+        args[position] if position < len(args) else kwargs.get(name, default)
+        for position, name, default in _DRAWS_ONLY_WITH.get(func, ())
+    )
+
+
+_may_draw: dict[Any, bool] = {}  # Any, here and below: whatever torch lets modes override
 
 
 def may_draw(func: Any) -> bool:

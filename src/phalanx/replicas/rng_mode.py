@@ -1,20 +1,17 @@
-"""Random numbers inside a model, reproducible whoever computes which microbatch.
+"""A mode in which every operator that draws is given a generator of the microbatch's own.
 
 The CPU's default generator is one for all threads, so what a replica draws from it depends on what
-the others draw meanwhile. Inside `RngMode` every operator that draws is given a generator that was
-seeded for this very microbatch. The mode sees every operator, which is slow; `phalanx.replicas.rng`
-says where it is entered.
+the others draw meanwhile. A mode sees every operator, which is slow; `phalanx.replicas.rng` says
+where it is entered.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,14 +21,7 @@ from phalanx.errors import UnsupportedError
 from phalanx.replicas.uncompiled import uncompiled
 from phalanx.torch_internals import MADE_OF_OTHERS, TorchDispatchMode, is_made_of_others
 
-__all__ = [
-    "RngMode",
-    "derive_seed",
-    "in_use",
-    "preserve_rng",
-    "process_state",
-    "seed_of_process",
-]
+__all__ = ["RngMode", "process_state"]
 
 aten = torch.ops.aten
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
@@ -41,23 +31,6 @@ _WRAPPERS = {
     os.path.join(_TORCH, "_compile.py"),
     os.path.join(_TORCH, "_dynamo", "eval_frame.py"),
 }
-
-
-def derive_seed(*path: int) -> int:
-    """Return a 63-bit seed that belongs to ``path``, such as (seed, step, microbatch)."""
-    text = "/".join(map(str, path)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
-
-
-def seed_of_process() -> int:
-    """Return a seed that belongs to the present state of the process's own generator.
-
-    Inside `RngMode` (a container in a replica of another), of the microbatch's own.
-    """
-    state = in_use.rngs[-1].state() if in_use.rngs else torch.get_rng_state()
-    digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
 
 _lending = threading.Lock()  # held while a default generator stands elsewhere
 
@@ -88,99 +61,6 @@ def _drawing_from(own: torch.Generator) -> Iterator[None]:
             default.set_state(before)
 
 
-class _InUse(threading.local):
-    """The microbatches' generators of this thread, the innermost last.
-
-    That one is drawn from by containers inside the model, and by `preserve_rng`.
-    """
-
-    def __init__(self) -> None:
-        self.rngs: list[RngMode | ProcessRng] = []
-
-
-in_use = _InUse()
-
-
-def preserve_rng() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Let a checkpointed part draw the same numbers again when it is computed again.
-
-    Give it as `torch.utils.checkpoint.checkpoint(…, use_reentrant=False, context_fn=preserve_rng)`.
-    Outside of replicas it does nothing: there torch's own ``preserve_rng_state`` does it.
-
-    Example:
-        >>> from torch.utils.checkpoint import checkpoint
-        >>> block = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5))
-        >>> x = torch.ones(2, 3)
-        >>> y = checkpoint(block, x, use_reentrant=False, context_fn=preserve_rng)
-    """
-    draws = in_use.rngs[-1] if in_use.rngs else None
-    if draws is None:
-        return contextlib.nullcontext(), contextlib.nullcontext()
-    kept: list[Any] = []  # Any, here and below: states
-    return _keep(draws, kept), _repeat(kept)
-
-
-@contextlib.contextmanager
-def _keep(draws: RngMode | ProcessRng, kept: list[Any]) -> Iterator[None]:
-    kept.append(draws.states())
-    draws.num_preserved += 1
-    try:
-        yield
-    finally:
-        draws.num_preserved -= 1
-
-
-@contextlib.contextmanager
-def _repeat(kept: list[Any]) -> Iterator[None]:
-    draws = in_use.rngs[-1]
-    before = draws.states()
-    draws.set_states(kept[0])
-    draws.num_preserved += 1
-    try:
-        yield
-    finally:
-        draws.num_preserved -= 1
-        draws.set_states(before)
-
-
-class ProcessRng:
-    """Seed the process's generator for a microbatch, and put it back after each entry.
-
-    The numbers are those of `RngMode`, and calls cost nothing. It is for one microbatch at a time,
-    in a process where nobody else draws meanwhile.
-    """
-
-    used = hidden = False  # unknown, and of no interest where this is used
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._state: Tensor | None = None
-        self.num_preserved = 0
-
-    def __enter__(self) -> None:
-        self._before = torch.get_rng_state()
-        if self._state is None:
-            torch.default_generator.manual_seed(self._seed)
-        else:
-            torch.set_rng_state(self._state)
-
-    def __exit__(self, *_: object) -> None:
-        self._state = torch.get_rng_state()
-        torch.set_rng_state(self._before)
-
-    def state(self) -> Tensor:
-        """Return the state of this microbatch's generator, inside of it."""
-        return torch.get_rng_state()
-
-    def states(self) -> Tensor:
-        """As :meth:`state`."""
-        return torch.get_rng_state()
-
-    def set_states(self, states: Tensor) -> None:
-        """Continue from what :meth:`states` returned."""
-        torch.set_rng_state(states)
-
-
 class RngMode(TorchDispatchMode):
     """Give every drawing operator of the calling thread a generator of this microbatch's own.
 
@@ -190,7 +70,6 @@ class RngMode(TorchDispatchMode):
 
     Attributes:
         used: Whether anything was drawn.
-        hidden: Whether anything was drawn outside of :meth:`foreseen`.
         num_preserved: How many checkpointed parts the thread is in that `preserve_rng` serves.
 
     Raises:
@@ -212,9 +91,8 @@ class RngMode(TorchDispatchMode):
     def __init__(self, seed: int, shared: frozenset[torch.device] = frozenset()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._shared = shared
-        self.used = self.hidden = False
+        self.used = False
         self.num_preserved = 0
-        self._num_foreseen = 0
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
         self._goes_back = torch.is_grad_enabled()  # reentrant checkpointing turns it off inside
@@ -233,15 +111,6 @@ class RngMode(TorchDispatchMode):
         self._generators = {device: torch.Generator(device) for device in by_device}
         for device, state in by_device.items():
             self._generators[device].set_state(state)
-
-    @contextlib.contextmanager
-    def foreseen(self) -> Iterator[None]:
-        """Say that the body may draw."""
-        self._num_foreseen += 1
-        try:
-            yield
-        finally:
-            self._num_foreseen -= 1
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -273,18 +142,12 @@ class RngMode(TorchDispatchMode):
         if torch.is_inference_mode_enabled() and _is_made_of_others(func):
             with self:  # elsewhere torch takes it apart before it comes here
                 return func._op_dk(MADE_OF_OTHERS, *args, **kwargs)
-        if torch.Tag.nondeterministic_seeded not in func.tags or func in _TAKE_WHAT_WAS_DRAWN:
-            return func(*args, **kwargs)
-        if kwargs.get("generator") is not None:
-            return func(*args, **kwargs)  # the model brings its own
-        return self._draw(func, args, kwargs)
+        if _draws(func, args, kwargs):
+            return self._draw(func, args, kwargs)
+        return func(*args, **kwargs)
 
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        told = _DRAWS_ONLY_WITH.get(func)
-        if told is not None and not all(_argument(func, args, kwargs, name) for name in told):
-            return func(*args, **kwargs)
         self.used = True
-        self.hidden = self.hidden or not self._num_foreseen
         if self._goes_back or torch.is_grad_enabled():  # else no part is computed again
             _refuse_checkpointing(self.num_preserved)
         if func in _WRITTEN_OUT:
@@ -382,6 +245,7 @@ _WAYS_OUT = {
     ),
 }
 
+_may_draw: dict[Any, bool] = {}
 _overloads: dict[Any, Any] = {}
 _made_of_others: dict[Any, bool] = {}
 
@@ -392,23 +256,36 @@ def _is_made_of_others(func: Any) -> bool:
     return _made_of_others[func]
 
 
+def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether this call draws from a default generator."""
+    may_draw = _may_draw.get(func)
+    if may_draw is None:
+        tagged = torch.Tag.nondeterministic_seeded in func.tags
+        may_draw = _may_draw[func] = tagged and func not in _TAKE_WHAT_WAS_DRAWN
+    if not may_draw or kwargs.get("generator") is not None:  # the model brings its own
+        return False
+    names = _DRAWS_ONLY_WITH.get(func, ())
+    return all(_argument(func, args, kwargs, name) for name in names)
+
+
 def _with_generator(func: Any) -> Any:
     """Return the overload of ``func`` that takes a generator, or None."""
     if func not in _overloads:
-        base = func._overloadname
-        names = [base, f"{base}_generator", f"generator_with_{base}"]
-        names += ["generator"] if base == "default" else []
-        if base.endswith("out"):  # as torch's own compiler draws: `low_out`, `low_generator_out`
-            names.append(f"{base.removesuffix('out')}generator_out")
         packet = func.overloadpacket
-        candidates = [getattr(packet, name) for name in names if name in packet.overloads()]
-        matching = [each for each in candidates if _takes_generator(each)]
-        _overloads[func] = matching[0] if matching else None
+        overloads = [getattr(packet, name) for name in packet.overloads()]
+        matching = (each for each in overloads if _arguments(each) == _arguments(func))
+        _overloads[func] = next(filter(_takes_generator, matching), None)
     return _overloads[func]
 
 
 def _takes_generator(func: Any) -> bool:
     return any(argument.name == "generator" for argument in func._schema.arguments)
+
+
+def _arguments(func: Any) -> list[tuple[str, str]]:
+    """Return names and types of all arguments but the generator."""
+    arguments = [(each.name, str(each.type)) for each in func._schema.arguments]
+    return [each for each in arguments if each[0] != "generator"]
 
 
 def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from phalanx.errors import ConfigError
 from phalanx.execution import MicrobatchContext, MicrobatchResult, Task
 from phalanx.plan import check_function, check_mean_loss, flatten, unflatten
-from phalanx.replicas import MicrobatchRng, copy_rows, placed_on, run_backward
+from phalanx.replicas import copy_rows, placed_on
+from phalanx.torch_internals import run_backward
 from phalanx.types import ForwardFn, LossFn, Nested
 
 __all__ = ["EvaluateTask", "Objective", "PredictTask", "TrainTask", "is_pair"]
@@ -62,7 +63,6 @@ class Objective:
     def compute(
         self,
         context: MicrobatchContext,
-        rng: MicrobatchRng,
         keep_outputs: bool,
         *,
         trains: bool,
@@ -72,7 +72,7 @@ class Objective:
         if isinstance(own, nn.Module):
             own = placed_on(own, context.replica.device)
         call = partial(self._call, own)
-        loss, outputs, targets = self._run(context, rng, call, trains=trains)
+        loss, outputs, targets = self._run(context, call, trains=trains)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             name, what = ("forward", "loss") if self.is_forward else ("loss", "tensor")
@@ -89,15 +89,14 @@ class Objective:
             return loss, MicrobatchResult(loss.item(), None, None)
         return loss, MicrobatchResult(loss.item(), _detached(outputs), _detached(targets))
 
-    def predict(self, context: MicrobatchContext, rng: MicrobatchRng) -> Nested:
+    def predict(self, context: MicrobatchContext) -> Nested:
         """Return the module's outputs for one microbatch, in memory of their own."""
-        found = self._run(context, rng, self._predict, trains=False)
+        found = self._run(context, self._predict, trains=False)
         return _detached(found, copies=True)
 
     def _run(
         self,
         context: MicrobatchContext,
-        rng: MicrobatchRng,
         call: Callable[[nn.Module, Nested], T],
         *,
         trains: bool,
@@ -106,7 +105,7 @@ class Objective:
         if trains:
             _refuse_graphs(context.batch)
         batch = copy_rows(context.batch, context.replica.device)
-        with rng:
+        with context.rng:
             return call(context.replica.module, batch)
 
     def _call(
@@ -155,8 +154,7 @@ class TrainTask(Task):
     keep_outputs: bool
 
     def __call__(self, context: MicrobatchContext) -> MicrobatchResult:
-        rng = context.drawing()
-        loss, result = self.objective.compute(context, rng, self.keep_outputs, trains=True)
+        loss, result = self.objective.compute(context, self.keep_outputs, trains=True)
         if not math.isfinite(result.loss):
             empty = " A mean over no targets is nan, too: `weight=` of 0 leaves such data out."
             raise ConfigError(
@@ -173,7 +171,7 @@ class TrainTask(Task):
         scale = torch.as_tensor(self.scales[context.index], dtype=loss.dtype, device=loss.device)
         if loss.dim():
             loss = loss.reshape(())
-        with rng:
+        with context.rng:
             run_backward([loss], [scale])
         return result
 
@@ -186,8 +184,7 @@ class EvaluateTask(Task):
     keep_outputs: bool
 
     def __call__(self, context: MicrobatchContext) -> MicrobatchResult:
-        rng = context.drawing()
-        return self.objective.compute(context, rng, self.keep_outputs, trains=False)[1]
+        return self.objective.compute(context, self.keep_outputs, trains=False)[1]
 
 
 @dataclass(frozen=True)
@@ -197,8 +194,7 @@ class PredictTask(Task):
     objective: Objective
 
     def __call__(self, context: MicrobatchContext) -> MicrobatchResult:
-        rng = context.drawing()
-        return MicrobatchResult(0.0, self.objective.predict(context, rng), None)
+        return MicrobatchResult(0.0, self.objective.predict(context), None)
 
 
 def is_pair(batch: Nested) -> bool:
