@@ -50,12 +50,15 @@ class CoreSeconds:
     def _count(self, case: str) -> None:
         """Let what was used since the last call be a case's; what left its parent may be missed."""
         now_s = used_s(os.getpid())
+        if now_s < self._counted_s:  # a child may be missed while another one ends: look again
+            now_s = used_s(os.getpid())
         self._seconds_by_case[case] += max(0.0, now_s - self._counted_s)
         self._counted_s = now_s
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        self._count(OUTSIDE)
+        if not self._seconds_by_case:
+            self._count(OUTSIDE)
         result = yield
         self._count(item.nodeid)
         return result

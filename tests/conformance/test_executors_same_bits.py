@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import phalanx
 from tests.worlds import World, in_executor_worlds
 
-STEPS = 24
+STEPS = 12
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
@@ -66,7 +66,7 @@ def schedule(optimizer: torch.optim.Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, warm_up)
 
 
-def batches(count: int = 8) -> list[tuple[Tensor, Tensor]]:
+def batches(count: int = 4) -> list[tuple[Tensor, Tensor]]:
     """Batches of 13 rows, the last of 5, of which some microbatches are smaller or empty."""
     draw = torch.Generator().manual_seed(5)
     sizes = [13] * (count - 1) + [5]
@@ -172,7 +172,9 @@ def test_weights_buffers_moments_and_losses_are_the_same_bits(
         assert_same_bits(run, expected)
 
 
-@pytest.mark.parametrize("executor", ["threads", "processes"])
+@pytest.mark.parametrize(
+    "executor", [pytest.param("threads", marks=pytest.mark.night), "processes"]
+)
 def test_a_run_that_is_resized_gives_the_same_bits(executor: str, expected: Run) -> None:
     sizes = [2, 3, 1]
 
@@ -193,7 +195,7 @@ def test_a_run_that_is_stopped_and_resumed_on_another_executor_gives_the_same_bi
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with trainer(*first, losses, made()) as trained:
             trained.fit(batches())
-            trained.fit(batches(), epochs=2, steps=5)  # in the middle of an epoch
+            trained.fit(batches(), epochs=2, steps=3)  # in the middle of an epoch
             trained.save(folder)
         with trainer(*second, losses, copy.deepcopy(made())) as trained:
             trained.resume(folder)
@@ -201,17 +203,3 @@ def test_a_run_that_is_stopped_and_resumed_on_another_executor_gives_the_same_bi
             trained.fit(rest, epochs=3)
             assert trained.steps == STEPS
             assert_same_bits(result(trained, losses), expected)
-
-
-def test_the_comparison_notices_another_formation_of_the_batch(expected: Run) -> None:
-    losses: list[float] = []
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        other = phalanx.Trainer(
-            made(), nn.functional.cross_entropy, adamw, replicas=2, microbatches=6, seed=11,
-            clip_norm=0.5, scheduler=schedule, scheduler_interval="step", callbacks=[],
-        )  # fmt: skip
-        with other:
-            other.fit(batches(), epochs=3)
-            run = result(other, losses)
-    with pytest.raises(AssertionError):
-        assert_same_bits(run, expected)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 import phalanx
-from tests.worlds import World, in_executor_worlds
+from tests.worlds import EXECUTOR_WORLDS, World, in_executor_worlds
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
@@ -172,8 +172,19 @@ def assert_same(found: Left, expected: Left) -> None:
                 assert got == value, (index, key)
 
 
-@in_executor_worlds
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
+EVERYWHERE = ("sgd", "adamw", "nadam", "adafactor")
+"""By day the others meet threads and ranks alone, which divide them into shards."""
+
+
+def names_in_worlds() -> Iterator[Any]:
+    for each in EXECUTOR_WORLDS:
+        for name in OPTIMIZERS:
+            by_day = name in EVERYWHERE or each.id in ("3 threads", "3 ranks")
+            marks = each.marks if by_day else pytest.mark.night
+            yield pytest.param(*each.values, name, id=f"{name}-{each.id}", marks=marks)
+
+
+@pytest.mark.parametrize(("world", "n", "name"), list(names_in_worlds()))
 def test_a_step_equals_a_plain_loops_in_every_executor(
     world: World, n: int, name: str, tmp_path: Path
 ) -> None:

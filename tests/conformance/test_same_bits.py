@@ -38,7 +38,7 @@ from tests.zoo import (
 
 pytestmark = pytest.mark.promise("replicas-change-no-bit")
 
-STEPS = 15
+STEPS = 10
 MICROBATCHES = 8
 # Five batches an epoch, the last one of 12 rows; 20 and 12 are no multiples of 8.
 ROWS, BATCH_SIZE = 92, 20
@@ -288,10 +288,10 @@ def test_a_stop_and_a_resume_on_other_replicas_do_not_show(
     recipe: Recipe, before: int, after: int, tmp_path: Path
 ) -> None:
     expected = reference(str(recipe))
-    first = train(recipe, before, stop=13, save=tmp_path / "checkpoint")
-    assert first.losses == expected.losses[:13]
+    first = train(recipe, before, stop=8, save=tmp_path / "checkpoint")
+    assert first.losses == expected.losses[:8]
     second = train(recipe, after, resume=tmp_path / "checkpoint")
-    assert len(second.losses) == STEPS - 13
+    assert len(second.losses) == STEPS - 8
     assert_same(second, expected)
 
 
@@ -304,9 +304,9 @@ def test_a_stop_at_the_border_of_an_epoch_does_not_show(stop: int, tmp_path: Pat
 
 def test_a_resumed_run_can_be_stopped_and_resumed_again(tmp_path: Path) -> None:
     recipe = RECIPES[2]
-    train(recipe, 1, stop=9, save=tmp_path / "one")
-    train(recipe, 3, stop=11, resume=tmp_path / "one", save=tmp_path / "two")
-    train(recipe, 2, stop=13, resume=tmp_path / "two", save=tmp_path / "three")
+    train(recipe, 1, stop=4, save=tmp_path / "one")
+    train(recipe, 3, stop=6, resume=tmp_path / "one", save=tmp_path / "two")
+    train(recipe, 2, stop=8, resume=tmp_path / "two", save=tmp_path / "three")
     assert_same(train(recipe, 3, resume=tmp_path / "three"), reference(str(recipe)))
 
 
@@ -318,7 +318,7 @@ def test_saving_does_not_show(tmp_path: Path) -> None:
 
     def watch(event: object) -> None:
         if isinstance(event, StepDone):
-            if event.step % 10 == 3:
+            if event.step % 5 == 3:
                 trainer.save(tmp_path / "checkpoint")
             if event.step == STEPS:
                 trainer.stop()
@@ -336,7 +336,7 @@ def test_saving_does_not_show(tmp_path: Path) -> None:
         assert_same_bits(state_of(trainer.module), reference(str(recipe)).weights)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
     resumed = train(recipe, 3, resume=tmp_path / "checkpoint")
-    assert len(resumed.losses) == STEPS - 13
+    assert len(resumed.losses) == STEPS - 8
     assert_same(resumed, reference(str(recipe)))
 
 

@@ -14,6 +14,7 @@ from phalanx import tables
 from phalanx.ipc import fail_points
 from phalanx.tables import module_exchange, part
 from tests.multiprocess.children import Children, Parent, wait_for_exit
+from tests.products import in_pairs
 
 pytestmark = pytest.mark.promise("shared-modules")
 
@@ -90,9 +91,7 @@ def survivor(parent: Parent, run: str, how: dict) -> None:
         parent.hear()
 
 
-@pytest.mark.parametrize("how", [{}, {"sync": True}, {"staleness": 1}], ids=str)
-@pytest.mark.parametrize("which", [1, 2, 3])
-@pytest.mark.parametrize("point", POINTS)
+@in_pairs("how, point, which", [{}, {"sync": True}, {"staleness": 1}], POINTS, [1, 2, 3])
 def test_the_others_go_on_when_a_worker_is_killed_in_the_middle_of_a_sync(run, how, point, which):
     with Children() as children:
         doomed = children.start(victim, run, how, point, which)

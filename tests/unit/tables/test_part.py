@@ -15,6 +15,7 @@ from phalanx.ipc import fail_points
 from phalanx.native import FUNCTIONS
 from phalanx.tables import part
 from phalanx.tables.part import Entry
+from tests.products import in_pairs
 
 ROWS = 8
 
@@ -219,9 +220,7 @@ def die_in_c(storage, entry, stores):
     storage.add(entry, 20.0)
 
 
-@pytest.mark.parametrize("number", [0, 1 << 41])
-@pytest.mark.parametrize("rows", [None, [3, 1, 3]], ids=["whole", "rows"])
-@pytest.mark.parametrize("die", [die_in_c, die_in_python])
+@in_pairs("die, rows, number", [die_in_c, die_in_python], [None, [3, 1, 3]], [0, 1 << 41])
 def test_an_add_of_one_block_is_whole_or_absent_wherever_its_process_dies(die, rows, number):
     with tables.join(timeout_s=20.0) as world:
         made = world.matrix(4, 2, torch.int64)
@@ -243,15 +242,17 @@ def test_an_add_of_one_block_is_whole_or_absent_wherever_its_process_dies(die, r
     raise AssertionError("the add never ended")
 
 
-@pytest.mark.parametrize("num_shards", [1, 2])
-@pytest.mark.parametrize(
-    ("updater", "die"), [("sum", die_in_c), ("sum", die_in_python), ("adagrad", die_in_python)]
+@in_pairs(
+    "rows, dying, num_shards",
+    [None, [5, 1, 3, 1, 0]],
+    [("sum", die_in_c), ("sum", die_in_python), ("adagrad", die_in_python)],
+    [1, 2],
 )
-@pytest.mark.parametrize("rows", [None, [5, 1, 3, 1, 0]], ids=["whole", "rows"])
 def test_an_add_of_several_blocks_or_shards_is_whole_wherever_its_process_dies(
-    small_blocks, rows, updater, die, num_shards
+    small_blocks, rows, dying, num_shards
 ):
     """It is in the log by then; who reads next makes the rest."""
+    updater, die = dying
     cols = 600 if die is die_in_c else 2  # two rows are more than C changes at once, or few
     with tables.join(timeout_s=20.0) as world:
         made = world.matrix(6, cols, updater=updater, num_shards=num_shards)
