@@ -1,7 +1,7 @@
 """``make bench-balance``: what balanced workloads gain beside a slow replica, and cost without.
 
-Ten contestants: a `Trainer` and a `DataParallel`, each with one replica slowed (even, balanced and
-ideal shares) and with equal replicas (even and balanced shares). How long the slow replica has to
+Five contestants: a `Trainer` with one replica slowed (even, balanced and ideal shares) and with
+equal replicas (even and balanced shares). How long the slow replica has to
 wait for a row is measured first, so that it is as many times slower as was asked for.
 """
 
@@ -26,7 +26,6 @@ from benchmarks.slowed import SLOW, BalanceJob, read_account
 from benchmarks.turns import Outcome, Pace, Runner, compete
 from phalanx.errors import ConfigError
 
-CONTAINERS = {"trainer": "Trainer", "dataparallel": "DataParallel"}
 SPLITS = {"even": "even shares", "auto": "balanced shares", "ideal": "ideal shares"}
 SETTLING_STEPS = 10  # in which balanced shares must be found
 _CALIBRATION_STEPS = 24
@@ -46,7 +45,7 @@ class Contest:
     Args:
         slowdown: How many times slower the slow replica is.
         seconds_per_row: What a row takes a replica that is not slowed.
-        outcome: By contestant: ``container-case-split``, such as ``trainer-slowed-auto``.
+        outcome: By contestant: ``case-split``, such as ``slowed-auto``.
         accounts: What they told beside it (see `read_account`).
     """
 
@@ -121,9 +120,7 @@ def _seconds_per_row(model: str, folder: Path) -> float:
         PeerError: The process that measures it has failed or is silent.
     """
     account = folder / "calibration"
-    job = BalanceJob(
-        container="trainer", workloads="auto", model=model, slow_s=0.0, account=str(account)
-    )
+    job = BalanceJob(workloads="auto", model=model, slow_s=0.0, account=str(account))
     with Runner({"calibration": [command_of(job)]}) as runner:
         runner.start("calibration")
         runner.run("calibration", _CALIBRATION_STEPS)
@@ -134,20 +131,18 @@ def _seconds_per_row(model: str, folder: Path) -> float:
 
 
 def _jobs(model: str, slowdown: float, row_s: float, folder: Path) -> dict[str, BalanceJob]:
-    """Return the contestants by name: container, whether a replica is slowed, and the shares."""
+    """Return the contestants by name: whether a replica is slowed, and the shares."""
     splits: dict[str, dict[str, str | Sequence[float] | None]] = {
         "slowed": {"even": None, "auto": "auto", "ideal": (slowdown, 1.0)},
         "equal": {"even": None, "auto": "auto"},
     }
     return {
-        (name := f"{container}-{case}-{split}"): BalanceJob(
-            container=container,
+        (name := f"{case}-{split}"): BalanceJob(
             workloads=workloads,
             model=model,
             slow_s=(slowdown - 1) * row_s if case == "slowed" else 0.0,
             account=str(folder / name),
         )
-        for container in CONTAINERS
         for case, workloads_by_split in splits.items()
         for split, workloads in workloads_by_split.items()
     }
@@ -160,13 +155,12 @@ def report_balance(contest: Contest, machine: Machine, pace: Pace, command: str)
     for case in TARGETS:
         slow = f"replica {SLOW} {contest.slowdown:g}× slower" if case == "slowed" else "equal"
         rows.append(Row(slow))
-        for container, title in CONTAINERS.items():
-            for split, shares in SPLITS.items():
-                name = f"{container}-{case}-{split}"
-                if name in contest.outcome.seconds:
-                    ours = split == "auto"
-                    rows.append(Row(f"  {title}, {shares}", _cells(contest, name), ours=ours))
-                    bars.append(_bar(contest, name))
+        for split, shares in SPLITS.items():
+            name = f"{case}-{split}"
+            if name in contest.outcome.seconds:
+                ours = split == "auto"
+                rows.append(Row(f"  {shares}", _cells(contest, name), ours=ours))
+                bars.append(_bar(contest, name))
     columns = (Column("median", "ms"), Column("÷ even"), Column("÷ ideal"), Column("last rows"))
     title = f"{contest.model}, 2 replicas: one training step"
     return Report(
@@ -199,12 +193,12 @@ def _median_ms(contest: Contest, name: str) -> float:
 
 
 def _cells(contest: Contest, name: str) -> tuple[Cell, ...]:
-    container, case, split = name.split("-")
+    case, split = name.split("-")
     cells: list[Cell] = [_median_ms(contest, name)]
     for baseline in ("even", "ideal"):
         found = None
         if baseline != split:
-            found = ratio(contest, name, f"{container}-{case}-{baseline}")
+            found = ratio(contest, name, f"{case}-{baseline}")
         limit = TARGETS[case].get(baseline) if split == "auto" else None
         cells.append(found if limit is None else Judged(found, limit))
     shares = contest.accounts[name]["shares"]
@@ -213,12 +207,12 @@ def _cells(contest: Contest, name: str) -> tuple[Cell, ...]:
 
 
 def _bar(contest: Contest, name: str) -> Bar:
-    container, case, split = name.split("-")
+    case, split = name.split("-")
     median_ms = _median_ms(contest, name)
-    over_even = None if split == "even" else ratio(contest, name, f"{container}-{case}-even")
+    over_even = None if split == "even" else ratio(contest, name, f"{case}-even")
     beside = "" if over_even is None else f"  {over_even:.2f}×"
     return Bar(
-        label=f"{CONTAINERS[container]}, {case}: {SPLITS[split].removesuffix(' shares')}",
+        label=f"{case}: {SPLITS[split].removesuffix(' shares')}",
         parts=(median_ms,),
         text=f"{number(median_ms)}{beside}",
         ours=split == "auto",
@@ -228,21 +222,13 @@ def _bar(contest: Contest, name: str) -> Bar:
 def _share_panel(contest: Contest) -> Lines:
     """Return the slow replica's share step by step: solid where it is slow, dotted without."""
     lines = []
-    for container, title in CONTAINERS.items():
-        for case in TARGETS:
-            told = contest.accounts.get(f"{container}-{case}-auto")
-            if told and told["shares"]:
-                shares = [100 * rows[SLOW] / sum(rows) for rows in told["shares"][:_STEPS_SHOWN]]
-                words = "slowed" if case == "slowed" else "equal replicas"
-                points = tuple((float(step), share) for step, share in enumerate(shares, 1))
-                lines.append(
-                    Line(
-                        label=f"{title}, {words}",
-                        points=points,
-                        ours=container == "trainer",
-                        dotted=case == "equal",
-                    )
-                )
+    for case in TARGETS:
+        told = contest.accounts.get(f"{case}-auto")
+        if told and told["shares"]:
+            shares = [100 * rows[SLOW] / sum(rows) for rows in told["shares"][:_STEPS_SHOWN]]
+            words = "slowed" if case == "slowed" else "equal replicas"
+            points = tuple((float(step), share) for step, share in enumerate(shares, 1))
+            lines.append(Line(label=words, points=points, ours=True, dotted=case == "equal"))
     return Lines(
         title=f"share of replica {SLOW}",
         note="% of the rows, by step",

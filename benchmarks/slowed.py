@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +17,8 @@ from typing import Any
 from torch import nn
 
 import phalanx
-from benchmarks.contestants import Batch, build, loss_of, plain_step, sgd
+from benchmarks.contestants import build, loss_of, sgd
 from benchmarks.turns import Step, serve
-from phalanx.plan import workload_sizes
 
 NUM_REPLICAS = 2
 SLOW = 1  # which of them
@@ -30,13 +29,11 @@ class BalanceJob:
     """One contestant.
 
     Args:
-        container: ``"trainer"`` or ``"dataparallel"``.
-        workloads: As the container takes them.
+        workloads: As `Trainer` takes them.
         slow_s: Seconds that the slow replica waits for each of its rows.
         account: Where it writes at its end what it has done.
     """
 
-    container: str
     workloads: str | Sequence[float] | None
     model: str
     slow_s: float
@@ -66,19 +63,6 @@ def open_job(job: BalanceJob) -> Iterator[Step]:
     if job.slow_s:
         module.register_forward_pre_hook(Slowdown(job.slow_s))
     shares: list[list[int]] = []
-    opened = _trainer if job.container == "trainer" else _data_parallel
-    with opened(job, module, batch) as (step, seconds_per_row):
-        yield lambda: shares.append(list(step()))
-        account = {"shares": shares, "seconds_per_row": seconds_per_row}
-    Path(job.account).write_text(json.dumps(account), encoding="utf-8")
-
-
-# How a step is made, and the rows of each replica in it; and what a row has taken each, by step.
-Opened = tuple[Callable[[], Sequence[int]], list[list[float]]]
-
-
-@contextmanager
-def _trainer(job: BalanceJob, module: nn.Module, batch: Batch) -> Iterator[Opened]:
     with phalanx.Trainer(
         module,
         loss_of,
@@ -89,27 +73,15 @@ def _trainer(job: BalanceJob, module: nn.Module, batch: Batch) -> Iterator[Opene
     ) as trainer:
         costs: list[list[float]] = []
 
-        def step() -> Sequence[int]:
+        def step() -> None:
             done = trainer.step(batch)
+            shares.append(list(done.shares))
             pairs = zip(done.work_s, done.shares, strict=True)
             costs.append([seconds / rows for seconds, rows in pairs if rows])
-            return done.shares
 
-        yield step, costs
-
-
-@contextmanager
-def _data_parallel(job: BalanceJob, module: nn.Module, batch: Batch) -> Iterator[Opened]:
-    devices = ["cpu"] * NUM_REPLICAS
-    with phalanx.DataParallel(module, devices, workloads=job.workloads) as parallel:
-        plain = plain_step(parallel, batch, sgd(module.parameters()))
-
-        def step() -> Sequence[int]:
-            sizes = workload_sizes(len(batch[1]), parallel.workloads)
-            plain()
-            return sizes
-
-        yield step, []
+        yield step
+        account = {"shares": shares, "seconds_per_row": costs}
+    Path(job.account).write_text(json.dumps(account), encoding="utf-8")
 
 
 def read_account(path: Path) -> Mapping[str, Any]:  # Any: JSON

@@ -1,4 +1,4 @@
-"""`workloads="auto"` in real trainers and containers: right shares, and plain PyTorch's numbers.
+"""`workloads="auto"` in real trainers: right shares, and plain PyTorch's numbers.
 
 Time is made here: every replica's thread has a clock of its own that goes on only where the test's
 model says how long something takes. So nothing depends on how fast or busy this machine is.
@@ -25,7 +25,6 @@ from phalanx.execution import threads
 from phalanx.plan import workload_sizes
 from tests.zoo import (
     assert_close,
-    gradients_of,
     plain_sgd,
     plain_steps,
     sgd,
@@ -286,65 +285,3 @@ def test_workloads_of_others_are_left_in_the_checkpoint(clocks, tmp_path, option
     ) as trainer:
         trainer.resume(tmp_path / "saved")
         assert trainer.step(BATCHES[0]).shares == sizes
-
-
-# --- the container --------------------------------------------------------------------------------
-
-
-def by_outputs(model: phalanx.DataParallel, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model(x), y)
-
-
-def by_losses(model: phalanx.DataParallel, x: Tensor, y: Tensor) -> Tensor:
-    return model.forward_loss(F.cross_entropy, x, y)
-
-
-def by_parts(model: phalanx.DataParallel, x: Tensor, y: Tensor) -> Tensor:
-    parts = x.split(workload_sizes(len(x), model.workloads))
-    outputs = model.forward_parts([part if len(part) else None for part in parts])
-    return F.cross_entropy(torch.cat([each for each in outputs if each is not None]), y)
-
-
-@pytest.mark.parametrize("go", [by_outputs, by_losses, by_parts])
-@pytest.mark.parametrize(
-    ("forward_s", "ideal"), [([1.0, 3.0], IDEAL_TWO), ([1.0, 1.0, 3.0], IDEAL_THREE)]
-)
-def test_a_container_gives_a_slow_replica_less_and_computes_as_plain_pytorch(
-    clocks, go, forward_s, ideal
-):
-    clocks.forward_s = forward_s
-    net = Net()
-    twin = twin_of(net)
-    with phalanx.DataParallel(net, ["cpu"] * len(forward_s), workloads="auto") as model:
-        for x, y in BATCHES:
-            for module in (net, twin):
-                module.zero_grad()
-            loss = go(model, x, y)
-            loss.backward()
-            expected = F.cross_entropy(twin(x), y)
-            expected.backward()
-            assert_close(loss.detach(), expected.detach(), F64)
-            assert_close(gradients_of(net), gradients_of(twin), F64)
-        assert is_near(workload_sizes(ROWS, model.workloads), ideal)
-
-
-def test_what_backward_takes_counts_in_a_container(clocks):
-    clocks.backward_s = [0.0, 3.0]
-    with phalanx.DataParallel(Net(), TWO, workloads="auto") as model:
-        for x, y in BATCHES:
-            by_outputs(model, x, y).backward()
-        assert is_near(workload_sizes(ROWS, model.workloads), workload_sizes(ROWS, [4, 1]))
-
-
-def test_passes_may_be_open_at_once(clocks):
-    clocks.forward_s = [1.0, 3.0]
-    with phalanx.DataParallel(Net(), TWO, workloads="auto") as model:
-        losses = [by_outputs(model, x, y) for x, y in BATCHES]
-        for loss in reversed(losses):
-            loss.backward()
-        assert is_near(workload_sizes(ROWS, model.workloads), IDEAL_TWO)
-
-
-def test_workloads_that_are_given_stay():
-    with phalanx.DataParallel(Net(), THREE, workloads=[1, 0, 2]) as model:
-        assert model.workloads == (1, 0, 2)

@@ -202,17 +202,3 @@ def test_a_batch_of_samples_is_split_by_the_users_functions(microbatches: int | 
         net, None, sgd, forward=detection, layout=layout, replicas=2, microbatches=microbatches
     ) as trainer:
         assert trainer.step((images, targets)).loss == pytest.approx(expected, rel=1e-5)
-
-
-class Bag(nn.Module):
-    def forward(self, text: str, scale: Tensor) -> Tensor:
-        return torch.tensor([float(len(word)) for word in text.split()]) * scale[0]
-
-
-def test_a_container_splits_its_arguments_by_the_users_functions() -> None:
-    layout = phalanx.Layout(
-        split=lambda call: [(word, call[1]) for word in call[0].split()],
-        collate=lambda samples: (" ".join(word for word, _ in samples), samples[0][1]),
-    )
-    with phalanx.DataParallel(Bag(), devices=2, layout=layout) as model:
-        assert model("a bb ccc", torch.tensor([2.0])).tolist() == [2.0, 4.0, 6.0]

@@ -1,4 +1,4 @@
-"""What users decide over: layouts, how outputs are merged, the loss inside, buffers, placement."""
+"""What users decide over: layouts, how outputs are merged, buffers, placement."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx import DataParallel, Layout
@@ -22,7 +21,6 @@ from tests.conformance.containers import (
     draw,
     fresh,
     loss_of,
-    one_pass,
     parallel,
     places,
 )
@@ -31,12 +29,8 @@ from tests.zoo import (
     assert_same_bits,
     cnn_norm,
     gradients_of,
-    mlp,
     state_of,
-    token_batch,
-    token_loss,
     twin_of,
-    vector_batch,
 )
 
 pytestmark = pytest.mark.promise("containers")
@@ -110,26 +104,6 @@ def test_a_path_covers_what_is_below_it_and_yields_to_a_longer_one(device: torch
     assert each == [[(2, 2), (4, 2), (5,)]] * 2 + [[(2, 2), (4, 3), (5,)]]
 
 
-def test_explicit_sizes_count_for_one_call(device: torch.device) -> None:
-    sizes: list[int] = []
-    net = mlp(F64).to(device)
-    net.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
-    x = draw(15, 7, device=device)
-    with parallel(net, device, workloads=[1, 1, 0]) as model:
-        output = model.forward_sized(UNEQUAL, x)
-        assert sorted(sizes) == UNEQUAL
-        loss_of(output).backward()
-        got = gradients_of(net)
-        sizes.clear()
-        model(x)
-        assert sorted(sizes) == [7, 8]
-        sizes.clear()
-        model.forward_sized([0, 0, 15], x)
-        assert sizes == [15]
-    expected = one_pass(twin_of(net), x)
-    assert_close([output, *got], expected["outputs"] + expected["parameters"], F64)
-
-
 # --- outputs --------------------------------------------------------------------------------------
 
 
@@ -164,8 +138,8 @@ OUTPUT: dict[str | int, str] = {
 def test_every_leaf_is_merged_by_its_rule(sizes: list[int], device: torch.device) -> None:
     net = Many().double().to(device)
     x = draw(15, 4, device=device)
-    with parallel(net, device, output=OUTPUT) as model:
-        got = model.forward_sized(sizes, x)
+    with parallel(net, device, output=OUTPUT, workloads=sizes) as model:
+        got = model(x)
         loss_of([got["rows"], got["turned"], got["loss"], got["aux"][0]]).backward()
         gradients = gradients_of(net)
     twin = twin_of(net)
@@ -264,60 +238,6 @@ def test_whole_outputs_left_apart_may_differ_in_structure(device: torch.device) 
         assert [len(model(draw(rows, 3, device=device))) for rows in (1, 2, 5, 0)] == [1, 2, 3, 1]
 
 
-# --- the criterion inside -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sizes", [None, UNEQUAL, [6, 0, 9]], ids=str)
-def test_the_loss_inside_the_replicas_is_that_of_the_whole_batch(
-    sizes: list[int] | None, device: torch.device
-) -> None:
-    net = mlp(F64).to(device)
-    twin = twin_of(net)
-    x, y = (each.to(device) for each in vector_batch(15, F64))
-    mine, theirs = fresh(x), fresh(x)
-    with parallel(net, device) as model:
-        loss = model.forward_loss(F.cross_entropy, mine, y, sizes=sizes)
-        (2 * loss).backward()
-    expected = F.cross_entropy(twin(theirs), y)
-    (2 * expected).backward()
-    assert loss.shape == ()
-    assert_close([loss, mine.grad], [expected, theirs.grad], F64)
-    assert_close(gradients_of(net), gradients_of(twin), F64)
-
-
-@pytest.mark.parametrize("sizes", [None, UNEQUAL], ids=str)
-def test_tokens_weigh_the_loss_and_padding_weighs_nothing(
-    sizes: list[int] | None, device: torch.device
-) -> None:
-    """One slice is all padding: its mean loss is NaN, and must not be heard."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 11)).double().to(device)
-    twin = twin_of(net)
-    x, y = (each.to(device) for each in token_batch(15))
-    y = y.clone()
-    y[::2, 2:] = -100
-    y[: 1 if sizes else 5] = -100
-    with parallel(net, device) as model:
-        loss = model.forward_loss(
-            token_loss, x, y, weight_fn=lambda own: float((own != -100).sum()), sizes=sizes
-        )
-        loss.backward()
-    expected = token_loss(twin(x), y)
-    expected.backward()
-    assert_close(loss, expected, F64)
-    assert_close(gradients_of(net), gradients_of(twin), F64)
-
-
-def test_inputs_of_the_loss_go_by_position_by_name_or_alone(device: torch.device) -> None:
-    net = Weighed().double().to(device)
-    x, weights, y = draw(8, 7, device=device), draw(7, device=device), draw(8, 4, device=device)
-    expected = F.mse_loss(twin_of(net)(x, weights), y)
-    with parallel(net, device, layout=Layout(dims={"weights": None})) as model:
-        for inputs in ((x, weights), {"x": x, "weights": weights}, {"weights": weights, "x": x}):
-            assert_close(model.forward_loss(F.mse_loss, inputs, y), expected, F64)
-            assert_close(model.forward_loss(nn.MSELoss(), inputs, y), expected, F64)
-
-
 # --- buffers --------------------------------------------------------------------------------------
 
 
@@ -381,8 +301,8 @@ def test_buffers_become_what_their_rule_says(
     net = nn.Sequential(Counts(in_place)).to(device)
     x = draw(15, 4, device=device)
     buffers = PATTERNS if policy == "patterns" else policy
-    with parallel(net, device, buffers=buffers) as model:
-        model.forward_sized(sizes, x)
+    with parallel(net, device, buffers=buffers, workloads=sizes) as model:
+        model(x)
     pieces = [piece.cpu() for piece in x.split(sizes) if len(piece)]
     for name, rule in RULES[policy].items():
         found = net[0].get_buffer(name)

@@ -322,86 +322,12 @@ def test_a_change_of_type_after_a_pass_reaches_the_replicas(
             model.zero_grad()
 
 
-@pytest.mark.parametrize("k", [2, 3])
-def test_ten_steps_on_flat_parameters_need_no_sync(k: int, device: torch.device) -> None:
-    net = nn.Sequential(nn.Linear(10, 7), nn.Tanh(), nn.Linear(7, 5)).double().to(device)
-    twin = twin_of(net)
-    theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
-    with parallel(net, device, k) as model:
-        values, gradients = model.flat_parameters()
-        for seed in range(STEPS):
-            x, y = draw(9, 10, seed=seed, device=device), draw(9, 5, seed=seed, device=device)
-            gradients.zero_()
-            theirs.zero_grad()
-            mse(model(x), y).backward()
-            mse(twin(x), y).backward()
-            assert_close(gradients, torch.cat([p.grad.flatten() for p in twin.parameters()]), F64)
-            values.sub_(gradients, alpha=0.1)
-            theirs.step()
-        assert_close(model(x), twin(x), F64)
-    assert_close(state_of(net), state_of(twin), F64)
-
-
-@pytest.mark.parametrize("way", list(COPIES))
-def test_flat_parameters_survive_being_stored(way: str, device: torch.device) -> None:
-    net = nn.Sequential(nn.Linear(10, 7), nn.Tanh(), nn.Linear(7, 5)).double().to(device)
-    x = draw(7, 10, device=device)
-    with parallel(net, device) as model:
-        before = model(x)
-        model.flat_parameters()
-        with COPIES[way](model) as copied:
-            assert torch.equal(copied(x), before)
-            values, gradients = copied.flat_parameters()
-            assert copied(x).all()
-            loss_of(copied(x)).backward()
-            assert gradients.any()
-            values.zero_()
-            assert not copied(x).any()
-            assert all(not parameter.any() for parameter in copied.parameters())
-        assert torch.equal(model(x), before)
-        values, _ = model.flat_parameters()
-        values.zero_()
-        assert not model(x).any()
-
-
 class TestFlatSizes:
     """The original's own number: a second layer of 10·5 + 5 parameters and no more."""
 
-    def test_around_and_inside_are_55_elements_each(self, device: torch.device) -> None:
-        inner = parallel(nn.Linear(10, 5).double().to(device), device, 2)
-        with inner, parallel(nn.Sequential(nn.Tanh(), inner), device, 2) as outer:
-            for flat in (*inner.flat_parameters(), *outer.flat_parameters()):
-                assert flat.shape == (55,)
-            assert inner.flat_parameters()[1].shape == (55,)
-
-    @pytest.mark.parametrize("inner_first", [True, False])
-    def test_the_outer_ones_hold_the_first_layer_too(
-        self, inner_first: bool, device: torch.device
-    ) -> None:
-        net = nn.Sequential(nn.Linear(4, 10), nn.Linear(10, 5)).double().to(device)
-        twin = twin_of(net)
-        inner = parallel(net[1], device, 2)
-        with inner, parallel(nn.Sequential(net[0], inner), device, 2) as outer:
-            if inner_first:
-                assert inner.flat_parameters()[0].numel() == 55
-            values, gradients = outer.flat_parameters()
-            assert values.shape == gradients.shape == (4 * 10 + 10 + 55,)
-            x = draw(7, 4, device=device)
-            for each in (outer, twin):
-                loss_of(each(x)).backward()
-            expected = torch.cat([p.grad.flatten() for p in twin.parameters()])
-            assert_close(gradients, expected, F64)
-            values.sub_(gradients)
-            for parameter in twin.parameters():
-                parameter.data.sub_(parameter.grad)
-            assert_close(outer(x), twin(x), F64)
-            assert_close(
-                inner(draw(3, 10, device=device)), twin[1](draw(3, 10, device=device)), F64
-            )
-
 
 class TestMisc:
-    """Threads with something to run first, a clone, and looking for modules inside."""
+    """Threads with something to run first."""
 
     @pytest.fixture
     def net(self, device: torch.device) -> nn.Module:
@@ -434,49 +360,6 @@ class TestMisc:
         assert len(names) == 3
         assert threading.current_thread().name not in names
 
-    def test_threads_that_work_already_are_prepared_too(
-        self, net: nn.Module, device: torch.device
-    ) -> None:
-        with parallel(net, device) as model:
-            model(draw(7, 10, device=device))
-            prepared: list[str] = []
-            model.threads(lambda: prepared.append(threading.current_thread().name))
-            assert prepared == []
-            model(draw(7, 10, device=device))
-            assert len(set(prepared)) == 3
-
-    def test_a_preparation_that_fails_is_tried_again(
-        self, net: nn.Module, device: torch.device
-    ) -> None:
-        broken = [True]
-
-        def prepare() -> None:
-            if broken:
-                raise ZeroDivisionError("asked to")
-
-        before = set(threading.enumerate())
-        with parallel(net, device).threads(prepare) as model:
-            with pytest.raises(ZeroDivisionError):
-                model(draw(7, 10, device=device))
-            assert set(threading.enumerate()) == before
-            broken.clear()
-            assert model(draw(7, 10, device=device)).shape == (7, 5)
-
-    def test_a_clone_gives_exactly_the_same_output(
-        self, net: nn.Module, device: torch.device
-    ) -> None:
-        x = draw(7, 10, device=device)
-        with parallel(net, device).threads(lambda: None) as model, model.clone() as clone:
-            assert type(clone) is type(model)
-            for mode in (True, False):
-                assert torch.equal(clone.train(mode)(x), model.train(mode)(x))
-
-    def test_modules_inside_are_found_once(self, net: nn.Module, device: torch.device) -> None:
-        with parallel(net, device) as model:
-            model(draw(7, 10, device=device))
-            assert len([m for m in model.modules() if isinstance(m, nn.ReLU)]) == 1
-            assert len(list(model.modules())) == len(list(net.modules())) + 1
-
 
 def test_a_lookup_first_needs_no_input_gradient(device: torch.device) -> None:
     torch.manual_seed(0)
@@ -486,28 +369,22 @@ def test_a_lookup_first_needs_no_input_gradient(device: torch.device) -> None:
         assert_equal_pass(model, twin_of(net), words)
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["apart", "flat"])
-def test_three_passes_without_zeroing_and_one_update(flat: bool, device: torch.device) -> None:
+def test_three_passes_without_zeroing_and_one_update(device: torch.device) -> None:
     net = nn.Sequential(nn.Linear(10, 7), nn.Tanh(), nn.Linear(7, 5)).double().to(device)
     twin = twin_of(net)
     with parallel(net, device) as model:
-        values, gradients = model.flat_parameters() if flat else (None, None)
         for seed, rows in enumerate((9, 2, 7)):
             x = draw(rows, 10, seed=seed, device=device)
             loss_of(model(x)).backward()
             loss_of(twin(x)).backward()
-        if flat:
-            values.sub_(gradients, alpha=0.5)
-        else:
-            torch.optim.SGD(model.parameters(), lr=0.5).step()
+        torch.optim.SGD(model.parameters(), lr=0.5).step()
         torch.optim.SGD(twin.parameters(), lr=0.5).step()
         assert_close(model(x), twin(x), F64)
     assert_close(state_of(net), state_of(twin), F64)
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["apart", "flat"])
 @pytest.mark.parametrize("threads", [False, True], ids=["plain", "threads"])
-def test_applying_nothing_changes_nothing(threads: bool, flat: bool, device: torch.device) -> None:
+def test_applying_nothing_changes_nothing(threads: bool, device: torch.device) -> None:
     """Also a callback that no file can hold, at which the original's next pass broke."""
     lock = threading.Lock()
     visited: list[str] = []
@@ -522,8 +399,6 @@ def test_applying_nothing_changes_nothing(threads: bool, flat: bool, device: tor
     if threads:
         model.threads(lambda: None)
     with model:
-        if flat:
-            model.flat_parameters()
         assert model.apply(nothing) is model
         assert sorted(visited) == sorted(["Linear", "Tanh", "Linear", "Sequential", "DataParallel"])
         for seed in range(STEPS):
@@ -537,11 +412,8 @@ def test_applying_nothing_changes_nothing(threads: bool, flat: bool, device: tor
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stream", [False, True], ids=["default", "side"])
-@pytest.mark.parametrize("flat", [False, True], ids=["apart", "flat"])
 @pytest.mark.parametrize("threads", [False, True], ids=["plain", "threads"])
-def test_streams_do_not_show_in_the_result(
-    stream: bool, flat: bool, threads: bool, gpu: torch.device
-) -> None:
+def test_streams_do_not_show_in_the_result(stream: bool, threads: bool, gpu: torch.device) -> None:
     """Exactly equal to the pass on the default stream."""
     net = nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 5)).double().to(gpu)
     x = draw(301, 64, device=gpu)
@@ -550,8 +422,6 @@ def test_streams_do_not_show_in_the_result(
         with parallel(copy.deepcopy(module), gpu) as model:
             if threads:
                 model.threads(lambda: None)
-            if flat:
-                model.flat_parameters()
             one_pass(model, x)
             found = one_pass(model, x)
             torch.accelerator.current_stream().synchronize()

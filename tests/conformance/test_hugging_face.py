@@ -282,25 +282,6 @@ def test_losses_that_are_divided_by_all_tokens_are_added(make: Any) -> None:
         assert torch.allclose(parameter.grad, gradient, atol=1e-6, rtol=0)
 
 
-@every_case
-def test_losses_inside_of_replicas_count_for_their_tokens(case: Case) -> None:
-    make, kind, weight = case
-    (batch,) = make_loader(kind, len(LINES))
-    loss, expected = gradients(seeded(make, 0.0), batch)
-    module = seeded(make, 0.0)
-    with phalanx.DataParallel(module, 2) as parallel:
-        found = parallel.forward_loss(
-            lambda output, labels: output.loss,
-            dict(batch),
-            batch["labels"],
-            weight_fn=lambda labels: weight({"labels": labels}),
-        )
-        found.backward()
-    assert found.item() == pytest.approx(loss, abs=1e-6)
-    for parameter, gradient in zip(module.parameters(), expected, strict=True):
-        assert torch.allclose(parameter.grad, gradient, atol=1e-6, rtol=0)
-
-
 def test_hidden_states_arrive_once_where_the_model_was_asked_for_them_before() -> None:
     module = seeded(llama).eval()
     (batch,) = make_loader("causal", len(LINES))

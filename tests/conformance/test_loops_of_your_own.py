@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx import ConfigError, DataParallel, Trainer
+from phalanx import ConfigError, DataParallel
 from tests.zoo import (
     class_loss,
     cnn_norm,
@@ -23,7 +21,6 @@ from tests.zoo import (
 pytestmark = pytest.mark.promise("loops-of-your-own")
 
 ROWS, STEPS = 11, 3  # pieces of 3, 3, 3 and 2 rows
-Loss = Callable[[DataParallel, Tensor, Tensor], Tensor]
 
 
 def norm_and_dropout() -> nn.Module:
@@ -36,7 +33,7 @@ MODELS = {
 }
 
 
-def train(name: str, replicas: int, microbatches: int = 4, *, inside: bool) -> list[Tensor]:
+def train(name: str, replicas: int, microbatches: int = 4) -> list[Tensor]:
     """Train with clipped gradients; return the state, the losses and the gradients of inputs."""
     make, batch_of, loss_fn = MODELS[name]
     net = make()
@@ -48,10 +45,7 @@ def train(name: str, replicas: int, microbatches: int = 4, *, inside: bool) -> l
             inputs, targets = batch_of(ROWS, seed=step)
             inputs.requires_grad_(inputs.is_floating_point())
             optimizer.zero_grad()
-            if inside:
-                loss = model.forward_loss(loss_fn, inputs, targets)
-            else:
-                loss = loss_fn(model(inputs), targets)
+            loss = loss_fn(model(inputs), targets)
             loss.backward()
             nn.utils.clip_grad_norm_(net.parameters(), 0.5)
             optimizer.step()
@@ -59,31 +53,13 @@ def train(name: str, replicas: int, microbatches: int = 4, *, inside: bool) -> l
     return [*net.state_dict().values(), *found]
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["loss outside", "loss in the replicas"])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_number_of_replicas_changes_no_bit(name: str, inside: bool) -> None:
-    expected = train(name, 1, inside=inside)
+def test_the_number_of_replicas_changes_no_bit(name: str) -> None:
+    expected = train(name, 1)
     for replicas in (2, 3):
-        assert all(map(torch.equal, train(name, replicas, inside=inside), expected))
-    others = train(name, 1, microbatches=3, inside=inside)
+        assert all(map(torch.equal, train(name, replicas), expected))
+    others = train(name, 1, microbatches=3)
     assert not all(map(torch.equal, others, expected))
-
-
-def test_the_bits_are_the_trainers() -> None:
-    inputs, targets = image_batch(ROWS)
-    nets = [cnn_norm(), cnn_norm()]
-    make = lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True)  # noqa: E731
-    sgd = make(nets[0].parameters())
-    with DataParallel(nets[0], devices=2, microbatches=4) as model:
-        for _ in range(STEPS):
-            sgd.zero_grad()
-            model.forward_loss(class_loss, inputs, targets).backward()
-            sgd.step()
-    with Trainer(nets[1], class_loss, make, microbatches=4, replicas=3) as trainer:
-        for _ in range(STEPS):
-            trainer.step((inputs, targets))
-    ours, trainers = (net.state_dict().values() for net in nets)
-    assert all(map(torch.equal, ours, trainers))
 
 
 def test_gradients_are_the_whole_batchs() -> None:
@@ -98,7 +74,6 @@ def test_gradients_are_the_whole_batchs() -> None:
 def test_pieces_of_the_callers_own() -> None:
     net, (inputs, _) = mlp(), vector_batch(6)
     with DataParallel(net, devices=2, microbatches=3) as model:
-        assert torch.allclose(model.forward_sized([1, 0, 5], inputs), net(inputs), atol=1e-6)
         first, none, last = model.forward_parts([inputs[:2], None, inputs[2:]])
         assert (len(first), none, len(last)) == (2, None, 4)
         assert model(inputs[:1]).shape == (1, 4)

@@ -225,26 +225,10 @@ MAKERS: dict[str, Made] = {
     "layout": replicated(
         lambda model, batch: model(batch.x, y=batch.y), layout=Layout(dims={"y": None})
     ),
-    "split": replicated(
-        lambda model, batch: model(batch.x),
-        layout=Layout(split=lambda x: list(x.unbind()), collate=torch.stack),
-    ),
     "rules of outputs": replicated(lambda model, batch: model(batch.x), output={"out": "cat"}),
-    "forward_sized": replicated(lambda model, batch: model.forward_sized([2, 5], batch.x)),
     "forward_parts": replicated(
         lambda model, batch: model.forward_parts(list(batch.x.split([3, 4])))[0]
     ),
-    "forward_loss": replicated(
-        lambda model, batch: model.forward_loss(
-            lambda outputs, y: F.mse_loss(outputs["out"], y), batch.x, batch.y
-        )
-    ),
-    "forward_loss by weight": replicated(
-        lambda model, batch: model.forward_loss(
-            lambda outputs, y: F.mse_loss(outputs["out"], y), batch.x, batch.y, weight_fn=len
-        )
-    ),
-    "auto workloads": replicated(lambda model, batch: model(batch.x), workloads="auto"),
     "container in a container": called(
         lambda: phalanx.DataParallel(
             nn.Sequential(phalanx.DataParallel(linear(), CPUS), nn.Linear(1, 1)), CPUS
@@ -279,9 +263,6 @@ MAKERS: dict[str, Made] = {
     "split_batch": lambda _: lambda batch: phalanx.split_batch({"x": [batch.x], "y": batch.y}, 2),
     "an exception in forward": raising(
         called(lambda: phalanx.DataParallel(Failing(), CPUS), lambda model, batch: model(batch.x))
-    ),
-    "an exception in a loss": raising(
-        replicated(lambda model, batch: model.forward_loss(fails, batch.x, batch.y))
     ),
     "an exception in a step": raising(failing_step),
     "a refused batch": raising(

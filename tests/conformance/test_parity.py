@@ -265,15 +265,6 @@ def test_gradients_can_be_asked_for_by_autograd_grad() -> None:
     assert gradients_of(net) == [None] * len(ours[1:])
 
 
-def test_an_empty_batch_gives_an_empty_output() -> None:
-    net = mlp()
-    with parallel(net, 3) as model:
-        outputs = model(torch.empty(0, 7))
-        outputs.sum().backward()
-    assert outputs.shape == (0, 4)
-    assert all(g is None or not g.any() for g in gradients_of(net))
-
-
 @pytest.mark.parametrize("workloads", [[2, 1], [1, 0], [0, 1], [0.1, 5.0]])
 def test_workloads_do_not_show_in_the_result(workloads: list[float]) -> None:
     net = mlp(torch.float64)
@@ -351,23 +342,6 @@ def test_an_integer_output_comes_back_without_a_gradient() -> None:
     assert torch.equal(classes, expected_classes)
     assert not classes.requires_grad
     assert_close(gradients_of(net), gradients_of(twin), torch.float64)
-
-
-def test_scalars_come_back_as_one_value_per_replica_in_use() -> None:
-    class MeanLoss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = mlp(torch.float64)
-
-        def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-            return MLP.loss(self.net(x), targets)
-
-    net = MeanLoss()
-    x, targets = vector_batch(2, torch.float64)
-    with parallel(net, 3) as model:
-        losses = model(x, targets)
-    each = [net(x[i : i + 1], targets[i : i + 1]) for i in range(2)]
-    assert_close(losses, torch.stack(each), torch.float64)
 
 
 class TestTrainerInputs:
@@ -498,88 +472,7 @@ def test_the_trainer_notices_freezing_and_thawing_between_steps(
             assert_close(state_of(trainer.module), state_of(twin), torch.float64)
 
 
-class TestChangesFromOutside:
-    """No call tells the container that parameters have changed; it must see it by itself."""
-
-    @pytest.fixture
-    def x(self) -> Tensor:
-        return vector_batch(7, torch.float64)[0]
-
-    def test_parameters_written_in_place(self, x: Tensor) -> None:
-        net = mlp(torch.float64)
-        with parallel(net, 3) as model:
-            assert model(x).any()
-            with torch.no_grad():
-                for parameter in net.parameters():
-                    parameter.zero_()
-            assert not model(x).any()
-
-    def test_data_put_in_place_of_the_old(self, x: Tensor) -> None:
-        net = mlp(torch.float64)
-        with parallel(net, 3) as model:
-            model(x)
-            for parameter in net.parameters():
-                parameter.data = torch.ones_like(parameter)
-            assert_close(model(x), net(x), torch.float64)
-
-    def test_a_parameter_put_in_place_of_another(self, x: Tensor) -> None:
-        net = mlp(torch.float64)
-        with parallel(net, 3) as model:
-            model(x)
-            net[4].weight = nn.Parameter(torch.ones_like(net[4].weight))
-            twin = twin_of(net)
-            outputs = model(x)
-            outputs.sum().backward()
-            expected = twin(x)
-            expected.sum().backward()
-            assert_close(outputs, expected, torch.float64)
-            assert_close(gradients_of(net), gradients_of(twin), torch.float64)
-
-    def test_an_optimizer_over_the_unwrapped_module(self, x: Tensor) -> None:
-        net = mlp(torch.float64)
-        optimizer = sgd(net.parameters())
-        with parallel(net, 2) as model:
-            for _ in range(3):
-                optimizer.zero_grad()
-                model(x).square().sum().backward()
-                optimizer.step()
-                assert_close(model(x), net(x), torch.float64)
-
-    def test_buffers_written_from_outside(self) -> None:
-        net = cnn_norm(torch.float64).eval()
-        x, _ = CNN_NORM.batch(7, torch.float64)
-        with parallel(net, 3) as model:
-            model(x)
-            net[1].running_mean.fill_(2.0)
-            assert_close(model(x), net(x), torch.float64)
-
-    def test_weights_loaded_into_the_unwrapped_module(self, x: Tensor) -> None:
-        net = mlp(torch.float64)
-        with parallel(net, 3) as model:
-            model(x)
-            net.load_state_dict(mlp(torch.float64, seed=5).state_dict())
-            assert_close(model(x), mlp(torch.float64, seed=5)(x), torch.float64)
-
-
 # --- what a module can do -------------------------------------------------------------------------
-
-
-def test_train_and_eval_reach_every_replica() -> None:
-    net = cnn_norm(torch.float64)
-    twin = twin_of(net)
-    x, _ = CNN_NORM.batch(9, torch.float64)
-    with parallel(net, 3) as model:
-        model.train()
-        model(x)
-        model.eval()
-        assert not net.training
-        twin.load_state_dict(net.state_dict())
-        twin.eval()
-        before = state_of(net)
-        assert_close(model(x), twin(x), torch.float64)
-        assert_same_bits(state_of(net), before)
-        model.train()
-        assert all(each.training for each in net.modules())
 
 
 def test_batch_norm_statistics_in_training_are_finite_and_counted_once() -> None:
@@ -627,40 +520,6 @@ class TestDropout:
         x = torch.ones(8, 50)
         with parallel(nn.Dropout(0.5), 2) as model:
             assert torch.equal(model.eval()(x), x)
-
-
-def test_to_takes_the_replicas_along() -> None:
-    net = mlp()
-    x, _ = vector_batch(9, torch.float64)
-    with parallel(net, 3) as model:
-        model(x.float())
-        assert model.to(torch.float64) is model
-        outputs = model(x)
-        outputs.sum().backward()
-        twin = mlp().double()
-        twin(x).sum().backward()
-        assert outputs.dtype == torch.float64
-        assert_close(outputs, twin(x), torch.float64)
-        assert_close(gradients_of(model), gradients_of(twin), torch.float64)
-
-
-def test_state_dict_has_the_keys_of_the_unwrapped_module_and_loads_both_ways() -> None:
-    net = cnn_norm()
-    plain = cnn_norm(seed=4)
-    with parallel(net) as model:
-        assert list(model.state_dict()) == list(plain.state_dict())
-        assert [name for name, _ in model.named_parameters()] == [
-            n for n, _ in plain.named_parameters()
-        ]
-        assert [name for name, _ in model.named_buffers()] == [n for n, _ in plain.named_buffers()]
-        model.load_state_dict(plain.state_dict())
-        assert_same_bits(state_of(net), state_of(plain))
-        other = cnn_norm(seed=9)
-        other.load_state_dict(model.state_dict())
-        assert_same_bits(state_of(other), state_of(plain))
-        with parallel(cnn_norm(seed=8), 3) as third:
-            third.load_state_dict(model.state_dict())
-            assert_same_bits(state_of(third), state_of(plain))
 
 
 def test_load_state_dict_tells_missing_and_unexpected_keys_as_the_unwrapped_module_does() -> None:

@@ -379,39 +379,17 @@ ROWS: list[Row] = [
     # calls of containers
     Row(CONTAINER, lambda m: m(X, mask=X[:7]), "`mask` must have 8 rows .* like `(0|x)`"),
     Row(CONTAINER, lambda m: m(3), "at least one tensor"),
-    Row(CONTAINER, lambda m: m.forward_sized([4, 4], X), r"`sizes` must hold 3 sizes .*\[4, 4\]"),
-    Row(CONTAINER, lambda m: m.forward_sized([4, 5, -1], X), "`sizes` must hold 3 sizes of at"),
-    Row(CONTAINER, lambda m: m.forward_sized("222", X), "`sizes` must hold 3 sizes"),
+    Row(
+        NOTHING,
+        lambda _: DataParallel(nn.Tanh(), 2, layout=Layout(split=list, collate=torch.stack)),
+        "`layout` must not have `split`",
+        UnsupportedError,
+    ),
     Row(CONTAINER, lambda m: m.forward_parts([X, X]), "`parts` must hold one input per replica"),
     Row(CONTAINER, lambda m: m.forward_parts(X[:3]), "`parts` must hold one input per replica"),
     Row(CONTAINER, lambda m: m.forward_parts([None] * 3), "`parts` must hold .*, not all None"),
     Row(CONTAINER, lambda m: m(X, kind="odd"), "same structure .* replica 2"),
     Row(CONTAINER, lambda m: m(X, kind="lost"), "Output `y` .* 3 rows"),
-    Row(CONTAINER, lambda m: m.forward_loss(X, F.mse_loss, X), "`loss_fn` must be callable"),
-    Row(CONTAINER, lambda m: m.forward_loss(F.mse_loss, X, FOUR[:7]), "`targets` must have 8 rows"),
-    Row(
-        CONTAINER,
-        lambda m: m.forward_loss(nn.MSELoss(reduction="sum"), X, FOUR),
-        "`loss_fn` must have reduction='mean', but has 'sum'",
-    ),
-    Row(
-        CONTAINER,
-        lambda m: m.forward_loss(F.cross_entropy, X, torch.tensor([0] * 4 + [-100] * 4)),
-        "`weight_fn` must be given where a slice may have no targets",
-    ),
-    Row(
-        CONTAINER,
-        lambda m: m.forward_loss(lambda out, _: out, X, X),
-        "`loss_fn` must return a scalar",
-    ),
-    *(
-        Row(
-            CONTAINER,
-            lambda m, told=told: m.forward_loss(F.mse_loss, X, FOUR, weight_fn=lambda _: told),
-            "`weight_fn` must ",
-        )
-        for told in (0, -1.0, NAN, None, "many")
-    ),
     Row(
         CONTAINER,
         lambda m: m(X),
@@ -430,11 +408,6 @@ ROWS: list[Row] = [
         "`y` .* by 'mean', but is str",
         options={"output": "mean"},
     ),
-    Row(
-        CONTAINER,
-        lambda m: m.share(LINEAR),
-        "weight",
-    ),
     Row(NOTHING, lambda _: Layout(1.5), "must be a whole number"),
     Row(NOTHING, lambda _: Layout(dims={"a": True}), "must hold a whole number"),
     # columns
@@ -445,7 +418,6 @@ ROWS: list[Row] = [
     Row(COLUMNS, lambda m: m.add(LINEAR, "nowhere"), "must"),
     Row(COLUMNS, lambda m: m.get(2), "`index` must be a column"),
     Row(COLUMNS, lambda m: m.get("0"), "`index` must be a whole number"),
-    Row(COLUMNS, lambda m: m.send(torch.zeros(2), torch.zeros(3)), r"shape.*\(3,\).*\(2,\)"),
     *(
         Row(
             COLUMNS,
@@ -459,12 +431,6 @@ ROWS: list[Row] = [
         lambda m: m(X),
         r"'cat\(0\)' can merge, but columns .* \(8, 4\), \(8, 5\)",
         options={"second": nn.Linear(7, 5)},
-    ),
-    Row(
-        NOTHING,
-        lambda _: DataParallel(nn.Tanh(), 2).flat_parameters(),
-        "none",
-        UnsupportedError,
     ),
     # executor groups
     *(

@@ -96,24 +96,6 @@ def test_after_a_write_through_data(trains: bool) -> None:
         assert_close(model(x), module(x), F64)
 
 
-def test_after_a_write_into_a_flat_tensor_around_containers_in_containers() -> None:
-    inner = parallel(nn.Linear(3, 2).double(), replicas=2)
-    middle = parallel(nn.Sequential(nn.Tanh(), inner), replicas=2)
-    x = draw(7, 4)
-    with inner, middle, parallel(nn.Sequential(nn.Linear(4, 3).double(), middle)) as outer:
-        values, _ = outer.flat_parameters()
-        outer(x), middle(x[:, :3]), inner(x[:, :3])
-        values.mul_(2.0)
-        first, last = outer.module[0], inner.module
-        for container, layers in (
-            (outer, [first, nn.Tanh(), last]),
-            (middle, [nn.Tanh(), last]),
-            (inner, [last]),
-        ):
-            given = x if container is outer else x[:, :3]
-            assert_close(container(given), nn.Sequential(*layers)(given), F64)
-
-
 def test_two_forward_passes_may_come_before_their_backward_passes() -> None:
     module = net()
     twin = twin_of(module)

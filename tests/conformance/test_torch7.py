@@ -34,7 +34,6 @@ pytestmark = [pytest.mark.devices, pytest.mark.promise("torch7")]
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 30
 THREE = cpu_and_others(3)
-AT_FIRST = "torch.Cuda" if ACCELERATOR_FIRST else "torch."  # of names of types there
 LR = 0.25
 
 
@@ -317,15 +316,6 @@ def test_gradients_are_zeroed_where_they_lie(pair):
     made.zeroGradParameters()
     assert [gradient.data_ptr() for gradient in gradients(made)] == places
     assert all(not gradient.any() for gradient in gradients(made))
-
-
-def test_torch7s_parameters_are_two_lists(pair):
-    made, _ = pair
-    values, grads = made.parametersAndGradients()
-    assert [id(value) for value in values] == [id(parameter) for parameter in made.parameters()]
-    made.forward(draw(5, 4))
-    made.backward(draw(5, 4), draw(5, 3))
-    assert [id(gradient) for gradient in grads] == [id(g) for g in gradients(made)]
 
 
 class TwoInTwoOut(nn.Module):
@@ -620,17 +610,14 @@ def test_containers_take_the_module_out_of_its_wrapper(wrap):
 # --- names ----------------------------------------------------------------------------------------
 
 
-def test_modes_are_switched_by_call_and_read_as_truth_values(pair):
+def test_modes_are_switched_in_all_modules_inside(pair):
     made, _ = pair
     assert made.training
     assert made.evaluate() is made
     assert not made.training
     assert not any(module.training for module in made.modules())
-    was = made.training
-    assert made.training() is made
+    assert made.train() is made
     assert all(module.training for module in made.modules())
-    made.train(was)
-    assert not any(module.training for module in made.modules())
 
 
 def test_modes_reach_the_replicas():
@@ -638,25 +625,7 @@ def test_modes_reach_the_replicas():
     with torch7.DataParallelTable(0).add(net, THREE) as made:
         assert not made.forward(torch.ones(5, 4)).any()
         assert made.evaluate().forward(torch.ones(5, 4)).any()
-        assert not made.training().forward(torch.ones(5, 4)).any()
-
-
-def test_modules_are_listed_and_found():
-    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU()), nn.Tanh())
-    made = torch7.DataParallelTable(0).add(net, THREE)
-    assert made.listModules() == [made, *net.modules()]
-    for kind in ("nn.ReLU", "ReLU", nn.ReLU):
-        assert made.findModules(kind) == ([net[1][0]], [net[1]])
-    assert made.findModules("nn.Conv2d") == ([], [])
-    assert made.findModules("DataParallelTable") == ([made], [made])
-
-
-def test_apply_goes_from_the_outside_in():
-    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    made = torch7.ModelParallel(0).add(net, "cpu")
-    seen = []
-    assert made.apply(seen.append) is made
-    assert seen == [made, net, *net]
+        assert not made.train().forward(torch.ones(5, 4)).any()
 
 
 def test_children_are_counted_from_zero(pair):
@@ -721,24 +690,6 @@ def test_reset_draws_anew_with_the_deviation_asked():
     assert net[0].weight.std().item() == pytest.approx(0.5, rel=0.02)  # of 10,000 draws
     assert net[0].weight.abs().max() <= 0.5 * 3**0.5
     assert net[1].weight.eq(1).all()
-
-
-@pytest.mark.parametrize(
-    ("asked", "dtype", "told"),
-    [
-        ("torch.FloatTensor", torch.float32, "torch.FloatTensor"),
-        ("torch.DoubleTensor", torch.float64, "torch.DoubleTensor"),
-        ("torch.HalfTensor", torch.float16, "torch.HalfTensor"),
-        (torch.bfloat16, torch.bfloat16, f"{AT_FIRST}BFloat16Tensor"),
-    ],
-)
-def test_types_are_told_and_changed(asked, dtype, told):
-    made = torch7.DataParallelTable(0).add(nn.BatchNorm1d(3), THREE)
-    assert made.type() == ("torch.CudaTensor" if ACCELERATOR_FIRST else "torch.FloatTensor")
-    assert made.type(asked) is made
-    assert made.module.weight.dtype == dtype
-    assert made.module.num_batches_tracked.dtype == torch.int64
-    assert made.type() == told
 
 
 def test_clear_state_forgets_what_passes_keep(pair):
@@ -858,34 +809,6 @@ def test_an_empty_tensor_of_a_table_is_given_whole(kind):
         close(found, x.grad)
 
 
-@pytest.mark.parametrize("kind", [torch7.DataParallel, torch7.DataParallelTable])
-def test_modules_added_later_hold_the_tensors_of_the_first(kind):
-    """After fbcunn's training all columns are equal, by whichever one asks."""
-    columns = [nn.Sequential(mlp(), nn.BatchNorm1d(3).double()) for _ in THREE]
-    with kind(0) as net:
-        for column, place in zip(columns, THREE, strict=True):
-            net.add(column, place)
-        for _ in range(2):
-            net.zeroGradParameters()
-            net.backward(draw(7, 4), net.forward(draw(7, 4)))
-            net.updateParameters(LR)
-    first, *others = (column.state_dict() for column in columns)
-    assert not torch.equal(first["0.0.weight"], mlp()[0].weight.to(first["0.0.weight"]))
-    for state in others:
-        assert all(torch.equal(state[name], first[name]) for name in first)
-
-
-def test_the_first_module_is_the_one_that_is_trained():
-    first = mlp()
-    before = set(threading.enumerate())  # an executor of an earlier test may still be uncollected
-    with torch7.DataParallelTable(0).add(first, "cpu") as net:
-        net.forward(draw(5, 4))
-        net.add(mlp(), "cpu")
-        assert net.get(0) is first
-        born = set(threading.enumerate()) - before
-        assert not [t for t in born if t.name.startswith("phalanx")]
-
-
 # --- docs/migrating.md ----------------------------------------------------------------------------
 
 PAGE = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
@@ -928,7 +851,6 @@ def test_every_test_of_a_bug_is_on_the_page():
     path = "tests/conformance/test_torch7_bugs.py"
     unlisted = {f"{path}::{name}" for name in names_of_tests(ROOT / path)} - listed
     assert unlisted == {
-        f"{path}::test_columns_go_back_to_their_devices_from_the_cpu",  # on a GPU: as when stored
         f"{path}::test_what_is_written_into_a_flat_tensor_reaches_other_devices",
         f"{path}::test_a_gpu_that_is_not_there_is_one_warning",
     }

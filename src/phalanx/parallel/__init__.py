@@ -1,7 +1,6 @@
 """Containers: modules that users wrap a model with."""
 
 from phalanx.parallel.abstract_parallel import AbstractParallel, ModelParallel, join_columns
-from phalanx.parallel.container import redraw
 from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.on_device import OnDevice
 from phalanx.parallel.unwrapped import Unwrapped
@@ -13,5 +12,4 @@ __all__ = [
     "OnDevice",
     "Unwrapped",
     "join_columns",
-    "redraw",
 ]

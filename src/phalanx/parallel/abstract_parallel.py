@@ -13,7 +13,7 @@ from phalanx.errors import ConfigError, StateError
 from phalanx.execution import ThreadExecutor
 from phalanx.parallel.container import Call, Container
 from phalanx.parallel.on_device import keeping
-from phalanx.plan import Merging, check_argument, least_loaded, read_whole
+from phalanx.plan import Merging, least_loaded, read_whole
 from phalanx.replicas import known_devices, present_devices, resolve_device, uncompiled
 from phalanx.types import Device, Nested
 
@@ -152,33 +152,6 @@ class AbstractParallel(Container):
         ]
         return least_loaded(known_devices(), list(zip(self.devices, sizes, strict=True)))
 
-    def send(self, destination: Tensor, source: Tensor) -> Tensor:
-        """Copy ``source`` into ``destination``, and return that.
-
-        Any strides, any two devices, also to another dtype. Between accelerators the copy is
-        asynchronous and ordered with the current streams of both devices: what is enqueued later
-        may change ``source`` and read ``destination``. From or to the CPU's memory, which no stream
-        guards, it is finished when this returns.
-
-        Shapes:
-            Both of the same shape.
-
-        Raises:
-            ConfigError: The shapes differ, or one is no tensor.
-
-        Source: fbcunn's ``gpuSend(dest, source)``, where nothing kept ``source`` from changing.
-        """
-        for name, given in (("destination", destination), ("source", source)):
-            check_argument(isinstance(given, Tensor), name, "be a tensor", given)
-        if destination.shape != source.shape:
-            raise ConfigError(
-                f"`destination` must have the shape of `source`, {tuple(source.shape)}, but has "
-                f"{tuple(destination.shape)}."
-            )
-        with torch.no_grad():
-            on_cpu = "cpu" in (source.device.type, destination.device.type)
-            return destination.copy_(source, non_blocking=not on_cpu)
-
     # Any: the columns' own signature.
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -199,13 +172,7 @@ class AbstractParallel(Container):
         return self._run([call.leaves for call in calls], [1.0] * len(calls), run, self.merge)
 
     def extra_repr(self) -> str:
-        whole = all(str(index) in self._modules for index in range(len(self)))
-        places = [str(device) for device in (self.devices if whole else self._placed)]
-        told = ", ".join(places)
-        if len(places) > 1 and len(set(places)) == 1:
-            told = f"{places[0]}×{len(places)}"
-        columns = "1 column" if len(places) == 1 else f"{len(places)} columns"
-        return f"{columns}{' on ' * bool(places)}{told}, dim={self.dim}"
+        return f"devices=[{', '.join(map(str, self._placed))}], dim={self.dim}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Apply ``fn`` to all tensors inside, as `to()`, `cuda()`, `float()`, … of a model do.

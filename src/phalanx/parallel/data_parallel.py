@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.execution import ThreadExecutor, check_reduce, refuse_without_nccl
 from phalanx.parallel.container import Call, Container
 from phalanx.parallel.graph import ForwardTask, ReplicaGraph, RunPart
-from phalanx.parallel.replica_losses import (
-    check_criterion,
-    cut_targets,
-    loss_of_nothing,
-    loss_of_piece,
-    mean_loss,
-)
 from phalanx.parallel.unwrapped import Unwrapped
 from phalanx.plan import (
-    Balancer,
     BufferRules,
     Layout,
     Merging,
+    Rows,
     check_argument,
     check_function,
     check_microbatches,
@@ -33,9 +26,7 @@ from phalanx.plan import (
     equal_sizes,
     fixed_workloads,
     flatten,
-    open_rows,
     read_sizes,
-    read_weights,
     unflatten,
     workload_sizes,
 )
@@ -46,11 +37,9 @@ from phalanx.replicas import (
     seed_of_process,
     uncompiled,
 )
-from phalanx.types import Device, LossFn, Nested, WeightFn
+from phalanx.types import Device, Nested
 
 __all__ = ["DataParallel"]
-
-T = TypeVar("T")
 
 
 class DataParallel(Container, Unwrapped):
@@ -66,19 +55,14 @@ class DataParallel(Container, Unwrapped):
         module: The module; it is trained in place (its parameters are the replicas' own memory).
         devices: One per replica, such as ``["cpu", "cpu"]``; default one for each device of its
             kind (two on a CPU).
-        workloads: Relative share of each replica; equal by default; 0 switches one off. "auto":
-            shares follow the seconds that each replica takes per row, forward and backward, until
-            all take the same time. Passes without gradients count by themselves; a pass with them
-            when its backward pass is done. With ``microbatches`` it means equal shares.
+        workloads: Relative share of each replica; equal by default; 0 switches one off.
         microbatches: Number of pieces that every batch is cut into, at least as many as there are
             replicas. It fixes the order of all sums, so the gradients are bitwise the same for any
             number of replicas; every operator on a CPU runs on one thread, for the same reason,
             also those of the caller. Default: None, one slice for each replica.
         layout: Which dim of which input leaf is split; default dim 0 of all tensors with dims.
             Leaves are named by position, by the name of the module's argument, or by path
-            (``0``, ``"mask"``, ``"0.items"``); None gives a leaf whole to all. A layout's ``split``
-            gets the one argument, a tuple of several, or a dict of keywords, and ``collate``
-            returns such.
+            (``0``, ``"mask"``, ``"0.items"``); None gives a leaf whole to all.
         output: How output leaves are merged: a rule (``"mean"``), or rules by leaf path.
             Default: concatenated along the layout's dim, scalars stacked to one value per replica
             in use (or per microbatch), other values from the first. Where an output of three dims
@@ -103,9 +87,8 @@ class DataParallel(Container, Unwrapped):
 
     Determinism: with ``microbatches``, outputs, gradients and buffers are bitwise identical for any
     number of replicas on the same kind of device, with dropout and batch norm, too. Without, they
-    are bitwise equal from run to run for the same devices and workloads; with ``workloads="auto"``
-    the shares, and so the bits, depend on timing. Either way gradients are the whole batch's,
-    within float rounding. ``reduce="nccl"`` adds in an order of its own.
+    are bitwise equal from run to run for the same devices and workloads. Either way gradients are
+    the whole batch's, within float rounding. ``reduce="nccl"`` adds in an order of its own.
 
     Example:
         >>> net = nn.Linear(4, 2)
@@ -126,7 +109,7 @@ class DataParallel(Container, Unwrapped):
         module: nn.Module,
         devices: Sequence[Device] | int | None = None,
         *,
-        workloads: Sequence[float] | str | None = None,
+        workloads: Sequence[float] | None = None,
         microbatches: int | None = None,
         layout: Layout | None = None,
         output: str | Mapping[str | int, str] | None = None,
@@ -142,9 +125,10 @@ class DataParallel(Container, Unwrapped):
             raise ConfigError(f"`module` must be an `nn.Module`, but is {type(module).__name__!r}.")
         home = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         self._devices = resolve_devices(devices, home)
-        given = fixed_workloads(workloads)
-        self._workloads = [1.0] * len(self._devices) if given is None else list(given)
-        self._balances = isinstance(workloads, str) and microbatches is None
+        wanted = f"hold one share per device ({len(self._devices)})"
+        check_argument(not isinstance(workloads, str), "workloads", wanted, workloads)
+        shares = fixed_workloads(workloads)
+        self._workloads = [1.0] * len(self._devices) if shares is None else list(shares)
         if microbatches is not None and len(self._devices) > microbatches:
             raise ConfigError(
                 f"`devices` must be at most as many as there are microbatches ({microbatches}), "
@@ -160,6 +144,11 @@ class DataParallel(Container, Unwrapped):
                 f"`layout` must be a `Layout`, but is {layout!r}. Give Layout(dim=1), say."
             )
         self._layout = layout if layout is not None else Layout()
+        if self._layout.split is not None:
+            raise UnsupportedError(
+                "`layout` must not have `split` in a container, but has. Cut the batch yourself, "
+                "and give the pieces to `forward_parts()`."
+            )
         noun = "replica" if microbatches is None else "microbatch"
         self._merging = Merging(output, self._layout.dim, noun=noun)
         self._rules = BufferRules(buffers)
@@ -174,9 +163,8 @@ class DataParallel(Container, Unwrapped):
 
     @property
     def workloads(self) -> tuple[float, ...]:
-        """Each replica's relative share of the next batch."""
-        balancer = self._balancer()
-        return tuple(self._workloads) if balancer is None else balancer.workloads
+        """Each replica's relative share of a batch."""
+        return tuple(self._workloads)
 
     @property
     def _num_pieces(self) -> int:
@@ -190,22 +178,22 @@ class DataParallel(Container, Unwrapped):
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on all replicas and merge their outputs."""
-        return self._forward(Call(args, kwargs), None)
+        call = Call(args, kwargs)
+        parts, sizes = self._cut(call)
+        used = sizes if any(sizes) else [1] + [0] * (len(sizes) - 1)  # an empty batch runs once
+        rows = [size for size, weight in zip(sizes, used, strict=True) if weight]
 
-    def forward_sized(self, sizes: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-        """Run the module as calling the container does, with ``sizes[i]`` rows in piece i.
+        def run(_: int, module: nn.Module, inputs: Nested) -> Nested:
+            return call.run(module, inputs)
 
-        The pieces are the replicas' slices, or the microbatches.
+        def merge(outputs: list[Nested]) -> Nested:
+            checked = rows if self._checks_rows and call.leaves else None
+            if checked is not None:
+                self._check_coincidences(call, run, outputs, checked)
+            return self._merging.merge(outputs, checked, self._home())
 
-        Raises:
-            ConfigError: The sizes do not make the batch.
-
-        Example:
-            >>> with DataParallel(nn.Identity(), devices=3) as model:
-            ...     model.forward_sized([1, 0, 4], torch.arange(5))
-            tensor([0, 1, 2, 3, 4])
-        """
-        return self._forward(Call(args, kwargs), sizes)
+        taken = [part if weight else None for part, weight in zip(parts, used, strict=True)]
+        return self._run(taken, used, run, merge)
 
     def forward_parts(
         self,
@@ -260,7 +248,6 @@ class DataParallel(Container, Unwrapped):
             return call.run(module, inputs)
 
         leaves = [None if call is None else call.leaves for call in calls]
-        observe = self._observer(rows)
 
         def place(found: list[Nested]) -> list[Nested]:
             outputs = iter(found)
@@ -269,67 +256,7 @@ class DataParallel(Container, Unwrapped):
                 check(placed)
             return placed
 
-        return self._run(leaves, weights, run, place, observe)
-
-    def forward_loss(
-        self,
-        loss_fn: LossFn,
-        inputs: Nested,
-        targets: Nested,
-        *,
-        weight_fn: WeightFn | None = None,
-        sizes: Sequence[int] | None = None,
-    ) -> Tensor:
-        """Return the whole batch's mean loss, computed inside the replicas.
-
-        Outputs never leave their replica, so that the first device does not fill with all of them.
-
-        Args:
-            loss_fn: Called as ``loss_fn(outputs, targets)`` in every replica, for its slice; a mean
-                over what it counts. It has no parameters of its own.
-            inputs: A tuple is given as positions, a dict by name, anything else as the one
-                argument; the container's layout says how they are split.
-            targets: Split along the layout's dim.
-            weight_fn: What a slice's mean loss stands for, from its targets; default: its rows.
-                Give it where targets are ignored or masked: a mean over none of them is nan.
-            sizes: Rows per replica, or microbatch; default: by workloads, or equal.
-
-        Shapes:
-            Every replica's loss is a scalar, and so is the result.
-
-        Raises:
-            ConfigError: Rows of inputs and targets differ; a weight is negative or all are zero;
-                ``loss_fn`` has parameters, is no mean or returns no scalar; a slice has no targets
-                to be a mean over.
-
-        Example:
-            >>> net, x, y = nn.Linear(4, 1), torch.ones(5, 4), torch.zeros(5, 1)
-            >>> loss_fn = nn.functional.mse_loss
-            >>> with DataParallel(net, devices=3) as model:
-            ...     torch.allclose(model.forward_loss(loss_fn, x, y), loss_fn(net(x), y))
-            True
-        """
-        check_criterion(loss_fn)
-        if weight_fn is not None:
-            check_function("weight_fn", weight_fn)
-        call = Call.with_inputs(inputs)
-        parts, sizes = self._cut(call, sizes)
-        slices = cut_targets(targets, sizes, self._layout.dim)
-        used = _used(sizes)
-        weights = read_weights("weight_fn", weight_fn, slices, used)
-
-        def run(piece: int, module: nn.Module, both: Nested) -> Nested:
-            outputs = call.run(module, both["inputs"])
-            if not weights[piece]:
-                return loss_of_nothing(outputs)
-            return loss_of_piece(loss_fn, outputs, both["targets"])
-
-        def merge(found: list[Nested]) -> Tensor:
-            own = _used_of(weights, used)
-            return mean_loss(found, own, self._home(), by_rows=weight_fn is None)
-
-        pairs = [{"inputs": part, "targets": own} for part, own in zip(parts, slices, strict=True)]
-        return self._run(_only(pairs, used), used, run, merge, self._observer(sizes))
+        return self._run(leaves, weights, run, place)
 
     def extra_repr(self) -> str:
         names = [str(device) for device in self._devices]
@@ -351,48 +278,19 @@ class DataParallel(Container, Unwrapped):
             workloads=self._workloads,
             intra_op=self._intra_op,
             rules=self._rules,
-            timed=self._balances,
             nccl=self._nccl,
         )
 
-    def _balancer(self) -> Balancer | None:
-        """Return the balancer of the workloads; None where they are given."""
-        if self._balances and self._running.balancer is None:
-            self._running.balancer = Balancer(len(self._devices))
-        return self._running.balancer
-
-    def _observer(self, sizes: Sequence[int]) -> Callable[[Sequence[float]], None] | None:
-        """Return a function that takes in the seconds of a batch that was cut into ``sizes``."""
-        balancer = self._balancer()
-        if balancer is None:
-            return None
-
-        def observe(seconds: Sequence[float]) -> None:
-            with self._running.lock:
-                balancer.observe(sizes, seconds)
-
-        return observe
-
-    def _forward(self, call: Call, sizes: Sequence[int] | None) -> Nested:
-        parts, sizes = self._cut(call, sizes)
-        return self._outputs(call, parts, sizes)
-
-    def _cut(self, call: Call, sizes: Sequence[int] | None) -> tuple[list[Nested], list[int]]:
+    def _cut(self, call: Call) -> tuple[list[Nested], list[int]]:
+        """Return the pieces of a call's arguments, and their rows."""
         count = self._num_pieces
         if not call.leaves:  # replica 0 is called once, as the module would be
-            return [{}] * count, read_sizes(sizes or [0] * count, 0, count)
-        layout = self._layout_of(call)
-        batch = open_rows(call.leaves if layout.split is None else call.inputs(), layout)
+            return [{}] * count, [0] * count
+        batch = Rows(call.leaves, self._layout_of(call))
         rows = batch.count()
-        if sizes is None and self._microbatches is not None:
-            sizes = equal_sizes(rows, count)
-        elif sizes is None:
-            sizes = workload_sizes(rows, self.workloads)
-        sizes = read_sizes(sizes, rows, count)
-        parts = batch.cut(sizes)
-        if layout.split is not None:
-            parts = [None if part is None else call.like(part).leaves for part in parts]
-        return parts, sizes
+        equal = self._microbatches is not None
+        sizes = equal_sizes(rows, count) if equal else workload_sizes(rows, self._workloads)
+        return batch.cut(sizes), sizes
 
     def _layout_of(self, call: Call) -> Layout:
         """Return the layout with the paths of this call: arguments by position, if given so.
@@ -417,23 +315,15 @@ class DataParallel(Container, Unwrapped):
         """Return the layout for a call's inputs, by their paths."""
         return self._layout
 
-    def _outputs(self, call: Call, parts: list[Nested], sizes: list[int]) -> Nested:
-        used = _used(sizes)
-        rows = _used_of(sizes, used) if self._checks_rows and call.leaves else None
-
-        def run(_: int, module: nn.Module, inputs: Nested) -> Nested:
-            return call.run(module, inputs)
-
-        def merge(outputs: list[Nested]) -> Nested:
-            if rows is not None:
-                dubious = self._merging.coincidences(outputs, rows) - self._running.told_apart
-                if dubious:
-                    whole = self._on_whole_batch(call, run)
-                    self._merging.merge([whole], [sum(rows)])  # refuses what has other sizes now
-                    self._running.told_apart |= dubious
-            return self._merging.merge(outputs, rows, self._home())
-
-        return self._run(_only(parts, used), used, run, merge, self._observer(sizes))
+    def _check_coincidences(
+        self, call: Call, run: RunPart, outputs: list[Nested], rows: Sequence[int]
+    ) -> None:
+        """Refuse outputs that have as many of something else as their slices have rows."""
+        dubious = self._merging.coincidences(outputs, rows) - self._running.told_apart
+        if dubious:
+            whole = self._on_whole_batch(call, run)
+            self._merging.merge([whole], [sum(rows)])  # refuses what has other sizes now
+            self._running.told_apart |= dubious
 
     def _on_whole_batch(self, call: Call, run: RunPart) -> Nested:
         """Return the outputs of replica 0 for the whole batch; they are only looked at."""
@@ -454,22 +344,9 @@ class DataParallel(Container, Unwrapped):
         return self._devices[0]
 
 
-def _used(sizes: Sequence[int]) -> list[int]:
-    """Return what each part weighs; an empty batch runs as the first one."""
-    return list(sizes) if any(sizes) else [1] + [0] * (len(sizes) - 1)
-
-
-def _only(parts: Sequence[Nested], used: Sequence[int]) -> list[Nested | None]:
-    return [part if weight else None for part, weight in zip(parts, used, strict=True)]
-
-
-def _used_of(values: Sequence[T], used: Sequence[int]) -> list[T]:
-    return [value for value, weight in zip(values, used, strict=True) if weight]
-
-
 def _rows_of(call: Call, layout: Layout) -> int:
     """Return the rows of a part's first leaf that would be split, or 1 where none would be."""
-    first = open_rows(call.leaves if layout.split is None else call.inputs(), layout).first
+    first = Rows(call.leaves, layout).first
     return 1 if first is None else first
 
 

@@ -202,8 +202,6 @@ class Graph:
         ]
         self._trainable = {id(p) for p in executor.parameters if p.requires_grad}
         self._connected: list[tuple[int, int]] = []  # (piece, place) of outputs in the graph
-        self._forward_s: list[float] = []
-        self._observe: Callable[[Sequence[float]], None] | None = None
 
     # -- forward -----------------------------------------------------
 
@@ -234,19 +232,6 @@ class Graph:
                 found[index][1][place] = tensor
         return [unflatten(values, graph.spec) for graph, values in found.values()]
 
-    def report_seconds(
-        self, forward_s: Sequence[float], observe: Callable[[Sequence[float]], None]
-    ) -> None:
-        """Give ``observe`` the seconds of each piece, once the backward pass through all is done.
-
-        Args:
-            forward_s: Those of the forward pass; to be called after :meth:`outputs`.
-        """
-        if self._connected:
-            self._forward_s, self._observe = list(forward_s), observe
-        else:
-            observe(forward_s)
-
     def _given(self) -> list[_Piece]:
         return [piece for piece in self._pieces if piece is not None]
 
@@ -271,10 +256,6 @@ class Graph:
         result = self._run_backward(given, keep_graph)
         if result.drew:
             advance_process_generator()
-        if len(given) == len(self._given()):
-            observe, self._observe = self._observe, None
-            if observe is not None:
-                observe([sum(each) for each in zip(self._forward_s, result.seconds, strict=True)])
         gradients = self._input_gradients(result) + self._parameter_gradients(result)
         if not keep_graph:
             for piece in self._given():

@@ -8,7 +8,6 @@ Both moves are ordinary autograd operations: each gradient returns to where its 
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import sys
 import warnings
@@ -72,8 +71,8 @@ class OnDevice(Unwrapped):
         >>> OnDevice(nn.Tanh(), "cpu")(torch.zeros(2)).tolist()
         [0.0, 0.0]
 
-    Source: torch/nn's ``nn.GPU``; unlike it, shared tensors stay shared, `clone` returns the clone,
-    and wrapping a wrapped module works.
+    Source: torch/nn's ``nn.GPU``; unlike it, shared tensors stay shared, and wrapping a wrapped
+    module works.
     """
 
     device: torch.device
@@ -103,10 +102,6 @@ class OnDevice(Unwrapped):
             outputs = self.module(*args, **kwargs)
         return _moved(outputs, self.output_device if self._output_here else home)
 
-    def clone(self) -> Self:
-        """Return a deep copy on the same devices: equal outputs, independent."""
-        return copy.deepcopy(self)
-
     def extra_repr(self) -> str:
         told, home = str(self.device), self._home()
         if self.output_device is not None:
@@ -118,14 +113,6 @@ class OnDevice(Unwrapped):
         """Look around, for this may be another machine than the one that it was stored on."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._look_around()
-
-    # Any: what `copy.deepcopy` hands on.
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy as `__setstate__` would, but on this machine, which the user has been told of."""
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return made
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Apply ``fn`` to all tensors inside; where it would move them, take over the dtype only.

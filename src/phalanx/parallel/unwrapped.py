@@ -105,6 +105,7 @@ class Unwrapped(nn.Module):
         if (
             inner is None
             or name == "module"
+            or isinstance(getattr(type(self), name, None), property)
             or not (isinstance(value, held) or isinstance(getattr(inner, name, None), held))
         ):
             super().__setattr__(name, value)

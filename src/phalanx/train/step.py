@@ -317,8 +317,8 @@ def check_members(module: nn.Module, optimizer: Optimizer) -> None:
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 raise UnsupportedError(
                     f"Parameter `{own[id(parameter)]}` must have no gradient hooks in a `Trainer`, "
-                    "but has; `flat_parameters()` gives it some, too. Remove them, train a deep "
-                    "copy (it has none), or use `DataParallel`, which runs them."
+                    "but has. Remove them, train a deep copy (it has none), or use `DataParallel`, "
+                    "which runs them."
                 )
 
 

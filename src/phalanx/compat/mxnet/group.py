@@ -65,7 +65,7 @@ class DataParallelExecutorGroup:
         module: Its forward takes the named inputs. If it returns losses (a number per device, the
             mean over its rows), :meth:`backward` needs no gradients. It is trained in place.
         contexts: A device for each replica; default as for `DataParallel`.
-        workload: Relative share of each device, 0 switches one off; "auto" follows their speed.
+        workload: Relative share of each device; 0 switches one off.
         data_shapes: `DataDesc`s or (name, shape) of the inputs.
         label_shapes: Likewise. The module gets those that its forward names; metrics get all.
         for_training: Whether passes keep what a backward pass needs, unless told otherwise.
@@ -110,7 +110,7 @@ class DataParallelExecutorGroup:
         self,
         module: nn.Module,
         contexts: Sequence[Device] | int | None = None,
-        workload: Sequence[float] | str | None = None,
+        workload: Sequence[float] | None = None,
         data_shapes: Any = (),
         label_shapes: Any = None,
         *,

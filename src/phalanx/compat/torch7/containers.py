@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from abc import ABCMeta
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -12,16 +11,14 @@ from torch import Tensor, nn
 
 from phalanx import parallel
 from phalanx.compat.torch7.explicit import Explicit
-from phalanx.compat.torch7.module import Torch7Module, is_called
-from phalanx.errors import ConfigError, StateError, UnsupportedError
+from phalanx.compat.torch7.module import Torch7Module
+from phalanx.errors import ConfigError, StateError
 from phalanx.execution import nccl_serves
 from phalanx.plan import (
     Layout,
-    equal_sizes,
     flatten,
     leaf_paths,
     least_loaded,
-    open_rows,
     read_whole,
 )
 from phalanx.replicas import accelerator_kind, known_devices, resolve_device
@@ -32,21 +29,7 @@ __all__ = ["GPU", "AbstractParallel", "DataParallel", "DataParallelTable", "Mode
 Gpu = Device | int
 
 
-# What fbcunn's subclasses wrote for the way back, which autograd goes by itself here.
-_WAYS_BACK = ("_distributeGradOutput", "_mixGrads")
-
-
-def _refuse_ways_back(kind: type) -> None:
-    """Refuse a subclass whose own way back would never be called."""
-    for name in _WAYS_BACK:
-        if name in vars(kind):
-            raise UnsupportedError(
-                f"`{kind.__name__}` must not write `{name}`, which nothing calls: gradients follow "
-                "from `distribute()` and `merge()` by autograd. Leave it out."
-            )
-
-
-class AbstractParallel(Torch7Module, parallel.AbstractParallel, metaclass=ABCMeta):
+class AbstractParallel(Torch7Module, parallel.AbstractParallel):
     """Run columns at the same time; a subclass says what each gets, and what becomes of outputs.
 
     The two rules are ``distribute(inputs)`` and ``merge(outputs)``; nothing else need be written.
@@ -67,22 +50,16 @@ class AbstractParallel(Torch7Module, parallel.AbstractParallel, metaclass=ABCMet
         torch.Size([3, 2])
 
     Source: fbcunn's ``AbstractParallel``, whose subclasses wrote ``_distributeInput``, and the way
-    back by hand. `DataParallel` counts as one of its subclasses, as it did.
+    back by hand; here gradients follow by autograd.
     """
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim)
-        self._gpus: list[torch.device] = []
-
-    # Any: what Python gives to a subclass.
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        _refuse_ways_back(cls)
 
     # Any: inputs, nested.
-    def distribute(self, inputs: Any) -> list[Any]:
+    def distribute(self, inputs: Any) -> Sequence[Any]:
         """Return one input per column: what ``_distributeInput`` does."""
-        return _several(self, self._distributeInput(inputs))
+        return self._distributeInput(inputs)
 
     def _distributeInput(self, input: Any) -> Sequence[Any]:
         return parallel.AbstractParallel.distribute(self, input)
@@ -90,27 +67,38 @@ class AbstractParallel(Torch7Module, parallel.AbstractParallel, metaclass=ABCMet
     def add(self, module: nn.Module, gpuid: Gpu | None = None) -> Self:
         """Append ``module`` as the next column, on ``gpuid`` or on :meth:`nextGPU`; return self."""
         place = self.nextGPU() if gpuid is None else _device(gpuid)
-        super().add(_unwrapped(module), place)
-        self._gpus.append(place)
-        return self
+        return super().add(_unwrapped(module), place)
 
     def nextGPU(self) -> torch.device:
         """Return the device with fewest bytes of parameters, where the next column goes."""
         return self.next_device()
 
     def gpuSend(self, dest: Tensor, source: Tensor) -> Tensor:
-        """Copy ``source`` into ``dest``; ``source`` may be changed afterwards without harm."""
-        return self.send(dest, source)
+        """Copy ``source`` into ``dest``, and return that.
 
-    def _share(self, other: nn.Module, names: tuple[str, ...]) -> None:
-        parallel.AbstractParallel.share(self, other, *names)
+        Any strides, any two devices, also to another dtype. Between accelerators the copy is
+        asynchronous and ordered with the current streams of both devices; from or to the CPU's
+        memory, which no stream guards, it is finished when this returns.
 
-    def _place(self, device: torch.device) -> None:
-        for index, place in enumerate(self._gpus):
-            self.get(index).to(device if device.type == "cpu" else place)
+        Shapes:
+            Both of the same shape.
+
+        Raises:
+            ConfigError: The shapes differ.
+
+        Source: fbcunn's ``gpuSend(dest, source)``, where nothing kept ``source`` from changing.
+        """
+        if dest.shape != source.shape:
+            raise ConfigError(
+                f"`dest` must have the shape of `source`, {tuple(source.shape)}, but has "
+                f"{tuple(dest.shape)}."
+            )
+        with torch.no_grad():
+            on_cpu = "cpu" in (source.device.type, dest.device.type)
+            return dest.copy_(source, non_blocking=not on_cpu)
 
 
-class ModelParallel(AbstractParallel, parallel.ModelParallel):
+class ModelParallel(AbstractParallel):
     """Give the whole input to every column, and concatenate their outputs along ``dim``.
 
     Args:
@@ -126,7 +114,7 @@ class ModelParallel(AbstractParallel, parallel.ModelParallel):
     """
 
     def _distributeInput(self, input: Any) -> Sequence[Any]:
-        return parallel.ModelParallel.distribute(self, input)
+        return [input] * len(self)
 
 
 class _Replicated(Torch7Module, parallel.DataParallel):
@@ -167,10 +155,6 @@ class _Replicated(Torch7Module, parallel.DataParallel):
         """Return the device with fewest replicas."""
         return least_loaded(known_devices(), [(place, 1) for place in self._gpus])
 
-    def gpuSend(self, dest: Tensor, source: Tensor) -> Tensor:
-        """Copy ``source`` into ``dest``; ``source`` may be changed afterwards without harm."""
-        return parallel.AbstractParallel().send(dest, source)
-
     def threads(
         self,
         initFunc: Callable[[], object] | None = None,
@@ -196,7 +180,6 @@ class _Replicated(Torch7Module, parallel.DataParallel):
         module = _unwrapped(module)
         if self._gpus:
             _check_equal(self.module, module)
-            _hold_tensors_of(self.module, module)
             module = self.module
         else:
             module.to(places[0])
@@ -207,7 +190,7 @@ class _Replicated(Torch7Module, parallel.DataParallel):
         """Become the container of ``module``; hooks, mode and initialisers stay."""
         self.close()
         stay = {key: value for key, value in self.__dict__.items() if key.endswith("_hooks")}
-        training, initialisers = bool(self.training), self._initialisers
+        training, initialisers = self.training, self._initialisers
         parallel.DataParallel.__init__(
             self,
             module,
@@ -223,9 +206,6 @@ class _Replicated(Torch7Module, parallel.DataParallel):
     # Any: the user's own inputs.
     def _layout_for(self, inputs: Any) -> Layout:
         return _layout(inputs, self.dim)
-
-    def _share(self, other: nn.Module, names: tuple[str, ...]) -> None:
-        parallel.DataParallel.share(self, other, *names)
 
 
 class DataParallel(_Replicated):
@@ -246,65 +226,19 @@ class DataParallel(_Replicated):
         ...     net.forward(torch.ones(5, 4)).shape
         torch.Size([5, 2])
 
-    A subclass may write its own ``distribute(inputs)`` (or ``_distributeInput``), which returns one
-    input per column, and ``merge(outputs)``, as one of `AbstractParallel` does.
-
     Source: fbcunn's ``DataParallel``, which summed gradients that were summed already when two
     passes back followed each other.
     """
 
-    # Any: what Python gives to a subclass.
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        _refuse_ways_back(cls)
-        cls._has_own_rules = any(
-            getattr(cls, name) is not getattr(DataParallel, name)
-            for name in ("distribute", "_distributeInput", "merge")
-        )
-
-    _has_own_rules = False
-
-    # Any, here and below: the module's own inputs and outputs, nested.
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module on one input, tensor or nested, and return its output as plain values."""
-        if not (self._has_own_rules and is_called(self)):
-            return super().forward(*args, **kwargs)
-        if kwargs:
-            raise UnsupportedError(
-                f"`{type(self).__name__}` must be called with positions, because it distributes "
-                f"inputs itself, but is given {', '.join(kwargs)} by name."
-            )
-        parts = self.distribute(args[0] if len(args) == 1 else args)
-        return self.merge(self.forward_parts(parts))
-
-    def distribute(self, inputs: Any) -> list[Any]:
-        """Return one input per column: slices along ``dim``, None for a column without rows."""
-        return _several(self, self._distributeInput(inputs))
-
-    def _distributeInput(self, input: Any) -> Sequence[Any]:
-        rows = open_rows(input, _layout(input, self.dim))
-        sizes = equal_sizes(rows.count(), len(self._gpus))
-        used = sizes if any(sizes) else [1] + [0] * (len(sizes) - 1)
-        return [part if size else None for part, size in zip(rows.cut(sizes), used, strict=True)]
-
-    def merge(self, outputs: list[Any]) -> Any:
-        """Return the outputs of the columns that took part, joined along ``dim``."""
-        found = [output for output in outputs if output is not None]
-        return parallel.join_columns(found, self.dim, self.devices[0])
-
     def add(self, module: nn.Module, gpuid: Gpu | None = None) -> Self:
         """Add a column on ``gpuid`` or on :meth:`nextGPU`; return self.
 
-        The first column is kept. Later ones must be equal to it, and hold its parameters and
-        buffers from now on.
+        The first column is kept. Later ones must be equal to it, and are not needed any more.
 
         Raises:
             ConfigError: A later column has other layers or values, or the device does not exist.
         """
         return self._append(module, [self.nextGPU() if gpuid is None else gpuid])
-
-
-AbstractParallel.register(DataParallel)
 
 
 class DataParallelTable(_Replicated):
@@ -421,22 +355,6 @@ class GPU(Torch7Module, parallel.OnDevice):
             raise ConfigError(f"`index` must be 0, the only module, but is {index!r}.")
         return self.module
 
-    def _place(self, device: torch.device) -> None:
-        self.module.to(device if device.type == "cpu" else self.device)
-
-    def _share(self, other: nn.Module, names: tuple[str, ...]) -> None:
-        parallel.DataParallel(self.module, 1).share(other, *names)
-
-
-# Any: what a subclass of the user's returns.
-def _several(container: nn.Module, parts: Any) -> list[Any]:
-    if not isinstance(parts, (list, tuple)):
-        raise ConfigError(
-            f"`_distributeInput()` of `{type(container).__name__}` must return one input per "
-            f"column, but returned {type(parts).__name__!r}. Return a list."
-        )
-    return list(parts)
-
 
 def _unwrapped(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, Explicit) else module
@@ -464,14 +382,6 @@ def _layout(inputs: Any, dim: int) -> Layout:
         return Layout(dim)
     paths = zip(leaf_paths(inputs), empty, strict=True)
     return Layout(dim, {path: None for path, is_empty in paths if is_empty})
-
-
-def _hold_tensors_of(first: nn.Module, other: nn.Module) -> None:
-    """Let ``other``, which is equal to ``first``, hold its parameters and buffers."""
-    tensors = (*first.named_parameters(remove_duplicate=False), *first.named_buffers())
-    for name, tensor in tensors:
-        path, _, key = name.rpartition(".")
-        setattr(other.get_submodule(path), key, tensor)
 
 
 def _check_equal(first: nn.Module, other: nn.Module) -> None:

@@ -10,30 +10,16 @@ from torch import Tensor, nn
 
 from phalanx.compat.torch7.explicit_pass import ExplicitPass, same_leaves
 from phalanx.compat.torch7.module import Torch7Module
-from phalanx.errors import ConfigError, StateError
-from phalanx.parallel import DataParallel, Unwrapped
+from phalanx.errors import StateError
+from phalanx.parallel import Unwrapped
+from phalanx.plan import check_argument
 from phalanx.types import Nested
 
-__all__ = ["Criterion", "Explicit", "Named"]
+__all__ = ["Criterion", "Explicit"]
 
 
-class Named(Unwrapped):
-    """Holds one module under the names that this has alone: those of parameters, keys, attributes.
-
-    Args:
-        module: The module.
-
-    Raises:
-        ConfigError: It is none.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        if not isinstance(module, nn.Module):
-            raise ConfigError(
-                f"`module` must be an `nn.Module`, but is {module.__class__.__name__!r}."
-            )
-        self.wrap(module)
+class _Called(Unwrapped):
+    """Runs the module that it holds."""
 
     # Any: the module's own signature.
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -41,7 +27,7 @@ class Named(Unwrapped):
         return self.module(*args, **kwargs)
 
 
-class Explicit(Torch7Module, Named):
+class Explicit(Torch7Module, _Called):
     """Give an ordinary module Torch7's explicit passes; it is trained in place.
 
     Containers of this package have them already. Parameters, keys of `state_dict()` and attributes
@@ -67,12 +53,14 @@ class Explicit(Torch7Module, Named):
     Source: torch/nn's ``Module``.
     """
 
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        check_argument(isinstance(module, nn.Module), "module", "be an `nn.Module`", module)
+        self.wrap(module)
+
     def get(self, index: int) -> nn.Module:
         """Return child ``index`` of the module, counted from 0."""
         return list(self.module.children())[index]
-
-    def _share(self, other: nn.Module, names: tuple[str, ...]) -> None:
-        DataParallel(self.module, 1).share(other, *names)
 
 
 class Criterion:

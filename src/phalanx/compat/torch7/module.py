@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any, Self
 
@@ -13,35 +13,15 @@ from torch import Tensor, nn
 
 from phalanx.compat.torch7.explicit_pass import ExplicitPass
 from phalanx.compat.torch7.flat_views import Flat
-from phalanx.compat.torch7.tensor_types import parse_tensor_type, tensor_type_of
 from phalanx.errors import ConfigError
-from phalanx.parallel import (
-    AbstractParallel,
-    DataParallel,
-    OnDevice,
-    redraw,
-)
+from phalanx.parallel import Unwrapped
 from phalanx.types import Nested
 
-__all__ = ["Torch7Module", "is_called"]
+__all__ = ["Torch7Module"]
 
 # Which module is being called as PyTorch calls modules; otherwise `forward()` is Torch7's. It is
 # not an attribute of the module, because several threads may call one module at a time.
 _CALLED: ContextVar[nn.Module | None] = ContextVar("_CALLED", default=None)
-
-
-def is_called(module: nn.Module) -> bool:
-    """Tell whether ``module`` is being called as PyTorch calls modules."""
-    return _CALLED.get() is module
-
-
-class _Training(int):
-    """Whether a module is in training mode, as PyTorch reads it; called, the switch of Torch7."""
-
-    module: nn.Module
-
-    def __call__(self) -> nn.Module:
-        return self.module.train()
 
 
 class Torch7Module(nn.Module):
@@ -52,8 +32,7 @@ class Torch7Module(nn.Module):
     often as asked, until the next `forward`, `updateParameters` or `clearState`. Called as PyTorch
     calls modules, ``module(input)``, it is a module like any other, in the caller's graph.
 
-    `parameters()` stays PyTorch's iterator, which optimizers need; what Torch7 returns under that
-    name is :meth:`parametersAndGradients`.
+    `parameters()` stays PyTorch's iterator, which optimizers need.
     """
 
     # Any: whatever the container behind takes.
@@ -70,18 +49,10 @@ class Torch7Module(nn.Module):
         finally:
             _CALLED.reset(token)
 
-    # Any: an attribute of the user's own module.
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Keep what is a property here; containers hand tensors on to the module inside."""
-        if isinstance(getattr(Torch7Module, name, None), property):
-            object.__setattr__(self, name, value)
-        else:
-            super().__setattr__(name, value)
-
     # Any: the module's own signature.
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on one input, tensor or nested, and return its output as plain values."""
-        if is_called(self):
+        if _CALLED.get() is self:
             return super().forward(*args, **kwargs)
         return self.updateOutput(*args, **kwargs)
 
@@ -131,15 +102,6 @@ class Torch7Module(nn.Module):
         """Forget all gradients; those that lie in one flat tensor become zero and stay there."""
         super().zero_grad(set_to_none and not self._flat_memory.is_laid_out(self))
 
-    def parametersAndGradients(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the parameters, and their gradients, which are zeros where there were none.
-
-        It is Torch7's ``parameters()``.
-        """
-        found = self._trainable()
-        self._flat_memory.zero_missing(self)
-        return list(found), [p.grad for p in found if p.grad is not None]
-
     def getParameters(self) -> tuple[Tensor, Tensor]:
         """Return all parameters as one tensor, and all gradients as another, of the same size.
 
@@ -150,8 +112,6 @@ class Torch7Module(nn.Module):
             UnsupportedError: Parameters differ in dtype or device.
         """
         return self._flat_memory.tensors(self)
-
-    # What follows is named like builtins and attributes of PyTorch, because Torch7 named it so.
 
     @property
     def output(self) -> Nested:
@@ -171,52 +131,9 @@ class Torch7Module(nn.Module):
     def gradInput(self, value: Nested) -> None:
         self._pass.wants_grad_input = value is not None
 
-    @property
-    def training(self) -> Any:  # Any: a truth value that can be called
-        """Whether the module is in training mode; ``training()`` switches it on, all inside too."""
-        mode = _Training(self.__dict__["_is_training"])
-        mode.module = self
-        return mode
-
-    @training.setter
-    def training(self, value: bool) -> None:
-        self.__dict__["_is_training"] = bool(value)
-
-    def train(self, mode: bool = True) -> Self:
-        """Switch training mode, in all modules inside too, to what `training` was, for one."""
-        return super().train(bool(mode))
-
     def evaluate(self) -> Self:
         """Switch training mode off, in all modules inside too."""
         return self.eval()
-
-    def apply(self, callback: Callable[[nn.Module], object]) -> Self:
-        """Call ``callback`` with this module, then with every one inside, outer ones first."""
-        for module in self.listModules():
-            callback(module)
-        return self
-
-    def listModules(self) -> list[nn.Module]:
-        """Return this module and all inside, outer ones first."""
-        return list(self.modules())
-
-    # Any: `type` is a method here.
-    def findModules(self, kind: Any) -> tuple[list[nn.Module], list[nn.Module]]:
-        """Return all modules of one kind, and for each the module that it stands in.
-
-        Args:
-            kind: A class, or its name, with or without what stands before it (``"nn.ReLU"``).
-        """
-        name = kind.rpartition(".")[2] if isinstance(kind, str) else None
-
-        def fits(module: nn.Module) -> bool:
-            if name is None:
-                return isinstance(module, kind)
-            return module.__class__.__name__ == name
-
-        parent_of = {child: module for module in self.modules() for child in module.children()}
-        found = [module for module in self.listModules() if fits(module)]
-        return found, [parent_of.get(module, self) for module in found]
 
     def clone(self, *names: str) -> Self:
         """Return a deep copy; with ``names``, it shares its parameters of these names with this."""
@@ -231,59 +148,69 @@ class Torch7Module(nn.Module):
                 parameters, so ``"gradWeight"`` and the like follow and may be left out.
 
         Raises:
-            ConfigError: A parameter is in ``other`` only, or in another shape, or ``names`` are
-                names of gradients only.
+            ConfigError: A parameter is in ``other`` only, or in another shape, or ``names`` name
+                none. Nothing has changed then.
         """
-        known = tuple(name for name in names if not name.startswith("grad"))
-        if names and not known:
+        wanted = {name for name in names if not name.startswith("grad")}
+        theirs = {
+            name: parameter
+            for name, parameter in other.named_parameters(remove_duplicate=False)
+            if not names or name.rpartition(".")[2] in wanted
+        }
+        if names and not theirs:
             raise ConfigError(
-                f"`names` must hold names of parameters, but holds {names!r}. Gradients follow "
-                "their parameters: give 'weight' or 'bias'."
+                f"`names` must hold names of parameters of `other`, but holds {names!r}. Gradients "
+                "follow their parameters: give 'weight' or 'bias'."
             )
-        self._share(other, known)
+        own = dict(self.named_parameters(remove_duplicate=False))
+        for name, parameter in theirs.items():
+            if name not in own or own[name].shape != parameter.shape:
+                shape = tuple(own[name].shape) if name in own else "none of that name"
+                raise ConfigError(
+                    f"`other` must have parameters of the same names and shapes, but has `{name}` "
+                    f"of shape {tuple(parameter.shape)}, and this module {shape}."
+                )
+        for name, parameter in theirs.items():
+            path, _, key = name.rpartition(".")
+            # Not `register_parameter()`: recurrent layers keep a second list of their weights.
+            setattr(self.get_submodule(path), key, parameter)
         return self
 
     def reset(self, stdv: float | None = None) -> Self:
-        """Let every layer draw its parameters anew; replicas stay equal.
+        """Let every module inside draw its parameters again by its ``reset_parameters()``.
 
         Args:
             stdv: Draw all parameters of layers with weights of two dims or more uniformly around 0
                 with this standard deviation; default: as each layer does by itself.
 
         Raises:
-            ConfigError: A layer with parameters does not say how; nothing has changed then.
+            ConfigError: No module draws a parameter; nothing has changed then.
         """
-        layers = list(self._layers())[::-1]  # outer ones have the last word
+        functions: list[Callable[[], object]] = []
         uniform: list[nn.Parameter] = []
-        for own in [list(layer.parameters(recurse=False)) for layer in layers]:
-            if stdv is not None and any(parameter.dim() >= 2 for parameter in own):
+        reached: set[int] = set()
+        for module in reversed(list(self.modules())):  # outer ones have the last word
+            function = None if isinstance(module, Unwrapped) else _redrawing(module)
+            if function is not None:
+                functions.append(function)
+                reached.update(map(id, module.parameters()))
+            own = [] if stdv is None else list(module.parameters(recurse=False))
+            if any(parameter.dim() >= 2 for parameter in own):
                 uniform += own
-        drawn = list(uniform)
-        if type(self).reset is not Torch7Module.reset:  # which calls this one
-            drawn += self.parameters(recurse=False)
-        redraw(self, layers, drawn)
+        reached.update(map(id, uniform))
+        names = [name for name, each in self.named_parameters() if id(each) not in reached]
+        if names:
+            raise ConfigError(
+                "Every parameter must belong to a module with `reset_parameters()` to be drawn "
+                f"again, but {names[0]!r} does not. Write that method in its module, or in one "
+                "around it."
+            )
+        for function in functions:
+            function()
         for parameter in uniform:
             assert stdv is not None
             nn.init.uniform_(parameter, -stdv * math.sqrt(3), stdv * math.sqrt(3))
         return self
-
-    # Any: torch's own method takes a dtype or a name, and returns the module; the getter, a name.
-    def type(self, dst_type: Any = None) -> Any:
-        """Return the type of the parameters, such as ``"torch.FloatTensor"``, or convert them.
-
-        Asking changes nothing. Names of Torch7, PyTorch and dtypes are known:
-        ``"torch.CudaTensor"``, ``"torch.cuda.FloatTensor"``, ``torch.float64``.
-        """
-        if dst_type is None:
-            return tensor_type_of(self)
-        device, dtype = parse_tensor_type(dst_type)
-        kinds = {parameter.device.type for parameter in self.parameters()}
-        if device is not None and kinds - {device.type}:
-            self.to(device)
-            for module in self.modules():
-                if isinstance(module, Torch7Module):
-                    module._place(device)
-        return self.to(dtype)
 
     def clearState(self) -> Self:
         """Forget outputs, gradients of inputs and graphs, in all modules inside too."""
@@ -295,21 +222,15 @@ class Torch7Module(nn.Module):
     def _trainable(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
-    # Any: pairs of a parameter and its gradient or None.
-    def _step(self, pairs: Any, lr: float) -> None:
+    def _step(self, pairs: Iterable[tuple[Tensor, Tensor | None]], lr: float) -> None:
         with torch.no_grad():
             for parameter, gradient in pairs:
                 if gradient is not None:
                     parameter.add_(gradient, alpha=-lr)
         self._pass.forget_graph()  # it was of the old values
 
-    def _share(self, other: nn.Module, names: tuple[str, ...]) -> None:
-        raise NotImplementedError
 
-    def _place(self, device: torch.device) -> None:
-        """Take children there that have devices of their own, after all was moved to ``device``."""
-
-    def _layers(self) -> Iterator[nn.Module]:
-        """Yield the modules inside that hold no other module under a second name."""
-        holders = (Torch7Module, AbstractParallel, DataParallel, OnDevice)
-        return (module for module in self.modules() if not isinstance(module, holders))
+def _redrawing(module: nn.Module) -> Callable[[], object] | None:
+    """Return the method that draws a module's parameters; attention layers have a private one."""
+    found = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
+    return next((each for each in found if callable(each)), None)
