@@ -12,7 +12,7 @@ its replica. Cutting the inputs and merging the outputs happens outside, in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,6 @@ from phalanx.replicas import (
     CallerModes,
     advance_process_generator,
     copy_rows,
-    reached_leaves,
     seed_of_process,
 )
 from phalanx.torch_internals import (
@@ -99,7 +98,7 @@ class ForwardTask(Task):
         )
         reached = None
         if self.hooked:
-            leaves = reached_leaves([outputs[place] for place in needing])
+            leaves = _reached_leaves([outputs[place] for place in needing])
             reached = None if leaves is None else context.replica.originals_of(leaves)
         return ReplicaGraph(own, wanted, outputs, spec, needing, reached), [
             _detached(leaf) for leaf in outputs
@@ -351,3 +350,23 @@ def _refuse_tangents(parameters: Sequence[Tensor], parts: Sequence[Nested | None
             "A container must be differentiated backward, but got a tensor with a tangent "
             "(forward-mode differentiation). Use the unwrapped module for it."
         )
+
+
+def _reached_leaves(outputs: Iterable[Tensor]) -> set[int] | None:
+    """Return the ids of the leaves that a backward pass from ``outputs`` gives a gradient.
+
+    None where a function of the user's own is on the way: its backward pass may reach others.
+    """
+    outputs = list(outputs)
+    found = {id(each) for each in outputs if each.grad_fn is None}
+    waiting = [each.grad_fn for each in outputs if each.grad_fn is not None]
+    seen = set(waiting)
+    for node in waiting:  # which grows
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return None
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.add(id(leaf))
+        new = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= new
+        waiting += new
+    return found

@@ -55,7 +55,7 @@ from phalanx.replicas.rng import (
 )
 from phalanx.replicas.rng_mode import RngMode
 from phalanx.replicas.shell import OwnInShell, placed_on, warn_of_assigned
-from phalanx.replicas.source_gradients import SourceGradients, current_replica, reached_leaves
+from phalanx.replicas.source_gradients import SourceGradients, current_replica
 from phalanx.replicas.uncompiled import uncompiled
 
 __all__ = [
@@ -98,7 +98,6 @@ __all__ = [
     "placed_on",
     "present_devices",
     "preserve_rng",
-    "reached_leaves",
     "refuse_compiled_in_place",
     "refuse_lazy",
     "refuse_scripts",

@@ -17,7 +17,7 @@ from phalanx.replicas.buffers import ReplicaBuffers
 from phalanx.replicas.compiling import refuse_compiled_in_place
 from phalanx.replicas.device_copies import DeviceCopies, moved_at_once
 from phalanx.replicas.shell import Shell, alias_of
-from phalanx.replicas.source_gradients import SourceGradients
+from phalanx.replicas.source_gradients import SourceGradients, running_here
 from phalanx.torch_internals import foreach_add
 
 __all__ = ["Replica", "add_gradients", "apart", "refuse_lazy", "refuse_scripts"]
@@ -140,12 +140,13 @@ class Replica:
         if forward:
             self._shell.renew_containers()
             self.statistics.start()
-        self._caught = self._reaching.begin(self.index)
+        self._caught = {}
+        running_here.replicas.append((self.index, self._reaching, self._caught))
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 yield
         finally:
-            self._reaching.end()
+            running_here.replicas.pop()
 
     def take_gradients(self, *, travel: bool = True) -> list[Tensor | None]:
         """Return and forget all gradients, in memory order, on the source's device.
