@@ -26,11 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.errors import ConfigError, PhalanxError
 from phalanx.ipc import aligned
 from phalanx.memory import SharedMemoryPool, TensorHandle
 
-__all__ = ["LONGEST_S", "Mailbox", "Outbox", "load", "pack", "pack_data", "set_timeouts"]
+__all__ = ["LONGEST_S", "Mailbox", "Outbox", "load", "pack", "set_timeouts"]
 
 LONGEST_S = 2e6  # 23 days: `poll` counts milliseconds in 31 bits, and infinity is no number to it
 _ALIGN_BYTES = 64  # kernels may choose by alignment, so a copy lies as its original lay
@@ -51,18 +50,17 @@ class _Packer(pickle.Pickler):
     An object that is set aside is met once; where it comes again, it is the same one at the reader.
     """
 
-    def __init__(self, file: io.BytesIO, aside: Aside) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._aside = aside
+    aside: Aside
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, FunctionType)):
             return NotImplemented
-        token = self._aside(obj)
+        token = self.aside(obj)
         if token is not None:
             return _found, token
         if isinstance(obj, Tensor) and _is_plain(obj):
-            return _restored, (_bytes_of(obj).numpy().tobytes(), _Form.of(obj))
+            content, form = _taken_apart(obj)
+            return _restored, (content.numpy().tobytes(), form)
         return NotImplemented
 
 
@@ -89,7 +87,9 @@ def pack(value: Any, aside: Aside = _nothing) -> bytes:
     It is not asked about plain values, lists, tuples, dicts, sets, classes and functions.
     """
     file = io.BytesIO()
-    _Packer(file, aside).dump(value)
+    packer = _Packer(file, protocol=pickle.HIGHEST_PROTOCOL)
+    packer.aside = aside
+    packer.dump(value)
     return file.getvalue()
 
 
@@ -101,25 +101,6 @@ def load(data: bytes | memoryview, find: Aside = _nothing) -> Any:
         return pickle.loads(data)
     finally:
         _finding.find = before
-
-
-# Any: the user's data.
-def pack_data(data: Any, aside: Aside = _nothing) -> bytes:
-    """Do as :func:`pack` for a batch.
-
-    Raises:
-        ConfigError: Something in it cannot be pickled.
-        OutOfSpace: There is no room for the tensors that ``aside`` sets aside.
-    """
-    try:
-        return pack(data, aside)
-    except PhalanxError:
-        raise
-    except Exception as error:  # whatever the user's objects raise when pickled
-        raise ConfigError(
-            "What a batch holds must be picklable to be sent to worker processes, but is "
-            f"not: {error}. Give tensors and plain values, or use executor='threads'."
-        ) from None
 
 
 # -- tensors in shared memory ----------------------------------------
@@ -142,7 +123,7 @@ class Outbox:
     def __init__(self, pool: SharedMemoryPool, room: TensorHandle | None = None) -> None:
         self._pool = pool
         self.room = room
-        self._used = 0
+        self._left_bytes = 0 if room is None else room.shape[0]
         self.needed_bytes = 0
 
     # Any: a token of `pack`.
@@ -150,15 +131,17 @@ class Outbox:
         """Write ``tensor`` and return its place; None if it shall travel with the message."""
         if not isinstance(tensor, Tensor) or not _is_plain(tensor) or tensor.nbytes < _LEAST_BYTES:
             return None
-        content = _bytes_of(tensor)
-        self.needed_bytes += aligned(len(content))
-        start = self._take(len(content))
-        if start is None or self.room is None:
+        content, form = _taken_apart(tensor)
+        size = aligned(len(content))
+        self.needed_bytes += size
+        if size > self._left_bytes and not self._grow(size):
             return None
-        region, offset = self.room.region, self.room.offset_bytes + start
-        place = TensorHandle(region, offset, torch.uint8, (len(content),), (1,))
+        assert self.room is not None
+        start = self.room.offset_bytes + self.room.shape[0] - self._left_bytes
+        self._left_bytes -= size
+        place = TensorHandle(self.room.region, start, torch.uint8, (len(content),), (1,))
         self._pool.at(place).copy_(content)
-        return place, _Form.of(tensor)
+        return place, form
 
     # Any: a token of `put`.
     def read(self, token: Any) -> Tensor:
@@ -167,40 +150,28 @@ class Outbox:
         found: Tensor = form.copy_of(self._pool.at(place))
         return found
 
-    @property
-    def _room_bytes(self) -> int:
-        return 0 if self.room is None else self.room.shape[0]
-
-    def _take(self, size: int) -> int | None:
-        """Return where the next ``size`` bytes start."""
-        if self._used + size > self._room_bytes:
-            return None
-        start, self._used = self._used, self._used + aligned(size)
-        return start
+    def _grow(self, least: int) -> bool:  # noqa: ARG002 - see `Mailbox`
+        """Make room for ``least`` bytes, where that can be done."""
+        return False
 
 
 class Mailbox(Outbox):
     """The same in the executor's process, where there is always room."""
 
-    def clear(self) -> None:
-        """Begin another message."""
-        self._used = self.needed_bytes = 0
+    def begin(self, expected_bytes: int = 0) -> None:
+        """Begin another message, with room for at least ``expected_bytes``."""
+        self._left_bytes = 0 if self.room is None else self.room.shape[0]
+        self.needed_bytes = 0
+        if expected_bytes > self._left_bytes:
+            self._grow(expected_bytes)
 
-    def reserve(self, size: int) -> None:
-        """See that a message of ``size`` bytes fits from the next one on."""
-        if size > self._room_bytes:
-            self._grow(size)
-
-    def _take(self, size: int) -> int | None:
-        if self._used + size > self._room_bytes:
-            self._grow(size)
-        return super()._take(size)
-
-    def _grow(self, least: int) -> None:
+    def _grow(self, least: int) -> bool:
         """Take a new region; tensors of this message in the old one are read from there."""
-        size = max(_FIRST_BYTES, 2 * self._room_bytes, 2 * least)
-        room = self._pool.allocate(size, torch.uint8, _CPU)
-        self.room, self._used = self._pool.handle_of(room), 0
+        before = 0 if self.room is None else self.room.shape[0]
+        size = max(_FIRST_BYTES, 2 * before, 2 * least)
+        self.room = self._pool.handle_of(self._pool.allocate(size, torch.uint8, _CPU))
+        self._left_bytes = size
+        return True
 
 
 @dataclass(frozen=True)
@@ -216,12 +187,6 @@ class _Form:
     strides: tuple[int, ...]
     alignment: int
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Form:
-        offset = tensor.data_ptr() % _ALIGN_BYTES if tensor.numel() else 0
-        alignment = offset - offset % tensor.itemsize  # of one between two elements, before it
-        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride(), alignment)
-
     def copy_of(self, content: Tensor) -> Tensor:
         """Return the tensor of these bytes, in memory of its own, aligned as the original."""
         room = torch.empty(len(content) + _ALIGN_BYTES, dtype=torch.uint8)
@@ -230,11 +195,15 @@ class _Form:
         return own.as_strided(self.shape, self.strides, own.storage_offset())
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the memory that ``tensor`` spans, as bytes."""
-    last = sum([(n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)])
+def _taken_apart(tensor: Tensor) -> tuple[Tensor, _Form]:
+    """Return the memory that ``tensor`` spans, as bytes, and its layout there."""
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    last = sum([(n - 1) * s for n, s in zip(shape, strides, strict=True)])
     count = last + 1 if tensor.numel() else 0
-    return tensor.detach().as_strided((count,), (1,)).view(torch.uint8)
+    content = tensor.detach().as_strided((count,), (1,)).view(torch.uint8)
+    offset = tensor.data_ptr() % _ALIGN_BYTES if count else 0
+    alignment = offset - offset % tensor.itemsize  # of one between two elements, before it
+    return content, _Form(tensor.dtype, shape, strides, alignment)
 
 
 def _restored(content: bytes, form: _Form) -> Tensor:

@@ -27,8 +27,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from phalanx.errors import StateError, UnsupportedError
-from phalanx.execution.channel import LONGEST_S, Mailbox, pack, pack_data
+from phalanx.errors import ConfigError, PhalanxError, StateError, UnsupportedError
+from phalanx.execution.channel import LONGEST_S, Mailbox, pack
 from phalanx.execution.contract import (
     Executor,
     RunState,
@@ -39,7 +39,6 @@ from phalanx.execution.gradient_slots import GradientSlot, GradientSlots, SlotLa
 from phalanx.execution.partial_sums import PartialSum, Span
 from phalanx.execution.thread_pool import ThreadPool
 from phalanx.execution.worker import (
-    Done,
     Failed,
     MicrobatchMessage,
     RunSpec,
@@ -252,14 +251,17 @@ class ProcessExecutor(Executor):
         changes = self._changes()
         modes = CallerModes.capture(self.devices)
         self._runs += 1
-        spec = RunSpec(self._runs, state.task, modes, state.rng, changes)
-        run = _ProcessRun(state=state, spec=self._packed(spec), wants_gradients=modes.grad)
+        places = {id(each): place for place, each in enumerate(self._shared)}
+        spec = pack(
+            RunSpec(self._runs, state.task, modes, state.rng, changes),
+            lambda obj: (places[id(obj)],) if id(obj) in places else None,
+        )
+        run = _ProcessRun(state, spec, wants_gradients=modes.grad)
         while not state.queue.over:
             self._fork_missing()
-            self._prepare_first(run)
-            self._threads.each(
-                lambda index: self._look_after(index, run), on_interrupt=state.queue.fail
-            )
+            # Packed here: the workers' threads would wait for each other.
+            run.first[:] = [self._next_message(index, run) for index in range(len(self))]
+            self._threads.each(partial(self._look_after, run), on_interrupt=state.queue.fail)
         self._fork_missing()
 
     def _changes(self) -> PlainChanges:
@@ -272,73 +274,70 @@ class ProcessExecutor(Executor):
         objects = self._fingerprint.objects  # all of them: one may be again what it was at the fork
         return [(index, name, vars(objects[index])[name]) for index, name in self._assigned]
 
-    def _packed(self, spec: RunSpec) -> bytes:
-        places = {id(each): place for place, each in enumerate(self._shared)}
-        return pack(spec, lambda obj: (places[id(obj)],) if id(obj) in places else None)
-
-    def _prepare_first(self, run: _ProcessRun) -> None:
-        """Prepare what workers do first, here: threads of their own would wait for each other."""
-        for index in range(len(self)):
-            microbatch = run.state.queue.take(index)
-            if microbatch is not None:
-                run.first[index] = self._prepare(index, microbatch, run)
-
-    def _look_after(self, index: int, run: _ProcessRun) -> None:
+    def _look_after(self, run: _ProcessRun, index: int) -> None:
         """Keep worker ``index`` busy until the run is over, or the worker is lost."""
         queue = run.state.queue
         try:
-            message = run.first.pop(index, None)
+            message = run.first[index]
             while not queue.over and self.workloads[index]:
-                if message is None:
-                    microbatch = queue.take(index, _LOOK_S)
-                    if microbatch is None:
-                        continue
-                    message = self._prepare(index, microbatch, run)
-                try:
-                    self._compute(index, message, run)
-                except Lost as lost:
-                    queue.give_back(message.microbatch)
-                    queue.leave_to_others(index)
-                    self._lose(index, lost, message.microbatch)
+                if message is not None and not self._compute(index, message, run):
                     return
-                message = None
+                message = self._next_message(index, run, _LOOK_S)
         except BaseException:
             queue.fail()
             raise
 
-    def _prepare(self, index: int, microbatch: int, run: _ProcessRun) -> _SentMicrobatch:
-        """Pack a microbatch for worker ``index``; its rows go where that one reads them."""
-        mailbox, answers = self._mail[index]
+    def _next_message(
+        self, index: int, run: _ProcessRun, wait_s: float = 0.0
+    ) -> _SentMicrobatch | None:
+        """Pack the next microbatch for worker ``index``; its rows go where that one reads them."""
         state = run.state
-        mailbox.clear()
+        microbatch = state.queue.take(index, wait_s)
+        if microbatch is None:
+            return None
+        mailbox, answers = self._mail[index]
+        mailbox.begin()
         slot = self._slots.take() if run.wants_gradients else None
         message = MicrobatchMessage(
             index=microbatch,
             spec=run.spec,
-            rows=pack_data(state.pieces[microbatch], mailbox.put),
+            rows=state.pieces[microbatch],
             weight=state.weights[microbatch],
             seed=state.seed,
             slot=-1 if slot is None else slot.region,
             reply=answers.room,
         )
-        return _SentMicrobatch(microbatch, slot, pack(message))
+        try:
+            packed = pack(message, mailbox.put)
+        except PhalanxError:
+            raise
+        except Exception as error:  # whatever the user's objects raise when pickled
+            raise ConfigError(
+                "What a batch holds must be picklable to be sent to worker processes, but is "
+                f"not: {error}. Give tensors and plain values, or use executor='threads'."
+            ) from None
+        return _SentMicrobatch(microbatch, slot, packed)
 
-    def _compute(self, index: int, message: _SentMicrobatch, run: _ProcessRun) -> None:
+    def _compute(self, index: int, message: _SentMicrobatch, run: _ProcessRun) -> bool:
+        """Let worker ``index`` compute a microbatch, and add the results to those of the run.
+
+        If the worker is lost, its microbatches are left to the others; return False then.
+        """
         worker = self._workers[index]
         assert worker is not None
-        answer = worker.ask(message.packed, self._timeout_s)
-        if isinstance(answer, Failed):
-            raise rebuilt(
-                answer,
-                f"Raised by replica {index} in process {worker.pid}, "
-                f"microbatch {message.microbatch}.",
-            )
-        self._count(index, message, answer, run)
-
-    def _count(self, index: int, message: _SentMicrobatch, done: Done, run: _ProcessRun) -> None:
-        state, microbatch, slot = run.state, message.microbatch, message.slot
+        state, microbatch = run.state, message.microbatch
+        try:
+            done = worker.ask(message.packed, self._timeout_s)
+        except Lost as lost:
+            state.queue.give_back(microbatch)
+            state.queue.leave_to_others(index)
+            self._lose(index, lost, microbatch)
+            return False
+        if isinstance(done, Failed):
+            note = f"Raised by replica {index} in process {worker.pid}, microbatch {microbatch}."
+            raise rebuilt(done, note)
         specs, weight = self._slots.layout.specs, state.weights[microbatch]
-        gradients, statistics = done.written.read(slot, specs, weight)
+        gradients, statistics = done.written.read(message.slot, specs, weight)
         state.assigned.update(dict.fromkeys(done.assigned))
         state.results[microbatch] = done.result
         state.seconds[microbatch] = done.stop_s - done.start_s
@@ -351,9 +350,10 @@ class ProcessExecutor(Executor):
                 stop_s=done.stop_s,
             )
         )
-        own = PartialSum(gradients, statistics, owners=(slot,))
+        own = PartialSum(gradients, statistics, owners=(message.slot,))
         state.sums.put(Node(0, microbatch), own)
         state.queue.count()
+        return True
 
 
 @dataclass(frozen=True)
@@ -363,7 +363,7 @@ class _ProcessRun:
     state: RunState
     spec: bytes  # what all tasks of the run have in common
     wants_gradients: bool
-    first: dict[int, _SentMicrobatch] = field(default_factory=dict)  # by worker
+    first: list[_SentMicrobatch | None] = field(default_factory=list)  # by worker
 
 
 @dataclass(frozen=True)

@@ -110,14 +110,14 @@ class MicrobatchMessage:
 
     Attributes:
         spec: A `RunSpec`, packed: most of the time it is that of the microbatch before.
-        rows: Its batch, packed.
+        rows: Its batch.
         slot: The region that takes the gradients; -1 for none.
         reply: Bytes that take what is large in the result; None for none.
     """
 
     index: int
     spec: bytes
-    rows: bytes
+    rows: Nested
     weight: float
     seed: tuple[int, ...]
     slot: int
@@ -163,9 +163,10 @@ def serve(world: World, index: int, connection: Connection, dump: Connection) ->
         _forget_state(world.optimizer)
     fail_point("born")
     worker: Worker | None = None
+    read = Outbox(world.pool).read
     while True:
         try:
-            message = load(connection.recv_bytes())
+            message = load(connection.recv_bytes(), read)
         except (EOFError, OSError):
             return
         if isinstance(message, RegionsFollow):
@@ -206,18 +207,18 @@ class Worker:
         """Compute a microbatch and return the packed answer."""
         fail_point("microbatch taken")
         outbox = Outbox(self._world.pool, message.reply)
-        done = self._compute(message, load(message.rows, outbox.read))
+        done = self._compute(message)
         fail_point("before reply")
         packed = pack(done, outbox.put)
         return with_needed(outbox.needed_bytes, packed)
 
-    def _compute(self, message: MicrobatchMessage, batch: Nested) -> Done:
+    def _compute(self, message: MicrobatchMessage) -> Done:
         spec = self._begin(message.spec)
         start_s = now_s()
         context = MicrobatchContext(
             replica=self._replica,
             index=message.index,
-            batch=batch,
+            batch=message.rows,
             rng=MicrobatchRng(derive_seed(*message.seed, message.index), spec.rng),
         )
         self._writer.begin(message.slot)

@@ -162,7 +162,7 @@ class WorkerProcess:
         except (EOFError, OSError):
             raise self._gone() from None
         done = load(memoryview(answer)[NEEDED_BYTES:], self.answers.read)
-        self.answers.reserve(int.from_bytes(answer[:NEEDED_BYTES], "little"))
+        self.answers.begin(int.from_bytes(answer[:NEEDED_BYTES], "little"))
         return done
 
     def _gone(self) -> Lost:

@@ -54,7 +54,7 @@ def test_an_outbox_says_how_much_room_would_be_enough(pool: SharedMemoryPool) ->
         lengths.append(len(message))
         assert outbox.needed_bytes >= 3 * values[0].nbytes
         assert all(torch.equal(a, b) for a, b in zip(received(pool, message), values, strict=True))
-        answers.reserve(outbox.needed_bytes)
+        answers.begin(outbox.needed_bytes)
     assert lengths[0] > 3 * values[0].nbytes
     assert lengths[1] < 3 * 400
 
@@ -95,7 +95,7 @@ def test_a_mailbox_that_was_used_in_inference_mode_is_used_outside(pool: SharedM
     box = Mailbox(pool)
     for mode in (True, False, True, False):
         with torch.inference_mode(mode):
-            box.clear()
+            box.begin()
             for value in (big(), numbers):
                 message = pack(value, box.put)
         assert torch.equal(received(pool, message), numbers)
