@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from phalanx.execution import ProcessExecutor
-from phalanx.execution.work_queue import WorkQueue
+from phalanx.execution.contract import WorkQueue
 from phalanx.plan import Node
 from phalanx.replicas import Replica
 from phalanx.train.dispatcher import EventDispatcher

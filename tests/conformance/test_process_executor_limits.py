@@ -53,7 +53,7 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
 
 
 def size_of_pool(trainer: Any) -> int:
-    return 0 if trainer._engine is None else len(trainer._engine.executor.pool)
+    return len(trainer._engine.executor.pool) if trainer._engine.is_open else 0
 
 
 class Ration:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
@@ -24,7 +25,6 @@ from phalanx.execution.partial_sums import (
 )
 from phalanx.execution.shards import Shards
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
-from phalanx.execution.work_queue import WorkQueue
 from phalanx.plan import Node, Shares, workload_sizes
 from phalanx.replicas import (
     MicrobatchRng,
@@ -47,9 +47,12 @@ __all__ = [
     "MicrobatchResult",
     "RunState",
     "Task",
+    "WorkQueue",
     "annotate_error",
     "default_intra_op",
     "explain_error",
+    "parameters_of",
+    "places_of",
     "repeated",
 ]
 
@@ -105,7 +108,7 @@ class MicrobatchResult:
 
 
 class Peers:
-    """The other processes of a job, as a trainer talks to them; here there are none.
+    """The other processes of a job, where there are some, as a trainer talks to them.
 
     Attributes:
         generation: How often they have changed.
@@ -113,9 +116,9 @@ class Peers:
 
     generation: int = 0
 
-    def all_workloads(self, own: Sequence[float]) -> Sequence[float]:
-        """Return the relative shares of all the job's replicas, where those here have ``own``."""
-        return own
+    def all_workloads(self) -> Sequence[float]:
+        """Return the relative shares of the replicas of all processes."""
+        raise NotImplementedError
 
     def admit(self) -> None:
         """Let new processes in, between two steps, where some wait."""
@@ -126,6 +129,7 @@ class Peers:
         Raises:
             ConfigError: They were not changed in all processes.
         """
+        raise NotImplementedError
 
     def mark_done(self) -> None:
         """Count a run whose outcome is kept here: ranks that were cut off from it do it alone."""
@@ -136,6 +140,7 @@ class Peers:
         Raises:
             PeerError: They differ.
         """
+        raise NotImplementedError
 
 
 def repeated(attempt: Callable[[], T]) -> T:
@@ -156,7 +161,7 @@ class Executor(ABC):
         owns_generator: Whether each replica has a process of its own, whose generator is seeded.
         worker_pids: The worker processes' numbers; empty without any.
         optimizer: The one that is stepped, whose options ranks compare before each step.
-        peers: The other processes of the job.
+        peers: The other processes of the job; None without any.
     """
 
     workloads: list[float]
@@ -167,11 +172,11 @@ class Executor(ABC):
     owns_generator = False
     worker_pids: Sequence[int] = ()
     optimizer: Optimizer | None = None
-    peers: Peers = Peers()
-    _warned: frozenset[str] = frozenset()  # attributes that `forward` was seen to assign
-    _rng_watched: frozenset[object] = frozenset()  # the kinds of runs that were watched
-    _fused: bool | None = None  # see `has_fused_evaluation`; None: not known yet
-    _compiled = False  # see `has_compiled`
+    peers: Peers | None = None
+
+    def __init__(self) -> None:
+        self._plans: dict[object, RngPlan] = {}  # by kind of run, of those that were watched
+        self._warned: set[str] = set()  # attributes that `forward` was seen to assign
 
     def each(self, function: Callable[[int], T], *, uninterrupted: bool = False) -> list[T]:
         """Call ``function(replica index)`` in every replica's thread, on the caller's streams.
@@ -206,6 +211,7 @@ class Executor(ABC):
         weights: Sequence[float],
         seed: tuple[int, ...],
         owners: Sequence[int] | None = None,
+        only: range | None = None,
     ) -> RunResult:
         """Run ``task`` on every piece of weight above 0, each on one replica.
 
@@ -216,6 +222,7 @@ class Executor(ABC):
             seed: Where the random numbers of this run start; each microbatch appends its index.
             owners: The replica that computes each microbatch; another one does only if that one
                 is lost. Default: whoever is free.
+            only: The microbatches that run here, while others run elsewhere. Default: all.
 
         Returns:
             The results by microbatch, and the sums along the tree of the gradients that ``task``
@@ -225,50 +232,36 @@ class Executor(ABC):
             Exception: What ``task`` raised, with a note that names replica and microbatch. Nothing
                 that the caller can see has changed then.
         """
-        return self._run(RunState(task, pieces, weights, seed, owners))
+        modes = [source.training for source in self.sources]
+        kind = (type(task), torch.is_grad_enabled(), *modes)
+        plan = self._plans.get(kind) or self._first_plan(all(modes))
+        state = RunState(task, pieces, weights, seed, plan, self.workloads, owners, only)
+        self._compute(state)
+        if plan.watched:
+            self._keep_plan(kind, state)
+        return state.result()
 
-    def _run(self, state: RunState) -> RunResult:
-        """Run what there is in ``state``, under the random numbers of its kind."""
-        task = state.task
-        trains = tuple([source.training for source in self.sources])
-        name = getattr(task, "__qualname__", type(task).__qualname__)
-        kind = name, trains, torch.is_grad_enabled()
-        watched = kind not in self._rng_watched
-        state.rng = RngPlan(
-            watched=watched,
-            throughout=self._sees_operators(all(trains)),
+    def _first_plan(self, trains: bool) -> RngPlan:
+        """Return how the first run of a kind gets its random numbers."""
+        compiled = any(map(has_compiled, self.sources))
+        # A mode that sees calls would keep torch from a faster way.
+        fused = not trains and any(map(has_fused_evaluation, self.sources))
+        return RngPlan(
+            watched=True,
+            throughout=compiled or fused,
             own=self.owns_generator,
             shared=frozenset(each for each in self.devices if self.devices.count(each) > 1),
         )
-        self._start(state)
-        if watched:
-            self._rng_watched |= {kind}
-            warn_of_assigned([name for name in state.assigned if name not in self._warned])
-            self._warned |= state.assigned.keys()
-        return state.result()
+
+    def _keep_plan(self, kind: object, state: RunState) -> None:
+        """Keep how later runs of a kind get their random numbers, after its first one."""
+        self._plans[kind] = replace(state.rng, watched=False)
+        warn_of_assigned([name for name in state.assigned if name not in self._warned])
+        self._warned |= state.assigned.keys()
 
     def open_shards(self, optimizer: Optimizer) -> Shards:
         """Return the optimizer in shards, one for each replica's thread."""
         return Shards(optimizer, self.parameters, len(self))
-
-    def _sees_operators(self, trains: bool) -> bool:
-        """Tell whether a mode that sees calls would keep torch from a faster way."""
-        if self._fused is None:
-            self._fused = any(map(has_fused_evaluation, self.sources))
-            self._compiled = any(map(has_compiled, self.sources))
-        return self._compiled or (self._fused and not trains)
-
-    def _start(self, state: RunState) -> None:
-        left = [index for index in state.leaves if state.weights[index] > 0]
-        if state.owners is not None:
-            owners = state.owners
-            left.sort(key=lambda index: (owners[index], index))
-            counts = Counter(owners[index] for index in left)
-            shares = Shares([counts[replica] for replica in range(len(self))], stealing=False)
-        else:
-            shares = Shares(workload_sizes(len(left), self.workloads))
-        state.queue = WorkQueue(left, shares, [workload > 0 for workload in self.workloads])
-        self._work_on(state)
 
     @property
     @abstractmethod
@@ -280,8 +273,12 @@ class Executor(ABC):
         """Return the number of replicas."""
 
     @abstractmethod
-    def matches_source(self) -> bool:
-        """Tell whether the replicas can follow all that was done to the module since."""
+    def follow(self) -> bool:
+        """Let the next runs see the attributes that were assigned; call it before a run.
+
+        Returns:
+            False where the parameters are others, or lie elsewhere: open another executor.
+        """
 
     @abstractmethod
     def refresh(self) -> None:
@@ -292,15 +289,81 @@ class Executor(ABC):
         """Dismiss threads and replicas; closing twice does nothing."""
 
     @abstractmethod
-    def _work_on(self, state: RunState) -> None:
+    def _compute(self, state: RunState) -> None:
         """Run all microbatches of ``state`` that weigh something."""
 
 
-class RunState:
-    """The state of one run, shared by the threads of the executor.
+class WorkQueue:
+    """The microbatches of a run that nobody has done yet; for any thread.
 
     Args:
-        only: The microbatches that this executor runs, while others run elsewhere; None for all.
+        microbatches: Which there are.
+        shares: Whose they are, by place.
+        active: Which replicas may take what was brought back; not those that are switched off.
+    """
+
+    def __init__(self, microbatches: Sequence[int], shares: Shares, active: Sequence[bool]) -> None:
+        self._microbatches = microbatches
+        self._shares = shares
+        self._active = active
+        self._changed = threading.Condition()
+        self._returned: list[int] = []
+        self._left = len(microbatches)
+        self._failed = False
+
+    @property
+    def over(self) -> bool:
+        """Whether all were counted as done, or something failed."""
+        return self._left == 0 or self._failed
+
+    def take(self, replica: int, wait_s: float = 0.0) -> int | None:
+        """Return the next microbatch for ``replica``; None when none is left, or one failed.
+
+        Args:
+            wait_s: How long to wait for one that is brought back.
+        """
+        with self._changed:
+            place = None if self._failed else self._shares.take(replica)
+            if place is not None:
+                return self._microbatches[place]
+            returned = self._returned if self._active[replica] else []
+            if wait_s and not returned and not self.over:
+                self._changed.wait(wait_s)
+            return returned.pop(0) if returned and not self._failed else None
+
+    def give_back(self, microbatch: int) -> None:
+        """Let another one compute it."""
+        with self._changed:
+            self._returned.append(microbatch)
+            self._changed.notify_all()
+
+    def leave_to_others(self, replica: int) -> None:
+        """Give the share of ``replica`` to whoever is free."""
+        with self._changed:
+            while (place := self._shares.take(replica)) is not None:
+                self._returned.append(self._microbatches[place])
+                self._changed.notify_all()
+
+    def count(self) -> None:
+        """One more is done."""
+        with self._changed:
+            self._left -= 1
+            if self._left == 0:
+                self._changed.notify_all()
+
+    def fail(self) -> None:
+        """End the run."""
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()
+
+
+class RunState:
+    """The state of one run, shared by the threads of the executor; arguments as `Executor.run`.
+
+    Args:
+        rng: How the microbatches get their random numbers.
+        workloads: The replicas' relative shares.
     """
 
     def __init__(
@@ -309,27 +372,36 @@ class RunState:
         pieces: Sequence[Nested],
         weights: Sequence[float],
         seed: tuple[int, ...],
+        rng: RngPlan,
+        workloads: Sequence[float],
         owners: Sequence[int] | None,
-        only: range | None = None,
+        only: range | None,
     ) -> None:
         self.task = task
         self.pieces = pieces
         self.weights = weights
         self.seed = seed
-        self.owners = owners
-        self.rng = RngPlan()
+        self.rng = rng
         self.drew = False  # whether a microbatch drew random numbers
         self.assigned: dict[str, None] = {}  # names of attributes; looked for where rng is watched
-        self.queue: WorkQueue  # set when it starts
         self.sums = TreeSums(len(pieces), add_sums)
-        self.leaves = range(len(pieces)) if only is None else only
-        for index in self.leaves:
-            if not weights[index] > 0:
-                self.sums.put(Node(0, index), None)
         self.results: list[Any] = [None] * len(pieces)
         self.replica_of = [-1] * len(pieces)
         self.spans: list[Span] = []
         self.seconds = [0.0] * len(pieces)
+        left = []
+        for index in range(len(pieces)) if only is None else only:
+            if weights[index] > 0:
+                left.append(index)
+            else:
+                self.sums.put(Node(0, index), None)
+        if owners is None:
+            shares = Shares(workload_sizes(len(left), workloads))
+        else:
+            left.sort(key=lambda index: (owners[index], index))
+            counts = Counter(owners[index] for index in left)
+            shares = Shares([counts[each] for each in range(len(workloads))], stealing=False)
+        self.queue = WorkQueue(left, shares, [workload > 0 for workload in workloads])
 
     def context(self, replica: Replica, index: int) -> MicrobatchContext:
         """Put microbatch ``index`` into the hands of ``replica``."""
@@ -349,16 +421,24 @@ class RunState:
     def result(self) -> RunResult:
         """Return what the run gave, when it is over."""
         sums = self.sums.waiting()
-        operands = [value for value in sums.values() if value is not None]
         return RunResult(
             results=self.results,
-            operands=operands,
             sums=sums,
             replica_of=self.replica_of,
             spans=sorted(self.spans, key=attrgetter("start_s")),
             seconds=self.seconds,
             drew=self.drew,
         )
+
+
+def parameters_of(sources: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """Return all parameters of the modules, each once."""
+    return list(dict.fromkeys(p for source in dict.fromkeys(sources) for p in source.parameters()))
+
+
+def places_of(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
+    """Return which parameters these are, and where they lie in memory."""
+    return [(id(parameter), parameter.data_ptr()) for parameter in parameters]
 
 
 def default_intra_op(devices: Sequence[torch.device]) -> int:

@@ -60,12 +60,12 @@ class ElasticRankExecutor(RankExecutor):
         """How often the ranks have changed."""
         return self.exchange.generation
 
-    def all_workloads(self, own: Sequence[float]) -> Sequence[float]:
+    def all_workloads(self) -> Sequence[float]:
         """Return the relative shares of all ranks' replicas, rank after rank."""
         self.exchange.settle()
         if self._followed != self.exchange.generation:
             self._follow_ranks()
-        return super().all_workloads(own)
+        return super().all_workloads()
 
     def open_shards(self, optimizer: Optimizer) -> RankShards:
         """Return the optimizer in shards, all of which every rank steps."""

@@ -245,7 +245,7 @@ def refuse_without_nccl(devices: Sequence[torch.device], option: str) -> None:
 def open_executor(
     choice: ExecutorChoice,
     module: nn.Module,
-    failures: FailureLog,
+    failures: FailureLog | None,
     devices: Sequence[torch.device],
     *,
     workloads: Sequence[float] | None = None,
@@ -259,7 +259,7 @@ def open_executor(
     Args:
         choice: Of which kind.
         module: The module to run.
-        failures: Takes note of worker processes that were lost.
+        failures: Takes note of worker processes that were lost; needed for those alone.
         devices: One per replica.
         workloads: Relative shares; equal by default.
         intra_op: Threads inside operators, per replica.
@@ -269,6 +269,7 @@ def open_executor(
     """
     choice.refuse_devices(devices)
     if choice.kind == "processes":
+        assert failures is not None
         return ProcessExecutor(
             module,
             len(devices),

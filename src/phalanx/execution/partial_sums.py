@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -53,9 +54,8 @@ class RunResult:
 
     Attributes:
         results: What the task returned, by microbatch; None for microbatches of weight 0.
-        operands: The last one or two partial sums, left one first. Ranks have the gradients of the
-            parameters that they own in them, and None for others.
-        sums: Partial sums that nobody has added yet, by node of the tree.
+        sums: Partial sums that nobody has added yet, by node of the tree, in order. Ranks have the
+            gradients of the parameters that they own in them, and None for others.
         missing: For ranks, places of the parameters that no microbatch has a gradient for.
         replica_of: Which replica here computed each microbatch; -1 for those left out, or run
             elsewhere.
@@ -65,13 +65,17 @@ class RunResult:
     """
 
     results: list[Any]  # Any: whatever the task returns
-    operands: list[PartialSum] = field(default_factory=list)
     sums: dict[Node, PartialSum | None] = field(default_factory=dict)
     missing: frozenset[int] = frozenset()
     replica_of: list[int] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     drew: bool = False
+
+    @property
+    def operands(self) -> list[PartialSum]:
+        """The last one or two partial sums, left one first, which the caller adds."""
+        return [each for each in self.sums.values() if each is not None]
 
 
 class TreeSums(Generic[T]):
@@ -93,29 +97,26 @@ class TreeSums(Generic[T]):
 
     def put(self, node: Node, value: T | None) -> None:
         """Bring the sum of all leaves below ``node``, and add it to what waits for it."""
-        while True:
-            is_last = node.level >= self._last_level
-            sibling = None if is_last else self._tree.sibling(node)
-            with self._lock:
-                if is_last or (sibling is not None and sibling not in self._waiting):
-                    self._waiting[node] = value
-                    return
-                other = None if sibling is None else self._waiting.pop(sibling)
-            value = self._sum(value, other) if node.index % 2 == 0 else self._sum(other, value)
+        while node.level < self._last_level:
+            sibling = self._tree.sibling(node)
+            if sibling is not None:
+                with self._lock:
+                    if sibling not in self._waiting:
+                        self._waiting[node] = value
+                        return
+                    other = self._waiting.pop(sibling)
+                left, right = (value, other) if node < sibling else (other, value)
+                if left is None or right is None:
+                    value = right if left is None else left
+                else:
+                    value = self._add(left, right)
             node = self._tree.parent(node)
-
-    def _sum(self, left: T | None, right: T | None) -> T | None:
-        if left is None or right is None:
-            return right if left is None else left
-        return self._add(left, right)
+        with self._lock:
+            self._waiting[node] = value
 
     def waiting(self) -> dict[Node, T | None]:
         """Return the sums that wait for others, in the order of the tree."""
-        return {node: self._waiting[node] for node in sorted(self._waiting)}
-
-    def operands(self) -> list[T]:
-        """Return the one or two sums that are left when all leaves were put, left one first."""
-        return [value for value in self.waiting().values() if value is not None]
+        return dict(sorted(self._waiting.items(), key=itemgetter(0)))
 
 
 def add_sums(left: PartialSum, right: PartialSum) -> PartialSum:

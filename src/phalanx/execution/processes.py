@@ -33,6 +33,8 @@ from phalanx.execution.contract import (
     Executor,
     RunState,
     default_intra_op,
+    parameters_of,
+    places_of,
 )
 from phalanx.execution.failures import FailureLog, WorkerLost
 from phalanx.execution.gradient_slots import GradientSlot, GradientSlots, SlotLayout
@@ -104,6 +106,7 @@ class ProcessExecutor(Executor):
         intra_op: int | None = None,
         timeout_s: float = 300.0,
     ) -> None:
+        super().__init__()
         self.workloads = list(workloads) if workloads is not None else [1.0] * num_workers
         check_workloads(self.workloads, num_workers)
         self.devices = (_CPU,) * num_workers
@@ -130,7 +133,7 @@ class ProcessExecutor(Executor):
         self._forks = ThreadPool(1, intra_op=1, name="phalanx-forks")  # which does nothing else
         try:
             _import_for_autograd()
-            self._follow()
+            self._begin()
         except BaseException:
             self.close()
             raise
@@ -150,9 +153,22 @@ class ProcessExecutor(Executor):
     def __len__(self) -> int:
         return len(self.devices)
 
-    def matches_source(self) -> bool:
-        """Tell whether the module's parameters are those that gradients are summed for."""
-        return not self._threads.closed and self._places.are_still()
+    def follow(self) -> bool:
+        """Let the next runs see assigned attributes; False where the parameters are others.
+
+        Workers are sent the numbers and strings that were assigned. After any other change, others
+        are forked.
+        """
+        if self._threads.closed:
+            return False
+        changes = [] if self._fingerprint.is_current() else self._fingerprint.plain_changes()
+        if changes is not None:
+            self._assigned |= {(index, name): None for index, name, _ in changes}
+            return True
+        if places_of(parameters_of(self.sources)) != self._places:
+            return False
+        self._begin()
+        return True
 
     def refresh(self) -> None:
         """Fork other workers before the next run, which see everything as it is then."""
@@ -178,7 +194,7 @@ class ProcessExecutor(Executor):
 
     # -- workers -----------------------------------------------------
 
-    def _follow(self) -> None:
+    def _begin(self) -> None:
         """Begin with module and loss as they are now; workers are forked later."""
         self.refresh()
         modules = AttributeFingerprint(self._source, *self._reads).modules
@@ -186,7 +202,7 @@ class ProcessExecutor(Executor):
         self._moved |= _move(elsewhere, self.pool)
         self._fingerprint = AttributeFingerprint(self._source, *self._reads)  # where all lies now
         self._assigned: dict[tuple[int, str], None] = {}  # by object and name, since the fork
-        self._places = _ParameterPlaces(self._source)
+        self._places = places_of(self.parameters)
         specs = statistic_specs(self._source, BufferRules())
         if specs != self._specs:
             self._specs = specs
@@ -242,7 +258,7 @@ class ProcessExecutor(Executor):
 
     # -- a run -------------------------------------------------------
 
-    def _work_on(self, state: RunState) -> None:
+    def _compute(self, state: RunState) -> None:
         if os.getpid() != self._pid:
             raise StateError(
                 "A process executor must be used by the process that made it, but this is a fork "
@@ -265,12 +281,7 @@ class ProcessExecutor(Executor):
         self._fork_missing()
 
     def _changes(self) -> PlainChanges:
-        """Return the attributes that workers are to assign; fork others where that is not all."""
-        changes = self._fingerprint.plain_changes()
-        if changes is None:
-            self._follow()
-            return []
-        self._assigned |= {(index, name): None for index, name, _ in changes}
+        """Return the attributes that workers are to assign."""
         objects = self._fingerprint.objects  # all of them: one may be again what it was at the fork
         return [(index, name, vars(objects[index])[name]) for index, name in self._assigned]
 
@@ -280,7 +291,7 @@ class ProcessExecutor(Executor):
         try:
             message = run.first[index]
             while not queue.over and self.workloads[index]:
-                if message is not None and not self._compute(index, message, run):
+                if message is not None and not self._ask(index, message, run):
                     return
                 message = self._next_message(index, run, _LOOK_S)
         except BaseException:
@@ -318,7 +329,7 @@ class ProcessExecutor(Executor):
             ) from None
         return _SentMicrobatch(microbatch, slot, packed)
 
-    def _compute(self, index: int, message: _SentMicrobatch, run: _ProcessRun) -> bool:
+    def _ask(self, index: int, message: _SentMicrobatch, run: _ProcessRun) -> bool:
         """Let worker ``index`` compute a microbatch, and add the results to those of the run.
 
         If the worker is lost, its microbatches are left to the others; return False then.
@@ -373,25 +384,6 @@ class _SentMicrobatch:
     microbatch: int
     slot: GradientSlot | None  # takes its gradients
     packed: bytes
-
-
-class _ParameterPlaces:
-    """Which parameters a module has, and where they lie in memory."""
-
-    def __init__(self, source: nn.Module) -> None:
-        self._places = [
-            (owner, key, parameter, parameter.data_ptr())
-            for owner in source.modules()
-            for key, parameter in owner._parameters.items()
-            if parameter is not None
-        ]
-
-    def are_still(self) -> bool:
-        """Tell whether no parameter was replaced, removed or moved."""
-        for owner, key, parameter, pointer in self._places:
-            if owner._parameters.get(key) is not parameter or parameter.data_ptr() != pointer:
-                return False
-        return True
 
 
 def _dismiss(workers: list[WorkerProcess | None]) -> None:

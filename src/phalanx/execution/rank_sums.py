@@ -87,7 +87,6 @@ class RankSums:
                 arrived[node] = PartialSum(gradients, message.statistics[node])
         _put_all(sums, len(result.results), arrived)
         result.sums = sums.waiting()
-        result.operands = sums.operands()
 
     def _swap(
         self, layout: _Layout, own: PartialSum | None, senders: Sequence[int]
@@ -213,9 +212,9 @@ class RankShards(Shards):
         """Take over the sums of a run and the options of now."""
         self._missing = result.missing
         super().take(result)
-        if not self.is_cut:
+        if not self._parts:
             self.complete()
-        self.adds_first = self._keeps_all or not self.is_cut
+        self.adds_first = self._keeps_all or not self._parts
 
     def share(self) -> None:
         """Bring all gradients here, where every rank steps all parameters."""

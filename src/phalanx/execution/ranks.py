@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from phalanx.distributed import Exchange
 from phalanx.errors import ConfigError, PeerError
-from phalanx.execution.contract import Peers, RunState, Task
+from phalanx.execution.contract import Peers, Task
 from phalanx.execution.partial_sums import RunResult
 from phalanx.execution.rank_messages import RankMessage
 from phalanx.execution.rank_sums import RankShards, RankSums
@@ -102,7 +102,7 @@ class RankExecutor(ThreadExecutor, Peers):
         self._all_workloads = [share for each in by_rank for share in each]
         self._sums = RankSums(self.parameters, self.counts, self.exchange)
 
-    def all_workloads(self, own: Sequence[float]) -> Sequence[float]:  # noqa: ARG002 - fixed
+    def all_workloads(self) -> Sequence[float]:
         """Return the relative shares of all ranks' replicas, rank after rank."""
         return self._all_workloads
 
@@ -118,6 +118,7 @@ class RankExecutor(ThreadExecutor, Peers):
         weights: Sequence[float],
         seed: tuple[int, ...],
         owners: Sequence[int] | None = None,
+        only: range | None = None,
     ) -> RunResult:
         """Run this rank's microbatches, and learn what the others' gave.
 
@@ -126,6 +127,7 @@ class RankExecutor(ThreadExecutor, Peers):
             PeerError: Another rank raised something; nothing has changed anywhere then.
         """
         assert not task.goes_back
+        assert only is None
         only = self._own(len(pieces), owned=owners is not None)
         if owners is not None:  # by the numbers that replicas have here
             owners = [owner - only.start for owner in owners]
@@ -137,7 +139,7 @@ class RankExecutor(ThreadExecutor, Peers):
         }
         fingerprint = json.dumps(own)
         try:
-            result = self._run(RunState(task, pieces, weights, seed, owners, only))
+            result = super().run(task, pieces, weights=weights, seed=seed, owners=owners, only=only)
             message = RankMessage.of(fingerprint, result.results, result.sums)
             packed = message.pack()
         except BaseException as error:

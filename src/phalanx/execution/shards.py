@@ -43,7 +43,6 @@ class Shards:
 
     Attributes:
         adds_first: Whether all shards must be added before the first one is stepped.
-        is_cut: Whether the optimizer is stepped in shards.
 
     Determinism: bitwise the same for any number of shards.
     """
@@ -53,7 +52,6 @@ class Shards:
     ) -> None:
         self.optimizer = optimizer
         self.adds_first = False
-        self.is_cut = False
         self._parameters = parameters
         place_of = {id(parameter): place for place, parameter in enumerate(parameters)}
         groups = [
@@ -70,7 +68,7 @@ class Shards:
         places = sorted(self._group_of)
         shares = share_by_size([parameters[place] for place in places], num_shards)
         self._added = self._stepped = [[places[index] for index in share] for share in shares]
-        self._parts: list[Optimizer] = []
+        self._parts: list[Optimizer] = []  # none where the optimizer is not cut
         self._left: Gradients = []
         self._right: Gradients = []
         self._num_states = 0
@@ -82,9 +80,9 @@ class Shards:
 
     def take(self, result: RunResult) -> None:
         """Take over the sums of a run and the options of now."""
-        self.is_cut = is_cut(self.optimizer)
-        self.adds_first = not self.is_cut
-        self._parts = [self._part(own) for own in self._stepped] if self.is_cut else []
+        cut = is_cut(self.optimizer)
+        self._parts = [self._part(own) for own in self._stepped] if cut else []
+        self.adds_first = not cut
         nothing: Gradients = [None] * len(self._parameters)
         operands = [apart(operand.gradients) for operand in result.operands]
         self._left, self._right, *_ = *operands, nothing, nothing
@@ -146,7 +144,7 @@ class Shards:
 
     def step(self, shard: int, scale: float) -> None:
         """Step one shard that was added, with gradients times ``scale``; then drop those."""
-        if self.is_cut:
+        if self._parts:
             self._step(self._parts[shard], self._stepped[shard], scale)
         elif shard == 0:
             self._step(self.optimizer, list(self._group_of), scale)
@@ -167,8 +165,9 @@ class Shards:
 
     def finish(self) -> None:
         """Finish in the thread that is last."""
+        was_cut = bool(self._parts)
         self._left, self._right, self._parts = [], [], []
-        if self.is_cut:
+        if was_cut:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers
             if len(self.optimizer.state) != self._num_states:
                 self._sort_state()

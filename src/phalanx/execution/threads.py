@@ -15,6 +15,8 @@ from phalanx.execution.contract import (
     RunState,
     annotate_error,
     default_intra_op,
+    parameters_of,
+    places_of,
 )
 from phalanx.execution.nccl_sums import NcclSums
 from phalanx.execution.partial_sums import Gradients, PartialSum, RunResult, Span
@@ -29,7 +31,6 @@ from phalanx.replicas import (
     Replica,
     RunOrder,
     SourceGradients,
-    Statistics,
     apart,
     callers_streams,
     has_compiled,
@@ -83,6 +84,7 @@ class ThreadExecutor(Executor):
         inline: bool = False,
         nccl: bool = False,
     ) -> None:
+        super().__init__()
         self.workloads = list(workloads) if workloads is not None else [1.0] * len(devices)
         check_workloads(self.workloads, len(devices))
         one_source = isinstance(source, nn.Module)
@@ -90,7 +92,7 @@ class ThreadExecutor(Executor):
         for own in dict.fromkeys(sources):
             refuse_scripts(own)
         self.sources = tuple(sources)
-        self.parameters = _all_parameters(sources)
+        self.parameters = parameters_of(sources)
         self.devices = tuple(devices)
         self._intra_op = read_intra_op(intra_op) or default_intra_op(devices)
         self._timed = timed
@@ -113,32 +115,28 @@ class ThreadExecutor(Executor):
             for index, (own, device) in enumerate(zip(sources, devices, strict=True))
         ]
         self._order = RunOrder([*devices, *_homes(sources)])
-        self._places = _places_of(self.parameters)
+        self._places = places_of(self.parameters)
         self._has_parameters = True  # those that the modules have now
         compiled = any(map(has_compiled, dict.fromkeys(sources)))
         self._compile_once = CompileOnce(sources) if compiled else None
         kind = CallerThread if inline else ThreadPool
         self._threads = kind(len(devices), intra_op=self.intra_op)
 
-    def matches_source(self) -> bool:
-        """Follow the attributes of the modules; tell whether the parameters are still the same."""
+    def follow(self) -> bool:
+        """Let the next runs see assigned attributes; False where the parameters are others."""
         if self._threads.closed:  # a second Ctrl-C leaves threads behind
             return False
-        self._follow()
-        return self._has_parameters
-
-    def _follow(self) -> None:
-        """Note which attributes of the modules were assigned; replicas make new shells of those."""
         changed = [own for own, before in self._fingerprints.items() if not before.is_current()]
         if changed:
             self._fingerprints.update({own: AttributeFingerprint(own) for own in changed})
-            self._has_parameters = self._places == _places_of(_all_parameters(self.sources))
+            self._has_parameters = self._places == places_of(parameters_of(self.sources))
+        return self._has_parameters
 
     def refresh(self) -> None:
         """Take over everything from the module now."""
         self._fingerprints = {own: AttributeFingerprint(own) for own in self.sources}
 
-    def in_order(self) -> AbstractContextManager[None]:
+    def in_order(self) -> AbstractContextManager[object]:
         """Return a context in which no other thread runs forward passes, or writes what they left.
 
         Its work on accelerators comes after that of the one before.
@@ -179,86 +177,73 @@ class ThreadExecutor(Executor):
         """Dismiss the threads; closing twice does nothing."""
         self._threads.close()
 
-    def _work_on(self, state: RunState) -> None:
+    def _compute(self, state: RunState) -> None:
         modes = CallerModes.capture(self.devices)
-        if state.task.goes_back:
-            self._work_under(modes, state)
-            return
-        with self._order.next_run(modes.streams):
-            self._follow()
-            for copies in self._copies.values():
-                copies.refresh()
-            self._work_under(modes, state)
-
-    def _work_under(self, modes: CallerModes, state: RunState) -> None:
-        """Run all microbatches of ``state`` under the caller's modes."""
-        each = self.each if state.task.goes_back else self._threads.each
         nccl = NcclSums(self.parameters) if self._nccl else None
 
         def serve(index: int) -> None:
-            with modes.entered(self.devices[index]):
+            with modes.entered(self.devices[index]), self.replicas[index].running():
                 self._run_microbatches(index, state, nccl)
 
-        each(serve)
+        if state.task.goes_back:
+            self.each(serve)
+        else:
+            with self._order.next_run(modes.streams):
+                for copies in self._copies.values():
+                    copies.refresh()
+                self._threads.each(serve)
         if nccl is not None:
             state.replace_gradients(nccl.reduce())
 
-    def _run_microbatches(
-        self,
-        replica_index: int,
-        state: RunState,
-        nccl: NcclSums | None,
-    ) -> None:
+    def _run_microbatches(self, index: int, state: RunState, nccl: NcclSums | None) -> None:
         """Run what is left of ``state`` on one replica, in its thread."""
-        replica, goes_back = self.replicas[replica_index], state.task.goes_back
-        compile_once, kind = self._compile_once, type(state.task).__qualname__
-        waits = self._timed and replica.device.type not in ("cpu", "meta")
-        if not goes_back:  # else the source and its buffers may be others than in the forward pass
-            replica.follow(self._fingerprints[self.sources[replica_index]])
-        while (index := state.queue.take(replica_index)) is not None:
-            start_s = now_s()
-            written: Statistics = {}
+        replica = self.replicas[index]
+        forward = not state.task.goes_back  # else the source may be another than it was
+        if forward:
+            replica.follow(self._fingerprints[self.sources[index]])
+        while (microbatch := state.queue.take(index)) is not None:
             try:
-                context = state.context(replica, index)
-                alone = compile_once and compile_once.running(kind, replica.device, context.batch)
-                with alone or _NOTHING, replica.running(forward=not goes_back):
-                    state.results[index] = state.task(context)
-                if not goes_back:
-                    written = replica.statistics.collect(state.weights[index])
-                state.drew = state.drew or context.rng.used
-                if waits:  # the thread that gives an accelerator work is done sooner
-                    torch.accelerator.synchronize(replica.device)
-                state.seconds[index] = now_s() - start_s
-                gradients = replica.take_gradients(travel=nccl is None)
-                if nccl is not None:
-                    nccl.put(replica.device, gradients)
-                    gradients = [None] * len(gradients)
-                state.sums.put(Node(0, index), PartialSum(gradients, written))
+                self._run_microbatch(replica, microbatch, state, nccl)
             except BaseException as error:
                 state.queue.fail()
                 replica.drop_gradients()
-                if not goes_back:
+                if forward:
                     replica.outdate()
-                annotate_error(error, replica, index)
+                annotate_error(error, replica, microbatch)
                 raise
-            state.replica_of[index] = replica_index
-            state.spans.append(
-                Span(replica=replica_index, microbatch=index, start_s=start_s, stop_s=now_s())
-            )
-            if state.rng.watched:
-                state.assigned.update(dict.fromkeys(replica.assigned()))
+        if state.rng.watched:
+            state.assigned.update(dict.fromkeys(replica.assigned()))
+
+    def _run_microbatch(
+        self, replica: Replica, index: int, state: RunState, nccl: NcclSums | None
+    ) -> None:
+        start_s = now_s()
+        context = state.context(replica, index)
+        forward = not state.task.goes_back
+        replica.begin(forward=forward)
+        if self._compile_once is None:
+            state.results[index] = state.task(context)
+        else:
+            kind = type(state.task).__qualname__
+            with self._compile_once.running(kind, replica.device, context.batch) or _NOTHING:
+                state.results[index] = state.task(context)
+        state.drew = state.drew or context.rng.used
+        written = replica.statistics.collect(state.weights[index]) if forward else {}
+        if self._timed and replica.device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(replica.device)  # its thread is done sooner
+        state.seconds[index] = now_s() - start_s
+        gradients = replica.take_gradients(travel=nccl is None)
+        if nccl is not None:
+            nccl.put(replica.device, gradients)
+            gradients = [None] * len(gradients)
+        state.sums.put(Node(0, index), PartialSum(gradients, written))
+        state.replica_of[index] = replica.index
+        state.spans.append(
+            Span(replica=replica.index, microbatch=index, start_s=start_s, stop_s=now_s())
+        )
 
 
 def _homes(sources: Sequence[nn.Module]) -> list[torch.device]:
     """Return where parameters and buffers lie."""
     modules = dict.fromkeys(sources)
     return [t.device for each in modules for t in (*each.parameters(), *each.buffers())]
-
-
-def _all_parameters(sources: Sequence[nn.Module]) -> list[nn.Parameter]:
-    found = {id(p): p for source in dict.fromkeys(sources) for p in source.parameters()}
-    return list(found.values())
-
-
-def _places_of(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
-    return [(id(parameter), parameter.data_ptr()) for parameter in parameters]

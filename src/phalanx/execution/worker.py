@@ -247,6 +247,7 @@ class Worker:
 
     def _run(self, spec: RunSpec, context: MicrobatchContext) -> Any:  # Any: as the task returns
         with spec.modes.entered(_CPU), self._replica.running():
+            self._replica.begin()
             fail_point("before forward")
             result = spec.task(context)
             fail_point("after backward")

@@ -153,13 +153,14 @@ class Container(nn.Module):
     def _open_executor(self) -> ThreadExecutor:
         with self._running.lock:
             before = self._running.executor
-            if before is not None and not (self._is_of(before) and before.matches_source()):
+            if before is not None and not (self._is_of(before) and before.follow()):
                 self.close()
             if self._running.executor is None:
                 executor = self._make_executor()
                 try:
                     for init in self._initialisers:
                         executor.each(lambda _, init=init: init())  # type: ignore[misc]
+                    executor.follow()  # what they have assigned
                 except BaseException:
                     executor.close()
                     raise

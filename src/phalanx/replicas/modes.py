@@ -152,14 +152,17 @@ class RunOrder:
         self._lock = threading.RLock()
         self._done: list[torch.Event] = []
 
-    @contextlib.contextmanager
-    def next_run(self, callers: Sequence[torch.Stream]) -> Iterator[None]:
+    def next_run(self, callers: Sequence[torch.Stream]) -> AbstractContextManager[object]:
         """Do the body when no other does, on streams that wait for the one before.
 
         Args:
             callers: The caller's current streams, one on each device, in order.
         """
         own = [stream for stream in callers if stream.device in self._devices]
+        return self._next_on(own) if own else self._lock
+
+    @contextlib.contextmanager
+    def _next_on(self, own: Sequence[torch.Stream]) -> Iterator[None]:
         with self._lock:
             for stream, event in zip(own, self._done, strict=False):  # there is none at first
                 stream.wait_event(event)

@@ -120,13 +120,24 @@ class Replica:
         return self._shell.assigned()
 
     @contextlib.contextmanager
-    def running(self, *, forward: bool = True) -> Iterator[None]:
-        """Run the model in the body, and its backward pass where that comes at once.
+    def running(self) -> Iterator[None]:
+        """Run microbatches in the body, in this thread, each after :meth:`begin`.
 
         Gradients that backward passes of the body bring to the source itself are this replica's.
         They run in this thread: torch has one thread for all backward passes on an accelerator,
         where replicas would wait for each other, and for the caller's own backward pass, which
         waits for them.
+        """
+        self._caught = {}
+        running_here.replicas.append((self.index, self._reaching, self._caught))
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
+                yield
+        finally:
+            running_here.replicas.pop()
+
+    def begin(self, *, forward: bool = True) -> None:
+        """Begin a microbatch, with the source's containers and buffers as they are now.
 
         Args:
             forward: False for a backward pass on its own: the source may be another by now.
@@ -140,13 +151,6 @@ class Replica:
         if forward:
             self._shell.renew_containers()
             self.statistics.start()
-        self._caught = {}
-        running_here.replicas.append((self.index, self._reaching, self._caught))
-        try:
-            with torch.autograd.set_multithreading_enabled(False):
-                yield
-        finally:
-            running_here.replicas.pop()
 
     def take_gradients(self, *, travel: bool = True) -> list[Tensor | None]:
         """Return and forget all gradients, in memory order, on the source's device.
@@ -172,11 +176,11 @@ class Replica:
             arrived = moved_at_once(list(sent.values()), home)
             for place, gradient in zip(sent, arrived, strict=True):
                 gradients[place] = gradient
-        caught, self._caught = self._caught, {}
-        for place, other in caught.items():
+        for place, other in self._caught.items():
             more, own = in_memory_order(other, self._everything[place]), gradients[place]
             more = more if travel else more.to(self.device)
             gradients[place] = more if own is None else own + more  # `own` may be another's, too
+        self._caught.clear()
         return gradients
 
     def originals_of(self, leaves: Collection[int]) -> frozenset[int]:
@@ -186,7 +190,7 @@ class Replica:
 
     def drop_gradients(self) -> None:
         """Forget what a failed microbatch left behind."""
-        self._caught = {}
+        self._caught.clear()
         for parameter in self.parameters:
             parameter.grad = None
 

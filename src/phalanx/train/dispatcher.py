@@ -28,14 +28,14 @@ class EventDispatcher:
             holds what the others have counted of the event.
         choice: What was given as ``executor=``: `on_failure` is called with every loss of a worker
             before them, and the ranks may change.
-        failures: Where losses are noted.
+        failures: Where losses are noted; None where no workers can be lost.
     """
 
     def __init__(
         self,
         callbacks: Sequence[Callback],
         choice: ExecutorChoice,
-        failures: FailureLog,
+        failures: FailureLog | None,
     ) -> None:
         self._elastic = choice.elastic
         self._callbacks = tuple(sorted(callbacks, key=lambda each: getattr(each, "saves", False)))
@@ -49,7 +49,8 @@ class EventDispatcher:
         """
         try:
             if isinstance(event, StepDone):
-                self.tell_of_failures(event.step)
+                if self._failures is not None:
+                    self.tell_of_failures(event.step)
                 changed = self._elastic and self._elastic.take_change(event.step)
                 if changed:
                     self.tell(changed)
@@ -98,7 +99,7 @@ class EventDispatcher:
 
     def tell_of_failures(self, step: int) -> None:
         """Tell of the workers that were lost since the last time, in update ``step``."""
-        for lost in self._failures.take(step):
+        for lost in () if self._failures is None else self._failures.take(step):
             if self._on_failure is not None:
                 self._on_failure(lost)
             self.tell(lost)

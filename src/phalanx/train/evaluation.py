@@ -14,11 +14,10 @@ from phalanx.errors import ConfigError
 from phalanx.execution import RunResult, repeated
 from phalanx.metrics import Metrics
 from phalanx.plan import Merging
-from phalanx.train.engines import Engines
 from phalanx.train.lent_weights import find_weights, lent_weights
 from phalanx.train.microbatches import Microbatches
 from phalanx.train.objective import EvaluateTask, PredictTask, is_pair
-from phalanx.train.step import EngineSpec, StepEngine, loss_of, outputs_of
+from phalanx.train.step import Engine
 from phalanx.train.trainer_arguments import check_loader
 from phalanx.types import Nested
 
@@ -57,13 +56,11 @@ class Evaluation:
     The module's modes, weights and buffers are as before afterwards.
 
     Attributes:
-        spec: The module, and how batches are split.
-        engines: Where the engine is from.
+        engine: It runs the module.
         seed: Where random numbers start; each batch appends its place.
     """
 
-    spec: EngineSpec
-    engines: Engines
+    engine: Engine
     seed: tuple[int, ...]
 
     # Any, here and below: a module, or what has one; see `lent_weights`.
@@ -77,14 +74,14 @@ class Evaluation:
         Raises:
             ConfigError: The loader yields nothing, or no batches.
         """
-        task = EvaluateTask(self.spec.objective, keep_outputs=bool(metrics))
+        task = EvaluateTask(self.engine.spec.objective, keep_outputs=bool(metrics))
         metrics = metrics.fresh()
         total = weight = 0.0
         with self._evaluating(lender) as begin:
             for microbatches, result in self._results(loader, task, begin):
                 if metrics:
-                    metrics.update(*outputs_of(microbatches, result, metrics.joining))
-                total += loss_of(microbatches, result) * microbatches.weight
+                    metrics.update(*microbatches.outputs_of(result.results, metrics.joining))
+                total += microbatches.loss_of(result.results) * microbatches.weight
                 weight += microbatches.weight
         return {"loss": total / weight, **metrics.compute()}
 
@@ -97,7 +94,8 @@ class Evaluation:
         Raises:
             ConfigError: As :meth:`evaluate`; or outputs have no rows that could be joined.
         """
-        task, layout = PredictTask(self.spec.objective), self.spec.splitter.layout
+        spec = self.engine.spec
+        task, layout = PredictTask(spec.objective), spec.splitter.layout
         parts, sizes = [], []
         with self._evaluating(lender) as begin:
             for microbatches, result in self._results(loader, task, begin):
@@ -115,12 +113,12 @@ class Evaluation:
 
         It is to be called when the engine is open: ranks have one another's weights then.
         """
-        module = self.spec.module
+        module = self.engine.spec.module
         lent = find_weights(module, lender)
         modes = [(child, child.training) for child in module.modules()]
 
         def begin() -> None:
-            lending.enter_context(lent_weights(module, lent, self.engines.write))
+            lending.enter_context(lent_weights(module, lent, self.engine.write))
             module.eval()
 
         try:
@@ -135,30 +133,32 @@ class Evaluation:
     ) -> Iterator[tuple[Microbatches, RunResult]]:
         """Run ``task`` on each batch."""
         check_loader(loader)
-        engine: StepEngine | None = None
+        begun = False
         for place, batch in enumerate(loader):
             if isinstance(task, PredictTask):
                 batch = self._in_pair(batch)
-            if engine is None:
-                engine = self._open_engine(batch, task)
+            if not begun:
+                self._open_engine(batch, task)
                 begin()
-            yield self._run(engine, batch, task, (*self.seed, place))
-        if engine is None:
+                begun = True
+            yield self._run(batch, task, (*self.seed, place))
+        if not begun:
             raise ConfigError("`loader` must yield at least one batch, but yields none.")
 
-    def _open_engine(self, batch: Nested, task: EvaluateTask | PredictTask) -> StepEngine:
+    def _open_engine(self, batch: Nested, task: EvaluateTask | PredictTask) -> None:
         if isinstance(task, PredictTask):
-            return self.engines.open_to_predict()
-        return self.engines.open(batch)
+            self.engine.open_to_predict()
+        else:
+            self.engine.open(batch)
 
     def _in_pair(self, batch: Nested) -> Nested:
         """Make inputs alone a pair, so that a layout's paths mean the same leaves."""
-        is_users = self.spec.objective.is_forward or self.spec.splitter.layout.split is not None
+        spec = self.engine.spec
+        is_users = spec.objective.is_forward or spec.splitter.layout.split is not None
         return batch if is_users or is_pair(batch) else (batch, None)
 
     def _run(
         self,
-        engine: StepEngine,
         batch: Nested,
         task: EvaluateTask | PredictTask,
         seed: tuple[int, ...],
@@ -166,12 +166,9 @@ class Evaluation:
         """Run ``task`` on one batch."""
 
         def attempt() -> tuple[Microbatches, RunResult]:
-            workloads = self.engines.workloads or (1.0,) * len(engine.executor)
             weighs = isinstance(task, EvaluateTask)  # targets may be missing
-            microbatches = engine.split(batch, workloads, weighs=weighs)
+            microbatches = self.engine.split(batch, weighs=weighs)
             with torch.no_grad():
-                result = engine.run(task, microbatches, seed)
-            engine.executor.peers.mark_done()
-            return microbatches, result
+                return microbatches, self.engine.run(task, microbatches, seed)
 
         return repeated(attempt)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from phalanx.errors import ConfigError
+from phalanx.metrics import Joining
 from phalanx.plan import Layout, equal_sizes, open_rows, read_weights, workload_sizes
 from phalanx.types import Nested, WeightFn
 
@@ -32,6 +34,23 @@ class Microbatches:
     scales: tuple[float, ...]
     weight: float
     owners: range | None
+
+    # Any, here and below: a `MicrobatchResult`; None for a microbatch that weighs nothing.
+    def loss_of(self, results: Sequence[Any]) -> float:
+        """Return the loss of the whole batch: the mean losses, weighted, in order."""
+        pairs = zip(self.scales, results, strict=True)
+        return math.fsum([scale * each.loss for scale, each in pairs if each is not None])
+
+    def outputs_of(self, results: Sequence[Any], joining: Joining) -> tuple[Nested, Nested, int]:
+        """Return the outputs and targets of the whole batch, and its rows.
+
+        Microbatches that were left out, because they weigh nothing, are in none of them.
+        """
+        columns = zip(results, self.sizes, self.weights, strict=True)
+        found, sizes, weights = zip(*[each for each in columns if each[0] is not None], strict=True)
+        outputs = joining.outputs([each.outputs for each in found], sizes, weights)
+        targets = joining.targets([each.targets for each in found], sizes, weights)
+        return outputs, targets, sum(sizes)
 
 
 @dataclass(frozen=True)

@@ -4,57 +4,63 @@
                                                     │
     new weights ◄─ optimizer's step, in shards ◄─ last addition, in shards ─ clip
 
-Read :meth:`StepEngine.update` first; everything else in `train/` and `execution/` serves it.
+Read :meth:`Engine.update` first; everything else in `train/` and `execution/` serves it.
 """
 
 from __future__ import annotations
 
 import math
 import threading
+import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from numbers import Real
-from operator import attrgetter
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from phalanx.callbacks import StepDone
+from phalanx.callbacks import FormationChosen, StepDone
 from phalanx.clock import now_s
-from phalanx.errors import ConfigError, StateError, UnsupportedError
-from phalanx.execution import Executor, RunResult, Span, Task
+from phalanx.errors import ConfigError, StateError
+from phalanx.execution import Executor, RunResult, Shards, Span, Task
 from phalanx.memory import dense_strides
-from phalanx.metrics import Joining, Metrics
+from phalanx.metrics import Metrics
+from phalanx.plan import Balancer
 from phalanx.replicas import (
-    Statistic,
+    Statistics,
     check_statistics,
+    num_cores,
     refuse_lazy,
     refuse_scripts,
     sum_statistics,
     write_statistics,
 )
-from phalanx.train.formation import Formation
+from phalanx.train.formation import Formation, choose_formation
 from phalanx.train.microbatches import Microbatches, Splitter
 from phalanx.train.objective import Objective, TrainTask
 from phalanx.train.position import Loss, Position
+from phalanx.train.trainer_arguments import check_members
 from phalanx.types import Nested
 
-__all__ = ["EngineSpec", "StepEngine", "check_members", "loss_of", "outputs_of"]
+__all__ = ["Engine", "EngineSpec"]
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """The parts that all engines of a trainer have in common, on any number of replicas.
+    """What a trainer was given, and an engine works with, on any number of replicas.
 
     Attributes:
         splitter: It cuts batches into microbatches.
         objective: It computes the loss of one.
         seed: Where all random numbers start.
         workloads: The replicas' relative shares, where they are fixed.
+        balances: Whether the replicas' shares follow their seconds.
         clip_norm: Largest norm of the gradients.
+        home: The device of the module.
+        intra_op: Threads inside operators, where that is decided.
         open_executor: Called with devices, `workloads` and `intra_op`.
-        written: The names of the buffers that training has written.
+        tell: Called with the choice of `replicas="auto"`.
     """
 
     module: nn.Module
@@ -63,39 +69,38 @@ class EngineSpec:
     objective: Objective
     seed: int
     workloads: Sequence[float] | None
+    balances: bool
     clip_norm: float | None
+    home: torch.device
+    intra_op: int | None
     open_executor: Callable[..., Executor]
-    written: set[str]
+    tell: Callable[[FormationChosen], None]
 
 
-class StepEngine:
-    """An executor around one module, and the module's optimizer in shards."""
+class Engine:
+    """Replicas of a module, and its optimizer in shards: opened for a batch, exchanged, closed.
 
-    def __init__(self, spec: EngineSpec, formation: Formation) -> None:
-        self._spec = spec
+    Args:
+        formation: Given by the user; None for `replicas="auto"`.
+
+    Attributes:
+        formation: None before the trial of "auto".
+        balancer: None without balancing, and before the first batch.
+        written: The names of the buffers that training has written.
+    """
+
+    def __init__(self, spec: EngineSpec, formation: Formation | None) -> None:
+        self.spec = spec
+        self.formation = formation
+        self.balancer: Balancer | None = None
+        self.written: set[str] = set()
+        self._wanted: Formation | None = None
+        self._executor: Executor | None = None
+        self._shards: Shards
+        self._generation = 0  # of the ranks that the shards were opened for
+        self._trained_ids: list[list[int]] = []
+        self._buffer_homes: list[tuple[str, nn.Module, str]] = []  # name, owner, its name there
         self._is_half_stepped = False
-        refuse_lazy(spec.module)
-        refuse_scripts(spec.module)
-        check_members(spec.module, spec.optimizer)
-        _close_gaps(spec.optimizer)
-        self._trained_ids = _trained_ids(spec.optimizer)
-        self._buffer_homes = [  # where there are others, an engine is opened again
-            (f"{path}.{key}" if path else key, owner, key)
-            for path, owner in spec.module.named_modules(remove_duplicate=False)
-            for key in owner._buffers
-        ]
-        with ExitStack() as failed:
-            self.executor = spec.open_executor(
-                formation.devices, workloads=spec.workloads, intra_op=formation.intra_op
-            )
-            failed.callback(self.executor.close)
-            self.executor.optimizer = spec.optimizer
-            self._open_shards()
-            failed.pop_all()
-
-    def _open_shards(self) -> None:
-        self._generation = self.executor.peers.generation
-        self._shards = self.executor.open_shards(self._spec.optimizer)
 
     # -- one update --------------------------------------------------
 
@@ -103,13 +108,12 @@ class StepEngine:
         self,
         batch: Nested,
         before: Position,
-        workloads: Sequence[float],
         *,
         start_s: float,
         metrics: Metrics | None,
         commit: Callable[[Loss], None],
     ) -> StepDone:
-        """Do one optimizer update on ``batch``.
+        """Do one optimizer update on ``batch``; :meth:`open` comes first.
 
         Everything that can refuse comes before the first write. From there on no Ctrl-C arrives, in
         the replicas' threads or while signals are held: weights, buffers and ``commit`` go
@@ -117,24 +121,31 @@ class StepEngine:
 
         Args:
             before: Where the run stands.
-            workloads: The replicas' relative shares.
             start_s: When the batch was at hand.
             metrics: Counted where there are some; the caller takes that back if this raises.
             commit: Called when the weights are new, in the thread that is last.
         """
-        spec, executor = self._spec, self.executor
+        spec, executor = self.spec, self.executor
+        peers = executor.peers
 
         # Forward, loss and backward of each microbatch; gradients are added along the fixed tree.
-        pieces = self.split(batch, workloads)
-        task = TrainTask(spec.objective, pieces.scales, keep_outputs=metrics is not None)
-        result = self.run(task, pieces, (spec.seed, before.steps))
-        buffers, statistics = self._merged_buffers(result)
+        pieces = self.split(batch)
+        result = executor.run(
+            TrainTask(spec.objective, pieces.scales, keep_outputs=metrics is not None),
+            pieces.pieces,
+            weights=pieces.weights,
+            seed=(spec.seed, before.steps),
+            owners=pieces.owners,
+        )
+        statistics = sum_statistics([operand.statistics for operand in result.operands])
+        buffers = self._buffers_of(statistics) if statistics else {}
+        loss = Loss(pieces.loss_of(result.results), pieces.weight, sum(pieces.sizes))
         if metrics is not None:
             metrics.keep()
-            metrics.update(*outputs_of(pieces, result, metrics.joining))
+            metrics.update(*pieces.outputs_of(result.results, metrics.joining))
 
         # The last addition, and the norm of the whole gradient where that is to be clipped.
-        if self._generation != executor.peers.generation:
+        if peers is not None and self._generation != peers.generation:
             self._open_shards()  # the ranks are others now
         shards = self._shards
         shards.take(result)
@@ -146,28 +157,36 @@ class StepEngine:
         scale = 1.0 if norm is None else min(1.0, (spec.clip_norm or 0.0) / (norm + 1e-6))
 
         # From here on nothing refuses: each thread steps its shard, and the last one commits.
-        loss = Loss(loss_of(pieces, result), pieces.weight, sum(pieces.sizes))
         rates = _learning_rates(spec.optimizer)  # now: the commit steps the scheduler
+        stepped: list[Span] = []
+        lock = threading.Lock()
 
         def step(shard: int) -> None:
+            begin_s = now_s()
             if not is_added:
                 shards.add(shard)
             self._is_half_stepped = True  # here: no Ctrl-C comes between this and the step
             shards.step(shard, scale)
-
-        def finish() -> None:
+            span = Span(replica=shard, microbatch=None, start_s=begin_s, stop_s=now_s())
+            with lock:
+                stepped.append(span)
+                if len(stepped) < len(executor):
+                    return
             shards.finish()
-            write_statistics(buffers, statistics)
-            spec.written.update(statistics)
+            if statistics:
+                write_statistics(buffers, statistics)
+                self.written.update(statistics)
             self._is_half_stepped = False
-            executor.peers.mark_done()
+            if peers is not None:
+                peers.mark_done()
             commit(loss)
 
-        spans = [*result.spans, *self._in_each_thread(step, finish)]
+        executor.each(step, uninterrupted=True)
 
-        if (before.steps + 1).bit_count() == 1:  # 1, 2, 4, 8, …: it costs a pass over all weights
-            executor.peers.check_alike()
-        rows, work_s = self._work_of_replicas(pieces.sizes, result)
+        if peers is not None and (before.steps + 1).bit_count() == 1:  # 1, 2, 4, 8, …: it costs
+            peers.check_alike()  # a pass over all weights
+        spans = [*result.spans, *sorted(stepped, key=lambda span: span.replica)]
+        rows, busy_s, work_s = _work_of_replicas(len(executor), pieces.sizes, result, spans)
         return StepDone(
             step=before.steps + 1,
             epoch=before.epochs + 1,
@@ -175,45 +194,50 @@ class StepEngine:
             loss=loss.value,
             samples=loss.samples,
             seconds=now_s() - start_s,
-            shares=tuple(rows),
-            busy_s=_busy_s(spans, len(rows)),
+            shares=rows,
+            busy_s=busy_s,
             spans=tuple(spans),
-            work_s=tuple(work_s),
+            work_s=work_s,
             grad_norm=norm,
             learning_rates=rates,
         )
 
-    def split(
-        self, batch: Nested, workloads: Sequence[float], *, weighs: bool = True
-    ) -> Microbatches:
-        """Split ``batch`` for replicas with ``workloads``, as `Splitter.split`.
+    def split(self, batch: Nested, *, weighs: bool = True) -> Microbatches:
+        """Split ``batch`` for the replicas, as `Splitter.split`.
 
         Raises:
             ConfigError: It cannot be split.
             StateError: As :meth:`complete_state`: nothing may be added to it.
         """
-        self._check_is_whole()
-        everybodys = self.executor.peers.all_workloads(workloads)
-        return self._spec.splitter.split(batch, everybodys, weighs=weighs)
+        if self._is_half_stepped:
+            raise _half_stepped()
+        peers = self.executor.peers
+        workloads = self.workloads or (1.0,) * len(self.executor)
+        if peers is not None:
+            workloads = tuple(peers.all_workloads())
+        return self.spec.splitter.split(batch, workloads, weighs=weighs)
 
     def run(self, task: Task, pieces: Microbatches, seed: tuple[int, ...]) -> RunResult:
         """Run ``task`` on all microbatches; nothing that the caller can see changes."""
-        return self.executor.run(
+        executor = self.executor
+        executor.follow()
+        result = executor.run(
             task, pieces.pieces, weights=pieces.weights, seed=seed, owners=pieces.owners
         )
+        if executor.peers is not None:
+            executor.peers.mark_done()
+        return result
 
-    def _merged_buffers(self, result: RunResult) -> tuple[dict[str, Tensor], dict[str, Statistic]]:
-        """Return the module's buffers, and those values of them that the microbatches left.
+    def _buffers_of(self, statistics: Statistics) -> dict[str, Tensor]:
+        """Return the module's buffers, of which microbatches left some values.
 
         Raises:
             UnsupportedError: A buffer has changed its shape.
         """
-        statistics = sum_statistics([operand.statistics for operand in result.operands])
-        homes = self._buffer_homes if statistics else []
-        found = ((name, owner._buffers[key]) for name, owner, key in homes)
+        found = ((name, owner._buffers[key]) for name, owner, key in self._buffer_homes)
         buffers = {name: buffer for name, buffer in found if buffer is not None}
         check_statistics(buffers, statistics)
-        return buffers, statistics
+        return buffers
 
     def _norm(self) -> float:
         """Return the norm of all gradients together."""
@@ -227,47 +251,152 @@ class StepEngine:
             )
         return norm
 
-    def _in_each_thread(
-        self, step: Callable[[int], None], finish: Callable[[], None]
-    ) -> list[Span]:
-        """Call ``step(shard)`` in each replica's thread, and ``finish()`` in the last one.
+    # -- replicas ----------------------------------------------------
 
-        No Ctrl-C arrives meanwhile.
+    @property
+    def is_open(self) -> bool:
+        """Whether there are replicas."""
+        return self._executor is not None
+
+    @property
+    def executor(self) -> Executor:
+        """The replicas that :meth:`open` has made."""
+        assert self._executor is not None
+        return self._executor
+
+    @property
+    def workloads(self) -> tuple[float, ...]:
+        """Each replica's relative share of the next batch; empty until replicas are chosen."""
+        if self.balancer is not None:
+            return self.balancer.workloads
+        if self.spec.workloads is not None:
+            return tuple(self.spec.workloads)
+        return (1.0,) * (0 if self.formation is None else len(self.formation.devices))
+
+    def open(self, batch: Nested) -> None:
+        """Have replicas to train with that fit module and optimizer, made for ``batch`` if not."""
+        if self._wanted is not None:
+            self._exchange(self._wanted)
+        if self.formation is None:
+            self.close()  # what `open_to_predict()` has made
+            self.formation = self._choose_formation(batch)
+        self._open(self.formation)
+        if self.spec.balances and self.balancer is None:
+            self._balance(None)
+
+    def open_to_predict(self) -> None:
+        """Have replicas that run the module: those to train with, if they are chosen.
+
+        Batches to predict from need no targets, so they cannot decide a trial.
         """
-        spans: list[Span] = []
-        lock = threading.Lock()
+        home, intra_op = self.spec.home, self.spec.intra_op
+        self._open(self.formation or Formation((home,), intra_op or num_cores()))
 
-        def timed(shard: int) -> None:
-            start_s = now_s()
-            step(shard)
-            with lock:
-                spans.append(Span(replica=shard, microbatch=None, start_s=start_s, stop_s=now_s()))
-                if len(spans) < len(self.executor):
-                    return
-            finish()
+    def resize(self, formation: Formation) -> None:
+        """Use ``formation`` from the next :meth:`open` on."""
+        self._wanted = formation
 
-        self.executor.each(timed, uninterrupted=True)
-        return sorted(spans, key=attrgetter("replica"))
+    def refresh(self) -> None:
+        """Let the next run read everything that the module and the loss hold as it is then."""
+        if self._executor is not None:
+            self._executor.refresh()
 
-    def _work_of_replicas(
-        self, sizes: Sequence[int], result: RunResult
-    ) -> tuple[list[int], list[float]]:
-        """Return the rows that each replica has computed, and the seconds that it took."""
-        rows, seconds = [0] * len(self.executor), [0.0] * len(self.executor)
-        for index, replica in enumerate(result.replica_of):
-            if replica >= 0:
-                rows[replica] += sizes[index]
-                seconds[replica] += result.seconds[index]
-        return rows, seconds
+    def write(self, function: Callable[[], None]) -> None:
+        """Call what writes to the module or the position of the run; no Ctrl-C comes in between."""
+        if self._executor is None:
+            function()
+        else:
+            self._executor.each(lambda i: function() if i == 0 else None, uninterrupted=True)
 
-    # -- between updates ---------------------------------------------
+    def close(self) -> None:
+        """Dismiss the replicas."""
+        if self._executor is not None:
+            with torch.inference_mode(False):
+                self._executor.close()
+            self._executor = None
 
-    def matches_spec(self) -> bool:
-        """Tell whether module and optimizer still are what this was opened for."""
-        return (
-            _trained_ids(self._spec.optimizer) == self._trained_ids
-            and self.executor.matches_source()  # and all parameters lie where they lay
-        )
+    def _open(self, formation: Formation) -> None:
+        """Make replicas where there are none that fit module and optimizer."""
+        if self._executor is not None:
+            is_same = _trained_ids(self.spec.optimizer) == self._trained_ids
+            if is_same and self._executor.follow():
+                return
+            self.complete_state(changed=True)
+            self.close()
+        self._make(formation)
+
+    def _make(self, formation: Formation) -> None:
+        spec = self.spec
+        refuse_lazy(spec.module)
+        refuse_scripts(spec.module)
+        check_members(spec.module, spec.optimizer)
+        self._buffer_homes = [
+            (f"{path}.{key}" if path else key, owner, key)
+            for path, owner in spec.module.named_modules(remove_duplicate=False)
+            for key in owner._buffers
+        ]
+        # A caller who evaluates in inference mode still trains afterwards, and the memory that an
+        # engine gives to parameters is what they keep.
+        with torch.inference_mode(False):
+            _close_gaps(spec.optimizer)
+            executor = spec.open_executor(
+                formation.devices, workloads=spec.workloads, intra_op=formation.intra_op
+            )
+            try:
+                executor.optimizer = spec.optimizer
+                self._executor = executor
+                self._trained_ids = _trained_ids(spec.optimizer)
+                self._open_shards()
+            except BaseException:
+                self._executor = None
+                executor.close()
+                raise
+
+    def _open_shards(self) -> None:
+        executor = self.executor
+        self._generation = 0 if executor.peers is None else executor.peers.generation
+        self._shards = executor.open_shards(self.spec.optimizer)
+
+    def _exchange(self, formation: Formation) -> None:
+        """Have replicas of ``formation``, or keep the present ones where that cannot be had."""
+        self._wanted = None
+        if formation == self.formation:
+            return
+        if self._executor is not None:
+            self.close()
+            try:
+                self._make(formation)
+            except Exception as error:  # whatever the system lacks: no reason to end the training
+                warnings.warn(
+                    f"Going on with {self.formation}, as {formation} cannot be had: {error}",
+                    stacklevel=2,
+                )
+                return
+        self.formation, self.balancer = formation, None
+
+    def _balance(self, workloads: Sequence[float] | None) -> None:
+        """Begin to balance, from ``workloads`` if they are of as many replicas."""
+        self.balancer = None
+        if self.spec.balances and self.formation is not None:
+            count = len(self.formation.devices)
+            same = workloads is not None and len(workloads) == count
+            self.balancer = Balancer(count, workloads=workloads if same else None)
+
+    def _choose_formation(self, batch: Nested) -> Formation:
+        """Choose the formation of `replicas="auto"`, and tell."""
+        spec = self.spec
+        if spec.workloads is None:
+            chosen, why = choose_formation(
+                spec.module, spec.splitter, spec.objective, batch, spec.home
+            )
+        else:
+            chosen = Formation((spec.home,) * len(spec.workloads), 1)
+            why = "as many as there are workloads"
+        count = len(chosen.devices)
+        spec.tell(FormationChosen(replicas=count, intra_op=chosen.intra_op, reason=why))
+        return chosen
+
+    # -- state -------------------------------------------------------
 
     def complete_state(self, *, changed: bool = False) -> None:
         """Bring the optimizer's whole state into this process, where ranks have a part each.
@@ -279,59 +408,75 @@ class StepEngine:
             StateError: There is no whole state: a step failed half way.
             PeerError: Ranks' weights differ.
         """
-        if changed:
-            self.executor.peers.agree_to_open_again()
-        self._check_is_whole()
-        self._shards.complete()
-        self.executor.peers.check_alike()
-
-    def reload_state(self) -> None:
-        """Take over a state that was loaded into the optimizer, and into the module."""
-        self._is_half_stepped = False
-        self._open_shards()
-
-    def close(self) -> None:
-        """Dismiss the executor."""
-        self.executor.close()
-
-    def _check_is_whole(self) -> None:
+        if self._executor is None:
+            return
+        peers = self._executor.peers
+        if peers is not None and changed:
+            peers.agree_to_open_again()
         if self._is_half_stepped:
-            raise StateError(
-                "The model must be whole to be trained or saved, but the last step failed when its "
-                "optimizer had begun: some weights are new and some are not. Put them back by "
-                "`resume()`, or begin with another trainer."
-            )
+            raise _half_stepped()
+        self._shards.complete()
+        if peers is not None:
+            peers.check_alike()
+
+    def admit(self) -> None:
+        """Let new ranks in, where some wait."""
+        if self._executor is not None and self._executor.peers is not None:
+            self._executor.peers.admit()
+
+    def check_alike(self) -> None:
+        """Compare the weights of all ranks.
+
+        Raises:
+            PeerError: They differ.
+        """
+        if self._executor is not None and self._executor.peers is not None:
+            self._executor.peers.check_alike()
+
+    def restore(self, formation: tuple[int, int] | None, workloads: Sequence[float] | None) -> None:
+        """Take over a state that was loaded into module and optimizer.
+
+        Args:
+            formation: Of the checkpoint, for a trainer that has not chosen any.
+            workloads: The shares that balancing had come to.
+        """
+        self._is_half_stepped = False
+        if self.formation is None and formation is not None:
+            self.close()  # what `open_to_predict()` has made
+            count, intra_op = formation
+            self.formation = Formation((self.spec.home,) * count, self.spec.intra_op or intra_op)
+        self._balance(workloads)
+        if self._executor is not None:
+            self._open_shards()
 
 
-def check_members(module: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse an optimizer over parameters that the module has not, and hooks on gradients."""
-    own = {id(parameter): name for name, parameter in module.named_parameters()}
-    for index, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if id(parameter) not in own:
-                raise ConfigError(
-                    f"`optimizer` must hold parameters of `module` only, but group {index} holds "
-                    f"one of shape {tuple(parameter.shape)} that is not. Make it part of the "
-                    "module (a loss with parameters too)."
-                )
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                raise UnsupportedError(
-                    f"Parameter `{own[id(parameter)]}` must have no gradient hooks in a `Trainer`, "
-                    "but has. Remove them, train a deep copy (it has none), or use `DataParallel`, "
-                    "which runs them."
-                )
+def _half_stepped() -> StateError:
+    """Return the error for a step that failed between the first write and the last."""
+    return StateError(
+        "The model must be whole to be trained or saved, but the last step failed when its "
+        "optimizer had begun: some weights are new and some are not. Put them back by "
+        "`resume()`, or begin with another trainer."
+    )
 
 
-def _busy_s(spans: Sequence[Span], num_replicas: int) -> tuple[float, ...]:
-    busy_s = [0.0] * num_replicas
+def _work_of_replicas(
+    count: int, sizes: Sequence[int], result: RunResult, spans: Sequence[Span]
+) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
+    """Return each replica's rows, its busy seconds, and those of its microbatches."""
+    rows, busy_s, work_s = [0] * count, [0.0] * count, [0.0] * count
+    for size, replica, seconds in zip(sizes, result.replica_of, result.seconds, strict=True):
+        if replica >= 0:
+            rows[replica] += size
+            work_s[replica] += seconds
     for span in spans:
         busy_s[span.replica] += span.stop_s - span.start_s
-    return tuple(busy_s)
+    return tuple(rows), tuple(busy_s), tuple(work_s)
 
 
 def _learning_rates(optimizer: Optimizer) -> tuple[float, ...]:
     """Return each group's; nan where an optimizer of the user's own has none, or no number."""
-    return tuple([_number(group.get("lr")) for group in optimizer.param_groups])
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return tuple([rate if type(rate) is float else _number(rate) for rate in rates])
 
 
 def _number(rate: object) -> float:
@@ -350,29 +495,3 @@ def _close_gaps(optimizer: Optimizer) -> None:
 def _trained_ids(optimizer: Optimizer) -> list[list[int]]:
     """Return the ids of the optimizer's parameters that are not frozen, by group."""
     return [[id(p) for p in g["params"] if p.requires_grad] for g in optimizer.param_groups]
-
-
-def loss_of(microbatches: Microbatches, result: RunResult) -> float:
-    """Return the loss of the whole batch: the microbatches' mean losses, weighted, in order."""
-    return math.fsum(
-        [
-            scale * each.loss
-            for scale, each in zip(microbatches.scales, result.results, strict=True)
-            if each is not None
-        ]
-    )
-
-
-def outputs_of(
-    microbatches: Microbatches, result: RunResult, joining: Joining
-) -> tuple[Nested, Nested, int]:
-    """Return the outputs and targets of the whole batch, and its rows.
-
-    Microbatches that were left out, because they weigh nothing, are in none of them.
-    """
-    columns = (result.results, microbatches.sizes, microbatches.weights)
-    kept = [each for each in zip(*columns, strict=True) if each[0] is not None]
-    found, sizes, weights = zip(*kept, strict=True)
-    outputs = joining.outputs([each.outputs for each in found], sizes, weights)
-    targets = joining.targets([each.targets for each in found], sizes, weights)
-    return outputs, targets, sum(sizes)

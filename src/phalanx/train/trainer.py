@@ -34,7 +34,6 @@ from phalanx.plan import Layout, check_workloads, fixed_workloads
 from phalanx.replicas import caller_intra_op
 from phalanx.train.checkpoint import Content, read_checkpoint, write_checkpoint
 from phalanx.train.dispatcher import EventDispatcher
-from phalanx.train.engines import Engines
 from phalanx.train.evaluation import Evaluation, enter_training, leave_evaluation, names_of_means
 from phalanx.train.formation import read_replicas
 from phalanx.train.microbatches import Splitter
@@ -51,10 +50,11 @@ from phalanx.train.state import (
     restore_state,
     warn_of_changes,
 )
-from phalanx.train.step import EngineSpec, StepEngine, check_members
+from phalanx.train.step import Engine, EngineSpec
 from phalanx.train.trainer_arguments import (
     check_callables,
     check_fit,
+    check_members,
     check_moment,
     check_options,
     check_ranks,
@@ -65,7 +65,6 @@ from phalanx.train.trainer_arguments import (
     make_scheduler,
     read_folder,
 )
-from phalanx.train.trainer_facts import TrainerFacts
 from phalanx.types import Device, ForwardFn, LossFn, Nested, WeightFn
 
 __all__ = ["Trainer"]
@@ -73,7 +72,7 @@ __all__ = ["Trainer"]
 _END = object()
 
 
-class Trainer(TrainerFacts):
+class Trainer:
     """Train ``module`` on several replicas as plain PyTorch would on one.
 
     Every batch is cut into microbatches; their gradients, weighted by what they stand for, are
@@ -182,19 +181,24 @@ class Trainer(TrainerFacts):
         check_members(module, self.optimizer)
         self.scheduler = make_scheduler(scheduler, self.optimizer, scheduler_interval)
         self._scheduler_interval = scheduler_interval
+        self._has_modes = callable(getattr(self.optimizer, "train", None))  # schedule-free ones do
         self._seed = seed
         self._reader = Reader(seed)
         self._choice = choice
-        failures = FailureLog(choice.options.max_failures)
+        takes_losses = choice.kind == "processes"
+        failures = FailureLog(choice.options.max_failures) if takes_losses else None
         self._events = EventDispatcher(callbacks, choice, failures)
-        self._spec = EngineSpec(
+        spec = EngineSpec(
             module=module,
             optimizer=self.optimizer,
             splitter=Splitter(layout, microbatches, weight),
             objective=self._objective,
             seed=seed,
             workloads=fixed,
+            balances=balances,
             clip_norm=clip_norm,
+            home=self._home,
+            intra_op=self._intra_op,
             open_executor=partial(
                 open_executor,
                 choice,
@@ -204,16 +208,9 @@ class Trainer(TrainerFacts):
                 reads=[self._objective.function],
                 timed=balances,
             ),
-            written=set(),
-        )
-        self._engines = Engines(
-            self._spec,
-            formation,
-            home=self._home,
-            intra_op=self._intra_op,
-            balances=balances,
             tell=self._events.tell,
         )
+        self._engine = Engine(spec, formation)
         self._position = Position()
         self._last_step: int | None = None  # of the `fit` under way, here or where we have joined
         self._in_step = self._closed = self._stopped = self._in_fit = False
@@ -222,6 +219,54 @@ class Trainer(TrainerFacts):
             if hasattr(callback, "attach"):
                 callback.attach(self)
         capture_state(self._state())  # what no checkpoint can hold is refused now
+
+    # -- properties --------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Optimizer updates done since the beginning."""
+        return self._position.steps
+
+    @property
+    def epochs(self) -> int:
+        """Epochs finished since the beginning."""
+        return self._position.epochs
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last :meth:`fit` was ended by :meth:`stop`."""
+        return self._stopped
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The device of each replica; empty until the trial of `replicas="auto"`."""
+        return () if self._engine.formation is None else self._engine.formation.devices
+
+    @property
+    def intra_op(self) -> int | None:
+        """Threads inside operators, per replica; None until the trial of `replicas="auto"`."""
+        return None if self._engine.formation is None else self._engine.formation.intra_op
+
+    @property
+    def workloads(self) -> tuple[float, ...]:
+        """Each replica's relative share of the next batch; empty until replicas are chosen."""
+        return self._engine.workloads
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """The worker processes' numbers; empty without any, and before the first step."""
+        return tuple(self._engine.executor.worker_pids) if self._engine.is_open else ()
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this process writes files for all: the first of the ranks, or one without any."""
+        return self._choice.is_first
+
+    def __repr__(self) -> str:
+        formation = str(self._engine.formation or "replicas to be chosen")
+        count = self._engine.spec.splitter.microbatches
+        split = "" if count is None else f", {count} microbatches"
+        return f"Trainer({type(self.module).__name__} on {formation}{split}, step {self.steps})"
 
     # -- training ----------------------------------------------------
 
@@ -322,10 +367,13 @@ class Trainer(TrainerFacts):
             UnsupportedError: The first step made state that no checkpoint can hold.
             Exception: What the module or the loss raised, with a note that names the replica.
         """
-        self._join_here()
+        if self._choice.elastic is not None:
+            self._join_here()
         with caller_intra_op(1):
-            leave_evaluation(self.module)
-            self._switch_optimizer("train")
+            if not self.module.training:
+                leave_evaluation(self.module)
+            if self._has_modes:
+                self._switch_optimizer("train")
             return self._step(batch, in_epoch=False)
 
     def resize(self, replicas: int | Sequence[Device]) -> None:
@@ -342,14 +390,14 @@ class Trainer(TrainerFacts):
             ConfigError: They cannot be, or do not fit the workloads given; nothing changes then.
         """
         check_moment(closed=self._closed)
-        check_replicas(replicas, self._spec.splitter.microbatches, self._choice.kind)
+        check_replicas(replicas, self._engine.spec.splitter.microbatches, self._choice.kind)
         check_resize(self._choice.kind)
         formation = read_replicas(replicas, self._home, self._intra_op, self._choice)
         if formation is None:
             raise ConfigError("`replicas` must be a number or devices, but is 'auto'.")
-        if self._spec.workloads is not None:
-            check_workloads(self._spec.workloads, len(formation.devices))
-        self._engines.resize(formation)
+        if self._engine.spec.workloads is not None:
+            check_workloads(self._engine.spec.workloads, len(formation.devices))
+        self._engine.resize(formation)
 
     def stop(self) -> None:
         """Make the running :meth:`fit` return after its step, from anywhere; on ranks, from all."""
@@ -363,7 +411,7 @@ class Trainer(TrainerFacts):
         another change in between: inside a list or another object, or to a global variable.
         """
         check_moment(closed=self._closed, in_step=self._in_step)
-        self._engines.refresh()
+        self._engine.refresh()
 
     def evaluate(
         self, loader: Iterable[Nested], *, module: nn.Module | EMA | None = None
@@ -406,17 +454,17 @@ class Trainer(TrainerFacts):
     def _passing(self) -> Iterator[Evaluation]:
         """Begin a pass over a loader; the body does it."""
         self._join_here()
-        self._engines.refresh()
+        self._engine.refresh()
         seed = (self._seed, self.steps)
         with caller_intra_op(1), self._averaged():
-            yield Evaluation(self._spec, self._engines, seed)
+            yield Evaluation(self._engine, seed)
         self._events.tell_of_failures(self.steps)
 
     def _switch_optimizer(self, mode: str) -> None:
         """Call the optimizer's `train()` or `eval()`, which schedule-free ones have."""
         switch = getattr(self.optimizer, mode, None)
         if callable(switch):
-            self._engines.write(switch)
+            self._engine.write(switch)
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
@@ -438,7 +486,7 @@ class Trainer(TrainerFacts):
             yield
         finally:
             self._switch_optimizer("train")
-            self._engines.write(put_back)
+            self._engine.write(put_back)
 
     def _run_epoch(
         self, loader: Iterable[Nested], validate: Iterable[Nested] | None
@@ -447,7 +495,7 @@ class Trainer(TrainerFacts):
         begin_s = now_s()
         enter_training(self.module)
         if self._position.batch == 0:
-            self._engines.refresh()
+            self._engine.refresh()
         self._switch_optimizer("train")
         length = length_of(loader)
         self._reader.open(loader, self._position.batch, self.epochs)
@@ -479,8 +527,7 @@ class Trainer(TrainerFacts):
         return self._stopped or any(end is not None and done >= end for done, end in ends)
 
     def _finish_epoch(self, seconds: float, validate: Iterable[Nested] | None) -> EpochDone:
-        if self._engine is not None:
-            self._engine.executor.peers.check_alike()
+        self._engine.check_alike()
         done = EpochDone(
             epoch=self.epochs + 1,
             steps=self.steps,
@@ -498,7 +545,7 @@ class Trainer(TrainerFacts):
             self._position = self._position.next_epoch()
             self._reader.forget()
 
-        self._engines.write(finish)  # the scheduler must not be stepped twice for an epoch
+        self._engine.write(finish)  # the scheduler must not be stepped twice for an epoch
         self._events.tell(done)
         return done
 
@@ -515,41 +562,43 @@ class Trainer(TrainerFacts):
     def _step(self, batch: Nested, *, in_epoch: bool) -> StepDone:
         """Do one update, again where ranks have changed under it, and tell."""
         start_s = now_s()
-        check_moment(closed=self._closed)
-        engine = self._engines.open(batch)
-        engine.executor.peers.admit()
-        done = repeated(lambda: self._update(engine, batch, start_s, in_epoch=in_epoch))
-        if self.steps == 1:  # optimizers make their state in their first step
+        if self._closed or self._in_step:
+            check_moment(closed=self._closed, in_step=self._in_step)
+        engine = self._engine
+        engine.open(batch)
+        if self._choice.kind == "ranks":
+            engine.admit()
+            done = repeated(lambda: self._update(batch, start_s, in_epoch=in_epoch))
+        else:
+            done = self._update(batch, start_s, in_epoch=in_epoch)
+        if done.step == 1:  # optimizers make their state in their first step
             capture_state(self._state())
-        if self._engines.balancer is not None:
-            self._engines.balancer.observe(done.shares, done.work_s)
+        if engine.balancer is not None:
+            engine.balancer.observe(done.shares, done.work_s)
         self._events.tell(done)
         return done
 
-    def _update(
-        self, engine: StepEngine, batch: Nested, start_s: float, *, in_epoch: bool
-    ) -> StepDone:
+    def _update(self, batch: Nested, start_s: float, *, in_epoch: bool) -> StepDone:
         """Do one update, and move the position on; metrics are an epoch's, as its loss is."""
+        if self._closed:  # by a signal's handler, or in the attempt before
+            check_moment(closed=True)
         before = self._position
         metrics = self._metrics if in_epoch and self._metrics else None
 
         def commit(loss: Loss) -> None:
-            self._position = before.next_batch(loss) if in_epoch else before.next_step()
+            if in_epoch:
+                self._position = before.next_batch(loss)
+            else:
+                self._position = before._replace(steps=before.steps + 1)
             if metrics is not None:
                 metrics.commit()
             if self.scheduler is not None and self._scheduler_interval == "step":
                 self.scheduler.step()
 
-        check_moment(closed=self._closed, in_step=self._in_step)
         self._in_step = True
         try:
-            return engine.update(
-                batch,
-                before,
-                self._engines.workloads,
-                start_s=start_s,
-                metrics=metrics,
-                commit=commit,
+            return self._engine.update(
+                batch, before, start_s=start_s, metrics=metrics, commit=commit
             )
         except Exception as error:
             before.note_on(error, in_epoch=in_epoch)
@@ -576,8 +625,7 @@ class Trainer(TrainerFacts):
         check_moment(closed=self._closed, in_step=self._in_step)
         path = read_folder(folder)
         self.join()
-        if self._engine is not None:
-            self._engine.complete_state()
+        self._engine.complete_state()
         self._choice.write_once(lambda: write_checkpoint(capture_state(self._state()), path))
 
     def resume(self, folder: str | Path) -> None:
@@ -602,7 +650,7 @@ class Trainer(TrainerFacts):
         self._position = restored.position
         self._reader.forget()
         self._metrics = state.metrics
-        self._engines.restore(restored.formation, restored.workloads)
+        self._engine.restore(restored.formation, restored.workloads)
         # Last: where warnings are errors, all is in place.
         warn_of_changes(restored, state.progress)
 
@@ -620,23 +668,23 @@ class Trainer(TrainerFacts):
         self._closed = True
         if not self._in_step:
             self._reader.forget()
-            self._engines.close()
+            self._engine.close()
             self._choice.leave(finished=kind is None and not self._in_fit)
 
     def _state(self) -> TrainerState:
-        engines, balancer = self._engines, self._engines.balancer
+        engine, balancer = self._engine, self._engine.balancer
         return TrainerState(
             module=self.module,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
-            written=self._spec.written,
+            written=engine.written,
             callbacks=self._stateful,
             metrics=self._metrics,
             progress=RunProgress(
                 position=self._position,
                 seed=self._seed,
-                microbatches=self._spec.splitter.microbatches,
-                formation=None if engines.formation is None else engines.formation.size,
+                microbatches=engine.spec.splitter.microbatches,
+                formation=None if engine.formation is None else engine.formation.size,
                 workloads=None if balancer is None else balancer.workloads,
             ),
         )

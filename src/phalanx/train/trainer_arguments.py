@@ -31,6 +31,7 @@ __all__ = [
     "check_callables",
     "check_fit",
     "check_loader",
+    "check_members",
     "check_moment",
     "check_options",
     "check_ranks",
@@ -194,6 +195,25 @@ def check_fit(loader: Any, validate: Any, epochs: int | None, steps: int | None)
     for name, value in (("epochs", epochs), ("steps", steps)):
         if value is not None:
             read_count(name, value, 1)
+
+
+def check_members(module: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse an optimizer over parameters that the module has not, and hooks on gradients."""
+    own = {id(parameter): name for name, parameter in module.named_parameters()}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in own:
+                raise ConfigError(
+                    f"`optimizer` must hold parameters of `module` only, but group {index} holds "
+                    f"one of shape {tuple(parameter.shape)} that is not. Make it part of the "
+                    "module (a loss with parameters too)."
+                )
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise UnsupportedError(
+                    f"Parameter `{own[id(parameter)]}` must have no gradient hooks in a `Trainer`, "
+                    "but has. Remove them, train a deep copy (it has none), or use `DataParallel`, "
+                    "which runs them."
+                )
 
 
 def make_optimizer(
