@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import traceback
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -136,7 +137,7 @@ def fail(executor: str, replicas: int, *, where: str) -> Failure:
             found = error
         unchanged = same(before, everything(trainer))
         trainer.step(good)
-        notes = "\n".join(found.__notes__)
+        notes = "".join(traceback.format_exception(found))
         return Failure(type(found).__name__, found.row, notes, unchanged, everything(trainer))  # type: ignore[attr-defined]
 
 
@@ -150,6 +151,8 @@ def test_an_error_arrives_as_it_was_raised_and_the_step_counts_for_nothing(
         pytest.skip("the other ranks are told by a PeerError: test_rank_executor")
     (failure,) = world.run(partial(fail, where=where), n)
     assert (failure.kind, failure.row) == ("Odd", 5)
+    assert "raise Odd(5)" in failure.notes  # in the traceback
+    assert "aised by replica" in failure.notes
     assert "microbatch 2" in failure.notes
     assert failure.unchanged
     with make("inline", 1, where) as trainer:

@@ -22,13 +22,11 @@ from phalanx.execution import Shards
 from phalanx.train import StepDone
 from tests.multiprocess.children import Children, Parent
 from tests.zoo import (
-    CNN_NORM,
     MLP,
     Loader,
     adamw,
     assert_same_bits,
     batches_of,
-    cnn_norm,
     gradients_of,
     mlp,
     sgd,
@@ -139,43 +137,6 @@ def notes_of(error: BaseException) -> str:
 
 
 WHERE = pytest.mark.parametrize("where", ["forward", "backward", "loss"])
-
-
-@WHERE
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_the_trainer_raises_what_the_replica_raised(where: str, replicas: int) -> None:
-    with phalanx.Trainer(
-        Fused(where), loss_for(where), adamw, replicas=replicas, microbatches=MICROBATCHES
-    ) as trainer:
-        for row in (0, 11, 15):
-            with pytest.raises(Boom) as caught:
-                trainer.step(marked_batch(row))
-            error = caught.value
-            assert type(error) is Boom
-            assert (error.code, error.where) == (7, where)
-            assert "explode" in functions_in(error)
-            assert f"microbatch {row // 2}" in notes_of(error)
-            assert any(f"replica {index}" in notes_of(error) for index in range(replicas))
-
-
-@WHERE
-def test_after_a_failure_the_trainer_goes_on_as_if_there_had_been_none(where: str) -> None:
-    good = [vector_batch(ROWS, seed=seed) for seed in range(6)]
-
-    def run(*, failing: bool) -> list[Any]:
-        with phalanx.Trainer(
-            Fused(where), loss_for(where), adamw, replicas=2, microbatches=MICROBATCHES
-        ) as trainer:
-            for index, batch in enumerate(good):
-                if failing and index in (0, 3):
-                    before = whole_state(trainer)
-                    with pytest.raises(Boom):
-                        trainer.step(marked_batch(5 * index))
-                    assert_same_bits(whole_state(trainer), before)
-                trainer.step(batch)
-            return whole_state(trainer)
-
-    assert_same_bits(run(failing=True), run(failing=False))
 
 
 @WHERE
@@ -299,18 +260,6 @@ class TestDataParallel:
             loss(model(vector_batch(ROWS)[0]), vector_batch(ROWS)[1]).backward()
         assert all(gradient is not None for gradient in gradients_of(net))
 
-    def test_after_a_failure_gradients_are_right(self) -> None:
-        net, twin = Fused("backward").eval(), Fused("backward").eval()
-        x, targets = vector_batch(ROWS)
-        with self.model(net) as model:
-            for marked in (marked_batch(2), marked_batch(14)):
-                with pytest.raises(Boom):
-                    loss_for("")(model(marked[0]), marked[1]).backward()
-            model.zero_grad()
-            loss_for("")(model(x), targets).backward()
-        loss_for("")(twin(x), targets).backward()
-        torch.testing.assert_close(gradients_of(net), gradients_of(twin), rtol=1e-5, atol=1e-5)
-
 
 # --- stopping -------------------------------------------------------------------------------------
 
@@ -335,17 +284,6 @@ def test_no_thread_is_left_after_close(failing: bool, threads_before: list[str])
     trainer.close()
     assert house_threads() == threads_before
     trainer.close()
-
-
-def test_leaving_the_block_by_an_exception_closes(threads_before: list[str]) -> None:
-    def work() -> None:
-        with phalanx.Trainer(mlp(), MLP.loss, sgd, microbatches=None, replicas=2) as trainer:
-            trainer.step(vector_batch(ROWS))
-            explode("block")
-
-    with pytest.raises(Boom):
-        work()
-    assert house_threads() == threads_before
 
 
 def test_stop_finishes_the_step_and_fit_returns() -> None:
@@ -389,27 +327,6 @@ def test_stop_may_be_called_from_another_thread() -> None:
         stopper.start()
         trainer.fit(Loader(batches), epochs=100)
         assert trainer.steps == 2
-
-
-def test_an_interrupt_in_a_callback_arrives_and_the_trainer_can_be_saved(tmp_path: Any) -> None:
-    def watch(event: object) -> None:
-        if isinstance(event, StepDone) and event.step == 2:
-            raise KeyboardInterrupt
-
-    batches = batches_of(CNN_NORM, ROWS, torch.float32, 4)
-    with phalanx.Trainer(
-        cnn_norm(), CNN_NORM.loss, adamw, microbatches=None, replicas=2, callbacks=[watch]
-    ) as trainer:
-        with pytest.raises(KeyboardInterrupt):
-            trainer.fit(Loader(batches))
-        assert trainer.steps == 2
-        trainer.save(tmp_path / "checkpoint")
-        expected = whole_state(trainer)
-    with phalanx.Trainer(
-        cnn_norm(seed=2), CNN_NORM.loss, adamw, microbatches=None, replicas=3
-    ) as trainer:
-        trainer.resume(tmp_path / "checkpoint")
-        assert_same_bits(whole_state(trainer), expected)
 
 
 def test_ctrl_c_while_weights_are_stepped_arrives_after_the_step(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR, SequentialLR, StepLR
-from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics.regression import MeanSquaredError, R2Score
 
 import phalanx
@@ -135,68 +134,6 @@ def test_a_scheduler_that_fails_comes_after_a_step_that_counts() -> None:
             t.fit([batch()], epochs=3)
         before = weights(t)
         assert t.steps == 3 - 1 or not same(before, weights(trainer()))
-
-
-class Stream(IterableDataset[tuple[Tensor, Tensor]]):
-    """Has no length."""
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        x, y = batch()
-        return iter(list(zip(x, y, strict=True)))
-
-
-def test_a_loader_over_an_iterable_dataset_trains() -> None:
-    with trainer() as t:
-        assert t.fit(DataLoader(Stream(), batch_size=6), epochs=2)[-1].steps == 4
-
-
-@pytest.mark.parametrize("make", [adam, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)])
-def test_a_state_loaded_into_the_optimizer_is_used(make: Callable[..., Any]) -> None:
-    torch.manual_seed(0)
-    ours = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    twin = copy.deepcopy(ours)
-    plain = make(list(twin.parameters()))
-
-    def plain_step(data: tuple[Tensor, Tensor]) -> None:
-        plain.zero_grad()
-        mse(twin(data[0]), data[1]).backward()
-        plain.step()
-
-    with trainer(ours, make, replicas=1) as t:
-        for step in (t.step, plain_step):
-            step(batch(0))
-        kept, plain_kept = (copy.deepcopy(o.state_dict()) for o in (t.optimizer, plain))
-        for step in (t.step, plain_step):
-            step(batch(1))
-            step(batch(2))
-        t.optimizer.load_state_dict(kept)
-        plain.load_state_dict(plain_kept)
-        for step in (t.step, plain_step):
-            step(batch(3))
-        torch.testing.assert_close(weights(t), list(twin.state_dict().values()))
-        t.optimizer.state.clear()
-        plain.state.clear()
-        for step in (t.step, plain_step):
-            step(batch(4))
-        torch.testing.assert_close(weights(t), list(twin.state_dict().values()))
-
-
-def test_a_hook_put_on_the_optimizer_later_is_called() -> None:
-    calls = []
-    with trainer() as t:
-        t.step(batch())
-        t.optimizer.register_step_post_hook(lambda *_: calls.append(1))
-        t.step(batch())
-    assert calls == [1]
-
-
-def test_save_never_removes_what_is_not_a_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "thesis.txt").write_text("x")
-    refusal = pytest.raises(ConfigError, match="`folder` must be new, empty or a checkpoint")
-    with trainer() as t, refusal:
-        t.save(tmp_path / "results")
-    assert (tmp_path / "results" / "thesis.txt").read_text() == "x"
 
 
 def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:

@@ -1,5 +1,4 @@
-"""A process executor in clumsy hands: settings, limits, data that cannot be sent, Ctrl-C in a "
-"hang."""
+"""Worker processes in bad places: deaths without end, forks, few descriptors, Ctrl-C in a hang."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx import OutOfSpace, PeerLost
+from phalanx import OutOfSpace, PeerLost, StateError
 
 PATIENCE_S = 60.0
 
@@ -81,79 +80,50 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-# -- settings of the process ------------------------------------------
-
-
-SETTINGS = {
-    "default dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
-    "deterministic": (
-        torch.are_deterministic_algorithms_enabled,
-        torch.use_deterministic_algorithms,
-        True,
-    ),
-    "precision": (
-        torch.get_float32_matmul_precision,
-        torch.set_float32_matmul_precision,
-        "medium",
-    ),
-    "oneDNN": (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, False),
-    "fast path": (
-        torch.backends.mha.get_fastpath_enabled,
-        torch.backends.mha.set_fastpath_enabled,
-        False,
-    ),
-    "flash attention": (
-        torch.backends.cuda.flash_sdp_enabled,
-        torch.backends.cuda.enable_flash_sdp,
-        False,
-    ),
-    "anomalies": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, True),
-}
-
-
-class Told(nn.Module):
-    """Computes something else under each setting."""
+class Deadly(nn.Linear):
+    """Kills each worker process that runs it."""
 
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(5, 3)
+        super().__init__(5, 3)
+        self.home = os.getpid()
 
     def forward(self, rows: Tensor) -> Tensor:
-        scale = 1.0
-        for place, (read, _, changed) in enumerate(SETTINGS.values()):
-            scale += (read() == changed) * 2.0**place
-        scores: Tensor = self.layer(rows) * scale
-        return scores
+        if os.getpid() != self.home:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(rows)
 
 
-@contextlib.contextmanager
-def changed(name: str) -> Iterator[None]:
-    read, write, value = SETTINGS[name]
-    before = read()
-    assert before != value
-    write(value)
-    try:
-        yield
-    finally:
-        write(before)
-
-
-def test_workers_compute_under_the_settings_of_the_process_that_has_them() -> None:
-    """Those of the moment when they are forked."""
-    with make(Told()) as trainer, make(Told(), "inline", replicas=1) as judge:
+def test_too_many_losses_end_the_run() -> None:
+    executor = phalanx.Processes(max_failures=2)
+    with make(Deadly(), executor) as trainer, pytest.raises(PeerLost, match="max_failures"):
         trainer.step(batch())
-        judge.step(batch())
-        for seed, name in enumerate(SETTINGS):
-            with changed(name):
-                trainer.refresh()
-                trainer.step(batch(seed))
-                judge.step(batch(seed))
-            assert same(weights(trainer), weights(judge)), name
-        trainer.refresh()
-        trainer.step(batch())  # all are put back
-        judge.step(batch())
-        assert same(weights(trainer), weights(judge))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_cannot_use_the_workers() -> None:
+    with make() as trainer:
+        trainer.step(batch())
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                trainer.step(batch())
+            except StateError:
+                code = 0
+            trainer.close()
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        trainer.step(batch())
+        assert trainer.steps == 2
+
+
+def test_more_workers_than_cores_are_warned_of() -> None:
+    count = len(os.sched_getaffinity(0)) + 1
+    with (
+        make(replicas=count, microbatches=count) as trainer,
+        pytest.warns(UserWarning, match="`replicas` should be at most"),
+    ):
+        trainer.step(batch())
 
 
 # -- a system that gives no more -------------------------------------

@@ -26,11 +26,8 @@ STEPS = 8
 
 FUSED: dict[str, Callable[[Iterable[Any]], Optimizer]] = {
     "adam": lambda params: torch.optim.Adam(params, lr=0.1, fused=True),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
-    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, fused=True),
 }
-EVERY_FUSED = pytest.mark.parametrize("factory", FUSED.values(), ids=FUSED)
 
 
 def net() -> nn.Sequential:
@@ -73,8 +70,10 @@ def in_trainer(module: nn.Module, factory: Callable[..., Optimizer]) -> None:
         trainer.fit(batches())
 
 
-@EVERY_FUSED
-@pytest.mark.parametrize("train", [in_container, in_group, in_trainer])
+@pytest.mark.parametrize(
+    ("train", "factory"),
+    [(in_container, FUSED["adam"]), (in_group, FUSED["sgd"]), (in_trainer, FUSED["adam"])],
+)
 def test_after_a_fused_step(
     train: Callable[[nn.Module, Callable[..., Optimizer]], None],
     factory: Callable[..., Optimizer],
@@ -160,15 +159,5 @@ def test_weights_that_a_module_moves_are_still_those_that_are_trained(executor: 
     ) as trainer:
         for batch in batches():
             trainer.step(batch)
-    for own, theirs in zip(module.parameters(), plain.parameters(), strict=True):
-        assert_close(own, theirs, F64)
-
-
-def test_weights_that_a_module_moves_are_those_of_a_container_too() -> None:
-    module, plain = (Recurrent().double() for _ in range(2))
-    loss = nn.functional.mse_loss
-    plain_steps(plain, loss, FUSED["sgd"], batches())
-    with phalanx.DataParallel(module, devices=2) as model:
-        plain_steps(model, loss, FUSED["sgd"], batches())
     for own, theirs in zip(module.parameters(), plain.parameters(), strict=True):
         assert_close(own, theirs, F64)
