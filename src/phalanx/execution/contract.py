@@ -28,12 +28,12 @@ from phalanx.execution.thread_pool import CallerThread, ThreadPool
 from phalanx.plan import Node, Shares, workload_sizes
 from phalanx.replicas import (
     MicrobatchRng,
+    ProcessRng,
     Replica,
     RngPlan,
     autocast_off,
     callers_streams,
     current_streams,
-    derive_seed,
     has_compiled,
     has_fused_evaluation,
     num_cores,
@@ -74,7 +74,7 @@ class MicrobatchContext:
     replica: Replica
     index: int
     batch: Nested
-    rng: MicrobatchRng
+    rng: MicrobatchRng | ProcessRng
 
 
 class Task(ABC):
@@ -409,7 +409,7 @@ class RunState:
             replica=replica,
             index=index,
             batch=self.pieces[index],
-            rng=MicrobatchRng(derive_seed(*self.seed, index), self.rng),
+            rng=self.rng.microbatch(*self.seed, index),
         )
 
     def replace_gradients(self, total: Gradients) -> None:

@@ -31,11 +31,9 @@ from phalanx.memory import SharedMemoryPool, TensorHandle, forget_memory
 from phalanx.replicas import (
     AttributeFingerprint,
     CallerModes,
-    MicrobatchRng,
     PlainChanges,
     Replica,
     RngPlan,
-    derive_seed,
     set_intra_op,
 )
 from phalanx.types import Nested
@@ -219,7 +217,7 @@ class Worker:
             replica=self._replica,
             index=message.index,
             batch=message.rows,
-            rng=MicrobatchRng(derive_seed(*message.seed, message.index), spec.rng),
+            rng=spec.rng.microbatch(*message.seed, message.index),
         )
         self._writer.begin(message.slot)
         with self._cleaned():

@@ -44,6 +44,7 @@ from phalanx.replicas.replica import (
 )
 from phalanx.replicas.rng import (
     MicrobatchRng,
+    ProcessRng,
     RngPlan,
     advance_process_generator,
     derive_seed,
@@ -66,6 +67,7 @@ __all__ = [
     "MicrobatchRng",
     "OwnInShell",
     "PlainChanges",
+    "ProcessRng",
     "Replica",
     "RngMode",
     "RngPlan",

@@ -1,9 +1,9 @@
 """The random numbers of one microbatch: where `forward` and `backward` get them from.
 
-    MicrobatchRng  ──► ProcessRng seeds the generator of a process of one replica; or
-                   ──► RngMode sees every operator and gives it the microbatch's generator; or
-                   ──► sees every call of torch's functions from Python, and enters RngMode around
-                       those that may draw
+    RngPlan ──► ProcessRng seeds the generator of a process of one replica, or
+            ──► MicrobatchRng sees every call of torch's functions from Python, and enters
+                ──► RngMode around those that may draw: it sees every operator and gives it a
+                    generator of the microbatch's own
 
 Seeing every operator costs a small transformer 40 % of its step, seeing every call a few percent.
 What is drawn otherwise, such as inside a function of TorchScript, moves the process's generator,
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from phalanx.errors import UnsupportedError
-from phalanx.replicas.rng_mode import RngMode, process_state
+from phalanx.replicas.rng_mode import RngMode
 
 __all__ = [
     "MicrobatchRng",
@@ -92,21 +92,18 @@ _DRAWING = {
 
 def derive_seed(*path: int) -> int:
     """Return a 63-bit seed that belongs to ``path``, such as (seed, step, microbatch)."""
-    return _seed_from("/".join(map(str, path)).encode())
-
-
-def _seed_from(content: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1
+    text = "/".join(map(str, path)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 class _InUse(threading.local):
-    """The microbatches' generators of this thread, the innermost last.
+    """The modes of this thread, the innermost last.
 
     That one is drawn from by containers inside the model, and by `preserve_rng`.
     """
 
     def __init__(self) -> None:
-        self.rngs: list[RngMode | ProcessRng] = []
+        self.modes: list[RngMode] = []
 
 
 _in_use = _InUse()
@@ -117,8 +114,9 @@ def seed_of_process() -> int:
 
     In a replica (for a container inside of another), to that of its microbatch's generator.
     """
-    state = _in_use.rngs[-1].state() if _in_use.rngs else torch.get_rng_state()
-    return _seed_from(state.numpy().tobytes())
+    state = _in_use.modes[-1].state() if _in_use.modes else torch.get_rng_state()
+    digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest()
+    return derive_seed(int.from_bytes(digest, "big"))
 
 
 def advance_process_generator() -> None:
@@ -142,6 +140,12 @@ class RngPlan:
     own: bool = False
     shared: frozenset[torch.device] = frozenset()
 
+    def microbatch(self, *path: int) -> MicrobatchRng | ProcessRng:
+        """Return the random numbers that belong to ``path``: (seed, step, microbatch)."""
+        if self.own and not self.watched and not self.throughout:
+            return ProcessRng(derive_seed(*path))
+        return MicrobatchRng(derive_seed(*path), self)
+
 
 class ProcessRng:
     """Seed the process's generator for a microbatch, and put it back after each entry.
@@ -151,7 +155,6 @@ class ProcessRng:
     """
 
     used = False  # unknown, and of no interest where this is used
-    num_preserved = 0
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -168,18 +171,6 @@ class ProcessRng:
         self._state = torch.get_rng_state()
         torch.set_rng_state(self._before)
 
-    def state(self) -> Tensor:
-        """Return the state of this microbatch's generator, inside of it."""
-        return torch.get_rng_state()
-
-    def states(self) -> Tensor:
-        """As :meth:`state`."""
-        return torch.get_rng_state()
-
-    def set_states(self, states: Tensor) -> None:
-        """Continue from what :meth:`states` returned."""
-        torch.set_rng_state(states)
-
 
 class MicrobatchRng(TorchFunctionMode):
     """Draw all torch random numbers of the body, in this thread, from a generator of its own.
@@ -189,6 +180,7 @@ class MicrobatchRng(TorchFunctionMode):
 
     Args:
         seed: Where the numbers start.
+        plan: Which operators and generators it looks at.
 
     Raises:
         UnsupportedError: In a watched run, the generators of torch, NumPy or Python have moved; or
@@ -196,26 +188,23 @@ class MicrobatchRng(TorchFunctionMode):
     """
 
     def __init__(self, seed: int, plan: RngPlan) -> None:
-        own = plan.own and not plan.watched and not plan.throughout
-        self._draws = ProcessRng(seed) if own else RngMode(seed, plan.shared)
-        # Not where all operators are seen: a fused evaluation would be taken apart.
-        self._sees_calls = not own and not plan.throughout
-        self._watched = plan.watched
+        self._mode = RngMode(seed, plan.shared)
+        self._plan = plan
         self._before: _States | None = None
 
     @property
     def used(self) -> bool:
         """Whether anything was drawn."""
-        return self._draws.used
+        return self._mode.used
 
     def __enter__(self) -> None:
-        _in_use.rngs.append(self._draws)
-        if self._watched:
+        _in_use.modes.append(self._mode)
+        if self._plan.watched:
             self._before = generator_states()
-        if self._sees_calls:
-            super().__enter__()  # type: ignore[no-untyped-call]
+        if self._plan.throughout:  # no calls are looked at: it would take a fused evaluation apart
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
         else:
-            self._draws.__enter__()
+            super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(
         self,
@@ -223,13 +212,11 @@ class MicrobatchRng(TorchFunctionMode):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
-            if self._sees_calls:
-                super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-            else:
-                self._draws.__exit__(kind, error, trace)
-        finally:
-            _in_use.rngs.pop()
+        _in_use.modes.pop()
+        if self._plan.throughout:
+            self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        else:
+            super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if self._before is not None and error is None:
             _refuse_moved(self._before, generator_states())
 
@@ -241,13 +228,13 @@ class MicrobatchRng(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        may_be_drawing = _may_draw.get(func)
-        if may_be_drawing is None:
-            may_be_drawing = _may_draw[func] = may_draw(func)
+        drawing = _may_draw.get(func)
+        if drawing is None:
+            drawing = _may_draw[func] = may_draw(func)
         kwargs = kwargs or {}
-        if not may_be_drawing or not _draws(func, args, kwargs):
+        if not drawing or not _draws(func, args, kwargs):
             return func(*args, **kwargs)
-        with self._draws:
+        with self._mode:
             return func(*args, **kwargs)
 
 
@@ -263,34 +250,28 @@ def preserve_rng() -> tuple[AbstractContextManager[None], AbstractContextManager
         >>> x = torch.ones(2, 3)
         >>> y = checkpoint(block, x, use_reentrant=False, context_fn=preserve_rng)
     """
-    draws = _in_use.rngs[-1] if _in_use.rngs else None
-    if draws is None:
+    if not _in_use.modes:
         return contextlib.nullcontext(), contextlib.nullcontext()
-    kept: list[Any] = []  # Any, here and below: states
-    return _keep(draws, kept), _repeat(kept)
+    kept: list[Any] = []  # Any: states
+    return _preserved(kept), _preserved(kept)
 
 
 @contextlib.contextmanager
-def _keep(draws: RngMode | ProcessRng, kept: list[Any]) -> Iterator[None]:
-    kept.append(draws.states())
-    draws.num_preserved += 1
+def _preserved(kept: list[Any]) -> Iterator[None]:
+    """Keep the states that a part begins with; the second time, begin with those kept."""
+    mode = _in_use.modes[-1]
+    before, again = mode.states(), bool(kept)
+    if again:
+        mode.set_states(kept[0])
+    else:
+        kept.append(before)
+    mode.num_preserved += 1
     try:
         yield
     finally:
-        draws.num_preserved -= 1
-
-
-@contextlib.contextmanager
-def _repeat(kept: list[Any]) -> Iterator[None]:
-    draws = _in_use.rngs[-1]
-    before = draws.states()
-    draws.set_states(kept[0])
-    draws.num_preserved += 1
-    try:
-        yield
-    finally:
-        draws.num_preserved -= 1
-        draws.set_states(before)
+        mode.num_preserved -= 1
+        if again:
+            mode.set_states(before)
 
 
 # Any: Python's and NumPy's own states.
@@ -301,7 +282,7 @@ def generator_states() -> _States:
     """Return the states of torch's, NumPy's and Python's generators, as a checkpoint holds them."""
     state: Any = np.random.get_state()
     name, words, *rest = state
-    return process_state(), (name, words.tolist(), *rest), random.getstate()
+    return torch.get_rng_state(), (name, words.tolist(), *rest), random.getstate()
 
 
 def set_generators(states: _States) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +20,7 @@ from phalanx.errors import UnsupportedError
 from phalanx.replicas.uncompiled import uncompiled
 from phalanx.torch_internals import MADE_OF_OTHERS, TorchDispatchMode, is_made_of_others
 
-__all__ = ["RngMode", "process_state"]
+__all__ = ["RngMode"]
 
 aten = torch.ops.aten
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
@@ -32,33 +31,22 @@ _WRAPPERS = {
     os.path.join(_TORCH, "_dynamo", "eval_frame.py"),
 }
 
-_lending = threading.Lock()  # held while a default generator stands elsewhere
-
-
-def process_state() -> Tensor:
-    """Return the state of torch's default generator on the CPU."""
-    with _lending:
-        return torch.get_rng_state()
-
 
 @contextlib.contextmanager
 def _drawing_from(own: torch.Generator) -> Iterator[None]:
-    """Let operators draw from ``own`` that would draw from its device's default generator.
+    """Let operators draw from ``own`` that would draw from its accelerator's default generator.
 
-    One thread does this at a time. Nobody else may use that generator meanwhile, nor read or set
-    it, as `torch.utils.checkpoint` does: it is for replicas that have their device to themselves.
+    Nobody else may use that generator meanwhile, nor read or set it, as `torch.utils.checkpoint`
+    does: it is for replicas that have their device to themselves.
     """
-    default = torch.default_generator
-    if own.device.type != "cpu":
-        default = torch.get_device_module(own.device).default_generators[own.device.index]
-    with _lending:
-        before = default.get_state()
-        default.set_state(own.get_state())
-        try:
-            yield
-        finally:
-            own.set_state(default.get_state())
-            default.set_state(before)
+    default = torch.get_device_module(own.device).default_generators[own.device.index]
+    before = default.get_state()
+    default.set_state(own.get_state())
+    try:
+        yield
+    finally:
+        own.set_state(default.get_state())
+        default.set_state(before)
 
 
 class RngMode(TorchDispatchMode):
@@ -66,7 +54,7 @@ class RngMode(TorchDispatchMode):
 
     Args:
         seed: Where this microbatch's numbers start.
-        shared: Devices on which other threads run replicas, too.
+        shared: Devices on which other threads run replicas, too; the CPU is one in any case.
 
     Attributes:
         used: Whether anything was drawn.
@@ -90,7 +78,7 @@ class RngMode(TorchDispatchMode):
 
     def __init__(self, seed: int, shared: frozenset[torch.device] = frozenset()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._shared = shared
+        self._shared = {torch.device("cpu"), *shared}
         self.used = False
         self.num_preserved = 0
         self._seed = seed
