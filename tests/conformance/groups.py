@@ -53,19 +53,6 @@ class Sum(nn.Module):
         return a + 2 * b + 3 * c
 
 
-class Cell(nn.Module):
-    """One step of an LSTM whose states are inputs that no loader feeds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.cell = nn.LSTMCell(5, 3).double()
-
-    def forward(self, data: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        h, c = self.cell(data, (h, c))
-        return h.tanh(), h, c
-
-
 def desc(name: str, *shape: int, layout: str | None = None, dtype: torch.dtype = F64) -> DataDesc:
     return DataDesc(name, shape, dtype, layout)
 
@@ -78,17 +65,13 @@ def group_of(
     module: nn.Module,
     *data: DataDesc,
     devices: Sequence[Any] | int | None = None,
-    states: Sequence[DataDesc] = (),
     **options: Any,
 ) -> DataParallelExecutorGroup:
     """Return a group of three replicas with unequal workloads, unless told otherwise."""
     if devices is None:
         devices = THREE
         options.setdefault("workload", WORKLOADS)
-    names = [each.name for each in states]
-    return DataParallelExecutorGroup(
-        module, devices, data_shapes=[*data, *states], state_names=names, **options
-    )
+    return DataParallelExecutorGroup(module, devices, data_shapes=data, **options)
 
 
 def classes(rows: int, seed: int = 0, count: int = CLASSES) -> Tensor:

@@ -22,7 +22,6 @@ from tests.conformance.groups import (
     F64,
     THREE,
     TWO,
-    Cell,
     Loss,
     Net,
     Sum,
@@ -188,29 +187,6 @@ def test_reshape_notices_a_change_of_dtype_or_layout_alone():
         group.forward(x.float())
         assert {part.dtype for part in group.get_outputs(False)[0]} == {torch.float32}
     assert out
-
-
-# --- module_states --------------------------------------------------------------------------------
-
-
-def test_states_are_set_to_a_value_and_then_to_outputs_per_device():
-    cell, x = Cell(), draw(15, 5)
-    plain = twin_of(cell)
-    states = [desc("h", 15, 3), desc("c", 15, 3)]
-    with group_of(cell, desc("data", 15, 5), states=states) as group:
-        group.set_states(value=1)
-        assert [[tuple(part.shape) for part in parts] for parts in group.get_states()] == [
-            [(1, 3), (5, 3), (9, 3)]
-        ] * 2
-        group.forward(x)
-        ones = torch.ones(15, 3, dtype=F64)
-        first = plain(x, ones, ones)
-        assert_close(list(group.get_outputs()), [each.detach() for each in first], F64)
-        group.set_states(states=group.get_outputs(False)[1:])
-        group.forward(x)
-        second = plain(x, *first[1:])
-        assert_close(list(group.get_outputs()), [each.detach() for each in second], F64)
-        assert not torch.equal(second[0], first[0])
 
 
 # --- module_set_params, save_load -----------------------------------------------------------------
@@ -474,38 +450,6 @@ def test_grad_req_writes_or_adds(grad_req, expected):
             group.forward(draw(7))
             group.backward([torch.ones(7, dtype=F64)])
             assert net.weight.grad.item() == total
-
-
-def test_grad_req_null_computes_none_and_leaves_the_parameter_as_it_was():
-    net = Repeated()
-    with group_of(net, desc("data", 7), grad_req={"frozen": "null"}) as group:
-        group.forward(draw(7))
-        assert net.frozen.requires_grad
-        group.backward([torch.ones(7, dtype=F64)])
-        assert net.weight.grad.item() == 7
-        assert net.frozen.grad is None
-        with group_of(net, desc("data", 7)) as other:
-            other.forward(draw(7))
-            other.backward([torch.ones(7, dtype=F64)])
-        assert net.frozen.grad.item() == 0
-
-
-def test_grad_req_by_pattern_and_fixed_parameters():
-    net = Net()
-    with group_of(
-        net,
-        desc("data", 15, 5),
-        grad_req={"body.*": "add", "*": "write"},
-        fixed_param_names=["head.bias"],
-    ) as group:
-        for _ in range(2):
-            group.forward(draw(15, 5))
-            group.backward([draw(15, 4, seed=1)])
-        twin = Net()
-        twin(draw(15, 5)).backward(draw(15, 4, seed=1))
-        assert_close(net.body.weight.grad, 2 * twin.body.weight.grad, F64)
-        assert_close(net.head.weight.grad, twin.head.weight.grad, F64)
-        assert net.head.bias.grad is None
 
 
 # --- bucketing_save_load, switch_bucket -----------------------------------------------------------

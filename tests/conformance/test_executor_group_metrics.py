@@ -6,7 +6,7 @@ import pytest
 import torch
 import torchmetrics
 from torch import Tensor, nn
-from torchmetrics import classification, regression, text
+from torchmetrics import MeanMetric, classification, regression, text
 
 from phalanx.compat.mxnet import DataBatch
 from tests.conformance.containers import draw
@@ -195,3 +195,16 @@ def test_labels_and_the_metric_come_to_where_several_outputs_lie():
         group.update_metric(metric, (y, z))
     assert_close(metric.compute(), (x * 3 - y - z).sum(), F64)
     assert metric.device == torch.device("cpu")
+
+
+def test_a_loss_stands_for_its_rows_where_labels_have_them_in_another_dim():
+    class Mean(nn.Module):
+        def forward(self, data: Tensor, label: Tensor) -> Tensor:
+            return (data * label).mean()
+
+    x, y, mean = draw(3, 15), draw(3, 15, seed=1), MeanMetric().set_dtype(F64)
+    labels = [desc("mask", 3, layout="C"), desc("label", 3, 15, layout="TN")]
+    with group_of(Mean(), desc("data", 3, 15, layout="TN"), label_shapes=labels) as group:
+        group.forward(DataBatch(x, {"label": y}))
+        group.update_metric(mean)
+    assert_close(mean.compute(), (x * y).mean(), F64)

@@ -11,14 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from phalanx.errors import ConfigError
 from tests.conformance.containers import draw
 from tests.conformance.groups import (
     CLASSES,
     F64,
-    THREE,
     WORKLOADS,
-    Cell,
     Net,
     classes,
     desc,
@@ -63,25 +60,6 @@ def test_out_grads_by_name_leave_others_without_gradient():
         group.backward({"scores": g})
     twin(x)["scores"].backward(g)
     assert_close(gradients_of(net), gradients_of(twin), F64)
-
-
-def test_auto_workloads_keep_the_whole_batchs_gradients_and_states():
-    cell, plain = Cell(), Cell()
-    states = [desc("h", 15, 3), desc("c", 15, 3)]
-    h, c = draw(15, 3, seed=1), draw(15, 3, seed=2)
-    with group_of(
-        cell, desc("data", 15, 5), devices=THREE, workload="auto", states=states
-    ) as group:
-        group.set_states(states=[h, [c[:1], c[1:6], c[6:]]])
-        for seed in range(4):
-            x = draw(15, 5, seed=seed)
-            group.forward(x)
-            group.backward([torch.ones(15, 3, dtype=F64), None, None])
-            assert_close(list(group.get_outputs()), [e.detach() for e in plain(x, h, c)], F64)
-        group.forward(draw(15, 5), is_train=False)
-        with pytest.raises(ConfigError, match=r"`states` must have shape \(4, 3\) for `h`"):
-            group.forward(draw(4, 5))
-        assert group.batch_size == 15
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -159,24 +137,6 @@ def test_the_gradient_of_an_output_without_rows_is_counted_once():
         group.backward({"sums": g})
     twin(draw(15, 5))[1].backward(g)
     assert_close(net.body.weight.grad, twin.body.weight.grad, F64)
-
-
-def test_binding_to_a_shared_group_keeps_the_gradient_requests():
-    net, other = Net(), Net()
-    data = [desc("data", 15, 5)]
-    with (
-        group_of(other, *data) as first,
-        group_of(net, *data, fixed_param_names=["head.bias"]) as second,
-    ):
-        second.bind_exec(data, shared_group=first)
-        for _ in range(2):
-            second.forward(draw(15, 5))
-            second.backward([draw(15, 4, seed=1)])
-        twin = Net()
-        twin(draw(15, 5)).backward(draw(15, 4, seed=1))
-        assert_close(net.body.weight.grad, twin.body.weight.grad, F64)
-        assert net.head.bias.grad is None
-    assert net.head.bias.requires_grad
 
 
 @pytest.mark.skipif(hasattr(torch, "dev"), reason="weighs what lies on the CPU")

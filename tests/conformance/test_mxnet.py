@@ -63,7 +63,6 @@ def test_results_under_both_languages_names():
         for parts in (group.getOutputs()[0], group.get_outputs(merge_multi_context=False)[0]):
             assert [len(part) for part in parts] == WORKLOADS
             assert_close(joined(parts), expected, F64)
-        assert group.get_outputs(begin=1) == []
         for whole in (group.get_input_grads(), group.getInputGradsMerged()):
             assert_close(whole[0], gradient, F64)
         for parts in (group.getInputGrads()[0], group.get_input_grads(False)[0]):
@@ -93,9 +92,6 @@ def test_binding_and_parameters_under_both_languages_names():
         group.get_params(by_python, {})
         assert_close(list(by_python.values()), list(params.values()), F64)
         assert group.get_params()[0].keys() == params.keys()
-        assert group.get_states() == []
-        with pytest.raises(ConfigError, match="merge_multi_context"):
-            group.get_states(merge_multi_context=True)
         monitor = mxnet.Monitor()
         group.installMonitor(monitor)
         monitor.tic()
@@ -103,31 +99,6 @@ def test_binding_and_parameters_under_both_languages_names():
         outputs = [name for _, name, _ in monitor.toc() if name.startswith("output")]
         assert outputs == [f"output@{index}" for index in range(len(THREE))]
     assert all(gradient is not None for gradient in gradients_of(net))
-
-
-def sizes_of(slices: list[slice]) -> list[int]:
-    return [part.stop - part.start for part in slices]
-
-
-# MXNet gave the last device what rounding left, or refused; sizes never differ by two rows here.
-@pytest.mark.parametrize(
-    ("rows", "devices", "sizes"),
-    [
-        (5, 2, [3, 2]),
-        (6, 4, [2, 2, 1, 1]),
-        (10, 4, [3, 3, 2, 2]),
-        (20, 8, [3] * 4 + [2] * 4),
-        (15, 8, [2] * 7 + [1]),
-        (36, 7, [6] + [5] * 6),
-        (100, 8, [13] * 4 + [12] * 4),
-        (2, 3, [1, 1, 0]),
-        (0, 3, [0, 0, 0]),
-    ],
-)
-def test_split_input_slice_where_mxnet_was_uneven_or_refused(rows, devices, sizes):
-    slices = mxnet._split_input_slice(rows, [1] * devices)
-    assert sizes_of(slices) == sizes
-    assert [part.start for part in slices] == [sum(sizes[:place]) for place in range(devices)]
 
 
 # --- MXNet's keywords -----------------------------------------------------------------------------
@@ -140,14 +111,12 @@ def mxnet_group(net: Net, **options: Any) -> mxnet.DataParallelExecutorGroup:
 
 def test_the_constructor_takes_mxnets_keywords():
     net = Net()
-    with mxnet_group(net, label_shapes=None, fixed_param_names=["head.bias"]) as group:
+    with mxnet_group(net, label_shapes=None, grad_req="add") as group:
         assert group.workload == (1, 3)
         assert len(group.contexts) == 2
-        group.forward(BATCH[0])
-        group.backward([G])
-        assert [each.grad is None for each in net.parameters()] == [False] * 3 + [True]
-    with mxnet_group(Net(), fixed_param_names=None) as group:
         assert group.label_shapes == ()
+    with pytest.raises(ConfigError, match="`grad_req` must be 'write' or 'add'"):
+        mxnet_group(net, grad_req="null")
 
 
 def test_methods_take_mxnets_keywords():

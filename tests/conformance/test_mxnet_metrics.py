@@ -89,38 +89,15 @@ def test_a_ported_metric_is_given_labels_first(name: str) -> None:
     assert ported.get() == ("mape", pytest.approx(expected_error(), rel=1e-5))
 
 
-def test_accuracy_and_custom_metrics_count_whole_batches_without_padded_rows() -> None:
-    accuracy = mxnet.Accuracy()
-    custom = mxnet.CustomMetric(lambda label, pred: float((pred.argmax(1) == label).mean()), "own")
-    pair = mxnet.CustomMetric(lambda label, pred: ((pred.argmax(1) == label).sum(), len(label)))
+def test_a_metric_chooses_outputs_and_labels_by_name_without_padded_rows() -> None:
     with classifier_group() as group:
         group.forward(mxnet.DataBatch([X], [CLASSES], 2), is_train=False)
-        for metric in (accuracy, custom, pair):
-            group.update_metric(metric, [CLASSES])
-        outputs = group.get_outputs()[1].cpu()
-    expected = float((outputs.argmax(1) == CLASSES[:7]).float().mean())
-    assert accuracy.get() == ("accuracy", pytest.approx(expected))
-    assert accuracy.num_inst == 7
-    assert custom.get() == ("own", pytest.approx(expected))
-    assert pair.get_name_value() == [("custom(<lambda>)", pytest.approx(expected))]
-    accuracy.reset()
-    assert math.isnan(accuracy.get()[1])
-
-
-def test_a_metric_chooses_an_output_by_name() -> None:
-    with classifier_group() as group:
-        group.forward(mxnet.DataBatch([X], [CLASSES]), is_train=False)
         names = [name for name, _ in group.get_output_shapes()]
-        chosen = mxnet.Accuracy(output_names=names[1:], label_names=["softmax_label"])
-        group.update_metric(chosen, [CLASSES])
-        assert chosen.num_inst == ROWS
-        with pytest.raises(ConfigError, match="`labels` must be as many as the outputs"):
-            group.update_metric(mxnet.Accuracy(output_names=names), [CLASSES])
-    chosen.reset()
-    chosen.update_dict({"softmax_label": CLASSES}, {names[1]: CLASSES, "other": Y})
-    assert chosen.get() == ("accuracy", 1.0)
-    with pytest.raises(ConfigError, match="`output_names` must name what there is"):
-        chosen.update_dict({"softmax_label": CLASSES}, {"other": Y})
+        for outputs in (names[1:], names):
+            metric = Shapes("shapes", output_names=outputs, label_names=["softmax_label"])
+            assert math.isnan(metric.get()[1])
+            group.update_metric(metric, [CLASSES])
+            assert metric.found == [[(7,)], [(), (7, 3)][-len(outputs) :]]
 
 
 class Pair(nn.Module):
@@ -163,13 +140,10 @@ def test_labels_are_left_out_where_none_are_bound() -> None:
             torch.testing.assert_close(group.get_outputs()[0], net(X[:7]).detach())
 
 
-def test_a_batch_goes_by_the_positions_of_both_languages() -> None:
-    for places in ((2, [5, 6]), ([5, 6], 2), (None, 2), (2, None), (2,)):
-        assert mxnet.DataBatch([X], [Y], *places).pad == 2
-    assert mxnet.DataBatch([X], [Y]).pad == mxnet.DataBatch([X], [Y], None, [5, 6]).pad == 0
+def test_padded_rows_are_left_out_of_the_outputs() -> None:
     net = Regression()
     with mxnet.DataParallelExecutorGroup(net, 2, data_shapes=[("data", (ROWS, 4))]) as group:
-        group.forward(mxnet.DataBatch([X], None, None, 1))
+        group.forward(mxnet.DataBatch([X], None, 1))
         assert len(group.get_outputs()[0]) == ROWS - 1
 
 

@@ -448,7 +448,6 @@ ROWS: list[Row] = [
         for options, match in (
             ({"workload": [1]}, "one share per device"),
             ({"grad_req": "sum"}, "grad_req"),
-            ({"fixed_param_names": ["tail.bias"]}, r"tail\.bias"),
         )
     ),
     # tables

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from phalanx.errors import ConfigError
 
@@ -82,21 +81,17 @@ class DataDesc:
 class DataBatch:
     """One batch: inputs, and what belongs to them.
 
-    Its positions are those of MXNet's Python (data, label, pad, index) or of its Scala (data,
-    label, index, pad): whichever of the last two is a whole number is the pad.
-
     Args:
         data: By name, or a tuple or list in the order of the bound names, or the one input; tensors
             or NumPy arrays.
         label: Likewise; None where there are none.
         pad: How many of the last rows only fill the batch up. They count nowhere: not in outputs,
             gradients, statistics or metrics.
-        index: MXNet's, like all that follow it; taken and not used.
+        index: MXNet's; taken and not used.
 
     Example:
-        >>> batch = DataBatch([torch.ones(4, 2)], [torch.tensor([0, 1, 1, 0])], pad=1)
-        >>> batch.pad, DataBatch(batch.data, batch.label, None, 1).pad
-        (1, 1)
+        >>> DataBatch([torch.ones(4, 2)], [torch.tensor([0, 1, 1, 0])], pad=1).pad
+        1
     """
 
     # Any: tensors in any of their forms; what is not used.
@@ -104,16 +99,9 @@ class DataBatch:
         self,
         data: Any,
         label: Any = None,
-        pad: Any = None,
-        index: Any = None,
-        bucket_key: Any = None,
-        provide_data: Any = None,
-        provide_label: Any = None,
+        pad: int | None = None,
+        index: Any = None,  # noqa: ARG002
     ) -> None:
-        del bucket_key, provide_data, provide_label
-        by_scala = pad is None and isinstance(index, Integral)
-        if by_scala or isinstance(pad, (list, tuple, np.ndarray, Tensor)):
-            pad = index
         self.data, self.label = data, label
         self.pad = 0 if pad is None else pad
 

@@ -45,28 +45,19 @@ class Binding:
 
     data: tuple[DataDesc, ...]
     labels: tuple[DataDesc, ...]
-    states: tuple[DataDesc, ...]
     batch_size: int
     arguments: frozenset[str] | None
 
     # Any: descriptions in any of their forms.
     @staticmethod
-    def of(module: nn.Module, data: Any, labels: Any, state_names: Sequence[str]) -> Binding:
+    def of(module: nn.Module, data: Any, labels: Any) -> Binding:
         """Read descriptions, and check them against each other and the module.
 
         Raises:
-            ConfigError: Batch sizes differ; a name is not the module's; a state has no description.
+            ConfigError: Batch sizes differ; a name is not the module's.
         """
-        known = read_descs(data, "data_shapes")
-        named = tuple(each for each in known if each.name not in state_names)
-        states = tuple(each for each in known if each.name in state_names)
-        if len(states) < len(state_names):
-            raise ConfigError(
-                "`state_names` must name states with a shape in `data_shapes`, but are "
-                f"{list(state_names)!r}, and shapes are given for {[each.name for each in known]}."
-            )
-        groups = (named, read_descs(labels, "label_shapes"), states)
-        if not named:
+        known, targets = read_descs(data, "data_shapes"), read_descs(labels, "label_shapes")
+        if not known:
             raise ConfigError("`data_shapes` must describe at least one input, but does not.")
         arguments, takes_any = _arguments_of(module)
         for desc in known:
@@ -76,16 +67,15 @@ class Binding:
                     f"{desc.name!r}. It takes {', '.join(map(repr, sorted(arguments)))}."
                 )
         if takes_any:
-            arguments = frozenset({*(arguments or ()), *(each.name for each in groups[1])})
-        return Binding(*groups, _common_rows(groups), arguments)
+            arguments = frozenset({*(arguments or ()), *(each.name for each in targets)})
+        return Binding(known, targets, _common_rows([*known, *targets]), arguments)
 
     def of_rows(self, rows: int) -> Binding:
         """Return the binding to ``rows`` rows."""
-        data, labels, states = (
-            tuple(each.with_rows(rows) for each in descs)
-            for descs in (self.data, self.labels, self.states)
+        data, labels = (
+            tuple(each.with_rows(rows) for each in descs) for descs in (self.data, self.labels)
         )
-        return dataclasses.replace(self, data=data, labels=labels, states=states, batch_size=rows)
+        return dataclasses.replace(self, data=data, labels=labels, batch_size=rows)
 
     # Any: a batch in any of its forms.
     def read(self, batch: Any) -> tuple[Binding, Fed]:
@@ -132,14 +122,12 @@ class Binding:
         kept: dict[str, Tensor] = found.cut([rows, pad])[0]
         return kept
 
-    def call(
-        self, data: Mapping[str, Tensor], labels: Mapping[str, Tensor], states: Mapping[str, Tensor]
-    ) -> Nested:
+    def call(self, data: Mapping[str, Tensor], labels: Mapping[str, Tensor]) -> Nested:
         """Return the arguments of the module's forward."""
         if self.arguments is None:
-            return (*data.values(), *states.values())
+            return tuple(data.values())
         taken = {name: label for name, label in labels.items() if name in self.arguments}
-        return {**data, **taken, **states}
+        return {**data, **taken}
 
     # Any: a batch in any of its forms.
     def _as_batch(self, value: Any) -> DataBatch:
@@ -223,9 +211,9 @@ def _arguments_of(module: nn.Module) -> tuple[frozenset[str] | None, bool]:
     return (names, takes_any) if names or takes_any else (None, False)
 
 
-def _common_rows(groups: Sequence[Sequence[DataDesc]]) -> int:
+def _common_rows(descs: Sequence[DataDesc]) -> int:
     """Return B, the same in all descriptions that have it; 1 where none has."""
-    counted = [each for group in groups for each in group if each.rows is not None]
+    counted = [each for each in descs if each.rows is not None]
     for desc in counted:
         if desc.rows != counted[0].rows:
             raise ConfigError(

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.compat.mxnet.batches import DataDesc, read_descs
-from phalanx.compat.mxnet.binding import Binding, Fed, cut_tensors, read_tensors
+from phalanx.compat.mxnet.binding import Binding, Fed, cut_tensors
 from phalanx.compat.mxnet.monitor import Monitor
 from phalanx.compat.mxnet.outputs import Outputs
-from phalanx.compat.mxnet.parameters import GradientRequests, copy_into, copy_out, share_tensors
+from phalanx.compat.mxnet.parameters import copy_into, copy_out, share_tensors
 from phalanx.errors import ConfigError, StateError
 from phalanx.metrics import update_metric
 from phalanx.parallel import DataParallel
-from phalanx.plan import workload_sizes
+from phalanx.plan import check_argument, workload_sizes
 from phalanx.types import Device, Nested
 
 __all__ = ["DataParallelExecutorGroup"]
@@ -72,11 +72,8 @@ class DataParallelExecutorGroup:
         inputs_need_grad: Whether :meth:`backward` computes gradients of the data, too.
         shared_group: A group whose parameters and buffers this module has from now on, wherever
             names are equal. Make optimizers after it.
-        fixed_param_names: Names or patterns of parameters that get no gradient.
-        grad_req: "write" replaces a parameter's `grad` in each backward pass, "add" adds to it,
-            "null" computes none; or these by name or shell pattern.
-        state_names: Which of ``data_shapes`` are states: they stay until they are set again, such
-            as those of a recurrent net.
+        grad_req: "write" replaces the parameters' `grad` in each backward pass, "add" adds to it. A
+            parameter that shall get none is frozen: ``requires_grad_(False)``.
         output_shapes: `DataDesc`s of all outputs, for their names and layouts. Default: cut along
             the data's batch axis.
         buffers: How buffers that replicas write are merged, as for `DataParallel`.
@@ -117,9 +114,7 @@ class DataParallelExecutorGroup:
         for_training: bool = True,
         inputs_need_grad: bool = False,
         shared_group: DataParallelExecutorGroup | None = None,
-        fixed_param_names: Sequence[str] | None = None,
-        grad_req: str | Mapping[str, str] = "write",
-        state_names: Sequence[str] | None = None,
+        grad_req: str = "write",
         output_shapes: Any = None,
         buffers: str | Mapping[str, str] = "mean",
     ) -> None:
@@ -130,11 +125,12 @@ class DataParallelExecutorGroup:
             )
         self._model = DataParallel(module, contexts, workloads=workload, buffers=buffers)
         self._declared = read_descs(output_shapes, "output_shapes")
-        self._binding = Binding.of(module, data_shapes, label_shapes, state_names or ())
-        self._requests = GradientRequests(module, grad_req, fixed_param_names or ())
+        self._binding = Binding.of(module, data_shapes, label_shapes)
+        wanted = "be 'write' or 'add'"
+        check_argument(grad_req in ("write", "add"), "grad_req", wanted, grad_req)
+        self._adds = grad_req == "add"
         self.for_training = for_training
         self.inputs_need_grad = inputs_need_grad
-        self._states: dict[str, Tensor] | float = 0.0  # whole tensors, or one value for all
         self._pass: _Pass | None = None
         self._closed = False
         if shared_group is not None:
@@ -191,7 +187,7 @@ class DataParallelExecutorGroup:
 
     @property
     def data_shapes(self) -> tuple[DataDesc, ...]:
-        """The inputs, as bound now, without states."""
+        """The inputs, as bound now."""
         return self._binding.data
 
     @property
@@ -203,18 +199,10 @@ class DataParallelExecutorGroup:
         """Return names and shapes of the outputs for ``batch_size`` rows.
 
         Raises:
-            StateError: They are not declared, and there was no forward pass yet.
+            StateError: There was no forward pass yet.
         """
-        if self._pass is not None:
-            outputs = self._pass.outputs
-            return [(name, outputs.shape(name, self.batch_size)) for name in outputs.names]
-        if not self._declared:
-            raise StateError(
-                "The group must have run to know its outputs, but has not. Call `forward()` first, "
-                "or declare `output_shapes`."
-            )
-        known = [each.with_rows(self.batch_size) for each in self._declared]
-        return [(each.name, each.shape) for each in known]
+        outputs = self._last().outputs
+        return [(name, outputs.shape(name, self.batch_size)) for name in outputs.names]
 
     getOutputShapes = get_output_shapes
 
@@ -230,7 +218,7 @@ class DataParallelExecutorGroup:
         """Bind to other shapes, dtypes, layouts or names.
 
         Args:
-            data_shapes: As for the class. States that are not among them follow the batch size.
+            data_shapes: As for the class.
             label_shapes: Likewise; None for no labels.
             shared_group: As for the class.
             reshape: MXNet's; taken and not used.
@@ -240,13 +228,7 @@ class DataParallelExecutorGroup:
             ConfigError: They do not fit; the group stays bound as it was.
         """
         self._check_open()
-        given = read_descs(data_shapes, "data_shapes")
-        names = {each.name for each in given}
-        rows = next((each.rows for each in given if each.rows is not None), self.batch_size)
-        states = self._binding.of_rows(rows).states
-        kept = [each for each in states if each.name not in names]
-        state_names = [each.name for each in states]
-        binding = Binding.of(self.module, (*given, *kept), label_shapes, state_names)
+        binding = Binding.of(self.module, data_shapes, label_shapes)
         if shared_group is not None:
             share_tensors(self.module, shared_group.module)
         self._binding, self._pass = binding, None
@@ -289,9 +271,8 @@ class DataParallelExecutorGroup:
         if has_graph and self.inputs_need_grad:
             leaves = [_differentiable(own) for own in leaves]
         labels = cut_tensors(fed.labels, binding.labels, sizes)
-        states = cut_tensors(self._filled_states(binding, fed), binding.states, sizes)
         used = sizes if any(sizes) else [1] + [0] * (len(sizes) - 1)
-        calls = zip(leaves, labels, states, used, strict=True)
+        calls = zip(leaves, labels, used, strict=True)
         parts = [binding.call(*own) if size else None for *own, size in calls]
         axes = (each.batch_axis for each in binding.data if each.batch_axis is not None)
         axis = next(axes, 0)
@@ -301,7 +282,7 @@ class DataParallelExecutorGroup:
         def check(found: Sequence[Nested]) -> None:  # before the module's buffers change
             read.append(Outputs(found, sizes, self._declared, axis))
 
-        with _mode(self.module, trains, has_graph), self._requests.without_null():
+        with _mode(self.module, trains, has_graph):
             self._model.forward_parts(parts, sizes, check=check)
         self._binding = binding
         self._pass = _Pass(fed, sizes, leaves, read[0], trains, has_graph)
@@ -329,35 +310,37 @@ class DataParallelExecutorGroup:
             )
         pairs = last.outputs.gradients(out_grads, last.fed.pad, self.contexts[0])
         last.has_graph = False  # whatever becomes of it: torch frees a graph on the way back
-
-        def compute() -> None:
+        parameters = list(self.module.parameters())
+        before = [parameter.grad for parameter in parameters]
+        # No context: Ctrl-C between its begin and its body would lose the gradients.
+        try:
+            if not self._adds:
+                self.module.zero_grad()
             if pairs:
                 tensors, gradients = zip(*pairs, strict=True)
                 torch.autograd.backward(tensors, gradients)
-
-        self._requests.write(compute)
+        except BaseException:
+            if not self._adds:
+                for parameter, gradient in zip(parameters, before, strict=True):
+                    parameter.grad = gradient
+            raise
         last.went_back = True
 
-    def get_outputs(
-        self, merge_multi_context: bool = True, begin: int = 0, end: int | None = None
-    ) -> list[Any]:
-        """Return the outputs from ``begin`` to ``end``, without padded rows and without a graph.
+    def get_outputs(self, merge_multi_context: bool = True) -> list[Any]:
+        """Return the outputs, without padded rows and without a graph.
 
         Args:
             merge_multi_context: Whole ones, on the first device: joined along their batch axis;
                 losses are the mean over all rows. Otherwise a list per output, None for devices
                 that rested.
-            begin: The first output.
-            end: The output behind the last; default: all that follow.
 
         Raises:
             StateError: There was no forward pass.
         """
         outputs = self._last().outputs
-        names = outputs.names[begin:end]
         if not merge_multi_context:
-            return [outputs.by_device(name) for name in names]
-        return [outputs.whole(name, self.contexts[0]) for name in names]
+            return [outputs.by_device(name) for name in outputs.names]
+        return [outputs.whole(name, self.contexts[0]) for name in outputs.names]
 
     def getOutputs(self) -> list[Any]:
         """Return outputs by device; see ``get_outputs``."""
@@ -401,68 +384,6 @@ class DataParallelExecutorGroup:
     def getInputGradsMerged(self) -> list[Any]:
         """Return whole gradients of the data; see ``get_input_grads``."""
         return self.get_input_grads()
-
-    # -- states ------------------------------------------------------
-
-    def get_states(self, merge_multi_context: bool = False) -> list[list[Tensor]]:
-        """Return each state's parts by device; zeros before they are set.
-
-        Raises:
-            ConfigError: Whole ones are asked for, which MXNet had not either.
-        """
-        if merge_multi_context:
-            raise ConfigError(
-                "`merge_multi_context` must be False for states, but is True. Join the parts along "
-                "their batch axis."
-            )
-        sizes = self._sizes()
-        pad = 0 if self._pass is None else self._pass.fed.pad
-        whole = self._filled_states(self._binding, Fed({}, {}, sum(sizes), pad))
-        parts = cut_tensors(whole, self._binding.states, sizes)
-        return [[part[desc.name] for part in parts] for desc in self._binding.states]
-
-    def set_states(self, states: Nested = None, value: float | None = None) -> None:
-        """Set all states: to tensors, each whole or a list by device, or to one ``value``.
-
-        Whether they have the next batch's rows is known when it comes: `forward` says so.
-
-        Raises:
-            ConfigError: Neither or both are given, or they do not fit what is bound; they stay as
-                they were.
-        """
-        if (states is None) == (value is None):
-            told = "both are" if states is not None else "neither is"
-            raise ConfigError(f"`states` or `value` must be given, one of them, but {told}.")
-        if value is not None:
-            self._states = float(value)
-            return
-        descs = self._binding.states
-        if not isinstance(states, (list, tuple)) or len(states) != len(descs):
-            raise ConfigError(
-                f"`states` must hold one entry for each of {[each.name for each in descs]}, but is "
-                f"{states!r:.80}."
-            )
-        whole = [_joined(given, desc) for given, desc in zip(states, descs, strict=True)]
-        self._states = read_tensors(whole, descs, "states")
-
-    def _filled_states(self, binding: Binding, fed: Fed) -> dict[str, Tensor]:
-        """Return whole states without padded rows, which they may have or not."""
-        states = {}
-        for desc in binding.states:
-            shape, axis = desc.with_rows(fed.rows).shape, desc.batch_axis
-            if isinstance(self._states, float):
-                states[desc.name] = torch.full(shape, self._states, dtype=desc.dtype)
-                continue
-            state = self._states[desc.name]
-            if axis is not None and state.shape[axis] == fed.rows + fed.pad:
-                state = state.narrow(axis, 0, fed.rows)
-            if tuple(state.shape) != shape:
-                raise ConfigError(
-                    f"`states` must have shape {shape} for `{desc.name}` like the batch, but have "
-                    f"{tuple(state.shape)}. Call `set_states()` for this batch size."
-                )
-            states[desc.name] = state
-        return states
 
     # -- parameters --------------------------------------------------
 
@@ -590,18 +511,6 @@ def _merged_gradients(
     shape = list(found[0].shape)
     shape[axis] = pad
     return torch.cat([*found, found[0].new_zeros(shape)], axis)
-
-
-# Any: a tensor or an array, or a list of them by device.
-def _joined(given: Any, desc: DataDesc) -> Any:
-    """Return the whole of a state."""
-    if not isinstance(given, (list, tuple)):
-        return given
-    parts = [torch.as_tensor(part) for part in given if part is not None]
-    if not parts:
-        raise ConfigError(f"`states` must hold a tensor for `{desc.name}`, but is {given!r:.80}.")
-    axis = desc.batch_axis
-    return parts[0] if axis is None else torch.cat([part.to(parts[0]) for part in parts], axis)
 
 
 @contextlib.contextmanager

@@ -75,12 +75,7 @@ class Monitor:
         if stat_func is not None:
             check_function("stat_func", stat_func)
         self._statistic = _norm_by_size if stat_func is None else stat_func
-        try:
-            self._pattern = re.compile(pattern)
-        except (re.error, TypeError) as error:
-            raise ConfigError(
-                f"`pattern` must be a regular expression, but is {pattern!r}: {error}."
-            ) from error
+        self._pattern = re.compile(pattern)
         self._sort = sort
         self._installed: list[nn.Module] = []
         self._handles: list[RemovableHandle] = []
