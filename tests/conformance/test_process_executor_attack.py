@@ -81,22 +81,38 @@ def descriptors() -> int:
 
 
 class Deadly(nn.Linear):
-    """Kills each worker process that runs it."""
-
-    def __init__(self) -> None:
-        super().__init__(5, 3)
-        self.home = os.getpid()
+    """Kills the process that runs it."""
 
     def forward(self, rows: Tensor) -> Tensor:
-        if os.getpid() != self.home:
-            os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
         return super().forward(rows)
 
 
 def test_too_many_losses_end_the_run() -> None:
     executor = phalanx.Processes(max_failures=2)
-    with make(Deadly(), executor) as trainer, pytest.raises(PeerLost, match="max_failures"):
+    with make(Deadly(5, 3), executor) as trainer, pytest.raises(PeerLost, match="max_failures"):
         trainer.step(batch())
+
+
+class OnlyInWorkers(nn.Linear):
+    """Refuses to run in the program."""
+
+    home = os.getpid()
+
+    def forward(self, rows: Tensor) -> Tensor:
+        assert os.getpid() != self.home
+        return super().forward(rows)
+
+
+def test_automatic_replicas_compute_nothing_in_the_program() -> None:
+    """Autograd would refuse to work in forks afterwards, where torch sees a GPU."""
+    told: list[object] = []
+    with make(OnlyInWorkers(5, 3), replicas="auto", callbacks=[told.append]) as trainer:
+        trainer.fit([batch()])
+        count = len(trainer.worker_pids)
+    assert count == min(3, len(os.sched_getaffinity(0)))
+    chosen = [each for each in told if isinstance(each, phalanx.callbacks.FormationChosen)]
+    assert [each.replicas for each in chosen] == [count]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -57,6 +57,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_THREADS_AT_FORK = "Unable to handle autograd's threading"  # what torch says
 _ONE_VALUE = "Expected more than 1 value per channel when training"  # what torch says
 
 
@@ -456,10 +457,16 @@ def annotate_error(error: BaseException, replica: Replica, microbatch: int) -> N
 
 
 def explain_error(error: BaseException) -> None:
-    """Note on torch's error that batch norm cannot train on one row, and the ways out."""
+    """Note the ways out on errors of torch's that do not name them."""
     if isinstance(error, ValueError) and _ONE_VALUE in str(error):
         error.add_note(
             "This piece of the batch has 1 row, of which batch norm has no variance. Cut the batch "
             "into fewer pieces (`microbatches`, `replicas`), or leave a short last batch out, by "
             "`drop_last=True` of its loader."
+        )
+    elif isinstance(error, RuntimeError) and _THREADS_AT_FORK in str(error):
+        error.add_note(
+            "The program has run a backward pass before its worker processes were forked, and "
+            'torch sees a GPU. Set `CUDA_VISIBLE_DEVICES=""` before the start, run no backward '
+            "pass in the program, or use executor='threads'."
         )

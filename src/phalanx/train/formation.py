@@ -70,7 +70,13 @@ def read_replicas(
 
 
 def choose_formation(
-    module: nn.Module, splitter: Splitter, objective: Objective, batch: Nested, home: torch.device
+    module: nn.Module,
+    splitter: Splitter,
+    objective: Objective,
+    batch: Nested,
+    home: torch.device,
+    *,
+    measures: bool = True,
 ) -> tuple[Formation, str]:
     """Measure what `replicas="auto"` may be; return the fastest, and a line that says why.
 
@@ -80,12 +86,17 @@ def choose_formation(
     Args:
         batch: The trials compute its gradients.
         home: Where the replicas shall be.
+        measures: False chooses the largest number without a trial. Worker processes need that:
+            after a backward pass in the program, autograd refuses to work in a fork where torch
+            sees a GPU.
     """
     assert splitter.microbatches is not None  # "auto" is refused without
     most = min(splitter.microbatches, num_cores()) if home.type == "cpu" else 1
     options = [Formation((home,) * count, 1) for count in sorted({1, min(2, most), most})]
     if len(options) == 1:
         return options[0], "the only choice"
+    if not measures:
+        return options[-1], "one worker process per core, as far as there are microbatches"
     executors = [ThreadExecutor(module, each.devices, intra_op=1) for each in options]
     runs = [_run_of(executor, splitter, objective, batch) for executor in executors]
     try:

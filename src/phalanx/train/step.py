@@ -59,6 +59,7 @@ class EngineSpec:
         clip_norm: Largest norm of the gradients.
         home: The device of the module.
         intra_op: Threads inside operators, where that is decided.
+        measures: Whether a trial in this process chooses for `replicas="auto"`.
         open_executor: Called with devices, `workloads` and `intra_op`.
         tell: Called with the choice of `replicas="auto"`.
     """
@@ -73,6 +74,7 @@ class EngineSpec:
     clip_norm: float | None
     home: torch.device
     intra_op: int | None
+    measures: bool
     open_executor: Callable[..., Executor]
     tell: Callable[[FormationChosen], None]
 
@@ -387,7 +389,12 @@ class Engine:
         spec = self.spec
         if spec.workloads is None:
             chosen, why = choose_formation(
-                spec.module, spec.splitter, spec.objective, batch, spec.home
+                spec.module,
+                spec.splitter,
+                spec.objective,
+                batch,
+                spec.home,
+                measures=spec.measures,
             )
         else:
             chosen = Formation((spec.home,) * len(spec.workloads), 1)

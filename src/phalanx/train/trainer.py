@@ -199,6 +199,7 @@ class Trainer:
             clip_norm=clip_norm,
             home=self._home,
             intra_op=self._intra_op,
+            measures=choice.kind != "processes",
             open_executor=partial(
                 open_executor,
                 choice,
