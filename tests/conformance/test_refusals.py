@@ -268,13 +268,10 @@ class Output:
 
 ROWS: list[Row] = [
     making_trainer("`loss` must be a function, but is 3", loss=3),
-    making_trainer(
-        r"`loss` must be an instance.* Write CrossEntropyLoss\(\)", loss=nn.CrossEntropyLoss
-    ),
     making_trainer("`loss`", loss=None),
     making_trainer("`forward` must be a function, but is 3", loss=None, forward=3),
-    making_trainer("`optimizer`", optimizer=F.cross_entropy),
-    making_trainer("`optimizer` must .* is not given", optimizer=None),
+    making_trainer("`optimizer`", optimizer=nn.CrossEntropyLoss()),
+    making_trainer("`optimizer` must .* but is or returned None", optimizer=None),
     making_trainer("`module` must have at least one parameter", module=nn.Tanh()),
     making_trainer("`microbatches` must be a whole number, but is '2'", microbatches="2"),
     making_trainer("`microbatches` must be a whole number, but is True", microbatches=True),
@@ -289,14 +286,11 @@ ROWS: list[Row] = [
     making_trainer("`intra_op` must be 1 with microbatches", executor=phalanx.Threads(intra_op=2)),
     making_trainer("`replicas` must .*but is empty", replicas=[]),
     making_trainer(r"`replicas` must be at most .* microbatches \(4\), but are 5", replicas=5),
-    making_trainer("`replicas` must be a number .*'auto'", replicas="auto", microbatches=None),
     making_trainer("`replicas` must .*'gpu'", replicas=["gpu"]),
     making_trainer(r"Give \['cpu', 'cpu'\] for a replica on each", replicas="cpu,cpu"),
-    making_trainer("`replicas` must be a number, a sequence of devices or", replicas=2.5),
+    making_trainer("`replicas` must be a number of replicas or a sequence", replicas=2.5),
     making_trainer("`executor` must be one of .*, but is 'gremlins'", executor="gremlins"),
-    making_trainer("`weight` must be a function, but is 3", weight=3),
     making_trainer("`layout` must be a `Layout`, but is 3", layout=3),
-    making_trainer("`metrics` must map names to metrics, but is 3", metrics=3),
     making_trainer(r"`callbacks\[1\]` must be a function, but is 3", callbacks=[len, 3]),
     making_trainer("`workloads` must hold one share per device .*holds 1", workloads=[1]),
     making_trainer("`workloads` must .*, but .*-1", workloads=[1, -1]),
@@ -373,8 +367,6 @@ ROWS: list[Row] = [
     Row(TRAINER, lambda t: t.fit([vector_batch(8)], epochs=1.5), "`epochs` must be a whole"),
     Row(TRAINER, lambda t: t.fit([vector_batch(8)], epochs=-1), "`epochs` must "),
     Row(TRAINER, lambda t: t.fit([vector_batch(8)], steps=0), "`steps` must "),
-    Row(TRAINER, lambda t: t.save(3), "`folder` must be a path, but is 3"),
-    Row(TRAINER, lambda t: t.resume(3), "`folder` must be a path, but is 3"),
     Row(TRAINER, lambda t: t.resume("/nowhere"), "nowhere", CheckpointError),
     # calls of containers
     Row(CONTAINER, lambda m: m(X, mask=X[:7]), "`mask` must have 8 rows .* like `(0|x)`"),

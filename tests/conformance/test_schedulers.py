@@ -123,11 +123,9 @@ class Stateless:
 @pytest.mark.parametrize(
     ("scheduler", "interval", "match"),
     [
-        (lambda o: [StepLR(o, 1), StepLR(o, 2)], "epoch", "must be one scheduler, but is 2"),
-        ([], "epoch", "must be one scheduler"),
-        (lambda _: Stateless(), "epoch", r"'Stateless' without `state_dict\(\)`"),
-        (Stateless(), "epoch", r"'Stateless' without `state_dict\(\)`"),
-        (lambda _: None, "epoch", "'NoneType' without"),
+        (lambda o: [StepLR(o, 1), StepLR(o, 2)], "epoch", "must be one torch scheduler"),
+        (lambda _: Stateless(), "epoch", "Stateless object"),
+        (lambda _: None, "epoch", "but is or returned None"),
         (StepLR(momentum(net().parameters()), 1), "epoch", "of the trainer's optimizer"),
         (lambda o: StepLR(o, 1), "batch", "`scheduler_interval` must be 'epoch' or 'step'"),
         (ReduceLROnPlateau, "step", "must be 'epoch' for ReduceLROnPlateau"),

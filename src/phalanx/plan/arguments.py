@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from functools import partial
 from inspect import signature
 from numbers import Integral, Real
@@ -17,7 +16,6 @@ __all__ = [
     "check_argument",
     "check_choice",
     "check_function",
-    "check_iterable",
     "check_mean_loss",
     "check_microbatches",
     "read_count",
@@ -121,13 +119,6 @@ def check_choice(name: str, given: Any, way_out: str = "") -> None:
 def check_function(name: str, given: Any, wanted: str = "be a function", way_out: str = "") -> None:
     """Refuse what cannot be called."""
     check_argument(callable(given), name, wanted, given, way_out)
-
-
-def check_iterable(name: str, given: Any, wanted: str, way_out: str = "") -> None:
-    """Refuse what yields no items, and texts and mappings, whose items would be taken for them."""
-    fits = isinstance(given, Iterable) or hasattr(given, "__getitem__")
-    fits = fits and not isinstance(given, (str, bytes, Mapping))
-    check_argument(fits, name, wanted, given, way_out)
 
 
 def _shown(given: Any) -> str:

@@ -34,7 +34,15 @@ from phalanx.errors import CheckpointError, ConfigError, PhalanxError, Unsupport
 from phalanx.files import open_regular, read_text, save_tensors, sync_to_disk
 from phalanx.torch_internals import pytree
 
-__all__ = ["Content", "check_storable", "pack", "read_checkpoint", "unpack", "write_checkpoint"]
+__all__ = [
+    "Content",
+    "check_storable",
+    "copied",
+    "pack",
+    "read_checkpoint",
+    "unpack",
+    "write_checkpoint",
+]
 
 # What a checkpoint holds, by name; "model" is the module's state dict. Any: all kinds of state.
 Content = dict[str, Any]
@@ -71,13 +79,18 @@ def check_storable(name: str, state: Any) -> None:
 def pack(state: Any) -> bytes:
     """Return ``state`` as the bytes of a file of `torch.save`."""
     stream = io.BytesIO()
-    torch.save(_cloned(state), stream)
+    torch.save(copied(state), stream)
     return stream.getvalue()
 
 
 def unpack(packed: bytes) -> Any:
     """Undo :func:`pack`; nothing in it is run."""
     return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
+
+
+def copied(state: Any) -> Any:
+    """Return ``state`` with tensors on the CPU, in memory of their own: views would write all."""
+    return pytree.tree_map_only(Tensor, _own, state)
 
 
 def write_checkpoint(content: Content, folder: Path) -> None:
@@ -184,7 +197,7 @@ def _write(content: Content, draft: Path) -> None:
     rest = {name: each for name, each in content["model"].items() if name not in model}
     plain = {name: _own(each).contiguous() for name, each in model.items()}
     save_tensors(plain, draft / _MODEL)
-    torch.save(_cloned({**content, "model": rest}), draft / _STATE)
+    torch.save(copied({**content, "model": rest}), draft / _STATE)
     digests = {name: _digest(draft / name) for name in (_MODEL, _STATE)}
     text = json.dumps({"format": _FORMAT, "files": digests}, indent=1)
     (draft / _DOCUMENT).write_text(text, encoding="utf-8")
@@ -261,11 +274,6 @@ def _first_line(error: Exception) -> str:
 
 def _own(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).resolve_conj()
-
-
-def _cloned(state: Any) -> Any:
-    """Return ``state`` with tensors on the CPU, in memory of their own: views would write all."""
-    return pytree.tree_map_only(Tensor, _own, state)
 
 
 def _digest(file: Path) -> str:

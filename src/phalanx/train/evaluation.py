@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 from phalanx.execution import RunResult, repeated
 from phalanx.metrics import Metrics
 from phalanx.plan import Merging
-from phalanx.train.lent_weights import find_weights, lent_weights
 from phalanx.train.microbatches import Microbatches
 from phalanx.train.objective import EvaluateTask, PredictTask, is_pair
 from phalanx.train.step import Engine
@@ -63,7 +63,7 @@ class Evaluation:
     engine: Engine
     seed: tuple[int, ...]
 
-    # Any, here and below: a module, or what has one; see `lent_weights`.
+    # Any, here and below: a module, or what has one; see `_find_weights`.
     def evaluate(self, loader: Iterable[Nested], lender: Any, metrics: Metrics) -> dict[str, float]:
         """Return the weighted mean loss and the metrics over all of ``loader``.
 
@@ -111,20 +111,26 @@ class Evaluation:
     def _evaluating(self, lender: Any) -> Iterator[Callable[[], None]]:
         """Give a function that puts the module into eval mode, with the weights of ``lender``.
 
-        It is to be called when the engine is open: ranks have one another's weights then.
+        It is to be called when the engine is open: ranks have one another's weights then. The
+        weights are copied into the module's own memory, where replicas of every kind find them, and
+        back bit for bit, also after an error.
         """
-        module = self.engine.spec.module
-        lent = find_weights(module, lender)
+        module, write = self.engine.spec.module, self.engine.write
+        lent = _find_weights(module, lender)
         modes = [(child, child.training) for child in module.modules()]
+        own: dict[str, Tensor] = {}
 
         def begin() -> None:
-            lending.enter_context(lent_weights(module, lent, self.engine.write))
+            if lent is not None:
+                own.update({name: each.clone() for name, each in _tensors_of(module).items()})
+                write(lambda: _copy_to(module, lent))
             module.eval()
 
         try:
-            with contextlib.ExitStack() as lending:
-                yield begin
+            yield begin
         finally:
+            if own:
+                write(lambda: _copy_to(module, own))
             for child, training in modes:
                 child.training = training
 
@@ -132,24 +138,17 @@ class Evaluation:
         self, loader: Iterable[Nested], task: EvaluateTask | PredictTask, begin: Callable[[], None]
     ) -> Iterator[tuple[Microbatches, RunResult]]:
         """Run ``task`` on each batch."""
-        check_loader(loader)
-        begun = False
-        for place, batch in enumerate(loader):
-            if isinstance(task, PredictTask):
-                batch = self._in_pair(batch)
-            if not begun:
-                self._open_engine(batch, task)
+        check_loader("loader", loader)
+        predicts = isinstance(task, PredictTask)
+        place = -1
+        for place, given in enumerate(loader):
+            batch = self._in_pair(given) if predicts else given
+            if place == 0:
+                self.engine.open_to_predict() if predicts else self.engine.open(batch)
                 begin()
-                begun = True
-            yield self._run(batch, task, (*self.seed, place))
-        if not begun:
+            yield repeated(partial(self._run, batch, task, (*self.seed, place)))
+        if place < 0:
             raise ConfigError("`loader` must yield at least one batch, but yields none.")
-
-    def _open_engine(self, batch: Nested, task: EvaluateTask | PredictTask) -> None:
-        if isinstance(task, PredictTask):
-            self.engine.open_to_predict()
-        else:
-            self.engine.open(batch)
 
     def _in_pair(self, batch: Nested) -> Nested:
         """Make inputs alone a pair, so that a layout's paths mean the same leaves."""
@@ -158,17 +157,44 @@ class Evaluation:
         return batch if is_users or is_pair(batch) else (batch, None)
 
     def _run(
-        self,
-        batch: Nested,
-        task: EvaluateTask | PredictTask,
-        seed: tuple[int, ...],
+        self, batch: Nested, task: EvaluateTask | PredictTask, seed: tuple[int, ...]
     ) -> tuple[Microbatches, RunResult]:
         """Run ``task`` on one batch."""
+        weighs = isinstance(task, EvaluateTask)  # targets may be missing
+        microbatches = self.engine.split(batch, weighs=weighs)
+        with torch.no_grad():
+            return microbatches, self.engine.run(task, microbatches, seed)
 
-        def attempt() -> tuple[Microbatches, RunResult]:
-            weighs = isinstance(task, EvaluateTask)  # targets may be missing
-            microbatches = self.engine.split(batch, weighs=weighs)
-            with torch.no_grad():
-                return microbatches, self.engine.run(task, microbatches, seed)
 
-        return repeated(attempt)
+def _find_weights(trained: nn.Module, lender: Any) -> dict[str, Tensor] | None:
+    """Return the weights and buffers of ``lender``, which are to be looked at as ``trained``'s.
+
+    Args:
+        lender: A module, or something with one as its ``module``, such as an `EMA` or torch's
+            `AveragedModel`; None for none.
+
+    Raises:
+        ConfigError: It is neither, or of other parameters.
+    """
+    if lender is None:
+        return None
+    ours = {name: (each.dtype, each.shape) for name, each in _tensors_of(trained).items()}
+    for module in (lender, getattr(lender, "module", None)):
+        lent = _tensors_of(module) if isinstance(module, nn.Module) else {}
+        if {name: (each.dtype, each.shape) for name, each in lent.items()} == ours:
+            return lent
+    raise ConfigError(
+        "`module` must be a module, or have one as its `module`, with the parameters and buffers "
+        f"of the trained one, in name, dtype and shape, but is {lender!r:.200}. Give an `EMA`, or "
+        "a copy of the trained module."
+    )
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: each.detach() for name, each in tensors.items()}
+
+
+def _copy_to(module: nn.Module, values: dict[str, Tensor]) -> None:
+    for name, tensor in _tensors_of(module).items():
+        tensor.copy_(values[name])

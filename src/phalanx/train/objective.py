@@ -40,9 +40,6 @@ class Objective:
             )
         name, function = ("loss", loss) if forward is None else ("forward", forward)
         check_function(name, function)
-        if isinstance(function, type) and issubclass(function, nn.Module):
-            told = function.__name__
-            raise ConfigError(f"`{name}` must be an instance, but is a class. Write {told}().")
         if loss is not None:
             check_mean_loss(name, loss)
         self._loss = loss
@@ -79,11 +76,6 @@ class Objective:
             way_out = "Return its `loss`." if hasattr(loss, "loss") else "Take its mean."
             raise ConfigError(
                 f"`{name}` must return a {what} of one element, but returned {shown!r}. {way_out}"
-            )
-        if loss.is_complex():
-            raise ConfigError(
-                f"`loss` must return a real number, but returned one of {loss.dtype}. Take its "
-                "`abs()` or its `real`."
             )
         if not keep_outputs:
             return loss, MicrobatchResult(loss.item(), None, None)

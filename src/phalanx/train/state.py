@@ -6,9 +6,9 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from phalanx.callbacks import Callback
 from phalanx.distributed import ElasticExchange
 from phalanx.errors import CheckpointError, PhalanxError, StateError
-from phalanx.memory import is_expanded
 from phalanx.metrics import Metrics
 from phalanx.replicas import generator_states, set_generators
-from phalanx.train.checkpoint import Content, check_storable, pack, unpack
+from phalanx.train.checkpoint import Content, check_storable, copied, pack, unpack
 from phalanx.train.position import Position
 
 __all__ = [
@@ -102,10 +101,17 @@ def capture_state(state: TrainerState) -> Content:
     Raises:
         UnsupportedError: A state holds something that a checkpoint cannot.
     """
-    progress, module = state.progress, state.module
-    model = module.state_dict()
-    written = {k: v for k, v in _all_tensors(module).items() if k in state.written}
-    content: Content = {
+    content = _capture(state)
+    kinds = {key: content[key] for key in ("optimizer", "scheduler", "metrics")}
+    for name, each in {"module": content["model"], **kinds, **content["callbacks"]}.items():
+        check_storable(f"{name}.state_dict()", each)
+    return content
+
+
+def _capture(state: TrainerState) -> Content:
+    progress, model = state.progress, state.module.state_dict()
+    written = {k: v for k, v in _all_tensors(state.module).items() if k in state.written}
+    return {
         "made of": _made_of(state),
         "model": model,
         "buffers": {k: v for k, v in written.items() if k not in model},  # `persistent=False`
@@ -116,10 +122,6 @@ def capture_state(state: TrainerState) -> Content:
         "generators": generator_states(),  # which an optimizer or a callback may draw from
         "progress": {**vars(progress), "position": tuple(progress.position)},
     }
-    kinds = {key: content[key] for key in ("optimizer", "scheduler", "metrics")}
-    for name, each in {"module": model, **kinds, **content["callbacks"]}.items():
-        check_storable(f"{name}.state_dict()", each)
-    return content
 
 
 def _made_of(state: TrainerState) -> dict[str, Any]:
@@ -146,17 +148,22 @@ def restore_state(state: TrainerState, content: Content, source: str) -> RunProg
     _check_alike(state, content, source)
     position = Position(*content["progress"]["position"])
     progress = RunProgress(**{**content["progress"], "position": position})
-    parts, begun = _parts_of(state, content), list[_Part]()
+    every_buffer = replace(state, written=set(_all_tensors(state.module)))
+    before, begun = copied(_capture(every_buffer)), list[str]()
+    loads = _loads(state, content)
     try:
-        for part in parts:
-            begun.append(part)
-            part.load()
+        for name, load in loads.items():
+            begun.append(name)
+            load(content)
     except BaseException as error:
-        for part in reversed(begun):
-            _undo(part, error)
+        for name in reversed(begun):
+            try:
+                loads[name](before)
+            except Exception as failure:  # of the user's code: the others are put back all the same
+                error.add_note(f"Also failed, to put the {name} back: {failure!r}.")
         if isinstance(error, Exception) and not isinstance(error, PhalanxError):
             raise CheckpointError(
-                f"{source} must hold what the {begun[-1].name} takes, but that raised {error!r}. "
+                f"{source} must hold what the {begun[-1]} takes, but that raised {error!r}. "
                 "Nothing has changed. Make module, optimizer, scheduler and callbacks as they were "
                 "saved."
             ) from error
@@ -166,84 +173,48 @@ def restore_state(state: TrainerState, content: Content, source: str) -> RunProg
     return progress
 
 
-class _Part(NamedTuple):
-    """One holder of state: how it takes the new one, and the old one again."""
+# Any: state of all kinds.
+def _loads(state: TrainerState, content: Content) -> dict[str, Callable[[Content], Any]]:
+    """Return functions that put a content into one holder of state each, in order.
 
-    name: str
-    load: Callable[[], object]
-    undo: Callable[[], object]
-
-
-def _undo(part: _Part, error: BaseException) -> None:
-    try:
-        part.undo()
-    except Exception as failure:  # of the user's code: the others are to be put back all the same
-        error.add_note(f"Also failed, to put the {part.name} back: {failure!r}.")
-
-
-def _parts_of(state: TrainerState, content: Content) -> list[_Part]:
-    """Return who takes what, in order; the states of before are copied at once."""
-    parts = [
-        _part_of(f"callback {label!r}", state.callbacks[label], stored)
-        for label, stored in content["callbacks"].items()
+    ``content`` tells which callbacks have a state in it.
+    """
+    loads: dict[str, Callable[[Content], Any]] = {
+        f"callback {label!r}": partial(_load_callback, state.callbacks[label], label)
+        for label in content["callbacks"]
         if label in state.callbacks
-    ]
-    counted, states, before = content["metrics"], content["generators"], generator_states()
-    parts += [
-        _Part("metrics", lambda: state.metrics.restore(counted), lambda: None),
-        _Part("generators", lambda: set_generators(states), lambda: set_generators(before)),
-    ]
-    if state.scheduler is not None:
-        parts.append(_part_of("scheduler", state.scheduler, content["scheduler"]))
-    return [*parts, _optimizer_part(state.optimizer, content), _module_part(state.module, content)]
-
-
-# Any: whatever has `state_dict()` and `load_state_dict()`.
-def _part_of(name: str, holder: Any, stored: Any) -> _Part:
-    before = deepcopy(holder.state_dict())
-    load = holder.load_state_dict
-    return _Part(name, lambda: load(stored), lambda: load(before))
-
-
-def _optimizer_part(optimizer: Optimizer, content: Content) -> _Part:
-    before = deepcopy(optimizer.state_dict())
-    own = {"state": optimizer.state, "param_groups": optimizer.param_groups}
-
-    def load() -> None:
-        optimizer.load_state_dict(content["optimizer"])
-        _keep_dtypes(optimizer, content["optimizer"])
-
-    def undo() -> None:
-        optimizer.load_state_dict(before)  # for what it keeps elsewhere
-        optimizer.__setstate__(own)  # its `load_state_dict` makes new ones of both
-
-    return _Part("optimizer", load, undo)
-
-
-def _module_part(module: nn.Module, content: Content) -> _Part:
-    before = {
-        name: value.detach().cpu().clone()
-        for name, value in _all_tensors(module).items()
-        if not is_expanded(value)  # torch loads nothing into those
     }
-    extra = _extra_state(module)
+    loads["metrics"] = lambda held: state.metrics.restore(held["metrics"])
+    loads["generators"] = lambda held: set_generators(held["generators"])
+    scheduler = state.scheduler
+    if scheduler is not None:
+        loads["scheduler"] = lambda held: scheduler.load_state_dict(held["scheduler"])
+    loads["optimizer"] = lambda held: _load_optimizer(state.optimizer, held["optimizer"])
+    loads["module"] = lambda held: _load_module(state.module, held)
+    return loads
 
-    def load() -> None:
-        module.load_state_dict(content["model"])
-        _write(module, content["buffers"])
 
-    def undo() -> None:
-        _write(module, before)
-        if extra:
-            module.load_state_dict(extra, strict=False)
+def _load_callback(callback: StatefulCallback, label: str, content: Content) -> None:
+    callback.load_state_dict(content["callbacks"][label])
 
-    return _Part("module", load, undo)
+
+def _load_optimizer(optimizer: Optimizer, stored: Any) -> None:
+    """Load a state dict, with its dtypes: torch casts what it loads to the parameter's."""
+    optimizer.load_state_dict(stored)
+    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    with suppress(AttributeError, KeyError, TypeError):  # a state dict of another layout
+        for index, values in stored["state"].items():
+            entry = optimizer.state[parameters[index]]
+            for key in entry.keys() & values.keys():
+                if isinstance(entry[key], Tensor) and entry[key].dtype != values[key].dtype:
+                    entry[key] = values[key].to(entry[key].device)
 
 
 @torch.no_grad()
-def _write(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+def _load_module(module: nn.Module, content: Content) -> None:
+    module.load_state_dict(content["model"])
     ours = _all_tensors(module)
-    for name, value in values.items():
+    for name, value in content["buffers"].items():
         ours[name].copy_(value)
 
 
@@ -285,24 +256,6 @@ def _all_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a state dict, and the buffers that stand in none."""
     model = {k: v for k, v in module.state_dict().items() if isinstance(v, Tensor)}
     return {**dict(module.named_buffers(remove_duplicate=False)), **model}
-
-
-def _extra_state(module: nn.Module) -> dict[str, Any]:
-    """Return what `get_extra_state()` of all parts of the module returned."""
-    state = module.state_dict()
-    return {k: v for k, v in state.items() if k.endswith(_EXTRA) or not isinstance(v, Tensor)}
-
-
-# Any: a state dict.
-def _keep_dtypes(optimizer: Optimizer, stored: Any) -> None:
-    """Give state its stored dtype back: torch casts what it loads to the parameter's."""
-    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
-    with suppress(AttributeError, KeyError, TypeError):  # a state dict of another layout
-        for index, values in stored["state"].items():
-            entry = optimizer.state[parameters[index]]
-            for key in entry.keys() & values.keys():
-                if isinstance(entry[key], Tensor) and entry[key].dtype != values[key].dtype:
-                    entry[key] = values[key].to(entry[key].device)
 
 
 def _kind(tensor: Tensor) -> str:

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from phalanx.callbacks import EMA, Callback, EpochDone, FitBegun, FitEnded, StepDone
 from phalanx.clock import now_s
-from phalanx.errors import ConfigError, StateError
+from phalanx.errors import ConfigError, StateError, UnsupportedError
 from phalanx.execution import (
     ExecutorChoice,
     FailureLog,
@@ -30,8 +30,16 @@ from phalanx.execution import (
     repeated,
 )
 from phalanx.metrics import Joining, Metrics
-from phalanx.plan import Layout, check_workloads, fixed_workloads
-from phalanx.replicas import caller_intra_op
+from phalanx.plan import (
+    Layout,
+    check_argument,
+    check_microbatches,
+    check_workloads,
+    fixed_workloads,
+    read_number,
+    read_whole,
+)
+from phalanx.replicas import caller_intra_op, refuse_scripts
 from phalanx.train.checkpoint import Content, read_checkpoint, write_checkpoint
 from phalanx.train.dispatcher import EventDispatcher
 from phalanx.train.evaluation import Evaluation, enter_training, leave_evaluation, names_of_means
@@ -52,18 +60,13 @@ from phalanx.train.state import (
 )
 from phalanx.train.step import Engine, EngineSpec
 from phalanx.train.trainer_arguments import (
-    check_callables,
+    check_callbacks,
     check_fit,
     check_members,
     check_moment,
-    check_options,
-    check_ranks,
     check_replicas,
-    check_resize,
-    check_splitting,
     make_optimizer,
     make_scheduler,
-    read_folder,
 )
 from phalanx.types import Device, ForwardFn, LossFn, Nested, WeightFn
 
@@ -155,10 +158,21 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         choice = ExecutorChoice.read(executor)
-        check_options(module, microbatches, choice.intra_op, clip_norm)
-        check_callables(seed, metrics, callbacks)
-        check_ranks(choice.kind, workloads)
-        check_splitting(weight, layout)
+        refuse_scripts(module)
+        check_microbatches(microbatches, choice.intra_op)
+        if clip_norm is not None and not read_number("clip_norm", clip_norm) > 0:
+            raise ConfigError(
+                f"`clip_norm` must be above 0, but is {clip_norm!r}. Give None not to clip."
+            )
+        read_whole("seed", seed)
+        check_callbacks(callbacks)
+        if choice.kind == "ranks" and isinstance(workloads, str):
+            raise UnsupportedError(
+                "`workloads` must be numbers for executor='ranks', whose ranks would measure "
+                f"different ones, but is {workloads!r}. Give this rank's replicas' shares."
+            )
+        layout = Layout() if layout is None else layout
+        check_argument(isinstance(layout, Layout), "layout", "be a `Layout`", layout)
         if replicas is None:
             replicas = 1 if microbatches is None else "auto"
         check_replicas(replicas, microbatches, choice.kind)
@@ -175,7 +189,6 @@ class Trainer:
             check_replicas(len(fixed), microbatches, choice.kind)
         balances = isinstance(workloads, str) and microbatches is None
         self._objective = Objective(loss, forward)
-        layout = Layout() if layout is None else layout
         self._metrics = Metrics(metrics or {}, Joining(layout))
         self.optimizer = make_optimizer(optimizer, parameters)
         check_members(module, self.optimizer)
@@ -392,7 +405,11 @@ class Trainer:
         """
         check_moment(closed=self._closed)
         check_replicas(replicas, self._engine.spec.splitter.microbatches, self._choice.kind)
-        check_resize(self._choice.kind)
+        if self._choice.kind == "ranks":
+            raise UnsupportedError(
+                "`resize()` must be called in one process that owns all replicas, but "
+                "executor='ranks' has several. `save()`, and `resume()` in a job of another size."
+            )
         formation = read_replicas(replicas, self._home, self._intra_op, self._choice)
         if formation is None:
             raise ConfigError("`replicas` must be a number or devices, but is 'auto'.")
@@ -624,7 +641,7 @@ class Trainer:
             StateError: Called during a step, by a signal's handler or another thread.
         """
         check_moment(closed=self._closed, in_step=self._in_step)
-        path = read_folder(folder)
+        path = Path(folder)
         self.join()
         self._engine.complete_state()
         self._choice.write_once(lambda: write_checkpoint(capture_state(self._state()), path))
@@ -642,7 +659,7 @@ class Trainer:
             StateError: As with :meth:`save`.
         """
         check_moment(closed=self._closed, in_step=self._in_step)
-        path = read_folder(folder)
+        path = Path(folder)
         self._restore(read_checkpoint(path), f"Checkpoint `{path}`")
 
     def _restore(self, content: Content, source: str) -> None:
