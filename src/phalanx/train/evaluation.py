@@ -113,24 +113,32 @@ class Evaluation:
 
         It is to be called when the engine is open: ranks have one another's weights then. The
         weights are copied into the module's own memory, where replicas of every kind find them, and
-        back bit for bit, also after an error.
+        back bit for bit, also after an error. A schedule-free optimizer shows its average.
         """
-        module, write = self.engine.spec.module, self.engine.write
-        lent = _find_weights(module, lender)
-        modes = [(child, child.training) for child in module.modules()]
+        spec, write = self.engine.spec, self.engine.write
+        lent = _find_weights(spec.module, lender)
+        optimizer: Any = spec.optimizer if hasattr(spec.optimizer, "eval") else None
+        modes = [(child, child.training) for child in spec.module.modules()]
         own: dict[str, Tensor] = {}
 
         def begin() -> None:
+            if optimizer is not None:
+                write(optimizer.train)  # where the caller has called `eval()`
+            if lent is not None or optimizer is not None:
+                own.update({k: each.clone() for k, each in _tensors_of(spec.module).items()})
+            if optimizer is not None:
+                write(optimizer.eval)
             if lent is not None:
-                own.update({name: each.clone() for name, each in _tensors_of(module).items()})
-                write(lambda: _copy_to(module, lent))
-            module.eval()
+                write(lambda: _copy_to(spec.module, lent))
+            spec.module.eval()
 
         try:
             yield begin
         finally:
+            if own and optimizer is not None:
+                write(optimizer.train)  # it computes the weights from the average, and rounds
             if own:
-                write(lambda: _copy_to(module, own))
+                write(lambda: _copy_to(spec.module, own))
             for child, training in modes:
                 child.training = training
 

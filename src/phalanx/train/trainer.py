@@ -194,7 +194,7 @@ class Trainer:
         check_members(module, self.optimizer)
         self.scheduler = make_scheduler(scheduler, self.optimizer, scheduler_interval)
         self._scheduler_interval = scheduler_interval
-        self._has_modes = callable(getattr(self.optimizer, "train", None))  # schedule-free ones do
+        self._switch = getattr(self.optimizer, "train", None)  # schedule-free ones have it
         self._seed = seed
         self._reader = Reader(seed)
         self._choice = choice
@@ -386,8 +386,8 @@ class Trainer:
         with caller_intra_op(1):
             if not self.module.training:
                 leave_evaluation(self.module)
-            if self._has_modes:
-                self._switch_optimizer("train")
+            if self._switch is not None:
+                self._engine.write(self._switch)
             return self._step(batch, in_epoch=False)
 
     def resize(self, replicas: int | Sequence[Device]) -> None:
@@ -474,37 +474,9 @@ class Trainer:
         self._join_here()
         self._engine.refresh()
         seed = (self._seed, self.steps)
-        with caller_intra_op(1), self._averaged():
+        with caller_intra_op(1):
             yield Evaluation(self._engine, seed)
         self._events.tell_of_failures(self.steps)
-
-    def _switch_optimizer(self, mode: str) -> None:
-        """Call the optimizer's `train()` or `eval()`, which schedule-free ones have."""
-        switch = getattr(self.optimizer, mode, None)
-        if callable(switch):
-            self._engine.write(switch)
-
-    @contextmanager
-    def _averaged(self) -> Iterator[None]:
-        """Let a schedule-free optimizer show the weights that are to be evaluated."""
-        if not callable(getattr(self.optimizer, "eval", None)):
-            yield
-            return
-        self._switch_optimizer("train")  # where the caller has called `eval()`
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        trained = [parameter.detach().clone() for parameter in parameters]
-
-        def put_back() -> None:
-            with torch.no_grad():  # `train()` computes them from the average, and rounds
-                for parameter, value in zip(parameters, trained, strict=True):
-                    parameter.copy_(value)
-
-        self._switch_optimizer("eval")
-        try:
-            yield
-        finally:
-            self._switch_optimizer("train")
-            self._engine.write(put_back)
 
     def _run_epoch(
         self, loader: Iterable[Nested], validate: Iterable[Nested] | None
@@ -514,7 +486,8 @@ class Trainer:
         enter_training(self.module)
         if self._position.batch == 0:
             self._engine.refresh()
-        self._switch_optimizer("train")
+        if self._switch is not None:
+            self._engine.write(self._switch)
         length = length_of(loader)
         self._reader.open(loader, self._position.batch, self.epochs)
         while True:
