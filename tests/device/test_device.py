@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+# It changes with `native/` alone.
+pytestmark = pytest.mark.night
+
 FIRST, LAST = "dev:0", "dev:1"
 STEPS = 4
 

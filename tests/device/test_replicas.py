@@ -18,6 +18,7 @@ from phalanx.compat.mxnet import DataParallelExecutorGroup
 from phalanx.plan import workload_sizes
 from phalanx.replicas import DeviceCopies, Replica, modes
 from tests.conformance.groups import desc
+from tests.products import in_pairs
 from tests.zoo import assert_close
 
 F64 = torch.float64
@@ -109,9 +110,7 @@ def by_trainer(net: nn.Module, devices: list[str], workloads: Any, optimizer: An
 WAYS = {"container": by_container, "group": by_group, "trainer": by_trainer}
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("formation", FORMATIONS)
-@pytest.mark.parametrize("way", WAYS)
+@in_pairs("way, formation, optimizer", list(WAYS), list(FORMATIONS), list(OPTIMIZERS))
 def test_training_equals_plain_pytorch(way: str, formation: str, optimizer: str) -> None:
     devices, workloads = FORMATIONS[formation]
     net = Net().to(devices[0])
