@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import wait
@@ -15,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.course import DEADLINE_S
+from tests.multiprocess.forked_scripts import Script
 
 pytestmark = pytest.mark.promise("nothing-is-left-behind")
 
 GONE_S = 60.0
-ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = """
 import itertools
@@ -48,16 +46,11 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def script(tmp_path: Path) -> Iterator[Script]:
     (tmp_path / "train.py").write_text(SCRIPT)
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(tmp_path / "train.py")],
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        yield process
-        process.kill()
+    process = Script("python", "train.py", folder=tmp_path, errors=tmp_path / "errors")
+    yield process
+    process.end()
 
 
 def children(pid: int) -> set[int]:
@@ -79,10 +72,9 @@ def await_end(fd: int, deadline_s: float) -> bool:
 
 
 def test_a_killed_parent_leaves_no_worker_and_no_shared_file(
-    script: subprocess.Popen[str],
+    script: Script,
 ) -> None:
     """Of its workers one computes, one is stopped, and one is a replacement that starts."""
-    assert script.stdout is not None
     assert wait([script.stdout], DEADLINE_S), "the script did not train"
     first, second, third = map(int, script.stdout.readline().split())
     files = shared_files({script.pid, first, second, third})

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
+from tests.multiprocess.forked_scripts import run_forked
 from tests.zoo import simple_sgd as sgd
 
 F = nn.functional
@@ -158,10 +159,16 @@ print(torch.equal(weights("threads"), weights("processes")))
 
 
 @pytest.mark.promise("scripts-and-notebooks")
-@pytest.mark.parametrize(
-    "way", ["-", *(pytest.param(each, marks=pytest.mark.night) for each in ("file", "-c"))]
-)
-def test_a_script_needs_no_guard_and_no_file_and_runs_once(way: str, tmp_path: Path) -> None:
+def test_a_script_needs_no_guard_and_runs_once(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import warnings; warnings.simplefilter('ignore')" + SCRIPT)
+    code, told = run_forked("python", "script.py", folder=tmp_path, deadline_s=PATIENCE_S)
+    assert (code, told) == (0, "once\ntold\ntold\nTrue\n")
+
+
+@pytest.mark.promise("scripts-and-notebooks")
+@pytest.mark.night  # a start of Python for each
+@pytest.mark.parametrize("way", ["-", "file", "-c"])
+def test_a_script_needs_no_file_either(way: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     words = {"-": ["-"], "file": ["script.py"], "-c": ["-c", SCRIPT]}[way]
     done = subprocess.run(

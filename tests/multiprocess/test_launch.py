@@ -133,11 +133,21 @@ def gathered(word: str) -> list[str]:
     return words
 
 
-def test_a_function_runs_in_every_rank_and_returns_by_rank(monkeypatch):
-    """The ranks start as users' do, with the interface that the user names."""
+@pytest.mark.parametrize(
+    "start", ["in forks", pytest.param("as users' do", marks=pytest.mark.night)]
+)
+def test_a_function_runs_in_every_rank_and_returns_by_rank(start, monkeypatch):
+    """They have the interface that the user names; forks have the variables of their server."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    interface = "eth7"
+    if start == "in forks":
+        fork_ranks(monkeypatch)
+        interface = "lo"
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    assert launch(gathered, 2, args=("rank",)) == [["rank 0 eth7", "rank 1 eth7"]] * 2
+    assert (
+        launch(gathered, 2, args=("rank",))
+        == [[f"rank {rank} {interface}" for rank in range(2)]] * 2
+    )
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 

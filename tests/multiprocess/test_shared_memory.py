@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import resource
 import signal
@@ -16,7 +15,7 @@ import torch
 
 from phalanx.errors import OutOfSpace, StateError
 from phalanx.ipc import ProcessIdentity, Region, RunDirectory, die_with_parent
-from tests.multiprocess.children import DEADLINE_S, Children, Parent, wait_for_exit
+from tests.multiprocess.children import Children, Parent, wait_for_exit
 
 pytestmark = [pytest.mark.alone, pytest.mark.promise("nothing-is-left-behind")]
 NUM_WORKERS = 3
@@ -76,23 +75,6 @@ def test_three_workers_share_regions_given_at_the_start_and_later(start):
     rows = region.tensor(torch.float32, NUM_WORKERS * 5).view(NUM_WORKERS, 5)
     assert rows.tolist() == [[rank + 1.0] * 5 for rank in range(NUM_WORKERS)]
     assert later.tensor(torch.int64, 8 * NUM_WORKERS)[::8].tolist() == [10, 20, 30]
-
-
-def write_a_seven(connection, region: Region) -> None:
-    region.buffer[3] = 7
-    connection.send(region.nbytes)
-
-
-def test_a_spawned_child_gets_a_region_too():
-    region = Region.create(100)
-    ours, theirs = multiprocessing.Pipe()
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=write_a_seven, args=(theirs, region), daemon=True)
-    process.start()
-    assert ours.poll(DEADLINE_S)
-    assert ours.recv() == 100
-    process.join()
-    assert region.buffer[3] == 7
 
 
 def test_a_forked_child_simply_has_it():
