@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from phalanx.execution.partial_sums import Gradients
-from phalanx.replicas import add_gradients
+from phalanx.execution.partial_sums import Gradients, PartialSum, add_sums
 
 __all__ = ["NcclSums"]
 
@@ -28,21 +27,22 @@ class NcclSums:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
-        self._sums: dict[torch.device, Gradients] = {}
+        self._sums: dict[torch.device, PartialSum] = {}
         self._lock = threading.Lock()
 
     def put(self, device: torch.device, gradients: Gradients) -> None:
         """Add the gradients of a microbatch, which lie on ``device``, on the current stream."""
         with self._lock:
             before = self._sums.get(device)
-            self._sums[device] = gradients if before is None else add_gradients(before, gradients)
+            own = PartialSum(gradients, {})
+            self._sums[device] = own if before is None else add_sums(before, own)
 
     def reduce(self) -> Gradients:
         """Return the sums over all devices, where the parameters lie, on the current streams."""
         found: Gradients = [None] * len(self._parameters)
         kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for place, parameter in enumerate(self._parameters):
-            if any(sums[place] is not None for sums in self._sums.values()):
+            if any(each.gradients[place] is not None for each in self._sums.values()):
                 kinds.setdefault((parameter.device, parameter.dtype), []).append(place)
         for (home, _), places in kinds.items():
             for place, total in zip(places, self._reduce_to(home, places), strict=True):
@@ -56,7 +56,8 @@ class NcclSums:
         dtype = self._parameters[places[0]].dtype
         flats = []
         for device in devices:
-            own = self._sums.get(device, [None] * len(self._parameters))
+            nothing: Gradients = [None] * len(self._parameters)
+            own = self._sums[device].gradients if device in self._sums else nothing
             rows = [
                 torch.zeros(size, dtype=dtype, device=device) if row is None else row
                 for size, row in zip(sizes, (own[place] for place in places), strict=True)

@@ -11,7 +11,8 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from phalanx.plan import Node, SummationTree
-from phalanx.replicas import Statistic, add_gradients, merge_statistics
+from phalanx.replicas import Statistic, merge_statistics
+from phalanx.torch_internals import foreach_add
 
 __all__ = [
     "Gradients",
@@ -120,14 +121,20 @@ class TreeSums(Generic[T]):
 
 
 def add_sums(left: PartialSum, right: PartialSum) -> PartialSum:
-    """Return the sum of both, in the memory of the left one."""
+    """Return the sum of both, in the memory of the left one; None stands for no gradient."""
+    both = list(zip(left.gradients, right.gradients, strict=True))
+    pairs = [(a, b) for a, b in both if a is not None and b is not None]
+    if pairs:
+        foreach_add([a for a, _ in pairs], [b for _, b in pairs])
     # Some of the right one's memory stays in use where the left one lacks something.
     taken_over = (
         any(a is None for a in left.gradients)
         or not right.statistics.keys() <= left.statistics.keys()
     )
+    if right.statistics:
+        merge_statistics(left.statistics, right.statistics)
     return PartialSum(
-        add_gradients(left.gradients, right.gradients),
-        merge_statistics(left.statistics, right.statistics),
+        [b if a is None else a for a, b in both],
+        left.statistics,
         left.owners + right.owners if taken_over else left.owners,
     )

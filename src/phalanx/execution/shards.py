@@ -19,7 +19,6 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from phalanx.execution.partial_sums import Gradients, RunResult
 from phalanx.memory import dense_strides, refuse_overlap
-from phalanx.replicas import apart
 
 # Private: torch has no public way to ask whether hooks for all optimizers are registered.
 from phalanx.torch_internals import foreach_add, foreach_mul, has_global_step_hooks
@@ -84,7 +83,7 @@ class Shards:
         self._parts = [self._part(own) for own in self._stepped] if cut else []
         self.adds_first = not cut
         nothing: Gradients = [None] * len(self._parameters)
-        operands = [apart(operand.gradients) for operand in result.operands]
+        operands = [operand.gradients for operand in result.operands]
         self._left, self._right, *_ = *operands, nothing, nothing
 
     def _part(self, own: Sequence[int]) -> Optimizer:
@@ -99,17 +98,15 @@ class Shards:
         for group, params, fusible in zip(
             self.optimizer.param_groups, members, self._fusible, strict=True
         ):
-            if fusible and _leaves_open(group):
-                for alike in self._by_first_step(params):
-                    part.param_groups.append({**group, "params": alike, "fused": True})
-            elif params:
-                part.param_groups.append({**group, "params": params})
+            fused = {"fused": True} if fusible and _leaves_open(group) else {}
+            divided = [params] if params else []
+            if fused and type(self.optimizer) is SGD and group["momentum"]:
+                divided = self._by_first_step(params)
+            part.param_groups += [{**group, "params": each, **fused} for each in divided]
         return part
 
     def _by_first_step(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         """Return those without momentum apart: torch's fused SGD wants it for all or for none."""
-        if type(self.optimizer) is not SGD:
-            return [params] if params else []
         found: dict[bool, list[nn.Parameter]] = {}
         for parameter in params:
             entry = self.optimizer.state.get(parameter, {})
@@ -144,12 +141,11 @@ class Shards:
 
     def step(self, shard: int, scale: float) -> None:
         """Step one shard that was added, with gradients times ``scale``; then drop those."""
+        optimizer, places = self.optimizer, list(self._group_of)
         if self._parts:
-            self._step(self._parts[shard], self._stepped[shard], scale)
-        elif shard == 0:
-            self._step(self.optimizer, list(self._group_of), scale)
-
-    def _step(self, optimizer: Optimizer, places: Sequence[int], scale: float) -> None:
+            optimizer, places = self._parts[shard], self._stepped[shard]
+        elif shard > 0:
+            return
         present = [each for place in places if (each := self._left[place]) is not None]
         if scale != 1.0 and present:
             foreach_mul(present, scale)

@@ -31,7 +31,7 @@ from phalanx.replicas import (
     Replica,
     RunOrder,
     SourceGradients,
-    apart,
+    Statistics,
     callers_streams,
     has_compiled,
     refuse_scripts,
@@ -114,6 +114,7 @@ class ThreadExecutor(Executor):
             )
             for index, (own, device) in enumerate(zip(sources, devices, strict=True))
         ]
+        self._moved = [each for each in self._copies.values() if each.are_there]
         self._order = RunOrder([*devices, *_homes(sources)])
         self._places = places_of(self.parameters)
         self._has_parameters = True  # those that the modules have now
@@ -149,7 +150,7 @@ class ThreadExecutor(Executor):
         Returns:
             By parameter, in memory order; nobody else holds their memory.
         """
-        sums = [apart(operand.gradients) for operand in result.operands]
+        sums = [operand.gradients for operand in result.operands]
         if len(sums) < 2:
             return sums[0] if sums else [None] * len(self.parameters)
         left, right = sums
@@ -189,7 +190,7 @@ class ThreadExecutor(Executor):
             self.each(serve)
         else:
             with self._order.next_run(modes.streams):
-                for copies in self._copies.values():
+                for copies in self._moved:
                     copies.refresh()
                 self._threads.each(serve)
         if nccl is not None:
@@ -199,7 +200,7 @@ class ThreadExecutor(Executor):
         """Run what is left of ``state`` on one replica, in its thread."""
         replica = self.replicas[index]
         forward = not state.task.goes_back  # else the source may be another than it was
-        if forward:
+        if forward:  # a new shell, if an attribute was assigned
             replica.follow(self._fingerprints[self.sources[index]])
         while (microbatch := state.queue.take(index)) is not None:
             try:
@@ -228,7 +229,9 @@ class ThreadExecutor(Executor):
             with self._compile_once.running(kind, replica.device, context.batch) or _NOTHING:
                 state.results[index] = state.task(context)
         state.drew = state.drew or context.rng.used
-        written = replica.statistics.collect(state.weights[index]) if forward else {}
+        written: Statistics = {}
+        if forward and replica.statistics.are_there:
+            written = replica.statistics.collect(state.weights[index])
         if self._timed and replica.device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(replica.device)  # its thread is done sooner
         state.seconds[index] = now_s() - start_s

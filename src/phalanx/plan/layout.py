@@ -25,6 +25,8 @@ from phalanx.types import Nested
 
 __all__ = ["Layout", "Rows", "cut", "open_rows"]
 
+_ARRAYS = (Tensor, np.ndarray)
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -99,24 +101,26 @@ class Rows:
         dims: list[int | None] = [layout.dim] * len(self._leaves)
         if layout.dims:
             dims = layout.chosen(self._paths())
-        self.dims = [
-            dim if (leaf.ndim > 0 if _is_array(leaf) else id(leaf) in lists) else None
-            for leaf, dim in zip(self._leaves, dims, strict=True)
-        ]
-        for place, dim in enumerate(self.dims):
-            leaf = self._leaves[place]
-            if dim is not None and _is_array(leaf) and not -leaf.ndim <= dim < leaf.ndim:
+        self.dims: list[int | None] = []
+        self._rows: dict[int, int] = {}  # of the leaves that are split, by their places
+        for place, (leaf, dim) in enumerate(zip(self._leaves, dims, strict=True)):
+            is_array = isinstance(leaf, _ARRAYS)
+            if dim is None or not (leaf.ndim if is_array else id(leaf) in lists):
+                self.dims.append(None)
+                continue
+            if is_array and not -leaf.ndim <= dim < leaf.ndim:
                 raise ConfigError(
                     f"Input {self._named(place)} must have a dim {dim} to be split along, but has "
                     f"shape {tuple(leaf.shape)}. Give its path with None in the layout to hand it "
                     "over whole."
                 )
-        self._split = [place for place, dim in enumerate(self.dims) if dim is not None]
+            self.dims.append(dim)
+            self._rows[place] = leaf.shape[dim] if is_array else len(leaf)
 
     @property
     def first(self) -> int | None:
         """The rows of the first leaf that is split; None where none is."""
-        return self._rows(self._split[0]) if self._split else None
+        return next(iter(self._rows.values()), None)
 
     def count(self) -> int:
         """Return B, the number of rows that all split leaves share.
@@ -125,23 +129,22 @@ class Rows:
             ConfigError: Two leaves differ (both are named); no leaf is split; a list that the
                 layout does not name has B items.
         """
-        split = self._split
-        if not split:
+        if not self._rows:
             raise ConfigError(
                 "`batch` must hold at least one tensor that is split over replicas, but holds "
                 "none. Give a tensor with a batch dim, name a list in `Layout(dims=...)`, or say "
                 "by Layout(split=..., collate=...) what its samples are."
             )
-        rows = self._rows(split[0])
-        for place in split[1:]:
-            if self._rows(place) != rows:
+        first, rows = next(iter(self._rows.items()))
+        for place, count in self._rows.items():
+            if count != rows:
                 raise ConfigError(
                     f"Input {self._named(place)} must have {rows} rows along dim "
-                    f"{self.dims[place]} like {self._named(split[0])}, but has "
-                    f"{self._rows(place)}. Give leaves that are not per sample whole, by None in "
+                    f"{self.dims[place]} like {self._named(first)}, but has "
+                    f"{count}. Give leaves that are not per sample whole, by None in "
                     "the layout, or say by Layout(split=..., collate=...) what the samples are."
                 )
-        if rows > 1 and not all(map(_is_array, self._leaves)):
+        if rows > 1 and not all(isinstance(leaf, _ARRAYS) for leaf in self._leaves):
             self._refuse_unnamed_lists(rows)
         return rows
 
@@ -153,10 +156,6 @@ class Rows:
         ]
         parts = range(len(sizes))
         return [unflatten([column[part] for column in columns], self._spec) for part in parts]
-
-    def _rows(self, place: int) -> int:
-        leaf, dim = self._leaves[place], self.dims[place]
-        return int(leaf.shape[dim]) if _is_array(leaf) else len(leaf)
 
     def _paths(self) -> list[str]:
         return leaf_paths(self._batch, self._is_leaf)
@@ -270,12 +269,8 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, (Tensor, np.ndarray))
-
-
 def _holds_no_arrays(value: Any) -> bool:
-    return not any(_is_array(leaf) and leaf.ndim for leaf in flatten(value)[0])
+    return not any(isinstance(leaf, _ARRAYS) and leaf.ndim for leaf in flatten(value)[0])
 
 
 # torch keeps this test longer than a batch lives, so it holds ids and numbers alone.

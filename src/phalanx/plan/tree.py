@@ -53,8 +53,9 @@ class SummationTree:
 
     def sibling(self, node: Node) -> Node | None:
         """Return the node that is added to ``node``, or None when it rises alone."""
-        other = node.index ^ 1
-        return Node(node.level, other) if other < self.width(node.level) else None
+        level, other = node.level, node.index ^ 1
+        stands = other << level < self.num_leaves  # its first leaf
+        return Node(level, other) if stands else None
 
     def parent(self, node: Node) -> Node:
         """Return the node that holds ``node`` plus its sibling."""

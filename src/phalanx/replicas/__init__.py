@@ -37,8 +37,6 @@ from phalanx.replicas.modes import (
 )
 from phalanx.replicas.replica import (
     Replica,
-    add_gradients,
-    apart,
     refuse_lazy,
     refuse_scripts,
 )
@@ -77,9 +75,7 @@ __all__ = [
     "StatisticSpec",
     "Statistics",
     "accelerator_kind",
-    "add_gradients",
     "advance_process_generator",
-    "apart",
     "autocast_off",
     "caller_intra_op",
     "callers_streams",

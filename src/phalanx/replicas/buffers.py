@@ -165,6 +165,7 @@ class ReplicaBuffers:
                     new = _Buffer(name, buffer, device, rules.of(name))
                     found.setdefault(id(buffer), new).places.append((own, key))
         self._buffers = list(found.values())
+        self.are_there = bool(found)
 
     def start(self) -> None:
         """Let the next microbatch begin with the buffers of the source."""

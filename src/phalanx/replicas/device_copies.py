@@ -51,6 +51,11 @@ class DeviceCopies:
                     copies[place] = self._originals[place].detach().to(device, copy=True)
         return [copies.get(place, each) for place, each in enumerate(self._originals)]
 
+    @property
+    def are_there(self) -> bool:
+        """Whether there are copies on other devices."""
+        return any(self._copies.values())
+
     def refresh(self) -> None:
         """Copy all parameters again, on the current streams.
 
@@ -59,8 +64,6 @@ class DeviceCopies:
 
         Moves: all parameters to each other device, those of one dtype in one copy.
         """
-        if not any(self._copies.values()):
-            return
         versions = [0 if each.is_inference() else each._version for each in self._originals]
         with torch.inference_mode(False), torch.no_grad():
             for copies in self._copies.values():

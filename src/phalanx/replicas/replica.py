@@ -18,9 +18,8 @@ from phalanx.replicas.compiling import refuse_compiled_in_place
 from phalanx.replicas.device_copies import DeviceCopies, moved_at_once
 from phalanx.replicas.shell import Shell, alias_of
 from phalanx.replicas.source_gradients import SourceGradients, running_here
-from phalanx.torch_internals import foreach_add
 
-__all__ = ["Replica", "add_gradients", "apart", "refuse_lazy", "refuse_scripts"]
+__all__ = ["Replica", "refuse_lazy", "refuse_scripts"]
 
 
 class Replica:
@@ -149,13 +148,16 @@ class Replica:
             self.drop_gradients()
             raise _went_back_outside()
         if forward:
-            self._shell.renew_containers()
-            self.statistics.start()
+            if self._shell.has_containers:
+                self._shell.renew_containers()
+            if self.statistics.are_there:
+                self.statistics.start()
 
     def take_gradients(self, *, travel: bool = True) -> list[Tensor | None]:
         """Return and forget all gradients, in memory order, on the source's device.
 
-        They stand in the order of the executor's parameters, with None for those of others.
+        They stand in the order of the executor's parameters, with None for those of others. No
+        two of them share memory.
 
         Args:
             travel: False leaves them on the replica's device.
@@ -181,7 +183,7 @@ class Replica:
             more = more if travel else more.to(self.device)
             gradients[place] = more if own is None else own + more  # `own` may be another's, too
         self._caught.clear()
-        return gradients
+        return _apart(gradients)
 
     def originals_of(self, leaves: Collection[int]) -> frozenset[int]:
         """Return the ids of the source's parameters for those of leaves of this replica."""
@@ -226,19 +228,8 @@ def refuse_scripts(source: nn.Module) -> None:
             )
 
 
-def add_gradients(
-    left: Sequence[Tensor | None], right: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """Add ``right`` to ``left``, in place, and return the sum; None stands for no gradient."""
-    left = apart(left)
-    pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
-    if pairs:
-        foreach_add([a for a, _ in pairs], [b for _, b in pairs])
-    return [b if a is None else a for a, b in zip(left, right, strict=True)]
-
-
-def apart(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Give those gradients memory of their own that share it, before somebody adds to them.
+def _apart(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Give memory of their own to gradients that share it: they are going to be added to.
 
     Autograd hands the gradient of a sum to both operands, reshaped where they are.
     """

@@ -67,6 +67,7 @@ class Shell:
 
     Attributes:
         module: The copy. Its buffers are those of ``source`` until they are replaced.
+        has_containers: Whether there are lists, dicts or sets to renew.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(3, 2))
@@ -88,6 +89,7 @@ class Shell:
         for part in self._parts:
             _complete(part.own)
             part.made.update(vars(part.own))
+        self.has_containers = any(part.containers for part in self._parts)
 
     def renew_containers(self) -> None:
         """Give the shell the module's lists, dicts and sets as they are now."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +18,6 @@ from phalanx.torch_internals import run_backward
 from phalanx.types import ForwardFn, LossFn, Nested
 
 __all__ = ["EvaluateTask", "Objective", "PredictTask", "TrainTask", "is_pair"]
-
-T = TypeVar("T")
 
 
 class Objective:
@@ -65,11 +62,15 @@ class Objective:
         trains: bool,
     ) -> tuple[Tensor, MicrobatchResult]:
         """Run one microbatch forward; one that ``trains`` must bring no graph."""
-        own = self._loss
+        own, device = self._loss, context.replica.device
         if isinstance(own, nn.Module):
-            own = placed_on(own, context.replica.device)
-        call = partial(self._call, own)
-        loss, outputs, targets = self._run(context, call, trains=trains)
+            own = placed_on(own, device)
+        leaves = flatten(context.batch)[0] if trains else []
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+            raise _has_graph()
+        rows = copy_rows(context.batch, device)
+        with context.rng:
+            loss, outputs, targets = self._call(own, context.replica.module, rows)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             name, what = ("forward", "loss") if self.is_forward else ("loss", "tensor")
@@ -83,22 +84,10 @@ class Objective:
 
     def predict(self, context: MicrobatchContext) -> Nested:
         """Return the module's outputs for one microbatch, in memory of their own."""
-        found = self._run(context, self._predict, trains=False)
-        return _detached(found, copies=True)
-
-    def _run(
-        self,
-        context: MicrobatchContext,
-        call: Callable[[nn.Module, Nested], T],
-        *,
-        trains: bool,
-    ) -> T:
-        """Call the module, by ``call``, on a microbatch that lies on its device."""
-        if trains:
-            _refuse_graphs(context.batch)
-        batch = copy_rows(context.batch, context.replica.device)
+        rows = copy_rows(context.batch, context.replica.device)
         with context.rng:
-            return call(context.replica.module, batch)
+            found = self._predict(context.replica.module, rows)
+        return _detached(found, copies=True)
 
     def _call(
         self, loss: LossFn | None, module: nn.Module, batch: Nested
@@ -110,7 +99,7 @@ class Objective:
             if isinstance(result, tuple) and len(result) in (2, 3):
                 given = result
             return (*given, batch[1] if is_pair(batch) else None)[:3]
-        if not is_pair(batch):
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise ConfigError(
                 f"A batch must be a pair (inputs, targets), but is {type(batch).__name__!r}. Give "
                 "`forward=` to take batches of another form."
@@ -194,12 +183,11 @@ def is_pair(batch: Nested) -> bool:
     return isinstance(batch, (tuple, list)) and len(batch) == 2
 
 
-def _refuse_graphs(batch: Nested) -> None:
-    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flatten(batch)[0]):
-        raise ConfigError(
-            "A batch must hold no tensor that requires a gradient, but does. Detach it, or use "
-            "`DataParallel` to train what stands before the module."
-        )
+def _has_graph() -> ConfigError:
+    return ConfigError(
+        "A batch must hold no tensor that requires a gradient, but does. Detach it, or use "
+        "`DataParallel` to train what stands before the module."
+    )
 
 
 def _call_module(module: nn.Module, inputs: Nested) -> Nested:

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -139,8 +140,9 @@ class Engine:
             seed=(spec.seed, before.steps),
             owners=pieces.owners,
         )
-        statistics = sum_statistics([operand.statistics for operand in result.operands])
-        buffers = self._buffers_of(statistics) if statistics else {}
+        left = [operand.statistics for operand in result.operands if operand.statistics]
+        statistics = sum_statistics(left) if left else {}
+        buffers = self._buffers_of(statistics) if left else {}
         loss = Loss(pieces.loss_of(result.results), pieces.weight, sum(pieces.sizes))
         if metrics is not None:
             metrics.keep()
@@ -172,7 +174,7 @@ class Engine:
             span = Span(replica=shard, microbatch=None, start_s=begin_s, stop_s=now_s())
             with lock:
                 stepped.append(span)
-                if len(stepped) < len(executor):
+                if len(stepped) < len(executor.devices):
                     return
             shards.finish()
             if statistics:
@@ -187,8 +189,8 @@ class Engine:
 
         if peers is not None and (before.steps + 1).bit_count() == 1:  # 1, 2, 4, 8, …: it costs
             peers.check_alike()  # a pass over all weights
-        spans = [*result.spans, *sorted(stepped, key=lambda span: span.replica)]
-        rows, busy_s, work_s = _work_of_replicas(len(executor), pieces.sizes, result, spans)
+        spans = [*result.spans, *sorted(stepped, key=attrgetter("replica"))]
+        rows, busy_s, work_s = _work_of_replicas(len(executor.devices), pieces.sizes, result, spans)
         return StepDone(
             step=before.steps + 1,
             epoch=before.epochs + 1,
