@@ -23,6 +23,7 @@ SOURCES = (
     "native/rows.c",
     "native/blocks.c",
     "native/part.c",
+    "native/keys.c",
     "distributed/native_all_reduce.c",
 )
 LIBRARY = FOLDER / "native/_library.so"

@@ -32,7 +32,7 @@ from rich.table import Table
 
 from phalanx import tables
 from phalanx.native import FUNCTIONS
-from phalanx.tables import hash_segment, key_shard, part, sharded
+from phalanx.tables import keys, part, sharded
 from tests.multiprocess.children import Child, Children, Parent
 from tests.multiprocess.test_tables import die_at
 from tests.run_directories import wait_until_removed
@@ -42,7 +42,7 @@ TAIL = 40
 DEADLINE_S = 20.0  # far more than any wait; a clerk that waits longer raises
 KILLS_PER_RUN = 25  # then the books are closed, and new ones begun: small tables grow more often
 BOOKS = ("rows", "whole", "keys")
-POINTS = (*part.POINTS, *sharded.READ_POINTS, *hash_segment.POINTS, *key_shard.POINTS)
+POINTS = (*part.POINTS, *sharded.READ_POINTS, *keys.POINTS)
 _MOMENT = "a moment"
 _numbers = itertools.count()
 
@@ -182,7 +182,7 @@ class _Clerk:
         self.death: tuple[str, int] | None = None
         if self._draw.random() < 0.5:
             point = self._draw.choice(POINTS)
-            rare = point in key_shard.POINTS  # passed once for each doubling of the table
+            rare = point == "room made"  # passed seldom
             self.death = point, 1 if rare else self._draw.randint(1, 30)
         self.child = self._start(self.number, dict(self.counts), self.death)
 

@@ -15,10 +15,9 @@ from typing import Any
 
 from phalanx.errors import PeerTimeout
 from phalanx.ipc import Mutex, Waiting
-from phalanx.tables import hash_segment, key_shard, part
-from phalanx.tables.hash_index import HashIndex
-from phalanx.tables.hash_segment import HashSegment
-from phalanx.tables.key_storage import CapacityClaims, KeyStorage
+from phalanx.tables import keys, part
+from phalanx.tables.keys import KeyPart, KeyStorage
+from phalanx.tables.log import WorkerLog
 from phalanx.tables.membership import Membership
 from phalanx.tables.part import TablePart
 from phalanx.tables.sharded import Sharded
@@ -48,8 +47,8 @@ def undo_applied_twice(patch: Patch) -> None:
     _in_python(patch)
     end = TablePart._end
 
-    def forgetful(self: TablePart, entry: Any) -> None:
-        end(self, entry)
+    def forgetful(self: TablePart, worker: int, number: int) -> None:
+        end(self, worker, number)
         self._header[_AT] |= 1
         self._header[_WORD] += 1
 
@@ -140,63 +139,40 @@ def round_taken_twice(patch: Patch) -> None:
 
 def key_before_its_add(patch: Patch) -> None:
     """A key counts as soon as it is written down."""
-    bring = HashSegment._bring
+    bring = KeyPart._bring
 
-    def at_once(self: HashSegment, keys: Any) -> None:
-        bring(self, keys)
-        self._counts[hash_segment._FOR] = hash_segment._NONE
+    def at_once(self: KeyPart, new: Any, worker: int) -> None:
+        bring(self, new, worker)
+        self._commit()
 
-    patch(HashSegment, "_bring", at_once)
-
-
-def key_entries_stay(patch: Patch) -> None:
-    """The index keeps the keys of an add that did not end."""
-    patch(HashIndex, "drop", lambda self, first_slot: None)
+    patch(KeyPart, "_bring", at_once)
 
 
-def growth_before_its_rows(patch: Patch) -> None:
-    """A new segment counts before the rows are in it."""
-    take_over = HashSegment.take_over
+def key_without_its_add(patch: Patch) -> None:
+    """The keys of an add that was put back count when the next one ends."""
+    bring = KeyPart._bring
 
-    def too_early(self: HashSegment, older: Any, keys: Any, parts: Any) -> None:
-        self.make_header()
-        line = self._newest.__self__._line  # type: ignore[attr-defined]
-        exponent = self.capacity.bit_length() - 1
-        line[key_shard._NEWEST] = self.serial * key_shard._SERIAL + exponent
-        take_over(self, older, keys, parts)
+    def behind_others(self: KeyPart, new: Any, worker: int) -> None:
+        counts = self._counts
+        counts[keys._STOP] = max(counts[keys._STOP], counts[keys._NEXT_STOP])
+        bring(self, new, worker)
 
-    patch(HashSegment, "take_over", too_early)
+    patch(KeyPart, "_bring", behind_others)
 
 
-def growth_not_noticed(patch: Patch) -> None:
-    """A process keeps using the segment it has open."""
-    settle = HashSegment._settle
-
-    def as_if_newest(self: HashSegment) -> int:
-        patch(self, "_newest", lambda: self.serial)
-        return settle(self)
-
-    newest = key_shard.KeyShard.newest
-    patch(HashSegment, "_settle", as_if_newest)
-    patch(key_shard.KeyShard, "newest", lambda self: self._known or newest(self))
+def index_not_followed(patch: Patch) -> None:
+    """A process takes note of new keys, and does not find them."""
+    patch(keys._KeyIndex, "follow", lambda self, stop: setattr(self._view, "stop", stop))
 
 
 def room_not_made(patch: Patch) -> None:
     """An add to several shards looks for room where it has come to."""
-    patch(KeyStorage, "_room_for", Sharded._room_for)
+    patch(KeyStorage, "_make_room", Sharded._make_room)
 
 
 def room_given_away(patch: Patch) -> None:
-    """Each add counts its own keys alone where it looks for room."""
-    original = CapacityClaims.claim
-    own: list[int] = []
-
-    def claim(self: CapacityClaims, worker: int, num_keys: int) -> Any:
-        own.append(num_keys)
-        return original(self, worker, num_keys)
-
-    patch(CapacityClaims, "claim", claim)
-    patch(CapacityClaims, "total", lambda self: own[-1])
+    """Nobody looks at what others have claimed."""
+    patch(WorkerLog, "claim", lambda self, num_keys: None)
 
 
 BUGS: dict[str, Callable[[Patch], None]] = {
@@ -213,9 +189,8 @@ BUGS: dict[str, Callable[[Patch], None]] = {
         dead_still_counted,
         round_taken_twice,
         key_before_its_add,
-        key_entries_stay,
-        growth_before_its_rows,
-        growth_not_noticed,
+        key_without_its_add,
+        index_not_followed,
         room_not_made,
         room_given_away,
     )

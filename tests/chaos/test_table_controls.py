@@ -18,8 +18,8 @@ import torch
 from phalanx import tables
 from phalanx.errors import OutOfSpace, PeerTimeout
 from phalanx.ipc import fail_points
-from phalanx.tables import part
-from phalanx.tables.key_shard import KeyShard
+from phalanx.tables import keys, part
+from phalanx.tables.keys import KeyPart
 from tests.chaos.table_bugs import BUGS, plant_in_child
 from tests.multiprocess.children import Children, Parent, wait_for_exit
 from tests.multiprocess.test_tables import die_at
@@ -38,6 +38,7 @@ Scene = Callable[[str, "str | None", Path], None]
 @pytest.fixture(autouse=True)
 def small_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(part, "BLOCK_ROWS", 2)
+    monkeypatch.setattr(keys, "_LEAST_ROOM", 1)
     yield
     fail_points.inject(None)
     for left in Path(tempfile.gettempdir()).glob("phalanx-bug-*"):
@@ -235,21 +236,12 @@ def death_with_new_keys(run: str, bug: str | None, folder: Path) -> None:
         assert table.keys().tolist() == [1, 2, 7, 9], "a key is lost"
 
 
-def death_within_growth(run: str, bug: str | None, folder: Path) -> None:
-    with tables.join(run, timeout_s=DEADLINE_S) as world:
-        _, table = open_all(world)
-        table.add(ones(10), rows=range(10))
-        assert not kill_one(run, bug, "keys", list(range(40)), "half the keys copied", blocks=False)
-        assert table.keys().tolist() == list(range(10)), "keys are lost"
-        assert table.get(range(10)).unique().tolist() == [1], "rows are lost"
-
-
-def adds_on_both_sides_of_growth(run: str, bug: str | None, folder: Path) -> None:
+def adds_of_new_keys_by_two(run: str, bug: str | None, folder: Path) -> None:
     with tables.join(run, timeout_s=DEADLINE_S) as one, tables.join(run) as two:
         (_, ours), (_, theirs) = open_all(one), open_all(two)
         ours.add(ones(1), rows=[1])
         theirs.add(ones(1), rows=[1])
-        ours.add(ones(40), rows=range(40))  # grows
+        ours.add(ones(40), rows=range(40))
         theirs.add(ones(1), rows=[1])
         assert ours.get([1, 39]).tolist() == [[4, 4], [1, 1]], "an add is lost"
         assert theirs.get([1, 39]).tolist() == [[4, 4], [1, 1]], "an add is not seen"
@@ -258,14 +250,14 @@ def adds_on_both_sides_of_growth(run: str, bug: str | None, folder: Path) -> Non
 @contextmanager
 def no_memory_for(*shards: int) -> Iterator[None]:
     """Let these shards of keys tables find no memory to grow."""
-    publish = KeyShard._publish
+    take = KeyPart._take_memory
 
-    def find_none(self: KeyShard, exponent: int, fill: Any) -> None:
-        if self._index in shards:
+    def find_none(self: KeyPart, start: int, stop: int) -> None:
+        if int(self._region.label.split("-")[1]) in shards:
             raise OutOfSpace("There is no memory.", None, None)
-        publish(self, exponent, fill)
+        take(self, start, stop)
 
-    with patch.object(KeyShard, "_publish", find_none):
+    with patch.object(KeyPart, "_take_memory", find_none):
         yield
 
 
@@ -328,9 +320,8 @@ SCENES: dict[str, tuple[Scene, str]] = {
     "dead_still_counted": (a_barrier_without_the_dead, "somebody waits for the dead"),
     "round_taken_twice": (death_within_a_round, "an add of the round is there twice"),
     "key_before_its_add": (death_with_new_keys, "a key "),
-    "key_entries_stay": (death_with_new_keys, "an add is lost"),
-    "growth_before_its_rows": (death_within_growth, "keys are lost"),
-    "growth_not_noticed": (adds_on_both_sides_of_growth, "an add is "),
+    "key_without_its_add": (death_with_new_keys, "an add is lost"),
+    "index_not_followed": (adds_of_new_keys_by_two, "an add is "),
     "room_not_made": (an_add_without_memory_in_one_shard, "part of an add that was refused"),
     "room_given_away": (adds_that_meet_where_memory_is_short, "did not find the room"),
 }

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from phalanx import tables
 from phalanx.errors import ConfigError
-from phalanx.tables import hash_segment, key_shard, part
+from phalanx.tables import keys, part
 from tests.multiprocess.children import Children, Parent, wait_for_exit
 from tests.multiprocess.test_tables import die_at
 from tests.run_directories import wait_until_removed
@@ -31,7 +31,7 @@ _numbers = itertools.count()
 a_key = st.integers(-12, 12) | st.sampled_from([(1 << 63) - 1, -(1 << 63), 1 << 40])
 key_lists = st.lists(a_key, max_size=14)
 values = st.integers(-1000, 1000)
-POINTS = (*part.POINTS, *hash_segment.POINTS, *key_shard.POINTS)
+POINTS = (*part.POINTS, *keys.POINTS)
 
 
 def open_table(world: tables.TableGroup, num_shards: int) -> tables.KeyTable:

@@ -240,7 +240,15 @@ class Region:
         Raises:
             OutOfSpace: There is not so much.
         """
-        reserve(self.fd, nbytes, self.label, None, start=start)
+        if nbytes:
+            reserve(self.fd, nbytes, self.label, None, start=start)
+
+    def release_part(self, start: int, nbytes: int) -> None:
+        """Give the memory of a part back, as far as it is whole pages, which are zeros then."""
+        first, stop = -(-start // mmap.PAGESIZE), (start + nbytes) // mmap.PAGESIZE
+        if first < stop:
+            pages = (first * mmap.PAGESIZE, (stop - first) * mmap.PAGESIZE)
+            self._open_mapping().madvise(mmap.MADV_REMOVE, *pages)
 
     def close(self) -> None:
         """Close the descriptor and forget the mapping; tensors handed out stay valid."""

@@ -133,13 +133,17 @@ class RunDirectory:
         """Whether the membership has ended."""
         return self._members_fd < 0
 
-    def open_region(self, name: str, nbytes: int, *, create: bool = True) -> Region:
+    def open_region(
+        self, name: str, nbytes: int, *, create: bool = True, reserved: int | None = None
+    ) -> Region:
         """Return the region ``name`` of this run; all members get the same bytes, zeros at first.
 
         Args:
             name: As for :meth:`join`.
             nbytes: Its size, the same for all members.
             create: Whether to make it if nobody has.
+            reserved: How many of its first bytes have memory from the beginning; None for all.
+                :meth:`Region.reserve_part` gives others memory, before anybody touches them.
 
         Raises:
             ConfigError: There is such a region of another size, or a file that is no region.
@@ -155,7 +159,7 @@ class RunDirectory:
             region = self._existing(name, nbytes)
             if region is None and create:
                 self._check_there()
-                region = self._new(name, nbytes) or self._existing(name, nbytes)
+                region = self._new(name, nbytes, reserved) or self._existing(name, nbytes)
         if region is None:
             raise StateError(
                 f"Region {name!r} must be made by a member of the run first, but is not there."
@@ -209,10 +213,10 @@ class RunDirectory:
             raise
         return Region.attach(fd, nbytes, label=name)
 
-    def _new(self, name: str, nbytes: int) -> Region | None:
+    def _new(self, name: str, nbytes: int, reserved: int | None) -> Region | None:
         """Make a region without a name and name it when it is whole; None if another was first."""
         if self._takes_memory:
-            check_room(nbytes, name)
+            check_room(nbytes if reserved is None else reserved, name)
         flags = os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC
         try:
             fd = os.open(".", flags, 0o600, dir_fd=self._directory_fd)
@@ -221,7 +225,8 @@ class RunDirectory:
         try:
             os.fchmod(fd, 0o600)
             end = _sealed_bytes(nbytes)
-            reserve(fd, end, name, self.path.parent)
+            reserve(fd, end if reserved is None else reserved, name, self.path.parent)
+            os.ftruncate(fd, end)
             os.pwrite(fd, _SEAL.pack(_MAGIC, _VERSION, nbytes), end - _SEAL.size)
             os.link(
                 f"/proc/self/fd/{fd}",

@@ -19,6 +19,8 @@ __all__ = [
     "DTYPES",
     "FUNCTIONS",
     "Function",
+    "IndexView",
+    "KeysView",
     "PartView",
     "address_of",
     "compiled_for",
@@ -27,9 +29,18 @@ __all__ = [
     "require_library",
 ]
 
-_VERSION = 17  # as in native.h: a library of another one is left alone
+_VERSION = 18  # as in native.h: a library of another one is left alone
 # What returns a number.
-_ANSWERS = ("finite", "copy_finite", "within", "all_reduce", "lock_", "part_")
+_ANSWERS = (
+    "finite",
+    "copy_finite",
+    "within",
+    "all_reduce",
+    "lock_",
+    "part_",
+    "index_find",
+    "keys_",
+)
 DTYPES = {
     torch.float32: "float32",
     torch.float64: "float64",
@@ -71,6 +82,10 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
         "part_add": [pointer, pointer, number, pointer, number, number, number, number],
         "part_make": [pointer, pointer, number, number, pointer, pointer],
         "part_get": [pointer, pointer, number, pointer, number],
+        "index_insert": [pointer, number],
+        "index_find": [pointer, pointer, number, number, pointer],
+        "keys_get": [pointer, pointer, pointer, number, pointer, pointer],
+        "keys_add": [pointer] * 3 + [number, pointer, number, number, number, number],
         "die_after": [number],
     }
     for name in DTYPES.values():
@@ -139,7 +154,14 @@ def compiled_for(name: str, dtype: torch.dtype) -> Function | None:
     return FUNCTIONS.get(f"{name}_{DTYPES.get(dtype)}")
 
 
-class PartView(ctypes.Structure):
+class _View(ctypes.Structure):
+    @property
+    def address(self) -> int:
+        """Where it lies."""
+        return ctypes.addressof(self)
+
+
+class PartView(_View):
     """A part of a table, as native/part.c is told of it. Whoever makes one keeps its memory."""
 
     _fields_ = (
@@ -156,10 +178,28 @@ class PartView(ctypes.Structure):
         ("scale", ctypes.c_double),
     )
 
-    @property
-    def address(self) -> int:
-        """Where it lies."""
-        return ctypes.addressof(self)
+
+class IndexView(_View):
+    """An index of keys, as native/keys.c is told of it. Whoever makes one keeps its memory."""
+
+    _fields_ = (
+        ("entries", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("mask", ctypes.c_int64),
+        ("seed", ctypes.c_int64),
+        ("base", ctypes.c_int64),
+        ("stop", ctypes.c_int64),
+    )
+
+
+class KeysView(_View):
+    """A part whose rows are found by key, for native/keys.c."""
+
+    _fields_ = (
+        ("rows", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p),
+        ("first_row", ctypes.c_void_p),
+    )
 
 
 def address_of(memory: memoryview) -> int:

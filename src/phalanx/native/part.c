@@ -6,25 +6,9 @@
 #include <stdatomic.h>
 #include <string.h>
 
-#include "native.h"
+#include "part.h"
 
-enum { WORD, WORKER, NUMBER, LOGGED, AT, COUNT }; /* of the header, as in tables/part.py */
-enum { DONE, LATE, OUTSIDE, NOT_FINITE, UNSETTLED }; /* answers, as there */
-enum { FLOAT32, FLOAT64, INT32, INT64, BFLOAT16 };
 #define NEAR 4096 /* bytes: such a block, its old values and its delta stay in the first cache */
-
-typedef _Atomic int64_t word;
-
-/* As `PartView` of native/library.py, in the same order. */
-typedef struct {
-    word *header;
-    word *done;
-    phalanx_lock *lock;
-    char *values, *record;
-    int64_t *record_rows;
-    int64_t num_rows, num_cols, first_row, dtype;
-    double scale;
-} part;
 
 static int64_t steps_left; /* of a test: the process dies after so many stores */
 
@@ -34,14 +18,13 @@ static inline void step(void) {
     if (__builtin_expect(steps_left != 0, 0) && !--steps_left) raise(SIGKILL);
 }
 
-static inline void put(word *at, int64_t value) {
+void phalanx_put(word *at, int64_t value) {
     step();
     atomic_store_explicit(at, value, memory_order_release);
 }
 
-static const int64_t sizes[] = {4, 8, 4, 8, 2};
-
-static int is_finite(const part *p, const void *delta, int64_t count) {
+int phalanx_part_is_finite(const part *p, const void *delta, int64_t num_rows) {
+    int64_t count = num_rows * p->num_cols;
     if (p->dtype == FLOAT32) return phalanx_finite_float32(delta, count) != 0;
     if (p->dtype == FLOAT64) return phalanx_finite_float64(delta, count) != 0;
     if (p->dtype == BFLOAT16) return phalanx_finite_bfloat16(delta, count) != 0;
@@ -56,7 +39,7 @@ static void add(const part *p, const int64_t *rows, int64_t first, int64_t count
     int64_t num_rows = p->num_rows, num_cols = p->num_cols;
     void *values = p->values;
     if (!rows) {
-        values = p->values + first * num_cols * sizes[p->dtype];
+        values = p->values + first * num_cols * size_of(p->dtype);
         num_rows = 1;
         num_cols *= count;
         rows = &none;
@@ -79,19 +62,19 @@ static void add(const part *p, const int64_t *rows, int64_t first, int64_t count
 static void add_block(const part *p, const int64_t *rows, int64_t first_row, int64_t first, int64_t count,
                       const char *delta, const int64_t *places) {
     word *header = p->header;
-    int64_t row_bytes = p->num_cols * sizes[p->dtype];
-    put(&header[AT], 2 * first);
+    int64_t row_bytes = p->num_cols * size_of(p->dtype);
+    phalanx_put(&header[AT], 2 * first);
     atomic_thread_fence(memory_order_seq_cst);
     /* A copy, brought within: what is put back is right, whatever others do to `rows`. */
     if (rows) {
         phalanx_clamp(rows + first, count, first_row, p->num_rows, p->record_rows);
         phalanx_take(p->values, p->num_rows, row_bytes, p->record_rows, count, 0, p->record, 0);
-        put(&header[COUNT], count);
+        phalanx_put(&header[COUNT], count);
     } else {
         memcpy(p->record, p->values + first * row_bytes, (size_t)(count * row_bytes));
-        put(&header[COUNT], -count);
+        phalanx_put(&header[COUNT], -count);
     }
-    put(&header[AT], 2 * first + 1);
+    phalanx_put(&header[AT], 2 * first + 1);
     atomic_thread_fence(memory_order_seq_cst);
     step();
     add(p, rows ? p->record_rows : NULL, first, count, places ? delta : delta + first * row_bytes,
@@ -102,46 +85,48 @@ static void add_block(const part *p, const int64_t *rows, int64_t first_row, int
    blocks that stay in the nearest cache: then memory is passed once. */
 void phalanx_part_make(const part *p, const int64_t *rows, int64_t first, int64_t stop,
                        const char *delta, const int64_t *places) {
-    int64_t most = NEAR / (p->num_cols * sizes[p->dtype]);
+    int64_t most = NEAR / (p->num_cols * size_of(p->dtype));
     if (rows || most < 1) most = rows ? stop - first : 1;
     for (; first < stop; first += most)
         add_block(p, rows, 0, first, stop - first < most ? stop - first : most, delta, places);
+}
+
+/* Make an add of one block, unless it has a number and is in. The lock is held, and WORD even. */
+void phalanx_part_add_at_once(const part *p, const int64_t *rows, int64_t first_row, int64_t count,
+                      const char *delta, int64_t worker, int64_t number) {
+    word *header = p->header;
+    int64_t before = header[WORD];
+    if (!count || (number && p->done[worker] >= number)) return;
+    phalanx_put(&header[WORKER], number ? worker : -1);
+    phalanx_put(&header[NUMBER], number);
+    phalanx_put(&header[LOGGED], 0);
+    phalanx_put(&header[AT], 0);
+    phalanx_put(&header[WORD], before + 1);
+    add_block(p, rows, first_row, 0, count, delta, NULL);
+    phalanx_put(&header[AT], 2 * count);
+    if (number) phalanx_put(&p->done[worker], number);
+    phalanx_put(&header[WORD], before + 2);
+    step();
 }
 
 /* Add to at most so many rows as the record holds, whole or not at all: all rows of the part where `rows` is NULL.
    Look first whether the delta is finite, if told. An add with a number, of a worker, counts once. */
 int64_t phalanx_part_add(const part *p, const int64_t *rows, int64_t count, const char *delta,
                          int64_t look, int64_t worker, int64_t number, int64_t ms) {
-    word *header = p->header;
     if (rows && !phalanx_within(rows, count, p->first_row, p->num_rows)) return OUTSIDE;
-    if (look && !is_finite(p, delta, count * p->num_cols)) return NOT_FINITE;
+    if (look && !phalanx_part_is_finite(p, delta, count)) return NOT_FINITE;
     if (phalanx_lock_take(p->lock, ms)) return LATE;
-    int64_t before = atomic_load_explicit(&header[WORD], memory_order_acquire);
-    if (before & 1) {
-        phalanx_lock_release(p->lock);
-        return UNSETTLED;
-    }
-    if (count && (!number || p->done[worker] < number)) {
-        put(&header[WORKER], number ? worker : -1);
-        put(&header[NUMBER], number);
-        put(&header[LOGGED], 0);
-        put(&header[AT], 0);
-        put(&header[WORD], before + 1);
-        add_block(p, rows, p->first_row, 0, count, delta, NULL);
-        put(&header[AT], 2 * count);
-        if (number) put(&p->done[worker], number);
-        put(&header[WORD], before + 2);
-        step();
-    }
+    int64_t is_settled = !(p->header[WORD] & 1);
+    if (is_settled) phalanx_part_add_at_once(p, rows, p->first_row, count, delta, worker, number);
     phalanx_lock_release(p->lock);
-    return DONE;
+    return is_settled ? DONE : UNSETTLED;
 }
 
 /* Copy rows, all of them if `count` is negative, of one moment, without the lock; UNSETTLED where
    adds overtake it. */
 int64_t phalanx_part_get(const part *p, const int64_t *rows, int64_t count, char *out, int64_t past) {
     word *header = p->header;
-    int64_t row_bytes = p->num_cols * sizes[p->dtype];
+    int64_t row_bytes = p->num_cols * size_of(p->dtype);
     if (!phalanx_within(rows, count, p->first_row, p->num_rows)) return OUTSIDE;
     for (int attempt = 0; attempt < 3; attempt++) {
         int64_t before = atomic_load_explicit(&header[WORD], memory_order_acquire);

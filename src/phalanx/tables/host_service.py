@@ -40,7 +40,7 @@ from phalanx.tables.host_operations import (
     from_memory,
     sizes_of_all,
 )
-from phalanx.tables.key_storage import KeyStorage
+from phalanx.tables.keys import KeyStorage
 from phalanx.tables.membership import MAX_WORKERS
 from phalanx.tables.part import Entry
 from phalanx.tables.row_initializer import Uniform

@@ -36,7 +36,7 @@ from phalanx.memory import copy_finite_to, copy_to
 from phalanx.tables.part import Entry, NotFinite
 from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.spec import TableSpec
-from phalanx.tables.table_page import FINISHED, LOGS, NUMBER, RESTORED, TAIL
+from phalanx.tables.table_page import CLAIMED, FINISHED, LOGS, NUMBER, RESTORED, TAIL
 from phalanx.tables.updaters import state_dtype
 
 __all__ = ["WorkerLog"]
@@ -87,6 +87,7 @@ class WorkerLog:
         entries: Sequence[Entry],
         make: Callable[[Entry], None],
         has_begun: Callable[[Entry], bool],
+        make_room: Callable[[list[Entry]], None],
     ) -> None:
         """Write adds down, and make them; those that have been asked for before, not again.
 
@@ -94,6 +95,7 @@ class WorkerLog:
             entries: Of this worker. One without a number gets the next one.
             make: Makes an add that counts, in all parts; does nothing in those that have it.
             has_begun: Tells whether an add is in any part.
+            make_room: Has room in all parts for what adds bring.
 
         The lock is held. Where a part cannot be had in time, and no other has changed, the adds do
         not count any more. What ``make`` raises leaves the add finished: the parts that raised are
@@ -107,9 +109,14 @@ class WorkerLog:
         numbered = [self._numbered(entry) for entry in entries]
         numbered = [entry for entry in numbered if entry.number > line[FINISHED]]
         if numbered:
-            chapter.begin(0)
-            for entry in numbered:
-                chapter.put(entry)
+            try:
+                make_room(numbered)
+                chapter.begin(0)
+                for entry in numbered:
+                    chapter.put(entry)
+            except BaseException:
+                self._note_finished()
+                raise
             self._unfinished[0] = 1
             line[TAIL] = numbered[-1].number
             try:
@@ -117,7 +124,7 @@ class WorkerLog:
             except PeerTimeout:
                 if not has_begun(numbered[0]):
                     line[TAIL] = line[FINISHED]
-                    self._unfinished[0] = 0
+                    self._note_finished()
                 raise
 
     def finish(self, make: Callable[[Entry], None]) -> None:
@@ -133,9 +140,18 @@ class WorkerLog:
                 except Exception as exc:  # in a part that is as it was
                     failed = failed or exc
         line[FINISHED] = line[TAIL]
-        self._unfinished[0] = 0
+        self._note_finished()
         if failed is not None:
             raise failed
+
+    def claim(self, num_keys: int) -> None:
+        """Claim room for new keys, until what is logged is finished."""
+        self._unfinished[0] = 1  # first: whoever sees it ends the claim, should we die
+        self._line[CLAIMED] = num_keys
+
+    def _note_finished(self) -> None:
+        self._line[CLAIMED] = 0
+        self._unfinished[0] = 0
 
     def is_finished(self) -> bool:
         """Tell whether all that counts is in all parts."""

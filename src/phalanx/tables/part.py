@@ -53,7 +53,10 @@ from phalanx.native import DTYPES, FUNCTIONS, PartView, address_of
 from phalanx.tables.updaters import Change, Updater
 
 __all__ = [
+    "BEHIND",
+    "DONE",
     "POINTS",
+    "UNSETTLED",
     "Entry",
     "NotFinite",
     "RecordMemory",
@@ -75,7 +78,8 @@ POINTS = (
 
 BLOCK_ROWS = 1 << 18  # changed at once, where the record has room for them
 _WORD, _WORKER, _NUMBER, _LOGGED, _AT, _COUNT, _UNDONE = range(7)
-_DONE, _LATE, _OUTSIDE, _NOT_FINITE, _UNSETTLED = range(5)  # what C answers
+DONE, _LATE, _OUTSIDE, _NOT_FINITE, UNSETTLED, BEHIND, _ABSENT = range(7)
+"""What C answers."""
 _NOBODY = -1
 _SLICE_MS = 20
 
@@ -104,6 +108,9 @@ class Entry(NamedTuple):
     number: int = 0
     target: int = 0
     unchecked: bool = False
+
+
+_NOTHING = Entry(None, torch.empty(0, device="cpu"), _NOBODY)
 
 
 class NotFinite(Exception):
@@ -216,7 +223,7 @@ class TablePart:
         answer = self._get_in_c(self._at, at, count, out.data_ptr(), past)
         if answer == _OUTSIDE:
             raise RowOutside
-        if answer != _DONE:
+        if answer != DONE:
             own = None if rows is None else self._counted(rows)
             self._call_settled(lambda: self._copy(own, out), timeout_s)
 
@@ -263,22 +270,34 @@ class TablePart:
             NotFinite: The entry was unchecked, and is not.
             RowOutside: A row is not of this part.
         """
-        if self._is_made_in_c(entry):
-            waiting: Waiting | None = None
-            while (answer := self._add_once(entry, 0 if waiting is None else _SLICE_MS)) != _DONE:
-                if answer == _NOT_FINITE:
-                    raise NotFinite
-                if answer == _OUTSIDE:
-                    raise RowOutside
-                if answer == _UNSETTLED:
-                    self._call_settled(bool, timeout_s)
-                waiting = Waiting(timeout_s) if waiting is None else waiting
-                if waiting.over():
-                    raise self.lock.late(timeout_s)
+        if not self._is_made_in_c(entry):
+            self._refuse_outside(entry)
+            self.change(checked(entry), timeout_s, logged=False)
             return
+        answer = self._add_once(entry, 0)
+        if answer != DONE:
+            self._add_after(answer, entry, timeout_s)
+
+    def _refuse_outside(self, entry: Entry) -> None:
         if entry.rows is not None and not all_within(entry.rows, self.num_rows, self.first_row):
             raise RowOutside
-        self.change(checked(entry), timeout_s, logged=False)
+
+    def _add_after(self, answer: int, entry: Entry, timeout_s: float) -> None:
+        """Take an add that C has not taken at once."""
+        waiting = Waiting(timeout_s)
+        while answer != DONE:
+            if answer == _NOT_FINITE:
+                raise NotFinite
+            if answer == _OUTSIDE:
+                raise RowOutside
+            if answer == _ABSENT:
+                self.change(entry, waiting.remaining_s(), logged=False)
+                return
+            if answer == UNSETTLED:
+                self._call_settled(bool, timeout_s)
+            if waiting.over():
+                raise self.lock.late(timeout_s)
+            answer = self._add_once(entry, _SLICE_MS)
 
     def _add_once(self, entry: Entry, wait_ms: int) -> int:
         rows, delta, worker, _, _, number, _, unchecked = entry
@@ -310,8 +329,9 @@ class TablePart:
                 self._make(entry, 0)
             except Exception:  # of the updater
                 if self._header[_AT] == 0:  # else whoever comes next settles
-                    self._drop_unfinished()
-                    self._end(entry if logged else entry._replace(number=0))
+                    if logged:
+                        self._done[entry.worker] = entry.number
+                    self._header[_WORD] += 1
                 raise
             fail_point("before unlock")
         fail_point("after unlock")
@@ -324,10 +344,20 @@ class TablePart:
         header[_AT] = 0
         header[_WORD] += 1
 
-    def _end(self, entry: Entry) -> None:
-        if entry.number:
-            self._done[entry.worker] = entry.number
+    def _end(self, worker: int, number: int) -> None:
+        self._commit()
+        if number:
+            self._done[worker] = number
         self._header[_WORD] += 1
+
+    def _commit(self) -> None:
+        """Let what an add has brought count; a part of rows has nothing."""
+
+    def _change_nothing(self) -> None:
+        """Begin and end an add that only brings something."""
+        self._begin(_NOTHING, logged=False)
+        self._header[_AT] = 2
+        self._end(_NOBODY, 0)
 
     def _settle(self) -> None:
         """End what a dead process has begun. The lock is held."""
@@ -342,13 +372,10 @@ class TablePart:
             header[_UNDONE] += 1
             self._make(entry, at >> 1)
         elif at & 1 or at == 0:
-            self._drop_unfinished()
             header[_UNDONE] += 1
             header[_WORD] += 1
         else:
-            if number:
-                self._done[worker] = number
-            header[_WORD] += 1
+            self._end(worker, number)
 
     def _put_back(self) -> None:
         count, first = self._header[_COUNT], self._header[_AT] >> 1
@@ -357,9 +384,6 @@ class TablePart:
                 part[first : first - count] = old[:-count]
             else:
                 part.index_copy_(0, self._record.rows[:count], old[:count])
-
-    def _drop_unfinished(self) -> None:
-        """Forget what an add that is put back had brought; a part of rows has nothing."""
 
     def _prepared(self, entry: Entry) -> Entry:
         """Return an add with its rows counted from the part's first, each once if it must be."""
@@ -398,7 +422,7 @@ class TablePart:
             first = stop
             fail_point("half the rows written")
         header[_AT] = 2 * max(count, 1)
-        self._end(entry)
+        self._end(entry.worker, entry.number)
 
     def _is_made_in_c(self, entry: Entry) -> bool:
         return self._is_simple and not entry.assigns and injected() is None

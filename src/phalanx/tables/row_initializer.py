@@ -12,24 +12,42 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.errors import ConfigError
 from phalanx.ipc import Region
 from phalanx.plan import check_argument
-from phalanx.tables.hash_index import Int64s, mix
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.values import read_init
 
-__all__ = ["RowInit", "RowInitializer", "Uniform", "read_row_init"]
+__all__ = ["Int64s", "RowInit", "RowInitializer", "Uniform", "mix", "read_row_init"]
 
 _KIND, _LOW, _HIGH, _SEED = range(4)
 _CONSTANT, _UNIFORM = range(2)
 _HEAD_BYTES = 64
 _STEP = np.uint64(0x9E3779B97F4A7C15)
+
+Int64s = NDArray[np.int64]
+_Words = NDArray[np.uint64]
+
+
+def mix(numbers: NDArray[Any]) -> _Words:
+    """Return 64 bits for each number, every one of which depends on all of the number's.
+
+    Source: the finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014); a bijection.
+    """
+    x: _Words = numbers.astype(np.uint64)
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
 
 
 @dataclass(frozen=True)
@@ -139,9 +157,18 @@ class RowInitializer:
         self._words[_SEED] = first.seed
         self._words[_KIND] = _UNIFORM
 
+    @property
+    def row_at(self) -> int:
+        """Where the constant row lies."""
+        return self._row.data_ptr()
+
+    def is_constant(self) -> bool:
+        """Tell whether all rows are the same."""
+        return self._words[_KIND] == _CONSTANT
+
     def rows_for(self, keys: Int64s) -> Tensor:
         """Return the first rows of ``keys``: (K, cols), or (1, cols) where all are the same."""
-        if self._words[_KIND] == _CONSTANT:
+        if self.is_constant():
             return self._row
         rule = Uniform(self._bounds[_LOW], self._bounds[_HIGH], self._words[_SEED])
         return rule.draw(keys, self._row.shape[1]).to(self._row.dtype)

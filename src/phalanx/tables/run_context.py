@@ -7,7 +7,7 @@ import threading
 from typing import Any, TypeVar
 
 from phalanx.errors import StateError
-from phalanx.tables.key_storage import KeyStorage
+from phalanx.tables.keys import KeyStorage
 from phalanx.tables.membership import Barrier, Membership
 from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.sharded import Storage
@@ -60,14 +60,14 @@ class RunContext:
         Raises:
             ConfigError: Another worker made a table of this name and of another kind.
         """
-        self._agree_on(spec, kind.region_sizes(spec), timeout_s)
+        self._agree_on(kind, spec, timeout_s)
         with self._mutex:
             if spec.name not in self._storages:
                 self._storages[spec.name] = kind(spec, self.regions, self.membership)
             found: S = self._storages[spec.name]
             return found
 
-    def _agree_on(self, spec: TableSpec, region_sizes: dict[str, int], timeout_s: float) -> None:
+    def _agree_on(self, kind: type[S], spec: TableSpec, timeout_s: float) -> None:
         """Write the spec down as the table's first worker, or compare it with what that one gave.
 
         The table's memory is taken first: where there is not enough, the name stays free.
@@ -78,8 +78,7 @@ class RunContext:
             if length[0]:
                 spec.refuse_other(json.loads(bytes(words[8 : 8 + length[0]])))
                 return
-            for name, nbytes in region_sizes.items():
-                self.regions.open_region(name, nbytes)
+            kind.take_memory(spec, self.regions)
             text = json.dumps(spec.as_mapping()).encode()
             words[8 : 8 + len(text)] = text
             length[0] = len(text)

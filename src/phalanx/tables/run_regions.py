@@ -25,24 +25,21 @@ class RunRegions:
         if self.directory is not None:  # at the latest when the interpreter ends
             weakref.finalize(self, self.directory.close)
 
-    def open_region(self, name: str, nbytes: int, *, create: bool = True) -> Region:
+    def open_region(
+        self, name: str, nbytes: int, *, create: bool = True, reserved: int | None = None
+    ) -> Region:
         """Return the region of that name and size; see :meth:`RunDirectory.open_region`."""
         if self.directory is not None:
-            return self.directory.open_region(name, nbytes, create=create)
+            return self.directory.open_region(name, nbytes, create=create, reserved=reserved)
         with self._mutex:
             if name not in self._own:
                 if not create:
                     raise StateError(f"Region {name!r} must be made first, but is not there.")
-                self._own[name] = Region.create(nbytes, label=name)
+                region = Region.create(nbytes, label=name, reserved=reserved is None)
+                if reserved is not None:
+                    region.reserve_part(0, reserved)
+                self._own[name] = region
             return self._own[name]
-
-    def remove_region(self, name: str) -> None:
-        """Let nobody find the region any more, if it is there."""
-        if self.directory is not None:
-            self.directory.remove_region(name)
-            return
-        with self._mutex:
-            self._own.pop(name, None)
 
     def close(self) -> None:
         """Leave the run's directory, which its last member removes."""

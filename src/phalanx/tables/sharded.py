@@ -1,18 +1,16 @@
 """The memory of a table: shards, and the way of adds and reads to them.
 
-    Table ─► Sharded ─► ShardLike      which may lie anywhere: a `Sharded` only calls it
-
-`Storage` has rows by number, cut into ranges; key_storage.py has rows by key.
+`Storage` has rows by number, cut into ranges; keys.py has rows by key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from threading import get_ident
-from typing import Any, Generic, NoReturn, Protocol, Self, TypeVar
+from typing import Any, NoReturn, Self
 
 import numpy as np
 import torch
@@ -39,31 +37,6 @@ READ_POINTS = ("before read", "reader's lock held", "rows read")
 """Fail points of a get, in order; it takes a lock only where adds overtake it."""
 
 
-class ShardLike(Protocol):
-    """A shard of any kind; see :class:`phalanx.tables.part.TablePart`.
-
-    Rows, also those of entries, have the table's numbers; the shard's begin with ``first_row``.
-    """
-
-    first_row: int
-
-    @property
-    def num_rows(self) -> int: ...
-    @property
-    def num_undone(self) -> int: ...
-    def begin(self, init: Any) -> None: ...  # Any: what a table of this kind begins with
-    def has(self, worker: int, number: int) -> bool: ...
-    def takes_at_once(self, entry: Entry) -> bool: ...
-    def read(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> None: ...
-    def add(self, entry: Entry, timeout_s: float) -> None: ...
-    def change(self, entry: Entry, timeout_s: float, *, logged: bool) -> None: ...
-    def copy_all(self, timeout_s: float) -> list[Tensor]: ...
-    def close(self) -> None: ...
-
-
-P = TypeVar("P", bound=ShardLike)
-
-
 class _Closed:
     """Stands in for each attribute of a closed table; any use of it raises.
 
@@ -82,7 +55,7 @@ class _Closed:
     __getattr__ = __getitem__ = __iter__ = __len__ = _refuse
 
 
-class Sharded(Generic[P]):
+class Sharded:
     """A table's memory; the subclass makes its shards.
 
     Args:
@@ -91,7 +64,7 @@ class Sharded(Generic[P]):
         membership: The workers of the run.
     """
 
-    shards: Sequence[P]
+    shards: Sequence[TablePart]
 
     def __init__(self, spec: TableSpec, regions: RunRegions, membership: Membership) -> None:
         name = f"table-{spec.name}"
@@ -101,7 +74,7 @@ class Sharded(Generic[P]):
         in_order = spec.staleness.is_bulk_synchronous or spec.updater.remembers
         self._looks_itself = spec.has_keys or (spec.num_shards == 1 and not in_order)
         self.spec = spec
-        self.region = region = regions.open_region(name, self.region_sizes(spec)[name])
+        self.region = region = regions.open_region(name, self.page_bytes(spec))
         self._membership = membership
         self._regions = regions
         self._page = TablePage(region, spec.num_shards)
@@ -117,9 +90,18 @@ class Sharded(Generic[P]):
         )
 
     @staticmethod
-    def region_sizes(spec: TableSpec) -> dict[str, int]:
-        """Return names and sizes of the regions of a new table; one has the page."""
+    def page_bytes(spec: TableSpec) -> int:
+        """Return the size of the region that has the table's page."""
         raise NotImplementedError
+
+    @classmethod
+    def take_memory(cls, spec: TableSpec, regions: RunRegions) -> None:
+        """Make the regions of a new table.
+
+        Raises:
+            OutOfSpace: There is not so much memory.
+        """
+        regions.open_region(f"table-{spec.name}", cls.page_bytes(spec))
 
     @property
     def is_ready(self) -> bool:
@@ -224,7 +206,7 @@ class Sharded(Generic[P]):
             MatrixRows(found).take(back, out)
 
     def _read_from(
-        self, shard: ShardLike, rows: Tensor | None, out: Tensor, timeout_s: float
+        self, shard: TablePart, rows: Tensor | None, out: Tensor, timeout_s: float
     ) -> None:
         fail_point("before read")
         shard.read(rows, out, timeout_s)
@@ -266,24 +248,20 @@ class Sharded(Generic[P]):
 
     def _add_logged(self, worker: int, entries: list[Entry], timeout_s: float) -> None:
         log, waiting = self._log_of(worker), Waiting(timeout_s)
-        with self._room_for(entries, waiting), log.lock.held(timeout_s):
+        with log.lock.held(timeout_s):
             self._logging.add(get_ident())
             try:
                 log.append(
                     entries,
                     partial(self._make, waiting=waiting),
                     lambda entry: any(shard.has(worker, entry.number) for shard in self.shards),
+                    lambda numbered: self._make_room(log, numbered, waiting),
                 )
             finally:
                 self._logging.discard(get_ident())
 
-    def _room_for(
-        self,
-        entries: list[Entry],  # noqa: ARG002 - of keys
-        waiting: Waiting,  # noqa: ARG002
-    ) -> AbstractContextManager[object]:
-        """Return what has room for the new keys of adds, in every shard."""
-        return nullcontext()
+    def _make_room(self, log: WorkerLog, entries: list[Entry], waiting: Waiting) -> None:
+        """Have room in every shard for what adds bring; rows that have numbers are there."""
 
     def _make(self, entry: Entry, waiting: Waiting) -> None:
         """Make an add that is in its worker's log, in every shard that has not made it."""
@@ -325,7 +303,7 @@ class Sharded(Generic[P]):
         for entry in entries:
             self._make(entry, waiting)
 
-    def _parts_of(self, entry: Entry) -> list[tuple[P, Entry]]:
+    def _parts_of(self, entry: Entry) -> list[tuple[TablePart, Entry]]:
         if len(self.shards) == 1:
             return [(self.shards[0], entry)]
         if entry.rows is None:
@@ -336,7 +314,7 @@ class Sharded(Generic[P]):
             for shard, piece, span in routed
         ]
 
-    def _span(self, shard: ShardLike) -> slice:
+    def _span(self, shard: TablePart) -> slice:
         """Return where a shard's rows lie in a tensor of all rows, where rows have numbers."""
         start = shard.first_row - self.spec.first_row
         return slice(start, start + shard.num_rows)
@@ -345,7 +323,9 @@ class Sharded(Generic[P]):
         """Return the shard of each row, as uint8."""
         raise NotImplementedError
 
-    def _route(self, rows: Tensor, worker: int) -> tuple[Tensor, list[tuple[P, Tensor, slice]]]:
+    def _route(
+        self, rows: Tensor, worker: int
+    ) -> tuple[Tensor, list[tuple[TablePart, Tensor, slice]]]:
         """Sort rows by shard, those of one shard as they came.
 
         Each worker begins with another shard, so that two adds at once seldom meet at one.
@@ -390,7 +370,7 @@ class Sharded(Generic[P]):
             setattr(self, name, closed)
 
 
-class Storage(Sharded[TablePart]):
+class Storage(Sharded):
     """The memory of a table of numbered rows: one region, cut into shards.
 
     Args:
@@ -421,9 +401,9 @@ class Storage(Sharded[TablePart]):
         self._bounds = np.array([shard.first_row for shard in self.shards[1:]], dtype=np.int64)
 
     @staticmethod
-    def region_sizes(spec: TableSpec) -> dict[str, int]:
-        """Return name and size of the region of a new table."""
-        return {f"table-{spec.name}": TableLayout.of(spec).nbytes}
+    def page_bytes(spec: TableSpec) -> int:
+        """Return the size of the table's region, which has the page and the rows."""
+        return TableLayout.of(spec).nbytes
 
     @property
     def nbytes(self) -> int:

@@ -26,13 +26,12 @@ from phalanx.errors import PhalanxError
 from phalanx.ipc import Waiting
 from phalanx.memory import MatrixRows, all_within
 from phalanx.tables.deferred_adds import finish_all
-from phalanx.tables.hash_index import mix
 from phalanx.tables.host_operations import part_of, part_starts
-from phalanx.tables.key_storage import KeyStorage
+from phalanx.tables.keys import KeyStorage
 from phalanx.tables.membership import Barrier
 from phalanx.tables.part import Entry, checked
 from phalanx.tables.remote_part import RemoteHost, RemotePart
-from phalanx.tables.row_initializer import Uniform
+from phalanx.tables.row_initializer import Uniform, mix
 from phalanx.tables.sharded import Storage
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.values import outside

@@ -16,7 +16,7 @@ from phalanx.errors import ConfigError, PeerTimeout, StateError, UnsupportedErro
 from phalanx.ipc import wait_until
 from phalanx.memory import has_memory
 from phalanx.plan import Verdict
-from phalanx.tables.key_storage import KeyStorage
+from phalanx.tables.keys import KeyStorage
 from phalanx.tables.last_read import LastRead
 from phalanx.tables.membership import Membership
 from phalanx.tables.part import Entry, NotFinite

@@ -20,8 +20,7 @@ from phalanx.tables.joining import (
     read_master,
     read_trust_of_network,
 )
-from phalanx.tables.key_shard import MAX_CAPACITY
-from phalanx.tables.key_storage import KeyStorage
+from phalanx.tables.keys import MAX_KEYS, KeyStorage
 from phalanx.tables.row_initializer import Uniform, read_row_init
 from phalanx.tables.run_context import RunContext, S
 from phalanx.tables.sharded import Storage
@@ -308,13 +307,13 @@ class TableGroup:
             init: What every row holds at first, and what keys read as that are not there: a number,
                 a row, or :class:`~phalanx.tables.Uniform`. The master's counts.
             num_shards: Shards, by key, that are locked apart and grow apart.
-            capacity: For how many keys there is room at first; the next power of two. Where they
-                are more, the table moves into one twice as large, or larger.
+            capacity: For how many keys there is memory at first; where they are more, it takes
+                more.
 
         Raises:
             ConfigError: An argument cannot be, or another worker opened it otherwise.
-            OutOfSpace: There is not so much memory. For each key that there is room for, a table
-                takes its values and states, and 24 bytes.
+            OutOfSpace: There is not so much memory. For each key a table takes its values and
+                states, and 8 bytes; each process 8 to 16 more.
             PeerTimeout: The master did not open it; ``.rank`` is its number.
 
         Example:
@@ -324,8 +323,8 @@ class TableGroup:
             ...     table
             KeyTable('table-0', keys x 3 float32, updater=Sum())
         """
-        fits = type(capacity) is int and 1 <= capacity <= MAX_CAPACITY
-        check_argument(fits, "capacity", f"be an integer from 1 to {MAX_CAPACITY}", capacity)
+        fits = type(capacity) is int and 1 <= capacity <= MAX_KEYS
+        check_argument(fits, "capacity", f"be an integer from 1 to {MAX_KEYS}", capacity)
         options = (dtype, updater, name, sync, staleness, num_shards, nonfinite)
         with self._numbered(name):
             spec = self._spec(0, cols, *options, capacity=capacity)

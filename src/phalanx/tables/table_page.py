@@ -1,17 +1,17 @@
 """The words and locks that a table's processes share beside its rows, at the begin of its region.
 
     table      READY | APPLIED | TAKEN | · | · | · | · | SEED
-    shard i    its header (part.py), or its segments (key_shard.py)
+    shard i    its header (part.py)
     worker w   CLOCK | ARRIVED_AS | NUMBER | TAIL | FINISHED | ROUND, COUNT | ROUND, COUNT |
-               CLAIMED | CLAIMED_AS | ·
+               CLAIMED | ·
     DONE       of each shard, a word for each worker (part.py)
     UNFINISHED a byte for each log: it may hold adds that are not in all shards (log.py)
     locks      of the table; of each shard; of each worker's log
 
 Words have 8 bytes. The table's are written with its lock held, those of a worker by this worker
-alone, or with its log's lock held. ARRIVED_AS and CLAIMED_AS are the incarnations that wrote CLOCK
-and CLAIMED; where ARRIVED_AS is negative, the worker came to round CLOCK + 1 as well, and gave it
-up. Behind the workers' lines are two of logs of the table's own.
+alone, or with its log's lock held. ARRIVED_AS is the incarnation that wrote CLOCK; where it is
+negative, the worker came to round CLOCK + 1 as well, and gave it up. Behind the workers' lines are
+two of logs of the table's own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ __all__ = [
     "APPLIED",
     "ARRIVED_AS",
     "CLAIMED",
-    "CLAIMED_AS",
     "CLOCK",
     "FINISHED",
     "LOGS",
@@ -47,11 +46,11 @@ MERGED, RESTORED = MAX_WORKERS, MAX_WORKERS + 1
 READY, APPLIED, TAKEN = range(3)
 """Whether the table has its first values; the last round applied, and the last begun."""
 SEED = 7
-"""Of the indices of a keys table, drawn by the worker that makes it."""
+"""By which a keys table's keys belong to shards, drawn by the worker that makes it."""
 CLOCK, ARRIVED_AS, NUMBER, TAIL, FINISHED, LOGS = range(6)
 """A worker's last round, as whom it came there, and its log's words (log.py)."""
-CLAIMED, CLAIMED_AS = 9, 10
-"""A worker's claims (key_storage.py)."""
+CLAIMED = 9
+"""For how many new keys a worker has claimed room in each shard (keys.py)."""
 _LINE, _WORKER_LINE = 8, 16
 NUM_LOGS = MAX_WORKERS + 2
 
@@ -126,3 +125,11 @@ class TablePage:
     def of_workers(self, word: int) -> list[int]:
         """Return one word of every worker's line."""
         return self.workers[word::_WORKER_LINE].tolist()
+
+    def num_claimed(self) -> int:
+        """Return for how many new keys workers have claimed room."""
+        return sum(self.of_workers(CLAIMED))
+
+    def claimed_by_others(self, worker: int) -> int:
+        """Return the same without what one worker has claimed."""
+        return self.num_claimed() - self.worker(worker)[CLAIMED]

@@ -8,9 +8,8 @@ import torch
 
 from phalanx import tables
 from phalanx.errors import ConfigError
-from phalanx.tables.hash_index import HashIndex
-from phalanx.tables.hash_segment import HashSegment
-from phalanx.tables.key_storage import KeyStorage
+from phalanx.tables.keys import KeyPart, KeyStorage
+from phalanx.tables.part import UNSETTLED
 
 NAN = float("nan")
 EDGES = [0, -1, 7, (1 << 63) - 1, -(1 << 63), 10**18]
@@ -33,7 +32,7 @@ def test_any_int64_is_a_key(world):
 
 
 @pytest.mark.parametrize(
-    ("num_shards", "kind", "name"), [(1, HashIndex, "find"), (3, KeyStorage, "_owners")]
+    ("num_shards", "kind", "name"), [(1, KeyPart, "_add_once"), (3, KeyStorage, "_owners")]
 )
 def test_keys_that_the_caller_changes_meanwhile_come_once_and_in_their_place(
     world, monkeypatch, num_shards, kind, name
@@ -42,8 +41,8 @@ def test_keys_that_the_caller_changes_meanwhile_come_once_and_in_their_place(
     rows, ones = torch.arange(100), torch.ones(100, 1, dtype=torch.int64)
     look_up = getattr(kind, name)
 
-    def look_up_and_change(self, keys):
-        found = look_up(self, keys)
+    def look_up_and_change(self, *given):
+        found = look_up(self, *given)
         rows.add_(1)  # as another thread may at this moment
         return found
 
@@ -249,52 +248,63 @@ def test_gets_go_into_out(world):
 # --- readers that meet a writer -------------------------------------------------------------------
 
 
-def test_a_reader_that_found_a_key_missing_reads_again_where_an_add_brings_it(monkeypatch):
-    """The index is searched, then the add comes, then the rows are read."""
-    with tables.join(num_workers=2) as one, one.thread_worker() as two:
-        reader, writer = (w.keys(1, name="t") for w in (one, two))
-        writer.add([[1]], rows=[1])
-        look_up = HashSegment._look_up
-        overtaken = []
-
-        def slow_look_up(found, keys, num_keys):
-            answer = look_up(found, keys, num_keys)
-            if not overtaken:
-                overtaken.append(True)
-                writer.add([[1], [2]], rows=[1, 2])
-            return answer
-
-        monkeypatch.setattr(HashSegment, "_look_up", slow_look_up)
-        assert reader.get([1, 2]).tolist() == [[2.0], [2.0]]
-        assert overtaken
+@pytest.fixture
+def two():
+    with tables.join(num_workers=2) as one, one.thread_worker() as other:
+        yield tuple(w.keys(1, name="t") for w in (one, other))
 
 
-def test_a_reader_whom_every_look_is_overtaken_takes_the_lock(monkeypatch):
-    with tables.join(num_workers=2) as one, one.thread_worker() as two:
-        reader, writer = (w.keys(1, name="t") for w in (one, two))
-        look_up = HashSegment._look_up
-        came = []
+def after_each_look(monkeypatch, act):
+    """Call ``act`` between a reader's look at the rows and what it makes of it."""
+    read = KeyPart._read_with
 
-        def slow_look_up(found, keys, num_keys):
-            answer = look_up(found, keys, num_keys)
-            if not found.lock.owner:
-                came.append(-1 - len(came))
-                writer.add([[1]] * 9, rows=range(9 * came[-1], 9 * came[-1] + 9))
-            return answer
+    def overtaken(part, index, keys, out):
+        answer = read(part, index, keys, out)
+        return UNSETTLED if not part.lock.owner and act() else answer
 
-        monkeypatch.setattr(HashSegment, "_look_up", slow_look_up)
-        assert reader.get([1, 2]).tolist() == [[0.0], [0.0]]
-        assert len(came) == 3
+    monkeypatch.setattr(KeyPart, "_read_with", overtaken)
 
 
-def test_a_reader_may_end_in_the_segment_it_began_in(monkeypatch):
-    with tables.join(num_workers=2) as one, one.thread_worker() as two:
-        reader, writer = (w.keys(1, name="t", capacity=16) for w in (one, two))
-        writer.add([[1]], rows=[1])
-        old = reader._storage.shards[0].newest()
-        writer.add([[1]] * 100, rows=range(100))
-        assert reader._storage.shards[0].newest() is not old
-        out = torch.empty(2, 1)
-        old.read(torch.tensor([1, 2]), out, 1.0)
-        assert out.tolist() == [[1.0], [0.0]]
-        assert reader.get([1, 2]).tolist() == [[2.0], [1.0]]
+def test_a_reader_that_found_a_key_missing_reads_again_where_an_add_brings_it(two, monkeypatch):
+    reader, writer = two
+    writer.add([[1]], rows=[1])
+    overtaken = []
+
+    def act():
+        if overtaken:
+            return False
+        overtaken.append(True)
+        writer.add([[1], [2]], rows=[1, 2])
+        return True
+
+    after_each_look(monkeypatch, act)
+    assert reader.get([1, 2]).tolist() == [[2.0], [2.0]]
+
+
+def test_a_reader_whom_every_look_is_overtaken_takes_the_lock(two, monkeypatch):
+    reader, writer = two
+    came = []
+
+    def act():
+        came.append(-1 - len(came))
+        writer.add([[1]] * 9, rows=range(9 * came[-1], 9 * came[-1] + 9))
+        return True
+
+    after_each_look(monkeypatch, act)
+    assert reader.get([1, 2]).tolist() == [[0.0], [0.0]]
+    assert len(came) == 3
+
+
+def test_many_restores_leave_room_and_take_no_memory(tmp_path, world):
+    """Rows of a restore lie where no others are; the memory of those goes back."""
+    table = world.keys(2, torch.int64, name="t")
+    table.add(torch.ones(5000, 2, dtype=torch.int64), rows=torch.arange(5000))
+    table.snapshot(tmp_path)
+    nbytes = []
+    for i in range(7):
+        table.add([[i, i]] * 3, rows=[i, -1 - i, -77])
+        table.restore(tmp_path)
+        assert table.keys().tolist() == list(range(5000))
+        assert table.get([0, 4999, -77]).tolist() == [[1, 1], [1, 1], [0, 0]]
+        nbytes.append(table.stats().nbytes)
+    assert max(nbytes) < 3 * nbytes[0]

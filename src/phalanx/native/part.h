@@ -1,0 +1,37 @@
+/* What part.c and keys.c have in common: a part of a table. */
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+#include "native.h"
+
+/* See part.c, and tables/part.py for the words of the header and the answers. */
+enum { WORD, WORKER, NUMBER, LOGGED, AT, COUNT };
+enum { DONE, LATE, OUTSIDE, NOT_FINITE, UNSETTLED, BEHIND, ABSENT };
+enum { FLOAT32, FLOAT64, INT32, INT64, BFLOAT16 };
+
+typedef _Atomic int64_t word;
+
+/* As `PartView` of native/library.py, in the same order. */
+typedef struct {
+    word *header;
+    word *done;
+    phalanx_lock *lock;
+    char *values, *record;
+    int64_t *record_rows;
+    int64_t num_rows, num_cols, first_row, dtype;
+    double scale;
+} part;
+
+/* See tables/keys.py. */
+enum { BASE, STOP, NEXT_BASE, NEXT_STOP };
+#define FIRST_MASK INT64_C(0xffffffff) /* of BASE: the first place in use */
+
+static inline int64_t size_of(int64_t dtype) {
+    return dtype == BFLOAT16 ? 2 : dtype == FLOAT64 || dtype == INT64 ? 8 : 4;
+}
+
+void phalanx_put(word *at, int64_t value);
+int phalanx_part_is_finite(const part *p, const void *delta, int64_t num_rows);
+void phalanx_part_add_at_once(const part *p, const int64_t *rows, int64_t first_row, int64_t count,
+                      const char *delta, int64_t worker, int64_t number);
