@@ -69,7 +69,7 @@ def _on_page(at: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _KeysLayout:
     """Offsets in the region of a shard, in bytes.
 
     Attributes:
@@ -95,7 +95,7 @@ class _Layout:
     nbytes: int
 
     @classmethod
-    def of(cls, spec: TableSpec) -> _Layout:
+    def of(cls, spec: TableSpec) -> _KeysLayout:
         kinds = spec.updater.states
         dtypes = [torch.int64, spec.dtype, *(state_dtype(spec.dtype) for _ in kinds)]
         widths = [1, spec.cols, *(spec.cols if kind == "element" else 1 for kind in kinds)]
@@ -135,7 +135,7 @@ def _first_room(spec: TableSpec) -> int:
     return -(-spec.capacity // spec.num_shards)
 
 
-def _reserve_rows(region: Region, layout: _Layout, start: int, stop: int) -> None:
+def _reserve_rows(region: Region, layout: _KeysLayout, start: int, stop: int) -> None:
     check_room(sum(layout.row_bytes) * (stop - start), region.label)
     for begin, row_bytes in zip(layout.starts, layout.row_bytes, strict=True):
         region.reserve_part(begin + start * row_bytes, (stop - start) * row_bytes)
@@ -198,7 +198,7 @@ class KeyPart(TablePart):
         claimed: Callable[[int], int],
         logged: Callable[[int, int], Entry],
     ) -> None:
-        layout = _Layout.of(spec)
+        layout = _KeysLayout.of(spec)
 
         def view(dtype: torch.dtype, width: int, start: int, num_rows: int) -> Tensor:
             return region.tensor(dtype, num_rows * width, start).view(num_rows, width)
@@ -465,7 +465,7 @@ class KeyStorage(Sharded):
     def take_memory(cls, spec: TableSpec, regions: RunRegions) -> None:
         """Make the regions of a new table."""
         super().take_memory(spec, regions)
-        layout, room = _Layout.of(spec), _first_room(spec)
+        layout, room = _KeysLayout.of(spec), _first_room(spec)
         for index in range(spec.num_shards):
             region = _open_shard(spec, regions, index)
             _reserve_rows(region, layout, 0, room)
@@ -538,6 +538,6 @@ def _page_bytes(spec: TableSpec) -> int:
 
 
 def _open_shard(spec: TableSpec, regions: RunRegions, index: int) -> Region:
-    layout = _Layout.of(spec)
+    layout = _KeysLayout.of(spec)
     name = f"keys-{index}-{spec.name}"
     return regions.open_region(name, layout.nbytes, reserved=layout.head_bytes)
