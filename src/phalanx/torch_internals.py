@@ -46,7 +46,7 @@ __all__ = [
     "run_backward",
 ]
 
-TRIED_ON = ("2.8", "2.13")
+TRIED_ON = ("2.8", "2.11", "2.13")
 
 # Any below: torch's stubs do not know these functions, or not their types.
 
