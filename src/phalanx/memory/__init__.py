@@ -5,11 +5,12 @@ from phalanx.memory.blocks import (
     all_finite,
     copy_finite_to,
     copy_to,
+    dense_strides,
     has_memory,
     in_memory_order,
     is_expanded,
+    refuse_overlap,
 )
-from phalanx.memory.flat import FlatParameters, dense_strides, refuse_overlap
 from phalanx.memory.rows import MatrixRows, all_within
 from phalanx.memory.shared_memory_pool import (
     SharedMemoryPool,
@@ -21,7 +22,6 @@ from phalanx.memory.shared_memory_pool import (
 
 __all__ = [
     "PAST_CACHE_BYTES",
-    "FlatParameters",
     "MatrixRows",
     "SharedMemoryPool",
     "TensorHandle",

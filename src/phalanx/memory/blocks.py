@@ -7,19 +7,25 @@ is larger than they are (docs/decisions/0015).
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx import native
+from phalanx.errors import ConfigError
 
 __all__ = [
     "PAST_CACHE_BYTES",
     "all_finite",
     "copy_finite_to",
     "copy_to",
+    "dense_strides",
     "has_memory",
     "in_memory_order",
     "is_expanded",
+    "refuse_overlap",
 ]
 
 PAST_CACHE_BYTES = 8 << 20
@@ -62,6 +68,11 @@ def is_expanded(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
+
+
+def dense_strides(like: Tensor) -> tuple[int, ...]:
+    """Return the strides of ``like`` in the order of its memory, without gaps."""
+    return torch.empty_like(like, device="meta").stride()
 
 
 def in_memory_order(gradient: Tensor, like: Tensor) -> Tensor:
@@ -131,3 +142,27 @@ def all_finite(numbers: Tensor) -> bool:
         return True
     low, high = torch.aminmax(numbers)
     return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def refuse_overlap(parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse parameters that lie over each other in memory.
+
+    Raises:
+        ConfigError: Two of them do.
+    """
+    spans = []
+    for index, parameter in enumerate(parameters):
+        if parameter.numel():
+            steps = zip(parameter.shape, parameter.stride(), strict=True)
+            last = sum((size - 1) * stride for size, stride in steps)
+            start = parameter.data_ptr()
+            stop = start + (last + 1) * parameter.itemsize
+            spans.append((str(parameter.device), start, stop, index))
+    spans.sort()
+    for (device, _, stop, index), (other_device, start, _, other) in itertools.pairwise(spans):
+        if device == other_device and start < stop:
+            first, second = sorted((index, other))
+            raise ConfigError(
+                f"Parameters {first} and {second} must lie in memory of their own, but share it. "
+                "Tie them by assigning the same `nn.Parameter` object to both places."
+            )

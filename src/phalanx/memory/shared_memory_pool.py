@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.ipc import Region, aligned
-from phalanx.memory.flat import dense_strides
+from phalanx.memory.blocks import dense_strides
 
 __all__ = ["SharedMemoryPool", "TensorHandle", "forget_memory", "is_shared", "return_freed_memory"]
 

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.memory import PAST_CACHE_BYTES, all_finite, copy_finite_to, copy_to
+from phalanx.memory import (
+    PAST_CACHE_BYTES,
+    all_finite,
+    copy_finite_to,
+    copy_to,
+    in_memory_order,
+)
 from tests.unit.memory.numbers import DTYPES, drawn
 
 ODD = 7
@@ -88,3 +94,15 @@ def test_a_sum_that_overflows_is_finite_numbers_still(way):
 @pytest.mark.parametrize("numbers", [torch.ones(3, dtype=torch.int64), torch.empty(0), np.pi])
 def test_integers_and_nothing_are_finite(way, numbers):
     assert all_finite(torch.as_tensor(numbers))
+
+
+@pytest.mark.parametrize("layout", ["sparse", "transposed", "other dtype"])
+def test_gradients_come_in_the_parameters_order(layout: str) -> None:
+    like = torch.zeros(3, 4)
+    plain = torch.arange(12.0).view(3, 4)
+    gradient = {
+        "sparse": plain.to_sparse(),
+        "transposed": plain.t().contiguous().t(),
+        "other dtype": plain.to(torch.float64),
+    }[layout]
+    assert torch.equal(in_memory_order(gradient, like), torch.arange(12.0))

@@ -1,16 +1,47 @@
-"""Parameters and gradients as two flat tensors, wherever they lie flat already."""
+"""Parameters and gradients as two flat tensors: Torch7's ``getParameters()``.
+
+    parameters   | weight 0 ..| bias 0 | weight 1 .... | bias 1 |     one buffer per dtype, device
+    gradients    | weight 0 ..| bias 0 | weight 1 .... | bias 1 |     the same places
+
+The module's own parameters become views of the buffer, so a write there trains the module. A
+parameter keeps the order in which its elements lay in memory (channels_last stays channels_last).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.errors import UnsupportedError
-from phalanx.memory import FlatParameters, dense_strides
+from phalanx.memory import dense_strides, refuse_overlap
 
 __all__ = ["Flat"]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A parameter, and where it and its gradient lie in the buffers."""
+
+    parameter: nn.Parameter
+    value: Tensor
+    gradient: Tensor
+
+    def is_held(self) -> bool:
+        """Tell whether the parameter is still there (``module.to()`` moves it)."""
+        return self.parameter.data_ptr() == self.value.data_ptr() or not self.value.numel()
+
+    def keep_gradient(self) -> None:
+        """Make the parameter's ``grad`` its place in the buffer, with the value that it has."""
+        if self.parameter.grad is None:
+            self.gradient.zero_()
+        else:
+            self.gradient.copy_(self.parameter.grad)
+        self.parameter.grad = self.gradient if self.parameter.requires_grad else None
 
 
 class Flat:
@@ -21,7 +52,7 @@ class Flat:
     """
 
     def __init__(self) -> None:
-        self._made: FlatParameters | None = None
+        self._places: list[_Place] = []
 
     def __reduce__(self) -> tuple[type[Flat], tuple[()]]:
         return type(self), ()
@@ -40,8 +71,9 @@ class Flat:
 
     def zero_missing(self, module: nn.Module) -> None:
         """Give zeros to parameters that have no gradient, in its place where they lie flat."""
-        if self._made is not None and self._holds(module):
-            self._made.keep_gradients([parameter.grad for parameter in self._made.parameters])
+        if self._holds(module):
+            for place in self._places:
+                place.keep_gradient()
         for parameter in module.parameters():
             if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
@@ -71,16 +103,60 @@ class Flat:
         return values, gradients
 
     def _make(self, module: nn.Module) -> None:
-        parameters = list(module.parameters())
-        gradients = [parameter.grad for parameter in parameters]
-        self._made = FlatParameters(parameters)
-        self._made.keep_gradients(gradients)
+        """Move all parameters and gradients into new buffers.
+
+        Ties stay, because a tied parameter is one object. Frozen parameters get no gradient.
+
+        Raises:
+            ConfigError: Two parameters lie over each other in memory.
+        """
+        refuse_overlap(list(module.parameters()))
+        placed = [place for kind in _by_kind(module) for place in _laid_out(kind)]
+        in_order = {id(place.parameter): place for place in placed}
+        self._places = [in_order[id(parameter)] for parameter in module.parameters()]
 
     def _holds(self, module: nn.Module) -> bool:
-        if self._made is None:
-            return False
-        found = list(module.parameters())
-        return list(map(id, found)) == list(map(id, self._made.parameters)) and self._made.intact()
+        own = [place.parameter for place in self._places]
+        return (
+            bool(own)
+            and list(map(id, module.parameters())) == list(map(id, own))
+            and all(place.is_held() for place in self._places)
+        )
+
+
+def _laid_out(parameters: Sequence[nn.Parameter]) -> list[_Place]:
+    """Move parameters of one kind, and their gradients, into two new buffers."""
+    starts = [0, *accumulate(parameter.numel() for parameter in parameters)]
+    values = torch.zeros(starts.pop(), dtype=parameters[0].dtype, device=parameters[0].device)
+    gradients = torch.zeros_like(values)
+    places = []
+    for parameter, start in zip(parameters, starts, strict=True):
+        shape, strides = parameter.shape, dense_strides(parameter)
+        place = _Place(
+            parameter,
+            values.as_strided(shape, strides, start),
+            gradients.as_strided(shape, strides, start),
+        )
+        place.value.copy_(parameter.detach())
+        parameter.data = place.value
+        place.keep_gradient()
+        if parameter.requires_grad:
+            pointer = parameter.data_ptr()
+            parameter.register_post_accumulate_grad_hook(
+                partial(_move_gradient, pointer, place.gradient)
+            )
+        places.append(place)
+    return places
+
+
+def _move_gradient(pointer: int, view: Tensor, parameter: Tensor) -> None:
+    """Move a gradient that autograd made elsewhere (after ``grad = None``) to its place."""
+    gradient = parameter.grad
+    if gradient is None or parameter.data_ptr() != pointer:  # the parameter has moved away
+        return
+    if gradient.data_ptr() != view.data_ptr():
+        view.copy_(gradient)
+        parameter.grad = view
 
 
 def _by_kind(module: nn.Module) -> list[list[nn.Parameter]]:
