@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -120,14 +120,33 @@ TABLE_WORLDS = [
 ]
 
 
-def in_table_worlds(*, at_least: int = 1, at_most: int = 3, only: str = "") -> pytest.MarkDecorator:
-    """Run a test with each ``world`` of tables and number ``n`` of workers that is asked for."""
+def in_table_worlds(
+    *, at_least: int = 1, at_most: int = 3, only: str = "", **factor: Sequence[Any]
+) -> pytest.MarkDecorator:
+    """Run a test with each ``world`` of tables and number ``n`` of workers that is asked for.
+
+    Args:
+        at_least: The fewest workers.
+        at_most: The most.
+        only: A word in the names of the worlds that are asked for.
+        factor: One more argument of the test and its values. By day threads meet all of them,
+            and processes and hosts, where each case takes as long as ten, the last one.
+    """
     chosen = [
         each
         for each in TABLE_WORLDS
         if at_least <= each.values[1] <= at_most and only in str(each.id)
     ]
-    return pytest.mark.parametrize(("world", "n"), chosen)
+    if not factor:
+        return pytest.mark.parametrize(("world", "n"), chosen)
+    ((name, values),) = factor.items()
+    cases = []
+    for each in chosen:
+        for value in values:
+            by_day = each.values[0] is THREADS or value is values[-1]
+            marks = each.marks if by_day else pytest.mark.night
+            cases.append(pytest.param(*each.values, value, id=f"{value}-{each.id}", marks=marks))
+    return pytest.mark.parametrize(("world", "n", name), cases)
 
 
 # --- executors ------------------------------------------------------------------------------------

@@ -85,8 +85,7 @@ def begin(world: tables.TableGroup) -> dict[str, list]:
     return state_of(net)
 
 
-@in_table_worlds()
-@pytest.mark.parametrize("mode", [{}, {"sync": True}, {"staleness": 1}], ids=str)
+@in_table_worlds(mode=[{}, {"sync": True}, {"staleness": 1}])
 def test_every_copy_begins_with_the_masters_values(world, n, mode, run):
     found = world.run(begin, n, run=run, **mode)
     master = seeded_net(0)
@@ -336,8 +335,7 @@ def add_ones(world: tables.TableGroup, bound: int | None) -> list[float]:
     return seen
 
 
-@in_table_worlds()
-@pytest.mark.parametrize("bound", [None, 1, 3])
+@in_table_worlds(bound=[None, 1, 3])
 def test_with_bounded_staleness_a_sync_holds_all_but_the_others_last_rounds(world, n, bound, run):
     for seen in world.run(partial(add_ones, bound=bound), n, run=run):
         for clock, total in enumerate(seen, 1):

@@ -53,8 +53,7 @@ def matrix_law(world: tables.TableGroup, num_shards: int) -> None:
         world.barrier()
 
 
-@in_table_worlds()
-@pytest.mark.parametrize("num_shards", [1, 4, 20])
+@in_table_worlds(num_shards=[1, 4, 20])
 def test_after_each_barrier_a_matrix_holds_everybodys_rows(world, n, num_shards, run):
     world.run(partial(matrix_law, num_shards=num_shards), n, run=run)
 
@@ -108,8 +107,7 @@ def bulk_rounds_by_one(n: int) -> list[list]:
     return seen
 
 
-@in_table_worlds()
-@pytest.mark.parametrize("num_shards", [1, 3])
+@in_table_worlds(num_shards=[1, 3])
 def test_in_bulk_synchronous_mode_every_get_is_equal_bit_for_bit(world, n, num_shards, run):
     expected = bulk_rounds_by_one(n)
     for seen in world.run(partial(bulk_rounds, num_shards=num_shards), n, run=run, sync=True):
@@ -145,8 +143,7 @@ def stale_rounds(world: tables.TableGroup, bound: int) -> list[tuple[int, list[f
     return seen
 
 
-@in_table_worlds()
-@pytest.mark.parametrize("bound", [1, 3])
+@in_table_worlds(bound=[1, 3])
 def test_with_bounded_staleness_nobody_reads_from_further_ahead(world, n, bound, run):
     seen = world.run(partial(stale_rounds, bound=bound), n, run=run, staleness=bound)
     for worker, gets in enumerate(seen):
@@ -195,8 +192,7 @@ def stay_away(world: tables.TableGroup, how: str) -> tuple[str, int | None] | No
     return raised
 
 
-@in_table_worlds(at_least=2)
-@pytest.mark.parametrize("how", ["barrier", "sync", "staleness"])
+@in_table_worlds(at_least=2, how=["barrier", "sync", "staleness"])
 def test_who_stays_away_makes_the_others_fail_at_the_deadline_with_its_id(world, n, how, run):
     mode = {"sync": {"sync": True}, "staleness": {"staleness": 1}}.get(how, {})
     *waiting, away = world.run(partial(stay_away, how=how), n, run=run, **mode)
@@ -432,8 +428,7 @@ def keys_law(world: tables.TableGroup, num_shards: int) -> None:
     assert torch.equal(table.keys(), torch.cat([keys, keys + 1]).sort().values)
 
 
-@in_table_worlds()
-@pytest.mark.parametrize("num_shards", [1, 4])
+@in_table_worlds(num_shards=[1, 4])
 def test_after_each_barrier_a_keys_table_holds_everybodys_rows(world, n, num_shards, run):
     world.run(partial(keys_law, num_shards=num_shards), n, run=run)
 
@@ -497,8 +492,7 @@ def bulk_keys_by_one(n: int) -> list[tuple[list, list]]:
     return seen
 
 
-@in_table_worlds()
-@pytest.mark.parametrize("num_shards", [1, 3])
+@in_table_worlds(num_shards=[1, 3])
 def test_in_bulk_synchronous_mode_keys_come_with_their_round(world, n, num_shards, run):
     expected = bulk_keys_by_one(n)
     for seen in world.run(partial(bulk_keys, num_shards=num_shards), n, run=run, sync=True):
