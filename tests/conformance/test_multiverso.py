@@ -28,10 +28,8 @@ from phalanx.compat.multiverso import (
     init,
     is_master_worker,
     num_workers,
-    server_id,
     shutdown,
     worker_id,
-    workers_num,
 )
 from phalanx.errors import ConfigError, PeerTimeout, StateError
 from tests.multiprocess.children import Children, Parent
@@ -103,7 +101,7 @@ def array_law(how: str) -> None:
         barrier()
         value = table.get()
         assert value.dtype == torch.float32
-        assert np.array_equal(value, delta * (i + 1) * 2 * workers_num())
+        assert np.array_equal(value, delta * (i + 1) * 2 * num_workers())
         barrier()
 
 
@@ -170,15 +168,15 @@ def test_in_sync_mode_the_ith_get_is_the_same_for_all_and_lengths_may_differ(wor
     assert [len(seen) for seen in found] == [10 * (worker + 1) for worker in range(n)]
 
 
-def who_i_am() -> tuple[int, int, int, int, bool]:
-    me = worker_id(), server_id(), num_workers(), workers_num(), is_master_worker()
+def who_i_am() -> tuple[int, int, bool]:
+    me = worker_id(), num_workers(), is_master_worker()
     barrier()
     return me
 
 
 @in_every_formation
 def test_workers_of_one_run_have_numbers_of_their_own(workers, n, run):
-    assert workers(run, n, who_i_am) == [(w, w, n, n, w == 0) for w in range(n)]
+    assert workers(run, n, who_i_am) == [(w, n, w == 0) for w in range(n)]
 
 
 # --- arguments ------------------------------------------------------------------------------------
@@ -210,7 +208,7 @@ def test_what_get_returns_and_add_takes_is_the_callers_own(alone):
 
 
 def test_the_order_of_calls_is_said():
-    for call in (barrier, num_workers, worker_id, server_id, is_master_worker):
+    for call in (barrier, num_workers, worker_id, is_master_worker):
         with pytest.raises(StateError, match="`init` must be called first"):
             call()
     with pytest.raises(StateError, match="`init` must be called first"):
@@ -226,9 +224,8 @@ def test_the_order_of_calls_is_said():
 
 
 def test_the_names_are_those_of_the_bindings():
-    torch_names = {"init", "barrier", "shutdown", "num_workers", "worker_id", "server_id"}
-    torch_names |= {"TableHandler"}
-    python_names = {"workers_num", "is_master_worker", "ArrayTableHandler", "MatrixTableHandler"}
+    torch_names = {"init", "barrier", "shutdown", "num_workers", "worker_id", "TableHandler"}
+    python_names = {"is_master_worker", "ArrayTableHandler", "MatrixTableHandler"}
     assert set(multiverso.__all__) == torch_names | python_names
 
 

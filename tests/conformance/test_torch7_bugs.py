@@ -171,7 +171,7 @@ def test_columns_that_differ_are_refused_and_not_dropped(make):
     with torch.no_grad():
         other[0].bias[2] += 1
     made = make(0).add(first, "cpu")
-    with pytest.raises(ConfigError, match=r"equal to the first column.*other values in `0\.bias`"):
+    with pytest.raises(ConfigError, match=r"equal to the first column.*other values"):
         made.add(other, "cpu")
     for layer in (nn.ReLU(), net_of(4, 2), nn.Sequential(first[0], nn.Tanh())):
         with pytest.raises(ConfigError, match=r"equal to the first column.*has other layers"):

@@ -31,10 +31,8 @@ __all__ = [
     "init",
     "is_master_worker",
     "num_workers",
-    "server_id",
     "shutdown",
     "worker_id",
-    "workers_num",
 ]
 
 Data = Tensor | np.ndarray[Any, Any] | Sequence[Any] | float  # whatever numpy makes floats of
@@ -73,22 +71,9 @@ def num_workers() -> int:
     return tables.current().num_workers
 
 
-def workers_num() -> int:
-    """Return how many workers there are, under the Python binding's name."""
-    return num_workers()
-
-
 def worker_id() -> int:
     """Return this worker's number, from 0; under torchrun it is the rank."""
     return tables.current().worker_id
-
-
-def server_id() -> int:
-    """Return this worker's number: as in Multiverso by default, every worker is a server as well.
-
-    There is none that others would have to ask: workers touch the tables themselves.
-    """
-    return worker_id()
 
 
 def is_master_worker() -> bool:

@@ -23,8 +23,6 @@ __all__ = [
     "DistributedTrainingSample",
     "ModelUpdate",
     "WorkerUpdate",
-    "merge_worker_updates",
-    "split_batch",
 ]
 
 
@@ -121,39 +119,30 @@ class DataParallelTrainer:
     """
 
     def split_batch(self, data: Any, n_workers: int) -> list[Any]:
-        """Deal out ``data``; see :func:`split_batch`."""
-        return split_batch(data, n_workers)
+        """Deal samples out in turn, a bucket for each worker; see :func:`phalanx.split_batch`.
+
+        No samples make empty buckets, not none as in Rust. No workers have no buckets.
+
+        Raises:
+            ConfigError: ``n_workers`` is negative, or as :func:`phalanx.split_batch` has it.
+        """
+        return train.split_batch(data, n_workers) if n_workers != 0 else []
 
     def merge_worker_updates(self, updates: Sequence[WorkerUpdate]) -> ModelUpdate:
-        """Average ``updates``; see :func:`merge_worker_updates`."""
-        return merge_worker_updates(updates)
+        """Average gradients and losses weighted by samples; see :func:`phalanx.merge_updates`.
 
+        If nobody has processed a sample, gradients are an empty list and the loss is 0, as in Rust.
 
-def split_batch(data: Any, n_workers: int) -> list[Any]:
-    """Deal samples out in turn, a bucket for each worker; see :func:`phalanx.split_batch`.
-
-    No samples make empty buckets, not none as in Rust. No workers have no buckets.
-
-    Raises:
-        ConfigError: ``n_workers`` is negative, or as :func:`phalanx.split_batch` has it.
-    """
-    return train.split_batch(data, n_workers) if n_workers != 0 else []
-
-
-def merge_worker_updates(updates: Sequence[WorkerUpdate]) -> ModelUpdate:
-    """Average gradients and losses weighted by samples; see :func:`phalanx.merge_updates`.
-
-    If nobody has processed a sample, gradients are an empty list and the loss is 0, as in Rust.
-
-    Raises:
-        ConfigError: Gradients differ in length or kind, a loss or weight is not finite, or what
-            else :func:`phalanx.merge_updates` refuses; all weights are 0, though there are samples.
-    """
-    merged = [_update(each) for each in updates]
-    if not any(each.samples for each in merged):
-        return ModelUpdate([], 0.0, 0)
-    mean = merge_updates(merged)
-    return ModelUpdate(mean.gradients, float(mean.loss), mean.samples)
+        Raises:
+            ConfigError: Gradients differ in length or kind, a loss or weight is not finite, or what
+                else :func:`phalanx.merge_updates` refuses; all weights are 0, though there are
+                samples.
+        """
+        merged = [_update(each) for each in updates]
+        if not any(each.samples for each in merged):
+            return ModelUpdate([], 0.0, 0)
+        mean = merge_updates(merged)
+        return ModelUpdate(mean.gradients, float(mean.loss), mean.samples)
 
 
 def _update(each: WorkerUpdate) -> Update:

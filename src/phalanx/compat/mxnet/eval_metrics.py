@@ -21,6 +21,7 @@ class EvalMetric:
         label_names: Which labels it sees; default all.
 
     Example:
+        >>> import torch
         >>> class MeanAbsoluteError(EvalMetric):
         ...     def update(self, labels, preds):
         ...         for label, pred in zip(labels, preds):

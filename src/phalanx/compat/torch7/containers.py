@@ -16,6 +16,7 @@ from phalanx.errors import ConfigError, StateError
 from phalanx.execution import nccl_serves
 from phalanx.plan import (
     Layout,
+    check_argument,
     flatten,
     leaf_paths,
     least_loaded,
@@ -52,9 +53,6 @@ class AbstractParallel(Torch7Module, parallel.AbstractParallel):
     Source: fbcunn's ``AbstractParallel``, whose subclasses wrote ``_distributeInput``, and the way
     back by hand; here gradients follow by autograd.
     """
-
-    def __init__(self, dim: int) -> None:
-        super().__init__(dim)
 
     # Any: inputs, nested.
     def distribute(self, inputs: Any) -> Sequence[Any]:
@@ -123,32 +121,24 @@ class _Replicated(Torch7Module, parallel.DataParallel):
     _checks_rows = False  # outputs of any size are joined along `dim`
 
     def __init__(self, dim: int) -> None:
-        if not isinstance(dim, int):
-            raise ConfigError(f"`dim` must be a whole number, counted from 0, but is {dim!r}.")
-        self.dim = dim
+        self.dim = read_whole("dim", dim)
         self.useNCCL = False
         self._gpus: list[torch.device] = []
         super().__init__(nn.Sequential(), ["cpu"])  # until there is a module
 
     # Any: the module's own signature.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._gpus:
-            raise StateError(f"`{type(self).__name__}` needs a module. Call `add()` first.")
+        self.get(0)  # there must be a module
         return super().__call__(*args, **kwargs)
 
-    def get(self, index: int) -> nn.Module:
-        """Return the module, of which every column is a replica; negative ones count from the end.
+    def get(self, index: int) -> nn.Module:  # noqa: ARG002
+        """Return the module, of which every column is a replica, whatever ``index``.
 
         Raises:
-            ConfigError: There is no such column.
+            StateError: There is none yet.
         """
-        index, count = read_whole("index", index), len(self._gpus)
-        if not -count <= index < count:
-            raise ConfigError(
-                f"`index` must be a column, 0 to {count - 1}, but is {index!r}."
-                if count
-                else f"`index` must be a column, but is {index!r}: there is none. Call `add()`."
-            )
+        if not self._gpus:
+            raise StateError(f"`{type(self).__name__}` needs a module. Call `add()` first.")
         return self.module
 
     def nextGPU(self) -> torch.device:
@@ -175,8 +165,7 @@ class _Replicated(Torch7Module, parallel.DataParallel):
 
     def _append(self, module: nn.Module, gpus: Sequence[Gpu]) -> Self:
         places = [_device(gpu) for gpu in gpus]
-        if not isinstance(module, nn.Module):
-            raise ConfigError(f"`module` must be an `nn.Module`, but is {type(module).__name__!r}.")
+        check_argument(isinstance(module, nn.Module), "module", "be an `nn.Module`", module)
         module = _unwrapped(module)
         if self._gpus:
             _check_equal(self.module, module)
@@ -287,8 +276,7 @@ class DataParallelTable(_Replicated):
 
         Args:
             gpus: Indices of accelerators from 0, or devices such as ``"cpu"``; once, as a list, or
-                one by one with a module equal to the first each time, which then holds the
-                parameters and buffers of the first.
+                one by one with a module equal to the first each time, which is not needed any more.
 
         Raises:
             ConfigError: There is no such device, the list is empty, or a later module differs from
@@ -297,21 +285,16 @@ class DataParallelTable(_Replicated):
         """
         first = not self._gpus
         if isinstance(gpus, (int, str, torch.device)):
-            self._append(module, [gpus])
+            gpus = [gpus]
         elif self._gpus:
             raise StateError(
                 "`add(module, gpus)` with a list must be the only `add()`, but there was one. Give "
                 "all devices at once."
             )
-        elif not isinstance(gpus, Sequence):
-            raise ConfigError(
-                f"`gpus` must be a list with a device for each replica, but is {gpus!r}. A set has "
-                "each of them once and in no order: give ['cpu', 'cpu'], or [0, 1]."
-            )
-        elif not gpus:
-            raise ConfigError("`gpus` must name at least one device, but is empty.")
-        else:
-            self._append(module, list(gpus))
+        wanted = "be a list with a device for each replica, at least one"
+        fits = isinstance(gpus, (list, tuple)) and len(gpus) > 0
+        check_argument(fits, "gpus", wanted, gpus)
+        self._append(module, gpus)
         if self.flattenParams:
             self._flat_memory.lay_out(self)
         if first and self.useNCCL and not nccl_serves(self._gpus):
@@ -345,14 +328,8 @@ class GPU(Torch7Module, parallel.OnDevice):
         out = None if outdevice is None else _name(outdevice)
         super().__init__(_unwrapped(module), _name(device), out)
 
-    def get(self, index: int) -> nn.Module:
-        """Return the module, for ``index`` 0.
-
-        Raises:
-            ConfigError: The index is another.
-        """
-        if index != 0:
-            raise ConfigError(f"`index` must be 0, the only module, but is {index!r}.")
+    def get(self, index: int) -> nn.Module:  # noqa: ARG002
+        """Return the only module, whatever ``index``."""
         return self.module
 
 
@@ -387,14 +364,12 @@ def _layout(inputs: Any, dim: int) -> Layout:
 def _check_equal(first: nn.Module, other: nn.Module) -> None:
     """Refuse a column that is no copy of the first, rather than drop it silently."""
     theirs, own = other.state_dict(), first.state_dict()
-    differs = "other layers" if repr(first) != repr(other) or theirs.keys() != own.keys() else ""
-    for name in [] if differs else own:
-        if not torch.equal(theirs[name].to(own[name].device), own[name]):
-            differs = f"other values in `{name}`"
-            break
-    if differs:
+    same_layers = repr(first) == repr(other) and theirs.keys() == own.keys()
+    if not same_layers or not all(
+        torch.equal(theirs[name].to(value.device), value) for name, value in own.items()
+    ):
         raise ConfigError(
-            f"`module` must be equal to the first column, whose replica it becomes, but has "
-            f"{differs}. Add `copy.deepcopy(first)`, or use `ModelParallel` for columns that "
-            "differ."
+            "`module` must be equal to the first column, whose replica it becomes, but has other "
+            f"{'values' if same_layers else 'layers'}. Add `copy.deepcopy(first)`, or use "
+            "`ModelParallel` for columns that differ."
         )
