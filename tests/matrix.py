@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED_BYTES = 12 << 30  # what pip unpacks, and what it has downloaded
-TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "expecttest", "pyzmq")
+TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "expecttest")
 # torch decides on its own version and on those of what it needs.
 TORCHS = re.compile(r"^(torch|triton|nvidia-|cuda-|sympy|setuptools)\b", re.IGNORECASE)
 

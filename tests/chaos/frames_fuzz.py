@@ -15,21 +15,21 @@ import json
 import logging
 import os
 import random
-import resource
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
-import zmq
 from rich.console import Console
 
 from phalanx import tables
-from phalanx.cluster import Caps, Head
+from phalanx.cluster import Endpoint, Head, tag_of
 from phalanx.cluster.connection import _error_of
-from phalanx.cluster.frames import MAX_TEXT_BYTES, BadFrame, Kind
+from phalanx.cluster.frames import MAX_TEXT_BYTES, BadFrame, Kind, Stream
 from phalanx.errors import PhalanxError
 from phalanx.ipc import RunDirectory
 from phalanx.tables.host_operations import Operation
@@ -37,14 +37,17 @@ from phalanx.tables.host_server import ServerPage
 from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.spec import TableSpec
 from tests.multiprocess.children import Children, Parent
-from tests.multiprocess.hosts import become_worker, free_port, variables, wait_for_servers
-from tests.unit.cluster.mutations import mutated, mutated_message
+from tests.multiprocess.hosts import become_worker, free_port, variables
+from tests.unit.cluster.mutations import mutated
 
 CLIENTS = 3
 ROWS = 7
 DEADLINE_S = 60.0
-LIVE_SHARE = 50  # one in so many goes to a server
+ANSWER_S = 0.2  # of a message that may be half of one
+LIVE_SHARE = 1000  # one in so many goes to a server
 GROWTH_BYTES = 64 << 20
+MOST_BYTES = 1 << 20
+TAG = tag_of("run", 0)
 
 
 # --- what reads them ------------------------------------------------------------------------------
@@ -52,18 +55,18 @@ GROWTH_BYTES = 64 << 20
 
 def read_everything(num_frames: int, chance: random.Random, progress: Callable[[int], None]) -> int:
     """Read so many; return how many were taken for frames, within the caps."""
-    caps, taken = Caps(payload_bytes=1 << 20, in_flight_bytes=1 << 21), 0
+    taken = 0
     spec = TableSpec.from_mapping(json.loads(SPEC))
     assert spec.rows == ROWS
 
     def read_head(frame: bytes) -> None:
-        head = Head.decode(frame, caps)
-        assert head.payload_bytes <= caps.payload_bytes
-        assert len(head.text) <= MAX_TEXT_BYTES
+        head, text_bytes = Head.decode(frame, TAG, MOST_BYTES)
+        assert head.payload_bytes <= MOST_BYTES
+        assert text_bytes <= MAX_TEXT_BYTES
 
     readers: list[tuple[Callable[[bytes], object], bytes]] = [
-        (read_head, request(Operation.ADD, 3, 1).encode()),
-        (read_head, request(Operation.ADD, 3, 1)._replace(kind=Kind.PIECE).encode()),
+        (read_head, request(Operation.ADD, 3, 1).encode(TAG)[:80]),
+        (read_head, request(Operation.GET, 3, 1)._replace(kind=Kind.ERROR).encode(TAG)[:80]),
         (lambda frame: TableSpec.from_mapping(parsed(frame)), SPEC.encode()),
         (lambda frame: _error_of(frame.decode()), ERROR.encode()),
     ]
@@ -116,10 +119,7 @@ def request(operation: int, worker: int, incarnation: int) -> Head:
     together = operation == Operation.ADD_TOGETHER
     args = (2, 2 * together, 0, 0) if nbytes else (0, 1, 0, 0)
     number = int(together or operation == Operation.ADD)
-    client = b"frames that lie."
-    return Head(
-        Kind.REQUEST, operation, worker, incarnation, client, 1, number, args, nbytes, "fuzzed"
-    )
+    return Head(Kind.REQUEST, operation, worker, incarnation, number, 100, args, nbytes, "fuzzed")
 
 
 # --- a server, and good clients beside ------------------------------------------------------------
@@ -136,95 +136,107 @@ ASKED = [
 ]
 
 
-class Faults(logging.Handler):
-    """Keeps what a server calls a fault of ours, each by its last line."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[str, str] = {}
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = logging.Formatter().format(record)
-        self.found.setdefault(text.splitlines()[-1], text)
-
-
-def keep_books(parent: Parent, given: dict[str, str]) -> None:
-    """Be a good client; the first one's process has the server that is fuzzed."""
-    threads, faults = become_worker(given), Faults()
-    logging.getLogger("phalanx").addHandler(faults)
+def keep_faults(folder: Path) -> None:
+    """Have what servers forked later call a fault of ours written to a file of ``folder``."""
+    handler = logging.FileHandler(folder / f"faults-{os.getpid()}", delay=True)
+    logging.getLogger("phalanx").addHandler(handler)
     logging.getLogger("phalanx").propagate = False
+
+
+def keep_books(parent: Parent, given: dict[str, str], folder: Path) -> None:
+    """Be a good client; the first one's host has the server that is fuzzed."""
+    become_worker(given)
+    keep_faults(folder)
     with tables.join(timeout_s=DEADLINE_S) as world:
         world.matrix(CLIENTS * ROWS, 2, name="fuzzed")
         books = world.matrix(CLIENTS * ROWS, 3, torch.int64, name="books")
         world.barrier()
         parent.tell("here")
-        q, before_kib = 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        q = 0
         while not parent.connection.poll():
             q += 1  # into the first host's rows, which the fuzzed server has
             books.add([[1, q, q * q]], rows=[world.worker_id])
             n = books.get([world.worker_id])[0].tolist()
             assert n == sums(q), f"the books of client {world.worker_id} are wrong: {n}"
-        growth_bytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib) << 10
-        parent.tell((q, growth_bytes, [*faults.found.values()]))
+        parent.tell(q)
         world.barrier()
-    wait_for_servers(threads)
 
 
 def sums(n: int) -> list[int]:
     return [n, n * (n + 1) // 2, n * (n + 1) * (2 * n + 1) // 6]
 
 
-def enter_as_worker(socket: zmq.Socket[bytes], worker: int) -> None:
-    """Become a worker whose incarnation is not that of a good client."""
-    text = json.dumps({"num_expected": None, "host": CLIENTS, "home_incarnation": 0})
-    for client in (b"a", b"b"):
-        head = request(Operation.ENTER, worker, 0)._replace(
-            client=16 * client, args=(worker, 0, 0, 0), text=text
-        )
-        socket.send_multipart([head.encode()])
-        assert socket.poll(DEADLINE_S * 1e3)
-        answer = Head.decode(socket.recv_multipart()[0], Caps())
-        assert answer.kind == Kind.ANSWER
-    assert answer.args[1] == 2
+class Peer:
+    """A worker that is admitted, and sends what it should not."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._session = endpoint.connect(DEADLINE_S)
+        self.tag = tag_of(endpoint.run, endpoint.host)
+        enter = request(Operation.ENTER, 0, 0)
+        for client in (1, 2):  # twice, so that its incarnation is not that of a good client
+            args = (CLIENTS, client, client, 0)
+            self._session.send(enter._replace(args=args, payload_bytes=0), [])
+            answer = self._session.read_head(0)
+            assert answer.kind == Kind.ANSWER
+        assert answer.args[1] == 2
+        self._stream: Stream | None = None
+
+    def send(self, content: bytes) -> None:
+        """Send bytes over a connection that may be closed already, or after them."""
+        if self._stream is None:
+            self._stream = self._endpoint.connect(DEADLINE_S)
+            self._stream.set_timeout(ANSWER_S)
+        try:
+            self._stream._socket.sendall(content)
+            self._stream.skip(self._stream.read_head(MOST_BYTES).payload_bytes)
+        except (OSError, EOFError):  # closed, or bytes are missing
+            self._stream.close()
+            self._stream = None
 
 
 def ask_a_server(num_messages: int, chance: random.Random, progress: Callable[[int], None]) -> int:
     """Send so many to a server; return how many adds good clients made beside."""
     name, port = f"fuzz{os.getpid()}", free_port()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with Children() as children:
+    with Children() as children, tempfile.TemporaryDirectory() as folder:
         clients = [
-            children.start(keep_books, variables(name, worker, CLIENTS, CLIENTS, port))
+            children.start(
+                keep_books, variables(name, worker, CLIENTS, CLIENTS, port), Path(folder)
+            )
             for worker in range(CLIENTS)
         ]
         for client in clients:
             assert client.get() == "here"
         regions = RunRegions(f"torchrun-{name}-0-0")
-        address = ServerPage(regions, create=False).address
-        assert address is not None
-        regions.close()
-        socket = context.socket(zmq.DEALER)
-        socket.connect(address)
-        enter_as_worker(socket, CLIENTS)
+        page = ServerPage(regions, create=False)
+        assert page.address is not None
+        assert page.server is not None
+        server = page.server.pid
+        peer = Peer(Endpoint(0, "Host 0", page.address, f"torchrun-{name}-0", None))
+        before = resident_bytes(server)
         for number in range(num_messages):
             operation = chance.choice(ASKED)
             head = request(operation, CLIENTS, 2)
-            frames = [head.encode(), PAYLOADS.get(operation, b"")]
-            assert socket.poll(DEADLINE_S * 1e3, zmq.POLLOUT), "the server has stopped to read"
-            socket.send_multipart(mutated_message(chance, frames))
-            while socket.poll(0):
-                socket.recv_multipart()
+            good = head.encode(peer.tag) + PAYLOADS.get(operation, b"")
+            peer.send(mutated(chance, good))
             if number % 1000 == 0:
                 progress(number)
+        growth_bytes = resident_bytes(server) - before
+        assert page.server.pid == server, "the server has died"
+        regions.close()
         for client in clients:
             client.put("enough")
-        told = [client.get() for client in clients]
-    context.destroy(linger=0)
+        adds = sum(client.get() for client in clients)
+        faults = "\n".join(each.read_text() for each in Path(folder).glob("faults-*"))
     RunDirectory.sweep()
-    for _, growth_bytes, faults in told:
-        assert not faults, "\n".join(faults)
-        assert growth_bytes < GROWTH_BYTES, f"a process has grown by {growth_bytes} bytes"
-    return sum(q for q, _, _ in told)
+    assert not faults, faults
+    assert growth_bytes < GROWTH_BYTES, f"the server has grown by {growth_bytes} bytes"
+    return adds
+
+
+def resident_bytes(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 # --- both -----------------------------------------------------------------------------------------

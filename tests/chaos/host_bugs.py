@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
-from phalanx.clock import now_s
-from phalanx.cluster import Connection
+from phalanx.cluster import Connection, Server, Session
 from phalanx.tables.host_service import HostService
 from phalanx.tables.part import TablePart, checked
 from phalanx.tables.rounds import Rounds
@@ -22,11 +22,15 @@ def make_adds_in_python() -> None:
 
 def never_asked_again() -> None:
     """A request is sent once."""
+    send = Connection._send
 
-    def wait_on(self, link, pending):
-        pending.heard_s = now_s()
+    def send_once(self, pending, connect_s):
+        if pending.title.startswith("sent "):
+            raise TimeoutError("sent once")
+        pending.title = f"sent {pending.title}"
+        send(self, pending, connect_s)
 
-    Connection._send_again = wait_on  # type: ignore[method-assign]
+    Connection._send = send_once  # type: ignore[method-assign]
 
 
 def add_counted_twice() -> None:
@@ -51,13 +55,24 @@ def stale_accepted() -> None:
 
 
 def lost_host_awaited() -> None:
-    """The workers of a host that does not answer count on."""
-    HostService.mark_lost = lambda self, worker, incarnation: None  # type: ignore[method-assign]
+    """The workers of a host that is gone count on."""
+    HostService.lose_those_without_session = lambda self: None  # type: ignore[method-assign]
 
 
-def only_servers_heard() -> None:
-    """A worker whose host's server is silent counts as lost, though it asks for something."""
-    HostService.hear = lambda self, head: None  # type: ignore[method-assign]
+def session_stays_broken() -> None:
+    """A worker whose session breaks does not open it again."""
+    Session._keep = lambda self: None  # type: ignore[method-assign]
+
+
+def one_at_a_time() -> None:
+    """A server makes one call after the other."""
+    ask, turn = Server._ask, threading.Lock()
+
+    def ask_in_turn(self, request):
+        with turn:
+            return ask(self, request)
+
+    Server._ask = ask_in_turn  # type: ignore[method-assign]
 
 
 BUGS: dict[str, Callable[[], None]] = {
@@ -68,6 +83,7 @@ BUGS: dict[str, Callable[[], None]] = {
         round_add_counted_twice,
         stale_accepted,
         lost_host_awaited,
-        only_servers_heard,
+        session_stays_broken,
+        one_at_a_time,
     )
 }

@@ -14,7 +14,7 @@ class Proxy:
     """Relays connections to a server.
 
     Args:
-        address: Of the server, as `tcp://host:port`.
+        address: Of the server, as `host:port`.
 
     Attributes:
         address: Its own.
@@ -22,10 +22,10 @@ class Proxy:
     """
 
     def __init__(self, address: str) -> None:
-        parts = urlsplit(address)
+        parts = urlsplit(f"//{address}")
         self._server = (parts.hostname, parts.port)
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.sessions: list[bytearray] = []
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
@@ -82,7 +82,7 @@ class Proxy:
 
 def replay(address: str, session: bytes, timeout_s: float) -> bytes:
     """Send a recorded session to a server; return what it answers before it hangs up."""
-    parts = urlsplit(address)
+    parts = urlsplit(f"//{address}")
     answer = bytearray()
     target = parts.hostname, parts.port
     with socket.create_connection(target, timeout_s) as again, suppress(OSError):

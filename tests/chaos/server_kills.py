@@ -8,8 +8,8 @@ waits for none of a burst, which its next get shows. Two books:
     keys     int64 by key: the client's key twice over, and a key of its own for each q
 
 An add is whole or absent per host: there the tail's rows are always equal. Meanwhile a host's
-server is killed at a random moment, again and again, and now and then its supervisor with it. How
-long it takes until the host answers is measured from the kill.
+server is killed at a random moment, again and again. How long it takes until the host answers is
+measured from the kill.
 """
 
 from __future__ import annotations
@@ -31,14 +31,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import zmq
 from rich.console import Console
 
 from phalanx import tables
 from phalanx.cluster import Connection, Endpoint, Secret, make_secret
-from phalanx.ipc import ProcessIdentity
 from phalanx.tables.host_operations import Operation
-from phalanx.tables.host_server import ServerPage, client_keys, server_keys
+from phalanx.tables.host_server import ServerPage
 from phalanx.tables.run_regions import RunRegions
 from tests.multiprocess.children import Child, Children, Parent, wait_for_exit
 from tests.multiprocess.hosts import free_port, variables
@@ -49,10 +47,8 @@ CLIENTS = 8
 TAIL = 301
 ROWS = CLIENTS + TAIL  # of a host
 LONGEST_GAP_S = 0.1
-BOTH_EVERY = 20  # kills; starting a supervisor takes seconds
 BURST = 7  # adds that every second client makes without waiting
 DEADLINE_S = 60.0
-NOBODY = 0xFFFFFFFF
 _numbers = itertools.count()
 
 
@@ -137,14 +133,12 @@ class Result:
     Attributes:
         adds: Of all clients, to both books; each was acknowledged.
         recoveries_s: Times from a kill of a server to the host's next answer.
-        both_s: The same where the supervisor was killed as well.
         undone: Adds that a kill interrupted and the next server undid.
         seconds: How long the kills took.
     """
 
     adds: int = 0
     recoveries_s: list[float] = field(default_factory=list)
-    both_s: list[float] = field(default_factory=list)
     undone: int = 0
     kills: Counter[int] = field(default_factory=Counter)
     seconds: float = 0.0
@@ -155,12 +149,11 @@ class Result:
 
     def __str__(self) -> str:
         p99_s = sorted(self.recoveries_s)[int(0.99 * len(self.recoveries_s))]
-        both = ", ".join(f"{each:.1f}" for each in self.both_s) or "none"
         return (
             f"{sum(self.kills.values())} kills in {self.seconds:.0f} s: {self.adds} adds of "
             f"{CLIENTS} clients, none lost and none doubled; {self.undone} were undone, and made "
             f"again\nrecovery: p50 {1e3 * self.p50_s:.0f} ms, p99 {1e3 * p99_s:.0f} ms, longest "
-            f"{1e3 * max(self.recoveries_s):.0f} ms; with the supervisor: {both} s"
+            f"{1e3 * max(self.recoveries_s):.0f} ms"
         )
 
 
@@ -171,39 +164,30 @@ class Target:
         self.host = host
         self._regions = RunRegions(f"{cluster}-{host}")
         self._page = ServerPage(self._regions, create=False)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        keys, address = server_keys(secret, cluster, host), self._page.address
-        assert keys is not None
+        address = self._page.address
         assert address is not None
-        endpoint = Endpoint(host, f"Host {host}", address, keys.public)
-        self._connection = Connection(self._context, endpoint, client_keys(secret, cluster), NOBODY)
+        tls = secret.tls(cluster, server=False)
+        endpoint = Endpoint(host, f"Host {host}", address, cluster, tls)
+        self._connection = Connection(endpoint, 0)
         self.ask()
 
     def ask(self) -> None:
         """Wait for an answer of the server."""
-        self._connection.call(Operation.MEMBERS, "who lives", DEADLINE_S)
+        self._connection.call(Operation.COUNTS, "`stats`", DEADLINE_S, text="rows")
 
-    def kill(self, *, both: bool) -> float:
+    def kill(self) -> float:
         """Kill the server; return how long it took until the host answered."""
-        server, supervisor = self._page.server, self._page.supervisor
+        server = self._page.server
         assert server is not None
-        assert supervisor is not None
         began = time.perf_counter()
-        if both:  # first the one that would start the other again
-            kill(supervisor)
-        kill(server)
+        os.kill(server.pid, signal.SIGKILL)
+        wait_for_exit(server.pid)
         self.ask()
         return time.perf_counter() - began
 
     def close(self) -> None:
         self._connection.close()
-        self._context.destroy(linger=0)
         self._regions.close()
-
-
-def kill(process: ProcessIdentity) -> None:
-    os.kill(process.pid, signal.SIGKILL)
-    wait_for_exit(process.pid)
 
 
 @contextmanager
@@ -236,8 +220,7 @@ def soak(
             threading.Event().wait(draw.uniform(0.0, LONGEST_GAP_S))
             # Each host dies at least once, however few the kills are.
             target = targets[number - 1] if number <= HOSTS else draw.choice(targets)
-            both = number % BOTH_EVERY == 0
-            (result.both_s if both else result.recoveries_s).append(target.kill(both=both))
+            result.recoveries_s.append(target.kill())
             result.kills[target.host] += 1
             for client in clients:
                 if client.connection.poll():  # it says nothing yet, unless it has failed

@@ -1,30 +1,33 @@
 """Faults between hosts, and a planted bug for each: a scene goes well, and each bug makes it fail.
 
-Three hosts, each with its server as a thread of its first worker. Messages are lost in the servers:
-the first request of each kind, or the first answer. Hosts are halted and killed whole.
+Three hosts. Connections break in the servers: at the first request of each kind, or the first
+answer. Workers are halted, cut off, and killed with all of their host.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
+from signal import SIGSTOP
 
 import pytest
 import torch
 
 from phalanx import tables
-from phalanx.cluster import Server, connection
+from phalanx.clock import now_s
+from phalanx.cluster import Server
 from phalanx.errors import PeerTimeout, StateError
-from phalanx.ipc import wait_until
-from phalanx.tables import host_server
+from phalanx.ipc import ProcessIdentity, inject, wait_until
+from phalanx.tables import host_service
 from phalanx.tables.host_operations import Operation
 from tests.chaos.host_bugs import BUGS
 from tests.multiprocess.children import Child, Children, Parent
-from tests.multiprocess.hosts import become_worker, free_port, variables, wait_for_servers
+from tests.multiprocess.hosts import become_worker, free_port, kill_server, variables
 from tests.run_directories import wait_until_removed
 
 pytestmark = pytest.mark.promise("adds-between-hosts-are-kept")
@@ -32,7 +35,7 @@ pytestmark = pytest.mark.promise("adds-between-hosts-are-kept")
 NUM_HOSTS = 3
 DEADLINE_S = 30.0
 SHORT_S = 3.0
-HOST_LOST_S = 1.0
+BACK_S = 0.5
 LATER = 50
 _numbers = count()
 
@@ -56,46 +59,46 @@ def workers(
 def be_worker(
     parent: Parent, given: dict[str, str], bug: str | None, body: Callable[..., None], *args: object
 ) -> None:
-    threads = become_worker(given)
-    connection._RETRY_S, connection._LONGEST_RETRY_S = 0.1, 0.5
-    host_server._HOST_LOST_S, host_server._LOOK_EVERY_S = HOST_LOST_S, 0.05
+    become_worker(given)
+    host_service._BACK_S, host_service._AFTER_A_START_S = BACK_S, 2 * BACK_S
     if bug is not None:
         BUGS[bug]()
     body(parent, *args)
-    wait_for_servers(threads)
 
 
 # --- messages that are lost -----------------------------------------------------------------------
 
 
-def lose(what: str) -> set[int]:
-    """Let this process's server lose the first message of each kind; return the kinds."""
+def lose(what: str, folder: Path) -> None:
+    """Let servers forked later lose the first message of each kind, with its connection."""
     lost: set[int] = set()
 
-    def first(operation: int) -> bool:
-        return operation not in lost and not lost.add(operation)
+    def lose_first(operation: int) -> None:
+        if operation not in lost:
+            lost.add(operation)
+            (folder / f"lost-{operation}").touch()
+            raise ConnectionResetError("lost by the test")
 
     if what == "requests":
-        take = Server._take_request
+        answer = Server._answer
 
-        def take_but_first(self, link, head, frames):
-            if not first(head.operation):
-                take(self, link, head, frames)
+        def answer_but_first(self, stream, head, link):
+            lose_first(head.operation)
+            return answer(self, stream, head, link)
 
-        Server._take_request = take_but_first  # type: ignore[method-assign]
+        Server._answer = answer_but_first  # type: ignore[method-assign]
     else:
         send = Server._send
 
-        def send_but_first(self, link, asked, answer):
-            if not first(asked.operation):
-                send(self, link, asked, answer)
+        def send_but_first(self, stream, asked, answer):
+            lose_first(asked.operation)
+            send(self, stream, asked, answer)
 
         Server._send = send_but_first  # type: ignore[method-assign]
-    return lost
 
 
 def ask_everything(parent: Parent, what: str, folder: Path) -> None:
-    lost = lose(what)
+    lose(what, folder)
     with tables.join(timeout_s=SHORT_S * 3) as world:
         rows = world.matrix(7, 2, name="rows")
         keys = world.keys(2, name="keys", capacity=4)
@@ -119,16 +122,15 @@ def ask_everything(parent: Parent, what: str, folder: Path) -> None:
         world.barrier()
         found.append(rows.get().unique().tolist())
         found.append((later.get([0, 6]) / LATER).unique().tolist())
-    parent.tell((found, lost))
+    parent.tell(found)
 
 
 def messages_are_lost(run: str, bug: str | None, folder: Path, what: str) -> None:
-    lost: set[int] = set()
     with workers(run, NUM_HOSTS, ask_everything, bug, what, folder) as started:
         for worker in started:
-            found, lost_there = worker.get()
+            found = worker.get()
             assert found == [[3.0]] * 5, f"an add is lost, or there twice: {found}"
-            lost |= lost_there
+    lost = {int(path.name.removeprefix("lost-")) for path in folder.glob("lost-*")}
     assert lost == set(Operation), "a kind of request was never lost"
 
 
@@ -140,15 +142,65 @@ def answers_are_lost(run: str, bug: str | None, folder: Path) -> None:
     messages_are_lost(run, bug, folder, "answers")
 
 
-# --- hosts that are halted or killed --------------------------------------------------------------
+# --- workers that are halted, cut off or killed ---------------------------------------------------
+
+
+def wait_for_it(table: tables.Table, rows: list[int]) -> None:
+    with suppress(PeerTimeout):
+        table.get(rows)
+
+
+def add_beside_a_halted_holder(parent: Parent) -> None:
+    """Worker 1 halts as it holds a lock of table t, in its own host's rows; 0 and 2 go on."""
+    with tables.join(timeout_s=DEADLINE_S) as world:
+        table, other = (world.array(4 * NUM_HOSTS, name=name) for name in "tu")
+        theirs = [4]  # of worker 1's host
+        world.barrier()
+        if world.worker_id == 1:
+            inject(lambda point, worker: point == "undo written" and os.kill(os.getpid(), SIGSTOP))
+            table.add([1.0], rows=theirs)
+            inject(None)
+        else:
+            assert parent.hear() == "it is halted"
+            world.timeout_s = SHORT_S
+            pending = threading.Thread(target=wait_for_it, args=(table, theirs), daemon=True)
+            pending.start()
+            began_s = now_s()
+            for _ in range(10):
+                other.add([1.0], rows=theirs)
+                other.get(theirs)
+            assert now_s() < began_s + SHORT_S, "the halted one holds others up"
+            with pytest.raises(PeerTimeout, match=r"Lock 'shard 0 of table t' .* holds it"):
+                table.add([1.0], rows=theirs)
+            assert 1 in world.workers, "a halted worker counts as dead"
+            world.timeout_s = DEADLINE_S
+            parent.tell("it may go on")
+        world.barrier()
+        parent.tell(other.get(theirs).item())
+        world.barrier()
+
+
+def a_holder_is_halted(run: str, bug: str | None, folder: Path) -> None:
+    with workers(run, NUM_HOSTS, add_beside_a_halted_holder, bug) as started:
+        halted, others = started[1], (started[0], started[2])
+        assert wait_until(ProcessIdentity.of(halted.pid).stopped, DEADLINE_S)
+        for worker in others:
+            worker.put("it is halted")
+        for worker in others:
+            assert worker.get() == "it may go on"
+        os.kill(halted.pid, signal.SIGCONT)
+        for worker in started:
+            assert worker.get() == 20.0
 
 
 def add_until_refused(parent: Parent) -> None:
     with tables.join(timeout_s=DEADLINE_S) as world:
         table = world.array(4 * NUM_HOSTS, name="t")
         world.barrier()
-        parent.tell("adding")
         if world.worker_id == NUM_HOSTS - 1:
+            for remote in world._context.membership._others.of(world.worker_id).values():
+                remote._session._connection.close()  # it is not opened again
+                remote._session._stream.shut()
             try:
                 while True:
                     table.add([1.0], rows=[0])
@@ -161,22 +213,45 @@ def add_until_refused(parent: Parent) -> None:
         parent.tell(table.get([0]).item())
 
 
-def a_host_is_halted(run: str, bug: str | None, folder: Path) -> None:
-    with workers(run, NUM_HOSTS, add_until_refused, bug) as started:
-        *others, halted = started
-        for worker in started:
-            assert worker.get() == "adding"
-        os.kill(halted.pid, signal.SIGSTOP)
+def a_worker_is_cut_off(run: str, bug: str | None, folder: Path) -> None:
+    with workers(run, NUM_HOSTS, add_until_refused, bug) as (*others, lost):
         before = [worker.get() for worker in others]
-        os.kill(halted.pid, signal.SIGCONT)
         try:
-            refused = halted.get(SHORT_S)
+            refused = lost.get(SHORT_S)
         except AssertionError as exc:
             raise AssertionError("who was taken for dead writes") from exc
         assert "was taken for lost on this host" in refused
         for worker in others:
             worker.put("it goes on")
         assert [worker.get() for worker in others] == before, "who was taken for dead wrote"
+
+
+def add_beside_a_kill(parent: Parent) -> None:
+    with tables.join(timeout_s=DEADLINE_S) as world:
+        table = world.array(4 * NUM_HOSTS, name="t")
+        world.barrier()
+        parent.tell("here")
+        assert parent.hear() == "its server was killed"
+        # Who asks for nothing must stay, too.
+        threading.Event().wait(6 * BACK_S)
+        try:
+            table.add(torch.ones(4 * NUM_HOSTS))
+        except StateError as exc:
+            raise AssertionError(f"a worker that lives counts as lost: {exc}") from exc
+        world.barrier()
+        parent.tell(table.get().unique().tolist())
+        world.barrier()
+
+
+def a_server_is_killed(run: str, bug: str | None, folder: Path) -> None:
+    with workers(run, NUM_HOSTS, add_beside_a_kill, bug) as started:
+        for worker in started:
+            assert worker.get() == "here"
+        kill_server(run, 1)
+        for worker in started:
+            worker.put("its server was killed")
+        for worker in started:
+            assert worker.get() == [3.0]
 
 
 def go_on_without_a_host(parent: Parent) -> None:
@@ -226,6 +301,7 @@ def a_host_is_killed(run: str, bug: str | None, folder: Path) -> None:
             assert worker.get() == "here"
         for worker in started[2:4]:
             worker.kill()
+        kill_server(run, 1)
         survivors = [started[number] for number in (0, 1, 4)]
         for worker in survivors:
             worker.put("killed")
@@ -234,64 +310,18 @@ def a_host_is_killed(run: str, bug: str | None, folder: Path) -> None:
             for asked in ("a get", "an add", "an add"):
                 told = worker.get()
                 assert told.startswith("Host 1 (")
-                assert "(server at tcp://127.0.0.1:" in told
+                assert "(server at 127.0.0.1:" in told
                 assert f"did not answer {asked} of table 't' within 3" in told
-
-
-def add_beside_a_silent_server(parent: Parent, is_silent: bool) -> None:
-    """Add until the parent says so, while the last host's server does not say who lives."""
-    if is_silent:
-        take = Server._take_request
-
-        def take_but_one(self, link, head, frames):
-            if head.operation != Operation.MEMBERS:
-                take(self, link, head, frames)
-
-        Server._take_request = take_but_one  # type: ignore[method-assign]
-    with tables.join(timeout_s=DEADLINE_S) as world:
-        table, adds = world.array(4 * NUM_HOSTS, name="t"), 0
-        world.barrier()
-        parent.tell("adding")
-        try:
-            while not parent.connection.poll():
-                table.add([1.0], rows=[0])
-                adds += 1
-        except StateError as exc:
-            raise AssertionError(f"a worker that asks counts as lost: {exc}") from exc
-        world.barrier()
-        parent.tell((adds, table.get([0]).item()))
-        world.barrier()
-
-
-def a_server_is_silent(run: str, bug: str | None, folder: Path) -> None:
-    with Children() as children:
-        port = free_port()
-        started = [
-            children.start(
-                be_worker,
-                variables(run, worker, NUM_HOSTS, NUM_HOSTS, port),
-                bug,
-                add_beside_a_silent_server,
-                worker == NUM_HOSTS - 1,
-            )
-            for worker in range(NUM_HOSTS)
-        ]
-        for worker in started:
-            assert worker.get() == "adding"
-        started[-1].connection.poll(4 * HOST_LOST_S)  # says something only if it fails
-        for worker in started:
-            worker.put()
-        told = [worker.get() for worker in started]
-        assert {sum_ for _, sum_ in told} == {sum(adds for adds, _ in told)}
 
 
 SCENES: dict[str, tuple[Scene, str]] = {
     "never_asked_again": (requests_are_lost, "did not answer"),
     "add_counted_twice": (answers_are_lost, "an add is lost, or there twice"),
     "round_add_counted_twice": (answers_are_lost, "an add is lost, or there twice"),
-    "stale_accepted": (a_host_is_halted, "who was taken for dead w"),
+    "stale_accepted": (a_worker_is_cut_off, "who was taken for dead w"),
     "lost_host_awaited": (a_host_is_killed, "somebody waits for the dead"),
-    "only_servers_heard": (a_server_is_silent, "a worker that asks counts as lost"),
+    "session_stays_broken": (a_server_is_killed, "a worker that lives counts as lost"),
+    "one_at_a_time": (a_holder_is_halted, "the halted one holds others up"),
 }
 
 

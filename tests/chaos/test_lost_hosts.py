@@ -1,9 +1,8 @@
 """Tables outlive a host: `snapshot` by the master, and `restore` on the hosts that are left.
 
-Three hosts, each with its server as a thread of its first worker, as in test_host_controls.py. A
-client adds lines that count themselves, (1, q, q²) for its q-th add, to a row on each host: half of
-an add in a snapshot, or one twice, shows in the three sums. Each scene goes well, and each planted
-bug makes one go wrong.
+Three hosts, as in test_host_controls.py. A client adds lines that count themselves, (1, q, q²) for
+its q-th add, to a row on each host: half of an add in a snapshot, or one twice, shows in the three
+sums. Each scene goes well, and each planted bug makes one go wrong.
 """
 
 from __future__ import annotations
@@ -19,15 +18,14 @@ import pytest
 import torch
 
 from phalanx import tables
-from phalanx.cluster import connection
 from phalanx.errors import CheckpointError, PeerTimeout
 from phalanx.ipc import inject, wait_until
-from phalanx.tables import host_server, snapshots, spread
+from phalanx.tables import host_service, snapshots, spread
 from phalanx.tables import table as table_module
 from phalanx.tables.remote_part import RemotePart
 from phalanx.tables.snapshots import SNAPSHOT_POINTS
 from tests.multiprocess.children import Child, Children, Parent, wait_for_exit
-from tests.multiprocess.hosts import become_worker, free_port, variables, wait_for_servers
+from tests.multiprocess.hosts import become_worker, free_port, kill_server, variables
 from tests.run_directories import wait_until_removed
 
 pytestmark = pytest.mark.promise("adds-between-hosts-are-kept")
@@ -85,7 +83,7 @@ def drafts_stay() -> None:
 
 def silence_unheard() -> None:
     """Who waits for a round looks at the workers on its own host's page only."""
-    spread._wait_for = lambda pendings, waiting: None
+    spread._wait_for = lambda pendings: None
 
 
 BUGS: dict[str, Callable[[], None]] = {
@@ -125,14 +123,12 @@ def workers(
 def be_worker(
     parent: Parent, given: dict[str, str], bug: str | None, body: Callable[..., None], *args: object
 ) -> None:
-    threads = become_worker(given)
-    connection._RETRY_S, connection._LONGEST_RETRY_S = 0.1, 0.5
-    host_server._HOST_LOST_S, host_server._LOOK_EVERY_S = 2.0, 0.05
+    become_worker(given)
+    host_service._BACK_S = 0.5
     snapshots._BLOCK_BYTES = 1 << 12
     if bug is not None:
         BUGS[bug]()
     body(parent, *args)
-    wait_for_servers(threads)
 
 
 def written_again(manifest: Path, times: int) -> None:
@@ -247,6 +243,7 @@ def a_host_is_lost(run: str, bug: str | None, folder: Path, host: int = 0) -> No
             os.kill(client.pid, signal.SIGKILL)
         for client in lost:
             client.process.join()
+        kill_server(run, host)
         others = [client for client in started if client not in lost]
         for client in others:
             assert f"Host {host} (" in client.get()
@@ -319,6 +316,7 @@ def survivors_are_not_blamed(run: str, bug: str | None, folder: Path) -> None:
         for worker in (*others, lost):
             assert worker.get() == "arrived"
         lost.kill()
+        kill_server(run, 2)
         for worker in others:
             worker.put("go on")
         for worker in others:

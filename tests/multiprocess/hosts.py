@@ -1,22 +1,18 @@
-"""Workers on several hosts, played on one machine: `PHALANX_HOST` says which is which.
-
-In contract tests the server of a host is a thread of its first worker, so that no test has to wait
-for processes that import torch. Tests of faults start real ones.
-"""
+"""Workers on several hosts, simulated on one machine: `PHALANX_HOST` says which is which."""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
-import threading
 from collections.abc import Callable
 
 import torch
 
 from phalanx import tables
-from phalanx.cluster import Secret
-from phalanx.tables import host_server, host_supervisor
-from tests.multiprocess.children import Parent, ReusedChildren
+from phalanx.tables import host_server
+from phalanx.tables.run_regions import RunRegions
+from tests.multiprocess.children import Parent, ReusedChildren, wait_for_exit
 
 DEADLINE_S = 60.0
 WORKERS = ReusedChildren()
@@ -43,46 +39,28 @@ def variables(run: str, worker: int, num_workers: int, num_hosts: int, port: int
     }
 
 
-def become_worker(given: dict[str, str]) -> list[threading.Thread]:
-    """Let `join` find ``given``, and start a host's server as a thread of this process.
-
-    Returns:
-        The thread, once it is started.
-    """
+def become_worker(given: dict[str, str]) -> None:
+    """Let `join` find ``given``, and a host's server, its fork, end soon after its workers."""
     torch.set_num_threads(1)
     os.environ.update(given)
-    threads: list[threading.Thread] = []
     host_server._OVER_S = 0.05
-
-    def start(spec: host_server.ServerSpec) -> None:
-        thread = threading.Thread(target=host_supervisor.supervise, args=(spec,))
-        threads.append(thread)
-        thread.start()
-
-    host_supervisor.start_supervisor = start
-    host_supervisor.run_server = serve_here
-    return threads
-
-
-def serve_here(spec: host_server.ServerSpec, secret: Secret | None) -> bool:
-    """Be the server, in place of a process that is forked."""
-    host_server.serve(spec, secret)
-    return True
 
 
 def _worker(parent: Parent, given: dict[str, str], body: Callable, how: dict) -> None:
-    threads = become_worker(given)
+    become_worker(given)
     with tables.join(timeout_s=DEADLINE_S, **how) as world:
         result = body(world)
         parent.tell((world.worker_id, result))
-    wait_for_servers(threads)
 
 
-def wait_for_servers(threads: list[threading.Thread]) -> None:
-    """Wait until the servers that are threads of this process have ended."""
-    for thread in threads:
-        thread.join(DEADLINE_S)
-        assert not thread.is_alive(), "a server outlives its workers"
+def kill_server(run: str, host: int) -> None:
+    """Kill the server of a host, and return when it has ended."""
+    regions = RunRegions(f"torchrun-{run}-0-{host}")
+    server = host_server.ServerPage(regions, create=False).server
+    assert server is not None
+    os.kill(server.pid, signal.SIGKILL)
+    wait_for_exit(server.pid)
+    regions.close()
 
 
 def run_hosts(num_hosts: int, run: str, num_workers: int, body: Callable, **how: object) -> list:

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import NoReturn
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def be_interrupted(world: tables.TableGroup, kind: str) -> None:
     world.barrier()
     num_places = 0
     if world.worker_id == 0:
-        [remote] = world._context.membership._others.of(0).values()
+        [part] = table._storage.remote_parts(0).values()
         table.add(0 * ones, rows=rows, wait=False)
         table.flush()  # the thread is there: CPython's start of one is not safe from Ctrl-C
         acts = {
@@ -67,8 +68,7 @@ def be_interrupted(world: tables.TableGroup, kind: str) -> None:
         }
 
         def check() -> None:
-            assert not remote.adding.locked() or kind in ("add without waiting", "flush")
-            assert not remote.connection._link().calls
+            assert not part.adding.locked() or kind in ("add without waiting", "flush")
             if kind == "get":
                 out.fill_(-1)  # the caller's again
                 assert table.get([0, 7]).tolist() == [0, 0]
@@ -93,15 +93,14 @@ def test_a_call_interrupted_anywhere_holds_nothing_back(run, kind):
 def miss_the_end_of_a_barrier(world: tables.TableGroup) -> None:
     if world.worker_id == 1:
         remote = world._context.membership._others.of(1)[0]
-        poll = remote.connection.poll
+        answer = remote.connection._answer
 
-        def interrupt(pending: PendingCall, timeout_s: float) -> bool:
-            remote.connection.poll = poll
-            # Only then: at "alone" this worker would no longer count for "first".
-            assert poll(pending, timeout_s), "the barrier did not end"
+        def interrupt(pending: PendingCall) -> NoReturn:
+            remote.connection._answer = answer
+            answer(pending)  # at "alone" this worker would no longer count for "first"
             raise KeyboardInterrupt
 
-        remote.connection.poll = interrupt
+        remote.connection._answer = interrupt
         with pytest.raises(KeyboardInterrupt):
             world.barrier("first")
         with pytest.raises(PeerTimeout):  # nobody else comes to it

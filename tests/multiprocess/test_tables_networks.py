@@ -17,7 +17,7 @@ from phalanx.cluster import make_secret
 from phalanx.errors import PeerTimeout
 from phalanx.ipc import RunDirectory
 from tests.multiprocess.children import Child, Children, Parent
-from tests.multiprocess.hosts import become_worker, variables, wait_for_servers
+from tests.multiprocess.hosts import become_worker, variables
 from tests.multiprocess.networks import Networks, enter, networks_of_hosts
 from tests.multiprocess.test_tables_hosts import SCRIPT, play
 
@@ -51,10 +51,9 @@ def workers(networks: Networks, folder: Path, body: Callable[..., None]) -> Iter
 
 def be_worker(parent: Parent, network: str, given: dict[str, str], body: Callable) -> None:
     enter(network)
-    threads = become_worker(given)
+    become_worker(given)
     with tables.join(timeout_s=DEADLINE_S) as world:
         body(parent, world)
-    wait_for_servers(threads)
     parent.tell("left")
 
 
@@ -142,7 +141,7 @@ def test_a_slow_link_delays_calls_or_ends_them_with_the_hosts_name(networks, tmp
         started[0].put("it is slow")
         told = started[0].get()
         assert told.startswith("Host 1 (")
-        assert f"(server at tcp://{networks.addresses[1]}:" in told
+        assert f"(server at {networks.addresses[1]}:" in told
         assert "did not answer a get of table 't' within " in told
         for worker in started:
             assert worker.get() == "left"

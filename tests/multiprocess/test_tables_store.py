@@ -5,23 +5,22 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import zmq
 from torch.distributed import TCPStore
 
 from phalanx import tables
 from phalanx.cluster import Connection, Endpoint, Secret, make_secret
 from phalanx.errors import ConfigError, PeerTimeout
-from phalanx.tables import host_supervisor
+from phalanx.tables import host_rendezvous
 from phalanx.tables.host_operations import Operation
-from phalanx.tables.host_server import client_keys, server_keys
-from tests.multiprocess.children import DEADLINE_S, Child, Children, Parent
-from tests.multiprocess.hosts import become_worker, serve_here, variables, wait_for_servers
+from phalanx.tables.host_server import ServerPage
+from phalanx.tables.run_regions import RunRegions
+from tests.multiprocess.children import DEADLINE_S, Child, Children, Parent, wait_for_exit
+from tests.multiprocess.hosts import become_worker, variables
 
 SIZE = 3
 PLACES = [f"phalanx/tables/place/{rank}" for rank in range(SIZE)]
@@ -45,7 +44,7 @@ def work(parent: Parent, given: dict[str, str], secret_file: str, is_believing: 
     if is_believing:
         Secret.verify = lambda self, signed: signed[32:]  # the planted bug
     given["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the parent keeps the store
-    threads = become_worker(given)
+    become_worker(given)
     try:
         with tables.join(timeout_s=DEADLINE_S, secret_file=secret_file) as world:
             table = world.matrix(5, 3, name="t")
@@ -60,7 +59,6 @@ def work(parent: Parent, given: dict[str, str], secret_file: str, is_believing: 
     except ConfigError as exc:
         parent.tell(str(exc))
         return
-    wait_for_servers(threads)
     parent.tell(values.tolist())
 
 
@@ -68,15 +66,6 @@ def keep_store() -> TCPStore:
     return TCPStore(
         "127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
-
-
-@contextmanager
-def asking(endpoint: Endpoint, keys: object) -> Iterator[Connection]:
-    context = zmq.Context()
-    try:
-        yield Connection(context, endpoint, keys, worker=1)
-    finally:
-        context.destroy(linger=0)
 
 
 def test_who_reads_and_writes_the_store_gets_nothing_and_disturbs_nobody(
@@ -94,20 +83,19 @@ def test_who_reads_and_writes_the_store_gets_nothing_and_disturbs_nobody(
     secret, cluster = Secret.read(secret_file), json.loads(values[RUN][32:])[2][0]
     everything = b"".join(values.values())
     assert len(everything) > 500
-    for hidden in (secret.content, client_keys(secret, cluster).private):
-        assert hidden not in everything
+    assert secret.content not in everything
     make_secret(tmp_path / "another")
     another = Secret.read(tmp_path / "another")
     for host in range(SIZE):
         name, address = json.loads(values[f"phalanx/tables/server/{host}"][32:])[2]
-        # Even with the server's public key, which only holders of the secret can compute.
-        public = server_keys(secret, cluster, host).public
-        for keys in (None, client_keys(another, cluster)):
-            endpoint = Endpoint(host, name, address, keys and public)
-            with asking(endpoint, keys) as stranger, pytest.raises(PeerTimeout):
-                stranger.call(Operation.MEMBERS, "the members", 0.3)
-        with asking(Endpoint(host, name, address, public), client_keys(secret, cluster)) as holder:
-            assert holder.call(Operation.MEMBERS, "the members", DEADLINE_S).text
+        for tls in (None, another.tls(cluster, server=False)):
+            stranger = Connection(Endpoint(host, name, address, cluster, tls), worker=0)
+            with pytest.raises((PeerTimeout, ConfigError)):
+                stranger.call(Operation.COUNTS, "`stats`", 0.3, text="t")
+        endpoint = Endpoint(host, name, address, cluster, secret.tls(cluster, server=False))
+        holder = Connection(endpoint, worker=0)
+        assert holder.call(Operation.COUNTS, "`stats`", DEADLINE_S, text="t").args[2] > 0
+        holder.close()
 
     for key in values:
         seen.set(key, another.sign(b'["lies", "", []]').hex())
@@ -154,34 +142,32 @@ def test_workers_that_believe_the_store_would_go_on(children: Children, secret_f
 
 def join_alone(parent: Parent, given: dict[str, str], secret_file: str) -> None:
     given["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    os.environ.update(given)
-    host_supervisor.start_supervisor = lambda spec: parent.tell(json.dumps(spec))
+    become_worker(given)
+    host_rendezvous._START_S = 0.0
     try:
-        tables.join(timeout_s=1.0, secret_file=secret_file)
+        tables.join(timeout_s=2.0, secret_file=secret_file)
     except PeerTimeout as exc:
         parent.tell(str(exc))
     parent.hear(None)
-
-
-def supervise(parent: Parent, spec: str) -> None:
-    host_supervisor.run_server = serve_here
-    host_supervisor.main(spec)
-    parent.tell("ended")
 
 
 def test_a_host_whose_server_does_not_come_is_named_and_nothing_outlives_the_attempt(
     children: Children, secret_file: str
 ) -> None:
     store = keep_store()
+    run = f"late{os.getpid()}"
     write_place(store, Secret.read(secret_file), "elsewhere")
-    worker = children.start(join_alone, variables("r", 0, 2, 2, store.port), secret_file)
-    supervisor = children.start(supervise, worker.get())
+    worker = children.start(join_alone, variables(run, 0, 2, 2, store.port), secret_file)
     told = worker.get()
     assert told.startswith("The store of the job has no 'server/1': ")
     assert told.endswith(
         " Host 1 (one) has not said where its server is. Rank 1, the first process there, starts "
         "it: see its output, and start all hosts again."
     )
-    assert not supervisor.connection.poll()
+    regions = RunRegions(f"torchrun-{run}-0-0")
+    server = ServerPage(regions, create=False).server
+    regions.close()
+    assert server is not None
+    assert server.alive()  # as long as the process that wants it
     worker.kill()
-    assert supervisor.get() == "ended"
+    wait_for_exit(server.pid)

@@ -171,7 +171,7 @@ def _compiled() -> Check:
 
 def _extras() -> Check:
     found = []
-    for package, extra in (("pyzmq", "cluster"), ("ray", "ray"), ("tensorboard", "board")):
+    for package, extra in (("ray", "ray"), ("tensorboard", "board")):
         try:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:

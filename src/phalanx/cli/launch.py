@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
+from phalanx import cluster
 from phalanx.cli.console import make_console
-from phalanx.cli.secret_file import import_cluster
 from phalanx.errors import ConfigError
 
 __all__ = ["launch"]
@@ -105,7 +105,6 @@ def launch(
     colour = console.is_terminal and not console.no_color
     try:
         if ray:
-            cluster = import_cluster()
             on_ray = cluster.RayJob(
                 workers=ranks,
                 cpus_per_worker=cpus_per_worker,
@@ -123,7 +122,7 @@ def launch(
                 raise ConfigError(
                     "`--trusted-network` must be left out with `--secret-file`, but both are given."
                 )
-            import_cluster().Secret.read(secret_file)  # before any rank starts
+            cluster.Secret.read(secret_file)  # before any rank starts
             os.environ[_SECRET_FILE] = str(secret_file.absolute())
         elif os.environ.get(_SECRET_FILE):  # scripts may change their folder
             os.environ[_SECRET_FILE] = str(Path(os.environ[_SECRET_FILE]).absolute())

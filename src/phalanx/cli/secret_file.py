@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated
 
 import typer
 
 from phalanx.cli.console import make_console
-from phalanx.errors import UnsupportedError
+from phalanx.cluster import make_secret
 
-__all__ = ["import_cluster", "secret"]
+__all__ = ["secret"]
 
 
 def secret(
@@ -24,25 +23,9 @@ def secret(
     PHALANX_SECRET_FILE.
     """
     path = path.absolute()  # scripts may change their folder
-    import_cluster().make_secret(path)
+    make_secret(path)
     make_console().print(
         f"Made {path}. Bring it to every host (scp keeps it between you and the host), and say "
         f"there: export PHALANX_SECRET_FILE={shlex.quote(str(path))}",
         soft_wrap=True,
     )
-
-
-def import_cluster() -> ModuleType:
-    """Return the room `phalanx.cluster`.
-
-    Raises:
-        UnsupportedError: pyzmq is not there.
-    """
-    try:
-        from phalanx import cluster  # late: needs pyzmq, which is an extra
-    except ImportError as exc:
-        raise UnsupportedError(
-            f"Tables on several hosts need pyzmq, which cannot be imported: {exc}. Say "
-            "`pip install 'phalanx[cluster]'`."
-        ) from exc
-    return cluster

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from phalanx.cluster.connection import Connection, Endpoint, PendingCall, Reply
-from phalanx.cluster.frames import Caps, Head
-from phalanx.cluster.secret import CurveKeys, Secret, make_secret
-from phalanx.cluster.server import Answer, Request, Server, Service
+from phalanx.cluster.connection import Connection, Endpoint, PendingCall, Reply, Session
+from phalanx.cluster.frames import MAX_PAYLOAD_BYTES, Head, tag_of
+from phalanx.cluster.secret import Secret, make_secret
+from phalanx.cluster.server import Answer, Link, Request, Server, Service
 
 if TYPE_CHECKING:
     from phalanx.cluster.ray_launcher import RayJob, launch_script_on_ray, on_ray
 
 __all__ = [
+    "MAX_PAYLOAD_BYTES",
     "Answer",
-    "Caps",
     "Connection",
-    "CurveKeys",
     "Endpoint",
     "Head",
+    "Link",
     "PendingCall",
     "RayJob",
     "Reply",
@@ -29,9 +29,11 @@ __all__ = [
     "Secret",
     "Server",
     "Service",
+    "Session",
     "launch_script_on_ray",
     "make_secret",
     "on_ray",
+    "tag_of",
 ]
 
 _OF_THE_LAUNCHER = {"RayJob", "launch_script_on_ray", "on_ray"}

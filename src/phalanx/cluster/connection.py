@@ -1,38 +1,35 @@
 """The end of the network at which a worker is: asks the server of another host, and asks again.
 
-A request is sent again when the link to the server is cut, as it is when the server is killed, and
-where nothing of the answer has come for a second, then for two, for four: on a slow link it may
-still be on its way. So whatever changes something carries a number by which the other side knows
-it (`Head.number`, or an operation that may be done twice). Several requests may be under way:
-`begin` sends, `wait` takes answers in until its own is there.
+A call has a connection for itself, taken from those that are idle; so threads of a worker do not
+wait for each other, and a call that is given up leaves nothing behind: its connection is closed.
+Where a connection breaks, as when the server is killed, the request is sent again over another one
+until the call's deadline. So whatever changes something carries a number by which the other side
+knows it (`Head.number`), or is an operation that may be done twice.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
+import socket
+import ssl
+import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import zmq
-from zmq.utils.monitor import recv_monitor_message
+from typing import NamedTuple
 
 from phalanx import errors
 from phalanx.clock import now_s, pause
 from phalanx.cluster.frames import (
-    PIECE_BYTES,
+    MAX_PAYLOAD_BYTES,
     BadFrame,
-    Caps,
     Head,
     Kind,
-    has_message,
-    pieces_of,
-    receive_message,
-    send_message,
+    Stream,
+    prepare,
+    tag_of,
 )
-from phalanx.cluster.secret import CurveKeys
 from phalanx.errors import (
     ConfigError,
     InternalError,
@@ -42,12 +39,12 @@ from phalanx.errors import (
     StateError,
 )
 
-__all__ = ["Connection", "Endpoint", "PendingCall", "Reply"]
+__all__ = ["Connection", "Endpoint", "PendingCall", "Reply", "Session"]
 
-_RETRY_S, _LONGEST_RETRY_S = 1.0, 8.0
-_CLOSE_MS = 0
-_LOOK_S = 1e-3  # between looks for calls that are still under way
-_UP, _CUT = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
+_CONNECT_S, _REOPEN_S = 1.0, 1.0
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
+_LARGEST_ANSWER = 1 << 40  # a snapshot may be long
+_ANSWERS_EARLIER = 0.9  # of a call's time, so that a server's own error comes before the deadline
 
 
 class Endpoint(NamedTuple):
@@ -56,14 +53,40 @@ class Endpoint(NamedTuple):
     Attributes:
         host: The host's number.
         name: What messages call it.
-        address: Of its socket.
-        public: The server's public key; None without encryption.
+        address: Of its socket, as ``address:port``.
+        run: The run, by the same name on all hosts.
+        tls: What connections are encrypted with; None in a network that is trusted.
     """
 
     host: int
     name: str
     address: str
-    public: bytes | None
+    run: str
+    tls: ssl.SSLContext | None
+
+    def connect(self, timeout_s: float) -> Stream:
+        """Return a new connection.
+
+        Raises:
+            OSError: There is none within ``timeout_s``.
+            ConfigError: The server has another secret.
+        """
+        host, _, port = self.address.rpartition(":")
+        end = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
+        try:
+            prepare(end)
+            if self.tls is not None:
+                end = self.tls.wrap_socket(end)
+        except ssl.SSLCertVerificationError as exc:
+            end.close()
+            raise ConfigError(
+                f"{self.name} (server at {self.address}) must have the secret of this run, but has "
+                "another. Bring the same secret file to all hosts."
+            ) from exc
+        except BaseException:
+            end.close()
+            raise
+        return Stream(end, tag_of(self.run, self.host))
 
 
 class Reply(NamedTuple):
@@ -78,82 +101,39 @@ class Reply(NamedTuple):
 class PendingCall:
     """A request that is under way; see :meth:`Connection.wait`."""
 
-    messages: list[list[Any]]  # Any: frames of zmq: bytes, or memory that is sent as it lies
-    out: Sequence[memoryview] | None
     head: Head
+    payload: Sequence[memoryview]
+    out: Sequence[memoryview] | None
     title: str
+    timeout_s: float
+    stream: Stream | None = None
+    answered: bool = False
     begun_s: float = field(default_factory=now_s)
-    heard_s: float = 0.0  # when it was sent, or a part of the answer came
-    retry_s: float = 0.0  # how much later it is sent again
-    answer: Head | None = None
-    taken: int = 0
-    brought: memoryview = field(default_factory=lambda: memoryview(b""))
-    error: PhalanxError | None = None
 
-    @property
-    def done(self) -> bool:
-        """Whether the answer is there, whole."""
-        if self.error is not None:
-            return True
-        return self.answer is not None and self.taken == self.answer.payload_bytes
-
-
-@dataclass
-class _Link:
-    """A thread's socket, and what is under way over it.
-
-    Attributes:
-        socket: Connects again by itself.
-        events: Tells when it has done so, and when it was cut off.
-        is_up: Whether the server has admitted us since it was.
-        calls: By the number that their answers carry.
-    """
-
-    socket: zmq.Socket[bytes]
-    events: zmq.Socket[bytes]
-    poller: zmq.Poller
-    is_up: bool = False
-    calls: dict[int, PendingCall] = field(default_factory=dict)
+    def remaining_s(self) -> float:
+        """Return the seconds until the deadline."""
+        return self.begun_s + self.timeout_s - now_s()
 
 
 class Connection:
-    """A worker's way to the server of another host; threads have sockets of their own.
+    """A worker's way to the server of another host, for all threads of its process.
 
     Args:
-        context: The process's sockets.
         endpoint: The server.
-        keys: Those that servers admit; None without encryption.
         worker: Who asks.
-        caps: How much an answer may announce.
 
     Attributes:
         worker: Who asks.
         incarnation: Which of the workers that have had our number we are, there; 0 before that is
             known.
-        num_retries: Requests that were sent again.
     """
 
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        endpoint: Endpoint,
-        keys: CurveKeys | None,
-        worker: int,
-        caps: Caps = Caps(1 << 40, 1 << 40),  # noqa: B008 - a value; a snapshot may be long
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, worker: int) -> None:
         self.endpoint = endpoint
-        self.incarnation = 0
-        self.num_retries = 0
-        self._context = context
-        self._keys = keys
         self.worker = worker
-        self._caps = caps
-        self._client = secrets.token_bytes(16)
-        self._mutex = threading.Lock()
-        self._num_calls = 0
-        self._local = threading.local()
-        self._links: list[_Link] = []
-        self._is_closed = False
+        self.incarnation = 0
+        self.is_closed = False
+        self._idle: list[Stream] = []
 
     def call(
         self,
@@ -169,14 +149,22 @@ class Connection:
     ) -> Reply:
         """Ask, and wait for the answer; see :meth:`begin`."""
         pending = self.begin(
-            operation, title, args=args, number=number, text=text, payload=payload, out=out
+            operation,
+            title,
+            timeout_s,
+            args=args,
+            number=number,
+            text=text,
+            payload=payload,
+            out=out,
         )
-        return self.wait(pending, timeout_s)
+        return self.wait(pending)
 
     def begin(
         self,
         operation: int,
         title: str,
+        timeout_s: float,
         *,
         args: Sequence[int] = (),
         number: int = 0,
@@ -184,11 +172,12 @@ class Connection:
         payload: Sequence[memoryview] = (),
         out: Sequence[memoryview] | None = (),
     ) -> PendingCall:
-        """Send a request. The same thread has to :meth:`wait` for it, or to :meth:`abandon` it.
+        """Send a request; the caller has to :meth:`wait` for it, or to :meth:`abandon` it.
 
         Args:
             operation: What is asked for.
             title: What errors call it.
+            timeout_s: When the answer must be there.
             args: Up to four numbers.
             number: As :class:`Head` has it.
             text: A name, or JSON.
@@ -197,223 +186,194 @@ class Connection:
                 known: the answer brings it.
 
         Raises:
-            ConfigError: The payload is longer than servers take.
+            ConfigError: The payload is longer than servers take, or the secret is another.
             StateError: The connection is closed.
         """
-        total = sum(part.nbytes for part in payload)
-        if total > Caps().payload_bytes:
+        parts = [part.cast("B") for part in payload if part.nbytes]
+        total = sum(map(len, parts))
+        if total > MAX_PAYLOAD_BYTES:
             raise ConfigError(
-                f"What is sent to another host at once must be at most {Caps().payload_bytes} "
+                f"What is sent to another host at once must be at most {MAX_PAYLOAD_BYTES} "
                 f"bytes, but {title} has {total}. Make it in parts."
             )
-        with self._mutex:
-            self._refuse_closed(title)
-            self._num_calls += 1
-            call = self._num_calls
+        if self.is_closed:
+            raise StateError(f"A worker must be of the run, but has closed: {title} was not asked.")
         padded = (*args, 0, 0, 0, 0)
         head = Head(
             Kind.REQUEST,
             operation,
             self.worker,
             self.incarnation,
-            self._client,
-            call,
             number,
+            int(1e3 * _ANSWERS_EARLIER * timeout_s),
             (padded[0], padded[1], padded[2], padded[3]),
             total,
             text,
         )
-        parts = [part.cast("B") for part in payload if part.nbytes]
-        if total <= PIECE_BYTES:
-            whole = [parts[0] if len(parts) == 1 else b"".join(parts)] if parts else []
-            messages: list[list[Any]] = [[head.encode(), *whole]]
-        else:
-            messages = [[head.encode()]]
-            offset = 0
-            for part in parts:
-                for start, length in pieces_of(len(part)):
-                    piece = head._replace(kind=Kind.PIECE, number=offset + start, text="")
-                    messages.append([piece.encode(), part[start : start + length]])
-                offset += len(part)
-        pending = PendingCall(
-            messages, None if out is None else [part.cast("B") for part in out], head, title
-        )
-        link = self._link()
+        targets = None if out is None else [part.cast("B") for part in out if part.nbytes]
+        pending = PendingCall(head, parts, targets, title, timeout_s)
         try:
-            with self._mutex:
-                self._refuse_closed(title)
-                link.calls[call] = pending  # from here on the sockets stay until it has ended
-            self._notice_cuts(link)
-            self._send(link, pending, _RETRY_S)
-        except BaseException:  # a Ctrl-C
+            self._send(pending, _CONNECT_S)
+        except (OSError, EOFError):  # `wait` tries again
+            self.abandon(pending)
+        except BaseException:
             self.abandon(pending)
             raise
         return pending
 
-    def wait(self, pending: PendingCall, timeout_s: float) -> Reply:
-        """Take answers in until that of ``pending`` is there.
+    def wait(self, pending: PendingCall) -> Reply:
+        """Return the answer of a call, which is sent again where its connection breaks.
 
         Raises:
             PeerTimeout: It did not come in time; the error names the host.
             PhalanxError: What the server refused.
         """
+        rest_s, last = _SHORTEST_PAUSE_S, ""
         try:
-            if not self.poll(pending, timeout_s):
-                waited_s = round(now_s() - pending.begun_s, 1)
-                raise PeerTimeout(
-                    f"{self.endpoint.name} (server at {self.endpoint.address}) did not answer "
-                    f"{pending.title} within {waited_s:g} s. See whether that host and the network "
-                    "are up; what was asked may still be done there."
-                )
+            while True:
+                try:
+                    if pending.stream is None:
+                        self._send(pending, max(0.001, pending.remaining_s()))
+                    return self._answer(pending)
+                except PhalanxError:  # some of which are an OSError, too
+                    raise
+                except (OSError, EOFError) as exc:
+                    self.abandon(pending)
+                    last = str(exc) or last
+                    if pending.remaining_s() <= 0:
+                        break
+                    pause(min(rest_s, max(0.0, pending.remaining_s())))
+                    rest_s = min(2 * rest_s, _LONGEST_PAUSE_S)
         finally:
             self.abandon(pending)
-        if pending.error is not None:
-            raise pending.error
-        assert pending.answer is not None
-        return Reply(pending.answer.args, pending.answer.text, pending.brought)
+        endpoint, waited_s = self.endpoint, round(now_s() - pending.begun_s, 1)
+        raise PeerTimeout(
+            f"{endpoint.name} (server at {endpoint.address}) did not answer {pending.title} within "
+            f"{waited_s:g} s ({last}). See whether that host and the network are up; what was "
+            "asked may still be done there."
+        )
 
     def abandon(self, pending: PendingCall) -> None:
-        """Neither ask again nor take an answer in: the caller's memory is its own from here on."""
-        self._link().calls.pop(pending.head.call, None)
+        """Take no answer in any more: the caller's memory is its own from here on."""
+        stream, pending.stream = pending.stream, None
+        if stream is None:
+            return
+        if pending.answered and not self.is_closed:
+            self._idle.append(stream)
+        else:
+            stream.close()
 
-    def poll(self, pending: PendingCall, timeout_s: float) -> bool:
-        """Take answers in until that of ``pending`` is there; tell whether it is.
+    def _send(self, pending: PendingCall, connect_s: float) -> None:
+        remaining_s = max(0.001, pending.remaining_s())
+        if self._idle:
+            pending.stream = self._idle.pop()
+        else:
+            pending.stream = self.endpoint.connect(min(connect_s, remaining_s))
+        pending.stream.set_timeout(remaining_s)
+        pending.stream.send(pending.head, pending.payload)
 
-        It stays under way: :meth:`wait` returns the answer.
-        """
-        deadline_s, link = now_s() + timeout_s, self._link()
-        while not pending.done:
-            now = now_s()
-            again_s = pending.heard_s + pending.retry_s
-            if now >= again_s:
-                self._send_again(link, pending)
-                continue
-            until_s = min(deadline_s, again_s)
-            ready = dict(link.poller.poll(max(0, 1 + int(1e3 * (until_s - now)))))
-            if link.events in ready:
-                self._notice_cuts(link)
-            if link.socket in ready:
-                self._take(link)
-            elif now >= deadline_s:
-                return False
-        return True
-
-    def close(self, timeout_s: float = 0.0) -> None:
-        """Let go of the sockets, of all threads, when no call is under way any more.
-
-        Args:
-            timeout_s: How long to wait for calls of other threads. A socket that is still in use
-                then is left to them.
-        """
-        with self._mutex:
-            self._is_closed = True
-            links, self._links = self._links, []
-        until_s = now_s() + timeout_s
-        while any(link.calls for link in links) and now_s() < until_s:
-            pause(_LOOK_S)
-        for link in links:
-            if link.calls:
-                continue
-            link.socket.disable_monitor()
-            link.events.close(_CLOSE_MS)
-            link.socket.close(_CLOSE_MS)
-
-    def _refuse_closed(self, title: str) -> None:
-        if self._is_closed:
-            raise StateError(f"A worker must be of the run, but has closed: {title} was not asked.")
-
-    # --- sockets ----------------------------------------------------------------------------------
-
-    def _link(self) -> _Link:
-        """Return this thread's link, made where it has none."""
-        link: _Link | None = getattr(self._local, "link", None)
-        if link is None:
-            socket = self._context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.LINGER, _CLOSE_MS)
-            socket.setsockopt(zmq.MAXMSGSIZE, PIECE_BYTES + 4096)
-            socket.setsockopt(zmq.SNDHWM, 0)
-            socket.setsockopt(zmq.RCVHWM, 0)
-            socket.setsockopt(zmq.RECONNECT_IVL, 10)
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
-            if self.endpoint.public is not None and self._keys is not None:
-                socket.curve_serverkey = self.endpoint.public
-                socket.curve_publickey = self._keys.public
-                socket.curve_secretkey = self._keys.private
-            events = socket.get_monitor_socket(_UP | _CUT)
-            socket.connect(self.endpoint.address)
-            poller = zmq.Poller()
-            poller.register(socket, zmq.POLLIN)
-            poller.register(events, zmq.POLLIN)
-            link = self._local.link = _Link(socket, events, poller)
-            with self._mutex:
-                self._links.append(link)
-        return link
-
-    def _send(self, link: _Link, pending: PendingCall, retry_s: float) -> None:
-        for message in pending.messages:
-            send_message(link.socket, message)
-        pending.heard_s, pending.retry_s = now_s(), retry_s
-
-    def _send_again(self, link: _Link, pending: PendingCall) -> None:
-        self.num_retries += 1
-        self._send(link, pending, min(2 * pending.retry_s, _LONGEST_RETRY_S))
-
-    def _notice_cuts(self, link: _Link) -> None:
-        """Send again what was under way when the link was cut; it goes out when there is one."""
-        while has_message(link.events):
-            event = recv_monitor_message(link.events)["event"]
-            if event == _CUT and link.is_up:  # else it was cut before anything could be sent
-                for pending in link.calls.values():
-                    if pending.heard_s and not pending.done:  # 0: it goes out only now
-                        self._send_again(link, pending)
-            link.is_up = event == _UP
-
-    def _take(self, link: _Link) -> None:
-        frames = receive_message(link.socket)
+    def _answer(self, pending: PendingCall) -> Reply:
+        stream = pending.stream
+        assert stream is not None
+        stream.set_timeout(max(0.001, pending.remaining_s()))
         try:
-            head = Head.decode(frames[0].buffer, self._caps)
-            pending = link.calls.get(head.call)
-            if pending is not None:  # else it was answered twice, or given up
-                pending.heard_s = now_s()
-                self._take_answer(pending, head, [frame.buffer for frame in frames[1:]])
+            head = stream.read_head(_LARGEST_ANSWER)
+            if head.kind == Kind.ERROR:
+                pending.answered = True
+                raise _error_of(head.text)
+            brought = memoryview(b"")
+            if pending.out is None:
+                brought = memoryview(bytearray(head.payload_bytes))
+            targets = [brought] if pending.out is None else pending.out
+            if head.kind != Kind.ANSWER or head.payload_bytes != sum(map(len, targets)):
+                raise BadFrame("an answer of another length")
+            for target in targets:
+                stream.read_into(target)
         except BadFrame as exc:
             raise InternalError(
                 f"{self.endpoint.name} sent what no server of this version sends: {exc}."
             ) from exc
+        pending.answered = True
+        return Reply(head.args, head.text, brought)
 
-    def _take_answer(self, pending: PendingCall, head: Head, rest: list[memoryview]) -> None:
-        if head.kind == Kind.PIECE:
-            if pending.answer is not None and len(rest) == 1 and head.number == pending.taken:
-                self._place(pending, rest[0])
-            return
-        if head.kind == Kind.ERROR:
-            pending.error = _error_of(head.text)
-            return
-        if head.kind != Kind.ANSWER:
-            raise BadFrame("no answer")
-        if pending.out is None:
-            pending.brought = memoryview(bytearray(head.payload_bytes))
-        elif head.payload_bytes != sum(len(part) for part in pending.out):
-            raise BadFrame("an answer of another length")
-        pending.answer, pending.taken = head, 0
-        for data in rest:
-            self._place(pending, data)
+    def take_idle(self) -> Stream | None:
+        """Return a connection that no call uses, for the caller to keep."""
+        return self._idle.pop() if self._idle else None
 
-    def _place(self, pending: PendingCall, data: memoryview) -> None:
-        """Copy bytes to where they belong."""
-        at = pending.taken
-        for part in [pending.brought] if pending.out is None else pending.out:
-            if at < len(part):
-                taken = min(len(part) - at, len(data))
-                part[at : at + taken] = data[:taken]
-                pending.taken += taken
-                data, at = data[taken:], 0
-                if not data:
-                    return
-            else:
-                at -= len(part)
-        if len(data):
-            raise BadFrame("more than was announced")
+    def close(self) -> None:
+        """Let go of idle connections; those of calls that are under way end with the calls."""
+        self.is_closed = True
+        while self._idle:
+            self._idle.pop().close()
+
+
+class Session:
+    """A connection that a server knows a worker by: when its process dies, the kernel closes it.
+
+    It is opened again where it breaks, as when the server is killed. It carries no calls.
+
+    Args:
+        endpoint: The server.
+        operation: What opens it, by the numbers that :meth:`open` is given and two of its own, by
+            which the server knows it again.
+    """
+
+    def __init__(self, endpoint: Endpoint, operation: int) -> None:
+        self._connection = Connection(endpoint, 0)
+        self._operation = operation
+        self._client = struct.unpack("<qq", secrets.token_bytes(16))
+        self._asked: tuple[int, int] = (0, 0)
+        self._thread: threading.Thread | None = None
+        self._stream: Stream | None = None
+
+    def open(self, timeout_s: float, asked: tuple[int, int]) -> tuple[int, int, int, int]:
+        """Open it; return the worker's number, its incarnation and what else the server answers."""
+        self._asked = asked
+        answer = self._open(timeout_s)
+        self._connection.worker, self._connection.incarnation, *_ = answer
+        self._asked = answer[0], asked[1]
+        self._thread = threading.Thread(target=self._keep, name="phalanx session", daemon=True)
+        self._thread.start()
+        return answer
+
+    def _open(self, timeout_s: float) -> tuple[int, int, int, int]:
+        first, last = self._asked
+        args = (first, *self._client, last)
+        pending = self._connection.begin(self._operation, "`join`", timeout_s, args=args)
+        try:
+            answer = self._connection.wait(pending).args
+        finally:
+            self._connection.abandon(pending)
+        self._stream = self._connection.take_idle()
+        return answer
+
+    def _keep(self) -> None:
+        while not self._connection.is_closed:
+            try:
+                if self._stream is None:
+                    self._open(_REOPEN_S)
+                else:
+                    self._stream.wait_for_end()
+                    self._stream.close()
+                    self._stream = None
+            except PeerTimeout:
+                continue
+            except PhalanxError:  # the worker was taken for lost: its next call says so
+                return
+
+    def close(self) -> None:
+        """Let the server see the end."""
+        self._connection.close()
+        stream = self._stream
+        if stream is not None:
+            stream.shut()
+        if self._thread is not None:
+            self._thread.join(2 * _REOPEN_S)
+
+    def forget(self) -> None:
+        """Let go in a forked child, whose life is not the worker's."""
+        if self._stream is not None:
+            self._stream.close()
 
 
 def _error_of(text: str) -> PhalanxError:

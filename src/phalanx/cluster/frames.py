@@ -1,82 +1,64 @@
-"""What goes over the network between a worker and the server of another host.
+"""What goes over a connection between a worker and the server of another host.
 
-    message   head text │ payload                  where the payload fits into one piece
-              head text     then   piece │ bytes   for each piece of a longer one
+    message   head │ text │ payload
 
-A head has 96 bytes of fixed meaning, and a text behind them. Its sizes and counts are checked
-against `Caps` before anything is allocated. No message holds code, and nothing in it is unpickled:
-numbers, names, and the bytes of tensors whose shape both sides know.
+A head has 80 bytes of fixed meaning. Its sizes are checked before anything is allocated. No message
+holds code, and nothing in it is unpickled: numbers, names, and the bytes of tensors whose shape
+both sides know.
 """
 
 from __future__ import annotations
 
+import hashlib
+import socket
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import IntEnum
-from typing import Any, NamedTuple
-
-import zmq
+from typing import NamedTuple
 
 __all__ = [
+    "MAX_PAYLOAD_BYTES",
     "MAX_TEXT_BYTES",
-    "PIECE_BYTES",
     "BadFrame",
-    "Caps",
     "Head",
     "Kind",
-    "has_message",
-    "pieces_of",
-    "receive_message",
-    "send_message",
+    "Stream",
+    "prepare",
+    "tag_of",
 ]
 
 MAX_TEXT_BYTES = 16 << 10
-PIECE_BYTES = 1 << 20
-NUM_ARGS = 4
-
-_MAGIC = b"PHLX"
-_VERSION = 3
-_HEAD = struct.Struct("<4sHHIIQ16sQQ4qQ")
-_MORE, _POLLIN = int(zmq.SNDMORE), int(zmq.POLLIN)  # as numbers: `&` of an enum is slow
+MAX_PAYLOAD_BYTES = 1 << 30
+_HEAD = struct.Struct("<8sHHIIIqq4qQ")
+_MAGIC = b"PHX4"
+_BUFFER_BYTES = 64 << 10
+_NUM_SILENT_PROBES, _PROBE_EVERY_S = 4, 2
+_LOST_MS = 10_000
 
 
 class Kind(IntEnum):
     """What a message is."""
 
     REQUEST = 0
-    PIECE = 1  # of a request's or an answer's payload
-    ANSWER = 2
-    ERROR = 3
+    ANSWER = 1
+    ERROR = 2
 
 
 class BadFrame(Exception):
-    """A frame that no peer of this version sends; it is dropped."""
-
-
-class Caps(NamedTuple):
-    """How much a peer may announce.
-
-    Attributes:
-        payload_bytes: Of one message.
-        in_flight_bytes: Of all messages of one peer that have not come whole.
-    """
-
-    payload_bytes: int = 1 << 30
-    in_flight_bytes: int = 1 << 31
+    """Bytes that no peer of this version and run sends; the connection is closed."""
 
 
 class Head(NamedTuple):
-    """The fixed part of a message.
+    """The fixed part of a message, and its text.
 
     Attributes:
         kind: What it is.
-        operation: What is asked for; of an error, which.
+        operation: What is asked for.
         worker: The worker that asks.
         incarnation: Which of the workers that had its number.
-        client: 16 random bytes of the asking process.
-        call: The number by which the answer is found.
-        number: Of a change: its number among this worker's, from 1; else 0. Of a piece: where in
-            the payload it begins.
+        number: Of an add: its number among this worker's, from 1; else 0.
+        timeout_ms: How long the server may wait for other workers.
         args: Numbers that the operation reads.
         payload_bytes: Of the payload, which the operation's own sizes must make.
         text: A name, or JSON.
@@ -86,113 +68,165 @@ class Head(NamedTuple):
     operation: int
     worker: int
     incarnation: int
-    client: bytes
-    call: int
     number: int
+    timeout_ms: int
     args: tuple[int, int, int, int]
     payload_bytes: int
     text: str = ""
 
-    def encode(self) -> bytes:
-        """Return the frame: 96 bytes, and the text, whose length they hold."""
+    def encode(self, tag: bytes) -> bytes:
+        """Return the head, and the text, whose length it holds."""
         text = self.text.encode()
         fixed = _HEAD.pack(
-            _MAGIC,
-            _VERSION,
+            tag,
             self.kind,
             self.operation,
             len(text),
-            self.worker | self.incarnation << 32,
-            self.client,
-            self.call,
+            self.worker,
+            self.incarnation,
             self.number,
+            self.timeout_ms,
             *self.args,
             self.payload_bytes,
         )
         return fixed + text
 
     @classmethod
-    def decode(cls, frame: bytes | memoryview, caps: Caps) -> Head:
-        """Read a head.
+    def decode(cls, fixed: bytes, tag: bytes, most_bytes: int) -> tuple[Head, int]:
+        """Read a head without its text; return it, and how long the text is.
 
         Raises:
-            BadFrame: It is none, or announces more than ``caps`` allow.
+            BadFrame: It is none, or announces more than is allowed.
 
         Example:
-            >>> head = Head(Kind.REQUEST, 3, 7, 1, bytes(16), 5, 0, (1, 2, 3, -4), 0, "name")
-            >>> Head.decode(head.encode(), Caps()) == head
+            >>> tag = tag_of("run", 1)
+            >>> head = Head(Kind.REQUEST, 3, 7, 1, 0, 500, (1, 2, 3, -4), 0)
+            >>> Head.decode(head.encode(tag), tag, 0) == (head, 0)
             True
         """
-        if len(frame) < _HEAD.size:
-            raise BadFrame("too short for a head")
-        magic, version, kind, operation, text_bytes, who, client, call, number, *rest = (
-            _HEAD.unpack_from(frame)
+        if len(fixed) != _HEAD.size:
+            raise BadFrame("a head of another length")
+        found, kind, operation, text_bytes, worker, incarnation, number, timeout_ms, *rest = (
+            _HEAD.unpack(fixed)
         )
+        if found != tag:
+            raise BadFrame("no head of this run")
         *args, payload_bytes = rest
-        if magic != _MAGIC:
-            raise BadFrame("no head")
-        if version != _VERSION:
-            raise BadFrame(f"version {version}, and not {_VERSION}")
-        if text_bytes > MAX_TEXT_BYTES or payload_bytes > caps.payload_bytes:
+        if text_bytes > MAX_TEXT_BYTES or payload_bytes > most_bytes:
             raise BadFrame("more bytes announced than are allowed")
-        if len(frame) != _HEAD.size + text_bytes:
-            raise BadFrame("a text of another length")
-        try:
-            text = str(frame[_HEAD.size :], "utf-8")
-        except UnicodeDecodeError as exc:
-            raise BadFrame("a text that is none") from exc
-        return cls(
-            kind,
-            operation,
-            who & 0xFFFFFFFF,
-            who >> 32,
-            client,
-            call,
-            number,
-            (args[0], args[1], args[2], args[3]),
-            payload_bytes,
-            text,
-        )
+        four = (args[0], args[1], args[2], args[3])
+        head = cls(kind, operation, worker, incarnation, number, timeout_ms, four, payload_bytes)
+        return head, text_bytes
 
 
-def pieces_of(num_bytes: int) -> list[tuple[int, int]]:
-    """Cut a payload into pieces: where each begins, and its length.
-
-    Example:
-        >>> pieces_of(0), pieces_of(5), pieces_of((1 << 20) + 3)
-        ([], [(0, 5)], [(0, 1048576), (1048576, 3)])
-    """
-    return [
-        (start, min(PIECE_BYTES, num_bytes - start)) for start in range(0, num_bytes, PIECE_BYTES)
-    ]
+def tag_of(run: str, host: int) -> bytes:
+    """Return what each head to or from a host's server of a run begins with."""
+    return _MAGIC + hashlib.sha256(f"{host} {run}".encode()).digest()[:4]
 
 
-def send_message(
-    socket: zmq.Socket[bytes],
-    frames: Sequence[Any],  # Any: bytes, or memory
-    *,
-    copy: bool = True,
-) -> None:
-    """Send frames as one message: `send_multipart` without its checks, which cost as much again.
+class Stream:
+    """One end of a connection, which messages are read from and written to.
 
     Args:
-        socket: Where to.
-        frames: At least one.
-        copy: Whether they may be changed as soon as this returns; else never.
+        end: The socket, connected.
+        tag: What heads begin with.
     """
-    for frame in frames[:-1]:
-        socket.send(frame, _MORE, copy)
-    socket.send(frames[-1], 0, copy)
+
+    def __init__(self, end: socket.socket, tag: bytes) -> None:
+        self._socket = end
+        self._tag = tag
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self._start = self._end = 0  # what was received and not read
+
+    def set_timeout(self, seconds: float | None) -> None:
+        """Have each send and receive that takes longer raise TimeoutError."""
+        self._socket.settimeout(seconds)
+
+    def send(self, head: Head, payload: Sequence[memoryview]) -> None:
+        """Send a message whole."""
+        first = head.encode(self._tag)
+        if head.payload_bytes <= _BUFFER_BYTES:
+            self._socket.sendall(b"".join((first, *payload)))
+            return
+        self._socket.sendall(first)
+        for part in payload:
+            self._socket.sendall(part)
+
+    def read_head(self, most_bytes: int) -> Head:
+        """Wait for a message, and return its head.
+
+        Raises:
+            BadFrame: It is no message of ours.
+            EOFError: The other side has closed the connection.
+        """
+        head, text_bytes = Head.decode(self._read(_HEAD.size), self._tag, most_bytes)
+        if not text_bytes:
+            return head
+        try:
+            return head._replace(text=str(self._read(text_bytes), "utf-8"))
+        except UnicodeDecodeError as exc:
+            raise BadFrame("a text that is none") from exc
+
+    def _read(self, count: int) -> bytes:
+        while self.num_received < count:
+            if self._start:
+                left = self._buffer[self._start : self._end].tobytes()
+                self._buffer[: len(left)] = left
+                self._start, self._end = 0, len(left)
+            self._end += self._receive(self._buffer[self._end :])
+        start, self._start = self._start, self._start + count
+        return self._buffer[start : self._start].tobytes()
+
+    def read_into(self, target: memoryview) -> None:
+        """Receive bytes until ``target`` is full."""
+        there = min(self.num_received, len(target))
+        target[:there] = self._buffer[self._start : self._start + there]
+        self._start += there
+        while there < len(target):
+            there += self._receive(target[there:])
+
+    @property
+    def num_received(self) -> int:
+        """How many bytes were received and not read."""
+        return self._end - self._start
+
+    def skip(self, count: int) -> None:
+        """Receive bytes that nobody wants."""
+        rest = memoryview(bytearray(min(count, _BUFFER_BYTES)))
+        while count:
+            self.read_into(rest[: min(count, len(rest))])
+            count -= min(count, len(rest))
+
+    def _receive(self, target: memoryview) -> int:
+        count = self._socket.recv_into(target)
+        if not count:
+            raise EOFError("the connection was closed")
+        return count
+
+    def wait_for_end(self) -> None:
+        """Return when the other side has closed the connection, or is gone, or says anything."""
+        with suppress(OSError):
+            self._socket.settimeout(None)
+            self._socket.recv(1)
+
+    def shut(self) -> None:
+        """Let both ends see the end; a thread that reads here ends."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Let go of the socket."""
+        self._socket.close()
 
 
-def has_message(socket: zmq.Socket[bytes]) -> bool:
-    """Tell whether a message has come."""
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
-
-
-def receive_message(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
-    """Return the frames of the next message, where zmq has put them."""
-    frames = [socket.recv(copy=False)]
-    while frames[-1].more:
-        frames.append(socket.recv(copy=False))
-    return frames
+def prepare(end: socket.socket) -> None:
+    """Send small messages at once, and have the kernel notice within 10 s that a host is gone."""
+    for level, option, value in (
+        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_EVERY_S),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_SILENT_PROBES),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_MS),
+    ):
+        end.setsockopt(level, option, value)

@@ -1,8 +1,7 @@
 """What the hosts of a run share so that nobody else can speak to their servers.
 
-    secret ──HKDF──► key pair of host h's server      every host can compute its public half
-           ──HKDF──► key pair of the run's clients    the only one that servers admit
-           ──HMAC──► signature of a server's address  which travels through a store open to others
+    secret ──HKDF──► key and certificate of the run    the only ones that both ends of TLS take
+           ──HMAC──► signature of a server's address   which travels through a store open to others
 
 The secret itself never travels: the user's own means bring the file to each host.
 """
@@ -13,29 +12,21 @@ import hashlib
 import hmac
 import os
 import secrets
+import ssl
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
-import zmq
-from zmq.utils import z85
-
+from phalanx.cluster.certificate import certificate_and_key
 from phalanx.errors import ConfigError
 from phalanx.files import open_regular
 
-__all__ = ["CurveKeys", "Secret", "make_secret"]
+__all__ = ["Secret", "make_secret"]
 
 _SECRET_BYTES = 32
 _SHORTEST, _LONGEST = 32, 4096
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
-
-
-class CurveKeys(NamedTuple):
-    """A key pair of CurveZMQ, as 40 characters of Z85 each."""
-
-    public: bytes
-    private: bytes
 
 
 @dataclass(frozen=True)
@@ -77,10 +68,28 @@ class Secret:
             )
         return cls(content)
 
-    def keys(self, purpose: str) -> CurveKeys:
-        """Return the key pair for ``purpose``, the same wherever the secret is."""
-        private = z85.encode(self._derive(f"curve {purpose}"))
-        return CurveKeys(zmq.curve_public(private), private)
+    def tls(self, run: str, *, server: bool) -> ssl.SSLContext:
+        """Return what one end of a run's connections is encrypted with.
+
+        Both ends show the run's certificate, and take no other.
+        """
+        side = ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT
+        context = ssl.SSLContext(side)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False  # hosts are known by the certificate, not by a name
+        context.verify_mode = ssl.CERT_REQUIRED
+        if server:
+            context.num_tickets = 0
+        certificate, key = certificate_and_key(self._derive(f"tls {run}"), "phalanx tables")
+        context.load_verify_locations(cadata=certificate)
+        # OpenSSL reads keys from files alone; this one has no name and is gone when it is closed.
+        descriptor = os.memfd_create("phalanx-key", os.MFD_CLOEXEC)
+        try:
+            os.write(descriptor, (certificate + key).encode())
+            context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+        finally:
+            os.close(descriptor)
+        return context
 
     def sign(self, message: bytes) -> bytes:
         """Return the message with 32 bytes before it that only holders of the secret can make."""

@@ -1,52 +1,48 @@
 """The end of the network at which a host's server is: takes requests in, sends answers out.
 
-    socket ──► head checked ──► service: how long must the payload be? ──► payload, in pieces
-                                service: answer ──► at once, or from a thread where it has to wait
+    listener ──► a thread for each connection: TLS ──► head checked ──► service: how long must the
+                 payload be? ──► payload ──► service: answer ──► sent, and the next head
 
-One thread has the socket. A client and the client's own number identify a request, over any link: a
-client whose link was cut repeats its requests over a new one. A repeated request replaces one whose
-payload is incomplete, and waits for one that is being answered. The answer takes the link of the
-last repetition; it is dropped if that link is gone.
+A request that waits, for other workers or for a lock, holds up its own connection alone; so does a
+client that reads nothing. Strangers get no further than TLS, which admits holders of the run's
+certificate; at most `_HANDSHAKES` of them at a time cost a thread each, for `_HANDSHAKE_S`.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
-from collections import deque
+import socket
+import ssl
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
-
-import zmq
-from zmq.auth.thread import ThreadAuthenticator
+from typing import Any, NamedTuple, Protocol
 
 from phalanx import errors
 from phalanx.clock import now_s
-from phalanx.cluster.frames import (
-    PIECE_BYTES,
-    BadFrame,
-    Caps,
-    Head,
-    Kind,
-    has_message,
-    pieces_of,
-    receive_message,
-    send_message,
-)
-from phalanx.cluster.secret import CurveKeys
+from phalanx.cluster.frames import MAX_PAYLOAD_BYTES, BadFrame, Head, Kind, Stream, prepare
 from phalanx.errors import PeerError, PhalanxError
 
-__all__ = ["Answer", "Request", "Server", "Service"]
+__all__ = ["Answer", "Link", "Request", "Server", "Service"]
 
 _log = logging.getLogger(__name__)
 
-_POLL_MS = 100
-_NUM_WAITING = 512  # requests that wait for other workers
+_LOOK_S = 0.1
+_HANDSHAKES, _HANDSHAKE_S = 64, 10.0
+_SILENT_S = 30.0  # within a payload
 _LONGEST_ERROR = 4000
-_REQUESTS_PER_TURN = 64
+_MOST_BYTES = 2 << 30  # of payloads that are coming in, of all connections
+
+
+class Link:
+    """A connection, as a service knows it.
+
+    Attributes:
+        session: What the service keeps of it.
+    """
+
+    def __init__(self) -> None:
+        self.session: Any = None  # Any: the service's
 
 
 class Request(NamedTuple):
@@ -54,13 +50,11 @@ class Request(NamedTuple):
 
     head: Head
     payload: memoryview
+    link: Link
 
 
 class Answer(NamedTuple):
-    """What goes back: numbers, and buffers that follow each other in the payload.
-
-    Buffers are sent as they lie, later, so nobody changes them any more.
-    """
+    """What goes back: numbers, and buffers that follow each other in the payload."""
 
     args: tuple[int, ...] = ()
     payload: Sequence[memoryview] = ()
@@ -68,39 +62,16 @@ class Answer(NamedTuple):
 
 
 class Service(Protocol):
-    """What a server serves."""
-
-    def hear(self, head: Head) -> None:
-        """Note that a client lives: it asks, whether it is answered or not."""
+    """What a server serves; its methods are called by many threads."""
 
     def payload_bytes(self, head: Head) -> int:
         """Return how long the payload of a request must be; raise if it is refused."""
 
-    def waits(self, head: Head) -> bool:
-        """Tell whether the answer may take a while, because other workers have to come."""
-
     def answer(self, request: Request) -> Answer:
         """Do what is asked, and return the answer."""
 
-
-@dataclass
-class _Assembly:
-    """A request whose payload is coming over a link."""
-
-    link: bytes
-    head: Head
-    payload: bytearray
-    missing: int
-
-
-class _Admitted:
-    """Admits the run's clients, and nobody else."""
-
-    def __init__(self, public: bytes) -> None:
-        self._public = public
-
-    def callback(self, domain: str, key: bytes) -> bool:  # noqa: ARG002 - as pyzmq calls it
-        return key == self._public
+    def ended(self, link: Link) -> None:
+        """Note that a connection has ended."""
 
 
 class Server:
@@ -108,119 +79,100 @@ class Server:
 
     Args:
         service: What is served.
-        address: Where, as `tcp://host:port`; port 0 or `*` is any that is free.
-        keys: The server's own; None without encryption, in a network that is trusted.
-        client_public: The public key of admitted clients.
-        caps: How much a peer may announce.
+        address: Where, as ``address:port``; port 0 is any that is free.
+        tag: What heads begin with.
+        tls: What connections are encrypted with; None in a network that is trusted.
 
     Attributes:
         address: Where it listens.
-        num_dropped: Frames of no meaning.
+        num_dropped: Connections that were closed because of what came.
 
     Raises:
         StateError: The address is taken.
     """
 
     def __init__(
-        self,
-        service: Service,
-        address: str,
-        *,
-        keys: CurveKeys | None,
-        client_public: bytes | None = None,
-        caps: Caps = Caps(),  # noqa: B008 - a value
+        self, service: Service, address: str, *, tag: bytes, tls: ssl.SSLContext | None
     ) -> None:
         self._service = service
-        self._caps = caps
-        self._assemblies: dict[tuple[bytes, int], _Assembly] = {}  # by client and call
-        self._links: dict[tuple[bytes, int], bytes] = {}  # of requests that wait to be answered
-        self._done: deque[tuple[Head, Answer | BaseException]] = deque()
-        self._pool = ThreadPoolExecutor(_NUM_WAITING, thread_name_prefix="phalanx server")
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._context = zmq.Context()
-        self._authenticator: ThreadAuthenticator | None = None
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, PIECE_BYTES + 4096)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 4096)
-        if keys is not None and client_public is not None:
-            self._authenticator = ThreadAuthenticator(self._context)
-            self._authenticator.start()
-            self._authenticator.configure_curve_callback(
-                "*", credentials_provider=_Admitted(client_public)
-            )
-            self._socket.curve_server = True
-            self._socket.curve_secretkey = keys.private
-            self._socket.curve_publickey = keys.public
+        self._tag = tag
+        self._tls = tls
+        self._handshakes = threading.Semaphore(_HANDSHAKES)
+        self._streams: set[Stream] = set()
+        self._room = threading.Condition()
+        self._num_bytes = 0
         self.num_dropped = 0
+        host, _, port = address.rpartition(":")
+        host = host.strip("[]")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._socket.bind(address)
-        except zmq.ZMQError as exc:
-            self.close()
+            self._listener = socket.create_server((host, int(port)), family=family, backlog=256)
+        except OSError as exc:
             raise errors.StateError(
                 f"A server must have its address for itself, but {address} cannot be taken: {exc}."
             ) from exc
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        port = self._listener.getsockname()[1]
+        self.address = f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
 
     def serve(self, go_on: Callable[[], bool]) -> None:
-        """Answer until ``go_on()`` is False, which is asked every 100 ms: it may be slow."""
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
+        """Answer until ``go_on()`` is False, which is asked every 100 ms."""
+        self._listener.settimeout(_LOOK_S)
         ask_s = 0.0
         while True:
             if now_s() >= ask_s:
                 if not go_on():
                     return
-                ask_s = now_s() + 1e-3 * _POLL_MS
-            ready = dict(poller.poll(_POLL_MS))
-            if self._wake in ready:
-                os.eventfd_read(self._wake)
-                while self._done:
-                    head, answer = self._done.popleft()
-                    self._send(self._links.pop(_key(head)), head, answer)
-            if self._socket in ready:
-                for _ in range(_REQUESTS_PER_TURN):
-                    self._take()
-                    if not has_message(self._socket):
-                        break
+                ask_s = now_s() + _LOOK_S
+            try:
+                end, _ = self._listener.accept()
+            except OSError:  # nobody came, or has gone again
+                continue
+            if not self._handshakes.acquire(blocking=False):
+                end.close()  # a holder of the secret tries again
+                continue
+            threading.Thread(
+                target=self._admit, args=(end,), name="phalanx connection", daemon=True
+            ).start()
 
     def close(self) -> None:
-        """Stop listening."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._socket.close()
-        if self._authenticator is not None:
-            self._authenticator.stop()
-        self._context.term()
-        os.close(self._wake)
+        """Stop listening, and end all connections."""
+        self._listener.close()
+        for stream in list(self._streams):
+            stream.shut()
 
-    # --- in ---------------------------------------------------------------------------------------
+    # --- a connection -----------------------------------------------------------------------------
 
-    def _take(self) -> None:
-        name, *frames = receive_message(self._socket)
-        link = name.bytes
+    def _admit(self, end: socket.socket) -> None:
         try:
-            if not frames:
-                raise BadFrame("no head")
-            head = Head.decode(frames[0].buffer, self._caps)
-            if head.kind == Kind.PIECE:
-                self._take_piece(link, head, frames[1:])
-            elif head.kind == Kind.REQUEST:
-                self._take_request(link, head, frames[1:])
-            else:
-                raise BadFrame("no request")
+            prepare(end)
+            end.settimeout(_HANDSHAKE_S)
+            if self._tls is not None:
+                end = self._tls.wrap_socket(end, server_side=True)
+        except OSError:  # a stranger, or one that is gone
+            self.num_dropped += 1
+            end.close()
+            return
+        finally:
+            self._handshakes.release()
+        stream, link = Stream(end, self._tag), Link()
+        self._streams.add(stream)
+        try:
+            while True:
+                self._answer_next(stream, link)
         except BadFrame:
             self.num_dropped += 1
+        except (OSError, EOFError):
+            pass
+        finally:
+            self._streams.discard(stream)
+            self._service.ended(link)
+            stream.close()
 
-    def _take_request(self, link: bytes, head: Head, frames: Sequence[zmq.Frame]) -> None:
-        self._service.hear(head)
-        if _key(head) in self._links:  # asked again while the answer is waited for
-            self._links[_key(head)] = link
-            return
-        self._assemblies.pop(_key(head), None)  # asked again: from the beginning
-        if len(frames) > 1:
-            raise BadFrame("a payload of several frames")
+    def _answer_next(self, stream: Stream, link: Link) -> None:
+        stream.set_timeout(None)
+        head = stream.read_head(MAX_PAYLOAD_BYTES)
+        if head.kind != Kind.REQUEST:
+            raise BadFrame("no request")
         try:
             expected = self._service.payload_bytes(head)
             if expected != head.payload_bytes:
@@ -229,86 +181,53 @@ class Server:
                     "announced."
                 )
         except Exception as exc:
-            self._send(link, head, exc)
+            stream.set_timeout(_SILENT_S)
+            stream.skip(head.payload_bytes)
+            self._send(stream, head, exc)
             return
-        if frames or expected == 0:
-            payload = memoryview(bytearray(frames[0].buffer if frames else b""))
-            if len(payload) != expected:
-                raise BadFrame("a payload of another length")
-            self._run(link, Request(head, payload))
-            return
-        in_flight = sum(len(a.payload) for a in self._assemblies.values() if a.link == link)
-        if in_flight + expected > self._caps.in_flight_bytes:
-            raise BadFrame("too much announced at once")
-        self._assemblies[_key(head)] = _Assembly(link, head, bytearray(expected), expected)
+        self._send(stream, head, self._answer(stream, head, link))
 
-    def _take_piece(self, link: bytes, head: Head, frames: Sequence[zmq.Frame]) -> None:
-        assembly = self._assemblies.get(_key(head))
-        if assembly is None or assembly.link != link or len(frames) != 1:
-            raise BadFrame("a piece of nothing")
-        data, start = frames[0].buffer, head.number
-        total = len(assembly.payload)
-        # Pieces of one link come in order, so what is missing says where the next one begins.
-        if start != total - assembly.missing or not 0 < len(data) <= assembly.missing:
-            raise BadFrame("a piece of another place")
-        assembly.payload[start : start + len(data)] = data
-        assembly.missing -= len(data)
-        if assembly.missing == 0:
-            del self._assemblies[_key(head)]
-            self._run(link, Request(assembly.head, memoryview(assembly.payload)))
+    def _answer(self, stream: Stream, head: Head, link: Link) -> Answer | BaseException:
+        if head.payload_bytes <= stream.num_received:
+            payload = self._payload(stream, head)
+            return self._ask(Request(head, payload, link))
+        with self._room:
+            self._room.wait_for(lambda: self._num_bytes + head.payload_bytes <= _MOST_BYTES)
+            self._num_bytes += head.payload_bytes
+        try:
+            stream.set_timeout(_SILENT_S)
+            return self._ask(Request(head, self._payload(stream, head), link))
+        finally:
+            with self._room:
+                self._num_bytes -= head.payload_bytes
+                self._room.notify_all()
 
-    # --- out --------------------------------------------------------------------------------------
+    @staticmethod
+    def _payload(stream: Stream, head: Head) -> memoryview:
+        payload = memoryview(bytearray(head.payload_bytes))
+        stream.read_into(payload)
+        return payload
 
-    def _run(self, link: bytes, request: Request) -> None:
-        head = request.head
-        if not self._service.waits(head):
-            self._send(link, head, self._answer(request))
-            return
-        self._links[_key(head)] = link
-
-        def wait() -> None:
-            answer = self._answer(request)
-            self._done.append((head, answer))
-            os.eventfd_write(self._wake, 1)
-
-        self._pool.submit(wait)
-
-    def _answer(self, request: Request) -> Answer | BaseException:
+    def _ask(self, request: Request) -> Answer | BaseException:
         try:
             return self._service.answer(request)
         except Exception as exc:
             return exc
 
-    def _send(self, link: bytes, asked: Head, answer: Answer | BaseException) -> None:
+    def _send(self, stream: Stream, asked: Head, answer: Answer | BaseException) -> None:
+        kind = Kind.ANSWER
         if isinstance(answer, BaseException):
             answer, kind = Answer(text=error_text(answer)), Kind.ERROR
-        else:
-            kind = Kind.ANSWER
         args = (*answer.args, 0, 0, 0, 0)
-        total = sum(part.nbytes for part in answer.payload)
+        parts = [part.cast("B") for part in answer.payload if part.nbytes]
         head = asked._replace(
             kind=kind,
-            number=0,
             args=(args[0], args[1], args[2], args[3]),
-            payload_bytes=total,
+            payload_bytes=sum(map(len, parts)),
             text=answer.text,
         )
-        parts = [part.cast("B") for part in answer.payload if part.nbytes]
-        if total == 0 or (total <= PIECE_BYTES and len(parts) == 1):
-            send_message(self._socket, [link, head.encode(), *parts])
-            return
-        send_message(self._socket, [link, head.encode()])
-        offset = 0
-        for part in parts:
-            for start, length in pieces_of(len(part)):
-                piece = asked._replace(kind=Kind.PIECE, number=offset + start, text="")
-                data = part[start : start + length]
-                send_message(self._socket, [link, piece.encode(), data], copy=False)
-            offset += len(part)
-
-
-def _key(head: Head) -> tuple[bytes, int]:
-    return head.client, head.call
+        stream.set_timeout(None)  # who reads nothing is cut off by the kernel
+        stream.send(head, parts)
 
 
 def error_text(error: BaseException) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import signal
-import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from phalanx.clock import now_s
 from phalanx.execution.channel import Outbox, load, pack
 from phalanx.execution.contract import MicrobatchContext, Task, explain_error
 from phalanx.execution.gradient_slots import SlotLayout, SlotWriter, WrittenGradients
-from phalanx.ipc import fail_point, inject, injected
+from phalanx.ipc import fail_point, flush_output, inject, injected
 from phalanx.memory import SharedMemoryPool, TensorHandle, forget_memory
 from phalanx.replicas import (
     AttributeFingerprint,
@@ -46,7 +45,6 @@ __all__ = [
     "RegionsFollow",
     "RunSpec",
     "World",
-    "flush_output",
     "rebuilt",
     "serve",
 ]
@@ -265,13 +263,6 @@ class Worker:
 def with_needed(needed_bytes: int, packed: bytes) -> bytes:
     """Return an answer with the bytes of room that its tensors would take, which come first."""
     return needed_bytes.to_bytes(NEEDED_BYTES, "little") + packed
-
-
-def flush_output() -> None:
-    """Write what was printed: nothing of it is written when a worker ends."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # whatever a notebook or a test has put there
-            stream.flush()
 
 
 # -- errors ----------------------------------------------------------

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import os
 import select
 import signal
-import stat
 import threading
 import traceback
-import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -21,8 +18,15 @@ from typing import Any, NoReturn
 from phalanx.clock import now_s
 from phalanx.errors import PeerLost
 from phalanx.execution.channel import LONGEST_S, Mailbox, load, pack, set_timeouts
-from phalanx.execution.worker import NEEDED_BYTES, RegionsFollow, flush_output
-from phalanx.ipc import die_with_parent, signal_main_thread
+from phalanx.execution.worker import NEEDED_BYTES, RegionsFollow
+from phalanx.ipc import (
+    die_with_parent,
+    flush_output,
+    fork,
+    let_go,
+    signal_main_thread,
+    take_signals,
+)
 from phalanx.memory import SharedMemoryPool
 
 __all__ = ["Lost", "WorkerProcess", "dismiss_all"]
@@ -33,7 +37,6 @@ _DUMP_S = 1.0
 _DUMP_END = b" in _bootstrap\n"  # the outermost frame of the main thread, which is written last
 _GOODBYE_S = 1.0
 _EXIT_S = 0.03
-_HANDLER_S = 0.1
 _LARGEST_DUMP = 64 << 10
 _STANDARD = (1, 2)  # output and errors, which a worker shares with its parent
 
@@ -253,36 +256,7 @@ def _fork(serve: Serve, connection: Connection, dump: Connection) -> int:
         OSError: The system starts no process.
     """
     parent_pid = os.getpid()
-    flush_output()  # else the child would write what waits here once more
-    # No handler of the program's may run in the child before `_take_signals`.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    handlers = _hold_handlers()
-    try:
-        pid = _fork_in_silence()
-        if pid == 0:
-            _be_worker(serve, connection, dump, parent_pid)
-    finally:
-        for lock in handlers:
-            lock.release()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return pid
-
-
-def _hold_handlers() -> list[Any]:  # Any: reentrant locks, whose class has no name
-    """Keep other threads out of the handlers of `logging`.
-
-    Python gives the child new locks for these, but not for the files that they write to.
-    """
-    found = [reference() for reference in logging._handlerList]  # type: ignore[attr-defined]
-    locks = [handler.lock for handler in found if handler is not None and handler.lock]
-    return [lock for lock in locks if lock.acquire(timeout=_HANDLER_S)]
-
-
-def _fork_in_silence() -> int:
-    """Fork without Python's warning of threads: ours are idle, the user's are theirs to know of."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
-        return os.fork()
+    return fork(lambda: _be_worker(serve, connection, dump, parent_pid))
 
 
 def _be_worker(serve: Serve, connection: Connection, dump: Connection, parent_pid: int) -> NoReturn:
@@ -290,8 +264,8 @@ def _be_worker(serve: Serve, connection: Connection, dump: Connection, parent_pi
     try:
         die_with_parent(parent_pid)
         gc.freeze()  # what came with the fork: to look at it would copy its pages
-        _take_signals()
-        _let_go({connection.fileno(), dump.fileno(), *_STANDARD})
+        take_signals()
+        let_go({connection.fileno(), dump.fileno(), *_STANDARD})
         serve(connection, dump)
         code = 0
     except BaseException:
@@ -299,28 +273,3 @@ def _be_worker(serve: Serve, connection: Connection, dump: Connection, parent_pi
     finally:
         flush_output()
         os._exit(code)  # what the program does at its end is the parent's
-
-
-def _take_signals() -> None:
-    """Put the program's handlers aside; a Ctrl-C is the parent's to answer."""
-    signal.set_wakeup_fd(-1)
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-
-
-def _let_go(kept: Collection[int]) -> None:
-    """Let go of the program's pipes and sockets: their other ends shall see when it ends.
-
-    Their numbers stay taken, so that nobody writes to another file who still uses one. Files stay
-    open.
-    """
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0, inheritable=False)
-    for number in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # it was open for the list alone
-            mode = os.fstat(number).st_mode
-            if number not in kept and not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):
-                os.dup2(null, number, inheritable=False)

@@ -4,6 +4,7 @@ from phalanx.ipc.at_fork import register_at_fork
 from phalanx.ipc.available_memory import available_memory_bytes
 from phalanx.ipc.control_groups import cores_allowed
 from phalanx.ipc.fail_points import Fault, fail_point, inject, injected
+from phalanx.ipc.forks import flush_output, fork, fork_apart, let_go, take_signals
 from phalanx.ipc.liveness import LivenessTimer, Waiting, late_peers, wait_until
 from phalanx.ipc.memory_order import fence
 from phalanx.ipc.mutex import Mutex
@@ -27,10 +28,15 @@ __all__ = [
     "die_with_parent",
     "fail_point",
     "fence",
+    "flush_output",
+    "fork",
+    "fork_apart",
     "inject",
     "injected",
     "late_peers",
+    "let_go",
     "register_at_fork",
     "signal_main_thread",
+    "take_signals",
     "wait_until",
 ]

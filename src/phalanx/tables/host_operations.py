@@ -36,22 +36,19 @@ UNKNOWN = -1
 class Operation(IntEnum):
     """A request. What each has in its head's numbers, its text and its payload:
 
-    text is the table's name, or JSON; K is a number of rows, -1 for all; answers in brackets.
+    text is the table's name; K is a number of rows, -1 for all; answers in brackets.
     """
 
-    ENTER = 1  # -1 or the worker's number  JSON  [number, incarnation, barriers finished]
+    ENTER = 1  # -1 or the worker's number, client, number expected  [number, incarnation, barriers]
     LEAVE = 2
-    MEMBERS = 3  # [JSON: state and incarnation of each worker of that host]
     TICK = 4  # the clock
-    BARRIER = 5  # barriers finished before, timeout in ms, text: name [round, barriers finished]
-    OPEN = (
-        6  # whether `init` is there, timeout, its bytes  text: spec  payload: init  [done, clock]
-    )
+    BARRIER = 5  # barriers finished before, text: name [round, barriers finished]
+    OPEN = 6  # whether `init` is there, its bytes, form  text: spec  payload: init  [done, clock]
     GET = 7  # K, whether it backs up  payload: rows  [payload: their values]
     ADD = 8  # K  number: of the add  payload: rows, delta
     PUT = 9  # K, round, 0, whether it assigns  number: of the add  payload: rows, delta
     ARRIVE = 10  # round
-    FINISH = 11  # round, timeout
+    FINISH = 11  # round
     COPY_ALL = 12  # [payload: each part; of a keys table the keys first, number of them]
     REPLACE_ALL = 13  # number of keys, number of parts  payload: parts
     COUNTS = 14  # [adds undone, keys]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import os
 import secrets
 import socket
 from typing import NamedTuple, Protocol
@@ -24,20 +23,14 @@ from phalanx.cluster import Endpoint, Secret
 from phalanx.distributed import hosts_of, this_host
 from phalanx.errors import ConfigError, PeerTimeout
 from phalanx.ipc import ProcessIdentity, Waiting
-from phalanx.tables.host_server import (
-    ServerPage,
-    ServerSpec,
-    client_keys,
-    server_keys,
-    wait_for_server,
-)
-from phalanx.tables.host_supervisor import SupervisorWatch, ensure_supervisor
+from phalanx.tables.host_server import ServerPage, ServerSpec, ServerWatch
 from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.spread_run import OtherHosts
 
 __all__ = ["JobStore", "Place", "Trust", "find_place", "meet_hosts", "read_trust"]
 
-_START_S = 60.0  # a process that imports torch on a busy machine
+_START_S = 60.0  # of a server on a busy machine
+_CLOSE_S = 5.0
 
 
 class JobStore(Protocol):
@@ -52,12 +45,10 @@ class Trust(NamedTuple):
 
     Attributes:
         secret: Holders of it; None for everybody who reaches them.
-        secret_file: Its absolute path.
         network: Whether the user has said that the network may be trusted.
     """
 
     secret: Secret | None
-    secret_file: str | None
     network: bool
 
 
@@ -95,9 +86,8 @@ def read_trust(secret_file: str | None, trusted_network: bool) -> Trust:
             "a secret everything between hosts is encrypted, and no network needs to be trusted."
         )
     if not secret_file:
-        return Trust(None, None, trusted_network)
-    secret_file = os.path.abspath(secret_file)  # servers started later: this process may have moved
-    return Trust(Secret.read(secret_file), secret_file, trusted_network)
+        return Trust(None, trusted_network)
+    return Trust(Secret.read(secret_file), trusted_network)
 
 
 class _SignedStore:
@@ -195,7 +185,7 @@ def find_place(store: JobStore, trust: Trust, run: str, rank: int, size: int) ->
 
 def meet_hosts(
     store: JobStore, trust: Trust, place: Place, master: str, regions: RunRegions, timeout_s: float
-) -> tuple[OtherHosts, SupervisorWatch]:
+) -> tuple[OtherHosts, ServerWatch]:
     """See that this host has a server, and find those of the others.
 
     Args:
@@ -224,24 +214,26 @@ def meet_hosts(
             f"reaches {bind} reads and changes the tables."
         )
     me = ProcessIdentity.current()
-    spec = ServerSpec(place.run, place.host, place.cluster, bind, trust.secret_file, me)
-    ensure_supervisor(page, spec, waiting.remaining_s())
-    if place.rank == place.leaders[place.host]:
-        here = f"Host {place.host} ({place.names[place.host]})"
-        signed.put(f"server/{place.host}", [here, wait_for_server(page, waiting.remaining_s())])
-    endpoints = []
-    for host, (leader, called) in enumerate(zip(place.leaders, place.names, strict=True)):
-        way_out = (
-            f"Host {host} ({called}) has not said where its server is. Rank {leader}, the first "
-            "process there, starts it: see its output, and start all hosts again."
-        )
-        name, address = signed.take(f"server/{host}", f"rank {leader}", way_out)
-        keys = server_keys(trust.secret, place.cluster, host)
-        public = None if keys is None else keys.public
-        endpoints.append(Endpoint(host, str(name), str(address), public))
-    page.tell_endpoints([(each.host, each.name, each.address) for each in endpoints])
-    others = OtherHosts(place.host, endpoints, client_keys(trust.secret, place.cluster))
-    return others, SupervisorWatch(page, spec)
+    spec = ServerSpec(place.run, place.host, place.cluster, bind, trust.secret, me)
+    watch = ServerWatch(page, spec)
+    try:
+        address = watch.wait_for_server(waiting.remaining_s())
+        if place.rank == place.leaders[place.host]:
+            here = f"Host {place.host} ({place.names[place.host]})"
+            signed.put(f"server/{place.host}", [here, address])
+        tls = None if trust.secret is None else trust.secret.tls(place.cluster, server=False)
+        endpoints = []
+        for host, (leader, called) in enumerate(zip(place.leaders, place.names, strict=True)):
+            way_out = (
+                f"Host {host} ({called}) has not said where its server is. Rank {leader}, the "
+                "first process there, starts it: see its output, and start all hosts again."
+            )
+            name, there = signed.take(f"server/{host}", f"rank {leader}", way_out)
+            endpoints.append(Endpoint(host, str(name), str(there), place.cluster, tls))
+    except BaseException:
+        watch.close(_CLOSE_S)
+        raise
+    return OtherHosts(place.host, endpoints), watch
 
 
 def own_address(other: str) -> str:

@@ -1,55 +1,49 @@
 """The server of one host: a process that serves the rows of this host to the others.
 
-The memory belongs to the host: a server that is killed loses nothing. The next one
-(host_supervisor.py) maps the same memory and takes the same address, so nobody has to be told.
+    worker ──forks──► server ──every worker has left──► ended
+      ▲                  │
+      └─────is killed────┘
 
-A second thread asks the servers of the other hosts whether the workers that have come from there
-live. A host that does not answer for 10 s is lost, with its workers.
+The memory belongs to the host: a server that is killed loses nothing. Each worker process of the
+host waits for the server's death; the first to notice forks the next one, which maps the same
+memory and takes the same address, so nobody has to be told. A fork needs no import of torch, so it
+listens after some milliseconds. It keeps the memory that its parent had at that moment, as far as
+the parent writes there later.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
+import os
+import select
 import threading
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import NamedTuple
 
-import zmq
+import torch
 
 from phalanx.clock import now_s
-from phalanx.cluster import Connection, CurveKeys, Endpoint, PendingCall, Secret, Server
+from phalanx.cluster import Secret, Server, tag_of
 from phalanx.errors import PeerTimeout, PhalanxError
-from phalanx.ipc import Mutex, ProcessIdentity, wait_until
-from phalanx.tables.host_operations import Operation
+from phalanx.ipc import Mutex, ProcessIdentity, fork_apart, wait_until
 from phalanx.tables.host_service import HostService
 from phalanx.tables.run_context import RunContext
 from phalanx.tables.run_regions import RunRegions
 
-__all__ = [
-    "ServerPage",
-    "ServerSpec",
-    "client_keys",
-    "serve",
-    "server_keys",
-    "wait_for_server",
-]
+__all__ = ["ServerPage", "ServerSpec", "ServerWatch", "serve"]
 
 _log = logging.getLogger(__name__)
 
-_HOST_LOST_S = 10.0
-_LOOK_EVERY_S = 0.25
 _NOBODY_HERE_S = 120.0
 _OVER_S = 1.0
 _LOCK_S = 10.0
-_PAGE_BYTES = 1 << 16
+_BEGIN_S = 10.0  # a fork that does not listen by then is replaced by another
+_PAGE_BYTES = 4096
 _LOCKS = _PAGE_BYTES - 3 * Mutex.NBYTES
-_SERVER, _SUPERVISOR, _OVER, _ADDRESS, _ENDPOINTS = 0, 2, 4, 5, 6  # words
-_TEXTS = {_ADDRESS: slice(64, 1024), _ENDPOINTS: slice(1024, _LOCKS)}
-_NOBODY = 0xFFFFFFFF  # a server asks in nobody's name
+_SERVER, _OVER, _ADDRESS = 0, 2, 3  # words
+_ADDRESS_AT = 64
 
 
 class ServerSpec(NamedTuple):
@@ -58,9 +52,9 @@ class ServerSpec(NamedTuple):
     Attributes:
         run: Name of the run on this host.
         host: The host's number.
-        cluster: Name of the run, the same on all hosts: keys are derived for it.
+        cluster: Name of the run, the same on all hosts.
         bind: The address of the network interface that it listens at.
-        secret_file: The path of the run's secret; None for a network that is trusted.
+        secret: The run's secret; None for a network that is trusted.
         starter: The process that wants it, to be a worker: if it dies before, the run has failed.
     """
 
@@ -68,29 +62,18 @@ class ServerSpec(NamedTuple):
     host: int
     cluster: str
     bind: str
-    secret_file: str | None
+    secret: Secret | None
     starter: ProcessIdentity
-
-
-def server_keys(secret: Secret | None, cluster: str, host: int) -> CurveKeys | None:
-    """Return the keys of a host's server."""
-    return None if secret is None else secret.keys(f"server {host} of {cluster}")
-
-
-def client_keys(secret: Secret | None, cluster: str) -> CurveKeys | None:
-    """Return the keys of everybody who asks servers of the run."""
-    return None if secret is None else secret.keys(f"clients of {cluster}")
 
 
 class ServerPage:
     """A page of shared memory: who serves this host, and where.
 
-        words of 8 bytes   | server, 2 | supervisor, 2 | OVER | length of ADDRESS, of ENDPOINTS |
+        words of 8 bytes   | server, 2 | OVER | length of the address |
         from byte 64       the address of the server
-        from byte 1024     the servers of all hosts, as JSON
         at the end         three locks
 
-    A text counts when its length is written, and is written once: a death in between leaves none.
+    The address counts when its length is written, and is written once.
 
     Args:
         regions: Of the run on this host.
@@ -98,13 +81,13 @@ class ServerPage:
 
     Attributes:
         serving: Held by the server.
-        starting: Held by a worker that starts a supervisor.
+        starting: Held by a worker that starts a server.
     """
 
     def __init__(self, regions: RunRegions, *, create: bool = True) -> None:
         region = regions.open_region("server", _PAGE_BYTES, create=create)
         self._buffer = region.buffer
-        self._words = region.buffer[:64].cast("q")
+        self._words = region.buffer[:_ADDRESS_AT].cast("q")
         self.serving = Mutex(region.buffer[_LOCKS:], "serving")
         self.starting = Mutex(region.buffer[_LOCKS + Mutex.NBYTES :], "starting a server")
         self._writing = Mutex(region.buffer[_LOCKS + 2 * Mutex.NBYTES :], "server page")
@@ -112,23 +95,15 @@ class ServerPage:
     @property
     def server(self) -> ProcessIdentity | None:
         """The process that serves, or served last."""
-        return self._identity(_SERVER)
-
-    @property
-    def supervisor(self) -> ProcessIdentity | None:
-        """The process that starts the server again, or did so last."""
-        return self._identity(_SUPERVISOR)
-
-    def _identity(self, at: int) -> ProcessIdentity | None:
         with self._writing.held(_LOCK_S):
-            pid, start_ticks = self._words[at : at + 2]
+            pid, start_ticks = self._words[_SERVER : _SERVER + 2]
         return ProcessIdentity(pid, start_ticks) if pid else None
 
     @property
-    def is_supervised(self) -> bool:
-        """Whether there is a supervisor that lives."""
-        supervisor = self.supervisor
-        return supervisor is not None and supervisor.alive()
+    def is_served(self) -> bool:
+        """Whether there is a server that lives."""
+        server = self.server
+        return server is not None and server.alive()
 
     @property
     def is_over(self) -> bool:
@@ -138,86 +113,137 @@ class ServerPage:
     @property
     def address(self) -> str | None:
         """Where the server listens; None before the first one does."""
-        return self._text(_ADDRESS)
-
-    @property
-    def endpoints(self) -> list[tuple[int, str, str]]:
-        """Number, name and address of each host's server; none before they are known."""
-        text = self._text(_ENDPOINTS)
-        return [] if text is None else [(*each,) for each in json.loads(text)]
-
-    def _text(self, which: int) -> str | None:
-        length = self._words[which]
-        return bytes(self._buffer[_TEXTS[which]][:length]).decode() if length else None
-
-    def tell_endpoints(self, endpoints: Sequence[tuple[int, str, str]]) -> None:
-        """Write the servers of all hosts down, if nobody has."""
-        self._write_once(_ENDPOINTS, json.dumps(endpoints))
-
-    def _write_once(self, which: int, text: str) -> None:
-        encoded = text.encode()
-        with self._writing.held(_LOCK_S):
-            if not self._words[which]:
-                self._buffer[_TEXTS[which]][: len(encoded)] = encoded
-                self._words[which] = len(encoded)
+        length = self._words[_ADDRESS]
+        return bytes(self._buffer[_ADDRESS_AT : _ADDRESS_AT + length]).decode() if length else None
 
     def begin(self, address: str) -> None:
         """Say that this process serves."""
-        self._write_once(_ADDRESS, address)
+        encoded = address.encode()
         with self._writing.held(_LOCK_S):
-            self._words[_SERVER : _SERVER + 2] = _as_words(ProcessIdentity.current())
-
-    def supervise(self) -> bool:
-        """Say that this process is the supervisor; return False where another one is."""
-        with self._writing.held(_LOCK_S):
-            pid, start_ticks = self._words[_SUPERVISOR : _SUPERVISOR + 2]
-            if pid and ProcessIdentity(pid, start_ticks).alive():
-                return False
-            self._words[_SUPERVISOR : _SUPERVISOR + 2] = _as_words(ProcessIdentity.current())
-        return True
+            self._buffer[_ADDRESS_AT : _ADDRESS_AT + len(encoded)] = encoded
+            self._words[_ADDRESS] = len(encoded)
+            self._words[_SERVER : _SERVER + 2] = memoryview(array("q", ProcessIdentity.current()))
 
     def end(self) -> None:
         """Say that nobody needs to serve any more."""
         self._words[_OVER] = 1
 
 
-def _as_words(process: ProcessIdentity) -> memoryview:
-    return memoryview(array("q", process))
+# --- in a worker ----------------------------------------------------------------------------------
 
 
-def serve(spec: ServerSpec, secret: Secret | None) -> None:
+class ServerWatch:
+    """Sees, as long as this process is a worker of the run, that its host has a server.
+
+    Args:
+        page: Of this host's server.
+        spec: What the server has to know.
+    """
+
+    def __init__(self, page: ServerPage, spec: ServerSpec) -> None:
+        self._page = page
+        self._spec = spec
+        self._ended = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="phalanx server", daemon=True)
+        self._thread.start()
+
+    def wait_for_server(self, timeout_s: float) -> str:
+        """Wait until this host's server listens; return its address.
+
+        Raises:
+            PeerTimeout: It does not.
+        """
+        if not wait_until(lambda: self._page.is_served, timeout_s):
+            raise PeerTimeout(
+                f"This host's server did not begin to listen within {timeout_s:g} s. Its own "
+                "output says why."
+            )
+        return str(self._page.address)
+
+    def _run(self) -> None:
+        try:
+            while not self._page.is_over:
+                if self._wait_for_its_death():
+                    return
+                with self._page.starting.held(_BEGIN_S + _LOCK_S):
+                    self._start()
+        except (PhalanxError, OSError) as exc:  # calls to this host end by their own deadlines
+            _log.error("Host %d has no server any more: %s", self._spec.host, exc)
+
+    def _start(self) -> None:
+        """Fork a server, unless another process has. This thread has never run OpenMP."""
+        page = self._page
+        if page.is_over or page.is_served:
+            return
+        start_server(self._spec)
+        wait_until(lambda: page.is_over or page.is_served or self._is_ended(), _BEGIN_S)
+
+    def _is_ended(self) -> bool:
+        return bool(_readable(0.0, self._ended))
+
+    def _wait_for_its_death(self) -> bool:
+        """Wait until the server is gone; return True if the watch is to end before."""
+        server = self._page.server
+        descriptor = None if server is None else server.open_descriptor()
+        if descriptor is None:
+            return self._is_ended()
+        try:
+            return self._ended in _readable(None, descriptor, self._ended)
+        finally:
+            os.close(descriptor)
+
+    def close(self, timeout_s: float) -> None:
+        """End the watch."""
+        os.eventfd_write(self._ended, 1)
+        self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            os.close(self._ended)
+
+
+def _readable(timeout_ms: float | None, *descriptors: int) -> list[int]:
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, _ in poll.poll(timeout_ms)]
+
+
+def start_server(spec: ServerSpec) -> None:
+    """Fork a server, which outlives this process."""
+    fork_apart(lambda: _be_server(spec))
+
+
+# --- the process ----------------------------------------------------------------------------------
+
+
+def _be_server(spec: ServerSpec) -> None:
+    torch.set_num_threads(1)
+    serve(spec)
+
+
+def serve(spec: ServerSpec) -> None:
     """Serve this host's rows until all workers have left."""
     context = RunContext(spec.run, create=True)
     try:
-        page = ServerPage(context.regions, create=False)
+        page = ServerPage(context.regions)
         with page.serving.held(_LOCK_S):
-            _serve(spec, context, page, secret)
+            if not page.is_over:
+                _serve(spec, context, page)
     finally:
         context.close(_LOCK_S)
 
 
-def _serve(spec: ServerSpec, context: RunContext, page: ServerPage, secret: Secret | None) -> None:
-    service = HostService(context)
-    clients = client_keys(secret, spec.cluster)
-    server = Server(
-        service,
-        page.address or f"tcp://{spec.bind}:*",
-        keys=server_keys(secret, spec.cluster, spec.host),
-        client_public=None if clients is None else clients.public,
-    )
-    ended = threading.Event()
-    watch = threading.Thread(
-        target=_watch, args=(spec, page, service, secret, ended), name="phalanx watch", daemon=True
-    )
+def _serve(spec: ServerSpec, context: RunContext, page: ServerPage) -> None:
+    service, address = HostService(context), page.address
+    if address is None:
+        address = f"[{spec.bind}]:0" if ":" in spec.bind else f"{spec.bind}:0"
+    tls = None if spec.secret is None else spec.secret.tls(spec.cluster, server=True)
+    server = Server(service, address, tag=tag_of(spec.cluster, spec.host), tls=tls)
     try:
         page.begin(server.address)
-        watch.start()
         server.serve(_until_all_have_left(service, spec.starter))
         page.end()
     finally:
-        ended.set()
         server.close()
-        watch.join(2.0)
 
 
 def _until_all_have_left(service: HostService, starter: ProcessIdentity) -> Callable[[], bool]:
@@ -227,6 +253,7 @@ def _until_all_have_left(service: HostService, starter: ProcessIdentity) -> Call
     def go_on() -> bool:
         nonlocal here_s, ended_s
         now = now_s()
+        service.lose_those_without_session()
         if service.is_over():  # who came may have left before anybody looked
             ended_s = min(ended_s, now)
             return now < ended_s + _OVER_S
@@ -239,89 +266,3 @@ def _until_all_have_left(service: HostService, starter: ProcessIdentity) -> Call
         return now < here_s + _NOBODY_HERE_S  # the rest may have died before they came
 
     return go_on
-
-
-# --- the other hosts ------------------------------------------------------------------------------
-
-
-@dataclass
-class _Asked:
-    """What another host was asked: which of its workers live.
-
-    Attributes:
-        connection: To its server.
-        pending: The question.
-        known: Its workers that were here before: who came meanwhile is not judged.
-        since_s: When.
-    """
-
-    connection: Connection
-    pending: PendingCall
-    known: list[tuple[int, int, int]]
-    since_s: float
-
-
-def _watch(
-    spec: ServerSpec,
-    page: ServerPage,
-    service: HostService,
-    secret: Secret | None,
-    ended: threading.Event,
-) -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    keys = client_keys(secret, spec.cluster)
-    asked: dict[int, _Asked] = {}
-    while not ended.wait(_LOOK_EVERY_S):
-        for host, name, address in page.endpoints:
-            if host == spec.host:
-                continue
-            try:
-                if host not in asked:
-                    public = server_keys(secret, spec.cluster, host)
-                    endpoint = Endpoint(host, name, address, public and public.public)
-                    asked[host] = _ask(Connection(context, endpoint, keys, _NOBODY), service)
-                elif asked[host].connection.poll(asked[host].pending, 0.0):
-                    _compare(asked[host], service)
-                    asked[host] = _ask(asked[host].connection, service)
-                elif now_s() > asked[host].since_s + _HOST_LOST_S:
-                    service.lose_silent(host, now_s() - _HOST_LOST_S)
-            except PhalanxError as exc:
-                _log.warning("Server of host %d: %s", spec.host, exc)
-                asked.pop(host).connection.close()
-    for each in asked.values():
-        each.connection.close()
-    context.destroy(linger=0)
-
-
-def _ask(connection: Connection, service: HostService) -> _Asked:
-    """Ask a host which of its workers live. A slow link may take its time, so nobody waits."""
-    known = service.elsewhere(connection.endpoint.host)
-    return _Asked(connection, connection.begin(Operation.MEMBERS, "who lives"), known, now_s())
-
-
-def _compare(asked: _Asked, service: HostService) -> None:
-    """Mark those dead here that do not live there."""
-    reply = asked.connection.wait(asked.pending, 0.0)
-    alive = {int(worker): incarnation for worker, incarnation in json.loads(reply.text).items()}
-    for worker, incarnation, home in asked.known:
-        if home and alive.get(worker) != home:
-            service.mark_lost(worker, incarnation)
-
-
-def wait_for_server(page: ServerPage, timeout_s: float) -> str:
-    """Wait until this host's server listens; return its address.
-
-    Raises:
-        PeerTimeout: It does not.
-    """
-
-    def ready() -> bool:
-        server = page.server
-        return server is not None and server.alive()
-
-    if not wait_until(ready, timeout_s):
-        raise PeerTimeout(
-            f"This host's server did not begin to listen within {timeout_s:g} s. Its own output "
-            "says why."
-        )
-    return str(page.address)

@@ -3,8 +3,9 @@
 A worker of another host is a worker here, too, with the same number: it is on this host's page of
 workers, has its line in every table, and its adds go through the same shards and the same logs. So
 rounds, clocks and barriers need to know nothing of the network. What differs: its process is
-elsewhere (`Membership.is_elsewhere`), so its own host's server is asked whether it lives. While
-that one is silent, killed and not yet started again say, what a worker asks for shows that it does.
+elsewhere (`Membership.is_elsewhere`), and lives as long as its session does, a connection that the
+kernel closes when the process dies. A worker whose session is gone and not back within 2 s, or 10 s
+after another server has begun, is dead here. One that is halted is not.
 
 A request may come twice. Each that must count once carries what tells a repetition:
 
@@ -12,22 +13,20 @@ A request may come twice. Each that must count once carries what tells a repetit
     add of a round       the same number, which the log keeps, too (log.py)
     tick, arrive         the clock itself
     barrier              how many barriers were finished before
-    enter                the client's 16 bytes, kept beside its incarnation
+    enter                two numbers of the client's, kept beside its incarnation
 """
 
 from __future__ import annotations
 
 import json
-import math
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx.clock import now_s
-from phalanx.cluster import Answer, Head, Request
+from phalanx.cluster import MAX_PAYLOAD_BYTES, Answer, Head, Link, Request
 from phalanx.errors import ConfigError, StateError
 from phalanx.ipc import wait_until
 from phalanx.memory import all_within
@@ -52,11 +51,10 @@ __all__ = ["HostService"]
 
 _LOCK_S = 10.0  # a lock is held for microseconds, unless its owner is halted
 _LONGEST_WAIT_S = 1e5
+_BACK_S, _AFTER_A_START_S = 2.0, 10.0
 _INCARNATION_BITS = 40
-_CLIENT_LO, _CLIENT_HI, _INCARNATION, _HOST, _HOME_INCARNATION = range(5)
+_CLIENT_LO, _CLIENT_HI, _INCARNATION = range(3)
 _LINE = 8
-_WAITING = {Operation.BARRIER, Operation.OPEN, Operation.FINISH}
-_FOR_ANYBODY = {Operation.ENTER, Operation.MEMBERS}
 _READING = {Operation.GET, Operation.COPY_ALL, Operation.COUNTS, Operation.KEYS}
 
 
@@ -74,11 +72,12 @@ class HostService:
         self._lines = region.buffer[: 8 * _LINE * MAX_WORKERS].cast("q")
         self._storages: dict[str, Storage | KeyStorage] = {}
         self._mutex = threading.RLock()
-        self._heard_s: dict[int, float] = {}  # when each worker of another host last asked
+        self._sessions: dict[tuple[int, int], Link] = {}  # by worker and incarnation
+        self._broken_s: dict[tuple[int, int], float] = {}  # when that of one was
+        self._began_s = now_s()
         self._answers: dict[int, Callable[[Request], Answer]] = {
             Operation.ENTER: self._enter,
             Operation.LEAVE: self._leave,
-            Operation.MEMBERS: self._members,
             Operation.TICK: self._tick,
             Operation.BARRIER: self._barrier,
             Operation.OPEN: self._open,
@@ -96,20 +95,20 @@ class HostService:
 
     # --- as a Service -----------------------------------------------------------------------------
 
-    def hear(self, head: Head) -> None:
-        """Note that a worker lives, though its host's server may be silent."""
-        if head.worker < MAX_WORKERS and self._membership.is_here(head.worker, head.incarnation):
-            self._heard_s[head.worker] = now_s()
-
     def payload_bytes(self, head: Head) -> int:
         """Return how long the payload must be, by the table's own sizes."""
         operation, args = head.operation, head.args
         if operation == Operation.OPEN:
             limit = TableSpec.from_mapping(_parsed(head.text))
             whole = max(1, limit.rows) * limit.cols * limit.dtype.itemsize
-            return _checked(args[2], 0, max(RULE.size, whole), "bytes of `init`")
+            return _checked(args[1], 0, max(RULE.size, whole), "bytes of `init`")
         if operation == Operation.GET:
-            return 8 * _checked(args[0], 0, None, "rows") if args[0] != -1 else 0
+            if args[0] == -1:
+                return 0
+            spec = self._storage(head.text).spec
+            row_bytes = spec.cols * spec.dtype.itemsize
+            most = max(MAX_PAYLOAD_BYTES // row_bytes, spec.rows)
+            return 8 * _checked(args[0], 0, most, "rows")
         if operation in (Operation.ADD, Operation.PUT):
             spec = self._storage(head.text).spec
             row_bytes = spec.entry_cols(bool(args[3])) * spec.dtype.itemsize
@@ -131,19 +130,17 @@ class HostService:
             return keys + sum(dtype.itemsize * rows * cols for dtype, (rows, cols) in sizes)
         return 0
 
-    def waits(self, head: Head) -> bool:
-        """Tell whether the answer depends on other workers."""
-        return head.operation in _WAITING
-
     def answer(self, request: Request) -> Answer:
         """Do what is asked."""
         head = request.head
         answer = self._answers.get(head.operation)
         if answer is None:
             raise ConfigError(f"`operation` must be one of this version, but is {head.operation}.")
-        if head.operation not in _FOR_ANYBODY and not 0 <= head.worker < MAX_WORKERS:
+        if head.operation == Operation.ENTER:
+            return answer(request)
+        if not 0 <= head.worker < MAX_WORKERS:
             raise ConfigError(f"`worker` must be below {MAX_WORKERS}, but is {head.worker}.")
-        if head.operation not in _FOR_ANYBODY | _READING:
+        if head.operation not in _READING:
             self._refuse_stale(head)
         return answer(request)
 
@@ -158,30 +155,42 @@ class HostService:
     # --- workers ----------------------------------------------------------------------------------
 
     def _enter(self, request: Request) -> Answer:
-        head = request.head
-        asked = _mapping(head.text)
-        worker = None if head.args[0] < 0 else head.args[0]
-        client = (
-            int.from_bytes(head.client[:8], "little", signed=True),
-            int.from_bytes(head.client[8:], "little", signed=True),
-        )
+        head, (asked, low, high, expected) = request.head, request.head.args
         with self._mutex:
-            known = self._line_of_client(client)
+            known = self._line_of_client((low, high))
             if known is None:
-                expected = asked.get("num_expected")
+                if head.incarnation:  # it has been here, and was taken for lost
+                    self._refuse_stale(head)
                 known = self._membership.enter(
-                    worker=worker, num_expected=expected, timeout_s=_LOCK_S, elsewhere=True
+                    worker=None if asked < 0 else asked,
+                    num_expected=expected or None,
+                    timeout_s=_seconds(head.timeout_ms),
+                    elsewhere=True,
                 )
                 line = self._line(known)
                 line[_CLIENT_LO] = line[_CLIENT_HI] = 0
                 line[_INCARNATION] = self._membership.incarnation(known)
-                line[_HOST] = int(asked["host"])
-                line[_HOME_INCARNATION] = int(asked.get("home_incarnation", 0))
-                line[_CLIENT_LO], line[_CLIENT_HI] = client
-            else:  # it asks again, or knows by now how its own host calls it
-                self._line(known)[_HOME_INCARNATION] = int(asked.get("home_incarnation", 0))
-        finished = self._context.barrier().num_finished
-        return Answer((known, self._line(known)[_INCARNATION], finished))
+                line[_CLIENT_LO], line[_CLIENT_HI] = low, high
+            incarnation = self._line(known)[_INCARNATION]
+            request.link.session = known, incarnation
+            self._sessions[known, incarnation] = request.link
+        return Answer((known, incarnation, self._context.barrier().num_finished))
+
+    def ended(self, link: Link) -> None:
+        """Note that a session has ended, if it has not been opened again over another one."""
+        with self._mutex:
+            if link.session is not None and self._sessions.get(link.session) is link:
+                del self._sessions[link.session]
+                self._broken_s[link.session] = now_s()
+
+    def lose_those_without_session(self) -> None:
+        """Mark workers of other hosts dead whose sessions are gone."""
+        with self._mutex:
+            now, unknown_s = now_s(), self._began_s + _AFTER_A_START_S - _BACK_S
+            for worker in filter(self._membership.is_elsewhere, self._membership.here()):
+                key = worker, self._line(worker)[_INCARNATION]
+                if key not in self._sessions and now > self._broken_s.get(key, unknown_s) + _BACK_S:
+                    self._membership.mark_lost(*key, _LOCK_S)
 
     def _line(self, worker: int) -> memoryview:
         return self._lines[_LINE * worker : _LINE * (worker + 1)]
@@ -197,36 +206,10 @@ class HostService:
         return None
 
     def _leave(self, request: Request) -> Answer:
-        self._membership.leave(request.head.worker, request.head.incarnation, _LOCK_S)
+        self._membership.leave(
+            request.head.worker, request.head.incarnation, _seconds(request.head.timeout_ms)
+        )
         return Answer()
-
-    def _members(self, request: Request) -> Answer:  # noqa: ARG002 - as all answers are called
-        self._membership.mark_dead(_LOCK_S)
-        here = {
-            worker: self._membership.incarnation(worker)
-            for worker in self._membership.here()
-            if not self._membership.is_elsewhere(worker)
-        }
-        return Answer(text=json.dumps(here))
-
-    def elsewhere(self, host: int) -> list[tuple[int, int, int]]:
-        """Return workers of another host that are here: number, incarnation here, and there."""
-        found = []
-        for worker in self._membership.here():
-            line = self._line(worker)
-            if self._membership.is_elsewhere(worker) and line[_HOST] == host:
-                found.append((worker, line[_INCARNATION], line[_HOME_INCARNATION]))
-        return found
-
-    def lose_silent(self, host: int, since_s: float) -> None:
-        """Mark the workers of a silent host dead that have asked for nothing since, either."""
-        for worker, incarnation, _ in self.elsewhere(host):
-            if self._heard_s.get(worker, -math.inf) < since_s:
-                self.mark_lost(worker, incarnation)
-
-    def mark_lost(self, worker: int, incarnation: int) -> None:
-        """Say that a worker of another host is dead."""
-        self._membership.mark_lost(worker, incarnation, _LOCK_S)
 
     def has_begun(self) -> bool:
         """Tell whether a worker has come."""
@@ -248,7 +231,8 @@ class HostService:
     def _barrier(self, request: Request) -> Answer:
         head, barrier = request.head, self._context.barrier()
         finished = None if head.args[0] == UNKNOWN else head.args[0]
-        round_ = barrier.wait(head.worker, head.text, _seconds(head.args[1]), finished=finished)
+        timeout_s = _seconds(head.timeout_ms)
+        round_ = barrier.wait(head.worker, head.text, timeout_s, finished=finished)
         return Answer((round_, barrier.num_finished))
 
     # --- tables -----------------------------------------------------------------------------------
@@ -270,14 +254,14 @@ class HostService:
         return self._context.storage(Storage, spec, _LOCK_S)
 
     def _open(self, request: Request) -> Answer:
-        head, timeout_s = request.head, _seconds(request.head.args[1])
+        head, timeout_s = request.head, _seconds(request.head.timeout_ms)
         spec = TableSpec.from_mapping(_parsed(request.head.text))
         with self._mutex:
             storage = self._make(spec)
             self._storages[spec.name] = storage
         init = None
         if head.args[0]:
-            init = _read_init(request.payload, spec, head.args[3])
+            init = _read_init(request.payload, spec, head.args[2])
         else:
 
             def somebody_else_fills_it() -> bool:
@@ -285,7 +269,9 @@ class HostService:
                 return storage.is_ready or master == head.worker
 
             wait_until(
-                somebody_else_fills_it, timeout_s, lambda: self._membership.look_for_dead(_LOCK_S)
+                somebody_else_fills_it,
+                timeout_s,
+                lambda: self._membership.look_for_dead(timeout_s),
             )
             if not storage.is_ready:
                 return Answer((0, 0))
@@ -316,7 +302,7 @@ class HostService:
         rows, _ = self._rows(request, spec)
         num_rows = spec.rows if rows is None else rows.numel()
         out = torch.empty((num_rows, spec.cols), dtype=spec.dtype, device="cpu")
-        storage.read(rows, out, head.worker, _LOCK_S)
+        storage.read(rows, out, head.worker, _seconds(head.timeout_ms))
         return Answer(payload=[as_memory(out)])
 
     def _entry(self, request: Request, number: int, *, assigns: bool) -> Entry:
@@ -330,7 +316,7 @@ class HostService:
     def _add(self, request: Request) -> Answer:
         number, assigns = _first_number(request.head, 1), bool(request.head.args[3])
         entry = self._entry(request, number, assigns=assigns)
-        self._storage(request.head.text).add(entry, _LOCK_S)
+        self._storage(request.head.text).add(entry, _seconds(request.head.timeout_ms))
         return Answer()
 
     def _add_together(self, request: Request) -> Answer:
@@ -350,13 +336,17 @@ class HostService:
         delta, _ = from_memory(request.payload, offset, spec.dtype, shape)
         each = zip(rows.split(counts), delta.split(counts), strict=True)
         for number, (its_rows, its_delta) in enumerate(each, first):
-            storage.add(Entry(its_rows, its_delta, head.worker, number=number), _LOCK_S)
+            storage.add(
+                Entry(its_rows, its_delta, head.worker, number=number), _seconds(head.timeout_ms)
+            )
         return Answer()
 
     def _put(self, request: Request) -> Answer:
         _, number, _, assigns = request.head.args
         entry = self._entry(request, _first_number(request.head, 1), assigns=bool(assigns))
-        self._storage(request.head.text).rounds.put_into(entry, number, _LOCK_S)
+        self._storage(request.head.text).rounds.put_into(
+            entry, number, _seconds(request.head.timeout_ms)
+        )
         return Answer()
 
     def _arrive(self, request: Request) -> Answer:
@@ -368,11 +358,11 @@ class HostService:
         head = request.head
         rounds = self._storage(head.text).rounds
         arrival = rounds.arrive_at(head.worker, head.args[0])
-        rounds.finish(arrival, _seconds(head.args[1]))
+        rounds.finish(arrival, _seconds(head.timeout_ms))
         return Answer()
 
     def _copy_all(self, request: Request) -> Answer:
-        parts = self._storage(request.head.text).copy_all(_LOCK_S)
+        parts = self._storage(request.head.text).copy_all(_seconds(request.head.timeout_ms))
         return Answer((len(parts[0]),), [as_memory(part.contiguous()) for part in parts])
 
     def _replace_all(self, request: Request) -> Answer:
@@ -386,7 +376,7 @@ class HostService:
         ]:
             part, offset = from_memory(request.payload, offset, dtype, shape)
             parts.append(part)
-        storage.replace_all(parts, _LOCK_S)
+        storage.replace_all(parts, _seconds(request.head.timeout_ms))
         return Answer()
 
     def _counts(self, request: Request) -> Answer:
@@ -398,7 +388,7 @@ class HostService:
         storage = self._storage(request.head.text)
         if not isinstance(storage, KeyStorage):
             raise ConfigError(f"Table {request.head.text!r} must have keys, but has rows.")
-        return Answer(payload=[as_memory(storage.keys(_LOCK_S))])
+        return Answer(payload=[as_memory(storage.keys(_seconds(request.head.timeout_ms)))])
 
 
 def _first_number(head: Head, num_adds: int) -> int:
@@ -425,13 +415,6 @@ def _parsed(text: str) -> object:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
-
-
-def _mapping(text: str) -> dict[str, Any]:  # Any: what JSON holds
-    found = _parsed(text)
-    if not isinstance(found, dict) or type(found.get("host")) is not int:
-        raise ConfigError("`text` must be JSON that says which host enters, but is not.")
-    return found
 
 
 def _read_init(payload: memoryview, spec: TableSpec, form: int) -> Tensor | Uniform:

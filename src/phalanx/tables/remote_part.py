@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.cluster import Connection, PendingCall, Reply
-from phalanx.ipc import Waiting
+from phalanx.cluster import Connection, Endpoint, PendingCall, Reply, Session
+from phalanx.ipc import Waiting, register_at_fork
 from phalanx.tables.deferred_adds import DeferredAdds
 from phalanx.tables.host_operations import (
     RULE,
@@ -34,76 +34,62 @@ class RemoteHost:
     """Another host, as one worker of this one knows it.
 
     Args:
-        connection: To its server.
+        endpoint: Its server.
 
     Attributes:
         host: Its number.
+        name: What messages call it.
+        connection: To its server.
         num_barriers: How many barriers were finished there when this worker last looked;
             `UNKNOWN` if it did not hear the end of its last one.
-        adding: Held while an add is under way: adds are numbered, and end, one after the other.
         deferred: Adds that the worker does not wait for.
         has_left: Whether the worker was said to have left.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self.host = connection.endpoint.host
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.host = endpoint.host
+        self.name = endpoint.name
+        self.connection = Connection(endpoint, 0)
         self.num_barriers = 0
         self.has_left = False
-        self.adding = threading.Lock()
-        endpoint = connection.endpoint
         self.deferred = DeferredAdds(f"{endpoint.name} (server at {endpoint.address})")
-        self._num_adds = 0
-
-    def number_adds(self, count: int) -> int:
-        """Number the next adds, and return the first one's number; `adding` is held."""
-        first = self._num_adds + 1
-        self._num_adds += count
-        return first
+        self._session = Session(endpoint, Operation.ENTER)
+        register_at_fork(self._forget)
 
     def call(self, operation: Operation, what: str, timeout_s: float, **asked: Any) -> Reply:
         """Ask and wait; see :meth:`Connection.begin`."""
         return self.connection.call(operation, what, timeout_s, **asked)
 
-    def enter(
-        self,
-        worker: int | None,
-        num_expected: int | None,
-        home: tuple[int, int],
-        timeout_s: float,
-    ) -> int:
+    def enter(self, worker: int | None, num_expected: int | None, timeout_s: float) -> int:
         """Become a worker there, and return the number.
 
         Args:
             worker: The number, if it is known.
             num_expected: How many workers were announced.
-            home: Our own host, and by which incarnation it knows this worker, 0 if not yet.
             timeout_s: How long to wait for the server.
         """
-        text = json.dumps(
-            {"num_expected": num_expected, "host": home[0], "home_incarnation": home[1]}
-        )
         number = -1 if worker is None else worker
-        reply = self.call(Operation.ENTER, "`join`", timeout_s, args=(number,), text=text)
-        entered, self.connection.incarnation, self.num_barriers, _ = reply.args
-        self.connection.worker = entered
+        entered, incarnation, self.num_barriers, _ = self._session.open(
+            timeout_s, (number, num_expected or 0)
+        )
+        self.connection.worker, self.connection.incarnation = entered, incarnation
         return entered
 
-    def close(self, timeout_s: float = 0.0) -> None:
-        """Let go of the sockets, as :meth:`Connection.close`; adds that are kept are dropped."""
+    def close(self) -> None:
+        """Let go of all connections; adds that are kept are dropped."""
         self.deferred.close()
-        self.connection.close(timeout_s)
+        self._session.close()
+        self.connection.close()
+
+    def _forget(self) -> None:
+        """Let go of the session in a forked child, which may outlive the worker."""
+        self._session.forget()
 
     def wait_at_barrier(self, name: str, timeout_s: float) -> int:
         """Come to the barrier of that name, wait, and return its round."""
-        milliseconds = int(1e3 * timeout_s)
         finished, self.num_barriers = self.num_barriers, UNKNOWN
         reply = self.call(
-            Operation.BARRIER,
-            f"barrier {name!r}",
-            timeout_s + 5.0,  # the server's own error names who stays away
-            args=(finished, milliseconds),
-            text=name,
+            Operation.BARRIER, f"barrier {name!r}", timeout_s, args=(finished,), text=name
         )
         round_, self.num_barriers, *_ = reply.args
         return round_
@@ -117,28 +103,41 @@ class RemotePart:
     Args:
         remote: The host.
         spec: What the part is; see `part_of`.
+
+    Attributes:
+        adding: Held while an add is under way: adds are numbered, and end, one after the other.
     """
 
     def __init__(self, remote: RemoteHost, spec: TableSpec) -> None:
         self.remote = remote
         self.spec = spec
+        self.adding = threading.Lock()
+        self._num_adds = 0
         self._title = f"table {spec.name!r}"
 
-    def wait(self, pending: PendingCall, timeout_s: float) -> Reply:
+    def _number_adds(self, count: int) -> int:
+        """Number the next adds, and return the first one's number; `adding` is held."""
+        first = self._num_adds + 1
+        self._num_adds += count
+        return first
+
+    def wait(self, pending: PendingCall) -> Reply:
         """Wait for the answer of a call that was begun."""
-        return self.remote.connection.wait(pending, timeout_s)
+        return self.remote.connection.wait(pending)
 
     def abandon(self, pending: PendingCall) -> None:
         """Let the answer of a call that was begun go nowhere, if it is not there yet."""
         self.remote.connection.abandon(pending)
 
-    def _begin(self, operation: Operation, verb: str, **asked: Any) -> PendingCall:
+    def _begin(
+        self, operation: Operation, verb: str, timeout_s: float, **asked: Any
+    ) -> PendingCall:
         return self.remote.connection.begin(
-            operation, f"{verb} of {self._title}", text=self.spec.name, **asked
+            operation, f"{verb} of {self._title}", timeout_s, text=self.spec.name, **asked
         )
 
     def _call(self, operation: Operation, verb: str, timeout_s: float, **asked: Any) -> Reply:
-        return self.wait(self._begin(operation, verb, **asked), timeout_s)
+        return self.wait(self._begin(operation, verb, timeout_s, **asked))
 
     def open(self, init: Tensor | Uniform | None, fills: bool, timeout_s: float) -> int:
         """Open the part there; return the round that this worker has arrived at.
@@ -154,12 +153,11 @@ class RemotePart:
         given = fills or payload.nbytes <= _SMALL_INIT_BYTES
         while True:
             sent = payload if given else memoryview(b"")
-            milliseconds = int(1e3 * waiting.remaining_s())
             reply = self.remote.call(
                 Operation.OPEN,
                 f"the opening of {self._title}",
-                waiting.remaining_s() + 5.0,
-                args=(int(given), milliseconds, sent.nbytes, form),
+                waiting.remaining_s(),
+                args=(int(given), sent.nbytes, form),
                 text=json.dumps(self.spec.as_mapping()),
                 payload=[sent],
             )
@@ -169,31 +167,33 @@ class RemotePart:
 
     # --- reading and changing -----------------------------------------------------------------
 
-    def begin_read(self, rows: Tensor | None, out: Tensor) -> PendingCall:
+    def begin_read(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> PendingCall:
         """Ask for rows of the part, which come into ``out``, a contiguous tensor."""
         return self._begin(
             Operation.GET,
             "a get",
+            timeout_s,
             args=(_count(rows),),
             payload=[] if rows is None else [as_memory(rows.contiguous())],
             out=[as_memory(out)],
         )
 
-    def begin_add(self, entry: Entry) -> PendingCall:
-        """Send an add; `remote.adding` is held until it has ended."""
+    def begin_add(self, entry: Entry, timeout_s: float) -> PendingCall:
+        """Send an add; `adding` is held until it has ended."""
         return self._begin(
             Operation.ADD,
             "an add",
+            timeout_s,
             args=(_count(entry.rows), 0, 0, int(entry.assigns)),
-            number=self.remote.number_adds(1),
+            number=self._number_adds(1),
             payload=_payload(entry),
         )
 
     def add_together(self, entries: Sequence[Entry], timeout_s: float) -> None:
         """Make adds, each on its own, by one message; of several, each is of rows."""
-        with self.remote.adding:
+        with self.adding:
             if len(entries) == 1:
-                pending = self.begin_add(entries[0])
+                pending = self.begin_add(entries[0], timeout_s)
             else:
                 rows = [entry.rows for entry in entries if entry.rows is not None]
                 counts = torch.tensor([len(each) for each in rows], device="cpu")
@@ -201,29 +201,31 @@ class RemotePart:
                 pending = self._begin(
                     Operation.ADD_TOGETHER,
                     f"{len(entries)} adds",
+                    timeout_s,
                     args=(len(entries), len(parts[1])),
-                    number=self.remote.number_adds(len(entries)),
+                    number=self._number_adds(len(entries)),
                     payload=[as_memory(part) for part in parts],
                 )
-            self.wait(pending, timeout_s)
+            self.wait(pending)
 
-    def begin_put(self, entry: Entry, number: int) -> PendingCall:
-        """Put an add down for round ``number``; `remote.adding` is held until it is there."""
+    def begin_put(self, entry: Entry, number: int, timeout_s: float) -> PendingCall:
+        """Put an add down for round ``number``; `adding` is held until it is there."""
         return self._begin(
             Operation.PUT,
             "an add",
+            timeout_s,
             args=(_count(entry.rows), number, 0, int(entry.assigns)),
-            number=self.remote.number_adds(1),
+            number=self._number_adds(1),
             payload=_payload(entry),
         )
 
-    def begin_arrive(self, number: int) -> PendingCall:
+    def begin_arrive(self, number: int, timeout_s: float) -> PendingCall:
         """Say that all of round ``number`` has been put down."""
-        return self._begin(Operation.ARRIVE, "a get", args=(number,))
+        return self._begin(Operation.ARRIVE, "a get", timeout_s, args=(number,))
 
     def begin_finish(self, number: int, timeout_s: float) -> PendingCall:
         """Wait for round ``number``."""
-        return self._begin(Operation.FINISH, "a get", args=(number, int(1e3 * timeout_s)))
+        return self._begin(Operation.FINISH, "a get", timeout_s, args=(number,))
 
     # --- all of it ----------------------------------------------------------------------------
 

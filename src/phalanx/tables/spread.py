@@ -129,7 +129,7 @@ class SpreadStorage:
             self.local.rounds.arrive_at(worker, latest)
             for host, part in self.remote_parts(worker).items():
                 if clocks[host] < latest:
-                    part.wait(part.begin_arrive(latest), waiting.remaining_s())
+                    part.wait(part.begin_arrive(latest, waiting.remaining_s()))
 
     def _init_of(self, init: Tensor | Uniform, host: int) -> Tensor | Uniform:
         if isinstance(init, Uniform) or self.spec.has_keys or init.dim() == 0:
@@ -165,7 +165,7 @@ class SpreadStorage:
         if host is not None and host != self._hosts.me:
             part, waiting = self.remote_parts(worker)[host], Waiting(timeout_s)
             part.remote.deferred.finish(timeout_s)
-            part.wait(part.begin_read(rows, out), waiting.remaining_s())
+            part.wait(part.begin_read(rows, out, waiting.remaining_s()))
             return
         cuts = self._cut(rows)
         sorted_out, wanted, at = torch.empty_like(out), {}, 0
@@ -185,13 +185,13 @@ class SpreadStorage:
         _finish_adds(parts.values(), timeout_s)  # a worker reads what it has added
 
         def begin(host: int) -> _Pending:
-            return parts[host], parts[host].begin_read(*wanted[host])
+            return parts[host], parts[host].begin_read(*wanted[host], waiting.remaining_s())
 
         def read_here() -> None:
             if mine is not None:
                 self.local.read(*mine, worker, timeout_s)
 
-        _ask(parts, begin, read_here, waiting)
+        _ask(parts, begin, read_here)
 
     def _span(self, all_rows: Tensor, host: int) -> Tensor:
         return all_rows[self._starts[host] : self._starts[host + 1]]
@@ -205,13 +205,13 @@ class SpreadStorage:
         _finish_adds(parts.values(), timeout_s)  # a worker's adds are taken in their order
 
         def begin(host: int) -> _Pending:
-            return parts[host], parts[host].begin_add(entries[host])
+            return parts[host], parts[host].begin_add(entries[host], waiting.remaining_s())
 
         def add_here() -> None:
             if mine is not None:
                 self.local.add(mine, timeout_s)
 
-        _with_all(_adding(parts), lambda: _ask(parts, begin, add_here, waiting))
+        _with_all(_adding(parts), lambda: _ask(parts, begin, add_here))
 
     def add_later(self, entry: Entry, timeout_s: float) -> None:
         """Take one add, of which only this host's part is in when this returns."""
@@ -362,13 +362,13 @@ class SpreadRounds:
             number = rounds.clock_of(worker) + 1
 
             def begin(host: int) -> _Pending:
-                return parts[host], parts[host].begin_put(entries[host], number)
+                return parts[host], parts[host].begin_put(entries[host], number, timeout_s)
 
             def put_here() -> None:
                 if mine is not None:
                     rounds.put_into(mine, number, timeout_s)
 
-            _ask(parts, begin, put_here, Waiting(timeout_s))
+            _ask(parts, begin, put_here)
 
         # In the order of their numbers: one that comes late is taken for a repetition.
         _with_all([self._turn_of(worker), *_adding(parts)], put)
@@ -382,16 +382,14 @@ class SpreadRounds:
             local = storage.local.rounds.arrive(worker)
         _ask(
             parts,
-            lambda host: (parts[host], parts[host].begin_arrive(local.number)),
+            lambda host: (parts[host], parts[host].begin_arrive(local.number, _COUNTS_S)),
             None,
-            Waiting(_COUNTS_S),
         )
         return _SpreadArrival(local, local.number, worker)
 
     def finish(self, arrival: _SpreadArrival, timeout_s: float) -> None:
         """Wait until the round is in on every host; see :meth:`Rounds.finish`."""
         parts = self._storage.remote_parts(arrival.worker)
-        waiting = Waiting(timeout_s + 5.0)  # the servers' own errors name who stays away
         pendings: list[_Pending] = []
         try:
             for part in parts.values():
@@ -399,9 +397,9 @@ class SpreadRounds:
             try:
                 self._storage.local.rounds.finish(arrival.local, timeout_s)
             except PhalanxError:
-                _wait_for(pendings, waiting)  # a silent host may be why others stay away
+                _wait_for(pendings)  # a silent host may be why others stay away
                 raise
-            _wait_for(pendings, waiting)
+            _wait_for(pendings)
         finally:
             _abandon(pendings)
 
@@ -434,7 +432,7 @@ class SpreadBarrier:
 
 def _adding(parts: Mapping[int, RemotePart]) -> list[threading.Lock]:
     """Return the locks of adds, in the order of hosts: two threads never hold them crosswise."""
-    return [parts[host].remote.adding for host in sorted(parts)]
+    return [parts[host].adding for host in sorted(parts)]
 
 
 def _finish_adds(parts: Iterable[RemotePart], timeout_s: float) -> None:
@@ -445,7 +443,6 @@ def _ask(
     hosts: Iterable[int],
     begin: Callable[[int], _Pending],
     here: Callable[[], None] | None,
-    waiting: Waiting,
 ) -> None:
     """Begin a call on each host, do this host's part meanwhile, and wait for all answers.
 
@@ -462,25 +459,25 @@ def _ask(
         except BaseException as error:
             for part, pending in pendings:
                 try:
-                    part.wait(pending, max(0.001, waiting.remaining_s()))
-                    name = part.remote.connection.endpoint.name
+                    part.wait(pending)
+                    name = part.remote.name
                     error.add_note(f"{name} has done its part of {pending.title}.")
                 except PhalanxError as other:
                     error.add_note(f"Also failed: {type(other).__name__}: {other}")
             raise
-        _wait_for(pendings, waiting)
+        _wait_for(pendings)
     finally:
         _abandon(pendings)
 
 
-def _wait_for(pendings: Sequence[_Pending], waiting: Waiting) -> None:
+def _wait_for(pendings: Sequence[_Pending]) -> None:
     """Wait for all answers; the error of a host that does not answer comes before all others."""
     errors: list[tuple[bool, PhalanxError]] = []
     for part, pending in pendings:
         try:
-            part.wait(pending, max(0.001, waiting.remaining_s()))
+            part.wait(pending)
         except PhalanxError as exc:
-            errors.append((pending.done, exc))
+            errors.append((pending.answered, exc))
     if errors:
         raise min(errors, key=lambda each: each[0])[1]
 

@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import zmq
-
-from phalanx.cluster import Connection, CurveKeys, Endpoint
+from phalanx.cluster import Endpoint
 from phalanx.errors import PhalanxError, StateError, UnsupportedError
 from phalanx.ipc import Region, Waiting
 from phalanx.tables.deferred_adds import finish_all
 from phalanx.tables.host_operations import Operation, part_of
-from phalanx.tables.host_supervisor import SupervisorWatch
+from phalanx.tables.host_server import ServerWatch
 from phalanx.tables.membership import Membership
 from phalanx.tables.remote_part import RemoteHost
 from phalanx.tables.run_context import RunContext, S
@@ -34,24 +32,18 @@ class OtherHosts:
     Args:
         me: This host's number.
         endpoints: Of all hosts, by number.
-        keys: Those that servers admit; None without encryption.
     """
 
-    def __init__(self, me: int, endpoints: Sequence[Endpoint], keys: CurveKeys | None) -> None:
+    def __init__(self, me: int, endpoints: Sequence[Endpoint]) -> None:
         self.me = me
         self.num_hosts = len(endpoints)
         self._endpoints = [each for each in endpoints if each.host != me]
-        self._keys = keys
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._mutex = threading.Lock()
         self._remotes: dict[int, dict[int, RemoteHost]] = {}
 
     def connect(self) -> dict[int, RemoteHost]:
         """Return new connections to all of them, by host, for a worker without a number yet."""
-        return {
-            endpoint.host: RemoteHost(Connection(self._context, endpoint, self._keys, 0))
-            for endpoint in self._endpoints
-        }
+        return {endpoint.host: RemoteHost(endpoint) for endpoint in self._endpoints}
 
     def keep(self, worker: int, remotes: dict[int, RemoteHost]) -> None:
         """Keep the connections of a worker that has entered."""
@@ -84,12 +76,12 @@ class OtherHosts:
         remotes = self._remotes.get(worker, {}).values()
         finish_all((remote.deferred for remote in remotes), timeout_s, last=last)
 
-    def forget(self, worker: int, timeout_s: float) -> None:
+    def forget(self, worker: int) -> None:
         """Let go of the connections of a worker that has closed."""
         with self._mutex:
             remotes = self._remotes.pop(worker, {})
         for remote in remotes.values():
-            remote.close(timeout_s)
+            remote.close()
 
     def close(self) -> None:
         """Let go of all sockets."""
@@ -97,7 +89,6 @@ class OtherHosts:
             for remote in remotes.values():
                 remote.close()
         self._remotes = {}
-        self._context.destroy(linger=0)
 
 
 class SpreadMembership(Membership):
@@ -122,19 +113,23 @@ class SpreadMembership(Membership):
         elsewhere: bool = False,
     ) -> int:
         """Write a new worker down on every host's page; the first host gives the numbers out."""
-        waiting, remotes, me = Waiting(timeout_s), self._others.connect(), self._others.me
-        first = remotes.get(0)
-        if worker is None and first is not None:
-            worker = first.enter(None, num_expected, (me, 0), waiting.remaining_s())
-        number = super().enter(
-            worker=worker, num_expected=num_expected, timeout_s=timeout_s, elsewhere=elsewhere
-        )
-        home = (me, self.incarnation(number))
+        waiting, remotes = Waiting(timeout_s), self._others.connect()
+        others = list(remotes.values())
         try:
-            for remote in remotes.values():
-                remote.enter(number, num_expected, home, waiting.remaining_s())
+            if worker is None and self._others.me != 0:
+                worker = others.pop(0).enter(None, num_expected, waiting.remaining_s())
+            number = super().enter(
+                worker=worker, num_expected=num_expected, timeout_s=timeout_s, elsewhere=elsewhere
+            )
+            try:
+                for remote in others:
+                    remote.enter(number, num_expected, waiting.remaining_s())
+            except BaseException:
+                super().leave(number, self.incarnation(number), timeout_s)
+                raise
         except BaseException:
-            super().leave(number, home[1], timeout_s)
+            for remote in remotes.values():  # those that it has entered see the end
+                remote.close()
             raise
         self._others.keep(number, remotes)
         return number
@@ -173,7 +168,7 @@ class SpreadContext(RunContext):
     """
 
     def __init__(
-        self, run: str, meet: Callable[[RunRegions], tuple[OtherHosts, SupervisorWatch]]
+        self, run: str, meet: Callable[[RunRegions], tuple[OtherHosts, ServerWatch]]
     ) -> None:
         self._meet = meet
         self._spread: dict[str, SpreadStorage] = {}
@@ -219,7 +214,7 @@ class SpreadContext(RunContext):
         super().count_out(group, worker, timeout_s)
         for storage in list(self._spread.values()):
             storage.forget(worker)
-        self._others.forget(worker, timeout_s)
+        self._others.forget(worker)
 
     def close(self, timeout_s: float) -> None:
         """Let go of this host's memory and of the connections."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from phalanx.distributed import open_store
-from phalanx.errors import StateError, UnsupportedError
+from phalanx.errors import StateError
 from phalanx.ipc import register_at_fork, wait_until
 from phalanx.native import require_library
 from phalanx.plan import Staleness, check_argument, say_numbers
@@ -463,15 +463,10 @@ def _context_of(
 ) -> RunContext:
     if not request.is_spread:
         return RunContext(request.run, create=create)
-    try:
-        # Late: pyzmq is an extra.
-        from phalanx.tables.host_rendezvous import find_place, meet_hosts, read_trust
-        from phalanx.tables.spread_run import SpreadContext  # for the same reason
-    except ImportError as exc:
-        raise UnsupportedError(
-            f"Tables on several hosts need pyzmq, which cannot be imported: {exc}. Say "
-            "`pip install 'phalanx[cluster]'` on every host."
-        ) from exc
+    # Late: the modules between hosts take a tenth of a second, which runs on one host do without.
+    from phalanx.tables.host_rendezvous import find_place, meet_hosts, read_trust
+    from phalanx.tables.spread_run import SpreadContext
+
     trust = read_trust(*read_trust_of_network(secret_file, trusted_network))
     assert request.run is not None
     assert request.worker is not None

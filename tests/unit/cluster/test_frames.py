@@ -1,4 +1,4 @@
-"""Heads from the network: ours come back as they were, all others are dropped."""
+"""Heads from the network: ours come back as they were, all others are refused."""
 
 from __future__ import annotations
 
@@ -6,47 +6,48 @@ import random
 
 import pytest
 
-from phalanx.cluster.frames import MAX_TEXT_BYTES, BadFrame, Caps, Head, Kind
+from phalanx.cluster.frames import MAX_TEXT_BYTES, BadFrame, Head, Kind, tag_of
 from tests.unit.cluster.mutations import mutated
 
 pytestmark = pytest.mark.promise("files-and-messages-hold-no-code")
 
-HEAD = Head(
-    Kind.REQUEST, 8, 3, 2, bytes(range(16)), 77, 5, (7, -1, 1 << 40, 0), 4096, "tables größe"
-)
+MOST = 1 << 20
+TAG = tag_of("run", 1)
+HEAD = Head(Kind.REQUEST, 8, 3, 2, 5, 30_000, (7, -1, 1 << 40, 0), 4096)
+GOOD = HEAD.encode(TAG)
 
 
 def test_a_head_comes_back_as_it_was():
-    assert Head.decode(HEAD.encode(), Caps()) == HEAD
-    assert len(HEAD.encode()) == 96 + len(HEAD.text.encode())
+    assert Head.decode(GOOD, TAG, MOST) == (HEAD, 0)
+    named = HEAD._replace(text="tables größe")
+    found, text_bytes = Head.decode(named.encode(TAG)[:80], TAG, MOST)
+    assert (found, named.encode(TAG)[80:].decode()) == (HEAD, named.text)
+    assert text_bytes == len(named.text.encode())
 
 
 @pytest.mark.parametrize(
     ("frame", "why"),
     [
-        (b"", "too short"),
-        (HEAD.encode()[:95], "too short"),
-        (HEAD.encode()[:-1], "text of another length"),
-        (HEAD.encode() + b"\0", "text of another length"),
-        (HEAD.encode()[:-1] + b"\xff", "a text that is none"),
-        (b"HTTP" + HEAD.encode()[4:], "no head"),
-        (HEAD.encode()[:4] + b"\2\0" + HEAD.encode()[6:], "version 2"),
-        (HEAD._replace(payload_bytes=1 << 60).encode(), "more bytes"),
-        (HEAD._replace(text="x" * (MAX_TEXT_BYTES + 1)).encode(), "more bytes"),
+        (b"", "another length"),
+        (GOOD[:79], "another length"),
+        (b"HTTP" + GOOD[4:], "no head of this run"),
+        (HEAD.encode(tag_of("run", 2)), "no head of this run"),
+        (HEAD.encode(tag_of("another", 1)), "no head of this run"),
+        (HEAD._replace(payload_bytes=MOST + 1).encode(TAG), "more bytes"),
+        (HEAD._replace(text="x" * (MAX_TEXT_BYTES + 1)).encode(TAG)[:80], "more bytes"),
     ],
 )
-def test_what_is_no_head_of_ours_is_dropped(frame, why):
+def test_other_bytes_are_refused(frame, why):
     with pytest.raises(BadFrame, match=why):
-        Head.decode(frame, Caps())
+        Head.decode(frame, TAG, MOST)
 
 
-def test_a_hundred_thousand_mutated_heads_are_heads_within_the_caps_or_dropped():
-    chance, caps = random.Random(0), Caps(payload_bytes=1 << 20, in_flight_bytes=1 << 21)
-    good = HEAD.encode()
+def test_a_hundred_thousand_mutated_heads_are_heads_within_the_caps_or_refused():
+    chance = random.Random(0)
     for _ in range(100_000):
         try:
-            head = Head.decode(mutated(chance, good), caps)
+            head, text_bytes = Head.decode(mutated(chance, GOOD), TAG, MOST)
         except BadFrame:
             continue
-        assert head.payload_bytes <= caps.payload_bytes
-        assert len(head.text) <= MAX_TEXT_BYTES
+        assert head.payload_bytes <= MOST
+        assert text_bytes <= MAX_TEXT_BYTES

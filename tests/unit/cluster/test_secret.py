@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 import stat
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 
 from phalanx.cli.app import main
 from phalanx.cluster import Secret, make_secret
+from phalanx.cluster.certificate import public_key, sign
 from phalanx.errors import ConfigError
 
 pytestmark = pytest.mark.promise("files-and-messages-hold-no-code")
@@ -40,19 +42,62 @@ def test_the_command_names_an_absolute_path(tmp_path, monkeypatch, capsys):
     assert path.is_file()
 
 
-def test_hosts_with_the_same_file_have_the_same_keys_and_others_have_not(file, tmp_path):
+def test_hosts_with_the_same_file_have_one_certificate_and_others_have_not(file, tmp_path):
     ours, theirs = Secret.read(file), Secret.read(file)
-    assert ours.keys("server 1 of run") == theirs.keys("server 1 of run")
-    assert ours.keys("server 1 of run") != ours.keys("server 2 of run")
     make_secret(tmp_path / "other")
-    assert Secret.read(tmp_path / "other").keys("server 1 of run") != ours.keys("server 1 of run")
+    strangers = Secret.read(tmp_path / "other")
+    server = ours.tls("run", server=True)
+    assert shake_hands(server, theirs.tls("run", server=False))
+    for client in (theirs.tls("another run", server=False), strangers.tls("run", server=False)):
+        assert not shake_hands(server, client)
     assert file.read_bytes().hex() not in repr(ours)
+
+
+def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> bool:
+    """Tell whether both ends take each other."""
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [server.wrap_bio(up, down, server_side=True), client.wrap_bio(down, up)]
+    shaken: set[ssl.SSLObject] = set()
+    for _ in range(4):
+        for end in ends:
+            try:
+                end.do_handshake()
+                shaken.add(end)
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLError:
+                return False
+    return len(shaken) == 2
+
+
+@pytest.mark.parametrize(
+    ("seed", "public", "message", "signature"),
+    [  # RFC 8032, section 7.1, tests 1 and 3
+        (
+            "9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60",
+            "d75a980182b10ab7d54bfed3c964073a0ee172f3daa62325af021a68f707511a",
+            "",
+            "e5564300c360ac729086e2cc806e828a84877f1eb8e5d974d873e065224901555fb8821590a33bacc61e39"
+            "701cf9b46bd25bf5f0595bbe24655141438e7a100b",
+        ),
+        (
+            "c5aa8df43f9f837bedb7442f31dcb7b166d38535076f094b85ce3a2e0b4458f7",
+            "fc51cd8e6218a1a38da47ed00230f0580816ed13ba3303ac5deb911548908025",
+            "af82",
+            "6291d657deec24024827e69c3abe01a30ce548a284743a445e3680d7db5ac3ac18ff9b538d16f290ae67f7"
+            "60984dc6594a7c15e9716ed28dc027beceea1ec40a",
+        ),
+    ],
+)
+def test_keys_and_signatures_are_those_of_rfc_8032(seed, public, message, signature):
+    assert public_key(bytes.fromhex(seed)).hex() == public
+    assert sign(bytes.fromhex(seed), bytes.fromhex(message)).hex() == signature
 
 
 def test_what_was_signed_is_taken_and_any_other_byte_is_not(file):
     secret = Secret.read(file)
-    signed = secret.sign(b"tcp://10.0.0.1:4000")
-    assert secret.verify(signed) == b"tcp://10.0.0.1:4000"
+    signed = secret.sign(b"10.0.0.1:4000")
+    assert secret.verify(signed) == b"10.0.0.1:4000"
     for at in range(len(signed)):
         changed = signed[:at] + bytes([signed[at] ^ 1]) + signed[at + 1 :]
         with pytest.raises(ConfigError, match="must be signed with the secret of this run"):
