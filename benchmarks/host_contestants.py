@@ -2,7 +2,7 @@
 
     phalanx     clients, 1 worker elsewhere   a table on two hosts, played on one machine; each has
                                               its server, a process that is nobody's contestant
-    encrypted   the same                      with a secret, so over CURVE
+    encrypted   the same                      with a secret, so over TLS
     one-host    clients                       a table of one host, for local rows
     rpc         clients, the server           torch.distributed.rpc; the server owns the matrix
     ray         clients                       an actor of Ray's owns the matrix

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from phalanx.cluster import Connection, Server, Session
+from phalanx.cluster import Connection, Server, WorkerSession
 from phalanx.tables.host_service import HostService
 from phalanx.tables.part import TablePart, checked
 from phalanx.tables.rounds import Rounds
@@ -61,7 +61,7 @@ def lost_host_awaited() -> None:
 
 def session_stays_broken() -> None:
     """A worker whose session breaks does not open it again."""
-    Session._keep = lambda self: None  # type: ignore[method-assign]
+    WorkerSession._keep = lambda self: None  # type: ignore[method-assign]
 
 
 def one_at_a_time() -> None:

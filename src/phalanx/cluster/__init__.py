@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from phalanx.cluster.connection import Connection, Endpoint, PendingCall, Reply, Session
+from phalanx.cluster.connection import Connection, Endpoint, PendingCall, Reply, WorkerSession
 from phalanx.cluster.frames import MAX_PAYLOAD_BYTES, Head, tag_of
 from phalanx.cluster.secret import Secret, make_secret
 from phalanx.cluster.server import Answer, Link, Request, Server, Service
@@ -29,7 +29,7 @@ __all__ = [
     "Secret",
     "Server",
     "Service",
-    "Session",
+    "WorkerSession",
     "launch_script_on_ray",
     "make_secret",
     "on_ray",

@@ -39,12 +39,12 @@ from phalanx.errors import (
     StateError,
 )
 
-__all__ = ["Connection", "Endpoint", "PendingCall", "Reply", "Session"]
+__all__ = ["Connection", "Endpoint", "PendingCall", "Reply", "WorkerSession"]
 
 _CONNECT_S, _REOPEN_S = 1.0, 1.0
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
 _LARGEST_ANSWER = 1 << 40  # a snapshot may be long
-_ANSWERS_EARLIER = 0.9  # of a call's time, so that a server's own error comes before the deadline
+_LATER_S = 0.5  # a server's own error, at the deadline, says more than ours
 
 
 class Endpoint(NamedTuple):
@@ -205,7 +205,7 @@ class Connection:
             self.worker,
             self.incarnation,
             number,
-            int(1e3 * _ANSWERS_EARLIER * timeout_s),
+            round(1e3 * timeout_s),
             (padded[0], padded[1], padded[2], padded[3]),
             total,
             text,
@@ -246,7 +246,7 @@ class Connection:
                     rest_s = min(2 * rest_s, _LONGEST_PAUSE_S)
         finally:
             self.abandon(pending)
-        endpoint, waited_s = self.endpoint, round(now_s() - pending.begun_s, 1)
+        endpoint, waited_s = self.endpoint, round(pending.timeout_s, 1)
         raise PeerTimeout(
             f"{endpoint.name} (server at {endpoint.address}) did not answer {pending.title} within "
             f"{waited_s:g} s ({last}). See whether that host and the network are up; what was "
@@ -275,7 +275,7 @@ class Connection:
     def _answer(self, pending: PendingCall) -> Reply:
         stream = pending.stream
         assert stream is not None
-        stream.set_timeout(max(0.001, pending.remaining_s()))
+        stream.set_timeout(max(0.0, pending.remaining_s()) + _LATER_S)
         try:
             head = stream.read_head(_LARGEST_ANSWER)
             if head.kind == Kind.ERROR:
@@ -307,7 +307,7 @@ class Connection:
             self._idle.pop().close()
 
 
-class Session:
+class WorkerSession:
     """A connection that a server knows a worker by: when its process dies, the kernel closes it.
 
     It is opened again where it breaks, as when the server is killed. It carries no calls.

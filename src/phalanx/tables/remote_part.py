@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.cluster import Connection, Endpoint, PendingCall, Reply, Session
+from phalanx.cluster import Connection, Endpoint, PendingCall, Reply, WorkerSession
 from phalanx.ipc import Waiting, register_at_fork
 from phalanx.tables.deferred_adds import DeferredAdds
 from phalanx.tables.host_operations import (
@@ -53,7 +53,7 @@ class RemoteHost:
         self.num_barriers = 0
         self.has_left = False
         self.deferred = DeferredAdds(f"{endpoint.name} (server at {endpoint.address})")
-        self._session = Session(endpoint, Operation.ENTER)
+        self._session = WorkerSession(endpoint, Operation.ENTER)
         register_at_fork(self._forget)
 
     def call(self, operation: Operation, what: str, timeout_s: float, **asked: Any) -> Reply:

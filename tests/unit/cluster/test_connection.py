@@ -21,7 +21,7 @@ from phalanx.cluster import (
     Request,
     Secret,
     Server,
-    Session,
+    WorkerSession,
     server,
     tag_of,
 )
@@ -177,7 +177,7 @@ def test_calls_go_on_with_the_next_server_at_the_same_address(secret):
 
 def test_a_session_is_opened_again_and_ends_with_its_worker(secret):
     with serving(secret) as served, Proxy(served.server.address) as proxy:
-        session = Session(served.endpoint(address=proxy.address), ENTER)
+        session = WorkerSession(served.endpoint(address=proxy.address), ENTER)
         assert session.open(DEADLINE_S, (-1, 0))[:2] == (7, 8)
         first = served.echo.sessions[0]
         proxy.cut()
