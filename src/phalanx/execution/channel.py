@@ -35,7 +35,6 @@ LONGEST_S = 2e6  # 23 days: `poll` counts milliseconds in 31 bits, and infinity 
 _ALIGN_BYTES = 64  # kernels may choose by alignment, so a copy lies as its original lay
 _LEAST_BYTES = 1 << 8  # smaller tensors travel with the message, which is more work over there
 _FIRST_BYTES = 1 << 16
-_CPU = torch.device("cpu")
 
 # Any: objects of the user's code; tokens are tuples that the two sides agree on.
 Aside = Callable[[Any], Any]
@@ -169,7 +168,7 @@ class Mailbox(Outbox):
         """Take a new region; tensors of this message in the old one are read from there."""
         before = 0 if self.room is None else self.room.shape[0]
         size = max(_FIRST_BYTES, 2 * before, 2 * least)
-        self.room = self._pool.handle_of(self._pool.allocate(size, torch.uint8, _CPU))
+        self.room = self._pool.allocate(size)
         self._left_bytes = size
         return True
 

@@ -23,7 +23,6 @@ __all__ = ["GradientSlot", "GradientSlots", "SlotLayout", "SlotWriter", "Written
 
 _LARGE_BYTES = 64 << 10  # smaller gradients are copied together; larger statistics have no place
 _MOVED_BYTES = 1 << 20  # a hook takes 13 µs, which counts beside the copy of a smaller gradient
-_CPU = torch.device("cpu")
 
 
 @dataclass(eq=False)
@@ -92,9 +91,7 @@ class GradientSlots:
         return slot
 
     def _made(self) -> GradientSlot:
-        memory = self._pool.allocate(max(1, self.layout.nbytes), torch.uint8, _CPU)
-        place = self._pool.handle_of(memory)
-        assert place is not None
+        place = self._pool.allocate(max(1, self.layout.nbytes))
         return self.layout.slot(place.region, self._pool)
 
 

@@ -188,7 +188,7 @@ class ProcessExecutor(Executor):
         self._dismiss()
         self._forks.close()  # only now: workers end with the thread that has forked them
         for tensor in self._moved.values():
-            if self.pool.handle_of(tensor) is not None:
+            if self.pool.holds(tensor):
                 tensor.data = tensor.data.clone()
         self._moved = {}
 

@@ -15,8 +15,10 @@ from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
+import torch
+
 from phalanx.errors import GroupAborted, OutOfSpace, StateError
-from phalanx.replicas import caller_intra_op, num_threads, set_intra_op
+from phalanx.replicas import caller_intra_op, set_intra_op
 
 __all__ = ["CallerThread", "ThreadPool"]
 
@@ -89,7 +91,7 @@ class ThreadPool:
                 "the limit of processes (`ulimit -u`, or a container's `pids.max`), which counts "
                 "threads too, or use fewer replicas."
             ) from error
-        before = num_threads()
+        before = torch.get_num_threads()
         self.each(lambda _: set_intra_op(intra_op))
         set_intra_op(before)  # the last number set is what threads born later start with
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import ctypes
 import mmap
 import threading
@@ -44,20 +43,15 @@ class SharedMemoryPool:
         self._regions: list[Region] = []
         self._whole: list[Tensor] = []  # each region as bytes
         self._typed: dict[tuple[int, torch.dtype], Tensor] = {}  # as numbers, by region and dtype
-        self._starts: list[tuple[int, int]] = []  # (address, number), by address
         self._lock = threading.Lock()  # every worker's thread may need memory
         _pools.add(self)
 
     def __len__(self) -> int:
         return len(self._regions)
 
-    def allocate(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return zeros in a new region; memory of other devices is nobody else's to see."""
-        if device.type != "cpu" or num_elements == 0:
-            return torch.zeros(num_elements, dtype=dtype, device=device)
-        whole = self._add(Region.create(num_elements * dtype.itemsize))
-        with torch.inference_mode(False):  # as in `at`
-            return whole[: num_elements * dtype.itemsize].view(dtype)
+    def allocate(self, nbytes: int) -> TensorHandle:
+        """Return where there are zeros, as bytes, in a new region."""
+        return TensorHandle(self._add(Region.create(nbytes)), 0, torch.uint8, (nbytes,), (1,))
 
     def allocate_like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return memory in one new region for tensors like these, in the order of theirs."""
@@ -78,21 +72,12 @@ class SharedMemoryPool:
                 for tensor, start in zip(tensors, offsets, strict=True)
             ]
 
-    def handle_of(self, tensor: Tensor) -> TensorHandle | None:
-        """Return where ``tensor`` lies, or None when it is not in one of the regions."""
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-            return None
+    def holds(self, tensor: Tensor) -> bool:
+        """Tell whether ``tensor`` lies in one of the regions."""
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
+            return False
         address = tensor.data_ptr()
-        starts = self._starts
-        index = bisect.bisect_right(starts, (address, len(starts))) - 1
-        if index < 0 or not tensor.numel():
-            return None
-        start, number = starts[index]
-        if address >= start + self._regions[number].nbytes:
-            return None
-        return TensorHandle(
-            number, address - start, tensor.dtype, tuple(tensor.shape), tensor.stride()
-        )
+        return any(0 <= address - whole.data_ptr() < len(whole) for whole in self._whole)
 
     def at(self, place: TensorHandle) -> Tensor:
         """Return the tensor at ``place``, which begins at a whole number of elements."""
@@ -114,25 +99,22 @@ class SharedMemoryPool:
         for _ in range(count):
             self._add(Region.receive(connection))
 
-    def _add(self, region: Region) -> Tensor:
-        whole = region.tensor(torch.uint8, region.nbytes)
+    def _add(self, region: Region) -> int:
         with self._lock:
             self._regions.append(region)
-            self._whole.append(whole)
-            starts = [*self._starts, (whole.data_ptr(), len(self._regions) - 1)]
-            self._starts = sorted(starts)  # a new list: somebody may be reading the old one
-        return whole
+            self._whole.append(region.tensor(torch.uint8, region.nbytes))
+            return len(self._whole) - 1
 
     def close(self) -> None:
         """Forget all regions; tensors that still lie in them stay valid."""
         for region in self._regions:
             region.close()
-        self._regions, self._whole, self._starts, self._typed = [], [], [], {}
+        self._regions, self._whole, self._typed = [], [], {}
 
 
 def is_shared(tensor: Tensor) -> bool:
     """Tell whether ``tensor`` lies in a region of any pool of this process."""
-    return any(pool.handle_of(tensor) is not None for pool in _pools)
+    return any(pool.holds(tensor) for pool in _pools)
 
 
 def forget_memory(tensor: Tensor) -> None:

@@ -11,7 +11,12 @@ from phalanx.replicas.buffers import (
     sum_statistics,
     write_statistics,
 )
-from phalanx.replicas.compiling import CompileOnce, has_compiled, refuse_compiled_in_place
+from phalanx.replicas.compiling import (
+    CompileOnce,
+    has_compiled,
+    refuse_compiled_in_place,
+    uncompiled,
+)
 from phalanx.replicas.device_copies import DeviceCopies, copy_rows
 from phalanx.replicas.devices import (
     accelerator_kind,
@@ -25,7 +30,6 @@ from phalanx.replicas.intra_op import (
     caller_intra_op,
     hold_caller_at_one_thread,
     num_cores,
-    num_threads,
     set_intra_op,
 )
 from phalanx.replicas.modes import (
@@ -55,7 +59,6 @@ from phalanx.replicas.rng import (
 from phalanx.replicas.rng_mode import RngMode
 from phalanx.replicas.shell import OwnInShell, placed_on, warn_of_assigned
 from phalanx.replicas.source_gradients import SourceGradients, current_replica
-from phalanx.replicas.uncompiled import uncompiled
 
 __all__ = [
     "AttributeFingerprint",
@@ -92,7 +95,6 @@ __all__ = [
     "merge_statistics",
     "num_cores",
     "num_devices",
-    "num_threads",
     "placed_on",
     "present_devices",
     "preserve_rng",

@@ -1,4 +1,4 @@
-"""Models with parts that `torch.compile` has made, which are compiled once for all replicas.
+"""What `torch.compile` has made, which is compiled once for all replicas, and what it shall leave.
 
 Torch keeps compiled code with the code of the function that it was made from, for all modules that
 run it. So replicas, whose shells share the compiler, find the code that the first of them has
@@ -8,10 +8,11 @@ compiled, if they do not all compile at the same moment.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,10 @@ from phalanx.plan import flatten
 from phalanx.torch_internals import COMPILED_FROM, COMPILER, TorchDispatchMode
 from phalanx.types import Nested
 
-__all__ = ["CompileOnce", "has_compiled", "refuse_compiled_in_place"]
+__all__ = ["CompileOnce", "has_compiled", "refuse_compiled_in_place", "uncompiled"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def has_compiled(module: nn.Module) -> bool:
@@ -77,22 +81,17 @@ class CompileOnce:
 
     @contextlib.contextmanager
     def running(self, phase: str, device: torch.device, values: Nested) -> Iterator[None]:
-        """Run the body alone if it is the first on such values, and so may compile.
+        """Run the body alone until one has been run on such values, and so was compiled.
 
         Args:
             phase: What is done with them.
         """
-        kind = (phase, device, torch.is_grad_enabled(), self._modes(), _shapes(values))
-        with contextlib.ExitStack() as stack:
-            if kind not in self._known:
-                stack.enter_context(self._lock)
-                if kind in self._known:  # another replica has done it meanwhile
-                    stack.close()
+        parts = [part for source in self._sources for part in source.modules()]
+        modes = tuple(part.training for part in parts)
+        kind = (phase, device, torch.is_grad_enabled(), modes, _shapes(values))
+        with contextlib.nullcontext() if kind in self._known else self._lock:
             yield
-            self._known.add(kind)
-
-    def _modes(self) -> tuple[bool, ...]:
-        return tuple(part.training for source in self._sources for part in source.modules())
+        self._known.add(kind)
 
 
 def _shapes(values: Nested) -> tuple[Any, ...]:  # Any: shapes, and kinds of what has none
@@ -101,3 +100,25 @@ def _shapes(values: Nested) -> tuple[Any, ...]:  # Any: shapes, and kinds of wha
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
         for leaf in leaves
     )
+
+
+def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
+    """Run ``function``, and all that it calls, as it is written, also within `torch.compile`.
+
+    Workers run in other threads, where the compiler cannot follow, and what draws their random
+    numbers is called by operators, not by the model. Torch's own decorator would import the
+    compiler, which takes a second or two, in every process that uses us.
+    """
+    left_alone: list[Callable[P, T]] = []
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        compiler = sys.modules.get(COMPILER)
+        if compiler is None:
+            return function(*args, **kwargs)
+        if not left_alone:
+            left_alone.append(compiler.disable(function))
+            # Or it would compile this very function, once for each operator that is called by it.
+            compiler.eval_frame.skip_code(run.__code__)
+        return left_alone[0](*args, **kwargs)
+
+    return functools.wraps(function)(run)

@@ -19,7 +19,6 @@ __all__ = [
     "caller_intra_op",
     "hold_caller_at_one_thread",
     "num_cores",
-    "num_threads",
     "set_intra_op",
 ]
 
@@ -29,11 +28,6 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def num_threads() -> int:
-    """Return how many threads the calling thread's operators use."""
-    return torch.get_num_threads()
 
 
 def set_intra_op(count: int) -> None:
@@ -53,7 +47,7 @@ class _Holders:
     def enter(self) -> None:
         with self._lock:
             if self._count == 0:
-                self._before = num_threads()
+                self._before = torch.get_num_threads()
                 set_intra_op(1)
             self._count += 1
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import UnsupportedError
-from phalanx.replicas.uncompiled import uncompiled
+from phalanx.replicas.compiling import uncompiled
 from phalanx.torch_internals import MADE_OF_OTHERS, TorchDispatchMode, is_made_of_others
 
 __all__ = ["RngMode"]

@@ -60,8 +60,7 @@ def test_an_outbox_says_how_much_room_would_be_enough(pool: SharedMemoryPool) ->
 
 
 def test_a_room_that_is_too_small_takes_what_fits(pool: SharedMemoryPool) -> None:
-    room = pool.allocate(big().nbytes + 64, torch.uint8, torch.device("cpu"))
-    outbox = Outbox(pool, pool.handle_of(room))
+    outbox = Outbox(pool, pool.allocate(big().nbytes + 64))
     assert outbox.put(big()) is not None
     assert outbox.put(big()) is None
     assert outbox.needed_bytes == 2 * big().nbytes
