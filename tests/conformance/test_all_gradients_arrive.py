@@ -160,7 +160,7 @@ def trained(make: Callable[[], nn.Module], of: Callable[..., Any], **options: An
         HoldsLambda,
         Mapped,
         ByGlobal,
-        pytest.param(compiled, marks=needs_newer_torch),
+        pytest.param(compiled, marks=[needs_newer_torch, pytest.mark.night]),
         wrapped,
         hooked,
     ],

@@ -228,7 +228,7 @@ def compiled_ddp(rank: int, static: bool) -> list[float]:
     return module[0].weight.grad.flatten().tolist()
 
 
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("static", [False, pytest.param(True, marks=pytest.mark.night)])
 def test_a_compiled_ddp_model_trains(default_ranks, static):
     first, second = default_ranks.run(compiled_ddp, static)
     assert first == second
@@ -251,6 +251,7 @@ def compiled_collectives(rank: int) -> list[float]:
         return [compiled(torch.full((3,), rank + 1.0)).item() for _ in range(2)]
 
 
+@pytest.mark.night  # compiled DDP makes such calls by day
 def test_compiled_code_makes_asynchronous_calls(default_ranks):
     assert default_ranks.run(compiled_collectives) == [[18.0] * 2] * 2
 

@@ -17,7 +17,13 @@ def said_by(*start: str, arguments: tuple[str, ...]) -> tuple[int, str, str]:
     return ran.returncode, ran.stdout, ran.stderr
 
 
-@pytest.mark.parametrize("arguments", [(), ("train", "--help"), ("fly",)])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", "--help"),
+        *(pytest.param(each, marks=pytest.mark.night) for each in [(), ("fly",)]),
+    ],
+)
 def test_python_m_phalanx_is_the_command(arguments):
     code = "from phalanx.cli.app import main; main()"
     assert said_by("-m", "phalanx", arguments=arguments) == said_by("-c", code, arguments=arguments)

@@ -36,7 +36,13 @@ def test_tables_say_what_is_missing_where_it_was_not_built(monkeypatch):
 
 
 @needs_library
-@pytest.mark.parametrize("here", [True, False], ids=["this processor", "one that is no x86"])
+@pytest.mark.parametrize(
+    "here",
+    [
+        pytest.param(True, id="this processor"),
+        pytest.param(False, id="one that is no x86", marks=pytest.mark.night),
+    ],
+)
 def test_the_sources_compile_without_a_warning(tmp_path: Path, here):
     package = Path(library.__file__).parents[1]
     for source in (
