@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 import phalanx
+from tests.multiprocess.children import Children, Parent
 from tests.worlds import EXECUTOR_WORLDS, World, in_executor_worlds
 
 pytestmark = [
@@ -143,7 +146,7 @@ def plain(name: str, dtype: torch.dtype | None) -> Left:
 
 
 def trained(
-    executor: str, replicas: int, name: str, dtype: torch.dtype | None, folder: Path
+    executor: Any, replicas: int, name: str, dtype: torch.dtype | None, folder: Path
 ) -> Left:
     module = given(name, dtype)
     with phalanx.Trainer(
@@ -260,3 +263,22 @@ def test_momentum_may_begin_later_for_some_parameters() -> None:
         optimizer.step()
     for ours, theirs in zip(found[0][0], twin.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs.detach())
+
+
+def step_all_in_elastic_ranks(parent: Parent, rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    for name in OPTIMIZERS:
+        own = folder / name.replace(" ", "-")
+        own.mkdir(exist_ok=True)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), PHALANX_JOB_FOLDER=str(own))
+        parent.tell(pickle.dumps(trained(phalanx.Ranks(), 1, name, torch.float32, own)))
+
+
+def test_a_step_equals_a_plain_loops_in_elastic_ranks(tmp_path: Path) -> None:
+    """Each of them steps all parameters."""
+    with Children() as children:
+        ranks = [children.start(step_all_in_elastic_ranks, rank, 2, tmp_path) for rank in range(2)]
+        for name in OPTIMIZERS:
+            expected = plain(name, torch.float32)
+            for each in ranks:
+                assert_same(pickle.loads(each.get()), expected)
