@@ -470,7 +470,9 @@ def test_a_hanging_step_can_be_left_by_another_signal():
     assert "Finishing the step, then saving. Ctrl-C again stops at once." in said
 
 
-def test_a_run_goes_on_behind_its_end_though_its_picture_cannot_be_written(phalanx, finished, pictures):
+def test_a_run_goes_on_behind_its_end_though_its_picture_cannot_be_written(
+    phalanx, finished, pictures
+):
     before = load_file("run/model.safetensors")
     Path("run/training.png").unlink()
     Path("run/training.png").mkdir()  # where nobody can write a file
