@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -218,3 +219,21 @@ def test_weights_of_classes_go_where_the_replicas_are() -> None:
 
     for devices in DEVICES:
         assert_same_bits(trained(devices), trained(["cpu"]))
+
+
+@pytest.mark.promise("nondeterministic-kernels-are-named")
+@pytest.mark.parametrize(
+    ("devices", "is_switched", "count"),
+    [(["dev:0", "cpu"], False, 1), (["dev:0", "cpu"], True, 0), (["cpu"], False, 0)],
+)
+def test_the_first_step_on_an_accelerator_names_torchs_switch_once(
+    devices: list[str], is_switched: bool, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The switch itself imports for a second.
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_switched)
+    with warnings.catch_warnings(record=True) as told, trainer(devices) as trained:
+        warnings.simplefilter("always")
+        for batch in [*data()][:2]:
+            trained.step(batch)
+    texts = [text for each in told if "use_deterministic" in (text := str(each.message))]
+    assert len(texts) == count

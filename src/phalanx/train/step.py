@@ -104,6 +104,7 @@ class Engine:
         self._trained_ids: list[list[int]] = []
         self._buffer_homes: list[tuple[str, nn.Module, str]] = []  # name, owner, its name there
         self._is_half_stepped = False
+        self._kernels_are_named = False
 
     # -- one update --------------------------------------------------
 
@@ -355,6 +356,9 @@ class Engine:
                 self._executor = None
                 executor.close()
                 raise
+        if not self._kernels_are_named:
+            self._kernels_are_named = True
+            _warn_of_kernels(formation)
 
     def _open_shards(self) -> None:
         executor = self.executor
@@ -492,6 +496,18 @@ def _number(rate: object) -> float:
     if isinstance(rate, Tensor):
         return rate.item() if rate.numel() == 1 and not rate.is_complex() else math.nan
     return float(rate) if isinstance(rate, Real) else math.nan
+
+
+def _warn_of_kernels(formation: Formation) -> None:
+    """Name torch's switch where kernels of an accelerator may add in any order."""
+    kinds = {device.type for device in formation.devices} - {"cpu"}
+    if kinds and not torch.are_deterministic_algorithms_enabled():
+        warnings.warn(
+            f"Some kernels on {' and '.join(sorted(kinds))} may give other bits in each run. "
+            "`torch.use_deterministic_algorithms(True)` chooses others, or raises where torch has "
+            "none.",
+            stacklevel=2,
+        )
 
 
 def _close_gaps(optimizer: Optimizer) -> None:

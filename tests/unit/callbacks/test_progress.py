@@ -167,3 +167,17 @@ def test_a_fit_shows_itself_and_puts_the_screen_back(monkeypatch):
     assert kinds.count("FitBegun") == kinds.count("FitEnded") == 3
     assert kinds[0] == "FitBegun"
     assert kinds[-1] == "FitEnded"
+
+
+@pytest.mark.promise("defaults-are-printed")
+def test_the_replicas_that_a_default_chose_are_printed():
+    console = text_console()
+    batches = [(torch.ones(8, 3), torch.ones(8, 1))]
+    with phalanx.Trainer(
+        nn.Linear(3, 1), nn.functional.mse_loss, sgd, callbacks=[Progress(console)]
+    ) as trainer:
+        trainer.fit(batches)
+        replicas = len(trainer.devices)
+    chosen = [line for line in lines_of(console) if line.startswith("Chosen: ")]
+    assert len(chosen) == 1
+    assert chosen[0].startswith(f"Chosen: {replicas} replica")
