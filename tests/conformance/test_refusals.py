@@ -400,8 +400,6 @@ ROWS: list[Row] = [
         "`y` .* by 'mean', but is str",
         options={"output": "mean"},
     ),
-    Row(NOTHING, lambda _: Layout(1.5), "must be a whole number"),
-    Row(NOTHING, lambda _: Layout(dims={"a": True}), "must hold a whole number"),
     # columns
     Row(NOTHING, lambda _: ModelParallel(dim=1)(X), r"Call `add\(\)`", StateError),
     Row(NOTHING, lambda _: ModelParallel(dim="1"), "`dim` must be a whole number"),

@@ -19,7 +19,6 @@ import numpy as np
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.plan.arguments import check_argument, check_function
 from phalanx.plan.leaves import covering, covers, flatten, leaf_paths, named, unflatten
 from phalanx.types import Nested
 
@@ -61,18 +60,14 @@ class Layout:
     collate: Callable[[list[Any]], Nested] | None = None
 
     def __post_init__(self) -> None:
-        check_argument(_is_whole(self.dim), "dim", "be a whole number", self.dim)
-        fits = isinstance(self.dims, Mapping)
-        fits = fits and all(each is None or _is_whole(each) for each in self.dims.values())
-        wanted = "hold a whole number or None for each path"
-        check_argument(fits, "dims", wanted, self.dims, "Give Layout(dims={'mask': None}), say.")
         object.__setattr__(self, "dims", {str(path): dim for path, dim in self.dims.items()})
         if self.split is None and self.collate is None:
             return
-        check_function("split", self.split, way_out="Give both, `split` and `collate`.")
-        check_function("collate", self.collate, way_out="Give both, `split` and `collate`.")
-        wanted = "be empty where `split` is given"
-        check_argument(not self.dims, "dims", wanted, self.dims)
+        if self.split is None or self.collate is None or self.dims:
+            raise ConfigError(
+                "`split` and `collate` must be given together and without `dims`, but one of them "
+                "is missing or there are dims."
+            )
 
     def chosen(self, paths: Sequence[str]) -> list[int | None]:
         """Return the dim of each of ``paths``."""
@@ -263,10 +258,6 @@ def _at(value: Any, path: str) -> Any:
         else:
             return _MISSING
     return value
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _holds_no_arrays(value: Any) -> bool:

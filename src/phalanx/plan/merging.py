@@ -15,7 +15,6 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError
 from phalanx.plan.leaves import covering, covers, flatten, leaf_paths, named, unflatten
-from phalanx.torch_internals import pytree
 from phalanx.types import Nested
 
 __all__ = ["Merging"]
@@ -112,7 +111,7 @@ class Merging:
             if other != spec:
                 raise ConfigError(
                     f"`module` must return the same structure from every {self._noun}, but "
-                    f"returned {_shown(spec)} from {self._noun} 0 and {_shown(other)} from "
+                    f"returned {spec!s:.120} from {self._noun} 0 and {other!s:.120} from "
                     f"{self._noun} {index}. {self._way_out('', 'per_replica')}"
                 )
         paths = leaf_paths(parts[0])
@@ -240,13 +239,3 @@ def _mean(leaves: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
     sizes = rows if any(rows) else [1] * len(rows)
     pairs = [(leaf, size) for leaf, size in zip(leaves, sizes, strict=True) if size]
     return _sum([leaf * (size / sum(sizes)) for leaf, size in pairs])
-
-
-def _shown(spec: pytree.TreeSpec) -> str:
-    """Show a structure by an example of it, with a star for each leaf."""
-    return repr(unflatten([_Star()] * spec.num_leaves, spec))
-
-
-class _Star:
-    def __repr__(self) -> str:
-        return "*"

@@ -20,12 +20,10 @@ from phalanx.plan import (
     Merging,
     Rows,
     cut,
-    equal_sizes,
     leaf_paths,
     open_rows,
     workload_sizes,
 )
-from phalanx.plan.leaves import covering
 
 pytestmark = pytest.mark.promise("batches-of-any-structure")
 
@@ -132,12 +130,6 @@ def test_dataclasses_are_cut_by_their_fields() -> None:
     assert torch.equal(joined.mask, sample.mask)
 
 
-def test_dataclasses_inside_containers_are_cut_too() -> None:
-    parts = cut({"samples": [Sample(rows(4, 2), None)]}, [1, 3], Layout())
-    assert [len(part["samples"][0].tokens) for part in parts] == [1, 3]
-    assert parts[0]["samples"][0].mask is None
-
-
 @pytest.mark.parametrize(
     "value",
     ["text", 3, 2.5, True, None, object(), torch.float64, torch.tensor(4.0)],
@@ -204,27 +196,6 @@ def test_leaves_have_the_paths_that_errors_print() -> None:
     assert leaf_paths({2: [rows(3)]}) == ["2.0"]
 
 
-COVERING = [
-    ("a.b.c", ["a.b.c", "a.b", "a"], "a.b.c"),
-    ("a.b.c", ["a.b", "a"], "a.b"),
-    ("a.b.c", ["a"], "a"),
-    ("a.b.c", ["c", "b", "b.c", "a.c", "a.b.c.d", "a.b.", ""], None),
-    ("ab", ["a"], None),  # the beginning of a name is not above it
-    ("a", ["a.b"], None),
-    ("", [""], ""),
-    ("", ["a"], None),
-    ("1.0", ["1"], "1"),
-]
-
-
-@pytest.mark.parametrize(("path", "known", "expected"), COVERING)
-def test_the_longest_known_path_above_covers(
-    path: str, known: list[str], expected: str | None
-) -> None:
-    assert covering(path, known) == expected
-    assert covering(path, known[::-1]) == expected
-
-
 DIMS = [
     ({}, [0, 0, 0, 0, 0, 0, None, None]),
     ({"x": None}, [None, 0, 0, 0, 0, 0, None, None]),
@@ -258,13 +229,6 @@ def test_positions_are_paths() -> None:
     assert [len(second[0]), len(second[1][0]), tuple(second[2].shape)] == [1, 9, (3, 1)]
 
 
-def test_dims_of_the_users_mapping_are_read_once() -> None:
-    dims: dict[str | int, int | None] = {"x": None}
-    layout = Layout(dims=dims)
-    dims["x"] = 0
-    assert layout.dims == {"x": None}
-
-
 def test_a_field_that_is_none_this_time_is_no_wrong_path() -> None:
     """As an item of a dict that is None, and as an argument that is not given."""
     layout = Layout(dims={"mask": None})
@@ -273,22 +237,12 @@ def test_a_field_that_is_none_this_time_is_no_wrong_path() -> None:
     assert Rows(Sample(rows(4), None), layout).dims == [0, None]
 
 
-def test_tensors_without_dims_are_whole_whatever_the_layout_says() -> None:
-    batch = {"x": rows(4), "scale": torch.tensor(2.0)}
-    assert Rows(batch, Layout(dims={"scale": 0})).dims == [0, None]
-
-
 def test_a_batch_of_which_all_is_given_whole() -> None:
     with pytest.raises(ConfigError, match=r"at least one tensor that is split .*, but holds none"):
         num_rows({"x": rows(4)}, Layout(dims={"x": None}))
 
 
 # --- rows -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [0, 1, 5])
-def test_rows_are_counted_along_the_layouts_dim(count: int) -> None:
-    assert num_rows({"a": rows(count, 3), "b": [rows(count)]}, Layout()) == count
 
 
 @pytest.mark.parametrize(
@@ -316,61 +270,6 @@ def test_rows_are_counted_along_the_layouts_dim(count: int) -> None:
 def test_leaves_of_different_batch_size_are_named(batch: Any, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         num_rows(batch, Layout())
-
-
-# --- joining --------------------------------------------------------------------------------------
-
-
-def test_scalars_are_stacked() -> None:
-    joined = join([torch.tensor(1.0), torch.tensor(3.0)], [2, 1])
-    assert joined.tolist() == [1.0, 3.0]
-
-
-def test_other_values_come_from_the_first_part() -> None:
-    marker = object()
-    parts = [{"x": rows(2), "kind": marker, "n": 1}, {"x": rows(1), "kind": object(), "n": 2}]
-    joined = join(parts, [2, 1])
-    assert joined["kind"] is marker
-    assert joined["n"] == 1
-
-
-def test_one_part_alone_is_itself() -> None:
-    x = rows(4, 2)
-    assert torch.equal(join([x], [4]), x)
-
-
-@pytest.mark.parametrize(
-    ("parts", "sizes", "match"),
-    [
-        ([rows(4), rows(4)], [2, 2], r"must have .*2 rows along dim 0, but has shape \(4,\)"),
-        (
-            [{"y": rows(2, 3)}, {"y": rows(1, 3)}],
-            [2, 2],
-            r"`y`.* must have .*2 rows .*, but has shape \(1, 3\)",
-        ),
-    ],
-)
-def test_outputs_without_their_rows_are_named(parts: Any, sizes: list[int], match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        join(parts, sizes)
-
-
-def test_outputs_merge_along_the_declared_dim() -> None:
-    parts = [torch.zeros(3, 4, 7), torch.ones(3, 4, 7)]
-    joined = join(parts, [4, 4], 1)
-    assert joined.shape == (3, 8, 7)
-    assert torch.equal(joined[:, 4:], parts[1])
-
-
-@given(st.integers(0, 30), st.integers(1, 6))
-def test_merging_means_by_rows_gives_the_mean_of_the_whole(total: int, parts: int) -> None:
-    """The simplest mean there is; the trainer's tests hold the same for gradients."""
-    x = torch.arange(total, dtype=torch.float64) ** 2
-    sizes = equal_sizes(total, parts)
-    means = [(len(part), part.mean().item()) for part in cut(x, sizes, Layout()) if len(part)]
-    if total:
-        merged = sum(count * mean for count, mean in means) / total
-        assert merged == pytest.approx(x.mean().item(), rel=1e-12)
 
 
 # --- lists, arrays and mappings -------------------------------------------------------------------

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, namedtuple
+from collections import namedtuple
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.plan import Merging, cut, equal_sizes
-from phalanx.plan.layout import Layout
+from phalanx.plan import Merging
 
 Pair = namedtuple("Pair", ["left", "right"])
 NAN = float("nan")
@@ -113,12 +110,6 @@ def test_one_leaf_by_its_path(
     assert same(found, {"deep": [merged], "rows": torch.zeros(sum(sizes))})
 
 
-@pytest.mark.parametrize("rule", ["mean", "sum", "first"])
-def test_one_part_alone_is_itself_and_is_not_copied(rule: str) -> None:
-    part = t(1, 2, 3)
-    assert Merging(rule).merge([part], [3]) is part
-
-
 def test_nothing_is_changed_in_the_parts() -> None:
     for rule in ("sum", "mean", "stack", "cat", "first"):
         parts = [t(1, 2), t(4, 8), t(16, 32)]
@@ -140,14 +131,6 @@ def test_sums_are_taken_in_the_order_of_the_parts() -> None:
     parts = [s(huge), s(tiny), s(tiny), s(-huge)]
     assert Merging("sum").merge(parts, [1] * 4).item() == 0.0
     assert Merging("sum").merge(parts[1:3] + parts[:1] + parts[3:], [1] * 4).item() == 2.0
-
-
-@given(total=st.integers(1, 30), parts=st.integers(1, 6), dim=st.integers(0, 1))
-def test_a_mean_by_rows_is_the_mean_of_the_whole(total: int, parts: int, dim: int) -> None:
-    whole = torch.arange(3.0 * total, dtype=torch.float64).view(total, 3)
-    sizes = [size for size in equal_sizes(total, parts) if size]
-    means = [part.mean(0) for part in cut(whole, sizes, Layout())]
-    torch.testing.assert_close(Merging("mean").merge(means, sizes), whole.mean(0))
 
 
 @pytest.mark.parametrize("rule", ["cat", "stack", "mean", "sum", "first", "per_replica"])
@@ -178,28 +161,6 @@ def test_all_but_what_stays_apart_is_brought_home() -> None:
 
 
 # --- structures -----------------------------------------------------------------------------------
-
-NESTS = [
-    ("list", lambda x, y: [x, y]),
-    ("tuple", lambda x, y: (x, y)),
-    ("dict", lambda x, y: {"b": x, "a": y}),
-    ("ordered", lambda x, y: OrderedDict(b=x, a=y)),
-    ("named", lambda x, y: Pair(x, y)),
-    ("dataclass", lambda x, y: Scored(x, y)),
-    ("deep", lambda x, y: {"a": [(x, {"b": y})], "none": None, "empty": [], "text": "t"}),
-]
-
-
-@pytest.mark.parametrize("nest", [make for _, make in NESTS], ids=[name for name, _ in NESTS])
-def test_every_kind_of_nest_keeps_its_kind(nest: Any) -> None:
-    merged = Merging().merge([nest(t(1, 2), s(1.0)), nest(t(3), s(2.0))], [2, 1])
-    assert same(merged, nest(t(1, 2, 3), t(1, 2)))
-
-
-@pytest.mark.parametrize("hollow", [{}, [], (), {"a": []}, [{}, ()], None], ids=repr)
-def test_structures_without_leaves_stay_as_they_are(hollow: Any) -> None:
-    assert same(Merging().merge([hollow, hollow], [2, 1]), hollow)
-    assert same(Merging("first").merge([hollow, hollow], [2, 1]), hollow)
 
 
 @pytest.mark.parametrize(
@@ -249,13 +210,6 @@ def test_a_path_that_ends_with_a_question_mark_may_be_missing(
     if extra is not None:
         parts = [{**part, "extra": s(n)} for n, part in enumerate(parts, start=1)]
         assert same(Merging(rules).merge(parts, [2, 1])["extra"], extra)
-
-
-def test_a_path_above_one_that_covers_all_of_it_is_no_wrong_path() -> None:
-    """The layout takes such a pair of paths as well."""
-    parts = [{"aux": {"x": s(1.0)}}, {"aux": {"x": s(2.0)}}]
-    merged = Merging({"aux": "first", "aux.x": "sum"}).merge(parts, [1, 1])
-    assert same(merged, {"aux": {"x": s(3.0)}})
 
 
 def test_left_apart_as_a_whole_outputs_may_be_anything() -> None:
