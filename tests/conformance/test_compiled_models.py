@@ -27,7 +27,8 @@ pytestmark = pytest.mark.promise("compiled-models")
 F64 = torch.float64
 STEPS, MICROBATCHES, ROWS = 3, 6, 12
 EXECUTORS = pytest.mark.parametrize(
-    ("executor", "replicas"), [("inline", 1), ("threads", 3), ("processes", 2)]
+    ("executor", "replicas"),
+    [pytest.param("inline", 1, marks=pytest.mark.night), ("threads", 3), ("processes", 2)],
 )
 
 
