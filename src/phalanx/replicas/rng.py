@@ -19,6 +19,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -97,13 +98,13 @@ def derive_seed(*path: int) -> int:
 
 
 class _InUse(threading.local):
-    """The modes of this thread, the innermost last.
+    """The microbatches that this thread is in, the innermost last.
 
-    That one is drawn from by containers inside the model, and by `preserve_rng`.
+    Containers inside the model draw from that one, and so does `preserve_rng`.
     """
 
     def __init__(self) -> None:
-        self.modes: list[RngMode] = []
+        self.rngs: list[MicrobatchRng] = []
 
 
 _in_use = _InUse()
@@ -114,7 +115,7 @@ def seed_of_process() -> int:
 
     In a replica (for a container inside of another), to that of its microbatch's generator.
     """
-    state = _in_use.modes[-1].state() if _in_use.modes else torch.get_rng_state()
+    state = _in_use.rngs[-1].mode.state() if _in_use.rngs else torch.get_rng_state()
     digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest()
     return derive_seed(int.from_bytes(digest, "big"))
 
@@ -182,27 +183,32 @@ class MicrobatchRng(TorchFunctionMode):
         seed: Where the numbers start.
         plan: Which operators and generators it looks at.
 
+    Attributes:
+        used: Whether anything was drawn.
+
     Raises:
         UnsupportedError: In a watched run, the generators of torch, NumPy or Python have moved; or
             see `RngMode`.
     """
 
     def __init__(self, seed: int, plan: RngPlan) -> None:
-        self._mode = RngMode(seed, plan.shared)
+        self.used = False
+        self._seed = seed
         self._plan = plan
+        self._goes_back = torch.is_grad_enabled()
         self._before: _States | None = None
 
-    @property
-    def used(self) -> bool:
-        """Whether anything was drawn."""
-        return self._mode.used
+    @cached_property
+    def mode(self) -> RngMode:
+        """The mode that gives numbers, made when something may draw."""
+        return RngMode(self._seed, self._plan.shared, goes_back=self._goes_back)
 
     def __enter__(self) -> None:
-        _in_use.modes.append(self._mode)
+        _in_use.rngs.append(self)
         if self._plan.watched:
             self._before = generator_states()
         if self._plan.throughout:  # no calls are looked at: it would take a fused evaluation apart
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
+            self.mode.__enter__()  # type: ignore[no-untyped-call]
         else:
             super().__enter__()  # type: ignore[no-untyped-call]
 
@@ -212,9 +218,10 @@ class MicrobatchRng(TorchFunctionMode):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        _in_use.modes.pop()
+        _in_use.rngs.pop()
+        self.used = "mode" in vars(self) and self.mode.used
         if self._plan.throughout:
-            self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+            self.mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         else:
             super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if self._before is not None and error is None:
@@ -234,7 +241,7 @@ class MicrobatchRng(TorchFunctionMode):
         kwargs = kwargs or {}
         if not drawing or not _draws(func, args, kwargs):
             return func(*args, **kwargs)
-        with self._mode:
+        with self.mode:
             return func(*args, **kwargs)
 
 
@@ -250,7 +257,7 @@ def preserve_rng() -> tuple[AbstractContextManager[None], AbstractContextManager
         >>> x = torch.ones(2, 3)
         >>> y = checkpoint(block, x, use_reentrant=False, context_fn=preserve_rng)
     """
-    if not _in_use.modes:
+    if not _in_use.rngs:
         return contextlib.nullcontext(), contextlib.nullcontext()
     kept: list[Any] = []  # Any: states
     return _preserved(kept), _preserved(kept)
@@ -259,7 +266,7 @@ def preserve_rng() -> tuple[AbstractContextManager[None], AbstractContextManager
 @contextlib.contextmanager
 def _preserved(kept: list[Any]) -> Iterator[None]:
     """Keep the states that a part begins with; the second time, begin with those kept."""
-    mode = _in_use.modes[-1]
+    mode = _in_use.rngs[-1].mode
     before, again = mode.states(), bool(kept)
     if again:
         mode.set_states(kept[0])

@@ -55,6 +55,7 @@ class RngMode(TorchDispatchMode):
     Args:
         seed: Where this microbatch's numbers start.
         shared: Devices on which other threads run replicas, too; the CPU is one in any case.
+        goes_back: Whether a backward pass follows. Reentrant checkpointing hides it inside.
 
     Attributes:
         used: Whether anything was drawn.
@@ -76,14 +77,20 @@ class RngMode(TorchDispatchMode):
     Determinism: the same numbers on the same kind of device, in any thread of any process.
     """
 
-    def __init__(self, seed: int, shared: frozenset[torch.device] = frozenset()) -> None:
+    def __init__(
+        self,
+        seed: int,
+        shared: frozenset[torch.device] = frozenset(),
+        *,
+        goes_back: bool = True,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._shared = {torch.device("cpu"), *shared}
         self.used = False
         self.num_preserved = 0
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._goes_back = torch.is_grad_enabled()  # reentrant checkpointing turns it off inside
+        self._goes_back = goes_back
 
     def state(self) -> Tensor:
         """Return the state of this microbatch's generator on the CPU."""
