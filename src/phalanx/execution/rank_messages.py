@@ -8,15 +8,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import safetensors.torch
 import torch
 from torch import Tensor
 
+from phalanx.errors import UnsupportedError
 from phalanx.execution.contract import MicrobatchResult
 from phalanx.execution.partial_sums import PartialSum
-from phalanx.plan import Node, pack_nested, unpack_nested
+from phalanx.plan import Node, flatten, unflatten
 from phalanx.replicas import Statistic
+from phalanx.torch_internals import pytree
+from phalanx.types import Nested
 
 __all__ = ["RankMessage"]
 
@@ -66,7 +70,7 @@ class RankMessage:
             "fingerprint": self.fingerprint,
             "error": self.error,
             "results": [
-                [index, each.loss.hex(), pack_nested(tensors, (each.outputs, each.targets))]
+                [index, each.loss.hex(), _pack_nested(tensors, (each.outputs, each.targets))]
                 for index, each in self.results.items()
             ],
             "absent": [[n.level, n.index, sorted(each)] for n, each in self.absent.items()],
@@ -77,7 +81,7 @@ class RankMessage:
                     key,
                     each.weight.hex(),
                     each.rule,
-                    pack_nested(tensors, each.value),
+                    _pack_nested(tensors, each.value),
                 ]
                 for n, found in self.statistics.items()
                 for key, each in found.items()
@@ -93,13 +97,46 @@ class RankMessage:
         text = json.loads(tensors[_TEXT].numpy().tobytes())
         message = cls(text["fingerprint"], text["error"])
         for index, loss, kept in text["results"]:
-            outputs, targets = unpack_nested(tensors, kept)
+            outputs, targets = _unpack_nested(tensors, kept)
             message.results[index] = MicrobatchResult(float.fromhex(loss), outputs, targets)
         for level, index, absent in text["absent"]:
             message.absent[Node(level, index)] = frozenset(absent)
             message.statistics[Node(level, index)] = {}
         for level, index, name, weight, rule, value in text["statistics"]:
             message.statistics[Node(level, index)][name] = Statistic(
-                unpack_nested(tensors, value), float.fromhex(weight), rule
+                _unpack_nested(tensors, value), float.fromhex(weight), rule
             )
         return message
+
+
+# Any, here and below: what JSON can hold.
+def _pack_nested(tensors: dict[str, Tensor], value: Nested) -> Any:
+    """Set the tensors of ``value`` aside, by number, and return the rest.
+
+    Raises:
+        UnsupportedError: It holds something that JSON cannot hold.
+    """
+    leaves, structure = flatten(value)
+    names: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            names.append([str(len(tensors))])
+            tensors[str(len(tensors))] = leaf.detach().cpu().contiguous().clone()
+        else:
+            names.append(leaf)
+    try:
+        json.dumps(names)
+        return [names, pytree.treespec_dumps(structure)]
+    except (TypeError, NotImplementedError) as error:
+        raise UnsupportedError(
+            "Outputs and targets must be tensors, numbers and texts in lists, tuples and dicts to "
+            "be counted by metrics over ranks and to be saved in the middle of an epoch, but hold "
+            f"something else: {error}."
+        ) from error
+
+
+def _unpack_nested(tensors: Mapping[str, Tensor], packed: Any) -> Nested:
+    """Return what :func:`_pack_nested` was given."""
+    names, structure = packed
+    leaves = [tensors[each[0]] if isinstance(each, list) else each for each in names]
+    return unflatten(leaves, pytree.treespec_loads(structure))

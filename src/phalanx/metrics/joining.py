@@ -30,29 +30,23 @@ class Joining:
 
     layout: Layout
 
-    def outputs(
-        self, parts: Sequence[Nested], sizes: Sequence[int], weights: Sequence[float]
-    ) -> Nested:
-        """Join outputs of ``sizes`` rows each, along the layout's dim.
-
-        Raises:
-            ConfigError: They differ in their structure.
-        """
-        return self._join(parts, sizes, weights, Layout(self.layout.dim))
-
-    def targets(
-        self, parts: Sequence[Nested], sizes: Sequence[int], weights: Sequence[float]
-    ) -> Nested:
-        """Join targets, the second of a batch's pair, as the layout has split them; as above."""
-        return self._join(parts, sizes, weights, self.layout)
-
-    def _join(
+    def join(
         self,
         parts: Sequence[Nested],
         sizes: Sequence[int],
         weights: Sequence[float],
-        layout: Layout,
+        *,
+        are_targets: bool = False,
     ) -> Nested:
+        """Join outputs of ``sizes`` rows each along the layout's dim.
+
+        Args:
+            are_targets: They are the second of each batch's pair, and joined as that was split.
+
+        Raises:
+            ConfigError: They differ in their structure.
+        """
+        layout = self.layout if are_targets else Layout(self.layout.dim)
         if len(parts) == 1:
             return parts[0]
         tests = [_test_of_rows(size, collated=self.layout.split is not None) for size in sizes]

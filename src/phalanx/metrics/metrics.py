@@ -190,9 +190,9 @@ class _FunctionCounter:
     def compute(self, joining: Joining) -> Any:
         """Return the function's value for all rows."""
         outputs, targets, rows = zip(*self._batches, strict=True)
-        given = [joining.outputs(outputs, rows, rows)]
+        given = [joining.join(outputs, rows, rows)]
         if any(each is not None for each in targets):
-            given.append(joining.targets(targets, rows, rows))
+            given.append(joining.join(targets, rows, rows, are_targets=True))
         with torch.no_grad():
             return self._function(*given)
 

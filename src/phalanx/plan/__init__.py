@@ -10,14 +10,13 @@ from phalanx.plan.arguments import (
     read_intra_op,
     read_number,
     read_whole,
+    say_numbers,
 )
-from phalanx.plan.balance import Balancer
+from phalanx.plan.balance import Balancer, least_loaded
 from phalanx.plan.buffer_rules import BufferRules
 from phalanx.plan.layout import Layout, Rows, cut, open_rows
 from phalanx.plan.leaves import flatten, leaf_paths, unflatten
 from phalanx.plan.merging import Merging
-from phalanx.plan.packed import pack_nested, unpack_nested
-from phalanx.plan.placement import least_loaded
 from phalanx.plan.slices import (
     Shares,
     check_workloads,
@@ -29,7 +28,6 @@ from phalanx.plan.slices import (
 )
 from phalanx.plan.staleness import Staleness, Verdict
 from phalanx.plan.tree import Node, SummationTree
-from phalanx.plan.wording import say_numbers
 
 __all__ = [
     "Balancer",
@@ -55,7 +53,6 @@ __all__ = [
     "leaf_paths",
     "least_loaded",
     "open_rows",
-    "pack_nested",
     "read_count",
     "read_intra_op",
     "read_number",
@@ -64,6 +61,5 @@ __all__ = [
     "read_whole",
     "say_numbers",
     "unflatten",
-    "unpack_nested",
     "workload_sizes",
 ]

@@ -1,4 +1,4 @@
-"""From measured seconds to workloads: a slow device gets fewer rows, once that is sure.
+"""Workloads from measured seconds: a slow device gets fewer rows; and the device of a new module.
 
 A deviation is logarithmic: the time that a device's slice takes at its share, against the others in
 the same step. What makes all of them slower, such as other work on the machine, is no deviation. At
@@ -14,11 +14,14 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
+from typing import TypeVar
 
 from phalanx.errors import ConfigError
 from phalanx.plan.slices import check_workloads, workload_sizes
 
-__all__ = ["Balancer"]
+__all__ = ["Balancer", "least_loaded"]
+
+D = TypeVar("D")
 
 _WINDOW = 7  # steps whose median counts: three late ones in a row move nothing
 _DAMPING = 0.9  # the part of a deviation that one move takes away
@@ -130,6 +133,37 @@ class Balancer:
             for sizes in (workload_sizes(total, self._workloads), workload_sizes(total, moved))
         )
         return 1 - then / now if now else 0.0
+
+
+def least_loaded(candidates: Sequence[D], placed: Sequence[tuple[D, int]]) -> D:
+    """Return the candidate that holds fewest bytes.
+
+    Among equals the one with fewer modules, then the earlier candidate, so that modules without
+    parameters are dealt out in turn.
+
+    Args:
+        candidates: Where a module may go.
+        placed: (place, bytes) of every module that has one already, wherever that is.
+
+    Example:
+        >>> least_loaded(["a", "b"], [("a", 400), ("b", 100), ("b", 100)])
+        'b'
+        >>> least_loaded(["a", "b"], [("a", 0)])
+        'b'
+
+    Raises:
+        ConfigError: There is no candidate.
+
+    Source: fbcunn's ``nextGPU()``, which counted modules only, and not those placed by hand.
+    """
+    if not candidates:
+        raise ConfigError("`candidates` must hold at least one device, but is empty.")
+
+    def load(place: D) -> tuple[int, int]:
+        sizes = [size for where, size in placed if where == place]
+        return sum(sizes), len(sizes)
+
+    return min(candidates, key=load)
 
 
 def _cost(rows: int, seconds: float) -> float | None:

@@ -48,9 +48,10 @@ class Microbatches:
         """
         columns = zip(results, self.sizes, self.weights, strict=True)
         found, sizes, weights = zip(*[each for each in columns if each[0] is not None], strict=True)
-        outputs = joining.outputs([each.outputs for each in found], sizes, weights)
-        targets = joining.targets([each.targets for each in found], sizes, weights)
-        return outputs, targets, sum(sizes)
+        outputs = joining.join([each.outputs for each in found], sizes, weights)
+        targets = [each.targets for each in found]
+        joined = joining.join(targets, sizes, weights, are_targets=True)
+        return outputs, joined, sum(sizes)
 
 
 @dataclass(frozen=True)

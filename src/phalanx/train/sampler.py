@@ -87,11 +87,6 @@ class ExactSampler(Sampler[int]):
         """Return how many samples a whole epoch has for this rank, wherever it is now."""
         return len(range(self.rank, self.num_samples, self.num_ranks))
 
-    @property
-    def left(self) -> int:
-        """How many samples of the epoch are left for this rank."""
-        return len(self._own())
-
     def __iter__(self) -> Iterator[int]:
         """Yield what is left of the epoch; the next one begins when all of it was taken.
 

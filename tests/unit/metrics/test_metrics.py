@@ -329,7 +329,7 @@ JOINED: dict[str, tuple[list[Any], Any]] = {
 @pytest.mark.parametrize("case", JOINED)
 def test_pieces_become_what_the_whole_batch_would_be(case: str) -> None:
     parts, expected = JOINED[case]
-    found = Joining(Layout()).outputs(parts, SIZES, SIZES)
+    found = Joining(Layout()).join(parts, SIZES, SIZES)
     assert type(found) is type(expected)
     assert repr(found) == repr(expected)
 
@@ -338,13 +338,13 @@ def test_targets_become_one_as_the_layout_has_split_them() -> None:
     layout = Layout(dims={"1.tokens": 1, "1.frequencies": None})
     whole = {"tokens": torch.arange(12).view(4, 3), "frequencies": torch.ones(2)}
     parts = [{**whole, "tokens": each} for each in whole["tokens"].split(SIZES, 1)]
-    found = Joining(layout).targets(parts, SIZES, SIZES)
+    found = Joining(layout).join(parts, SIZES, SIZES, are_targets=True)
     assert repr(found) == repr(whole)
 
 
 def test_pieces_of_several_structures_are_refused() -> None:
     with pytest.raises(ConfigError, match="of one structure for all microbatches"):
-        Joining(Layout()).outputs([{"a": torch.ones(2)}, {"b": torch.ones(1)}], SIZES, SIZES)
+        Joining(Layout()).join([{"a": torch.ones(2)}, {"b": torch.ones(1)}], SIZES, SIZES)
 
 
 def test_a_function_gets_outputs_of_any_structure(tmp_path: Path) -> None:
