@@ -101,20 +101,6 @@ def test_workload_sizes_are_within_one_row_of_their_share(total: int, shares: li
             assert size == 0
 
 
-@given(totals, st.lists(st.integers(0, 50), min_size=1, max_size=12).filter(any))
-def test_whole_numbered_workloads_are_strictly_within_one_row(
-    total: int, shares: list[int]
-) -> None:
-    whole = sum(shares)
-    for size, share in zip(workload_sizes(total, shares), shares, strict=True):
-        assert abs(size * whole - share * total) < whole
-
-
-@given(totals, workloads)
-def test_workload_sizes_are_the_same_every_time(total: int, shares: list[float]) -> None:
-    assert workload_sizes(total, shares) == workload_sizes(total, list(shares))
-
-
 @given(totals, counts, st.one_of(st.integers(1, 1000), st.floats(1e-3, 1e3)))
 def test_equal_workloads_give_equal_sizes(total: int, parts: int, share: float) -> None:
     assert workload_sizes(total, [share] * parts) == equal_sizes(total, parts)
@@ -130,18 +116,6 @@ def test_only_the_ratio_of_workloads_counts(total: int, shares: list[int], power
     )
 
 
-@given(totals, st.lists(st.integers(0, 50), min_size=1, max_size=6).filter(any), st.randoms())
-def test_permuted_workloads_give_permuted_sizes_but_for_ties(
-    total: int, shares: list[int], draw: object
-) -> None:
-    order = list(range(len(shares)))
-    draw.shuffle(order)  # type: ignore[attr-defined]
-    sizes = workload_sizes(total, shares)
-    permuted = workload_sizes(total, [shares[index] for index in order])
-    for place, index in enumerate(order):
-        assert abs(permuted[place] - sizes[index]) <= 1
-
-
 # --- explicit sizes and shares --------------------------------------------------------------------
 
 
@@ -151,9 +125,3 @@ def test_permuted_workloads_give_permuted_sizes_but_for_ties(
 )
 def test_sizes_that_make_the_batch(sizes: list[int], total: int) -> None:
     assert read_sizes(sizes, total, len(sizes)) == list(sizes)
-
-
-@given(totals, counts)
-def test_what_the_other_plans_give_are_such_sizes(total: int, parts: int) -> None:
-    assert read_sizes(equal_sizes(total, parts), total, parts) == equal_sizes(total, parts)
-    read_sizes(workload_sizes(total, range(1, parts + 1)), total, parts)

@@ -103,12 +103,6 @@ def test_the_order_of_arrival_does_not_show(data: st.DataObject) -> None:
     assert as_they_come(num_leaves, order) == written_out(num_leaves)
 
 
-@given(leaf_counts)
-def test_an_operand_is_taken_only_after_it_is_there(num_leaves: int) -> None:
-    levels = [left.level for left, _ in additions(SummationTree(num_leaves))]
-    assert levels == sorted(levels)
-
-
 @given(leaf_counts, st.data())
 def test_siblings_are_each_others_and_share_a_parent(num_leaves: int, data: st.DataObject) -> None:
     tree = SummationTree(num_leaves)
@@ -120,12 +114,3 @@ def test_siblings_are_each_others_and_share_a_parent(num_leaves: int, data: st.D
     else:
         assert tree.sibling(sibling) == node
         assert tree.parent(sibling) == tree.parent(node)
-
-
-@given(leaf_counts)
-def test_only_the_root_stands_at_the_top(num_leaves: int) -> None:
-    tree = SummationTree(num_leaves)
-    assert tree.width(0) == num_leaves
-    assert tree.width(tree.root.level) == 1
-    assert tree.sibling(tree.root) is None
-    assert tree.root.index == 0
