@@ -33,44 +33,15 @@ def trainer(net: nn.Module, executor: str, replicas: int, loss: Callable[..., An
     return phalanx.Trainer(net, loss, sgd, **{"microbatches": None, **options})
 
 
-class Normalised(nn.Module):
-    """A loss that keeps a running mean of itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.ones(()))
-        self.register_buffer("weights", torch.ones(4))
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        loss = (self.weights * (outputs - targets) ** 2).mean()
-        self.keep(loss.detach())
-        return loss / self.mean.clone()
-
-    def keep(self, loss: Tensor) -> None:
-        self.mean.mul_(0.9).add_(loss, alpha=0.1)
-
-
-class Still(Normalised):
-    def keep(self, loss: Tensor) -> None:
-        pass
-
-
-def test_a_loss_with_a_buffer_that_stays_is_served() -> None:
-    with trainer(nn.Linear(9, 4), "threads", 2, Still()) as t:
-        t.fit([batch()] * 2)
-
-
 class InPlace(nn.Module):
     """It changes its input, and its loss the targets, in place."""
 
-    def __init__(self, late: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layer, self.late = nn.Linear(9, 4), late
+        self.layer = nn.Linear(9, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.late:
-            x.sub_(1.0).mul_(0.5)
-        return self.layer(x)
+        return self.layer(x.sub_(1.0).mul_(0.5))
 
 
 def halving(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -105,17 +76,8 @@ def test_inputs_that_are_changed_in_place_stay_the_users_in_every_executor() -> 
         torch.testing.assert_close(state, found[0], rtol=0.0, atol=0.0)
 
 
-class InPlaceGroup(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(9, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.mul_(0.5))
-
-
 def test_a_groups_inputs_stay_the_users() -> None:
-    net, x = InPlaceGroup(), batch()[0]
+    net, x = InPlace(), batch()[0]
     before, expected = x.clone(), net(x.clone())
     shape = desc("x", 12, 9, dtype=torch.float32)
     with group_of(net, shape, devices=["cpu"] * 2, workload=[1, 1]) as group:
@@ -126,7 +88,7 @@ def test_a_groups_inputs_stay_the_users() -> None:
 
 
 def test_a_containers_inputs_stay_the_callers() -> None:
-    net, x = InPlaceGroup(), batch()[0]
+    net, x = InPlace(), batch()[0]
     before, expected = x.clone(), net(x.clone())
     with phalanx.DataParallel(net, devices=2) as model:
         torch.testing.assert_close(model(x), expected)
