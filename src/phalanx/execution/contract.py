@@ -61,7 +61,7 @@ _THREADS_AT_FORK = "Unable to handle autograd's threading"  # what torch says
 _ONE_VALUE = "Expected more than 1 value per channel when training"  # what torch says
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class MicrobatchContext:
     """One microbatch in the hands of one replica.
 
@@ -403,15 +403,6 @@ class RunState:
             counts = Counter(owners[index] for index in left)
             shares = Shares([counts[each] for each in range(len(workloads))], stealing=False)
         self.queue = WorkQueue(left, shares, [workload > 0 for workload in workloads])
-
-    def context(self, replica: Replica, index: int) -> MicrobatchContext:
-        """Put microbatch ``index`` into the hands of ``replica``."""
-        return MicrobatchContext(
-            replica=replica,
-            index=index,
-            batch=self.pieces[index],
-            rng=self.rng.microbatch(*self.seed, index),
-        )
 
     def replace_gradients(self, total: Gradients) -> None:
         """Take the sum of all gradients, which were not put here, when all is put."""

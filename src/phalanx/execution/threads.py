@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch import nn
 from phalanx.clock import now_s
 from phalanx.execution.contract import (
     Executor,
+    MicrobatchContext,
     RunState,
     annotate_error,
     default_intra_op,
@@ -181,11 +183,7 @@ class ThreadExecutor(Executor):
     def _compute(self, state: RunState) -> None:
         modes = CallerModes.capture(self.devices)
         nccl = NcclSums(self.parameters) if self._nccl else None
-
-        def serve(index: int) -> None:
-            with modes.entered(self.devices[index]), self.replicas[index].running():
-                self._run_microbatches(index, state, nccl)
-
+        serve = partial(self._serve, state, modes, nccl)
         if state.task.goes_back:
             self.each(serve)
         else:
@@ -196,22 +194,25 @@ class ThreadExecutor(Executor):
         if nccl is not None:
             state.replace_gradients(nccl.reduce())
 
-    def _run_microbatches(self, index: int, state: RunState, nccl: NcclSums | None) -> None:
-        """Run what is left of ``state`` on one replica, in its thread."""
+    def _serve(
+        self, state: RunState, modes: CallerModes, nccl: NcclSums | None, index: int
+    ) -> None:
+        """Run microbatches on one replica, in its thread, until none is left."""
         replica = self.replicas[index]
         forward = not state.task.goes_back  # else the source may be another than it was
         if forward:  # a new shell, if an attribute was assigned
             replica.follow(self._fingerprints[self.sources[index]])
-        while (microbatch := state.queue.take(index)) is not None:
-            try:
-                self._run_microbatch(replica, microbatch, state, nccl)
-            except BaseException as error:
-                state.queue.fail()
-                replica.drop_gradients()
-                if forward:
-                    replica.outdate()
-                annotate_error(error, replica, microbatch)
-                raise
+        with modes.entered(replica.device), replica.running():
+            while (microbatch := state.queue.take(index)) is not None:
+                try:
+                    self._run_microbatch(replica, microbatch, state, nccl)
+                except BaseException as error:
+                    state.queue.fail()
+                    replica.drop_gradients()
+                    if forward:
+                        replica.outdate()
+                    annotate_error(error, replica, microbatch)
+                    raise
         if state.rng.watched:
             state.assigned.update(dict.fromkeys(replica.assigned()))
 
@@ -219,7 +220,12 @@ class ThreadExecutor(Executor):
         self, replica: Replica, index: int, state: RunState, nccl: NcclSums | None
     ) -> None:
         start_s = now_s()
-        context = state.context(replica, index)
+        context = MicrobatchContext(
+            replica=replica,
+            index=index,
+            batch=state.pieces[index],
+            rng=state.rng.microbatch(*state.seed, index),
+        )
         forward = not state.task.goes_back
         replica.begin(forward=forward)
         if self._compile_once is None:
