@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "COMPILED_FROM",
     "COMPILER",
+    "GLOBAL_STEP_HOOKS",
     "MADE_OF_OTHERS",
     "NUMERIC_SWITCHES",
     "TRIED_ON",
@@ -32,7 +33,6 @@ __all__ = [
     "foreach_copy",
     "foreach_mul",
     "gloo_options",
-    "has_global_step_hooks",
     "has_workers",
     "in_backward",
     "in_forward_mode",
@@ -49,6 +49,9 @@ __all__ = [
 TRIED_ON = ("2.8", "2.11", "2.13")
 
 # Any below: torch's stubs do not know these functions, or not their types.
+
+GLOBAL_STEP_HOOKS: tuple[Any, Any] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+"""The hooks, before and after, that are called around the steps of all optimizers."""
 
 foreach_add: Callable[..., Any] = torch._foreach_add_
 """Add the tensors of one list to those of another, in one call."""
@@ -141,11 +144,6 @@ def is_made_of_others(operator: str) -> bool:
     dropout.
     """
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator, MADE_OF_OTHERS)
-
-
-def has_global_step_hooks() -> bool:
-    """Tell whether hooks are to be called around the steps of all optimizers."""
-    return bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
 def has_workers(loader: object) -> bool:

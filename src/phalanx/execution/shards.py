@@ -21,7 +21,7 @@ from phalanx.execution.partial_sums import Gradients, RunResult
 from phalanx.memory import dense_strides, refuse_overlap
 
 # Private: torch has no public way to ask whether hooks for all optimizers are registered.
-from phalanx.torch_internals import foreach_add, foreach_mul, has_global_step_hooks
+from phalanx.torch_internals import GLOBAL_STEP_HOOKS, foreach_add, foreach_mul
 
 __all__ = ["Shards", "is_cut", "share_by_size"]
 
@@ -187,7 +187,7 @@ def is_cut(optimizer: Optimizer) -> bool:
     """
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return False
-    if has_global_step_hooks():
+    if any(GLOBAL_STEP_HOOKS):
         return False
     step = vars(optimizer).get("step", type(optimizer).step)
     function = getattr(step, "__func__", step)

@@ -23,11 +23,10 @@ from torch.autograd import forward_ad
 from phalanx.errors import StateError, UnsupportedError
 from phalanx.execution import Gradients, MicrobatchContext, RunResult, Task, ThreadExecutor
 from phalanx.memory import dense_strides
-from phalanx.plan import flatten, unflatten
+from phalanx.plan import copy_rows, flatten, unflatten
 from phalanx.replicas import (
     CallerModes,
     advance_process_generator,
-    copy_rows,
     seed_of_process,
 )
 from phalanx.torch_internals import (

@@ -15,7 +15,7 @@ from phalanx.plan.arguments import (
 from phalanx.plan.balance import Balancer, least_loaded
 from phalanx.plan.buffer_rules import BufferRules
 from phalanx.plan.layout import Layout, Rows, cut, open_rows
-from phalanx.plan.leaves import flatten, leaf_paths, unflatten
+from phalanx.plan.leaves import copy_rows, flatten, leaf_paths, unflatten
 from phalanx.plan.merging import Merging
 from phalanx.plan.slices import (
     Shares,
@@ -46,6 +46,7 @@ __all__ = [
     "check_mean_loss",
     "check_microbatches",
     "check_workloads",
+    "copy_rows",
     "cut",
     "equal_sizes",
     "fixed_workloads",

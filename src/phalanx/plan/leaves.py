@@ -8,12 +8,14 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from phalanx.torch_internals import pytree
 from phalanx.types import Nested
 
-__all__ = ["covering", "covers", "flatten", "leaf_paths", "named", "unflatten"]
+__all__ = ["copy_rows", "covering", "covers", "flatten", "leaf_paths", "named", "unflatten"]
 
 # Classes that torch's pytree was taught here, by whichever thread met them first.
 _taught: set[type] = set()
@@ -59,6 +61,31 @@ def unflatten(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Nested:
     if spec is _spec_of(tuple, len(leaves)):
         return tuple(leaves)
     return pytree.tree_unflatten(list(leaves), spec)
+
+
+def copy_rows(rows: Nested, device: torch.device) -> Nested:
+    """Return copies of all tensors, on ``device``, and of all arrays; without their graph.
+
+    Every microbatch of every executor is such a copy: a module may write to its inputs, and kernels
+    may choose by alignment. A tensor that is there twice is one tensor in the copy, too.
+
+    Example:
+        >>> import torch
+        >>> x = torch.ones(3)
+        >>> copy = copy_rows({"a": x, "b": x}, torch.device("cpu"))
+        >>> copy["a"] is copy["b"], copy["a"] is x
+        (True, False)
+    """
+    leaves, spec = flatten(rows)
+    copies = {id(leaf): _copy_of(leaf, device) for leaf in leaves}
+    return unflatten([copies[id(leaf)] for leaf in leaves], spec)
+
+
+def _copy_of(leaf: Any, device: torch.device) -> Any:  # Any: whatever a batch holds
+    if isinstance(leaf, Tensor):
+        # The host reads at once what is on the CPU.
+        return leaf.detach().to(device, copy=True, non_blocking=device.type != "cpu")
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 def leaf_paths(value: Nested, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:

@@ -17,7 +17,7 @@ from phalanx.replicas.compiling import (
     refuse_compiled_in_place,
     uncompiled,
 )
-from phalanx.replicas.device_copies import DeviceCopies, copy_rows
+from phalanx.replicas.device_copies import DeviceCopies
 from phalanx.replicas.devices import (
     accelerator_kind,
     known_devices,
@@ -26,18 +26,16 @@ from phalanx.replicas.devices import (
     resolve_device,
     resolve_devices,
 )
-from phalanx.replicas.intra_op import (
-    caller_intra_op,
-    hold_caller_at_one_thread,
-    num_cores,
-    set_intra_op,
-)
 from phalanx.replicas.modes import (
     CallerModes,
     RunOrder,
     autocast_off,
+    caller_intra_op,
     callers_streams,
     current_streams,
+    hold_caller_at_one_thread,
+    num_cores,
+    set_intra_op,
 )
 from phalanx.replicas.replica import (
     Replica,
@@ -83,7 +81,6 @@ __all__ = [
     "caller_intra_op",
     "callers_streams",
     "check_statistics",
-    "copy_rows",
     "current_replica",
     "current_streams",
     "derive_seed",

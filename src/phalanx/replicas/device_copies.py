@@ -1,24 +1,16 @@
-"""What replicas have on their devices: copies of parameters, and the rows of each microbatch.
-
-A module may write to its inputs, and kernels may choose by alignment. So the rows of every
-microbatch are copies in new memory, in every executor; the user's batch stays as it is.
-"""
+"""Copies of a module's parameters on the devices of its replicas."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from phalanx.plan import flatten, unflatten
 from phalanx.torch_internals import foreach_copy
-from phalanx.types import Nested
 
-__all__ = ["DeviceCopies", "copy_rows", "moved_at_once"]
+__all__ = ["DeviceCopies", "moved_at_once"]
 
 
 class DeviceCopies:
@@ -101,26 +93,3 @@ def moved_at_once(rows: Sequence[Tensor], device: torch.device) -> Sequence[Tens
 def lies_on(parameter: Tensor, device: torch.device) -> bool:
     """Tell whether replicas on ``device`` compute with the parameter itself."""
     return parameter.device == device
-
-
-def copy_rows(rows: Nested, device: torch.device) -> Nested:
-    """Return copies of all tensors, on ``device``, and of all arrays; without their graph.
-
-    A tensor that is there twice is one tensor in the copy, too.
-
-    Example:
-        >>> x = torch.ones(3)
-        >>> copy = copy_rows({"a": x, "b": x}, torch.device("cpu"))
-        >>> copy["a"] is copy["b"], copy["a"] is x
-        (True, False)
-    """
-    leaves, spec = flatten(rows)
-    copies = {id(leaf): _copy_of(leaf, device) for leaf in leaves}
-    return unflatten([copies[id(leaf)] for leaf in leaves], spec)
-
-
-def _copy_of(leaf: Any, device: torch.device) -> Any:  # Any: whatever a batch holds
-    if isinstance(leaf, Tensor):
-        # The host reads at once what is on the CPU.
-        return leaf.detach().to(device, copy=True, non_blocking=device.type != "cpu")
-    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 from phalanx.execution import MicrobatchContext, MicrobatchResult, Task
-from phalanx.plan import check_function, check_mean_loss, flatten, unflatten
-from phalanx.replicas import copy_rows, placed_on
+from phalanx.plan import check_function, check_mean_loss, copy_rows, flatten, unflatten
+from phalanx.replicas import placed_on
 from phalanx.torch_internals import run_backward
 from phalanx.types import ForwardFn, LossFn, Nested
 
