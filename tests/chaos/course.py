@@ -174,7 +174,7 @@ class Course:
         self.undisturbed = Watched("inline", 1)
 
     def __enter__(self) -> Course:
-        self._planted_before = fail_points.injected()  # there may be a course around this one
+        self._planted_before = fail_points.fault  # there may be a course around this one
         fail_points.inject(Saboteur(str(self.folder)))
         return self
 

@@ -130,7 +130,7 @@ def keep_books(
     with tables.join(run, timeout_s=DEADLINE_S) as world:
         if death is not None and death[0] == "reader's lock held":
             # It is taken only where adds overtake a get.
-            FUNCTIONS["part_get"] = lambda *_: part._UNSETTLED
+            FUNCTIONS["part_get"] = lambda *_: part.UNSETTLED
         books = Books(world, num_shards)
         if death is not None:
             die_at(*death)

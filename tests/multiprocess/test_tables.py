@@ -121,7 +121,7 @@ def test_an_add_of_several_blocks_that_a_death_interrupts_is_there_whole(
 
 
 def reader(parent: Parent, run: str, kind: str, updater: str, point: str) -> None:
-    FUNCTIONS["part_get"] = lambda *_: part._UNSETTLED  # so that it takes the lock
+    FUNCTIONS["part_get"] = lambda *_: part.UNSETTLED  # so that it takes the lock
     with tables.join(run, num_workers=2, timeout_s=DEADLINE_S) as world:
         table = open_one(world, kind, updater)
         table.add(DELTA[SOME], rows=SOME)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from phalanx.distributed.contention import Contention
 from phalanx.distributed.status_pages import WORDS_PER_PAGE, Fingerprint, StatusPages
-from phalanx.ipc import fail_point, injected
+from phalanx.ipc import fail_point, fail_points
 from phalanx.native import Function
 
 __all__ = ["PIECE_POINTS", "NativeState", "PieceSizes", "Status"]
@@ -87,7 +87,7 @@ class NativeState:
 
     def begin(self, operation: Fingerprint, piece: int, flat: Tensor, sizes: PieceSizes) -> None:
         """Begin an operation over ``flat``, whose first piece has that number."""
-        stops, tensor = injected() is not None, flat.data_ptr()
+        stops, tensor = fail_points.fault is not None, flat.data_ptr()
         number, what, num_elements = operation
         _OF_OPERATION.pack_into(
             *(self._words, _FAIL_POINTS * self._words.itemsize),

@@ -25,7 +25,7 @@ from phalanx.clock import now_s
 from phalanx.execution.channel import Outbox, load, pack
 from phalanx.execution.contract import MicrobatchContext, Task, explain_error
 from phalanx.execution.gradient_slots import SlotLayout, SlotWriter, WrittenGradients
-from phalanx.ipc import fail_point, flush_output, inject, injected
+from phalanx.ipc import fail_point, fail_points, flush_output, inject
 from phalanx.memory import SharedMemoryPool, TensorHandle, forget_memory
 from phalanx.replicas import (
     AttributeFingerprint,
@@ -153,7 +153,7 @@ def serve(world: World, index: int, connection: Connection, dump: Connection) ->
         dump: Takes the stacks of all threads, when the program asks for them by SIGUSR1.
     """
     faulthandler.register(signal.SIGUSR1, file=dump.fileno(), all_threads=True)
-    inject(injected(), index)
+    inject(fail_points.fault, index)
     set_intra_op(world.intra_op)
     if world.optimizer is not None:
         _forget_state(world.optimizer)

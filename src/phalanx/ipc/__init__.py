@@ -3,7 +3,7 @@
 from phalanx.ipc.at_fork import register_at_fork
 from phalanx.ipc.available_memory import available_memory_bytes
 from phalanx.ipc.control_groups import cores_allowed
-from phalanx.ipc.fail_points import Fault, fail_point, inject, injected
+from phalanx.ipc.fail_points import Fault, fail_point, inject
 from phalanx.ipc.forks import flush_output, fork, fork_apart, let_go, take_signals
 from phalanx.ipc.liveness import LivenessTimer, Waiting, late_peers, wait_until
 from phalanx.ipc.memory_order import fence
@@ -32,7 +32,6 @@ __all__ = [
     "fork",
     "fork_apart",
     "inject",
-    "injected",
     "late_peers",
     "let_go",
     "register_at_fork",

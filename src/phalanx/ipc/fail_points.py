@@ -7,26 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["Fault", "fail_point", "inject", "injected"]
+__all__ = ["Fault", "fail_point", "fault", "inject"]
 
 Fault = Callable[[str, int], None]  # (point, worker)
 
-_injected: Fault | None = None
+fault: Fault | None = None
+"""The one injected into this process, set by :func:`inject`."""
 _worker = -1
 
 
-def inject(fault: Fault | None, worker: int = -1) -> None:
-    """Make :func:`fail_point` call ``fault``; worker processes born later get it too."""
-    global _injected, _worker
-    _injected, _worker = fault, worker
-
-
-def injected() -> Fault | None:
-    """Return the fault injected into this process."""
-    return _injected
+def inject(new: Fault | None, worker: int = -1) -> None:
+    """Make :func:`fail_point` call ``new``; worker processes born later get it too."""
+    global fault, _worker
+    fault, _worker = new, worker
 
 
 def fail_point(point: str) -> None:
     """Pass ``point``, where a fault may strike."""
-    if _injected is not None:
-        _injected(point, _worker)
+    if fault is not None:
+        fault(point, _worker)

@@ -10,6 +10,8 @@
 
 #define NEAR 4096 /* bytes: such a block, its old values and its delta stay in the first cache */
 
+#define PAST_CACHE (8 << 20) /* bytes: as in memory/blocks.py */
+
 static int64_t steps_left; /* of a test: the process dies after so many stores */
 
 void phalanx_die_after(int64_t steps) { steps_left = steps; }
@@ -124,9 +126,10 @@ int64_t phalanx_part_add(const part *p, const int64_t *rows, int64_t count, cons
 
 /* Copy rows, all of them if `count` is negative, of one moment, without the lock; UNSETTLED where
    adds overtake it. */
-int64_t phalanx_part_get(const part *p, const int64_t *rows, int64_t count, char *out, int64_t past) {
+int64_t phalanx_part_get(const part *p, const int64_t *rows, int64_t count, char *out) {
     word *header = p->header;
     int64_t row_bytes = p->num_cols * size_of(p->dtype);
+    int64_t past = (count < 0 ? p->num_rows : count) * row_bytes >= PAST_CACHE;
     if (!phalanx_within(rows, count, p->first_row, p->num_rows)) return OUTSIDE;
     for (int attempt = 0; attempt < 3; attempt++) {
         int64_t before = atomic_load_explicit(&header[WORD], memory_order_acquire);

@@ -456,6 +456,8 @@ class KeyStorage(Sharded):
             for index in range(spec.num_shards)
         ]
 
+        self._only = self.shards[0] if spec.num_shards == 1 else None
+
     @staticmethod
     def page_bytes(spec: TableSpec) -> int:
         """Return the size of the region that has the table's page."""

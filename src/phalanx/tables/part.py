@@ -47,8 +47,8 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import StateError
-from phalanx.ipc import Mutex, Waiting, fail_point, injected
-from phalanx.memory import PAST_CACHE_BYTES, MatrixRows, all_finite, all_within, copy_to
+from phalanx.ipc import Mutex, Waiting, fail_point, fail_points
+from phalanx.memory import MatrixRows, all_finite, all_within, copy_to
 from phalanx.native import DTYPES, FUNCTIONS, PartView, address_of
 from phalanx.tables.updaters import Change, Updater
 
@@ -219,8 +219,7 @@ class TablePart:
             RowOutside: A row is not of this part.
         """
         at, count = (None, -1) if rows is None else (rows.data_ptr(), rows.numel())
-        past = out.nbytes >= PAST_CACHE_BYTES
-        answer = self._get_in_c(self._at, at, count, out.data_ptr(), past)
+        answer = self._get_in_c(self._at, at, count, out.data_ptr())
         if answer == _OUTSIDE:
             raise RowOutside
         if answer != DONE:
@@ -270,13 +269,13 @@ class TablePart:
             NotFinite: The entry was unchecked, and is not.
             RowOutside: A row is not of this part.
         """
-        if not self._is_made_in_c(entry):
-            self._refuse_outside(entry)
-            self.change(checked(entry), timeout_s, logged=False)
+        if self._is_simple and not entry.assigns and fail_points.fault is None:
+            answer = self._add_once(entry, 0)
+            if answer != DONE:
+                self._add_after(answer, entry, timeout_s)
             return
-        answer = self._add_once(entry, 0)
-        if answer != DONE:
-            self._add_after(answer, entry, timeout_s)
+        self._refuse_outside(entry)
+        self.change(checked(entry), timeout_s, logged=False)
 
     def _refuse_outside(self, entry: Entry) -> None:
         if entry.rows is not None and not all_within(entry.rows, self.num_rows, self.first_row):
@@ -425,7 +424,7 @@ class TablePart:
         self._end(entry.worker, entry.number)
 
     def _is_made_in_c(self, entry: Entry) -> bool:
-        return self._is_simple and not entry.assigns and injected() is None
+        return self._is_simple and not entry.assigns and fail_points.fault is None
 
     def _change_in_c(self, entry: Entry, first: int, stop: int) -> None:
         rows, delta, places = entry.rows, entry.delta, entry.delta_rows

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.errors import PeerTimeout, StateError
-from phalanx.ipc import Mutex, Waiting, fail_point, wait_until
+from phalanx.ipc import Mutex, Waiting, fail_point, fail_points, wait_until
 from phalanx.memory import MatrixRows, all_within
 from phalanx.tables.log import WorkerLog
 from phalanx.tables.membership import Membership
@@ -80,6 +80,7 @@ class Sharded:
         self._page = TablePage(region, spec.num_shards)
         self._lock = self._page.lock(f"rounds of table {spec.name}", membership.worker_of)
         self._logs: dict[int, WorkerLog] = {}
+        self._only: TablePart | None = None  # the shard, where there is one
         self.rounds = Rounds(
             spec=spec,
             page=self._page,
@@ -183,34 +184,34 @@ class Sharded:
 
     def read(self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float) -> None:
         """Copy rows, checked, into ``out``, as ``worker``."""
-        self._end_logged_adds(timeout_s)
-        if len(self.shards) == 1:
+        if self._page.unfinished.tobytes() != _ALL_FINISHED:
+            self._end_logged_adds(timeout_s)
+        if fail_points.fault is not None:
+            fail_point("before read")
+        if self._only is None:
+            self._read_shards(rows, out, worker, Waiting(timeout_s))
+        else:
             try:
-                self._read_from(self.shards[0], rows, out, timeout_s)
+                self._only.read(rows, out, timeout_s)
             except RowOutside:
                 assert rows is not None
                 raise outside(rows, self.spec) from None
-            return
-        waiting = Waiting(timeout_s)  # all shards together
+        if fail_points.fault is not None:
+            fail_point("rows read")
+
+    def _read_shards(self, rows: Tensor | None, out: Tensor, worker: int, waiting: Waiting) -> None:
         if rows is None:
             for shard in self.shards:
-                self._read_from(shard, None, out[self._span(shard)], waiting.remaining_s())
-        else:
-            order, routed = self._route(rows, worker)
-            found = torch.empty_like(out)
-            for shard, piece, span in routed:
-                self._read_from(shard, piece, found[span], waiting.remaining_s())
-            # The inverse of `order`, because selecting rows is four times as fast as placing them.
-            ascending = torch.arange(order.numel(), device="cpu")
-            back = torch.empty_like(order).scatter_(0, order, ascending)
-            MatrixRows(found).take(back, out)
-
-    def _read_from(
-        self, shard: TablePart, rows: Tensor | None, out: Tensor, timeout_s: float
-    ) -> None:
-        fail_point("before read")
-        shard.read(rows, out, timeout_s)
-        fail_point("rows read")
+                shard.read(None, out[self._span(shard)], waiting.remaining_s())
+            return
+        order, routed = self._route(rows, worker)
+        found = torch.empty_like(out)
+        for shard, piece, span in routed:
+            shard.read(piece, found[span], waiting.remaining_s())
+        # The inverse of `order`, because selecting rows is four times as fast as placing them.
+        ascending = torch.arange(order.numel(), device="cpu")
+        back = torch.empty_like(order).scatter_(0, order, ascending)
+        MatrixRows(found).take(back, out)
 
     def add(self, entry: Entry, timeout_s: float) -> None:
         """Take one add, whole or not at all; one with a number, once.
@@ -218,13 +219,15 @@ class Sharded:
         Raises:
             NotFinite: The entry was unchecked, and is not.
         """
-        shards = self.shards
-        self._end_logged_adds(timeout_s)
-        if len(shards) == 1 and shards[0].takes_at_once(entry):
+        if self._page.unfinished.tobytes() != _ALL_FINISHED:
+            self._end_logged_adds(timeout_s)
+        only, rows = self._only, entry.rows
+        num_rows = self.spec.rows if rows is None else rows.numel()
+        if only is not None and num_rows <= only.most_rows:
             if entry.number and not self._log_of(entry.worker).is_finished():
                 self._add_logged(entry.worker, [], timeout_s)
             try:
-                shards[0].add(entry, timeout_s)
+                only.add(entry, timeout_s)
             except RowOutside:
                 assert entry.rows is not None
                 raise outside(entry.rows, self.spec) from None
@@ -278,7 +281,7 @@ class Sharded:
 
     def _end_logged_adds(self, timeout_s: float) -> None:
         """Make the rest of adds that dead workers have logged; of the living, each does so."""
-        if self._page.unfinished.tobytes() == _ALL_FINISHED or get_ident() in self._logging:
+        if get_ident() in self._logging:
             return
         for worker, unfinished in enumerate(self._page.unfinished.tolist()):
             log = self._log_of(worker, again=True) if unfinished else None
@@ -398,6 +401,7 @@ class Storage(Sharded):
             )
             for index, (first, stop) in enumerate(pairwise(layout.shard_starts))
         ]
+        self._only = self.shards[0] if spec.num_shards == 1 else None
         self._bounds = np.array([shard.first_row for shard in self.shards[1:]], dtype=np.int64)
 
     @staticmethod

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError, PeerTimeout, StateError, UnsupportedError
 from phalanx.ipc import wait_until
-from phalanx.memory import has_memory
 from phalanx.plan import Verdict
 from phalanx.tables.keys import KeyStorage
 from phalanx.tables.last_read import LastRead
@@ -108,6 +107,7 @@ class Table:
         self._is_bounded = spec.staleness.is_bounded
         self._is_guarded = spec.nonfinite != "allow"
         self._seen_clock = -1  # lowest clock at the last staleness check
+        self._no_rows = torch.empty((0, spec.cols), dtype=spec.dtype, device="cpu")
         self._last_read = LastRead(spec) if spec.updater.remembers else None
 
     @property
@@ -250,7 +250,13 @@ class Table:
         is more than k ticks behind. Bulk: until every worker has come to its get, or left.
         """
         self._check_open()
-        return self._begin_get(read_rows(rows, self._spec), out).wait()
+        index = read_rows(rows, self._spec)
+        if self._is_bulk:
+            return self._begin_get(index, out).wait()
+        holder = self._storage.holder_of(index)
+        target, answer = self._target(index, out)
+        self._read(holder, index, target)
+        return answer
 
     def async_get(self, rows: Rows | None = None, *, out: Tensor | None = None) -> PendingGet:
         """Begin a :meth:`get` of a bulk-synchronous table; ``wait()`` on the answer ends it.
@@ -272,20 +278,22 @@ class Table:
         return self._begin_get(None if index is None else index.clone(), out)
 
     def _begin_get(self, index: Tensor | None, out: Tensor | None) -> PendingGet:
-        spec = self._spec
         holder = self._storage.holder_of(index)
+        return PendingGet(self, holder, index, *self._target(index, out))
+
+    def _target(self, index: Tensor | None, out: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return where rows go, as the table has them, and the same as the caller gets it."""
+        spec = self._spec
         num_rows = spec.rows if index is None else index.numel()
-        if out is None:
-            target = torch.empty((num_rows, spec.cols), dtype=spec.dtype, device="cpu")
-            if not has_memory(target):
-                raise ConfigError(
-                    f"`get` must be called where torch makes tensors with numbers, but makes a "
-                    f"{type(target).__name__}. Call it outside of that mode."
-                )
-            answer = target.view(-1) if spec.is_array else target
-        else:
-            target, answer = read_out(out, spec, num_rows), out
-        return PendingGet(self, holder, index, target, answer)
+        if out is not None:
+            return read_out(out, spec, num_rows), out
+        target = self._no_rows.new_empty((num_rows, spec.cols))  # faster than `torch.empty`
+        if type(target) is not Tensor:
+            raise ConfigError(
+                f"`get` must be called where torch makes tensors with numbers, but makes a "
+                f"{type(target).__name__}. Call it outside of that mode."
+            )
+        return target, target.view(-1) if spec.is_array else target
 
     def _arrive(self) -> Arrival | None:
         group = self._group
@@ -293,17 +301,9 @@ class Table:
             return self._storage.rounds.arrive(group.worker_id)
         return None
 
-    def _read(
-        self,
-        holder: Storage | KeyStorage,
-        rows: Tensor | None,
-        target: Tensor,
-        arrival: Arrival | None,
-    ) -> None:
+    def _read(self, holder: Storage | KeyStorage, rows: Tensor | None, target: Tensor) -> None:
         group = self._group
-        if arrival is not None:
-            self._storage.rounds.finish(arrival, group.timeout_s)
-        elif self._is_bounded:
+        if self._is_bounded:
             self._wait_for_slow()
         holder.read(rows, target, group.worker_id, group.timeout_s)
         if self._last_read is not None:
@@ -391,11 +391,13 @@ class Table:
         return stats
 
     def _check_open(self) -> None:
-        if self._group.closed:
+        group = self._group
+        if group.closed:
             raise StateError(
                 f"Table {self.name!r} must belong to an open group, but its group is closed."
             )
-        self._check_process()
+        if group.forked:
+            self._check_process()
 
     def _check_process(self) -> None:
         if self._group.forked:
@@ -452,8 +454,11 @@ class PendingGet:
             PeerTimeout: As :meth:`Table.get`.
         """
         if not self._done:
-            self._table._check_process()
-            self._table._read(self._holder, self._rows, self._target, self._arrival)
+            table = self._table
+            table._check_process()
+            if self._arrival is not None:
+                table._storage.rounds.finish(self._arrival, table._group.timeout_s)
+            table._read(self._holder, self._rows, self._target)
             self._done = True
         return self._answer
 

@@ -28,6 +28,17 @@ def read_rows(given: object, spec: TableSpec) -> Tensor | None:
     Raises:
         ConfigError: It is no list of integers, or keys are not given.
     """
+    try:  # what most callers give, looked at as little as possible
+        if type(given) is Tensor and given.dtype is torch.int64 and given.dim() == 1:
+            is_ours = given.is_cpu and given.is_contiguous() and given.data_ptr()
+            if is_ours:
+                return given.clone() if spec.has_keys else given
+    except RuntimeError:  # of a kind that refuses to tell
+        pass
+    return _read_other_rows(given, spec)
+
+
+def _read_other_rows(given: object, spec: TableSpec) -> Tensor | None:
     if given is None:
         if spec.has_keys:
             raise ConfigError(
@@ -128,6 +139,18 @@ def read_delta(given: object, spec: TableSpec, num_rows: int | None, name: str =
     Raises:
         ConfigError: Shape or dtype is another.
     """
+    wanted = spec.shape if num_rows is None else (num_rows, *spec.shape[1:])
+    try:  # what most callers give, looked at as little as possible
+        if type(given) is Tensor and given.dtype is spec.dtype and given.shape == wanted:
+            is_ours = given.is_cpu and given.is_contiguous() and not given.is_neg()
+            if is_ours and not given.requires_grad and given.data_ptr():
+                return given.view(-1, 1) if spec.is_array else given
+    except RuntimeError:  # of a kind that refuses to tell
+        pass
+    return _read_other_delta(given, spec, wanted, name)
+
+
+def _read_other_delta(given: object, spec: TableSpec, wanted: tuple[int, ...], name: str) -> Tensor:
     numbers = given if isinstance(given, Tensor) else _delta_tensor(given, spec, name)
     delta = _plain(numbers, name)
     if delta.dtype != spec.dtype:
@@ -135,7 +158,6 @@ def read_delta(given: object, spec: TableSpec, num_rows: int | None, name: str =
             f"`{name}` must be of {spec.dtype} like table {spec.name!r}, but is of {delta.dtype}. "
             f"Give `{name}.to({spec.dtype})`."
         )
-    wanted = spec.shape if num_rows is None else (num_rows, *spec.shape[1:])
     if delta.shape != wanted:
         raise ConfigError(
             f"`{name}` must have shape {wanted} for table {spec.name!r}, but has "

@@ -45,7 +45,7 @@ def test_an_interrupted_add_is_whole_or_absent_and_its_thread_goes_on(worlds, up
         except KeyboardInterrupt as exc:
             kept.append(exc)  # with all that its frames keep
         else:
-            assert number > 5
+            assert number > 3  # places where it was interrupted
             return
         step = theirs.get() - before
         assert len(step[ROWS].unique()) == 1, "half an add"
@@ -73,7 +73,7 @@ def test_an_add_ends_whole_though_its_world_is_closed_meanwhile(worlds, monkeypa
         adding = threading.get_ident()
         table.add(torch.ones(3, 3, dtype=torch.float64), rows=ROWS)
 
-    monkeypatch.setattr(fail_points, "_injected", stop)
+    monkeypatch.setattr(fail_points, "fault", stop)
     with ThreadPoolExecutor(1) as pool:
         adder = pool.submit(add)
         assert came.wait(LONG_S)
@@ -92,7 +92,7 @@ def test_an_add_ends_whole_though_it_closes_its_own_world(worlds, monkeypatch):
             worlds[0].close()
 
     with monkeypatch.context() as patch:
-        patch.setattr(fail_points, "_injected", close)
+        patch.setattr(fail_points, "fault", close)
         table.add(torch.ones(3, 3), rows=ROWS)
     assert worlds[0].closed
     assert other.get()[ROWS].eq(1).all()

@@ -206,7 +206,7 @@ def dies(act) -> bool:
 def die_in_python(storage, entry, stores):
     for each in storage.shards[-1:]:  # after it has made the add in those before
         each._header = Dying(each._header, stores)
-        each._add_in_c = lambda *_: part._UNSETTLED
+        each._add_in_c = lambda *_: part.UNSETTLED
         each._is_made_in_c = lambda _: False
         each._is_simple = each._is_simple and entry.rows is not None
     if len(storage.shards) == 1 and storage.shards[0].takes_at_once(entry):
