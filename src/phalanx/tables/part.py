@@ -257,11 +257,6 @@ class TablePart:
 
     # --- changing ---------------------------------------------------------------------------------
 
-    def takes_at_once(self, entry: Entry) -> bool:
-        """Tell whether an add is one block, so that it can be made without a log."""
-        count = self.num_rows if entry.rows is None else entry.rows.numel()
-        return count <= self.most_rows
-
     def add(self, entry: Entry, timeout_s: float) -> None:
         """Take one add of one block, whole or not at all; one that has a number, once.
 

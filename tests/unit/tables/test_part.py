@@ -209,7 +209,7 @@ def die_in_python(storage, entry, stores):
         each._add_in_c = lambda *_: part.UNSETTLED
         each._is_made_in_c = lambda _: False
         each._is_simple = each._is_simple and entry.rows is not None
-    if len(storage.shards) == 1 and storage.shards[0].takes_at_once(entry):
+    if len(storage.shards) == 1 and len(entry.delta) <= storage.shards[0].most_rows:
         storage.shards[0].change(entry, 20.0, logged=False)
     else:
         storage.add(entry, 20.0)
