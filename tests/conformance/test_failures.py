@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -420,6 +421,10 @@ def interrupt_again_and_again(parent: Parent) -> None:
     parent.tell("well")
 
 
+@pytest.mark.skipif(
+    sys.version_info >= (3, 13),
+    reason="Python 3.13 delivers signals late in forks of a thread, as the tests' children are",
+)
 def test_ctrl_c_while_the_replicas_compute_leaves_a_usable_trainer() -> None:
     """The signal comes while the main thread waits for replicas that hold the model's memory.
 
