@@ -13,7 +13,7 @@ from typing import Any
 from phalanx.clock import pause
 from phalanx.distributed import peer_errors
 from phalanx.distributed.collective_buffers import CollectiveBuffers, Need, Steps
-from phalanx.distributed.engine import Engine
+from phalanx.distributed.engine import CallEngine
 from phalanx.distributed.error_store import ErrorStore
 from phalanx.distributed.status_pages import LEFT, StatusPages
 from phalanx.distributed.wake_up_pipes import WakeUpPipes
@@ -111,9 +111,9 @@ def said_too_late(patch: Patch) -> None:
 
 def looked_no_more(patch: Patch) -> None:
     """A rank does not look again where all that it waits for has come before it fell asleep."""
-    rest, advance = Engine.rest, Engine.advance
+    rest, advance = CallEngine.rest, CallEngine.advance
 
-    def without_a_look(self: Engine, need: Need, times: int) -> bool:
+    def without_a_look(self: CallEngine, need: Need, times: int) -> bool:
         ranks, progress = need
         if progress > 0 and self._pages.reached(ranks, progress):
             looks = iter([False])
@@ -123,7 +123,7 @@ def looked_no_more(patch: Patch) -> None:
         finally:
             self.__dict__.pop("advance", None)
 
-    patch(Engine, "rest", without_a_look)
+    patch(CallEngine, "rest", without_a_look)
 
 
 def contention_not_agreed(patch: Patch) -> None:

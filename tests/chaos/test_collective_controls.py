@@ -103,14 +103,14 @@ def somebody_leaves_early(parent: Parent, rank: int) -> None:
     tensor = torch.full((5,), float(rank))
     if rank == 0:
         assert parent.hear() == "go on"
-        examine = engine.Engine.examine
+        examine = engine.CallEngine.examine
 
-        def examine_and_tell(self: engine.Engine) -> None:
+        def examine_and_tell(self: engine.CallEngine) -> None:
             examine(self)
-            engine.Engine.examine = examine  # type: ignore[method-assign]
+            engine.CallEngine.examine = examine  # type: ignore[method-assign]
             parent.tell("looked")
 
-        engine.Engine.examine = examine_and_tell  # type: ignore[method-assign]
+        engine.CallEngine.examine = examine_and_tell  # type: ignore[method-assign]
     if rank == 2:
         assert parent.hear() == "go on"
     dist.reduce(tensor, 0)
@@ -169,14 +169,14 @@ def progress_comes_before_rest(parent: Parent, rank: int) -> None:
     engine._FIRST_SLEEP_S = engine._LONGEST_SLEEP_S = SLEEP_S
     pages = dist.group.WORLD._buffers.pages
 
-    def spin_in_vain(self: engine.Engine, need: engine.Need) -> bool:
+    def spin_in_vain(self: engine.CallEngine, need: engine.Need) -> bool:
         waiting = Waiting(DEADLINE_S)
         while not pages.reached(*need):
             assert not waiting.over()
             waiting.rest()
         return False
 
-    engine.Engine._spin = spin_in_vain  # type: ignore[method-assign]
+    engine.CallEngine._spin = spin_in_vain  # type: ignore[method-assign]
     began_s = now_s()
     dist.barrier()
     assert now_s() - began_s < 0.9 * SLEEP_S, "somebody slept though all had come"

@@ -36,7 +36,7 @@ from phalanx.distributed.work import PendingOperation
 from phalanx.errors import ConfigError, GroupAborted, StateError
 from phalanx.ipc import LivenessTimer, Waiting, register_at_fork
 
-__all__ = ["COLLECTIVES", "REMOTE_GRACE_S", "Engine"]
+__all__ = ["COLLECTIVES", "REMOTE_GRACE_S", "CallEngine"]
 
 COLLECTIVES = "collectives"
 REMOTE_GRACE_S = 1.0
@@ -49,7 +49,7 @@ _LONGEST_SLEEP_S = 10e-3
 _STUCK, _MOVED, _ENDED = range(3)
 
 
-class Engine:
+class CallEngine:
     """The operations of one group that have not ended.
 
     Args:

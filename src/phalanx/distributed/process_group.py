@@ -34,7 +34,7 @@ from phalanx.distributed.call_forms import (
 )
 from phalanx.distributed.collective_buffers import NOBODY, CollectiveBuffers, Need, Steps
 from phalanx.distributed.described import NAME, DescribedGroup
-from phalanx.distributed.engine import COLLECTIVES, Engine
+from phalanx.distributed.engine import COLLECTIVES, CallEngine
 from phalanx.distributed.hierarchical import Hierarchical
 from phalanx.distributed.intra_host import IntraHost
 from phalanx.distributed.ops import reduction_of
@@ -85,7 +85,7 @@ class SharedGroup(DescribedGroup):
         # C++ that is given a work from Python, as DDP's `join` gives its reducer one, holds no
         # more than its C++ half, which waits for ever once the Python half is gone.
         self._kept: deque[SharedWork] = deque(maxlen=_MOST_KEPT)
-        self._engine = Engine(
+        self._engine = CallEngine(
             buffers.pages,
             buffers.pipes,
             buffers.contention,
