@@ -1,6 +1,6 @@
 """Metrics of whole batches."""
 
-from phalanx.metrics.joining import Joining
 from phalanx.metrics.metrics import Metrics, as_floats, update_metric
+from phalanx.metrics.whole_batches import Joining
 
 __all__ = ["Joining", "Metrics", "as_floats", "update_metric"]

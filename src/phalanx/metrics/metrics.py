@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.metrics.joining import Joining
+from phalanx.metrics.whole_batches import Joining
 from phalanx.plan import flatten
 from phalanx.torch_internals import pytree
 from phalanx.types import Nested
