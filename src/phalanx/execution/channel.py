@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.ipc import aligned
 from phalanx.memory import SharedMemoryPool, TensorHandle
 
 __all__ = ["LONGEST_S", "Mailbox", "Outbox", "load", "pack", "set_timeouts"]
@@ -57,10 +56,11 @@ class _Packer(pickle.Pickler):
         token = self.aside(obj)
         if token is not None:
             return _found, token
-        if isinstance(obj, Tensor) and _is_plain(obj):
-            content, form = _taken_apart(obj)
-            return _restored, (content.numpy().tobytes(), form)
-        return NotImplemented
+        parts = _parts_of(obj) if isinstance(obj, Tensor) else None
+        if parts is None:
+            return NotImplemented
+        content, form = parts
+        return _restored, (content.numpy().tobytes(), form)
 
 
 def _nothing(_: Any) -> None:
@@ -128,10 +128,13 @@ class Outbox:
     # Any: a token of `pack`.
     def put(self, tensor: Any) -> Any:
         """Write ``tensor`` and return its place; None if it shall travel with the message."""
-        if not isinstance(tensor, Tensor) or not _is_plain(tensor) or tensor.nbytes < _LEAST_BYTES:
+        if not isinstance(tensor, Tensor) or tensor.numel() * tensor.itemsize < _LEAST_BYTES:
             return None
-        content, form = _taken_apart(tensor)
-        size = aligned(len(content))
+        parts = _parts_of(tensor)
+        if parts is None:
+            return None
+        content, form = parts
+        size = -(-len(content) // _ALIGN_BYTES) * _ALIGN_BYTES
         self.needed_bytes += size
         if size > self._left_bytes and not self._grow(size):
             return None
@@ -194,8 +197,20 @@ class _Form:
         return own.as_strided(self.shape, self.strides, own.storage_offset())
 
 
-def _taken_apart(tensor: Tensor) -> tuple[Tensor, _Form]:
-    """Return the memory that ``tensor`` spans, as bytes, and its layout there."""
+def _parts_of(tensor: Tensor) -> tuple[Tensor, _Form] | None:
+    """Return the bytes that ``tensor`` spans and its layout there; None if it is more than that."""
+    is_plain = (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor.requires_grad
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+    if not is_plain:
+        return None
     shape, strides = tuple(tensor.shape), tensor.stride()
     last = sum([(n - 1) * s for n, s in zip(shape, strides, strict=True)])
     count = last + 1 if tensor.numel() else 0
@@ -209,20 +224,6 @@ def _restored(content: bytes, form: _Form) -> Tensor:
     if not content:
         return torch.empty_strided(form.shape, form.strides, dtype=form.dtype)
     return form.copy_of(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Tell whether ``tensor`` is nothing but numbers in the memory of a CPU."""
-    return (
-        type(tensor) is Tensor
-        and tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
-        and not tensor.is_quantized
-        and not tensor.is_nested
-        and not tensor.requires_grad
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
 
 
 # -- timeouts --------------------------------------------------------

@@ -54,7 +54,6 @@ from phalanx.plan import BufferRules, Node, check_workloads
 from phalanx.replicas import (
     AttributeFingerprint,
     CallerModes,
-    PlainChanges,
     StatisticSpec,
     num_cores,
     refuse_compiled_in_place,
@@ -264,7 +263,8 @@ class ProcessExecutor(Executor):
                 "A process executor must be used by the process that made it, but this is a fork "
                 "of it. Make a trainer in the child."
             )
-        changes = self._changes()
+        objects = self._fingerprint.objects  # all of them: one may be again what it was at the fork
+        changes = [(index, name, vars(objects[index])[name]) for index, name in self._assigned]
         modes = CallerModes.capture(self.devices)
         self._runs += 1
         places = {id(each): place for place, each in enumerate(self._shared)}
@@ -276,14 +276,9 @@ class ProcessExecutor(Executor):
         while not state.queue.over:
             self._fork_missing()
             # Packed here: the workers' threads would wait for each other.
-            run.first[:] = [self._next_message(index, run) for index in range(len(self))]
+            run.first[:] = [self._next_message(i, run) for i, _ in enumerate(self._workers)]
             self._threads.each(partial(self._look_after, run), on_interrupt=state.queue.fail)
         self._fork_missing()
-
-    def _changes(self) -> PlainChanges:
-        """Return the attributes that workers are to assign."""
-        objects = self._fingerprint.objects  # all of them: one may be again what it was at the fork
-        return [(index, name, vars(objects[index])[name]) for index, name in self._assigned]
 
     def _look_after(self, run: _ProcessRun, index: int) -> None:
         """Keep worker ``index`` busy until the run is over, or the worker is lost."""

@@ -84,7 +84,6 @@ class WorkerProcess:
         self._regions = len(pool)
         self._exit_code: int | None = None
         self._reaping = threading.Lock()
-        self._has_answered = False
         try:
             self._start(serve)
         except OSError as error:
@@ -118,7 +117,7 @@ class WorkerProcess:
         Raises:
             Lost: It ended.
         """
-        if self._wait(0.0):
+        if self._poll.poll(0):
             raise self._gone()
 
     def ask(self, message: bytes, timeout_s: float) -> Any:  # Any: `Done` or `Failed`
@@ -131,34 +130,29 @@ class WorkerProcess:
             if timeout_s != self._timeout_s:
                 set_timeouts(self._connection, timeout_s)
                 self._timeout_s = timeout_s
-            self._send_regions()
+            if self._regions < len(self._pool):
+                self._send_regions()
             self._connection.send_bytes(message)
         except BlockingIOError:  # it does not read
             raise self._hung(timeout_s) from None
         except OSError:
             raise self._gone() from None
-        if not self._wait(timeout_s):
+        spoken = dict(self._poll.poll(timeout_s * 1e3))
+        if not spoken:
             raise self._hung(timeout_s)
+        if self._answers_fd not in spoken:  # only the sentinel has spoken
+            raise self._gone()
         return self._receive()
 
     def _send_regions(self) -> None:
         """Send the memory that was made since it was forked."""
-        missing = len(self._pool) - self._regions
-        if missing:
-            self._connection.send_bytes(pack(RegionsFollow(missing)))
-            self._pool.send(self._connection, range(self._regions, self._regions + missing))
-            self._regions += missing
-
-    def _wait(self, timeout_s: float) -> bool:
-        """Wait until it has spoken or ended; note which."""
-        spoken = self._poll.poll(timeout_s * 1e3)
-        self._has_answered = any(source == self._answers_fd for source, _ in spoken)
-        return bool(spoken)
+        missing = range(self._regions, len(self._pool))
+        self._connection.send_bytes(pack(RegionsFollow(len(missing))))
+        self._pool.send(self._connection, missing)
+        self._regions = missing.stop
 
     def _receive(self) -> Any:  # Any: as `ask`
         try:
-            if not self._has_answered:  # only the sentinel has spoken
-                raise EOFError
             answer = self._connection.recv_bytes()
         except BlockingIOError:  # it has stopped in the middle of its answer
             raise self._hung(self._timeout_s) from None
