@@ -21,7 +21,7 @@ from phalanx import UnsupportedError
 from tests.zoo import simple_sgd as sgd
 
 FORMATIONS = [
-    *(("threads", count) for count in (1, 2, 3)),
+    *(("threads", count) for count in (2, 3)),
     ("processes", 1),
     pytest.param("processes", 2, marks=pytest.mark.night),
 ]
@@ -84,11 +84,6 @@ class DrawsInBackward(Net):
         return NoisyGradient.apply(x)  # type: ignore[no-any-return]
 
 
-class DrawsInBoth(DrawsInBackward):
-    def hidden(self, x: Tensor) -> Tensor:
-        return self.drop(super().hidden(x))  # type: ignore[no-any-return]
-
-
 class Checkpointed(Drops):
     def hidden(self, x: Tensor) -> Tensor:
         part = super().hidden
@@ -112,13 +107,6 @@ class DrawsLater(Net):
 class Scripted(Net):
     def hidden(self, x: Tensor) -> Tensor:
         return scripted_dropout(x)  # type: ignore[no-any-return]
-
-
-class OwnGenerator(Net):
-    """A projection that is the same in every call."""
-
-    def hidden(self, x: Tensor) -> Tensor:
-        return x @ torch.randn(16, 16, generator=torch.Generator().manual_seed(7))
 
 
 class Penalty(Net):
@@ -156,7 +144,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
-MODELS = [Drops, DrawsInBackward, DrawsInBoth, Checkpointed, DrawsLater, Penalty]
+MODELS = [Drops, DrawsInBackward, Checkpointed, DrawsLater, Penalty]
 _expected: dict[type[Net], dict[str, Tensor]] = {}
 
 
@@ -257,19 +245,6 @@ def test_a_checkpointed_part_may_draw_where_nothing_goes_back(preserve: dict[str
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize(("executor", "replicas"), EXECUTORS)
-def test_a_generator_made_where_it_is_drawn_from_is_plain_torchs(
-    executor: str, replicas: int
-) -> None:
-    torch.manual_seed(0)
-    net = OwnGenerator()
-    expected = F.cross_entropy(net(batches()[0][0]), batches()[0][1]).item()
-    with phalanx.Trainer(
-        net, F.cross_entropy, sgd, microbatches=None, replicas=replicas, executor=executor
-    ) as trainer:
-        assert trainer.step(batches()[0]).loss == pytest.approx(expected, rel=1e-5)
-
-
 # --- what no formation can repeat -----------------------------------------------------------------
 
 
@@ -309,13 +284,6 @@ class DrawsInThread(Net):
     def hidden(self, x: Tensor) -> Tensor:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             return x * pool.submit(torch.rand, 1).result()
-
-
-class MadeThere(Net):
-    """Generators that are the same in every call."""
-
-    def hidden(self, x: Tensor) -> Tensor:
-        return x * (random.Random(3).random() + np.random.default_rng(3).random())
 
 
 class Reentrant(Drops):
@@ -358,15 +326,15 @@ leaves_hooks = pytest.mark.skipif(
 
 
 def refusals() -> list[object]:
-    """All kinds inline and in threads; in worker processes some, the rest by night."""
-    inline, threads = EXECUTORS[:2]
-    here = [(*each, *inline) for each in REFUSED] + [
-        pytest.param(*each, *threads, marks=[leaves_hooks] * (each[0] in (NotReentrant, Nested)))
-        for each in REFUSED
-    ]
-    there = [(*each, *EXECUTORS[2]) for each in REFUSED]
-    night = [pytest.param(*each, marks=pytest.mark.night) for each in there[3:]]
-    return [*here, *there[:3], *night]
+    """All kinds in threads; inline and in worker processes two, the rest nightly."""
+    found: list[object] = []
+    for place, (kind, told) in enumerate(REFUSED):
+        for executor, replicas in EXECUTORS:
+            marks = [pytest.mark.night] if executor != "threads" and place > 1 else []
+            if executor == "threads" and kind in (NotReentrant, Nested):
+                marks = [leaves_hooks]
+            found.append(pytest.param(kind, told, executor, replicas, marks=marks))
+    return found
 
 
 @pytest.mark.parametrize(("kind", "told", "executor", "replicas"), refusals())
@@ -385,26 +353,22 @@ def test_what_cannot_be_repeated_is_refused_in_the_first_step(
     assert_same(net.state_dict(), before)
 
 
-def test_generators_made_where_they_are_drawn_from_are_not_refused() -> None:
-    with phalanx.Trainer(MadeThere(), F.cross_entropy, sgd, executor="inline") as trainer:
-        trainer.step(batches()[1])
+class MadeThere(Net):
+    """Draws from generators that are the same in every call."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        projection = torch.randn(16, 16, generator=torch.Generator().manual_seed(7))
+        return x @ projection * (random.Random(3).random() + np.random.default_rng(3).random())
 
 
-# --- others' numbers ------------------------------------------------------------------------------
+def test_generators_made_where_they_are_drawn_from_are_as_in_plain_torch() -> None:
+    net, (x, y) = MadeThere(), batches()[1]
+    expected = F.cross_entropy(net(x), y).item()
+    with phalanx.Trainer(net, F.cross_entropy, sgd, executor="inline") as trainer:
+        assert trainer.step((x, y)).loss == pytest.approx(expected, rel=1e-5)
 
 
-def test_no_forward_pass_is_run_twice() -> None:
-    seen: list[int] = []
-
-    class Counts(DrawsLater):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append(len(x))
-            return super().forward(x)
-
-    net = Counts()
-    with phalanx.Trainer(net, F.cross_entropy, sgd, replicas=2, microbatches=4) as trainer:
-        trainer.fit(batches())
-    assert sum(seen) == sum(len(inputs) for inputs, _ in batches())
+# --- containers -----------------------------------------------------------------------------------
 
 
 def test_noise_in_a_containers_backward_pass_goes_by_the_processes_seed() -> None:
@@ -426,48 +390,6 @@ def test_noise_in_a_containers_backward_pass_goes_by_the_processes_seed() -> Non
     first, again = gradients(2), gradients(2)
     assert all(map(torch.equal, first, again))
     assert not torch.equal(*first)
-
-
-def group_on(net: nn.Module, replicas: int, sizes: list[int]) -> phalanx.DataParallelExecutorGroup:
-    shape = phalanx.DataDesc("x", (sum(sizes), 9), torch.float32)
-    workload = [*sizes, *[0] * (replicas - len(sizes))]
-    return phalanx.DataParallelExecutorGroup(
-        net, replicas, workload, data_shapes=[shape], inputs_need_grad=True
-    )
-
-
-def passes_of_group(
-    kind: type[Net], replicas: int, sizes: list[int]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return of two passes what has a row per sample, and the parameters' gradients.
-
-    Replicas beyond the sizes rest.
-    """
-    torch.manual_seed(0)
-    net = kind()
-    torch.manual_seed(11)
-    x = batches()[1][0][: sum(sizes)]
-    by_row, gradients = [], []
-    with group_on(net, replicas, sizes) as group:
-        for _ in range(2):
-            group.forward(x)
-            group.backward([torch.ones(sum(sizes), 3)])
-            by_row += [each.clone() for each in [*group.get_outputs(), *group.get_input_grads()]]
-            gradients += [parameter.grad.clone() for parameter in net.parameters()]
-    return by_row, gradients
-
-
-@pytest.mark.parametrize("kind", [DrawsInBackward, DrawsInBoth])
-def test_a_slice_of_a_group_draws_the_same_bits_whatever_is_beside_it(kind: type[Net]) -> None:
-    sizes = [4, 3, 5]
-    alone, _ = passes_of_group(kind, 1, sizes[:1])
-    assert not torch.equal(alone[1], alone[3])  # each pass has numbers of its own
-    for used in (1, 2, 3):
-        expected = passes_of_group(kind, used, sizes[:used])
-        assert all(torch.equal(rows[:4], own) for rows, own in zip(expected[0], alone, strict=True))
-        for replicas in range(used, 4):
-            found = passes_of_group(kind, replicas, sizes[:used])
-            assert all(map(torch.equal, found[0] + found[1], expected[0] + expected[1]))
 
 
 # --- the process's generators, across a stop ------------------------------------------------------
@@ -517,11 +439,10 @@ def shuffled(data: Dataset[Any]) -> DataLoader[Any]:
     return DataLoader(data, batch_size=4, shuffle=True)
 
 
-@pytest.mark.parametrize("optimizer", [sgd, langevin])
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("way", ["resumed", "went on"])
 def test_what_an_optimizer_or_a_callback_draws_goes_on_after_a_stop(
-    optimizer: Any, listed: bool, way: str, tmp_path: Path
+    listed: bool, way: str, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
     nets = [nn.Linear(9, 3) for _ in range(3)]
@@ -533,7 +454,7 @@ def test_what_an_optimizer_or_a_callback_draws_goes_on_after_a_stop(
 
     def make(net: nn.Module) -> phalanx.Trainer:
         return phalanx.Trainer(
-            net, F.cross_entropy, optimizer, replicas=1, microbatches=2, callbacks=[draw_three]
+            net, F.cross_entropy, langevin, replicas=1, microbatches=2, callbacks=[draw_three]
         )
 
     seed_all(3)

@@ -97,35 +97,6 @@ def t(*values: float) -> Tensor:
     return torch.tensor(values)
 
 
-MERGED = [
-    ("mean", [(t(2.0) * 3, 3.0), (t(5.0) * 1, 1.0)], t(10.0), t(2.75)),
-    ("mean", [(t(2.0) * 3, 3.0)], t(10.0), t(2.0)),
-    ("sum", [(t(2.0), 3.0), (t(5.0), 1.0)], t(10.0), t(17.0)),
-    ("sum", [(torch.tensor(2), 3.0), (torch.tensor(5), 1.0)], torch.tensor(10), torch.tensor(17)),
-    ("first", [(t(2.0), 3.0), (t(5.0), 1.0)], t(10.0), t(2.0)),
-    ("first", [(torch.tensor(2), 3.0), (torch.tensor(5), 1.0)], torch.tensor(1), torch.tensor(2)),
-]
-
-
-@pytest.mark.parametrize(("rule", "brought", "before", "after"), MERGED)
-def test_what_microbatches_bring_is_merged_by_the_rule(
-    rule: str, brought: list[tuple[Tensor, float]], before: Tensor, after: Tensor
-) -> None:
-    merged: dict[str, Statistic] = {}
-    for value, weight in brought:
-        merge_statistics(merged, {"seen": Statistic(value, weight, rule)})
-    buffer = before.clone()
-    write_statistics({"seen": buffer, "untouched": t(1.0)}, merged)
-    assert torch.equal(buffer, after)
-
-
-def test_merging_keeps_what_only_one_side_has() -> None:
-    left = {"a": Statistic(t(1.0), 1.0, "sum")}
-    merged = merge_statistics(left, {"b": Statistic(t(2.0), 1.0, "sum")})
-    assert merged is left
-    assert sorted(merged) == ["a", "b"]
-
-
 def test_means_are_summed_in_float64() -> None:
     buffer = torch.zeros(1)
     third = torch.full((1,), 1 / 3)
@@ -134,12 +105,6 @@ def test_means_are_summed_in_float64() -> None:
         merge_statistics(merged, {"seen": Statistic(third.double() * 7, 7.0, "mean")})
     write_statistics({"seen": buffer}, merged)
     assert torch.equal(buffer, third)  # to the bit
-
-
-def test_writing_does_not_ask_for_gradients() -> None:
-    buffer = torch.zeros(1, requires_grad=True)
-    write_statistics({"seen": buffer}, {"seen": Statistic(t(2.0), 1.0, "first")})
-    assert buffer.item() == 2.0
 
 
 # --- what one replica brings ----------------------------------------------------------------------
@@ -188,28 +153,6 @@ def brought(replica: Any, x: Tensor, weight: float) -> dict[str, Statistic]:
     return found
 
 
-def test_only_buffers_that_were_written_are_brought_under_their_names() -> None:
-    found = brought(replica_of(Several(), prefix="2."), torch.ones(3, 2), 3.0)
-    assert sorted(found) == ["2.count", "2.mean"]
-
-
-@pytest.mark.parametrize("rule", ["mean", "sum", "first"])
-def test_each_rule_for_floats(rule: str) -> None:
-    found = brought(replica_of(Several(), rule), torch.full((3, 2), 2.0), 3.0)["mean"]
-    expected = {"mean": [9.0, 9.0], "sum": [2.0, 2.0], "first": [3.0, 3.0]}
-    assert found.value.tolist() == expected[rule]
-    assert found.weight == 3.0
-    assert found.rule == rule
-
-
-@pytest.mark.parametrize("rule", ["mean", "sum", "first"])
-def test_each_rule_for_counters(rule: str) -> None:
-    found = brought(replica_of(Several(), rule), torch.full((3, 2), 2.0), 3.0)["count"]
-    assert found.rule == ("sum" if rule == "sum" else "first")
-    assert found.value.tolist() == (3 if rule == "sum" else 7)
-    assert found.value.dtype == torch.int64
-
-
 @pytest.mark.parametrize("rule", ["mean", "sum", "first"])
 def test_every_rule_takes_flags(rule: str) -> None:
     """A flag has no difference to add; its sum is that one of the replicas has set it."""
@@ -235,13 +178,6 @@ def test_the_next_microbatch_begins_where_the_first_began(rule: str) -> None:
     assert torch.equal(second["mean"].value, kept)
     assert source.count.item() == 4
     assert source.mean.tolist() == [1.0, 1.0]
-
-
-def test_a_microbatch_without_weight_leaves_the_start_and_brings_nothing_that_counts() -> None:
-    replica = replica_of(Several())
-    brought(replica, torch.ones(3, 2), 0.0)
-    assert replica.module.mean.tolist() == [1.0, 1.0]
-    assert replica.module.count.item() == 4
 
 
 def test_buffers_are_replaced_and_never_overwritten() -> None:

@@ -107,20 +107,6 @@ def test_they_come_in_the_place_of_the_threads_own_and_give_them_back(
         assert modes() == before
 
 
-@EACH
-def test_an_exception_gives_them_back_too(enter: Any) -> None:
-    with enter():
-        captured = CallerModes.capture([CPU])
-
-    def work() -> bool:
-        before = modes()
-        with contextlib.suppress(ZeroDivisionError), captured.entered(CPU):
-            raise ZeroDivisionError
-        return modes() == before
-
-    assert in_another_thread(work)
-
-
 def test_computing_under_them_gives_what_the_caller_would_get() -> None:
     weight, x = torch.ones(2, 2, requires_grad=True), torch.ones(1, 2)
 
@@ -140,17 +126,6 @@ def test_computing_under_them_gives_what_the_caller_would_get() -> None:
         assert found.dtype == expected.dtype
         assert found.requires_grad == expected.requires_grad
         assert found.is_inference() == expected.is_inference()
-
-
-def test_only_the_kinds_of_the_devices_asked_for_are_read() -> None:
-    with torch.autocast("cpu"):
-        assert CallerModes.capture([torch.device("cuda", 0)]).autocast == ()
-        assert CallerModes.capture([CPU, CPU]).autocast == (("cpu", torch.bfloat16),)
-        assert CallerModes.capture([]).autocast == ()
-
-
-def test_on_a_cpu_there_are_no_streams() -> None:
-    assert CallerModes.capture([CPU, CPU]).streams == ()
 
 
 @pytest.mark.gpu
