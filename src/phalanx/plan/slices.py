@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Sequence
 from itertools import accumulate
-from numbers import Integral, Real
 from typing import Any
 
 from phalanx.errors import ConfigError
@@ -101,31 +101,23 @@ def check_workloads(workloads: Sequence[float], num_devices: int | None = None) 
 
 
 # Any, here and below: whatever the user wrote.
-def fixed_workloads(workloads: Any) -> Sequence[float] | None:
+def fixed_workloads(workloads: Any) -> list[float] | None:
     """Return the workloads that are given as numbers, None for those to be balanced: ``"auto"``.
 
     Raises:
         ConfigError: They are another word, or no numbers.
     """
-    if workloads is None or isinstance(workloads, str):
-        if workloads not in (None, "auto"):
-            raise _no_workloads(workloads)
+    if workloads is None or (isinstance(workloads, str) and workloads == "auto"):
         return None
-    # Arrays and tensors give their numbers by `tolist`; their elements may be no numbers of Python.
-    listed = workloads.tolist() if hasattr(workloads, "tolist") else workloads
-    if isinstance(listed, Mapping) or not isinstance(listed, Iterable):
-        raise _no_workloads(workloads)
-    shares = list(listed)
-    if not all(isinstance(share, Real) for share in shares):
-        raise _no_workloads(shares)
-    return shares
-
-
-def _no_workloads(given: object) -> ConfigError:
-    return ConfigError(
-        f"`workloads` must hold one share per device or be 'auto', but is {given!r:.80}. Give "
-        "numbers, such as [1, 2]."
-    )
+    try:
+        # Arrays and tensors give their numbers by `tolist`.
+        listed = workloads.tolist() if hasattr(workloads, "tolist") else list(workloads)
+        return [share + 0.0 for share in listed]
+    except TypeError as error:
+        raise ConfigError(
+            f"`workloads` must hold one share per device or be 'auto', but is {workloads!r:.80}. "
+            "Give numbers, such as [1, 2]."
+        ) from error
 
 
 def read_sizes(given: Any, total: int | None, parts: int) -> list[int]:
@@ -134,20 +126,19 @@ def read_sizes(given: Any, total: int | None, parts: int) -> list[int]:
     Raises:
         ConfigError: They do not.
     """
-    # Arrays and tensors give their numbers by `tolist`.
-    listed = given.tolist() if hasattr(given, "tolist") else given
-    several = isinstance(listed, Iterable) and not isinstance(listed, (str, bytes, Mapping))
-    sizes = list(listed) if several else [listed]
-    whole = all(isinstance(size, Integral) and not isinstance(size, bool) for size in sizes)
-    fits = several and whole and len(sizes) == parts and all(size >= 0 for size in sizes)
+    try:
+        sizes = [operator.index(size) for size in given]
+    except TypeError:  # no numbers, or not whole ones
+        sizes = []
+    fits = len(sizes) == parts and all(size >= 0 for size in sizes)
     if not fits or (total is not None and sum(sizes) != total):
         together = "" if total is None else f" that make {total} rows together"
         example = [1] * parts if total is None else equal_sizes(total, parts)
         raise ConfigError(
             f"`sizes` must hold {parts} sizes of at least 0{together}, but "
-            f"is {sizes if several else given!r:.80}. Give {example!r} for equal slices."
+            f"is {given!r:.80}. Give {example!r} for equal slices."
         )
-    return [int(size) for size in sizes]
+    return sizes
 
 
 def read_weights(name: str, weigh: Any, pieces: Sequence[Any], sizes: Sequence[int]) -> list[float]:
