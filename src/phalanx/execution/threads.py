@@ -200,9 +200,9 @@ class ThreadExecutor(Executor):
         """Run microbatches on one replica, in its thread, until none is left."""
         replica = self.replicas[index]
         forward = not state.task.goes_back  # else the source may be another than it was
-        if forward:  # a new shell, if an attribute was assigned
-            replica.follow(self._fingerprints[self.sources[index]])
         with modes.entered(replica.device), replica.running():
+            if forward:  # a new shell, if an attribute was assigned
+                replica.follow(self._fingerprints[self.sources[index]])
             while (microbatch := state.queue.take(index)) is not None:
                 try:
                     self._run_microbatch(replica, microbatch, state, nccl)
