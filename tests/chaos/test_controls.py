@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from typing import Any
 
 import pytest
 
-from phalanx.execution import ProcessExecutor
+from phalanx.execution import processes
 from phalanx.execution.contract import WorkQueue
+from phalanx.execution.partial_sums import TreeSums
 from phalanx.plan import Node
 from phalanx.replicas import Replica
 from phalanx.train.dispatcher import EventDispatcher
@@ -24,6 +23,11 @@ def assert_caught(course: Course, name: str) -> None:
     """Fail unless the comparison fails, and names ``name``."""
     with pytest.raises(AssertionError, match=rf"differ after step.*\b{name}\b"):
         course.compare()
+
+
+def is_of_worker(value: Any) -> bool:
+    """Tell whether a partial sum lies in shared memory, as those of undisturbed threads do not."""
+    return value is not None and bool(value.owners)
 
 
 @pytest.fixture
@@ -44,16 +48,13 @@ def test_a_lost_microbatch_is_caught(
     course: Course, monkeypatch: pytest.MonkeyPatch, returned: set[int]
 ) -> None:
     """A worker died with it, and nobody's gradients are added in their place."""
-    real = ProcessExecutor._count
+    real = TreeSums.put
 
-    def count(executor: Any, index: int, message: Any, done: Any, run: Any) -> None:
-        if message.microbatch not in returned:
-            real(executor, index, message, done, run)
-            return
-        run.state.sums.put(Node(0, message.microbatch), None)
-        run.state.queue.count()
+    def put(sums: Any, node: Node, value: Any) -> None:
+        is_lost = is_of_worker(value) and node.index in returned
+        real(sums, node, None if is_lost else value)
 
-    monkeypatch.setattr(ProcessExecutor, "_count", count)
+    monkeypatch.setattr(TreeSums, "put", put)
     course.suffer({1: Order("gradients written")}, compared=False)
     assert returned
     assert_caught(course, "model.first.weight")
@@ -64,15 +65,15 @@ def test_a_doubled_microbatch_is_caught(
     course: Course, monkeypatch: pytest.MonkeyPatch, returned: set[int]
 ) -> None:
     """The dead worker's gradients are added, and those of whoever repeats its work."""
-    real = ProcessExecutor._count
+    real = TreeSums.put
 
-    def count(executor: Any, index: int, message: Any, done: Any, run: Any) -> None:
-        if message.microbatch in returned:
-            for gradient in message.gradient_buffer.gradients:
+    def put(sums: Any, node: Node, value: Any) -> None:
+        if is_of_worker(value) and node.index in returned:
+            for gradient in value.gradients:
                 gradient.mul_(2)
-        real(executor, index, message, done, run)
+        real(sums, node, value)
 
-    monkeypatch.setattr(ProcessExecutor, "_count", count)
+    monkeypatch.setattr(TreeSums, "put", put)
     course.suffer({0: Order("gradients written")}, compared=False)
     assert returned
     assert_caught(course, "model.first.weight")
@@ -81,16 +82,13 @@ def test_a_doubled_microbatch_is_caught(
 def test_a_wrong_seed_on_retry_is_caught(
     course: Course, monkeypatch: pytest.MonkeyPatch, returned: set[int]
 ) -> None:
-    real = ProcessExecutor._prepare
+    real = processes.MicrobatchMessage
 
-    def prepare(executor: Any, index: int, microbatch: int, run: Any) -> Any:
-        if microbatch in returned:
-            state = copy.copy(run.state)
-            state.seed = (*state.seed[:-1], state.seed[-1] + 1000)
-            run = dataclasses.replace(run, state=state)
-        return real(executor, index, microbatch, run)
+    def make(*, index: int, seed: tuple[int, ...], **parts: Any) -> Any:
+        wrong = (*seed[:-1], seed[-1] + 1000) if index in returned else seed
+        return real(index=index, seed=wrong, **parts)
 
-    monkeypatch.setattr(ProcessExecutor, "_prepare", prepare)
+    monkeypatch.setattr(processes, "MicrobatchMessage", make)
     course.suffer({1: Order("before forward")}, compared=False)
     assert returned
     assert_caught(course, "losses")
