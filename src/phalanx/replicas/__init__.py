@@ -54,7 +54,6 @@ from phalanx.replicas.rng import (
     seed_of_process,
     set_generators,
 )
-from phalanx.replicas.rng_mode import RngMode
 from phalanx.replicas.shell import OwnInShell, placed_on, warn_of_assigned
 from phalanx.replicas.source_gradients import SourceGradients, current_replica
 
@@ -68,7 +67,6 @@ __all__ = [
     "PlainChanges",
     "ProcessRng",
     "Replica",
-    "RngMode",
     "RngPlan",
     "RunOrder",
     "SourceGradients",

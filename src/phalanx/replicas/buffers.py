@@ -8,6 +8,7 @@ counter is as the first microbatch left it; of a sum, each microbatch brings wha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -112,10 +113,7 @@ def merge_statistics(left: Statistics, right: Statistics) -> Statistics:
 
 def sum_statistics(operands: Iterable[Statistics]) -> Statistics:
     """Return what all microbatches left, added in the order of their sums."""
-    merged: Statistics = {}
-    for statistics in operands:
-        merge_statistics(merged, statistics)
-    return merged
+    return functools.reduce(merge_statistics, operands, {})
 
 
 def check_statistics(buffers: Mapping[str, Tensor], merged: Statistics) -> None:

@@ -33,7 +33,7 @@ class DeviceCopies:
 
     def on(self, device: torch.device) -> list[Tensor]:
         """Return the parameters on ``device``: themselves, or copies that `refresh` fills."""
-        elsewhere = [i for i, each in enumerate(self._originals) if not lies_on(each, device)]
+        elsewhere = [i for i, each in enumerate(self._originals) if each.device != device]
         if not elsewhere:
             return list(self._originals)
         copies = self._copies.setdefault(device, {})
@@ -88,8 +88,3 @@ def moved_at_once(rows: Sequence[Tensor], device: torch.device) -> Sequence[Tens
     flat = torch.cat(list(rows)).to(device, non_blocking=device.type != "cpu")
     found: tuple[Tensor, ...] = flat.split([row.numel() for row in rows])
     return found
-
-
-def lies_on(parameter: Tensor, device: torch.device) -> bool:
-    """Tell whether replicas on ``device`` compute with the parameter itself."""
-    return parameter.device == device

@@ -107,7 +107,8 @@ class CallerModes:
             yield
 
 
-def autocast_off(devices: Sequence[torch.device]) -> AbstractContextManager[object]:
+@contextlib.contextmanager
+def autocast_off(devices: Sequence[torch.device]) -> Iterator[None]:
     """Run the body without autocast for the given devices, as a thread of a replica begins.
 
     Example:
@@ -115,14 +116,9 @@ def autocast_off(devices: Sequence[torch.device]) -> AbstractContextManager[obje
         ...     torch.is_autocast_enabled("cpu")
         False
     """
-    kinds = [kind for kind in _kinds_of(tuple(devices))[0] if torch.is_autocast_enabled(kind)]
-    return _off(kinds) if kinds else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _off(kinds: Sequence[str]) -> Iterator[None]:
+    kinds, _ = _kinds_of(tuple(devices))
     with contextlib.ExitStack() as stack:
-        for kind in kinds:
+        for kind in filter(torch.is_autocast_enabled, kinds):
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 

@@ -17,7 +17,7 @@ from phalanx.replicas.buffers import ReplicaBuffers
 from phalanx.replicas.compiling import refuse_compiled_in_place
 from phalanx.replicas.device_copies import DeviceCopies, moved_at_once
 from phalanx.replicas.shell import Shell, alias_of
-from phalanx.replicas.source_gradients import SourceGradients, running_here
+from phalanx.replicas.source_gradients import SourceGradients
 
 __all__ = ["Replica", "refuse_lazy", "refuse_scripts"]
 
@@ -127,13 +127,11 @@ class Replica:
         where replicas would wait for each other, and for the caller's own backward pass, which
         waits for them.
         """
-        self._caught = {}
-        running_here.replicas.append((self.index, self._reaching, self._caught))
-        try:
-            with torch.autograd.set_multithreading_enabled(False):
-                yield
-        finally:
-            running_here.replicas.pop()
+        with (
+            self._reaching.catching(self.index) as self._caught,
+            torch.autograd.set_multithreading_enabled(False),
+        ):
+            yield
 
     def begin(self, *, forward: bool = True) -> None:
         """Begin a microbatch, with the source's containers and buffers as they are now.

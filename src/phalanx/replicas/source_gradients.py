@@ -14,15 +14,18 @@ nothing. Outside of a replica's run the hook changes nothing: `grad` of the modu
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["SourceGradients", "current_replica", "running_here"]
+from phalanx.errors import UnsupportedError
+
+__all__ = ["SourceGradients", "current_replica"]
 
 
 class _RunningReplicas(threading.local):
@@ -37,7 +40,7 @@ class _RunningReplicas(threading.local):
         self.replicas: list[tuple[int, SourceGradients, dict[int, Tensor]]] = []
 
 
-running_here = _RunningReplicas()
+_running_here = _RunningReplicas()
 
 
 def current_replica() -> int | None:
@@ -47,7 +50,7 @@ def current_replica() -> int | None:
         >>> current_replica() is None
         True
     """
-    return running_here.replicas[-1][0] if running_here.replicas else None
+    return _running_here.replicas[-1][0] if _running_here.replicas else None
 
 
 class SourceGradients:
@@ -61,6 +64,7 @@ class SourceGradients:
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         # A node lives as long as somebody holds it, and the hook with it.
         self._nodes: dict[int, torch.autograd.graph.Node] = {}
+        self._running: list[int] = []  # the replicas that run, in any thread
         self._lock = threading.Lock()
         for parameter in parameters:
             self.watch(parameter)
@@ -75,6 +79,27 @@ class SourceGradients:
             node.register_prehook(partial(_catch, weakref.ref(self), index))
             self._nodes[index] = node
 
+    @contextlib.contextmanager
+    def catching(self, replica: int) -> Iterator[dict[int, Tensor]]:
+        """Catch, by index, what backward passes in this thread bring while ``replica`` runs."""
+        caught: dict[int, Tensor] = {}
+        self._running.append(replica)
+        _running_here.replicas.append((replica, self, caught))
+        try:
+            yield caught
+        finally:
+            _running_here.replicas.pop()
+            self._running.remove(replica)
+
+    def refuse_others(self) -> None:
+        """Refuse a gradient that a thread of a container in one of the replicas brings."""
+        if self._running and _running_here.replicas:
+            raise UnsupportedError(
+                "A container inside of another must not reach parameters of the outer one's module "
+                "by a reference that is kept, but does. Use the module that `forward=` is given, "
+                "and keep no function that holds the outer module."
+            )
+
 
 # The hook holds the index only: a node that held its owner could never be collected.
 def _catch(
@@ -82,11 +107,14 @@ def _catch(
 ) -> tuple[None] | None:
     """Keep a gradient for the replica that runs, and leave none to be added to `grad`."""
     found = owner()
-    for _, own, caught in reversed(running_here.replicas):
+    if found is None:
+        return None
+    for _, own, caught in reversed(_running_here.replicas):
         if own is found:
             gradient, before = gradients[0], caught.get(index)
             if gradient is not None:  # a copy: the engine may write to it afterwards
                 gradient = gradient.detach()
                 caught[index] = gradient.clone() if before is None else before + gradient
             return (None,)
+    found.refuse_others()
     return None

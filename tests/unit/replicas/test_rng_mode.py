@@ -10,8 +10,9 @@ import torch
 from torch.overrides import get_overridable_functions
 
 from phalanx.errors import UnsupportedError
-from phalanx.replicas import RngMode, derive_seed
+from phalanx.replicas import derive_seed
 from phalanx.replicas.rng import is_drawing_operator, may_draw
+from phalanx.replicas.rng_mode import RngMode
 
 
 def test_attention_is_refused_where_others_use_the_default_generator() -> None:
