@@ -18,7 +18,6 @@ from phalanx.callbacks.events import (
     WorkerLost,
 )
 from phalanx.clock import now_s
-from phalanx.plan import check_choice
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -132,7 +131,6 @@ def progress_for(wanted: bool | None, callbacks: Sequence[Callback]) -> Progress
     Args:
         wanted: Whether it is shown; None: on a terminal and in a notebook.
     """
-    check_choice("progress", wanted)
     if wanted is False or any(isinstance(each, Progress) for each in callbacks):
         return None
     return Progress() if wanted or _is_watched() else None

@@ -2,7 +2,6 @@
 
 from phalanx.plan.arguments import (
     check_argument,
-    check_choice,
     check_function,
     check_mean_loss,
     check_microbatches,
@@ -41,7 +40,6 @@ __all__ = [
     "SummationTree",
     "Verdict",
     "check_argument",
-    "check_choice",
     "check_function",
     "check_mean_loss",
     "check_microbatches",

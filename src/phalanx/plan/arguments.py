@@ -15,7 +15,6 @@ from phalanx.errors import ConfigError
 
 __all__ = [
     "check_argument",
-    "check_choice",
     "check_function",
     "check_mean_loss",
     "check_microbatches",
@@ -110,12 +109,6 @@ def read_number(name: str, given: Any, way_out: str = "") -> float:
     fits = isinstance(given, Real) and not isinstance(given, bool)
     check_argument(fits, name, "be a number", given, way_out)
     return float(given)
-
-
-def check_choice(name: str, given: Any, way_out: str = "") -> None:
-    """Refuse what is neither True nor False; None stands for the default."""
-    fits = given is None or isinstance(given, bool)
-    check_argument(fits, name, "be True, False or None", given, way_out)
 
 
 def check_function(name: str, given: Any, wanted: str = "be a function", way_out: str = "") -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.plan import check_argument, check_choice, read_whole
+from phalanx.plan import check_argument, read_whole
 from phalanx.tables.table import Table
 from phalanx.tables.updaters import Sum
 from phalanx.torch_internals import backward_id
@@ -265,7 +265,6 @@ class TableEmbeddingBag(_Rows):
     ) -> None:
         super().__init__(table, padding_idx)
         check_argument(mode in _MODES, "mode", "be 'sum', 'mean' or 'max'", mode)
-        check_choice("include_last_offset", include_last_offset)
         self.mode = mode
         self.include_last_offset = bool(include_last_offset)
 
