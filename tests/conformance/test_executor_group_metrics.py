@@ -110,21 +110,6 @@ def test_padded_rows_on_uneven_slices_equal_the_single_device(name, batches):
     assert abs(float(metric.compute()) - float(expected.compute())) < EXACT
 
 
-@pytest.mark.parametrize("name", METRICS)
-def test_the_test_would_see_a_mean_of_means(name):
-    """A control: the value that per-slice metrics averaged would give is another one."""
-    x, y = (each[:-PAD] for each in METRICS[name][1](0))
-    whole, parts = made(name), []
-    whole.update(x, y)
-    for own_x, own_y in zip(x.split(WORKLOADS), y.split(WORKLOADS), strict=True):
-        if "AUROC" in name and len(set(own_y.tolist())) < 2:
-            continue  # a slice of one class has none
-        part = made(name)
-        part.update(own_x, own_y)
-        parts.append(float(part.compute()))
-    assert abs(sum(parts) / len(parts) - float(whole.compute())) > 1e-3
-
-
 def test_padded_rows_enter_no_gradient_and_no_statistic():
     class Normed(Loss):
         def __init__(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
+from phalanx.errors import StateError
 from tests.conformance.containers import draw
 from tests.conformance.groups import (
     CLASSES,
@@ -167,3 +170,26 @@ def bytes_of_living_tensors() -> int:
         if isinstance(each, Tensor)
     }
     return sum(storages.values())
+
+
+def test_backward_after_a_forward_in_inference_mode_is_refused_and_changes_nothing():
+    net, x, g = Net(), draw(7, 5), draw(7, CLASSES, seed=1)
+    with group_of(net, desc("data", 7, 5), inputs_need_grad=True) as group:
+        group.forward(x)
+        group.backward([g])
+        before = [parameter.grad for parameter in net.parameters()]
+        with torch.inference_mode():
+            group.forward(x)
+        with pytest.raises(StateError, match="inference_mode"):
+            group.backward([g])
+        with pytest.raises(StateError, match="backward"):
+            group.get_input_grads()
+        after = [parameter.grad for parameter in net.parameters()]
+        assert all(a is b for a, b in zip(before, after, strict=True))
+
+
+def test_the_ported_script_of_the_page_runs(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "migrating_mxnet.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec("\n".join(blocks), {"__name__": "ported"})
+    assert "probabilities: (6, 3)" in capsys.readouterr().out

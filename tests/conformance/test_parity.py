@@ -20,7 +20,6 @@ from tests.conformance.containers import cpu_and_others
 from tests.products import in_pairs
 from tests.zoo import (
     CASES,
-    CNN_NORM,
     GPT,
     MLP,
     OPTIMIZERS,
@@ -32,13 +31,10 @@ from tests.zoo import (
     TwoInputs,
     adamw,
     assert_close,
-    assert_same_bits,
     batches_of,
-    cnn_norm,
     gpt,
     gradients_of,
     mlp,
-    plain_sgd,
     plain_steps,
     sgd,
     state_of,
@@ -139,24 +135,6 @@ def test_ten_optimizer_steps_of_the_trainer_equal_the_twins(
     assert all(sum(event.shares) == rows and len(event.shares) == replicas for event in done)
 
 
-@MATRIX
-def test_the_trainers_gradient_equals_the_twins(
-    case: Case, rows: int, replicas: int, dtype: torch.dtype
-) -> None:
-    net = case.build(dtype)
-    twin = twin_of(net)
-    batch = case.batch(rows, dtype)
-    with phalanx.Trainer(
-        net, case.loss, plain_sgd, microbatches=None, replicas=cpu_and_others(replicas)
-    ) as trainer:
-        before = state_of(trainer.module)
-        trainer.step(batch)
-        after = state_of(trainer.module)
-    case.loss(twin(batch[0]), batch[1]).backward()
-    for name, parameter in twin.named_parameters():
-        assert_close(before[name] - after[name], parameter.grad, dtype)
-
-
 @pytest.mark.parametrize("microbatches", [1, 3, 7])
 @MODELS
 def test_the_trainer_equals_the_twin_whatever_the_number_of_microbatches(
@@ -187,18 +165,6 @@ def test_only_the_input_needs_a_gradient() -> None:
         model(x).square().sum().backward()
     twin(other).square().sum().backward()
     assert_close(x.grad, other.grad, torch.float64)
-
-
-def test_an_intermediate_input_hands_its_gradient_on() -> None:
-    net = mlp(torch.float64)
-    twin = twin_of(net)
-    scale = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
-    other = scale.detach().clone().requires_grad_()
-    x, targets = vector_batch(9, torch.float64)
-    with parallel(net) as model:
-        MLP.loss(model(x * scale), targets).backward()
-    MLP.loss(twin(x * other), targets).backward()
-    assert_close(scale.grad, other.grad, torch.float64)
 
 
 @REPLICAS
@@ -244,41 +210,6 @@ def test_a_part_of_the_output_may_stay_unused() -> None:
     assert twin.right.weight.grad is None
 
 
-def test_rows_of_the_output_may_stay_unused() -> None:
-    net = mlp(torch.float64)
-    twin = twin_of(net)
-    x, _ = vector_batch(9, torch.float64)
-    with parallel(net, 3) as model:
-        model(x)[:2].square().sum().backward()
-    twin(x)[:2].square().sum().backward()
-    assert_close(gradients_of(net), gradients_of(twin), torch.float64)
-
-
-def test_gradients_can_be_asked_for_by_autograd_grad() -> None:
-    net = mlp(torch.float64)
-    twin = twin_of(net)
-    x = torch.randn(9, 7, dtype=torch.float64, requires_grad=True)
-    with parallel(net) as model:
-        ours = torch.autograd.grad(model(x).square().sum(), [x, *net.parameters()])
-    theirs = torch.autograd.grad(twin(x).square().sum(), [x, *twin.parameters()])
-    assert_close(ours, theirs, torch.float64)
-    assert gradients_of(net) == [None] * len(ours[1:])
-
-
-@pytest.mark.parametrize("workloads", [[2, 1], [1, 0], [0, 1], [0.1, 5.0]])
-def test_workloads_do_not_show_in_the_result(workloads: list[float]) -> None:
-    net = mlp(torch.float64)
-    twin = twin_of(net)
-    x, targets = vector_batch(15, torch.float64)
-    with parallel(net, 2, workloads=workloads) as model:
-        outputs = model(x)
-        MLP.loss(outputs, targets).backward()
-    expected = twin(x)
-    MLP.loss(expected, targets).backward()
-    assert_close(outputs, expected, torch.float64)
-    assert_close(gradients_of(net), gradients_of(twin), torch.float64)
-
-
 def nested_items(rows: int) -> dict[str, Any]:
     draw = torch.Generator().manual_seed(rows)
     return {
@@ -319,29 +250,6 @@ def test_tuples_and_named_tuples_come_back_as_such(kind: str) -> None:
     expected = twin(nested_items(7), kind=kind)
     assert type(outputs) is type(expected) is (Pair if kind == "pair" else tuple)
     assert_close(list(outputs), list(expected), torch.float64)
-
-
-def test_an_integer_output_comes_back_without_a_gradient() -> None:
-    class Classify(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = mlp(torch.float64)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            scores = self.net(x)
-            return scores, scores.argmax(1)
-
-    net = Classify()
-    twin = twin_of(net)
-    x, targets = vector_batch(9, torch.float64)
-    with parallel(net, 3) as model:
-        scores, classes = model(x)
-        MLP.loss(scores, targets).backward()
-    expected, expected_classes = twin(x)
-    MLP.loss(expected, targets).backward()
-    assert torch.equal(classes, expected_classes)
-    assert not classes.requires_grad
-    assert_close(gradients_of(net), gradients_of(twin), torch.float64)
 
 
 class TestTrainerInputs:
@@ -475,16 +383,6 @@ def test_the_trainer_notices_freezing_and_thawing_between_steps(
 # --- what a module can do -------------------------------------------------------------------------
 
 
-def test_batch_norm_statistics_in_training_are_finite_and_counted_once() -> None:
-    net = cnn_norm(torch.float64)
-    with parallel(net, 3) as model:
-        for seed in range(4):
-            model(CNN_NORM.batch(9, torch.float64, seed=seed)[0])
-    assert net[1].num_batches_tracked.item() == 4
-    assert net[1].running_mean.isfinite().all()
-    assert net[1].running_mean.any()
-
-
 def test_batch_norms_running_mean_equals_the_twins() -> None:
     """A mean over all rows is the mean of the slices' means weighted by rows; a variance is not."""
     net = nn.Sequential(nn.BatchNorm1d(7)).double()
@@ -505,21 +403,6 @@ class TestDropout:
         assert not torch.equal(first[:4], first[4:])
         assert not torch.equal(first, second)
         assert set(first.unique().tolist()) == {0.0, 2.0}
-
-    def test_the_same_seed_gives_the_same_numbers(self) -> None:
-        x = torch.ones(8, 50)
-        with parallel(nn.Dropout(0.5), 2) as model:
-            model(x)
-            torch.manual_seed(1)
-            first = model(x), model(x)
-            torch.manual_seed(1)
-            again = model(x), model(x)
-        assert_same_bits(again, first)
-
-    def test_eval_draws_nothing(self) -> None:
-        x = torch.ones(8, 50)
-        with parallel(nn.Dropout(0.5), 2) as model:
-            assert torch.equal(model.eval()(x), x)
 
 
 def test_load_state_dict_tells_missing_and_unexpected_keys_as_the_unwrapped_module_does() -> None:

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 import phalanx
 from phalanx.compat import torch7
 from phalanx.errors import ConfigError, StateError
-from phalanx.replicas import known_devices
 from tests.columns import columns_of_layer
 from tests.conformance.containers import cpu_and_others, joined
 from tests.zoo import ACCELERATOR_FIRST
@@ -242,15 +241,6 @@ def test_the_two_passes_back_are_independent(pair):
     assert_same_gradients(made, twin)
 
 
-def test_parameters_gradients_need_no_input_gradient_before(pair):
-    made, twin = pair
-    x, g = draw(5, 4), draw(5, 3, seed=1)
-    twin(x).backward(g)
-    made.forward(x)
-    made.accGradParameters(x, g)
-    assert_same_gradients(made, twin)
-
-
 def test_passes_accumulate_and_are_scaled(pair):
     made, twin = pair
     leaves = [draw(5, 4, seed=seed).requires_grad_() for seed in range(3)]
@@ -264,16 +254,6 @@ def test_passes_accumulate_and_are_scaled(pair):
     twin(leaves[0]).backward(2 * draw(5, 3, seed=8))
     made.forward(leaves[0])
     made.accGradParameters(leaves[0], draw(5, 3, seed=8), 2)
-    assert_same_gradients(made, twin)
-
-
-def test_one_forward_pass_bears_two_passes_back(pair):
-    made, twin = pair
-    x, g = draw(5, 4), draw(5, 3, seed=1)
-    twin(x).backward(2 * g)
-    made.forward(x)
-    first = made.backward(x, g)
-    assert torch.equal(first, made.backward(x, g))
     assert_same_gradients(made, twin)
 
 
@@ -359,33 +339,6 @@ def test_gradients_of_nested_inputs_are_nested_like_them(kind):
         made.close()
 
 
-def test_an_input_without_influence_has_a_zero_gradient():
-    net = torch7.Explicit(nn.ModuleList([nn.Linear(2, 1)]))
-    net.module.forward = lambda pair: net.module[0](pair[0])
-    pair = (torch.ones(3, 2), torch.ones(3, 5))
-    net.forward(pair)
-    assert torch.equal(net.backward(pair, torch.ones(3, 1))[1], torch.zeros(3, 5))
-
-
-def test_a_module_that_returns_its_input_returns_its_gradient():
-    net = torch7.Explicit(nn.Identity())
-    x, g = draw(3, 2), draw(3, 2, seed=1)
-    assert torch.equal(net.forward(x), x)
-    assert torch.equal(net.backward(x, g), g)
-    assert torch.equal(net.backward(x, g), g)
-
-
-def test_frozen_parameters_get_no_gradient():
-    net = torch7.Explicit(mlp())
-    net.module[0].requires_grad_(False)
-    before = net.module[0].weight.clone()
-    net.forward(draw(5, 4))
-    net.backward(draw(5, 4), draw(5, 3))
-    net.updateParameters(LR)
-    assert net.module[0].weight.grad is None
-    assert torch.equal(net.module[0].weight, before)
-
-
 def test_input_gradients_can_be_switched_off(pair):
     made, twin = pair
     x, g = draw(5, 4), draw(5, 3)
@@ -398,16 +351,6 @@ def test_input_gradients_can_be_switched_off(pair):
     made.gradInput = torch.empty(0)
     made.forward(x)
     assert made.backward(x, g).shape == x.shape
-
-
-def test_input_gradients_switched_off_are_not_computed():
-    seen = []
-    net = torch7.Explicit(mlp())
-    net.register_forward_pre_hook(lambda _, args: seen.append(args[0].requires_grad))
-    for value in (net.gradInput, None):
-        net.gradInput = value
-        net.forward(draw(5, 4))
-    assert seen == [True, False]
 
 
 def forgotten(made, x):
@@ -529,14 +472,6 @@ def test_explicit_passes_reach_a_container_inside_a_sequential():
     net[1].close()
 
 
-def test_hooks_run_in_an_explicit_pass(pair):
-    made, _ = pair
-    seen = []
-    made.register_forward_hook(lambda module, args, output: seen.append(tuple(output.shape)))
-    made.forward(draw(5, 4))
-    assert seen == [(5, 3)]
-
-
 def test_two_threads_may_call_one_module():
     net = torch7.Explicit(nn.Linear(4, 3))
     arrived, gone = threading.Barrier(2, timeout=DEADLINE_S), threading.Event()
@@ -620,14 +555,6 @@ def test_modes_are_switched_in_all_modules_inside(pair):
     assert all(module.training for module in made.modules())
 
 
-def test_modes_reach_the_replicas():
-    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(1.0))
-    with torch7.DataParallelTable(0).add(net, THREE) as made:
-        assert not made.forward(torch.ones(5, 4)).any()
-        assert made.evaluate().forward(torch.ones(5, 4)).any()
-        assert not made.train().forward(torch.ones(5, 4)).any()
-
-
 def test_children_are_counted_from_zero(pair):
     made, _ = pair
     assert isinstance(made.get(0), nn.Module)
@@ -698,11 +625,6 @@ def test_clear_state_forgets_what_passes_keep(pair):
     assert made.output.numel() == made.gradInput.numel() == 0
 
 
-def test_the_next_gpu_is_where_fewest_are():
-    for made in (torch7.DataParallel(0), torch7.DataParallelTable(0), torch7.ModelParallel(0)):
-        assert made.nextGPU() == known_devices()[0]
-
-
 def test_threads_run_the_function_before_or_after_add():
     ran = []
     net = torch7.DataParallelTable(0, True).threads(lambda: ran.append(threading.get_ident()))
@@ -736,14 +658,6 @@ def test_nccl_that_does_not_serve_the_devices_is_one_warning():
         close(net.forward(draw(5, 4)), mlp()(draw(5, 4)).detach())
     with pytest.raises(ConfigError, match="`useNCCL` must come with `flattenParams`"):
         torch7.DataParallelTable(0, False, True)
-
-
-def test_modules_may_be_added_one_by_one():
-    with torch7.DataParallelTable(0) as net:
-        for _ in range(3):
-            net.add(mlp(), "cpu")
-        assert len(net.devices) == 3
-        close(net.forward(draw(5, 4)), mlp()(draw(5, 4)).detach())
 
 
 class Flattened(nn.Module):

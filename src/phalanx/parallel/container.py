@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 from torch import nn
 
 from phalanx.execution import ThreadExecutor
-from phalanx.parallel.graph import Graph, RunPart, refuse_transforms
+from phalanx.parallel.graph import RunPart, refuse_transforms, run_pieces
 from phalanx.plan import check_function, read_intra_op
 from phalanx.replicas import (
     OwnInShell,
@@ -196,17 +196,16 @@ class Container(nn.Module):
             run: Called as ``run(piece, module, inputs)`` in a worker's thread.
             merge: Called with the outputs, in order, in the caller's thread.
         """
-        refuse_transforms()
+        refuse_transforms(self.parameters(), parts)
         executor = self._open_executor()
         with executor.in_order():  # of several threads, each begins with what the one before wrote
             owners = self._owners(len(parts))
-            graph = Graph(executor, parts, run, owners=owners)
-            report = graph.forward(weights)
+            outputs, report = run_pieces(executor, parts, run, weights, owners)
             statistics = sum_statistics(operand.statistics for operand in report.operands)
             named = self._trained().named_buffers(remove_duplicate=False) if statistics else ()
             buffers = dict(named)
             check_statistics(buffers, statistics)
-            merged = merge(graph.outputs(report))
+            merged = merge(outputs)
             if report.drew:
                 advance_process_generator()
             write_statistics(buffers, statistics)

@@ -38,7 +38,7 @@ from phalanx.torch_internals import (
 )
 from phalanx.types import Nested
 
-__all__ = ["ForwardTask", "Graph", "ReplicaGraph", "RunPart", "refuse_transforms"]
+__all__ = ["ForwardTask", "ReplicaGraph", "RunPart", "refuse_transforms", "run_pieces"]
 
 RunPart = Callable[[int, nn.Module, Nested], Nested]  # (piece, module, inputs) -> outputs
 
@@ -136,162 +136,133 @@ class _BackwardTask(Task):
                 leaf.grad = None
 
 
-@dataclass
-class _Piece:
-    """One piece of the caller's inputs, leaf by leaf, and its graph until that is freed.
-
-    Attributes:
-        wanted: Which leaves shall have a gradient.
-    """
-
-    leaves: list[Any]  # Any: whatever the module takes
-    spec: pytree.TreeSpec
-    wanted: list[bool]
-    graph: ReplicaGraph | None = None
-
-    @classmethod
-    def of(cls, part: Nested, records: bool) -> _Piece:
-        leaves, spec = flatten(part)
-        wanted = [records and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-        return cls(leaves, spec, wanted)
-
-    def cut_off(self) -> tuple[Nested, list[bool]]:
-        """Return the inputs without the caller's graph, and which shall have a gradient."""
-        leaves = [each.detach() if isinstance(each, Tensor) else each for each in self.leaves]
-        return unflatten(leaves, self.spec), self.wanted
-
-    def leaves_with_gradient(self) -> list[Tensor]:
-        return [leaf for leaf, wants in zip(self.leaves, self.wanted, strict=True) if wants]
-
-
-class Graph:
-    """The pieces' graphs of one forward pass, and their node in the caller's graph.
+def run_pieces(
+    executor: ThreadExecutor,
+    parts: Sequence[Nested | None],
+    run: RunPart,
+    weights: Sequence[float],
+    owners: Sequence[int] | None,
+) -> tuple[list[Nested], RunResult]:
+    """Run the module on every part, as one node of the caller's graph.
 
     Args:
         executor: It runs the parts.
         parts: Nested inputs, one piece of the batch each; None for those that are left out.
         run: The module's forward pass.
+        weights: How much each part counts.
         owners: The replica that runs each piece; None: whoever is free.
+
+    Returns:
+        The outputs of the parts that there are, in order, in the caller's graph where they need
+        gradients; and the report of the run.
+    """
+    records = torch.is_grad_enabled()
+    hooked = records and any(
+        each._backward_hooks or each._post_accumulate_grad_hooks for each in executor.parameters
+    )
+    cut_off = [(None, []) if part is None else _cut_off(part, records) for part in parts]
+    modes = CallerModes.capture(executor.devices)
+    result = executor.run(
+        ForwardTask(run, records, hooked),
+        [batch for batch, _ in cut_off],
+        weights=weights,
+        seed=(seed_of_process(),),
+        owners=owners,
+    )
+    graphs: list[ReplicaGraph] = [each[0] for each in result.results if each is not None]
+    values: list[list[Any]] = [each[1] for each in result.results if each is not None]
+    needing = [(i, place) for i, graph in enumerate(graphs) for place in graph.needing]
+    if needing:
+        trainable = {id(each) for each in executor.parameters if each.requires_grad}
+        reached = [graph.reached for graph in graphs if graph.reached is not None]
+        if len(reached) == len(graphs):
+            trainable &= frozenset().union(*reached)
+        parameters = [each for each in executor.parameters if id(each) in trainable]
+        leaves = [leaf for _, wanted in cut_off for leaf in wanted]
+        node = _Node(
+            executor,
+            modes,
+            [None if each is None else each[0] for each in result.results],
+            [[leaf.device for leaf in wanted] for _, wanted in cut_off],
+            trainable,
+            [max(replica, 0) for replica in result.replica_of],
+        )
+        connected = _Connect.apply(  # type: ignore[no-untyped-call]
+            node, [values[i][place] for i, place in needing], *leaves, *parameters
+        )
+        for (i, place), tensor in zip(needing, connected, strict=True):
+            values[i][place] = tensor
+    pairs = zip(values, graphs, strict=True)
+    return [unflatten(own, graph.spec) for own, graph in pairs], result
+
+
+def _cut_off(part: Nested, records: bool) -> tuple[tuple[Nested, list[bool]], list[Tensor]]:
+    """Return a part without the caller's graph, with the marks of leaves that need a gradient.
+
+    And these leaves themselves.
+    """
+    leaves, spec = flatten(part)
+    marks = [records and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+    wanted = [leaf for leaf, mark in zip(leaves, marks, strict=True) if mark]
+    return (unflatten([_detached(leaf) for leaf in leaves], spec), marks), wanted
+
+
+@dataclass
+class _Node:
+    """The way back through the pieces' graphs.
 
     Attributes:
         modes: The caller's in the forward pass.
-
-    Raises:
-        UnsupportedError: In forward-mode differentiation.
+        graphs: By piece; None for a part that was left out, and after a backward pass for all.
+        devices: By piece, those of the caller's leaves that need a gradient.
+        trainable: The ids of the parameters that need one.
+        owners: The replica that has the graph of each piece.
     """
 
-    def __init__(
-        self,
-        executor: ThreadExecutor,
-        parts: Sequence[Nested | None],
-        run: RunPart,
-        *,
-        owners: Sequence[int] | None,
-    ) -> None:
-        _refuse_tangents(executor.parameters, parts)
-        self._executor = executor
-        records = torch.is_grad_enabled()
-        hooked = records and any(map(_has_hooks, executor.parameters))
-        self._task = ForwardTask(run, records, hooked)
-        self._owners = owners
-        self.modes = CallerModes.capture(executor.devices)
-        self._pieces = [
-            None if part is None else _Piece.of(part, self._task.records) for part in parts
-        ]
-        self._trainable = {id(p) for p in executor.parameters if p.requires_grad}
-        self._connected: list[tuple[int, int]] = []  # (piece, place) of outputs in the graph
-
-    # -- forward -----------------------------------------------------
-
-    def forward(self, weights: Sequence[float]) -> RunResult:
-        """Run the module on every part; ``weights`` say how much each counts."""
-        batches = [None if piece is None else piece.cut_off() for piece in self._pieces]
-        result = self._executor.run(
-            self._task, batches, weights=weights, seed=(seed_of_process(),), owners=self._owners
-        )
-        self._owners = [max(replica, 0) for replica in result.replica_of]  # they have the graphs
-        return result
-
-    def outputs(self, result: RunResult) -> list[Nested]:
-        """Return the pieces' outputs, in the caller's graph where they need gradients."""
-        found: dict[int, tuple[ReplicaGraph, list[Any]]] = {}
-        for index, piece in enumerate(self._pieces):
-            if piece is not None:
-                graph, values = found[index] = result.results[index]
-                piece.graph = graph if graph.needing else None
-                self._connected += [(index, place) for place in graph.needing]
-        reached = [graph.reached for graph, _ in found.values()]
-        if self._task.hooked and None not in reached:
-            self._trainable &= {each for ids in reached if ids is not None for each in ids}
-        if self._connected:
-            values = [found[index][1][place] for index, place in self._connected]
-            connected = _Connect.apply(self, values, *self._tensors())  # type: ignore[no-untyped-call]
-            for (index, place), tensor in zip(self._connected, connected, strict=True):
-                found[index][1][place] = tensor
-        return [unflatten(values, graph.spec) for graph, values in found.values()]
-
-    def _given(self) -> list[_Piece]:
-        return [piece for piece in self._pieces if piece is not None]
-
-    def _tensors(self) -> list[Tensor]:
-        """Return the caller's tensors that need gradients: input leaves first, then parameters."""
-        leaves = [leaf for piece in self._given() for leaf in piece.leaves_with_gradient()]
-        return leaves + [p for p in self._executor.parameters if id(p) in self._trainable]
-
-    # -- backward ----------------------------------------------------
+    executor: ThreadExecutor
+    modes: CallerModes
+    graphs: list[ReplicaGraph | None]
+    devices: list[list[torch.device]]
+    trainable: set[int]
+    owners: list[int]
 
     def backward(self, grads: Sequence[Tensor | None], keep_graph: bool) -> Gradients:
-        """Return the gradients of :meth:`_tensors`; each replica goes back through its graphs."""
-        if not any(piece.graph for piece in self._given()):
+        """Return the gradients of the leaves, then of the parameters; replicas go back at once."""
+        if not any(self.graphs):
             raise StateError(
                 "`backward()` needs the graph of its forward pass, but an earlier `backward()` "
                 "has freed it. Call the first one with retain_graph=True."
             )
-        given: dict[int, dict[int, Tensor]] = {}
-        for (index, place), grad in zip(self._connected, grads, strict=True):
-            if grad is not None:
-                given.setdefault(index, {})[place] = grad
-        result = self._run_backward(given, keep_graph)
-        if result.drew:
-            advance_process_generator()
-        gradients = self._input_gradients(result) + self._parameter_gradients(result)
-        if not keep_graph:
-            for piece in self._given():
-                piece.graph = None
-        return gradients
-
-    def _run_backward(self, given: dict[int, dict[int, Tensor]], keep_graph: bool) -> RunResult:
-        """Run the backward pass of the pieces whose outputs got a gradient."""
-        batches = [
-            (piece.graph, given[index]) if piece is not None and index in given else None
-            for index, piece in enumerate(self._pieces)
-        ]
+        arrived = iter(grads)
+        batches: list[tuple[ReplicaGraph, dict[int, Tensor]] | None] = []
+        for graph in self.graphs:
+            found = {place: next(arrived) for place in (graph.needing if graph else ())}
+            given = {place: grad for place, grad in found.items() if grad is not None}
+            batches.append((graph, given) if graph and given else None)
         with torch.enable_grad():  # gradients are asked for
-            return self._executor.run(
+            result = self.executor.run(
                 _BackwardTask(keep_graph),
                 batches,
                 weights=[float(batch is not None) for batch in batches],
                 seed=(seed_of_process(), _BACKWARD),
-                owners=self._owners,
+                owners=self.owners,
             )
-
-    def _input_gradients(self, result: RunResult) -> Gradients:
+        if result.drew:
+            advance_process_generator()
+        if not keep_graph:
+            self.graphs = [None] * len(self.graphs)
         gradients: Gradients = []
-        for index, piece in enumerate(self._pieces):
-            leaves = [] if piece is None else piece.leaves_with_gradient()
-            found = result.results[index] or [None] * len(leaves)
-            pairs = zip(leaves, found, strict=True)
-            gradients += [None if own is None else own.to(leaf.device) for leaf, own in pairs]
+        for own, devices in zip(result.results, self.devices, strict=True):
+            pairs = zip(own or [None] * len(devices), devices, strict=True)
+            gradients += [None if each is None else each.to(device) for each, device in pairs]
+        sums = self.executor.add_gradients(result)
+        for parameter, total in zip(self.executor.parameters, sums, strict=True):
+            if id(parameter) in self.trainable:
+                strides = dense_strides(parameter)
+                gradients.append(
+                    None if total is None else total.as_strided(parameter.shape, strides)
+                )
         return gradients
-
-    def _parameter_gradients(self, result: RunResult) -> Gradients:
-        """Return the sums for those parameters that autograd asks for."""
-        sums = self._executor.add_gradients(result)
-        return [
-            None if total is None else total.as_strided(parameter.shape, dense_strides(parameter))
-            for parameter, total in zip(self._executor.parameters, sums, strict=True)
-            if id(parameter) in self._trainable
-        ]
 
 
 class _Connect(torch.autograd.Function):
@@ -299,8 +270,8 @@ class _Connect(torch.autograd.Function):
 
     # Any: torch's own signature for the context.
     @staticmethod
-    def forward(ctx: Any, graph: Graph, values: list[Tensor], *_: Tensor) -> tuple[Tensor, ...]:
-        ctx.graph = graph
+    def forward(ctx: Any, node: _Node, values: list[Tensor], *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.node = node
         ctx.set_materialize_grads(False)
         return tuple(values)
 
@@ -313,8 +284,8 @@ class _Connect(torch.autograd.Function):
                 "derivatives."
             )
         keep_graph = keeps_graph()
-        with ctx.graph.modes.on_streams():
-            return (None, None, *ctx.graph.backward(grads, keep_graph))
+        with ctx.node.modes.on_streams():
+            return (None, None, *ctx.node.backward(grads, keep_graph))
 
 
 # Any: a leaf of whatever the module returns.
@@ -322,24 +293,17 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-def _has_hooks(parameter: Tensor) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
-def refuse_transforms() -> None:
+def refuse_transforms(parameters: Iterable[Tensor], parts: Sequence[Nested | None]) -> None:
     """Refuse a call in a transform of `torch.func`, which follows tensors by their thread.
 
     Raises:
-        UnsupportedError: It is in one.
+        UnsupportedError: It is in one, or a tensor has a tangent (forward-mode differentiation).
     """
     if in_func_transform():
         raise UnsupportedError(
             "A container must be called outside of `torch.func`'s transforms (`grad`, `vmap`, "
             "`jvp`, …), but is called in one. Use the unwrapped module there."
         )
-
-
-def _refuse_tangents(parameters: Sequence[Tensor], parts: Sequence[Nested | None]) -> None:
     if not in_forward_mode():
         return
     leaves = [leaf for part in parts if part is not None for leaf in flatten(part)[0]]

@@ -7,7 +7,6 @@ import pickle
 import threading
 import traceback
 from collections import namedtuple
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -34,29 +33,6 @@ class ToAll(AbstractParallel):
 class Sum(ToAll):
     def merge(self, outputs: list[Tensor]) -> Tensor:
         return torch.stack([output.to(outputs[0].device) for output in outputs]).sum(0)
-
-
-class Slices(AbstractParallel):
-    """Gives every column its piece of ``dim``."""
-
-    def distribute(self, inputs: Tensor) -> Sequence[Tensor]:
-        return inputs.tensor_split(len(self), self.dim)
-
-
-class Gated(ToAll):
-    """Has a parameter, a buffer and a layer of its own, used by both rules."""
-
-    def __init__(self, num_columns: int) -> None:
-        super().__init__()
-        self.gate = nn.Parameter(torch.linspace(0.5, 1.5, num_columns))
-        self.front = nn.Linear(4, 4)
-        self.register_buffer("offset", torch.tensor(0.25))
-
-    def distribute(self, inputs: Tensor) -> list[Tensor]:
-        return super().distribute(self.front(inputs).tanh())
-
-    def merge(self, outputs: list[Tensor]) -> Tensor:
-        return (torch.stack(outputs, -1) * self.gate).sum(-1) + self.offset
 
 
 class Takes(nn.Module):
@@ -116,15 +92,6 @@ def test_a_column_may_be_added_between_passes() -> None:
         model(x)
         model.add(nn.Linear(4, 2), "cpu")
         assert_close(model(x), sum(model.get(index)(x) for index in range(3)))
-
-
-def test_a_column_that_is_replaced_is_followed() -> None:
-    x, other = x_of(), nn.Linear(4, 2)
-    with of(Sum, *linears(2)) as model:
-        model(x)
-        model.add_module("1", other)
-        assert model.get(1) is other
-        assert_close(model(x), model.get(0)(x) + other(x))
 
 
 def test_inside_of_a_column_changes_are_followed() -> None:
@@ -238,22 +205,6 @@ def test_parts_may_be_of_any_shape_and_structure() -> None:
     assert sorted(map(str, shapes)) == ["None", "torch.Size([1, 4])", "torch.Size([2, 4])"]
 
 
-def test_gradients_follow_from_a_rule_that_slices_and_transforms() -> None:
-    class Scaled(Slices):
-        def distribute(self, inputs: Tensor) -> Sequence[Tensor]:
-            return super().distribute(inputs.sin().flip(0) * 2)
-
-    x, y = x_of(5, 7).requires_grad_(), None
-    y = x.detach().clone().requires_grad_()
-    with of(Scaled, *linears(3, 7)) as model:
-        twin = copy.deepcopy(model)
-        model(x).square().sum().backward()
-        pieces = (y.sin().flip(0) * 2).tensor_split(3)
-        torch.cat([twin.get(i)(piece) for i, piece in enumerate(pieces)]).square().sum().backward()
-        assert_close(x.grad, y.grad)
-        assert_close(gradients(model), gradients(twin))
-
-
 # --- merge ----------------------------------------------------------------------------------------
 
 
@@ -311,23 +262,6 @@ def test_a_rule_of_ones_own_gets_outputs_as_they_are() -> None:
         assert model(x_of()) == "merged"
     assert got[0]["y"].tolist() == [1.0, 1.0]
     assert got[1:] == ["word", None]
-
-
-def test_parameters_of_the_container_itself_are_trained() -> None:
-    x = x_of().requires_grad_()
-    with of(lambda: Gated(3), *linears(3, 4, 4)) as model:  # type: ignore[arg-type]
-        twin, y = copy.deepcopy(model), x.detach().clone().requires_grad_()
-        front = twin.front(y).tanh()
-        outputs = torch.stack([twin.get(index)(front) for index in range(3)], -1)
-        expected = (outputs * twin.gate).sum(-1) + twin.offset
-        found = model(x)
-        assert_close(found, expected)
-        found.square().sum().backward()
-        expected.square().sum().backward()
-        assert_close(gradients(model), gradients(twin))
-        assert_close(x.grad, y.grad)
-        assert len(gradients(model)) == 1 + 2 + 3 * 2
-        assert list(model.state_dict())[:2] == ["gate", "offset"]
 
 
 def test_a_rule_that_fails_keeps_its_error_and_buffers_stay_as_they_were() -> None:
@@ -392,37 +326,6 @@ def test_a_column_whose_output_is_not_used_gets_no_gradient() -> None:
 
 # --- copies ---------------------------------------------------------------------------------------
 
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-}
-
-
-@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES.keys())
-@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
-def test_copies_are_equal_and_independent(duplicate: Any, used: bool) -> None:
-    x = x_of()
-    with of(Sum, nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))) as model:
-        if used:
-            model(x).sum().backward()
-        with duplicate(model) as other:
-            assert (len(other), other.devices, other.dim) == (2, (CPU, CPU), 0)
-            assert_as_in_turn(other, x)
-            before = {key: value.clone() for key, value in other.state_dict().items()}
-            with torch.no_grad():
-                model.get(0).weight.zero_()
-            assert torch.equal(other.get(0).weight, before["0.weight"])
-
-
-def test_ties_between_columns_stay_in_a_copy() -> None:
-    shared = nn.Linear(4, 2)
-    model = of(Sum, shared, nn.Sequential(shared), shared)
-    for duplicate in COPIES.values():
-        other = duplicate(model)
-        assert other.get(0) is other.get(1)[0] is other.get(2)
-        with other:
-            assert_as_in_turn(other, x_of())
-
 
 def test_columns_that_were_placed_elsewhere_run_on_what_this_machine_has() -> None:
     """A column without parameters has no tensor that `map_location` could have moved."""
@@ -473,14 +376,3 @@ def test_an_error_on_the_way_back_leaves_no_gradient_and_a_usable_container() ->
         assert "1" in caught.value.__notes__[0]
         assert gradients(model) == [None] * 4
         assert_as_in_turn(model, x)
-
-
-# --- moving and sending ---------------------------------------------------------------------------
-
-
-def test_a_change_of_dtype_reaches_columns_and_the_container_itself() -> None:
-    with of(lambda: Gated(2), *linears(2, 4, 4)) as model:  # type: ignore[arg-type]
-        model(x_of())
-        model.double()
-        assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float64}
-        assert model(x_of().double()).dtype == torch.float64

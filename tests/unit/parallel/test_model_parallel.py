@@ -91,16 +91,6 @@ class TestContainer:
                 x = torch.randn(4, 3)
                 assert torch.equal(other(x), model(x))
 
-    def test_columns_keep_what_the_others_do_to_the_gradients_apart(self):
-        """A frozen column, and two columns that are one: gradients as in plain PyTorch."""
-        frozen, twice = nn.Linear(3, 2).requires_grad_(False), nn.Linear(3, 2)
-        x = torch.randn(4, 3)
-        with columns_of([frozen, twice, twice]) as model:
-            model(x).square().sum().backward()
-        assert frozen.weight.grad is None
-        (expected,) = torch.autograd.grad(2 * twice(x).square().sum(), twice.weight)
-        torch.testing.assert_close(twice.weight.grad, expected)
-
     @pytest.mark.gpu
     def test_columns_on_the_gpu_and_the_cpu(self, gpu):
         layer = nn.Linear(3, 5)

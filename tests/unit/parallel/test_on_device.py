@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 from phalanx.errors import ConfigError
-from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.on_device import OnDevice
 
 ABSENT = "cuda:99"
@@ -104,13 +103,6 @@ class TestMoving:
         assert all(leaf.device.type == "meta" for leaf in leaves)
         assert outputs["args"][1]["a"][1] == 1
 
-    def test_outputs_made_elsewhere_come_to_where_the_module_runs(self):
-        net = nn.Sequential(nn.Linear(3, 3), OnDevice(nn.Linear(3, 2), "meta"))
-        assert net(torch.ones(1, 3)).device.type == "meta"
-        # nothing can be copied out of "meta": a home on the CPU is seen by the refusal
-        with pytest.raises(NotImplementedError, match="meta"):
-            OnDevice(net, "cpu")(torch.ones(1, 3))
-
     def test_the_sizes_of_a_packed_sequence_stay_on_the_cpu(self):
         packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
         output, _ = OnDevice(nn.GRU(2, 4), "meta")(packed)
@@ -163,13 +155,6 @@ class TestMoving:
             OnDevice(lambda x: x, "cpu")
         assert devices(net) == {"cpu"}
 
-    def test_names_are_those_that_tensors_show(self):
-        assert OnDevice(nn.Tanh(), "cpu:0").device == torch.zeros(1).device
-        with pytest.warns(UserWarning, match="not on xpu:7"):
-            assert str(OnDevice(nn.Tanh(), torch.device("xpu", 7)).device) == "xpu:7"
-        with pytest.warns(UserWarning, match="not on hpu:0"):
-            assert OnDevice(nn.Tanh(), "hpu").device == torch.device("hpu:0")
-
 
 class TestTraining:
     def test_wrapped_equals_unwrapped(self):
@@ -189,24 +174,6 @@ class TestTraining:
         for ours, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
             assert torch.equal(ours, theirs)
 
-    def test_replicas_run_it(self):
-        net = nn.Sequential(nn.Linear(3, 5), OnDevice(nn.Linear(5, 2), "cpu"))
-        x = torch.randn(5, 3)
-        expected = net(x)
-        expected.sum().backward()
-        gradients = [parameter.grad for parameter in net.parameters()]
-        net.zero_grad()
-        with DataParallel(net, ["cpu"] * 3) as model:
-            output = model(x)
-            output.sum().backward()
-        torch.testing.assert_close(output, expected)
-        for parameter, gradient in zip(net.parameters(), gradients, strict=True):
-            torch.testing.assert_close(parameter.grad, gradient)
-
-    def test_an_error_inside_comes_out(self):
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            OnDevice(nn.Linear(3, 2), "cpu")(torch.ones(1, 4))
-
 
 class TestPinned:
     def test_a_model_around_it_changes_the_dtype_but_not_the_device(self):
@@ -223,12 +190,6 @@ class TestPinned:
         wrapped = OnDevice(nn.BatchNorm1d(2), "cpu").to("meta").to_empty(device="meta")
         assert devices(wrapped) == {"cpu"}
         assert torch.equal(wrapped.running_var, torch.ones(2))
-
-    def test_moving_away_does_not_touch_values_on_a_device_that_nothing_can_be_copied_from(self):
-        wrapped = OnDevice(nn.BatchNorm1d(2), "meta").to("cpu", torch.float64)
-        assert devices(wrapped) == {"meta"}
-        assert wrapped.weight.dtype == wrapped.running_var.dtype == torch.float64
-        assert wrapped.num_batches_tracked.dtype == torch.int64
 
     def test_no_copy_is_made_where_it_does_not_belong(self):
         """The module may be pinned because it fits nowhere else."""
@@ -255,19 +216,6 @@ class TestPinned:
         wrapped = OnDevice(nn.Linear(3, 2), "cpu").share_memory()
         assert wrapped.weight.is_shared()
 
-    def test_wrapped_modules_inside_keep_their_own_device(self):
-        inner = OnDevice(nn.Linear(3, 3), "cpu")
-        outer = OnDevice(nn.Sequential(nn.Linear(3, 3), inner), "meta")
-        assert outer.module[0].weight.device.type == "meta"
-        assert inner.weight.device.type == "cpu"
-        nn.Sequential(outer).double()
-        assert outer.module[0].weight.dtype == inner.weight.dtype == torch.float64
-
-    def test_a_module_runs_on_its_own_device_whatever_is_pinned_inside(self):
-        net = nn.Sequential(OnDevice(nn.Linear(3, 3), "meta"), nn.Linear(3, 3))
-        net.forward = net[1].forward
-        assert OnDevice(net, "cpu")(torch.ones(2, 3)).device.type == "cpu"
-
     def test_a_wrapper_in_a_wrapper_runs_on_the_inner_device(self):
         spy = Spy()
         outer = OnDevice(OnDevice(spy, "meta"), "cpu", "meta")
@@ -283,24 +231,12 @@ class TestPinned:
 
 
 class TestAbsentDevice:
-    def test_the_module_runs_where_it_is(self):
-        net = nn.Linear(3, 2)
-        x = torch.randn(4, 3)
-        wrapped = absent(net)
-        assert torch.equal(wrapped(x), net(x))
-        assert devices(wrapped) == {"cpu"}
-
     def test_inputs_come_to_the_module_and_outputs_to_a_device_that_exists(self):
         wrapped = absent(Spy(), "meta").to("meta")
         assert devices(wrapped) == {"meta"}  # nothing pins it here
         assert wrapped(torch.ones(2))["args"][0].device.type == "meta"
         assert wrapped.module.args[0].device.type == "meta"
         assert absent(nn.Tanh(), "meta")(torch.ones(2)).device.type == "meta"
-
-    def test_outputs_stay_where_their_device_does_not_exist(self):
-        with pytest.warns(UserWarning, match=r"leaves its outputs where it runs, not on cuda:99"):
-            wrapped = OnDevice(nn.Linear(3, 2), "meta", ABSENT)
-        assert wrapped(torch.ones(1, 3)).device.type == "meta"
 
     def test_one_warning_says_so_at_the_users_line(self):
         line = inspect.currentframe().f_lineno + 2
@@ -324,27 +260,6 @@ class TestAbsentDevice:
         assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, line)]
         x = torch.randn(2, 3)
         assert torch.equal(loaded(x), net(x))
-
-    def test_a_model_made_where_the_device_exists_loads_and_runs_without_it(self, monkeypatch):
-        with monkeypatch.context() as elsewhere:
-            elsewhere.setattr(torch.cuda, "device_count", lambda: 100)
-            elsewhere.setattr(nn.Module, "to", lambda module, device: module)
-            net = nn.Sequential(nn.Linear(3, 3), OnDevice(nn.Linear(3, 2), ABSENT))
-        with pytest.warns(UserWarning, match="this machine has no such device"):
-            loaded = saved_and_loaded(net, map_location="cpu")
-        x = torch.randn(2, 3)
-        assert torch.equal(loaded(x), nn.Sequential(net[0], net[1].module)(x))
-
-    def test_on_a_machine_that_has_the_device_a_loaded_model_runs_where_it_was_put(self):
-        """As any model loaded with `map_location`: it moves when the model around it does."""
-        net = nn.Sequential(OnDevice(nn.Linear(3, 2), "meta"))
-        net[0].module = nn.Linear(3, 2)
-        loaded = saved_and_loaded(net)
-        assert loaded(torch.ones(1, 3)).device.type == "cpu"
-        loaded.to(torch.float64)
-        assert devices(loaded) == {"cpu"}
-        loaded.to("meta")
-        assert devices(loaded) == {"meta"}
 
 
 class TestWrapping:
@@ -419,13 +334,6 @@ class TestWrapping:
         net.eval()
         assert not net.module.training
 
-    def test_one_wrapper_in_two_places_is_listed_once(self):
-        net = OnDevice(nn.Linear(3, 2), "cpu")
-        twice = nn.ModuleList([net, net])
-        assert list(twice.modules()) == [twice, net, net.module]
-        assert len(list(twice.named_parameters())) == 2
-        assert len(list(twice.named_parameters(remove_duplicate=False))) == 4
-
     def test_functional_calls_use_the_values_given_or_refuse_them(self):
         net = nn.Sequential(OnDevice(nn.Sequential(nn.Linear(3, 2)), "cpu"))
         zeros = {name: torch.zeros_like(value) for name, value in net.named_parameters()}
@@ -445,17 +353,6 @@ class TestWrapping:
         assert other.weight.data_ptr() != net.weight.data_ptr()
         assert other(torch.ones(1, 3)).device.type == "meta"
         other.load_state_dict(net.state_dict())
-
-    def test_copies_share_what_the_original_shares(self):
-        first = OnDevice(nn.Linear(3, 3), "cpu")
-        second = OnDevice(nn.Linear(3, 3), "cpu")
-        second.weight = first.weight
-        second.module.wrappers = [second]  # a module may know what is around it
-        for copied in (copy.deepcopy, saved_and_loaded):
-            net = copied(nn.ModuleList([first, second]))
-            assert net[0].weight is net[1].weight
-            assert net[1].wrappers[0] is net[1]
-        assert copy.deepcopy(second.module).wrappers[0].device == second.device
 
     def test_it_shows_where_it_runs(self):
         assert "cpu → meta" in repr(OnDevice(nn.Linear(3, 2), "cpu", "meta"))
