@@ -22,7 +22,7 @@ from tests.conformance.groups import desc, group_of
 from tests.zoo import assert_close, assert_same_bits, plain_steps, sgd
 
 F = nn.functional
-EXECUTORS = [("inline", 1), ("threads", 1), ("threads", 2), ("threads", 3), ("processes", 2)]
+EXECUTORS = [("inline", 1), ("threads", 3), ("processes", 2)]
 
 
 def batches(steps: int = 3, rows: int = 10) -> list[tuple[Tensor, Tensor]]:
