@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import phalanx
 from phalanx import UnsupportedError
+from tests.zoo import plain_sgd as sgd
 
 pytestmark = pytest.mark.promise("whole-batch-gradients")
 
@@ -119,10 +120,6 @@ def forward(module: nn.Module, batch: Any) -> tuple[Tensor, Any]:
 def without_cache(module: nn.Module, batch: Any) -> Tensor:
     loss: Tensor = module(**batch, use_cache=False).loss
     return loss
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1.0)
 
 
 def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -20,14 +20,11 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx import OutOfSpace, PeerLost, StateError
+from tests.zoo import adamw
 
 PATIENCE_S = 60.0
 
 Batch = tuple[Tensor, Tensor]
-
-
-def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
 
 
 def batch(seed: int = 0, rows: int = 7) -> Batch:

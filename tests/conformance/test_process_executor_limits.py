@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
 
 import phalanx
 from phalanx.errors import OutOfSpace, PeerLost
@@ -17,14 +16,11 @@ from phalanx.execution import processes
 from phalanx.execution.worker_process import WorkerProcess
 from phalanx.ipc import Region
 from phalanx.memory.shared_memory_pool import SharedMemoryPool
+from tests.zoo import adamw
 
 pytestmark = pytest.mark.promise("nothing-is-left-behind")
 
 MOST_REFUSED = 100  # a first step asks for some twenty regions
-
-
-def adamw(parameters: list[nn.Parameter]) -> Optimizer:
-    return AdamW(parameters, lr=1e-2)
 
 
 def make(executor: str, optimizer: Any) -> Any:

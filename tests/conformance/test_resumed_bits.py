@@ -23,15 +23,12 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 import phalanx
 from phalanx.errors import CheckpointError, UnsupportedError
 from tests.products import in_pairs
+from tests.zoo import simple_sgd as sgd
 
 pytestmark = pytest.mark.promise("resuming-changes-no-bit", "resume-continues-the-data")
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 Batches = list[tuple[Tensor, Tensor]]
-
-
-def sgd(parameters: list[nn.Parameter]) -> Optimizer:
-    return SGD(parameters, lr=0.1)
 
 
 def adamw_of_two_groups(parameters: list[nn.Parameter]) -> Optimizer:

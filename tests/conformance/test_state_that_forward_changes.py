@@ -12,15 +12,12 @@ from torch import Tensor, nn
 
 import phalanx
 from tests.conformance.groups import desc, group_of
+from tests.zoo import simple_sgd as sgd
 
 pytestmark = pytest.mark.promise("state-is-shared", "buffers-are-merged")
 
 EXECUTORS = [("inline", 1), ("threads", 2), ("processes", 1)]
 mse = nn.functional.mse_loss
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1)
 
 
 def batch() -> tuple[Tensor, Tensor]:
