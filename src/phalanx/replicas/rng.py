@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -235,11 +235,8 @@ class MicrobatchRng(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        drawing = _may_draw.get(func)
-        if drawing is None:
-            drawing = _may_draw[func] = may_draw(func)
         kwargs = kwargs or {}
-        if not drawing or not _draws(func, args, kwargs):
+        if not may_draw(func) or not _draws(func, args, kwargs):
             return func(*args, **kwargs)
         with self.mode:
             return func(*args, **kwargs)
@@ -328,10 +325,8 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     )
 
 
-_may_draw: dict[Any, bool] = {}  # Any, here and below: whatever torch lets modes override
-
-
-def may_draw(func: Any) -> bool:
+@cache
+def may_draw(func: Any) -> bool:  # Any, here and below: whatever torch lets modes override
     """Tell whether a torch function may draw; what is unknown may.
 
     A function written in C goes by the tags of the operator of its name. One written in Python is

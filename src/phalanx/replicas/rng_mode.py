@@ -8,6 +8,7 @@ where it is entered.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -240,37 +241,32 @@ _WAYS_OUT = {
     ),
 }
 
-_may_draw: dict[Any, bool] = {}
-_overloads: dict[Any, Any] = {}
-_made_of_others: dict[Any, bool] = {}
 
-
+@functools.cache
 def _is_made_of_others(func: Any) -> bool:
-    if func not in _made_of_others:
-        _made_of_others[func] = is_made_of_others(func.name())
-    return _made_of_others[func]
+    return is_made_of_others(func.name())
+
+
+@functools.cache
+def _may_draw(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags and func not in _TAKE_WHAT_WAS_DRAWN
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether this call draws from a default generator."""
-    may_draw = _may_draw.get(func)
-    if may_draw is None:
-        tagged = torch.Tag.nondeterministic_seeded in func.tags
-        may_draw = _may_draw[func] = tagged and func not in _TAKE_WHAT_WAS_DRAWN
-    if not may_draw or kwargs.get("generator") is not None:  # the model brings its own
+    if not _may_draw(func) or kwargs.get("generator") is not None:  # the model brings its own
         return False
     names = _DRAWS_ONLY_WITH.get(func, ())
     return all(_argument(func, args, kwargs, name) for name in names)
 
 
+@functools.cache
 def _with_generator(func: Any) -> Any:
     """Return the overload of ``func`` that takes a generator, or None."""
-    if func not in _overloads:
-        packet = func.overloadpacket
-        overloads = [getattr(packet, name) for name in packet.overloads()]
-        matching = (each for each in overloads if _arguments(each) == _arguments(func))
-        _overloads[func] = next(filter(_takes_generator, matching), None)
-    return _overloads[func]
+    packet = func.overloadpacket
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    matching = (each for each in overloads if _arguments(each) == _arguments(func))
+    return next(filter(_takes_generator, matching), None)
 
 
 def _takes_generator(func: Any) -> bool:
