@@ -115,37 +115,3 @@ def test_a_fork_is_refused_and_leaves_the_parents_replicas_alone() -> None:
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 0
         assert model(torch.ones(4, 4)).shape == (4, 3)
-
-
-def test_a_plain_attribute_that_is_written_to_is_followed() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mask = torch.ones(3)
-
-        def forward(self, rows: torch.Tensor) -> torch.Tensor:
-            return rows * self.mask
-
-    net = Masked()
-    with phalanx.DataParallel(net, devices=2) as model:
-        model(torch.ones(4, 3))
-        for value in (0.0, 2.0, 3.0):
-            net.mask.fill_(value)
-            assert model(torch.ones(4, 3)).sum() == 12 * value
-
-
-def test_a_buffer_that_takes_the_place_of_another_is_never_taken_for_it() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("scale", torch.zeros(3))
-
-        def forward(self, rows: torch.Tensor) -> torch.Tensor:
-            return rows * self.scale
-
-    net = Scaled()
-    with phalanx.DataParallel(net, devices=2) as model:
-        for value in range(100):  # the new one often lies where the old one lay
-            net.scale = None
-            net.scale = torch.full((3,), float(value))
-            assert model(torch.ones(4, 3)).sum() == 12 * value
