@@ -89,11 +89,19 @@ def _run_trainer(job: RecoveryJob, tell: Callable[[Beat], None]) -> None:
     """Train with `Trainer` and worker processes."""
     module, batch = build(job.model)
     lost: list[int] = []
-    executor = phalanx.Processes(
-        max_failures=None, on_failure=lambda failure: lost.append(failure.pid)
-    )
+
+    def note(event: object) -> None:
+        if isinstance(event, phalanx.WorkerLost):
+            lost.append(event.pid)
+
     with phalanx.Trainer(
-        module, loss_of, sgd, microbatches=None, replicas=job.workers, executor=executor
+        module,
+        loss_of,
+        sgd,
+        microbatches=None,
+        replicas=job.workers,
+        executor=phalanx.Processes(max_failures=None),
+        callbacks=[note],
     ) as trainer:
         while True:
             started_s = now_s()

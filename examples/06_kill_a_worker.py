@@ -74,7 +74,9 @@ def train(steps: int, *, kill: bool) -> str:
     victims = [1, 0] if kill else []
 
     def after_each(event: object) -> None:
-        if isinstance(event, phalanx.StepDone) and victims and is_due(event, len(victims), steps):
+        if isinstance(event, phalanx.WorkerLost):
+            tell(event)
+        elif isinstance(event, phalanx.StepDone) and victims and is_due(event, len(victims), steps):
             pid = trainer.worker_pids[victims.pop()]
             # A moment later, when the next step is on its way.
             threading.Timer(0.01, os.kill, (pid, signal.SIGKILL)).start()
@@ -83,7 +85,7 @@ def train(steps: int, *, kill: bool) -> str:
         net,
         nn.functional.cross_entropy,
         lambda params: torch.optim.AdamW(params, lr=1e-3),
-        executor=phalanx.Processes(on_failure=tell),
+        executor="processes",
         replicas=2,
         microbatches=6,
         callbacks=[after_each],

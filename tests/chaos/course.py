@@ -104,9 +104,7 @@ class Watched:
             Net(),
             nn.functional.cross_entropy,
             adamw,
-            executor=phalanx.Processes(
-                timeout_s=timeout_s, max_failures=None, on_failure=self.lost.append
-            )
+            executor=phalanx.Processes(timeout_s=timeout_s, max_failures=None)
             if executor == "processes"
             else executor,
             replicas=replicas,
@@ -122,6 +120,8 @@ class Watched:
     def _note(self, event: object) -> None:
         if isinstance(event, phalanx.StepDone):
             self.losses.append(event.loss)
+        elif isinstance(event, phalanx.WorkerLost):
+            self.lost.append(event)
 
     def step(self) -> None:
         self.trainer.fit(self._data, steps=1)

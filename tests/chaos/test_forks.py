@@ -42,12 +42,25 @@ def batch() -> Any:
     return torch.randn(16, 3, 16, 16, generator=draw), torch.arange(16) % 10
 
 
-def trainer_of(net: nn.Module, loss: Any = F.cross_entropy, **options: Any) -> phalanx.Trainer:
+def noting(lost: list[phalanx.WorkerLost]) -> Callable[[object], None]:
+    """Return a callback that collects lost workers."""
+
+    def note(event: object) -> None:
+        if isinstance(event, phalanx.WorkerLost):
+            lost.append(event)
+
+    return note
+
+
+def trainer_of(
+    net: nn.Module, loss: Any = F.cross_entropy, callbacks: Any = (), **options: Any
+) -> phalanx.Trainer:
     return phalanx.Trainer(
         net,
         loss,
         sgd,
         executor=phalanx.Processes(**{"max_failures": None, "timeout_s": DEADLINE_S, **options}),
+        callbacks=callbacks,
         microbatches=None,
         replicas=2,
     )
@@ -105,9 +118,8 @@ def test_no_worker_hangs_that_is_forked_beside_threads_that_compute(kills: int) 
             None,
             sgd,
             forward=logs,
-            executor=phalanx.Processes(
-                intra_op=2, max_failures=None, timeout_s=DEADLINE_S, on_failure=lost.append
-            ),
+            executor=phalanx.Processes(intra_op=2, max_failures=None, timeout_s=DEADLINE_S),
+            callbacks=[noting(lost)],
             microbatches=None,
             replicas=2,
         ) as trainer,
@@ -158,7 +170,7 @@ def test_a_worker_that_waits_for_a_lock_of_another_thread_is_replaced() -> None:
             return F.cross_entropy(outputs, targets)
 
     thread = threading.Thread(target=hold)
-    with trainer_of(conv(), locking, timeout_s=2.0, on_failure=lost.append) as trainer:
+    with trainer_of(conv(), locking, [noting(lost)], timeout_s=2.0) as trainer:
         thread.start()
         assert held.wait(DEADLINE_S)
         trainer.step(batch())

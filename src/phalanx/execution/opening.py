@@ -13,11 +13,11 @@ from phalanx.distributed import ElasticExchange, Exchange, nccl_is_here
 from phalanx.errors import UnsupportedError
 from phalanx.execution.contract import Executor
 from phalanx.execution.elastic_ranks import ElasticRankExecutor, write_once_elastic
-from phalanx.execution.failures import FailureLog, WorkerLost, check_limits, check_seconds
+from phalanx.execution.failures import FailureLog, check_limits, check_seconds
 from phalanx.execution.processes import ProcessExecutor
 from phalanx.execution.ranks import RankExecutor, write_once
 from phalanx.execution.threads import ThreadExecutor
-from phalanx.plan import check_argument, check_function, read_intra_op
+from phalanx.plan import check_argument, read_intra_op
 
 __all__ = [
     "EXECUTORS",
@@ -73,7 +73,6 @@ class Processes:
         intra_op: As for `Threads`.
         timeout_s: How long a microbatch may take before its worker process counts as hung.
         max_failures: How many worker processes may be lost in all; None for any number.
-        on_failure: Called with every `WorkerLost`, after the update that it was lost in.
 
     Raises:
         ConfigError: An option cannot work.
@@ -86,13 +85,10 @@ class Processes:
     intra_op: int | None = None
     timeout_s: float = 300.0
     max_failures: int | None = 20
-    on_failure: Callable[[WorkerLost], object] | None = None
 
     def __post_init__(self) -> None:
         read_intra_op(self.intra_op)
         check_limits(self.timeout_s, self.max_failures)
-        if self.on_failure is not None:
-            check_function("on_failure", self.on_failure)
 
 
 @dataclass(frozen=True, kw_only=True)

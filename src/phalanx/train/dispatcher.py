@@ -26,8 +26,7 @@ class EventDispatcher:
     Args:
         callbacks: Called with every event, in order, but for those that save: what they write
             holds what the others have counted of the event.
-        choice: What was given as ``executor=``: `on_failure` is called with every loss of a worker
-            before them, and the ranks may change.
+        choice: What was given as ``executor=``: the ranks may change.
         failures: Where losses are noted; None where no workers can be lost.
     """
 
@@ -39,7 +38,6 @@ class EventDispatcher:
     ) -> None:
         self._elastic = choice.elastic
         self._callbacks = tuple(sorted(callbacks, key=lambda each: getattr(each, "saves", False)))
-        self._on_failure = choice.options.on_failure
         self._failures = failures
 
     def tell(self, event: Event) -> None:
@@ -100,6 +98,4 @@ class EventDispatcher:
     def tell_of_failures(self, step: int) -> None:
         """Tell of the workers that were lost since the last time, in update ``step``."""
         for lost in () if self._failures is None else self._failures.take(step):
-            if self._on_failure is not None:
-                self._on_failure(lost)
             self.tell(lost)
