@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 
 import pytest
 import torch
@@ -118,6 +119,48 @@ def test_an_add_of_several_blocks_that_a_death_interrupts_is_there_whole(
         wait_for_exit(child.pid)
         look_after_a_death(table, world, expected(updater, whole, True))
         assert table.stats().undone == int(point in ("undo written", "half the rows written"))
+
+
+def victim_of_shards(parent: Parent, run: str) -> None:
+    with tables.join(run, timeout_s=DEADLINE_S) as world:
+        table = open_table(world, "sum", num_shards=2)
+        parent.tell("ready")
+        die_at("lock held", 1)
+        table.add(DELTA)
+
+
+def test_a_get_waits_for_who_makes_the_rest_of_a_dead_workers_add(run):
+    """Else it would answer without an add that is there a moment later."""
+    with (
+        Children() as children,
+        tables.join(run, timeout_s=DEADLINE_S) as world,
+        world.thread_worker() as other,
+    ):
+        table, others = (open_table(each, "sum", num_shards=2) for each in (world, other))
+        child = children.start(victim_of_shards, run)
+        assert child.get() == "ready"
+        wait_for_exit(child.pid)
+        begun, go_on = threading.Event(), threading.Event()
+
+        def fault(reached: str, worker: int) -> None:
+            if reached == "before lock":
+                begun.set()
+                assert go_on.wait(DEADLINE_S)
+
+        fail_points.inject(fault)
+        thread = threading.Thread(target=others.get)
+        thread.start()
+        try:
+            assert begun.wait(DEADLINE_S)
+            world.timeout_s = 0.2
+            with pytest.raises(PeerTimeout, match="log of worker 2"):
+                table.get()
+        finally:
+            world.timeout_s = DEADLINE_S
+            go_on.set()
+            thread.join(DEADLINE_S)
+            fail_points.inject(None)
+        assert torch.equal(table.get(), 1 + DELTA)
 
 
 def reader(parent: Parent, run: str, kind: str, updater: str, point: str) -> None:

@@ -2,6 +2,7 @@
 
 from phalanx.ipc.at_fork import register_at_fork
 from phalanx.ipc.available_memory import available_memory_bytes
+from phalanx.ipc.changes import Changes
 from phalanx.ipc.control_groups import cores_allowed
 from phalanx.ipc.fail_points import Fault, fail_point, inject
 from phalanx.ipc.forks import flush_output, fork, fork_apart, let_go, take_signals
@@ -14,6 +15,7 @@ from phalanx.ipc.run_directory import RunDirectory
 
 __all__ = [
     "ALIGN_BYTES",
+    "Changes",
     "Fault",
     "LivenessTimer",
     "Mutex",

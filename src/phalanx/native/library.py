@@ -29,13 +29,14 @@ __all__ = [
     "require_library",
 ]
 
-_VERSION = 19  # as in native.h: a library of another one is left alone
+_VERSION = 20  # as in native.h: a library of another one is left alone
 # What returns a number.
 _ANSWERS = (
     "finite",
     "copy_finite",
     "within",
     "all_reduce",
+    "changes",
     "lock_",
     "part_",
     "index_find",
@@ -79,6 +80,9 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
         "lock_take": [pointer, number],
         "lock_release": [pointer],
         "lock_owner": [pointer],
+        "changes": [pointer],
+        "changes_tell": [pointer],
+        "changes_wait": [pointer, number, number],
         "part_add": [pointer, pointer, number, pointer, number, number, number, number],
         "part_make": [pointer, pointer, number, number, pointer, pointer],
         "part_get": [pointer, pointer, number, pointer],

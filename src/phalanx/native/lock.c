@@ -11,9 +11,12 @@
    block has left it behind. */
 
 #include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stddef.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -99,3 +102,24 @@ int64_t phalanx_lock_release(phalanx_lock *lock) {
 }
 
 int64_t phalanx_lock_owner(const phalanx_lock *lock) { return lock->owner; }
+
+/* What somebody waits for; see ipc/changes.py. */
+typedef struct {
+    _Atomic uint32_t count;   /* of changes; the word that the kernel compares */
+    _Atomic uint32_t waiting; /* how many wait, or died waiting: nobody is woken where it is 0 */
+} changes;
+
+int64_t phalanx_changes(const changes *what) { return what->count; }
+
+void phalanx_changes_tell(changes *what) {
+    what->count++;
+    if (what->waiting) syscall(SYS_futex, &what->count, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+/* Sleep until something changes that had not when `count` was read, or so long. */
+void phalanx_changes_wait(changes *what, int64_t count, int64_t ms) {
+    struct timespec most = {.tv_sec = ms / 1000, .tv_nsec = ms % 1000 * 1000000};
+    what->waiting++;
+    syscall(SYS_futex, &what->count, FUTEX_WAIT, (uint32_t)count, &most, NULL, 0);
+    what->waiting--;
+}

@@ -28,7 +28,6 @@ from torch import Tensor
 from phalanx.clock import now_s
 from phalanx.cluster import MAX_PAYLOAD_BYTES, Answer, Head, Link, Request
 from phalanx.errors import ConfigError, StateError
-from phalanx.ipc import wait_until
 from phalanx.memory import all_within
 from phalanx.tables.deferred_adds import MOST_TOGETHER
 from phalanx.tables.host_operations import (
@@ -268,7 +267,7 @@ class HostService:
                 master = min(self._membership.awaited(), default=head.worker)
                 return storage.is_ready or master == head.worker
 
-            wait_until(
+            self._membership.changes.wait_until(
                 somebody_else_fills_it,
                 timeout_s,
                 lambda: self._membership.look_for_dead(timeout_s),

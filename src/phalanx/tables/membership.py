@@ -4,7 +4,7 @@
     line 0       the number of workers expected, 0 if it was not announced | the time of the last
                  check for dead workers, in ns
     line 1 + w   worker w:  state | pid | start | clock | incarnation | ·
-    then         the page's lock
+    then         the page's lock, and what those who wait sleep on: `changes`
 
 Each worker writes its own line, under the page's lock. Of those who wait, one checks every 10 to
 20 ms whether another has died, and marks it dead. *Awaited* workers are here, or expected and have
@@ -23,7 +23,7 @@ from functools import partial
 
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError
-from phalanx.ipc import Mutex, ProcessIdentity, Region, late_peers, wait_until
+from phalanx.ipc import Changes, Mutex, ProcessIdentity, Region, late_peers
 from phalanx.plan import check_argument
 
 __all__ = ["GAVE_UP_EARLIER", "MAX_WORKERS", "Barrier", "Membership"]
@@ -53,12 +53,13 @@ class Membership:
         self._words = region.buffer[:_LOCK_AT].cast("q")
         rank_of = partial(_worker_of, self._words)  # no method, which would hold the page
         self.lock = Mutex(region.buffer[_LOCK_AT:], f"membership of {label}", rank_of)
+        self.changes = Changes(region.buffer[_LOCK_AT + Mutex.NBYTES :])
         self._label = label
 
     @staticmethod
     def needed_bytes() -> int:
         """Return the size of the page."""
-        return _LOCK_AT + Mutex.NBYTES
+        return _LOCK_AT + Mutex.NBYTES + Changes.NBYTES
 
     @property
     def num_expected(self) -> int:
@@ -105,6 +106,7 @@ class Membership:
             self._words[at + _PID] = me.pid
             self._words[at + _START] = me.start_ticks
             self._words[at + _STATE] = _HERE
+        self.changes.tell()
         return worker
 
     def _announce(self, num_expected: int | None) -> None:
@@ -154,6 +156,7 @@ class Membership:
         with self.lock.held(timeout_s):
             if self.is_here(worker, incarnation):
                 self._words[self._start_of(worker) + _STATE] = _LEFT
+                self.changes.tell()
 
     def mark_dead(self, timeout_s: float) -> None:
         """Mark workers dead whose process is gone, so that nobody waits for them."""
@@ -170,7 +173,7 @@ class Membership:
             return False
         self._words[_LOOKED_NS] = now_ns
         self.mark_dead(timeout_s)
-        return True
+        return is_here and (process == _ELSEWHERE or process.alive())
 
     def _mark_dead(self) -> None:
         for worker in self.here():
@@ -189,6 +192,7 @@ class Membership:
         at = self._start_of(worker) + _STATE
         if self._words[at] == _HERE:
             self._words[at] = state
+            self.changes.tell()
 
     # --- looking ----------------------------------------------------------------------------------
 
@@ -233,6 +237,13 @@ class Membership:
         """Tell whether the process of ``worker`` is on another host."""
         return self._words[self._start_of(worker) + _PID] == _ELSEWHERE.pid
 
+    def lives(self, worker: int) -> bool:
+        """Tell whether a worker is here, and its process, where that is of this host."""
+        at = self._start_of(worker)
+        process = ProcessIdentity(self._words[at + _PID], self._words[at + _START])
+        is_here = self._words[at + _STATE] == _HERE
+        return is_here and (process == _ELSEWHERE or process.alive())
+
     def worker_of(self, pid: int) -> int | None:
         """Return the worker that a process is, if it is exactly one."""
         return _worker_of(self._words, pid)
@@ -260,11 +271,13 @@ class Membership:
         """Say that ``worker`` has ticked ``clock`` times in all."""
         at = self._start_of(worker) + _CLOCK
         self._words[at] = max(self._words[at], clock)
+        self.changes.tell()
 
     def advance(self, worker: int) -> int:
         """Count a tick of ``worker``, and return how many that makes."""
         at = self._start_of(worker) + _CLOCK
         self._words[at] += 1  # its own word: nobody else writes it
+        self.changes.tell()
         return self._words[at]
 
 
@@ -338,7 +351,8 @@ class Barrier:
                 with lock.held(timeout_s):
                     self._finish(number, hashed)
 
-        if not wait_until(lambda: words[0] >= number, timeout_s, look):
+        changes = self._membership.changes
+        if not changes.wait_until(lambda: words[0] >= number, timeout_s, look):
             self._give_up(worker, name, line, timeout_s)
         self._rounds[name] = words[1]  # the next one is not finished without this worker
         return self._rounds[name]
@@ -351,6 +365,7 @@ class Barrier:
             rounds = [self._words[self._start_of(w) + 3] for w in self._membership.awaited()]
             self._words[1] = max(rounds, default=0)  # nobody counts: all have left
             self._words[0] = number
+            self._membership.changes.tell()
 
     def _missing(self, number: int, hashed: int) -> list[int]:
         """Return the awaited workers that do not wait for the barrier."""

@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-from phalanx.ipc import Mutex, late_peers, wait_until
+from phalanx.ipc import Mutex, late_peers
 from phalanx.tables.log import WorkerLog
 from phalanx.tables.membership import GAVE_UP_EARLIER, Membership
 from phalanx.tables.part import Entry
@@ -111,7 +111,9 @@ class Rounds:
         with self._mutex:
             line[ARRIVED_AS] = abs(line[ARRIVED_AS])
             line[CLOCK] += 1
-            return Arrival(worker, line[CLOCK], line[ARRIVED_AS])
+            arrival = Arrival(worker, line[CLOCK], line[ARRIVED_AS])
+        self._membership.changes.tell()
+        return arrival
 
     def arrive_at(self, worker: int, number: int) -> Arrival:
         """Say that ``worker`` has logged all adds of round ``number``, and of those before."""
@@ -119,7 +121,9 @@ class Rounds:
         with self._mutex:
             line[ARRIVED_AS] = abs(line[ARRIVED_AS])
             line[CLOCK] = max(line[CLOCK], number)
-            return Arrival(worker, number, line[ARRIVED_AS])
+            arrival = Arrival(worker, number, line[ARRIVED_AS])
+        self._membership.changes.tell()
+        return arrival
 
     def finish(self, arrival: Arrival, timeout_s: float) -> None:
         """Wait until the round is in; apply it if everybody has arrived.
@@ -144,7 +148,7 @@ class Rounds:
         def look() -> None:
             self._membership.look_for_dead(timeout_s)
 
-        if not wait_until(ready, timeout_s, look):
+        if not self._membership.changes.wait_until(ready, timeout_s, look):
             self._give_up(arrival, timeout_s)
 
     def _has_all(self, number: int) -> bool:
@@ -189,6 +193,7 @@ class Rounds:
         self._line[TAKEN] = number
         self._take_in(number, entries, timeout_s)
         self._line[APPLIED] = number
+        self._membership.changes.tell()
 
     def _give_up(self, arrival: Arrival, timeout_s: float) -> None:
         worker, number, _ = arrival

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.errors import PeerTimeout, StateError
-from phalanx.ipc import Mutex, Waiting, fail_point, fail_points, wait_until
+from phalanx.ipc import Mutex, Waiting, fail_point, fail_points
 from phalanx.memory import MatrixRows, all_within
 from phalanx.tables.log import WorkerLog
-from phalanx.tables.membership import Membership
+from phalanx.tables.membership import MAX_WORKERS, Membership
 from phalanx.tables.part import Entry, RecordMemory, RowOutside, TablePart, checked
 from phalanx.tables.rounds import Rounds
 from phalanx.tables.run_regions import RunRegions
@@ -150,9 +150,12 @@ class Sharded:
                     if not line[READY]:
                         self._begin_shards(init)
                         line[READY] = 1
+                        self._membership.changes.tell()
             return bool(line[READY])
 
-        if not wait_until(ready, timeout_s, lambda: self._membership.look_for_dead(timeout_s)):
+        membership = self._membership
+        look = partial(membership.look_for_dead, timeout_s)
+        if not membership.changes.wait_until(ready, timeout_s, look):
             master = min(self._membership.awaited())
             raise PeerTimeout(
                 f"Worker {master}, the master, did not open table {self.spec.name!r} within "
@@ -280,19 +283,27 @@ class Sharded:
             raise failed
 
     def _end_logged_adds(self, timeout_s: float) -> None:
-        """Make the rest of adds that dead workers have logged; of the living, each does so."""
+        """Make the rest of adds that dead workers have logged; of the living, each does so.
+
+        Where another process makes it, wait: what this one reads next must have it.
+        """
         if get_ident() in self._logging:
             return
+        waiting = Waiting(timeout_s)
         for worker, unfinished in enumerate(self._page.unfinished.tolist()):
-            log = self._log_of(worker, again=True) if unfinished else None
-            if log is not None and log.lock.try_take():
-                waiting = Waiting(timeout_s)
-                try:
-                    # What a user's updater raises was the dead worker's to know.
-                    with suppress(Exception):
-                        log.finish(partial(self._make, waiting=waiting))
-                finally:
-                    log.lock.release()
+            if not unfinished:
+                continue
+            log = self._log_of(worker, again=True)
+            if not log.lock.try_take():
+                if worker >= MAX_WORKERS or self._membership.lives(worker):
+                    continue  # it makes its adds itself
+                log.lock.take(waiting.remaining_s())
+            try:
+                # What a user's updater raises was the dead worker's to know.
+                with suppress(Exception):
+                    log.finish(partial(self._make, waiting=waiting))
+            finally:
+                log.lock.release()
 
     def _take_in(self, number: int, entries: list[Entry], timeout_s: float) -> None:
         """Make a round's adds."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError, PeerTimeout, StateError, UnsupportedError
-from phalanx.ipc import wait_until
 from phalanx.plan import Verdict
 from phalanx.tables.keys import KeyStorage
 from phalanx.tables.last_read import LastRead
@@ -549,9 +549,9 @@ def wait_for_clocks(group: TableWorker, judge: Callable[[], Verdict], what: str)
         verdict = judge()
         return verdict.may_go_on
 
-    if not wait_until(
-        ready, group.timeout_s, lambda: group.membership.look_for_dead(group.timeout_s)
-    ):
+    membership = group.membership
+    look = partial(membership.look_for_dead, group.timeout_s)
+    if not membership.changes.wait_until(ready, group.timeout_s, look):
         slowest = verdict.slowest
         assert slowest is not None
         raise PeerTimeout(

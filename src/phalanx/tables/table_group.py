@@ -11,7 +11,7 @@ import torch
 
 from phalanx.distributed import open_store
 from phalanx.errors import StateError
-from phalanx.ipc import register_at_fork, wait_until
+from phalanx.ipc import register_at_fork
 from phalanx.native import require_library
 from phalanx.plan import Staleness, check_argument, say_numbers
 from phalanx.tables.joining import (
@@ -181,7 +181,8 @@ class TableGroup:
         if self.closed or self.forked or self.run is None:
             return
         missing = self.membership.expected_missing
-        if not wait_until(lambda: not missing(), self.timeout_s):
+        changes = self.membership.changes
+        if not changes.wait_until(lambda: not missing(), self.timeout_s):
             warnings.warn(
                 f"{say_numbers('Worker', missing())} of run {self.run!r} did not come within "
                 f"{self.timeout_s:g} s, though {self.membership.num_expected} workers were "

@@ -196,6 +196,7 @@ def dies(act) -> bool:
     """Run in a forked process; tell whether it was killed."""
     pid = os.fork()
     if pid == 0:
+        torch.set_num_threads(1)  # OpenMP's threads of the parent are not here
         try:
             act()
         finally:
