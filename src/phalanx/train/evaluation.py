@@ -21,7 +21,7 @@ from phalanx.train.step import Engine
 from phalanx.train.trainer_arguments import check_loader
 from phalanx.types import Nested
 
-__all__ = ["Evaluation", "enter_training", "leave_evaluation", "names_of_means"]
+__all__ = ["Evaluation", "enter_training", "names_of_means"]
 
 
 def enter_training(module: nn.Module) -> None:
@@ -35,12 +35,6 @@ def enter_training(module: nn.Module) -> None:
     if any(training for _, training in modes):
         for each, training in modes:
             each.training = training and each.training
-
-
-def leave_evaluation(module: nn.Module) -> None:
-    """Put a model that is in eval mode as a whole into training mode."""
-    if not module.training and not any(each.training for each in module.modules()):
-        module.train()
 
 
 def names_of_means(metrics: Metrics, *, validates: bool) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ from phalanx.plan import (
 from phalanx.replicas import caller_intra_op, refuse_scripts
 from phalanx.train.checkpoint import Content, read_checkpoint, write_checkpoint
 from phalanx.train.dispatcher import EventDispatcher
-from phalanx.train.evaluation import Evaluation, enter_training, leave_evaluation, names_of_means
+from phalanx.train.evaluation import Evaluation, enter_training, names_of_means
 from phalanx.train.formation import read_replicas
 from phalanx.train.microbatches import Splitter
 from phalanx.train.objective import Objective
@@ -385,7 +385,7 @@ class Trainer:
             self._join_here()
         with caller_intra_op(1):
             if not self.module.training:
-                leave_evaluation(self.module)
+                enter_training(self.module)
             if self._switch is not None:
                 self._engine.write(self._switch)
             return self._step(batch, in_epoch=False)
