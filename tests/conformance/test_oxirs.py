@@ -212,9 +212,7 @@ def test_the_merged_gradient_is_that_of_the_whole_batch(count, workers, data, we
         (torch.randn(3, dtype=torch.float64), torch.randn(2, dtype=torch.float64), weight)
         for weight in weights
     ]
-    shares = st.lists(st.integers(0, 5), min_size=workers, max_size=workers).filter(any)
-    strategy = data.draw(st.one_of(st.sampled_from(["round_robin", "contiguous"]), shares))
-    parts = phalanx.split_batch(rows, workers, strategy)
+    parts = phalanx.split_batch(rows, workers)
     merged = phalanx.merge_updates([found(net, rank, part) for rank, part in enumerate(parts)])
     whole = found(net, 0, rows)
     assert merged.samples == count

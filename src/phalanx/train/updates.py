@@ -1,12 +1,8 @@
 """One step over several workers of the user's own: its samples split, and their updates merged.
 
-    round_robin   worker 0: 0 3 6    worker 1: 1 4    worker 2: 2 5
-    contiguous    worker 0: 0 1 2    worker 1: 3 4    worker 2: 5 6
-    [2, 1, 0]     worker 0: 0 1 2 3 4    worker 1: 5 6    worker 2: –
-
-    worker 0   g₀ of w₀ samples ──× w₀ ──┐
-    worker 1   g₁ of w₁ samples ──× w₁ ──┼─ Σ in float64 ── / (w₀ + w₁ + w₂) ──▶ g of all samples
-    worker 2   g₂ of w₂ samples ──× w₂ ──┘
+    samples 0 3 6 ─ worker 0 ─ g₀ of w₀ samples ─× w₀ ─┐
+    samples 1 4   ─ worker 1 ─ g₁ of w₁ samples ─× w₁ ─┼─ Σ in float64 ─ / (w₀ + w₁ + w₂) ─▶ g
+    samples 2 5   ─ worker 2 ─ g₂ of w₂ samples ─× w₂ ─┘
 
 Shape legend: B samples; k workers; * the shape of one gradient, or whatever else a sample has.
 """
@@ -16,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -24,26 +19,14 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.plan import (
-    check_workloads,
-    equal_sizes,
-    fixed_workloads,
-    flatten,
-    leaf_paths,
-    read_count,
-    read_whole,
-    unflatten,
-    workload_sizes,
-)
+from phalanx.plan import flatten, leaf_paths, read_count, read_whole, unflatten
 
 __all__ = ["Update", "merge_updates", "split_batch"]
 
 
 # Any, here and below: samples and gradients are whatever the user has.
-def split_batch(
-    samples: Any, n_workers: int, strategy: str | Sequence[float] = "round_robin"
-) -> list[Any]:
-    """Deal samples out: each goes to one worker, and nobody's are out of order.
+def split_batch(samples: Any, n_workers: int) -> list[Any]:
+    """Deal samples out in turn: sample i goes to worker i mod ``n_workers``.
 
     There are always ``n_workers`` parts. More workers than samples leave the last parts empty; so
     do no samples at all.
@@ -53,64 +36,45 @@ def split_batch(
             is cut along dim 0. Or a sequence of samples: what has a length and can be indexed, and
             whose first item is no tensor and no array.
         n_workers: k, at least 1.
-        strategy: ``"round_robin"``: sample i goes to worker i mod k. ``"contiguous"``: neighbours
-            stay together, and the first workers get one more where k does not divide B. Or one
-            workload per worker: contiguous too, in these proportions (largest remainder).
 
     Shapes:
         tensors and arrays [B, *] of any dtype -> k parts [b, *]; the sizes b are B together and
-        differ by at most one, or from the workloads' exact shares by less than one.
+        differ by at most one.
 
     Returns:
         For each worker a batch like ``samples``, or some samples: a list, tuple or range if
         ``samples`` is one, else a list.
 
     Raises:
-        ConfigError: ``n_workers`` is less than 1; a strategy is unknown, or workloads are not one
-            finite number ≥ 0 per worker with one above 0; leaves of a batch differ in B or are no
+        ConfigError: ``n_workers`` is less than 1, or leaves of a batch differ in B or are no
             tensors.
 
     Example:
         >>> split_batch(["a", "b", "c", "d", "e"], 2)
         [['a', 'c', 'e'], ['b', 'd']]
-        >>> split_batch(range(5), 2, "contiguous")
-        [range(0, 3), range(3, 5)]
-        >>> parts = split_batch({"x": torch.ones(6, 4), "y": torch.arange(6)}, 3, [2, 1, 0])
+        >>> parts = split_batch({"x": torch.ones(5, 4), "y": torch.arange(5)}, 2)
         >>> [(tuple(part["x"].shape), part["y"].tolist()) for part in parts]
-        [((4, 4), [0, 1, 2, 3]), ((2, 4), [4, 5]), ((0, 4), [])]
+        [((3, 4), [0, 2, 4]), ((2, 4), [1, 3])]
 
-    Determinism: who gets what depends on B, k and the strategy alone. Nothing is copied: parts of
-    tensors and arrays are views, and samples are the same objects.
-    Source: ``split_batch`` of oxirs-embed's DataParallelTrainer, which knew round robin and gave no
-    parts for no samples; the workloads are MXNet's.
+    Determinism: who gets what depends on B and k alone. Nothing is copied: parts of tensors and
+    arrays are views, and samples are the same objects.
+    Source: ``split_batch`` of oxirs-embed's DataParallelTrainer, which gave no parts for no
+    samples.
     """
     workers = read_count("n_workers", n_workers, 1)
     if _is_batch(samples):
         leaves, spec = flatten(samples)
-        picks = _picks(_num_rows(samples, leaves), workers, strategy)
+        picks = _picks(_num_rows(samples, leaves), workers)
         return [unflatten([leaf[pick] for leaf in leaves], spec) for pick in picks]
-    picks = _picks(len(samples), workers, strategy)
+    picks = _picks(len(samples), workers)
     if isinstance(samples, (list, tuple, range)):
         return [samples[pick] for pick in picks]
     return [[samples[index] for index in range(len(samples))[pick]] for pick in picks]
 
 
-def _picks(total: int, workers: int, strategy: str | Sequence[float]) -> list[slice]:
+def _picks(total: int, workers: int) -> list[slice]:
     """Return which of ``total`` samples each worker gets."""
-    if not isinstance(strategy, str):
-        workloads = fixed_workloads(strategy) or []
-        check_workloads(workloads, workers)
-        sizes = workload_sizes(total, workloads)
-    elif strategy == "round_robin":
-        return [slice(worker, total, workers) for worker in range(workers)]
-    elif strategy == "contiguous":
-        sizes = equal_sizes(total, workers)
-    else:
-        raise ConfigError(
-            "`strategy` must be 'round_robin', 'contiguous' or one workload per worker, but is "
-            f"{strategy!r}."
-        )
-    return [slice(*ends) for ends in pairwise([0, *accumulate(sizes)])]
+    return [slice(worker, total, workers) for worker in range(workers)]
 
 
 def _is_batch(samples: Any) -> bool:

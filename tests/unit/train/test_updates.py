@@ -33,33 +33,21 @@ def x(rows: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("num_samples", "workers", "strategy", "expected"),
+    ("num_samples", "workers", "expected"),
     [
-        (7, 3, "round_robin", [[0, 3, 6], [1, 4], [2, 5]]),
-        (7, 3, "contiguous", [[0, 1, 2], [3, 4], [5, 6]]),
-        (7, 3, [2, 1, 0], [[0, 1, 2, 3, 4], [5, 6], []]),
-        (7, 3, (0, 0.5, 0.5), [[], [0, 1, 2, 3], [4, 5, 6]]),
-        (7, 3, torch.tensor([2, 1, 0]), [[0, 1, 2, 3, 4], [5, 6], []]),
-        (7, 3, np.array([2.0, 1.0, 0.0]), [[0, 1, 2, 3, 4], [5, 6], []]),
-        (8, 4, "round_robin", [[0, 4], [1, 5], [2, 6], [3, 7]]),
-        (2, 4, "round_robin", [[0], [1], [], []]),
-        (2, 4, "contiguous", [[0], [1], [], []]),
-        (2, 4, [1, 1, 1, 1], [[0], [1], [], []]),
-        (0, 3, "round_robin", [[], [], []]),
-        (0, 3, "contiguous", [[], [], []]),
-        (0, 3, [1, 2, 3], [[], [], []]),
-        (5, 1, "round_robin", [[0, 1, 2, 3, 4]]),
+        (7, 3, [[0, 3, 6], [1, 4], [2, 5]]),
+        (8, 4, [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        (2, 4, [[0], [1], [], []]),
+        (0, 3, [[], [], []]),
+        (5, 1, [[0, 1, 2, 3, 4]]),
     ],
 )
-def test_every_strategy_gives_these_samples(num_samples, workers, strategy, expected):
-    samples = list(range(num_samples))
-    assert split_batch(samples, workers, strategy) == expected
-    assert [
-        part.tolist() for part in split_batch(torch.arange(num_samples), workers, strategy)
-    ] == (expected)
+def test_samples_are_dealt_out_in_turn(num_samples, workers, expected):
+    assert split_batch(list(range(num_samples)), workers) == expected
+    parts = split_batch(torch.arange(num_samples), workers)
+    assert [part.tolist() for part in parts] == expected
 
 
-@pytest.mark.parametrize("strategy", ["round_robin", "contiguous", [3, 1, 2]])
 @pytest.mark.parametrize(
     "make",
     [
@@ -73,15 +61,15 @@ def test_every_strategy_gives_these_samples(num_samples, workers, strategy, expe
         lambda: Batch(x(7), torch.arange(7)),
     ],
 )
-def test_every_leaf_of_a_batch_is_cut_alike_and_not_copied(make, strategy):
+def test_every_leaf_of_a_batch_is_cut_alike_and_not_copied(make):
     samples = make()
-    parts = split_batch(samples, 3, strategy)
+    parts = split_batch(samples, 3)
     leaves, spec = torch.utils._pytree.tree_flatten(samples)
     for worker, part in enumerate(parts):
         own, own_spec = torch.utils._pytree.tree_flatten(part)
         assert own_spec == spec
         for leaf, whole in zip(own, leaves, strict=True):
-            expected = torch.as_tensor(whole)[split_batch(list(range(7)), 3, strategy)[worker]]
+            expected = torch.as_tensor(whole)[worker::3]
             assert type(leaf) is type(whole)
             assert torch.equal(torch.as_tensor(leaf), expected)
             leaf[...] = -1  # a view: the whole has it too
@@ -94,16 +82,11 @@ def test_more_workers_than_rows_leave_empty_rows_of_the_same_kind():
     assert {part["x"].dtype for part in parts} == {torch.float16}
 
 
-@pytest.mark.parametrize("strategy", ["round_robin", "contiguous", [1, 2]])
-def test_gradients_go_through_a_split(strategy):
+def test_gradients_go_through_a_split():
     samples = x(5).requires_grad_()
-    parts = split_batch(samples, 2, strategy)
+    parts = split_batch(samples, 2)
     sum((1 + index) * part.sum() for index, part in enumerate(parts)).backward()
-    owners = [0] * 5
-    for worker, indices in enumerate(split_batch(list(range(5)), 2, strategy)):
-        for index in indices:
-            owners[index] = 1 + worker
-    assert samples.grad[:, 0].tolist() == owners
+    assert samples.grad[:, 0].tolist() == [1, 2, 1, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -135,8 +118,6 @@ def test_samples_are_the_same_objects():
     ("arguments", "words"),
     [
         (([1, 2], 0), "`n_workers` must be at least 1, but is 0."),
-        (([1, 2], 2, "random"), "`strategy` must be 'round_robin', 'contiguous' or one workload"),
-        (([1, 2], 2, [1]), "`workloads` must hold one share per device (2), but holds 1."),
         ((torch.tensor(1.0), 2), "must be a tensor or array with as many rows"),
         (({}, 2), "`samples` must hold a tensor to be cut, but is {}."),
         (({"x": x(3), "y": x(4)}, 2), "Leaf `y` of `samples` must be a tensor or array with"),
