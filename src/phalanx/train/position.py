@@ -51,10 +51,6 @@ class Position(NamedTuple):
             weighted_loss=self.weighted_loss + loss.value * loss.weight,
         )
 
-    def next_step(self) -> Position:
-        """Return the position after an update outside of any epoch."""
-        return self._replace(steps=self.steps + 1)
-
     def next_epoch(self) -> Position:
         """Return the position after the epoch's last batch."""
         return Position(steps=self.steps, epochs=self.epochs + 1)

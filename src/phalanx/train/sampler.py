@@ -28,6 +28,10 @@ class ExactSampler(Sampler[int]):
         seed: Decides the orders.
         rank: Which of ``num_ranks`` this is.
 
+    Attributes:
+        epoch: The epoch that is running, or comes next.
+        position: Samples of the epoch that all ranks together have done.
+
     Raises:
         ConfigError: There are no samples, or no such rank.
 
@@ -65,23 +69,13 @@ class ExactSampler(Sampler[int]):
         self.seed = seed
         self.rank = rank
         self.num_ranks = num_ranks
-        self._epoch = 0
-        self._position = 0  # samples of the epoch that all ranks together have done
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that is running, or comes next."""
-        return self._epoch
-
-    @property
-    def position(self) -> int:
-        """How many samples of the epoch all ranks together have taken."""
-        return self._position
+        self.epoch = 0
+        self.position = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Begin ``epoch``, unless it is the one that is running."""
-        if epoch != self._epoch:
-            self._epoch, self._position = epoch, 0
+        if epoch != self.epoch:
+            self.epoch, self.position = epoch, 0
 
     def __len__(self) -> int:
         """Return how many samples a whole epoch has for this rank, wherever it is now."""
@@ -93,31 +87,31 @@ class ExactSampler(Sampler[int]):
         A `DataLoader` with workers takes samples before they are trained on: save
         :meth:`state_after` then.
         """
-        epoch, order = self._epoch, self._order()
+        epoch, order = self.epoch, self._order()
         for place in self._own():
-            self._position = min(place - self.rank + self.num_ranks, self.num_samples)
+            self.position = min(place - self.rank + self.num_ranks, self.num_samples)
             yield order[place]
-        if self._epoch == epoch:
-            self._epoch, self._position = epoch + 1, 0
+        if self.epoch == epoch:
+            self.epoch, self.position = epoch + 1, 0
 
     def _own(self) -> range:
-        return range(self._position + self.rank, self.num_samples, self.num_ranks)
+        return range(self.position + self.rank, self.num_samples, self.num_ranks)
 
     def _order(self) -> list[int]:
         if not self.shuffle:
             return list(range(self.num_samples))
-        draw = torch.Generator().manual_seed(derive_seed(self.seed, self._epoch))
+        draw = torch.Generator().manual_seed(derive_seed(self.seed, self.epoch))
         order: list[int] = torch.randperm(self.num_samples, generator=draw).tolist()
         return order
 
     def state_dict(self) -> dict[str, int]:
         """Return where the ranks are, for :meth:`load_state_dict` on any number of them."""
-        return self.state_after(self._position)
+        return self.state_after(self.position)
 
     def state_after(self, position: int) -> dict[str, int]:
         """Return the state in which all ranks together have done ``position`` samples."""
         return {
-            "epoch": self._epoch,
+            "epoch": self.epoch,
             "position": position,
             "num_samples": self.num_samples,
             "seed": self.seed,
@@ -136,4 +130,4 @@ class ExactSampler(Sampler[int]):
                 f"`state` must be of {self.num_samples} samples and seed {self.seed}, but is of "
                 f"{num_samples} and seed {seed}. Give the data and the seed that it was saved with."
             )
-        self._epoch, self._position = state["epoch"], state["position"]
+        self.epoch, self.position = state["epoch"], state["position"]
