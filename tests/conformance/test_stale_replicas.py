@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx.compat.mxnet import DataBatch
 from tests.conformance.containers import draw, loss_of, parallel
-from tests.conformance.groups import group_of
 from tests.zoo import assert_close, gradients_of, plain_steps, twin_of
 
 pytestmark = pytest.mark.promise("state-is-shared")
@@ -39,30 +37,6 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(draw(6, 4, seed=seed), draw(6, 2, seed=seed)) for seed in range(STEPS)]
 
 
-class WithLoss(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, data: Tensor, label: Tensor) -> Tensor:
-        return nn.functional.mse_loss(self.inner(data), label)
-
-
-def in_container(module: nn.Module, factory: Callable[..., Optimizer]) -> None:
-    with parallel(module) as model:
-        plain_steps(model, nn.functional.mse_loss, factory, batches())
-
-
-def in_group(module: nn.Module, factory: Callable[..., Optimizer]) -> None:
-    optimizer = factory(module.parameters())
-    descs = [phalanx.DataDesc("data", (6, 4), F64), phalanx.DataDesc("label", (6, 2), F64)]
-    with group_of(WithLoss(module), descs[0], label_shapes=[descs[1]]) as group:
-        for x, y in batches():
-            group.forward(DataBatch([x], [y]))
-            group.backward()
-            optimizer.step()
-
-
 def in_trainer(module: nn.Module, factory: Callable[..., Optimizer]) -> None:
     with phalanx.Trainer(
         module, nn.functional.mse_loss, factory, microbatches=None, replicas=3
@@ -72,7 +46,7 @@ def in_trainer(module: nn.Module, factory: Callable[..., Optimizer]) -> None:
 
 @pytest.mark.parametrize(
     ("train", "factory"),
-    [(in_container, FUSED["adam"]), (in_group, FUSED["sgd"]), (in_trainer, FUSED["adam"])],
+    [(in_container, FUSED["sgd"]), (in_trainer, FUSED["adam"])],
 )
 def test_after_a_fused_step(
     train: Callable[[nn.Module, Callable[..., Optimizer]], None],

@@ -130,7 +130,10 @@ def callers_streams(devices: Sequence[torch.device]) -> tuple[torch.Stream, ...]
         >>> callers_streams([torch.device("cpu")])
         ()
     """
-    return _current_streams() if _kinds_of(tuple(devices))[1] else ()
+    if not _kinds_of(tuple(devices))[1]:
+        return ()
+    count = torch.accelerator.device_count()
+    return tuple(torch.accelerator.current_stream(index) for index in range(count))
 
 
 @functools.cache
@@ -138,11 +141,6 @@ def _kinds_of(devices: tuple[torch.device, ...]) -> tuple[list[str], bool]:
     """Return the kinds of ``devices``, and whether one of them works on streams."""
     kinds = {device.type for device in devices}
     return sorted(kinds), bool(kinds - {"cpu", "meta"})
-
-
-def _current_streams() -> tuple[torch.Stream, ...]:
-    count = torch.accelerator.device_count()
-    return tuple(torch.accelerator.current_stream(index) for index in range(count))
 
 
 class RunOrder:
@@ -215,9 +213,7 @@ def _set_streams(streams: Sequence[torch.Stream], index: int) -> None:
 
 def num_cores() -> int:
     """Return how many cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def set_intra_op(count: int) -> None:
