@@ -37,6 +37,11 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(draw(6, 4, seed=seed), draw(6, 2, seed=seed)) for seed in range(STEPS)]
 
 
+def in_container(module: nn.Module, factory: Callable[..., Optimizer]) -> None:
+    with parallel(module) as model:
+        plain_steps(model, nn.functional.mse_loss, factory, batches())
+
+
 def in_trainer(module: nn.Module, factory: Callable[..., Optimizer]) -> None:
     with phalanx.Trainer(
         module, nn.functional.mse_loss, factory, microbatches=None, replicas=3
