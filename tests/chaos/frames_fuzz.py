@@ -107,25 +107,22 @@ ERROR = json.dumps({"error": "PeerTimeout", "message": "Worker 3 did not come.",
 TWO_ROWS, THEIR_NUMBERS = np.array([0, ROWS - 1]).tobytes(), bytes(16)
 PAYLOADS = {
     Operation.GET: TWO_ROWS,
-    Operation.ADD: TWO_ROWS + THEIR_NUMBERS,
-    Operation.PUT: TWO_ROWS + THEIR_NUMBERS,
-    Operation.ADD_TOGETHER: np.array([1, 1]).tobytes() + TWO_ROWS + THEIR_NUMBERS,
+    Operation.ADD: np.array([1, 1]).tobytes() + TWO_ROWS + THEIR_NUMBERS,
 }
 
 
 def request(operation: int, worker: int, incarnation: int) -> Head:
     """Return the head of a request that names two rows of the table."""
     nbytes = len(PAYLOADS.get(Operation(operation), b""))
-    together = operation == Operation.ADD_TOGETHER
-    args = (2, 2 * together, 0, 0) if nbytes else (0, 1, 0, 0)
-    number = int(together or operation == Operation.ADD)
+    args = (2, 2, 0, 0) if nbytes else (0, 1, 0, 0)
+    number = int(operation == Operation.ADD)
     return Head(Kind.REQUEST, operation, worker, incarnation, number, 100, args, nbytes, "fuzzed")
 
 
 # --- a server, and good clients beside ------------------------------------------------------------
 
 ASKED = [
-    *(Operation.GET, Operation.ADD, Operation.ADD_TOGETHER, Operation.PUT, Operation.TICK),
+    *(Operation.GET, Operation.ADD, Operation.TICK),
     *(
         Operation.ARRIVE,
         Operation.COPY_ALL,

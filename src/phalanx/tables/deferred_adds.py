@@ -32,7 +32,7 @@ _LATER_S = 1.0  # the deadline of a message comes first, whose error says more
 class AddedTo(Protocol):
     """A table's part on another host."""
 
-    def add_together(self, entries: Sequence[Entry], timeout_s: float) -> None:
+    def add(self, entries: Sequence[Entry], timeout_s: float) -> None:
         """Add, one after the other, and return when all have been taken."""
 
 
@@ -170,7 +170,7 @@ class DeferredAdds:
             first = together[0]
             error: Exception | None = None
             try:
-                first.part.add_together([each.entry for each in together], first.timeout_s)
+                first.part.add([each.entry for each in together], first.timeout_s)
             except Exception as exc:  # of any kind: the worker's next call raises it
                 error = exc
                 if len(together) > 1 and not isinstance(exc, PeerTimeout):

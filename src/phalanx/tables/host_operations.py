@@ -41,21 +41,18 @@ class Operation(IntEnum):
 
     ENTER = 1  # -1 or the worker's number, client, number expected  [number, incarnation, barriers]
     LEAVE = 2
-    TICK = 4  # the clock
-    BARRIER = 5  # barriers finished before, text: name [round, barriers finished]
-    OPEN = 6  # whether `init` is there, its bytes, form  text: spec  payload: init  [done, clock]
-    GET = 7  # K, whether it backs up  payload: rows  [payload: their values]
-    ADD = 8  # K  number: of the add  payload: rows, delta
-    PUT = 9  # K, round, 0, whether it assigns  number: of the add  payload: rows, delta
-    ARRIVE = 10  # round
-    FINISH = 11  # round
-    COPY_ALL = 12  # [payload: each part; of a keys table the keys first, number of them]
-    REPLACE_ALL = 13  # number of keys, number of parts  payload: parts
-    COUNTS = 14  # [adds undone, keys]
-    KEYS = 15  # [payload: keys]
-    ADD_TOGETHER = (
-        16  # how many adds, rows of all  number: of the first  payload: rows of each, rows, deltas
-    )
+    TICK = 3  # the clock
+    BARRIER = 4  # barriers finished before, text: name [round, barriers finished]
+    OPEN = 5  # whether `init` is there, its bytes, form  text: spec  payload: init  [done, clock]
+    GET = 6  # K  payload: rows  [payload: their values]
+    ADD = 7  # adds, K of all, round or 0, whether they assign  number: of the first
+    # payload: of several adds the rows of each; rows, deltas
+    ARRIVE = 8  # round
+    FINISH = 9  # round
+    COPY_ALL = 10  # [payload: each part; of a keys table the keys first, number of them]
+    REPLACE_ALL = 11  # number of keys, number of parts  payload: parts
+    COUNTS = 12  # [adds undone, keys]
+    KEYS = 13  # [payload: keys]
 
 
 def part_starts(spec: TableSpec, num_hosts: int) -> list[int]:

@@ -82,8 +82,6 @@ class HostService:
             Operation.OPEN: self._open,
             Operation.GET: self._get,
             Operation.ADD: self._add,
-            Operation.ADD_TOGETHER: self._add_together,
-            Operation.PUT: self._put,
             Operation.ARRIVE: self._arrive,
             Operation.FINISH: self._finish,
             Operation.COPY_ALL: self._copy_all,
@@ -108,18 +106,13 @@ class HostService:
             row_bytes = spec.cols * spec.dtype.itemsize
             most = max(MAX_PAYLOAD_BYTES // row_bytes, spec.rows)
             return 8 * _checked(args[0], 0, most, "rows")
-        if operation in (Operation.ADD, Operation.PUT):
-            spec = self._storage(head.text).spec
-            row_bytes = spec.entry_cols(bool(args[3])) * spec.dtype.itemsize
-            if args[0] == -1:
+        if operation == Operation.ADD:
+            spec, (num_adds, num_rows, _, assigns) = self._storage(head.text).spec, args
+            row_bytes = spec.entry_cols(bool(assigns)) * spec.dtype.itemsize
+            if num_rows == -1:
                 return spec.rows * row_bytes
-            return _checked(args[0], 0, None, "rows") * (8 + row_bytes)
-        if operation == Operation.ADD_TOGETHER:
-            spec = self._storage(head.text).spec
-            num_adds = _checked(args[0], 1, MOST_TOGETHER, "adds")
-            num_rows = _checked(args[1], 0, None, "rows")
-            row_bytes = spec.entry_cols(assigns=False) * spec.dtype.itemsize
-            return 8 * num_adds + num_rows * (8 + row_bytes)
+            counts = 8 * _checked(num_adds, 1, MOST_TOGETHER, "adds") * (num_adds > 1)
+            return counts + _checked(num_rows, 0, None, "rows") * (8 + row_bytes)
         if operation == Operation.REPLACE_ALL:
             spec = self._storage(head.text).spec
             num_rows = _checked(args[0], 0, None, "keys") if spec.has_keys else spec.rows
@@ -277,15 +270,12 @@ class HostService:
         storage.open(head.worker, init, timeout_s)
         return Answer((1, storage.rounds.clock_of(head.worker)))
 
-    def _rows(self, request: Request, spec: TableSpec) -> tuple[Tensor | None, int]:
-        num_rows = request.head.args[0]
-        if num_rows == -1:
-            return None, 0
-        return self._rows_at(0, num_rows, request, spec)
-
     def _rows_at(
         self, offset: int, num_rows: int, request: Request, spec: TableSpec
-    ) -> tuple[Tensor, int]:
+    ) -> tuple[Tensor | None, int]:
+        """Return rows that stand in the payload, None for all, and where they end."""
+        if num_rows == -1:
+            return None, offset
         rows, offset = from_memory(request.payload, offset, torch.int64, (num_rows,))
         if not spec.has_keys and not all_within(rows, spec.rows, spec.first_row):
             raise ConfigError(
@@ -298,55 +288,44 @@ class HostService:
         head = request.head
         storage = self._storage(head.text)
         spec = storage.spec
-        rows, _ = self._rows(request, spec)
+        rows, _ = self._rows_at(0, head.args[0], request, spec)
         num_rows = spec.rows if rows is None else rows.numel()
         out = torch.empty((num_rows, spec.cols), dtype=spec.dtype, device="cpu")
         storage.read(rows, out, head.worker, _seconds(head.timeout_ms))
         return Answer(payload=[as_memory(out)])
 
-    def _entry(self, request: Request, number: int, *, assigns: bool) -> Entry:
-        spec = self._storage(request.head.text).spec
-        rows, offset = self._rows(request, spec)
-        num_rows = spec.rows if rows is None else rows.numel()
-        shape = (num_rows, spec.entry_cols(assigns))
-        delta, _ = from_memory(request.payload, offset, spec.dtype, shape)
-        return Entry(rows, delta, request.head.worker, assigns, number=number)
-
     def _add(self, request: Request) -> Answer:
-        number, assigns = _first_number(request.head, 1), bool(request.head.args[3])
-        entry = self._entry(request, number, assigns=assigns)
-        self._storage(request.head.text).add(entry, _seconds(request.head.timeout_ms))
-        return Answer()
-
-    def _add_together(self, request: Request) -> Answer:
-        """Make several adds, as if each had come alone; one that is refused ends them."""
+        """Make adds, or write them down for a round; one that is refused ends them."""
         head = request.head
-        storage = self._storage(head.text)
-        num_adds, num_rows = head.args[:2]
-        first, spec = _first_number(head, num_adds), storage.spec
-        counted, offset = from_memory(request.payload, 0, torch.int64, (num_adds,))
-        counts = counted.tolist()
-        if min(counts) < 0 or sum(counts) != num_rows:
-            raise ConfigError(
-                f"The rows of each add must make {num_rows} together, but make {sum(counts)}."
-            )
-        rows, offset = self._rows_at(offset, num_rows, request, spec)
-        shape = (num_rows, spec.entry_cols(assigns=False))
-        delta, _ = from_memory(request.payload, offset, spec.dtype, shape)
-        each = zip(rows.split(counts), delta.split(counts), strict=True)
-        for number, (its_rows, its_delta) in enumerate(each, first):
-            storage.add(
-                Entry(its_rows, its_delta, head.worker, number=number), _seconds(head.timeout_ms)
-            )
+        storage, timeout_s = self._storage(head.text), _seconds(head.timeout_ms)
+        for entry in self._entries(request, storage.spec):
+            if head.args[2]:
+                storage.rounds.put_into(entry, head.args[2], timeout_s)
+            else:
+                storage.add(entry, timeout_s)
         return Answer()
 
-    def _put(self, request: Request) -> Answer:
-        _, number, _, assigns = request.head.args
-        entry = self._entry(request, _first_number(request.head, 1), assigns=bool(assigns))
-        self._storage(request.head.text).rounds.put_into(
-            entry, number, _seconds(request.head.timeout_ms)
-        )
-        return Answer()
+    def _entries(self, request: Request, spec: TableSpec) -> list[Entry]:
+        head, offset, counts = request.head, 0, None
+        num_adds, num_rows, _, assigns = head.args
+        if num_adds > 1 and num_rows != -1:
+            counted, offset = from_memory(request.payload, 0, torch.int64, (num_adds,))
+            counts = counted.tolist()
+            if min(counts) < 0 or sum(counts) != num_rows:
+                raise ConfigError(
+                    f"The rows of each add must make {num_rows} together, but make {sum(counts)}."
+                )
+        first = _first_number(head, num_adds)
+        rows, offset = self._rows_at(offset, num_rows, request, spec)
+        shape = (spec.rows if rows is None else num_rows, spec.entry_cols(bool(assigns)))
+        delta, _ = from_memory(request.payload, offset, spec.dtype, shape)
+        if counts is None or rows is None:
+            return [Entry(rows, delta, head.worker, bool(assigns), number=first)]
+        each = zip(rows.split(counts), delta.split(counts), strict=True)
+        return [
+            Entry(its_rows, its_delta, head.worker, bool(assigns), number=number)
+            for number, (its_rows, its_delta) in enumerate(each, first)
+        ]
 
     def _arrive(self, request: Request) -> Answer:
         rounds = self._storage(request.head.text).rounds

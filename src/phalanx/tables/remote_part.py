@@ -115,12 +115,6 @@ class RemotePart:
         self._num_adds = 0
         self._title = f"table {spec.name!r}"
 
-    def _number_adds(self, count: int) -> int:
-        """Number the next adds, and return the first one's number; `adding` is held."""
-        first = self._num_adds + 1
-        self._num_adds += count
-        return first
-
     def wait(self, pending: PendingCall) -> Reply:
         """Wait for the answer of a call that was begun."""
         return self.remote.connection.wait(pending)
@@ -178,46 +172,37 @@ class RemotePart:
             out=[as_memory(out)],
         )
 
-    def begin_add(self, entry: Entry, timeout_s: float) -> PendingCall:
-        """Send an add; `adding` is held until it has ended."""
+    def begin_add(
+        self, entries: Sequence[Entry], timeout_s: float, round_number: int = 0
+    ) -> PendingCall:
+        """Send adds, each made on its own; of several, each is of rows. `adding` is held.
+
+        Args:
+            entries: The adds, checked.
+            timeout_s: When they must have been taken.
+            round_number: For which round they are written down; 0 to make them.
+        """
+        one = entries[0]
+        rows = [entry.rows for entry in entries if entry.rows is not None]
+        parts = [entry.delta for entry in entries]
+        if len(entries) > 1:
+            counts = torch.tensor([len(each) for each in rows], device="cpu")
+            parts, rows = [torch.cat(parts)], [counts, torch.cat(rows)]
+        first = self._num_adds + 1
+        self._num_adds += len(entries)
         return self._begin(
             Operation.ADD,
-            "an add",
+            "an add" if len(entries) == 1 else f"{len(entries)} adds",
             timeout_s,
-            args=(_count(entry.rows), 0, 0, int(entry.assigns)),
-            number=self._number_adds(1),
-            payload=_payload(entry),
+            args=(len(entries), len(rows[-1]) if rows else -1, round_number, int(one.assigns)),
+            number=first,
+            payload=[as_memory(part.contiguous()) for part in (*rows, *parts)],
         )
 
-    def add_together(self, entries: Sequence[Entry], timeout_s: float) -> None:
-        """Make adds, each on its own, by one message; of several, each is of rows."""
+    def add(self, entries: Sequence[Entry], timeout_s: float) -> None:
+        """Send adds, and wait until they have been taken."""
         with self.adding:
-            if len(entries) == 1:
-                pending = self.begin_add(entries[0], timeout_s)
-            else:
-                rows = [entry.rows for entry in entries if entry.rows is not None]
-                counts = torch.tensor([len(each) for each in rows], device="cpu")
-                parts = [counts, torch.cat(rows), torch.cat([entry.delta for entry in entries])]
-                pending = self._begin(
-                    Operation.ADD_TOGETHER,
-                    f"{len(entries)} adds",
-                    timeout_s,
-                    args=(len(entries), len(parts[1])),
-                    number=self._number_adds(len(entries)),
-                    payload=[as_memory(part) for part in parts],
-                )
-            self.wait(pending)
-
-    def begin_put(self, entry: Entry, number: int, timeout_s: float) -> PendingCall:
-        """Put an add down for round ``number``; `adding` is held until it is there."""
-        return self._begin(
-            Operation.PUT,
-            "an add",
-            timeout_s,
-            args=(_count(entry.rows), number, 0, int(entry.assigns)),
-            number=self._number_adds(1),
-            payload=_payload(entry),
-        )
+            self.wait(self.begin_add(entries, timeout_s))
 
     def begin_arrive(self, number: int, timeout_s: float) -> PendingCall:
         """Say that all of round ``number`` has been put down."""
@@ -266,11 +251,6 @@ class RemotePart:
 
 def _count(rows: Tensor | None) -> int:
     return -1 if rows is None else rows.numel()
-
-
-def _payload(entry: Entry) -> list[memoryview]:
-    delta = as_memory(entry.delta.contiguous())
-    return [delta] if entry.rows is None else [as_memory(entry.rows.contiguous()), delta]
 
 
 def _written(init: Tensor | Uniform | None) -> tuple[int, memoryview]:

@@ -205,7 +205,7 @@ class SpreadStorage:
         _finish_adds(parts.values(), timeout_s)  # a worker's adds are taken in their order
 
         def begin(host: int) -> _Pending:
-            return parts[host], parts[host].begin_add(entries[host], waiting.remaining_s())
+            return parts[host], parts[host].begin_add([entries[host]], waiting.remaining_s())
 
         def add_here() -> None:
             if mine is not None:
@@ -362,7 +362,7 @@ class SpreadRounds:
             number = rounds.clock_of(worker) + 1
 
             def begin(host: int) -> _Pending:
-                return parts[host], parts[host].begin_put(entries[host], number, timeout_s)
+                return parts[host], parts[host].begin_add([entries[host]], timeout_s, number)
 
             def put_here() -> None:
                 if mine is not None:

@@ -28,7 +28,7 @@ class Part:
         self.error_of: dict[int, Exception] = {}  # by the number of the first in a message
         self._messages = messages
 
-    def add_together(self, entries, timeout_s):
+    def add(self, entries, timeout_s):
         self._messages.append((self.name, [int(entry.delta[0, 0]) for entry in entries]))
         self.begun.set()
         assert self.may_end.wait(timeout_s)
