@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def secret_file(tmp_path: Path) -> str:
 def work(parent: Parent, given: dict[str, str], secret_file: str, is_believing: bool) -> None:
     """Add before and after the parent says so; tell what the table holds, or what `join` said."""
     if is_believing:
-        Secret.verify = lambda self, signed: signed[32:]  # the planted bug
+        host_rendezvous.hmac = SimpleNamespace(compare_digest=lambda one, other: True)
     given["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the parent keeps the store
     become_worker(given)
     try:
@@ -79,15 +80,15 @@ def test_who_reads_and_writes_the_store_gets_nothing_and_disturbs_nobody(
     assert [worker.get() for worker in workers] == ["added"] * SIZE
 
     seen = TCPStore("127.0.0.1", store.port, wait_for_workers=False)
-    values = {key: bytes.fromhex(seen.get(key).decode()) for key in seen.list_keys() if "/" in key}
-    secret, cluster = Secret.read(secret_file), json.loads(values[RUN][32:])[2][0]
-    everything = b"".join(values.values())
+    values = {key: seen.get(key).decode() for key in seen.list_keys() if "/" in key}
+    secret, cluster = Secret.read(secret_file), content(values[RUN])[0]
+    everything = "".join(values.values())
     assert len(everything) > 500
-    assert secret.content not in everything
+    assert secret.content.hex() not in everything
     make_secret(tmp_path / "another")
     another = Secret.read(tmp_path / "another")
     for host in range(SIZE):
-        name, address = json.loads(values[f"phalanx/tables/server/{host}"][32:])[2]
+        name, address = content(values[f"phalanx/tables/server/{host}"])
         for tls in (None, another.tls(cluster, server=False)):
             stranger = Connection(Endpoint(host, name, address, cluster, tls), worker=0)
             with pytest.raises((PeerTimeout, ConfigError)):
@@ -98,7 +99,7 @@ def test_who_reads_and_writes_the_store_gets_nothing_and_disturbs_nobody(
         holder.close()
 
     for key in values:
-        seen.set(key, another.sign(b'["lies", "", []]').hex())
+        seen.set(key, signed(another, key, ["lies", "lies"]))
     for worker in workers:
         worker.put()
     expected = torch.full((5, 3), 2.0 * SIZE).tolist()
@@ -113,8 +114,18 @@ def forge(store: TCPStore) -> None:
 
 def write_place(store: TCPStore, secret: Secret, place: str) -> None:
     """Say what rank 1 says of its place."""
-    text = json.dumps(["place/1", "", [place, "one", "1"]])
-    store.set(PLACES[1], secret.sign(text.encode()).hex())
+    store.set(PLACES[1], signed(secret, "place/1", [place, "one", "1"]))
+
+
+def signed(secret: Secret, key: str, value: list[str]) -> str:
+    """Return what a process writes to the store before it knows of a start."""
+    text = json.dumps(value)
+    tag = secret.sign("\n".join((key, "", text)).encode())
+    return f"{tag.hex()}\n{text}"
+
+
+def content(value: str) -> list[str]:
+    return json.loads(value.partition("\n")[2])
 
 
 def meet_beside_a_forger(
@@ -131,7 +142,7 @@ def test_a_place_that_somebody_else_writes_ends_the_start_on_all_hosts(
 ) -> None:
     store, workers = meet_beside_a_forger(children, secret_file, False)
     for worker in workers:
-        assert "must be signed with the secret of this run, but is not" in worker.get()
+        assert "must be signed with the secret of this run, for this start" in worker.get()
     assert not store.check([RUN])
 
 

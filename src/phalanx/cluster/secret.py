@@ -92,30 +92,7 @@ class Secret:
         return context
 
     def sign(self, message: bytes) -> bytes:
-        """Return the message with 32 bytes before it that only holders of the secret can make."""
-        return self._tag(message) + message
-
-    def verify(self, signed: bytes) -> bytes:
-        """Return the message that was signed.
-
-        Raises:
-            ConfigError: Somebody without the secret has made it.
-        """
-        tag, message = signed[:_SECRET_BYTES], signed[_SECRET_BYTES:]
-        if not hmac.compare_digest(tag, self._tag(message)):
-            raise ConfigError(
-                "What stands in the store must be signed with the secret of this run, but is not. "
-                "Bring the same secret file to all hosts; if they have it, somebody else writes to "
-                "the store."
-            )
-        return message
-
-    @staticmethod
-    def unverified(signed: bytes) -> bytes:
-        """Return the message, whoever has signed it: only to say what is wrong with it."""
-        return signed[_SECRET_BYTES:]
-
-    def _tag(self, message: bytes) -> bytes:
+        """Return 32 bytes that only holders of the secret can make of a message."""
         return hmac.digest(self._derive("sign"), message, hashlib.sha256)
 
     def _derive(self, purpose: str) -> bytes:

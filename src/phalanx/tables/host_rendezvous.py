@@ -6,13 +6,13 @@
     server/<host>    name of the host, address of its server                the first process there
 
 The store is open to whoever reaches its port; no key travels through it. Values are signed with the
-secret, so one that somebody else has written is refused. One that an earlier start of the run has
-signed is, too: a process finds the number that it has drawn in `run`, and what is written from then
-on holds the first of the numbers.
+secret for their key, so others are refused. One of an earlier start of the run is, too: a process
+finds the number that it has drawn in `run`, and later values are signed for the first of them.
 """
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
 import json
 import secrets
@@ -29,6 +29,7 @@ from phalanx.tables.spread_run import OtherHosts
 
 __all__ = ["JobStore", "Place", "Trust", "find_place", "meet_hosts", "read_trust"]
 
+_BETWEEN = "\n"
 _START_S = 60.0  # of a server on a busy machine
 _CLOSE_S = 5.0
 
@@ -91,72 +92,53 @@ def read_trust(secret_file: str | None, trusted_network: bool) -> Trust:
 
 
 class _SignedStore:
+    """The store, with values that are signed for their key and for one start of the run."""
+
     def __init__(self, store: JobStore, secret: Secret | None, start: str = "") -> None:
         self._store = store
         self._secret = secret
         self._start = start
 
     def put(self, key: str, value: object) -> None:
-        text = json.dumps([key, self._start, value]).encode()
-        signed = text if self._secret is None else self._secret.sign(text)
-        self._store.set(f"phalanx/tables/{key}", signed.hex())
+        text = json.dumps(value)
+        tag = "" if self._secret is None else self._tag(self._secret, key, text)
+        self._store.set(f"phalanx/tables/{key}", f"{tag}{_BETWEEN}{text}")
 
-    def take(self, key: str, author: str, way_out: str, num_values: int = 2) -> list[object]:
+    def take(self, key: str, author: str, way_out: str) -> list[object]:
         """Return the values that ``author`` has written at ``key``; ``way_out`` if it has not."""
         try:
             found = bytes(self._store.get(f"phalanx/tables/{key}"))
         except RuntimeError as exc:
             raise PeerTimeout(f"The store of the job has no {key!r}: {exc}. {way_out}") from exc
-        try:
-            signed = bytes.fromhex(found.decode())
-        except ValueError:
-            signed = b""
-        content = _parsed(self._unsigned(key, author, signed))
-        if content is None:
-            raise ConfigError(f"{key!r} in the store must be JSON of three values, but is not.")
-        named, start, value = content
-        if named != key:  # a value that was signed for another key
-            raise ConfigError(f"{key!r} in the store must be its own, but is {named!r}'s.")
-        if start != self._start:
-            raise _not_of_this_start(key)
-        if not isinstance(value, list) or len(value) != num_values:
-            raise ConfigError(f"{key!r} in the store must be {num_values} values, but is not.")
-        return value
-
-    def _unsigned(self, key: str, author: str, signed: bytes) -> bytes:
-        """Return what was signed; say so where one side has a secret and the other has none."""
-        if self._secret is None:
-            if _parsed(signed) is None and _parsed(Secret.unverified(signed)) is not None:
-                raise ConfigError(
-                    f"What {author} has written to the job's store ({key!r}) is signed with a "
-                    "secret, but this process has none. Bring the secret file of the others to "
-                    "this host, and name it by PHALANX_SECRET_FILE or `secret_file`."
-                )
-            return signed
-        if _parsed(signed) is not None:
+        tag, _, text = found.decode(errors="replace").partition(_BETWEEN)
+        if self._secret is not None and not tag:
             raise ConfigError(
                 f"What {author} has written to the job's store ({key!r}) is not signed, but this "
                 "process has a secret. Bring its file to the host of that one, too, and name it "
                 "there by PHALANX_SECRET_FILE or `secret_file`; if that is done, somebody else "
                 "writes to the store."
             )
-        return self._secret.verify(signed)
+        if self._secret is None and tag:
+            raise ConfigError(
+                f"What {author} has written to the job's store ({key!r}) is signed with a secret, "
+                "but this process has none. Bring the secret file of the others to this host, and "
+                "name it by PHALANX_SECRET_FILE or `secret_file`."
+            )
+        expected = "" if self._secret is None else self._tag(self._secret, key, text)
+        if not hmac.compare_digest(tag.encode(), expected.encode()):
+            raise _not_signed(key)
+        value: list[object] = json.loads(text)
+        return value
+
+    def _tag(self, secret: Secret, key: str, text: str) -> str:
+        return secret.sign(f"{key}{_BETWEEN}{self._start}{_BETWEEN}{text}".encode()).hex()
 
 
-def _parsed(text: bytes) -> list[object] | None:
-    """Return key, start and value; None where the text is no such thing."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, list) and len(found) == 3 else None
-
-
-def _not_of_this_start(key: str) -> ConfigError:
+def _not_signed(key: str) -> ConfigError:
     return ConfigError(
-        f"{key!r} in the store must be of this start of the run, but is of another one: somebody "
-        "writes older values to the store, or two runs use one. Start again, with a store of its "
-        "own."
+        f"{key!r} in the store must be signed with the secret of this run, for this start, but is "
+        "not. Bring the same secret file to all hosts, and start again with a store of its own; "
+        "if that is done, somebody else writes to the store."
     )
 
 
@@ -165,17 +147,17 @@ def find_place(store: JobStore, trust: Trust, run: str, rank: int, size: int) ->
     signed, mine = _SignedStore(store, trust.secret), secrets.token_hex(16)
     signed.put(f"place/{rank}", [this_host(), socket.gethostname(), mine])
 
-    def take(key: str, author: int, num_values: int) -> list[object]:
+    def take(key: str, author: int) -> list[object]:
         way_out = f"See that rank {author} runs and calls `tables.join`."
-        return signed.take(key, f"rank {author}", way_out, num_values)
+        return signed.take(key, f"rank {author}", way_out)
 
-    places = [take(f"place/{each}", each, 3) for each in range(size)]
+    places = [take(f"place/{each}", each) for each in range(size)]
     drawn = [number for *_, number in places]
     if rank == 0:
         signed.put("run", [run, drawn])
-    cluster, known = take("run", 0, 2)
+    cluster, known = take("run", 0)
     if drawn[rank] != mine or known != drawn:
-        raise _not_of_this_start("run")
+        raise _not_signed("run")
     hosts = hosts_of([str(host) for host, *_ in places])
     host = hosts.host_of(rank)
     names = tuple(str(places[leader][1]) for leader in hosts.leaders)

@@ -231,14 +231,13 @@ class HostService:
 
     def _storage(self, name: str) -> Storage | KeyStorage:
         """Return a table's memory; a server that was started again finds it by its name."""
-        with self._mutex:
-            found = self._storages.get(name)
-            if found is None:
-                spec = self._context.known_spec(name)
-                if spec is None:
-                    raise StateError(f"Table {name!r} must be opened first, but is not.")
-                found = self._storages[name] = self._make(spec)
-            return found
+        found = self._storages.get(name)
+        if found is None:
+            spec = self._context.known_spec(name)
+            if spec is None:
+                raise StateError(f"Table {name!r} must be opened first, but is not.")
+            found = self._storages[name] = self._make(spec)
+        return found
 
     def _make(self, spec: TableSpec) -> Storage | KeyStorage:
         if spec.has_keys:
@@ -248,9 +247,7 @@ class HostService:
     def _open(self, request: Request) -> Answer:
         head, timeout_s = request.head, _seconds(request.head.timeout_ms)
         spec = TableSpec.from_mapping(_parsed(request.head.text))
-        with self._mutex:
-            storage = self._make(spec)
-            self._storages[spec.name] = storage
+        storage = self._storages[spec.name] = self._make(spec)
         init = None
         if head.args[0]:
             init = _read_init(request.payload, spec, head.args[2])
