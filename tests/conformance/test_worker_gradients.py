@@ -12,7 +12,7 @@ import phalanx
 
 pytestmark = pytest.mark.promise("replicas-change-no-bit")
 
-WIDTH = 130  # so that a weight is large enough to be copied by itself
+WIDTH = 520  # so that a layer's gradient moves to shared memory as soon as it is there
 ROWS, STEPS, MICROBATCHES = 131, 4, 3
 
 _kept: list[Tensor] = []  # of each process
@@ -76,6 +76,18 @@ class Repeating(Alike):
         return x
 
 
+class Reentrant(Alike):
+    """Computes its activations again in backward passes within the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for layer in (*self.layers, self.layers[0]):
+            found = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True)
+            assert isinstance(found, Tensor)
+            x = torch.tanh(found)
+        return x
+
+
 class Half(Alike):
     """Is computed in bfloat16."""
 
@@ -90,11 +102,13 @@ class Strided(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(40, 48, 3, padding=1).to(memory_format=torch.channels_last)
+        self.large = nn.Conv2d(160, 192, 3, padding=1).to(memory_format=torch.channels_last)
         self.weight = nn.Parameter(torch.randn(48, WIDTH * 3).t() / 20)
 
     def forward(self, x: Tensor) -> Tensor:
-        images = x[:, :120].reshape(-1, 40, 1, 3)
-        return torch.tanh(self.conv(images)).sum(3).flatten(1) @ self.weight.t()
+        found = self.conv(x[:, :120].reshape(-1, 40, 1, 3))
+        found = found + self.large(x[:, 40:].reshape(-1, 160, 1, 3))[:, :48]
+        return torch.tanh(found).sum(3).flatten(1) @ self.weight.t()
 
 
 class _Complex(torch.autograd.Function):
@@ -140,7 +154,9 @@ def trained(model: Callable[[], nn.Module], executor: str, replicas: int) -> lis
 
 
 @pytest.mark.parametrize(
-    "model", [Alike, Shared, Changing, Repeating, Half, Strided, Viewing], ids=lambda m: m.__name__
+    "model",
+    [Alike, Shared, Changing, Repeating, Reentrant, Half, Strided, Viewing],
+    ids=lambda m: m.__name__,
 )
 def test_same_bits_as_threads(model: Callable[[], nn.Module]) -> None:
     expected = trained(model, "threads", 2)
