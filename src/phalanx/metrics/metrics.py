@@ -44,6 +44,7 @@ class Metrics:
 
     def __init__(self, metrics: Mapping[str, Any], joining: Joining) -> None:
         self.joining = joining
+        self._metrics = dict(metrics)
         self._counters = {name: _open_counter(name, each) for name, each in metrics.items()}
         self._kept: dict[str, Any] = {}
 
@@ -57,9 +58,7 @@ class Metrics:
 
     def fresh(self) -> Metrics:
         """Return the same metrics, which have counted nothing."""
-        other = Metrics({}, self.joining)
-        other._counters = {name: counter.fresh() for name, counter in self._counters.items()}
-        return other
+        return Metrics(self._metrics, self.joining)
 
     def update(self, outputs: Nested, targets: Nested, rows: int) -> None:
         """Count one batch of ``rows``."""
@@ -119,16 +118,11 @@ class _MetricCounter:
     count of updates; and so for all metrics inside of it.
     """
 
-    def __init__(self, pattern: Metric) -> None:
-        self._pattern = pattern
-        self._metric = copy.deepcopy(pattern)
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
         inside = {path: (type(each).__name__, _plain(each)) for path, each in self._inside()}
         self.kind = repr(inside)  # the classes, and the settings that they begin with
         self.num_batches = 0
-
-    def fresh(self) -> _MetricCounter:
-        """Return another for the same metric, which has counted nothing."""
-        return _MetricCounter(self._pattern)
 
     def update(self, outputs: Nested, targets: Nested, rows: int) -> None:  # noqa: ARG002
         """Count one batch."""
@@ -171,10 +165,6 @@ class _FunctionCounter:
         self._batches: list[tuple[Nested, Nested, int]] = []
         self.num_batches = 0
 
-    def fresh(self) -> _FunctionCounter:
-        """Return another for the same function, which has counted nothing."""
-        return _FunctionCounter(self._function)
-
     def update(self, outputs: Nested, targets: Nested, rows: int) -> None:
         """Count one batch of ``rows``."""
         self._batches.append((outputs, targets, rows))
@@ -205,12 +195,12 @@ def _open_counter(name: str, metric: Any) -> _Counter:
     from torchmetrics import Metric, MetricCollection  # slow, as said above
 
     if isinstance(metric, Metric):
-        pattern = copy.deepcopy(metric)
-        pattern.reset()
-        for each in pattern.modules():
+        own = copy.deepcopy(metric)
+        own.reset()
+        for each in own.modules():
             if isinstance(each, Metric):
                 each.sync_on_compute = each._to_sync = False  # every rank counts all rows
-        return _MetricCounter(pattern)
+        return _MetricCounter(own)
     way_out = ""
     if isinstance(metric, type):
         way_out = f" Give an object: {metric.__name__}(…)."
