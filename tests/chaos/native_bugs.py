@@ -51,30 +51,26 @@ def can_be_planted() -> bool:
     return library.is_compiled() and shutil.which("cc") is not None
 
 
+def broken_functions(file: str, changes: dict[str, str]) -> dict[str, library.Function]:
+    """Return the library's functions, built of a file in which texts stand for others."""
+    text = (_SOURCES / file).read_text(encoding="utf-8")
+    for right, wrong in changes.items():
+        assert right in text, f"{file} has changed: this bug can be planted no more"
+        text = text.replace(right, wrong)
+    with tempfile.TemporaryDirectory() as folder:
+        broken, built = Path(folder) / "broken.c", Path(folder) / "broken.so"
+        broken.write_text("#include <unistd.h>\n" + text, encoding="utf-8")
+        others = set(_SOURCES.rglob("*.c")) - {_SOURCES / file}
+        where = [f"-I{(_SOURCES / file).parent}", "-o", built]
+        subprocess.run(["cc", "-w", "-fPIC", "-shared", *where, broken, *others], check=True)
+        functions = library._functions(library._load(built))
+    assert functions
+    return functions
+
+
 def plant_in_native(name: str) -> None:
     """Break this process's all-reduces."""
     right, wrong = NATIVE_BUGS[name]
-    text = (_SOURCES / _FILE).read_text(encoding="utf-8")
-    assert right in text, f"{_FILE} has changed: this bug can be planted no more"
-    with tempfile.TemporaryDirectory() as folder:
-        broken, built = Path(folder) / "broken.c", Path(folder) / "broken.so"
-        broken.write_text("#include <unistd.h>\n" + text.replace(right, wrong), encoding="utf-8")
-        others = set(_SOURCES.rglob("*.c")) - {_SOURCES / _FILE}
-        subprocess.run(
-            [
-                "cc",
-                "-w",
-                "-fPIC",
-                "-shared",
-                f"-I{_SOURCES / 'distributed'}",
-                "-o",
-                built,
-                broken,
-                *others,
-            ],
-            check=True,
-        )
-        functions = library._functions(library._load(built))
-    assert functions
+    functions = broken_functions(_FILE, {right: wrong})
     library.FUNCTIONS.clear()
     library.FUNCTIONS.update(functions)
