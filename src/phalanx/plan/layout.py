@@ -145,10 +145,14 @@ class Rows:
 
     def cut(self, sizes: Sequence[int]) -> list[Nested]:
         """Return consecutive parts of ``sizes`` rows; tensors and arrays are views."""
-        columns: list[Sequence[Any]] = [
-            [leaf] * len(sizes) if dim is None else _cut_leaf(leaf, sizes, dim)
-            for leaf, dim in zip(self._leaves, self.dims, strict=True)
-        ]
+        columns: list[Sequence[Any]] = []
+        for leaf, dim in zip(self._leaves, self.dims, strict=True):
+            if dim is None:
+                columns.append([leaf] * len(sizes))
+            elif isinstance(leaf, Tensor):
+                columns.append(leaf.split_with_sizes(list(sizes), dim))  # as `split` in the end
+            else:
+                columns.append(_cut_leaf(leaf, sizes, dim))
         parts = range(len(sizes))
         return [unflatten([column[part] for column in columns], self._spec) for part in parts]
 
@@ -278,8 +282,6 @@ def _test_of_columns(rows: int, named_lists: frozenset[int]) -> Callable[[Any], 
 
 
 def _cut_leaf(leaf: Any, sizes: Sequence[int], dim: int) -> Sequence[Any]:
-    if isinstance(leaf, Tensor):
-        return leaf.split_with_sizes(list(sizes), dim)  # what `split` does in the end
     stops = [0, *accumulate(sizes)]
     if isinstance(leaf, np.ndarray):
         return list(np.split(leaf, stops[1:-1], dim))

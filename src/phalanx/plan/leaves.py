@@ -77,15 +77,14 @@ def copy_rows(rows: Nested, device: torch.device) -> Nested:
         (True, False)
     """
     leaves, spec = flatten(rows)
-    copies = {id(leaf): _copy_of(leaf, device) for leaf in leaves}
+    waits = device.type == "cpu"  # the host reads at once what is there
+    copies: dict[int, Any] = {}  # Any: whatever a batch holds
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            copies[id(leaf)] = leaf.detach().to(device, copy=True, non_blocking=not waits)
+        else:
+            copies[id(leaf)] = leaf.copy() if isinstance(leaf, np.ndarray) else leaf
     return unflatten([copies[id(leaf)] for leaf in leaves], spec)
-
-
-def _copy_of(leaf: Any, device: torch.device) -> Any:  # Any: whatever a batch holds
-    if isinstance(leaf, Tensor):
-        # The host reads at once what is on the CPU.
-        return leaf.detach().to(device, copy=True, non_blocking=device.type != "cpu")
-    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 def leaf_paths(value: Nested, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:

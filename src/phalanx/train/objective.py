@@ -106,7 +106,8 @@ class Objective:
             )
         assert loss is not None
         inputs, targets = batch
-        outputs = _call_module(module, inputs)
+        is_one = isinstance(inputs, Tensor)
+        outputs = module(inputs) if is_one else _call_module(module, inputs)
         return loss(outputs, targets), outputs, targets
 
     def _predict(self, module: nn.Module, batch: Nested) -> Nested:
