@@ -132,7 +132,6 @@ class DataParallelExecutorGroup:
         self.for_training = for_training
         self.inputs_need_grad = inputs_need_grad
         self._pass: _Pass | None = None
-        self._closed = False
         if shared_group is not None:
             share_tensors(module, shared_group.module)
 
@@ -147,8 +146,7 @@ class DataParallelExecutorGroup:
         self.close()
 
     def close(self) -> None:
-        """Stop the replicas' threads; idempotent."""
-        self._closed = True
+        """Stop the replicas' threads; the next forward pass makes new ones."""
         self._model.close()
 
     # -- facts -------------------------------------------------------
@@ -224,10 +222,8 @@ class DataParallelExecutorGroup:
             reshape: MXNet's; taken and not used.
 
         Raises:
-            StateError: The group is closed.
             ConfigError: They do not fit; the group stays bound as it was.
         """
-        self._check_open()
         binding = Binding.of(self.module, data_shapes, label_shapes)
         if shared_group is not None:
             share_tensors(self.module, shared_group.module)
@@ -262,7 +258,6 @@ class DataParallelExecutorGroup:
         Raises:
             ConfigError: The batch does not fit; the group is as it was.
         """
-        self._check_open()
         trains = self.for_training if is_train is None else bool(is_train)
         has_graph = trains and self.for_training and not torch.is_inference_mode_enabled()
         binding, fed = self._binding.read(data_batch)
@@ -300,7 +295,6 @@ class DataParallelExecutorGroup:
                 `torch.inference_mode` was on in it or is now; nothing is changed.
             ConfigError: ``out_grads`` does not fit; the pass can still be gone back through.
         """
-        self._check_open()
         last = self._pass
         if last is None or not last.has_graph or torch.is_inference_mode_enabled():
             told = "" if last is None or last.trained else " in training mode"
@@ -470,10 +464,6 @@ class DataParallelExecutorGroup:
     installMonitor = install_monitor
 
     # -- inside ------------------------------------------------------
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StateError("A closed group must not be used, but is. Make a new one.")
 
     def _last(self) -> _Pass:
         if self._pass is None:
