@@ -169,12 +169,13 @@ def little_to_collect() -> None:
 
 
 @pytest.fixture(autouse=True)
-def fixed_seed() -> None:
+def clean_start() -> Iterator[None]:
+    """Fix the seed; afterwards put torch's settings back, and look for what a test has left.
+
+    One fixture: each costs every one of thousands of tests.
+    """
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def torch_settings_put_back() -> Iterator[None]:
+    threads = house_threads()
     num_threads = torch.get_num_threads()
     dtype = torch.get_default_dtype()
     grad_enabled = torch.is_grad_enabled()
@@ -185,14 +186,14 @@ def torch_settings_put_back() -> Iterator[None]:
     torch.set_grad_enabled(grad_enabled)
     if torch.are_deterministic_algorithms_enabled() != deterministic:
         torch.use_deterministic_algorithms(deterministic)  # its first call imports for a second
+    if hasattr(torch, "dev"):
+        fail_for_races()
+    if left := house_threads() - threads:
+        fail_for_threads(left)
 
 
-@pytest.fixture(autouse=True)
-def no_race_on_the_test_device() -> Iterator[None]:
+def fail_for_races() -> None:
     """Fail a test whose streams have not waited for each other, whoever has caught the error."""
-    yield
-    if not hasattr(torch, "dev"):
-        return
     for index in range(torch.dev.device_count()):
         torch.dev.synchronize(index)
     races = torch.dev.races()
@@ -201,15 +202,11 @@ def no_race_on_the_test_device() -> Iterator[None]:
         pytest.fail("\n".join(["Work was not waited for:", *races]))
 
 
-@pytest.fixture(autouse=True)
-def no_thread_left_behind() -> Iterator[None]:
+def fail_for_threads(left: set[threading.Thread]) -> None:
     """Fail a test after which a Phalanx thread lives that was not there before.
 
     The executors join theirs in `close()`; the seconds here are for one that is ending already.
     """
-    before = house_threads()
-    yield
-    left = house_threads() - before
     for thread in left:
         thread.join(JOIN_S / len(left))
     left = {thread for thread in left if thread.is_alive()}
