@@ -32,7 +32,7 @@ def make_batches(count: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor
     return list(zip(samples.split(48), kinds.split(48), strict=True))
 
 
-def make_trainer(replicas: int, callbacks: list[phalanx.train.Callback]) -> phalanx.Trainer:
+def make_trainer(replicas: int, callbacks: list[phalanx.callbacks.Callback]) -> phalanx.Trainer:
     return phalanx.Trainer(
         make_net(),
         nn.functional.cross_entropy,

@@ -10,6 +10,14 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from phalanx.callbacks import (
+        EpochDone,
+        FitBegun,
+        FitEnded,
+        FormationChosen,
+        RanksChanged,
+        StepDone,
+    )
     from phalanx.compat.mxnet import DataBatch, DataDesc, DataParallelExecutorGroup, Monitor
     from phalanx.distributed import launch
     from phalanx.distributed.codec_hook import codec_hook
@@ -36,19 +44,7 @@ if TYPE_CHECKING:
     )
     from phalanx.plan import Layout
     from phalanx.replicas import preserve_rng
-    from phalanx.train import (
-        EpochDone,
-        ExactSampler,
-        FitBegun,
-        FitEnded,
-        FormationChosen,
-        RanksChanged,
-        StepDone,
-        Trainer,
-        Update,
-        merge_updates,
-        split_batch,
-    )
+    from phalanx.train import ExactSampler, Trainer, Update, merge_updates, split_batch
 
 __version__ = "0.1.0"
 
@@ -97,6 +93,14 @@ __all__ = [
 ]
 
 _NAMES_BY_ROOM = {
+    "phalanx.callbacks": (
+        "EpochDone",
+        "FitBegun",
+        "FitEnded",
+        "FormationChosen",
+        "RanksChanged",
+        "StepDone",
+    ),
     "phalanx.distributed": ("codec_hook", "launch", "merge_hook"),
     "phalanx.errors": (
         "CheckpointError",
@@ -121,22 +125,10 @@ _NAMES_BY_ROOM = {
     ),
     "phalanx.plan": ("Layout",),
     "phalanx.replicas": ("preserve_rng",),
-    "phalanx.train": (
-        "EpochDone",
-        "ExactSampler",
-        "FitBegun",
-        "FitEnded",
-        "FormationChosen",
-        "RanksChanged",
-        "StepDone",
-        "Trainer",
-        "Update",
-        "merge_updates",
-        "split_batch",
-    ),
+    "phalanx.train": ("ExactSampler", "Trainer", "Update", "merge_updates", "split_batch"),
 }
 _ROOM_BY_NAME = {name: room for room, names in _NAMES_BY_ROOM.items() for name in names}
-_ROOMS = {"callbacks", "cluster", "codecs", "compat", "metrics", "tables"} | {
+_ROOMS = {"cluster", "codecs", "compat", "metrics", "tables"} | {
     room.removeprefix("phalanx.") for room in _NAMES_BY_ROOM
 }
 

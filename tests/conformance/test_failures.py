@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
+from phalanx.callbacks import StepDone
 from phalanx.execution import Shards
-from phalanx.train import StepDone
 from tests.multiprocess.children import Children, Parent
 from tests.zoo import (
     MLP,

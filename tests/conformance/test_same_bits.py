@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
+from phalanx.callbacks import StepDone
 from phalanx.cli.data import open_data
 from phalanx.replicas import num_cores
-from phalanx.train import StepDone
 from tests.zoo import (
     CNN_NORM,
     GPT_DROPOUT,

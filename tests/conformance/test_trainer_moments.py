@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
+from phalanx.callbacks import StepDone
 from phalanx.errors import StateError
 from phalanx.execution import (
     opening,
 )
-from phalanx.train import StepDone
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 import phalanx
-from phalanx.train import EpochDone, StepDone
+from phalanx.callbacks import EpochDone, StepDone
 from tests.zoo import (
     CLASSES,
     CNN_NORM,

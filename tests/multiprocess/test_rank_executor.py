@@ -394,7 +394,7 @@ def drifting(rank: int, how: str, folder: Path) -> tuple[str, str, int]:
     torch.manual_seed(0 if how == "equal noise" else rank)
 
     def act(event: object) -> None:
-        if not isinstance(event, phalanx.train.StepDone) or event.step != 5:
+        if not isinstance(event, phalanx.StepDone) or event.step != 5:
             return
         if rank != 1 and "everywhere" not in how:
             return

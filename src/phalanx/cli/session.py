@@ -24,9 +24,11 @@ from phalanx import __version__
 from phalanx.callbacks import (
     EpochDone,
     FitEnded,
+    FormationChosen,
     History,
     Progress,
     Record,
+    StepDone,
     Trace,
     draw_training,
     record_of,
@@ -51,7 +53,7 @@ from phalanx.cli.summary import draw_summary
 from phalanx.clock import now_s
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError
 from phalanx.execution import Processes, Threads
-from phalanx.train import FormationChosen, StepDone, Trainer, length_of
+from phalanx.train import Trainer, length_of
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
