@@ -68,7 +68,7 @@ def _nothing(_: Any) -> None:
 
 
 class _Finding(threading.local):
-    """Whom the thread that unpickles asks about tokens."""
+    """The function that the thread that unpickles asks about tokens."""
 
     find: Aside = staticmethod(_nothing)
 

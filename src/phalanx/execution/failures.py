@@ -22,8 +22,8 @@ class WorkerLost:
         step: Number of the update, from 1.
         worker: Number of the worker.
         pid: Its process.
-        reason: What became of it.
-        microbatch: What it had in hands, which another worker has computed; None for nothing.
+        reason: Its exit, signal or silence.
+        microbatch: The one that it was computing, which another worker has computed; None for none.
         dump: Where its threads stood, if it hung; else empty.
         seconds: From the moment it was noticed until the step was done.
     """

@@ -128,11 +128,11 @@ class Ranks:
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorChoice:
-    """What was given as ``executor=``.
+    """The value of ``executor=``, read.
 
     Attributes:
         kind: "threads", "processes", "inline" or "ranks".
-        options: Those of worker processes; the defaults for other kinds, which lose none.
+        options: The options of worker processes; the defaults for other kinds, which lose none.
         intra_op: Threads inside operators, per replica; None for the default.
         elastic: The ranks that survive the loss of others; None for any others.
         nccl: Whether gradients are summed by NCCL.
@@ -225,7 +225,7 @@ def refuse_without_nccl(devices: Sequence[torch.device], option: str) -> None:
     """Refuse devices that NCCL does not serve.
 
     Args:
-        option: What asks for it, such as "nccl=True".
+        option: The option that asks for it, such as "nccl=True".
 
     Raises:
         UnsupportedError: There is one.
@@ -259,8 +259,8 @@ def open_executor(
         devices: One per replica.
         workloads: Relative shares; equal by default.
         intra_op: Threads inside operators, per replica.
-        shared: What tasks refer to; worker processes have it from their fork.
-        reads: What is called beside the module, such as the loss.
+        shared: Objects that tasks refer to; worker processes have them from their fork.
+        reads: Functions that tasks call beside the module, such as the loss.
         timed: Measure replicas on devices that work behind their thread's back.
     """
     choice.refuse_devices(devices)

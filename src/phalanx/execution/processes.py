@@ -74,7 +74,7 @@ class ProcessExecutor(Executor):
         num_workers: Number of processes.
         failures: Takes note of lost workers.
         shared: Objects that tasks refer to; workers have them from the fork.
-        reads: What is called beside the module, such as the loss.
+        reads: Functions that tasks call beside the module, such as the loss.
         workloads: Relative shares; equal by default; 0 switches a worker off.
         intra_op: Threads inside operators, per worker.
         timeout_s: How long one microbatch may take before its worker counts as hung; what is
@@ -242,7 +242,7 @@ class ProcessExecutor(Executor):
         """Report a loss.
 
         Args:
-            microbatch: What the worker had in hands.
+            microbatch: The one that the worker was computing.
         """
         worker, self._workers[index] = self._workers[index], None
         assert worker is not None
@@ -364,7 +364,7 @@ class ProcessExecutor(Executor):
 
 @dataclass(frozen=True)
 class _ProcessRun:
-    """What the threads of one run share."""
+    """The common state of the threads of one run."""
 
     state: RunState
     spec: bytes  # what all tasks of the run have in common

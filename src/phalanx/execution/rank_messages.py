@@ -1,4 +1,4 @@
-"""What the ranks of a job tell each other of a step before they add their gradients.
+"""The messages of the ranks of a job about a step, before they add their gradients.
 
 JSON and tensors in safetensors' form, no pickle. Floats travel as hexadecimals: every bit counts.
 """
@@ -32,8 +32,8 @@ class RankMessage:
     """One rank's part in a step.
 
     Attributes:
-        fingerprint: What all ranks must agree on: which step, of which batch.
-        error: What it raised instead of computing; None if all went well.
+        fingerprint: The step and the batch, on which all ranks must agree.
+        error: The exception that it raised instead of computing; None if all went well.
         results: By microbatch.
         absent: By node of the tree, the parameters that got no gradient; no entry for a node
             without rows.

@@ -1,4 +1,4 @@
-"""What a worker process does: one replica, one microbatch after another.
+"""The work of a worker process: one replica, one microbatch after another.
 
 It is a fork of the program (see `worker_process.py`), so it has the module, the loss and all that
 they read as they were at that moment. Parameters and buffers lie in memory that it shares with the
@@ -56,11 +56,11 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class World:
-    """What a worker takes with it from the program.
+    """The objects of the program that a worker uses.
 
     Attributes:
         source: The module that the user trains.
-        shared: What tasks refer to, such as the loss.
+        shared: Objects that tasks refer to, such as the loss.
         fingerprint: Where changes of their attributes go.
         layout: Of the slots that take gradients.
         optimizer: The program's, whose state workers have no use for.
@@ -84,11 +84,11 @@ class RegionsFollow:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What the microbatches of a run have in common.
+    """The common part of all microbatches of a run.
 
     Attributes:
         run: Its number.
-        task: What is to be called with the `MicrobatchContext`.
+        task: Called with the `MicrobatchContext`.
         rng: How microbatches get their random numbers.
         changes: Of attributes, since the worker was forked.
     """
@@ -122,10 +122,10 @@ class MicrobatchMessage:
 
 @dataclass(frozen=True)
 class Done:
-    """What a microbatch gave.
+    """The results of a microbatch.
 
     Attributes:
-        result: What the task returned.
+        result: The value that the task returned.
         written: The parts of the slot that it has written.
         assigned: The attributes that `forward` has assigned; looked for in first runs.
     """

@@ -46,7 +46,7 @@ class Lost(Exception):
     """A worker is gone, or was killed because it did not answer.
 
     Attributes:
-        reason: What became of it, for people.
+        reason: The exit, signal or silence, for people.
         dump: Where its threads stood, if it hung.
         at_s: When it was noticed.
     """
@@ -66,7 +66,7 @@ class WorkerProcess:
         index: Which one.
         answers: Where what is large in its answers goes; nobody else writes there any more.
         pool: The executor's.
-        serve: What it does, over there.
+        serve: Called in the worker.
 
     Raises:
         PeerLost: The system starts no process.
