@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from phalanx.cluster import Connection, Server, WorkerSession
+from phalanx.tables.host_operations import Operation
 from phalanx.tables.host_service import HostService
 from phalanx.tables.part import TablePart, checked
 from phalanx.tables.rounds import Rounds
@@ -65,11 +67,12 @@ def session_stays_broken() -> None:
 
 
 def one_at_a_time() -> None:
-    """A server makes one call after the other."""
+    """A server makes one get or add after the other."""
     ask, turn = Server._ask, threading.Lock()
 
     def ask_in_turn(self, request):
-        with turn:
+        waits_its_turn = request.head.operation in (Operation.ADD, Operation.GET)
+        with turn if waits_its_turn else nullcontext():
             return ask(self, request)
 
     Server._ask = ask_in_turn  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ import torch
 
 from phalanx import tables
 from phalanx.clock import now_s
-from phalanx.cluster import Server
+from phalanx.cluster import Head, Server
 from phalanx.errors import PeerTimeout, StateError
 from phalanx.ipc import ProcessIdentity, inject, wait_until
 from phalanx.tables import host_service
@@ -71,19 +71,22 @@ def be_worker(
 
 def lose(what: str, folder: Path) -> None:
     """Let servers forked later lose the first message of each kind, with its connection."""
-    lost: set[int] = set()
+    lost: set[tuple[int, ...]] = set()
 
-    def lose_first(operation: int) -> None:
-        if operation not in lost:
-            lost.add(operation)
-            (folder / f"lost-{operation}").touch()
+    def lose_first(head: Head) -> None:
+        kind = (head.operation,)
+        if head.operation == Operation.ADD:  # of several adds, and of a round, too
+            kind += (head.args[0] > 1, head.args[2] > 0)
+        if kind not in lost:
+            lost.add(kind)
+            (folder / f"lost-{head.operation}").touch()
             raise ConnectionResetError("lost by the test")
 
     if what == "requests":
         answer = Server._answer
 
         def answer_but_first(self, stream, head, link):
-            lose_first(head.operation)
+            lose_first(head)
             return answer(self, stream, head, link)
 
         Server._answer = answer_but_first  # type: ignore[method-assign]
@@ -91,7 +94,7 @@ def lose(what: str, folder: Path) -> None:
         send = Server._send
 
         def send_but_first(self, stream, asked, answer):
-            lose_first(asked.operation)
+            lose_first(asked)
             send(self, stream, asked, answer)
 
         Server._send = send_but_first  # type: ignore[method-assign]
@@ -344,5 +347,8 @@ def test_each_scene_goes_well(scene: Scene, tmp_path: Path) -> None:
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(bug: str, tmp_path: Path) -> None:
     scene, says = SCENES[bug]
+    run = a_run()
     with pytest.raises(AssertionError, match=says):
-        scene(a_run(), bug, tmp_path)
+        scene(run, bug, tmp_path)
+    for host in range(NUM_HOSTS):  # whose workers were killed, some before they had come
+        kill_server(run, host)

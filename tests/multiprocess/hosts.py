@@ -54,12 +54,12 @@ def _worker(parent: Parent, given: dict[str, str], body: Callable, how: dict) ->
 
 
 def kill_server(run: str, host: int) -> None:
-    """Kill the server of a host, and return when it has ended."""
+    """Kill the server of a host, if it has one, and return when it has ended."""
     regions = RunRegions(f"torchrun-{run}-0-{host}")
-    server = host_server.ServerPage(regions, create=False).server
-    assert server is not None
-    os.kill(server.pid, signal.SIGKILL)
-    wait_for_exit(server.pid)
+    server = host_server.ServerPage(regions).server
+    if server is not None and server.alive():
+        os.kill(server.pid, signal.SIGKILL)
+        wait_for_exit(server.pid)
     regions.close()
 
 

@@ -55,15 +55,14 @@ def fork_apart(child: Callable[[], object]) -> None:
     """
 
     def begin() -> NoReturn:
-        os.setsid()
-        if os.fork():
-            os._exit(0)
         code = 1
         try:
-            gc.freeze()  # what came with the fork: to look at it would copy its pages
-            take_signals()
-            let_go(_OUTPUT, files=True)
-            child()
+            os.setsid()
+            if os.fork() == 0:
+                gc.freeze()  # what came with the fork: to look at it would copy its pages
+                take_signals()
+                let_go(_OUTPUT, files=True)
+                child()
             code = 0
         except BaseException:
             traceback.print_exc()

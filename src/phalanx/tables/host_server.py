@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 _NOBODY_HERE_S = 120.0
 _OVER_S = 1.0
 _LOCK_S = 10.0
+_AGAIN_MS = 1000.0
 _BEGIN_S = 10.0  # a fork that does not listen by then is replaced by another
 _PAGE_BYTES = 4096
 _LOCKS = _PAGE_BYTES - 3 * Mutex.NBYTES
@@ -161,14 +162,16 @@ class ServerWatch:
         return str(self._page.address)
 
     def _run(self) -> None:
-        try:
-            while not self._page.is_over:
+        while not self._page.is_over:
+            try:
                 if self._wait_for_its_death():
                     return
                 with self._page.starting.held(_BEGIN_S + _LOCK_S):
                     self._start()
-        except (PhalanxError, OSError) as exc:  # calls to this host end by their own deadlines
-            _log.error("Host %d has no server any more: %s", self._spec.host, exc)
+            except (PhalanxError, OSError) as exc:  # the system starts no process, say
+                _log.error("Host %d has no server yet: %s", self._spec.host, exc)
+                if _readable(_AGAIN_MS, self._ended):
+                    return
 
     def _start(self) -> None:
         """Fork a server, unless another process has. This thread has never run OpenMP."""
