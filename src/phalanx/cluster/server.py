@@ -16,10 +16,11 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 from phalanx import errors
-from phalanx.clock import now_s
+from phalanx.clock import pause
 from phalanx.cluster.frames import MAX_PAYLOAD_BYTES, BadFrame, Head, Kind, Stream, prepare
 from phalanx.errors import PeerError, PhalanxError
 
@@ -101,6 +102,7 @@ class Server:
         self._streams: set[Stream] = set()
         self._room = threading.Condition()
         self._num_bytes = 0
+        self._is_closed = False
         self.num_dropped = 0
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
@@ -115,17 +117,27 @@ class Server:
         self.address = f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
 
     def serve(self, go_on: Callable[[], bool]) -> None:
-        """Answer until ``go_on()`` is False, which is asked every 100 ms."""
-        self._listener.settimeout(_LOOK_S)
-        ask_s = 0.0
-        while True:
-            if now_s() >= ask_s:
-                if not go_on():
-                    return
-                ask_s = now_s() + _LOOK_S
+        """Answer until ``go_on()`` is False, which is asked every 100 ms and may wait for locks."""
+        accepting = threading.Thread(target=self._accept, name="phalanx server", daemon=True)
+        accepting.start()
+        while go_on():
+            pause(_LOOK_S)
+
+    def close(self) -> None:
+        """Stop listening, and end all connections."""
+        self._is_closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends the wait for connections
+        self._listener.close()
+        for stream in list(self._streams):
+            stream.shut()
+
+    def _accept(self) -> None:
+        while not self._is_closed:
             try:
                 end, _ = self._listener.accept()
-            except OSError:  # nobody came, or has gone again
+            except OSError:  # closed; or the client has gone again, or no descriptor is left
+                pause(_LOOK_S)
                 continue
             if not self._handshakes.acquire(blocking=False):
                 end.close()  # a holder of the secret tries again
@@ -133,12 +145,6 @@ class Server:
             threading.Thread(
                 target=self._admit, args=(end,), name="phalanx connection", daemon=True
             ).start()
-
-    def close(self) -> None:
-        """Stop listening, and end all connections."""
-        self._listener.close()
-        for stream in list(self._streams):
-            stream.shut()
 
     # --- a connection -----------------------------------------------------------------------------
 
