@@ -223,7 +223,8 @@ class Executor(ABC):
             seed: Where the random numbers of this run start; each microbatch appends its index.
             owners: The replica that computes each microbatch; another one does only if that one
                 is lost. Default: whoever is free.
-            only: The microbatches that run here, while others run elsewhere. Default: all.
+            only: The microbatches that run here, while others run elsewhere. Default: all. It is
+                for executors of ranks, which choose it themselves.
 
         Returns:
             The results by microbatch, and the sums along the tree of the gradients that ``task``
@@ -296,6 +297,9 @@ class Executor(ABC):
 
 class WorkQueue:
     """The microbatches of a run that nobody has done yet; for any thread.
+
+    Threads only :meth:`take` and :meth:`fail`: a replica that takes a microbatch does it. The
+    others are for worker processes, which may be lost with one.
 
     Args:
         microbatches: Which there are.

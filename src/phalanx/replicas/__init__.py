@@ -1,4 +1,4 @@
-"""One model many times: the threads, copies and sums behind every container."""
+"""Replicas of a module: shells, buffers, devices, modes and random numbers of each."""
 
 from phalanx.replicas.attribute_fingerprint import AttributeFingerprint, PlainChanges
 from phalanx.replicas.buffers import (

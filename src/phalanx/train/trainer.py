@@ -103,9 +103,8 @@ class Trainer:
             with them when they die. "inline": the one replica runs in the caller's thread, where a
             debugger finds it. "ranks": every process of a `torch.distributed` job has such a
             trainer, is given the same batches, and computes its share of them with its replicas;
-            each steps some of the
-            parameters, and keeps their state (ZeRO, stage 1). `Ranks` survive
-            the loss of others.
+            each steps some of the parameters, and keeps their state (ZeRO, stage 1). `Ranks`
+            survive the loss of others.
         seed: Where dropout and its like start; each microbatch of each step has numbers of its own.
         weight: microbatch -> what its mean loss stands for, such as its number of unmasked tokens;
             default its rows.

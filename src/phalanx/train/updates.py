@@ -1,5 +1,7 @@
 """One step over several workers of the user's own: its samples split, and their updates merged.
 
+A `Trainer` uses nothing of this; see `train/step.py` for its step.
+
     samples 0 3 6 ─ worker 0 ─ g₀ of w₀ samples ─× w₀ ─┐
     samples 1 4   ─ worker 1 ─ g₁ of w₁ samples ─× w₁ ─┼─ Σ in float64 ─ / (w₀ + w₁ + w₂) ─▶ g
     samples 2 5   ─ worker 2 ─ g₂ of w₂ samples ─× w₂ ─┘
