@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,15 +29,7 @@ from phalanx.execution import (
     repeated,
 )
 from phalanx.metrics import Joining, Metrics
-from phalanx.plan import (
-    Layout,
-    check_argument,
-    check_microbatches,
-    check_workloads,
-    fixed_workloads,
-    read_number,
-    read_whole,
-)
+from phalanx.plan import Layout, check_workloads, fixed_workloads
 from phalanx.replicas import caller_intra_op, refuse_scripts
 from phalanx.train.checkpoint import Content, read_checkpoint, write_checkpoint
 from phalanx.train.dispatcher import EventDispatcher
@@ -60,13 +51,16 @@ from phalanx.train.state import (
 )
 from phalanx.train.step import Engine, EngineSpec
 from phalanx.train.trainer_arguments import (
-    check_callbacks,
     check_fit,
     check_members,
     check_moment,
+    check_options,
     check_replicas,
+    default_replicas,
     make_optimizer,
     make_scheduler,
+    read_layout,
+    warn_of_epochs_done,
 )
 from phalanx.types import Device, ForwardFn, LossFn, Nested, WeightFn
 
@@ -158,29 +152,14 @@ class Trainer:
     ) -> None:
         choice = ExecutorChoice.read(executor)
         refuse_scripts(module)
-        check_microbatches(microbatches, choice.intra_op)
-        if clip_norm is not None and not read_number("clip_norm", clip_norm) > 0:
-            raise ConfigError(
-                f"`clip_norm` must be above 0, but is {clip_norm!r}. Give None not to clip."
-            )
-        read_whole("seed", seed)
-        check_callbacks(callbacks)
-        if choice.kind == "ranks" and isinstance(workloads, str):
-            raise UnsupportedError(
-                "`workloads` must be numbers for executor='ranks', whose ranks would measure "
-                f"different ones, but is {workloads!r}. Give this rank's replicas' shares."
-            )
-        layout = Layout() if layout is None else layout
-        check_argument(isinstance(layout, Layout), "layout", "be a `Layout`", layout)
-        if replicas is None:
-            replicas = 1 if microbatches is None else "auto"
+        check_options(choice, microbatches, workloads, clip_norm, seed, callbacks)
+        layout = read_layout(layout)
+        replicas = default_replicas(replicas, microbatches, choice)
         check_replicas(replicas, microbatches, choice.kind)
         parameters = list(module.parameters())
         self.module = module
         self._home = parameters[0].device if parameters else torch.device("cpu")
         self._intra_op = choice.intra_op if microbatches is None else 1
-        if choice.elastic is not None and replicas == "auto":
-            replicas = 1  # ranks that come later begin in the middle, without a trial
         formation = read_replicas(replicas, self._home, self._intra_op, choice)
         fixed = fixed_workloads(workloads)
         if fixed is not None:
@@ -197,8 +176,7 @@ class Trainer:
         self._seed = seed
         self._reader = Reader(seed)
         self._choice = choice
-        takes_losses = choice.kind == "processes"
-        failures = FailureLog(choice.options.max_failures) if takes_losses else None
+        failures = FailureLog(choice.options.max_failures) if choice.kind == "processes" else None
         self._events = EventDispatcher(callbacks, choice, failures)
         spec = EngineSpec(
             module=module,
@@ -320,11 +298,7 @@ class Trainer:
         shown = self._events.open_progress(progress, self)
         self.join()
         if epochs is not None and self.epochs >= epochs:
-            warnings.warn(
-                f"`epochs` must be more than the {self.epochs} that the run has finished, counted "
-                f"from its start, but is {epochs}. Nothing was trained.",
-                stacklevel=2,
-            )
+            warn_of_epochs_done(epochs, self.epochs)
             return []
         last_epoch = self.epochs + 1 if epochs is None and steps is None else epochs
         if self._last_step is None and steps is not None:
@@ -552,8 +526,7 @@ class Trainer:
     def _step(self, batch: Nested, *, in_epoch: bool) -> StepDone:
         """Do one update, again where ranks have changed under it, and tell."""
         start_s = now_s()
-        if self._closed or self._in_step:
-            check_moment(closed=self._closed, in_step=self._in_step)
+        check_moment(closed=self._closed, in_step=self._in_step)
         engine = self._engine
         engine.open(batch)
         if self._choice.kind == "ranks":
@@ -570,8 +543,7 @@ class Trainer:
 
     def _update(self, batch: Nested, start_s: float, *, in_epoch: bool) -> StepDone:
         """Do one update, and move the position on; metrics are an epoch's, as its loss is."""
-        if self._closed:  # by a signal's handler, or in the attempt before
-            check_moment(closed=True)
+        check_moment(closed=self._closed)  # by a signal's handler, or in the attempt before
         before = self._position
         metrics = self._metrics if in_epoch and self._metrics else None
 
@@ -619,8 +591,7 @@ class Trainer:
         self._choice.write_once(lambda: write_checkpoint(capture_state(self._state()), path))
 
     def resume(self, folder: str | Path) -> None:
-        """Continue from what :meth:`save` wrote: model, optimizer, scheduler, position, data order,
-        callbacks.
+        """Continue from a folder of :meth:`save`: weights, optimizer, data order and all else.
 
         With the same `microbatches` and seed the run goes on bit for bit, on any number of
         replicas. The optimizer's options are the saved ones: set another `lr` afterwards.
@@ -631,8 +602,7 @@ class Trainer:
             StateError: As with :meth:`save`.
         """
         check_moment(closed=self._closed, in_step=self._in_step)
-        path = Path(folder)
-        self._restore(read_checkpoint(path), f"Checkpoint `{path}`")
+        self._restore(read_checkpoint(Path(folder)), f"Checkpoint `{folder}`")
 
     def _restore(self, content: Content, source: str) -> None:
         state = replace(self._state(), metrics=self._metrics.fresh())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
@@ -11,22 +12,57 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from phalanx.errors import ConfigError, StateError, UnsupportedError
-from phalanx.plan import check_argument, check_function, read_count
+from phalanx.execution import ExecutorChoice
+from phalanx.plan import (
+    Layout,
+    check_argument,
+    check_function,
+    check_microbatches,
+    read_count,
+    read_number,
+    read_whole,
+)
 from phalanx.types import Device
 
 __all__ = [
-    "check_callbacks",
     "check_fit",
     "check_loader",
     "check_members",
     "check_moment",
+    "check_options",
     "check_replicas",
+    "default_replicas",
     "make_optimizer",
     "make_scheduler",
+    "read_layout",
+    "warn_of_epochs_done",
 ]
 
 
-def check_callbacks(callbacks: Sequence[Any]) -> None:  # Any: whatever the user wrote
+def check_options(
+    choice: ExecutorChoice,
+    microbatches: int | None,
+    workloads: object,
+    clip_norm: float | None,
+    seed: int,
+    callbacks: Sequence[Any],
+) -> None:
+    """Refuse values of a trainer's options that cannot work, before anything is made."""
+    check_microbatches(microbatches, choice.intra_op)
+    if clip_norm is not None and not read_number("clip_norm", clip_norm) > 0:
+        raise ConfigError(
+            f"`clip_norm` must be above 0, but is {clip_norm!r}. Give None not to clip."
+        )
+    read_whole("seed", seed)
+    _check_callbacks(callbacks)
+    if choice.kind == "ranks" and isinstance(workloads, str):
+        raise UnsupportedError(
+            "`workloads` must be numbers for executor='ranks', whose ranks would measure "
+            f"different ones, but is {workloads!r}. Give this rank's replicas' shares."
+        )
+
+
+def _check_callbacks(callbacks: Sequence[Any]) -> None:  # Any: whatever the user wrote
     """Refuse what could not be called with an event, and half of a state."""
     for place, callback in enumerate(callbacks):
         name = f"callbacks[{place}]"
@@ -40,6 +76,17 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:  # Any: whatever the user
                 f"`{name}` must have both `state_dict` and `load_state_dict`, or neither, but has "
                 "one of them. Add the other."
             )
+
+
+def default_replicas(
+    replicas: int | str | Sequence[Device] | None, microbatches: int | None, choice: ExecutorChoice
+) -> int | str | Sequence[Device]:
+    """Return the replicas that were given, or their default."""
+    if replicas is None:
+        replicas = 1 if microbatches is None else "auto"
+    if choice.elastic is not None and replicas == "auto" and microbatches is not None:
+        return 1  # ranks that come later begin in the middle, without a trial
+    return replicas
 
 
 def check_replicas(
@@ -70,6 +117,22 @@ def check_replicas(
             "`replicas` must be 1 for executor='inline', which is the caller's own thread, but is "
             f"{count}. Use executor='threads' for more."
         )
+
+
+def read_layout(layout: Layout | None) -> Layout:
+    """Return the layout, by default one that splits dim 0 of everything."""
+    layout = Layout() if layout is None else layout
+    check_argument(isinstance(layout, Layout), "layout", "be a `Layout`", layout)
+    return layout
+
+
+def warn_of_epochs_done(epochs: int, done: int) -> None:
+    """Warn that a `fit` trains nothing, as the run has finished so many epochs."""
+    warnings.warn(
+        f"`epochs` must be more than the {done} that the run has finished, counted from its start, "
+        f"but is {epochs}. Nothing was trained.",
+        stacklevel=3,
+    )
 
 
 def check_moment(*, closed: bool, in_step: bool = False) -> None:
