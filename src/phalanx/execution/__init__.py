@@ -22,7 +22,7 @@ from phalanx.execution.opening import (
 )
 from phalanx.execution.partial_sums import Gradients, PartialSum, RunResult, Span
 from phalanx.execution.processes import ProcessExecutor
-from phalanx.execution.ranks import described
+from phalanx.execution.ranks import describe_rank
 from phalanx.execution.shards import Shards, is_cut
 from phalanx.execution.thread_pool import ThreadPool
 from phalanx.execution.threads import ThreadExecutor
@@ -49,7 +49,7 @@ __all__ = [
     "WorkerLost",
     "check_reduce",
     "default_intra_op",
-    "described",
+    "describe_rank",
     "is_cut",
     "nccl_serves",
     "open_executor",

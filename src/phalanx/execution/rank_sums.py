@@ -213,10 +213,10 @@ class RankShards(Shards):
         self._missing = result.missing
         super().take(result)
         if not self._parts:
-            self.complete()
+            self.gather_state()
         self.adds_first = self._keeps_all or not self._parts
 
-    def share(self) -> None:
+    def gather_gradients(self) -> None:
         """Bring all gradients here, where every rank steps all parameters."""
         if self.adds_first:
             own = self._sums.owned[self._sums.rank]
@@ -246,14 +246,14 @@ class RankShards(Shards):
             self.optimizer.state.pop(self._parameters[place], None)
         self._is_partial = True
 
-    def complete(self) -> None:
+    def gather_state(self) -> None:
         """Bring all of the optimizer's state to every rank."""
         if not self._is_partial:
             return
         own = self._sums.owned[self._sums.rank]
         state = self.optimizer.state
         packed = [
-            (place, _described(state[self._parameters[place]]))
+            (place, _state_as_json(state[self._parameters[place]]))
             for place in own
             if self._parameters[place] in state
         ]
@@ -264,7 +264,9 @@ class RankShards(Shards):
             for place, entries in json.loads(document):
                 parameter = self._parameters[place]
                 if rank != self._sums.rank:
-                    state[parameter] = {k: _made(each, parameter) for k, each in entries.items()}
+                    state[parameter] = {
+                        k: _state_from_json(each, parameter) for k, each in entries.items()
+                    }
                 spread += [
                     (each, rank)
                     for key in entries
@@ -291,7 +293,7 @@ def _spread_in_place(exchange: Exchange, tensors: Sequence[tuple[Tensor, int]]) 
 
 
 # Any, here and below: what optimizers keep.
-def _described(entries: Mapping[str, Any]) -> dict[str, Any]:
+def _state_as_json(entries: Mapping[str, Any]) -> dict[str, Any]:
     """Return, as JSON, what makes a parameter's state but for the elements of its tensors."""
     return {
         key: [
@@ -306,7 +308,7 @@ def _described(entries: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _made(described: Any, parameter: Tensor) -> Any:
+def _state_from_json(described: Any, parameter: Tensor) -> Any:
     if isinstance(described, dict):
         return described["is"]
     name, device_type, shape, value = described

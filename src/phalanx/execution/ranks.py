@@ -30,7 +30,7 @@ from phalanx.execution.threads import ThreadExecutor
 from phalanx.plan import flatten, workload_sizes
 from phalanx.types import Nested
 
-__all__ = ["RankExecutor", "described", "device_types_of", "refuse_unserved", "write_once"]
+__all__ = ["RankExecutor", "describe_rank", "device_types_of", "refuse_unserved", "write_once"]
 
 _TRACED = 64  # elements of each microbatch that tell one batch from another
 _STEP = "run a batch"
@@ -66,7 +66,7 @@ class RankExecutor(ThreadExecutor, Peers):
         """
         self._module = module = self.sources[0]
         self.exchange = exchange = Exchange() if exchange is None else exchange
-        own = described(module, self.workloads)
+        own = describe_rank(module, self.workloads)
         told = [json.loads(each) for each in exchange.gather(json.dumps(own).encode(), "begin")]
         for rank, each in enumerate(told):
             if each["model"] != told[0]["model"]:
@@ -323,7 +323,7 @@ def _checksum_of(parameter: Tensor) -> int:
     return int(values.view(_WORDS[values.itemsize]).sum(dtype=torch.int64))
 
 
-def described(module: nn.Module, workloads: Sequence[float]) -> dict[str, Any]:  # Any: JSON
+def describe_rank(module: nn.Module, workloads: Sequence[float]) -> dict[str, Any]:  # Any: JSON
     """Return what a rank trains: all but "workloads" must be the same in all ranks."""
     return {
         "workloads": list(workloads),

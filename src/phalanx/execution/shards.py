@@ -126,7 +126,7 @@ class Shards:
         if pairs:
             foreach_add([a for a, _ in pairs], [b for _, b in pairs])
 
-    def share(self) -> None:
+    def gather_gradients(self) -> None:
         """Bring all gradients here, where others have made some of the additions."""
 
     def squares(self, shard: int) -> list[float]:
@@ -176,7 +176,7 @@ class Shards:
         state.update(entries)
         self._num_states = len(state)
 
-    def complete(self) -> None:
+    def gather_state(self) -> None:
         """Bring all of the optimizer's state into this process, where others have some of it."""
 
 

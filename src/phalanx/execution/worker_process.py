@@ -165,7 +165,7 @@ class WorkerProcess:
     def _gone(self) -> Lost:
         at_s = now_s()
         self.kill(_EXIT_S)  # its connection may end before it does, and the exit code is the reason
-        return Lost(_described(self._exit_code), "", at_s)
+        return Lost(_exit_reason(self._exit_code), "", at_s)
 
     def _hung(self, timeout_s: float) -> Lost:
         at_s = now_s()
@@ -230,7 +230,7 @@ def dismiss_all(workers: Iterable[WorkerProcess | None]) -> None:
         worker.kill(max(0.01, deadline_s - now_s()))
 
 
-def _described(exit_code: int | None) -> str:
+def _exit_reason(exit_code: int | None) -> str:
     if exit_code is None:
         return "closed its connection"
     if exit_code >= 0:

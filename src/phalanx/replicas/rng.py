@@ -67,7 +67,7 @@ _ALPHA: _Needed = ((1, "p", 0.5), (2, "training", False))
 _RECURRENT: _Needed = ((5, "dropout", 0.0), (6, "train", True))
 # Arguments that all must be true for a function to draw: where in a call they stand, by which name,
 # and what holds if they are not given.
-_DRAWS_ONLY_WITH: dict[Any, _Needed] = {
+_CALLS_DRAW_ONLY_WITH: dict[Any, _Needed] = {
     F.dropout: _DROPOUT,
     F.dropout1d: _DROPOUT,
     F.dropout2d: _DROPOUT,
@@ -80,7 +80,7 @@ _DRAWS_ONLY_WITH: dict[Any, _Needed] = {
 }
 # Of torch's functions that are written in Python, those that draw, or run a backward pass.
 _DRAWING = {
-    *_DRAWS_ONLY_WITH,
+    *_CALLS_DRAW_ONLY_WITH,
     F.rrelu,
     F.gumbel_softmax,
     F.fractional_max_pool2d,
@@ -236,7 +236,7 @@ class MicrobatchRng(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not may_draw(func) or not _draws(func, args, kwargs):
+        if not may_call_draw(func) or not _call_draws(func, args, kwargs):
             return func(*args, **kwargs)
         with self.mode:
             return func(*args, **kwargs)
@@ -317,16 +317,16 @@ def has_fused_evaluation(module: nn.Module) -> bool:
     return any(isinstance(each, kinds) for each in module.modules())
 
 
-def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _call_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether a function that may draw does so with these arguments."""
     return all(
         args[position] if position < len(args) else kwargs.get(name, default)
-        for position, name, default in _DRAWS_ONLY_WITH.get(func, ())
+        for position, name, default in _CALLS_DRAW_ONLY_WITH.get(func, ())
     )
 
 
 @cache
-def may_draw(func: Any) -> bool:  # Any, here and below: whatever torch lets modes override
+def may_call_draw(func: Any) -> bool:  # Any, here and below: whatever torch lets modes override
     """Tell whether a torch function may draw; what is unknown may.
 
     A function written in C goes by the tags of the operator of its name. One written in Python is

@@ -138,7 +138,7 @@ class RngMode(TorchDispatchMode):
         if torch.is_inference_mode_enabled() and _is_made_of_others(func):
             with self:  # elsewhere torch takes it apart before it comes here
                 return func._op_dk(MADE_OF_OTHERS, *args, **kwargs)
-        if _draws(func, args, kwargs):
+        if _op_draws(func, args, kwargs):
             return self._draw(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -220,7 +220,7 @@ _ATTENTION: dict[Any, tuple[str, ...]] = dict.fromkeys(
 _RECURRENT: dict[Any, tuple[str, ...]] = dict.fromkeys(
     _named("_cudnn_rnn", "_cudnn_init_dropout_state", "miopen_rnn"), ("dropout", "train")
 )
-_DRAWS_ONLY_WITH = _ATTENTION | _RECURRENT
+_OPERATORS_DRAW_ONLY_WITH = _ATTENTION | _RECURRENT
 # These carry the tag, too, but get what the forward pass has drawn.
 _TAKE_WHAT_WAS_DRAWN = set(
     _named(
@@ -248,15 +248,15 @@ def _is_made_of_others(func: Any) -> bool:
 
 
 @functools.cache
-def _may_draw(func: Any) -> bool:
+def _op_may_draw(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags and func not in _TAKE_WHAT_WAS_DRAWN
 
 
-def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _op_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether this call draws from a default generator."""
-    if not _may_draw(func) or kwargs.get("generator") is not None:  # the model brings its own
+    if not _op_may_draw(func) or kwargs.get("generator") is not None:  # the model brings its own
         return False
-    names = _DRAWS_ONLY_WITH.get(func, ())
+    names = _OPERATORS_DRAW_ONLY_WITH.get(func, ())
     return all(_argument(func, args, kwargs, name) for name in names)
 
 

@@ -141,9 +141,8 @@ class Engine:
             seed=(spec.seed, before.steps),
             owners=pieces.owners,
         )
-        left = [operand.statistics for operand in result.operands if operand.statistics]
-        statistics = sum_statistics(left) if left else {}
-        buffers = self._buffers_of(statistics) if left else {}
+        statistics = sum_statistics(operand.statistics for operand in result.operands)
+        buffers = self._buffers_of(statistics) if statistics else {}
         loss = Loss(pieces.loss_of(result.results), pieces.weight, sum(pieces.sizes))
         if metrics is not None:
             metrics.keep()
@@ -157,7 +156,7 @@ class Engine:
         is_added = shards.adds_first or spec.clip_norm is not None
         if is_added:
             executor.each(shards.add)
-            shards.share()
+            shards.gather_gradients()
         norm = None if spec.clip_norm is None else self._norm()
         scale = 1.0 if norm is None else min(1.0, (spec.clip_norm or 0.0) / (norm + 1e-6))
 
@@ -428,7 +427,7 @@ class Engine:
             peers.agree_to_open_again()
         if self._is_half_stepped:
             raise _half_stepped()
-        self._shards.complete()
+        self._shards.gather_state()
         if peers is not None:
             peers.check_alike()
 

@@ -24,7 +24,7 @@ from phalanx.execution import (
     Processes,
     Ranks,
     Threads,
-    described,
+    describe_rank,
     open_executor,
     repeated,
 )
@@ -172,7 +172,7 @@ class Trainer:
         check_members(module, self.optimizer)
         self.scheduler = make_scheduler(scheduler, self.optimizer, scheduler_interval)
         self._scheduler_interval = scheduler_interval
-        self._switch = getattr(self.optimizer, "train", None)  # schedule-free ones have it
+        self._optimizer_train = getattr(self.optimizer, "train", None)  # schedule-free ones have it
         self._seed = seed
         self._reader = Reader(seed)
         self._choice = choice
@@ -341,7 +341,7 @@ class Trainer:
         check_moment(closed=self._closed, in_step=self._in_step)
         elastic = self._choice.elastic
         if elastic is not None and not elastic.entered:
-            about = lambda: described(self.module, self.workloads)  # noqa: E731
+            about = lambda: describe_rank(self.module, self.workloads)  # noqa: E731
             give = lambda: pack_state(self._state(), self._last_step)  # noqa: E731
             self._last_step = join_ranks(elastic, about, give, self._restore)
 
@@ -359,8 +359,8 @@ class Trainer:
         with caller_intra_op(1):
             if not self.module.training:
                 enter_training(self.module)
-            if self._switch is not None:
-                self._engine.write(self._switch)
+            if self._optimizer_train is not None:
+                self._engine.write(self._optimizer_train)
             return self._step(batch, in_epoch=False)
 
     def resize(self, replicas: int | Sequence[Device]) -> None:
@@ -459,8 +459,8 @@ class Trainer:
         enter_training(self.module)
         if self._position.batch == 0:
             self._engine.refresh()
-        if self._switch is not None:
-            self._engine.write(self._switch)
+        if self._optimizer_train is not None:
+            self._engine.write(self._optimizer_train)
         length = length_of(loader)
         self._reader.open(loader, self._position.batch, self.epochs)
         while True:

@@ -11,7 +11,7 @@ from torch.overrides import get_overridable_functions
 
 from phalanx.errors import UnsupportedError
 from phalanx.replicas import derive_seed
-from phalanx.replicas.rng import is_drawing_operator, may_draw
+from phalanx.replicas.rng import is_drawing_operator, may_call_draw
 from phalanx.replicas.rng_mode import RngMode
 
 
@@ -56,7 +56,7 @@ def test_every_function_of_torchs_that_names_a_drawing_operator_is_known() -> No
     assert len(WRITTEN_IN_PYTHON) > 100
     for func in WRITTEN_IN_PYTHON:
         names = set().union(*(names_in(each.__code__) for each in runs(func)))
-        assert may_draw(func) or not any(map(is_drawing_operator, names)), func
+        assert may_call_draw(func) or not any(map(is_drawing_operator, names)), func
 
 
 def test_seeds_differ_for_every_step_and_microbatch() -> None:
