@@ -28,8 +28,8 @@ between the last row and the end of the add.
 
 # Note [Reading without the lock]
 A reader notes an even WORD, copies, and looks at WORD again: where it is the same, no add had begun
-meanwhile that changed what was copied. Else it tries again, and then takes the lock. So a get may
-wait for an add of many rows.
+meanwhile. Else it tries again, and then takes the lock. So a get waits for an add that is under
+way, whichever rows it changes.
 
 C (native/part.c) does both where the updater has no state, with fences for processors that reorder
 stores: an add of one block in one call, each larger block in one, cut so that it stays in the

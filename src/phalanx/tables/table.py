@@ -157,7 +157,8 @@ class Table:
         Over several hosts a part that fails leaves the other hosts' parts in; where it is this
         host's, notes on the error name those hosts.
 
-        Collective: No. Blocks: While another worker adds to the same shard, or it grows.
+        Collective: No. Blocks: While another worker adds to the same shard, or it grows, or is
+        copied for a snapshot.
         Moves: the delta, once; the rows that it changes, once more for the record. An add of more
         than 262,144 numbers, or to several shards, passes through its worker's log: its delta once
         more.
@@ -246,8 +247,9 @@ class Table:
             PeerTimeout: A worker for whom the table's mode waits stayed away; ``.rank`` is it.
 
         Collective: In a bulk-synchronous table all workers make the same number of gets.
-        Blocks: While an add of many rows is made that it would see half of. Bounded: until nobody
-        is more than k ticks behind. Bulk: until every worker has come to its get, or left.
+        Blocks: While an add to the same shard is under way, whichever rows it changes. Bounded:
+        also until nobody is more than k ticks behind. Bulk: also until every worker has come to its
+        get, or left.
         """
         self._check_open()
         index = read_rows(rows, self._spec)
@@ -344,7 +346,9 @@ class Table:
         self._storage.finish_adds(self._group.worker_id, self._group.timeout_s)
 
     def snapshot(self, directory: str | os.PathLike[str]) -> Path:
-        """Write values and updater's state into ``directory``, synced; others go on meanwhile.
+        """Write values and updater's state into ``directory``, synced.
+
+        Adds to a shard wait while it is copied in memory, and not while the file is written.
 
         Each shard is of one moment. For one moment of the whole table, call it between two
         barriers. Of a bulk-synchronous table it holds the rounds that are in; if the caller has no
@@ -360,7 +364,7 @@ class Table:
             CheckpointError: The directory cannot be written to, or another file has the name of
                 the one returned. An older snapshot is intact.
 
-        Blocks: No.
+        Blocks: While an add to a shard is under way.
         """
         folder = read_directory(directory)
         self.flush()
