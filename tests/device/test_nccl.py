@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import phalanx
-from phalanx.execution import opening
+from phalanx.execution import nccl_sums
 from tests.device.test_replicas import F64, OPTIMIZERS, STEPS, Net, batch, equals_plain
 from tests.zoo import assert_close
 
@@ -43,7 +43,7 @@ class StandIn:
 def nccl(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     found = StandIn()
     monkeypatch.setattr(torch.cuda.nccl, "reduce", found.reduce)
-    monkeypatch.setattr(opening, "nccl_serves", lambda devices: True)
+    monkeypatch.setattr(nccl_sums, "nccl_serves", lambda devices: True)
     return found
 
 

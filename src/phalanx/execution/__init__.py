@@ -8,18 +8,10 @@ from phalanx.execution.contract import (
     default_intra_op,
     repeated,
 )
+from phalanx.execution.executor_options import Processes, Ranks, Threads
 from phalanx.execution.failures import FailureLog, WorkerLost
-from phalanx.execution.opening import (
-    EXECUTORS,
-    ExecutorChoice,
-    Processes,
-    Ranks,
-    Threads,
-    check_reduce,
-    nccl_serves,
-    open_executor,
-    refuse_without_nccl,
-)
+from phalanx.execution.nccl_sums import check_reduce, nccl_serves, refuse_without_nccl
+from phalanx.execution.opening import EXECUTORS, ExecutorChoice, open_executor
 from phalanx.execution.partial_sums import Gradients, PartialSum, RunResult, Span
 from phalanx.execution.processes import ProcessExecutor
 from phalanx.execution.ranks import describe_rank

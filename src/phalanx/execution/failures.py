@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from phalanx.clock import now_s
-from phalanx.errors import ConfigError, PeerLost
-from phalanx.plan import read_count, read_number
+from phalanx.errors import PeerLost
 
-__all__ = ["FailureLog", "WorkerLost", "check_limits", "check_seconds"]
+__all__ = ["FailureLog", "WorkerLost"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,16 +76,3 @@ class FailureLog:
         while self._unreported:
             lost, noticed_s = self._unreported.popleft()
             yield replace(lost, step=step, seconds=now_s() - noticed_s)
-
-
-def check_seconds(name: str, seconds: float) -> None:
-    """Refuse what is no time to wait."""
-    if not read_number(name, seconds) > 0:
-        raise ConfigError(f"`{name}` must be above 0 seconds, but is {seconds!r}.")
-
-
-def check_limits(timeout_s: float, max_failures: int | None) -> None:
-    """Refuse what is no time to wait for an answer, and no number of losses."""
-    check_seconds("timeout_s", timeout_s)
-    if max_failures is not None:
-        read_count("max_failures", max_failures, 0, way_out="Give None for any number.")

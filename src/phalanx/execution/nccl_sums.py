@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from phalanx.distributed import nccl_is_here
+from phalanx.errors import UnsupportedError
 from phalanx.execution.partial_sums import Gradients, PartialSum, add_sums
+from phalanx.plan import check_argument
 
-__all__ = ["NcclSums"]
+__all__ = ["NcclSums", "check_reduce", "nccl_serves", "refuse_without_nccl"]
+
+_REDUCTIONS = ("tree", "nccl")
 
 
 class NcclSums:
@@ -68,3 +74,37 @@ class NcclSums:
             torch.cuda.nccl.reduce(numbers, root=0)
         total: tuple[Tensor, ...] = flats[0].to(home).split(sizes)
         return total
+
+
+def nccl_serves(devices: Sequence[torch.device]) -> bool:
+    """Tell whether NCCL can sum over these devices."""
+    on_cuda = all(device.type == "cuda" for device in devices)
+    return on_cuda and nccl_is_here()
+
+
+# Any: whatever the user wrote.
+def check_reduce(reduce: Any) -> None:
+    """Refuse a way of summing gradients that is unknown.
+
+    Raises:
+        ConfigError: It is unknown.
+    """
+    fits = isinstance(reduce, str) and reduce in _REDUCTIONS
+    check_argument(fits, "reduce", "be 'tree' or 'nccl'", reduce)
+
+
+def refuse_without_nccl(devices: Sequence[torch.device], option: str) -> None:
+    """Refuse devices that NCCL does not serve.
+
+    Args:
+        option: The option that asks for it, such as "nccl=True".
+
+    Raises:
+        UnsupportedError: There is one.
+    """
+    if not nccl_serves(devices):
+        named = ", ".join(dict.fromkeys(map(str, devices)))
+        raise UnsupportedError(
+            f"Devices must be CUDA's for {option}, and torch must be built with NCCL, but the "
+            f"devices are {named}. Leave {option} out."
+        )

@@ -3,127 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from phalanx.distributed import ElasticExchange, Exchange, nccl_is_here
+from phalanx.distributed import ElasticExchange, Exchange
 from phalanx.errors import UnsupportedError
 from phalanx.execution.contract import Executor
 from phalanx.execution.elastic_ranks import ElasticRankExecutor, write_once_elastic
-from phalanx.execution.failures import FailureLog, check_limits, check_seconds
+from phalanx.execution.executor_options import Processes, Ranks, Threads
+from phalanx.execution.failures import FailureLog
+from phalanx.execution.nccl_sums import refuse_without_nccl
 from phalanx.execution.processes import ProcessExecutor
 from phalanx.execution.ranks import RankExecutor, write_once
 from phalanx.execution.threads import ThreadExecutor
-from phalanx.plan import check_argument, read_intra_op
+from phalanx.plan import check_argument
 
-__all__ = [
-    "EXECUTORS",
-    "ExecutorChoice",
-    "Processes",
-    "Ranks",
-    "Threads",
-    "check_reduce",
-    "nccl_serves",
-    "open_executor",
-    "refuse_without_nccl",
-]
+__all__ = ["EXECUTORS", "ExecutorChoice", "open_executor"]
 
-_REDUCTIONS = ("tree", "nccl")
 EXECUTORS = ("threads", "processes", "inline", "ranks")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Threads:
-    """Replicas in threads of this process, with options.
-
-    ``executor="threads"`` is the same with the defaults.
-
-    Args:
-        intra_op: Threads inside operators, per replica. Default: cores divided by replicas. With
-            microbatches every operator runs on one thread, because their number decides the bits.
-        nccl: Sum gradients on each GPU, and then over all GPUs by NCCL. The order of the sums, and
-            so their rounding, is NCCL's and depends on the number of GPUs.
-
-    Raises:
-        ConfigError: An option cannot work.
-
-    Example:
-        >>> Threads(intra_op=2).nccl
-        False
-    """
-
-    intra_op: int | None = None
-    nccl: bool = False
-
-    def __post_init__(self) -> None:
-        read_intra_op(self.intra_op)
-        check_argument(isinstance(self.nccl, bool), "nccl", "be True or False", self.nccl)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Processes:
-    """Worker processes of this host, with options.
-
-    ``executor="processes"`` is the same with the defaults.
-
-    Args:
-        intra_op: As for `Threads`.
-        timeout_s: How long a microbatch may take before its worker process counts as hung.
-        max_failures: How many worker processes may be lost in all; None for any number.
-
-    Raises:
-        ConfigError: An option cannot work.
-
-    Example:
-        >>> Processes(timeout_s=60.0).max_failures
-        20
-    """
-
-    intra_op: int | None = None
-    timeout_s: float = 300.0
-    max_failures: int | None = 20
-
-    def __post_init__(self) -> None:
-        read_intra_op(self.intra_op)
-        check_limits(self.timeout_s, self.max_failures)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """Ranks that survive the loss of others.
-
-    When a rank dies, those left form another group and do the step again: the weights are the same
-    bits as if nothing had happened, given ``microbatches``. A process that comes in its place, or
-    later, is given the state by a peer between two steps. They meet in a group of their own, so the
-    script calls no `init_process_group()`; ``RANK`` and ``WORLD_SIZE`` say who comes at first.
-
-    Every rank holds all of the optimizer's state, where ``executor="ranks"`` holds some of it.
-
-    Args:
-        intra_op: As for `Threads`.
-        timeout_s: How long a rank that lives may take for its part of a step.
-        lost_after_s: After how long without a sign of life a rank of another host counts as lost;
-            a process that ends is noticed at once.
-
-    Raises:
-        ConfigError: An option cannot work.
-
-    Example:
-        >>> Ranks(timeout_s=60.0).lost_after_s
-        5.0
-    """
-
-    intra_op: int | None = None
-    timeout_s: float = 300.0
-    lost_after_s: float = 5.0
-
-    def __post_init__(self) -> None:
-        read_intra_op(self.intra_op)
-        for name in ("timeout_s", "lost_after_s"):
-            check_seconds(name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +39,7 @@ class ExecutorChoice:
     """
 
     kind: str
-    options: Processes = Processes()
+    options: Processes = field(default_factory=Processes)
     intra_op: int | None = None
     elastic: ElasticExchange | None = None
     nccl: bool = False
@@ -204,40 +104,6 @@ class ExecutorChoice:
             )
 
 
-def nccl_serves(devices: Sequence[torch.device]) -> bool:
-    """Tell whether NCCL can sum over these devices."""
-    on_cuda = all(device.type == "cuda" for device in devices)
-    return on_cuda and nccl_is_here()
-
-
-# Any: whatever the user wrote.
-def check_reduce(reduce: Any) -> None:
-    """Refuse a way of summing gradients that is unknown.
-
-    Raises:
-        ConfigError: It is unknown.
-    """
-    fits = isinstance(reduce, str) and reduce in _REDUCTIONS
-    check_argument(fits, "reduce", "be 'tree' or 'nccl'", reduce)
-
-
-def refuse_without_nccl(devices: Sequence[torch.device], option: str) -> None:
-    """Refuse devices that NCCL does not serve.
-
-    Args:
-        option: The option that asks for it, such as "nccl=True".
-
-    Raises:
-        UnsupportedError: There is one.
-    """
-    if not nccl_serves(devices):
-        named = ", ".join(dict.fromkeys(map(str, devices)))
-        raise UnsupportedError(
-            f"Devices must be CUDA's for {option}, and torch must be built with NCCL, but the "
-            f"devices are {named}. Leave {option} out."
-        )
-
-
 def open_executor(
     choice: ExecutorChoice,
     module: nn.Module,
@@ -269,12 +135,12 @@ def open_executor(
         return ProcessExecutor(
             module,
             len(devices),
+            options=choice.options,
             failures=failures,
             shared=shared,
             reads=reads,
             workloads=workloads,
             intra_op=intra_op,
-            timeout_s=choice.options.timeout_s,
         )
     executor = _kind(choice)(
         module,

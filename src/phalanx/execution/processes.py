@@ -36,6 +36,7 @@ from phalanx.execution.contract import (
     parameters_of,
     places_of,
 )
+from phalanx.execution.executor_options import Processes
 from phalanx.execution.failures import FailureLog, WorkerLost
 from phalanx.execution.gradient_slots import GradientSlot, GradientSlots, SlotLayout
 from phalanx.execution.partial_sums import PartialSum, Span
@@ -72,13 +73,13 @@ class ProcessExecutor(Executor):
     Args:
         source: The module that the user trains; all its parameters lie on the CPU.
         num_workers: Number of processes.
+        options: Timeouts and limits; ``intra_op`` is the argument of that name. A ``timeout_s``
+            longer than three weeks, as infinity is, counts as that.
         failures: Takes note of lost workers.
         shared: Objects that tasks refer to; workers have them from the fork.
         reads: Functions that tasks call beside the module, such as the loss.
         workloads: Relative shares; equal by default; 0 switches a worker off.
         intra_op: Threads inside operators, per worker.
-        timeout_s: How long one microbatch may take before its worker counts as hung; what is
-            longer than three weeks, as infinity is, counts as that.
 
     Attributes:
         pool: Where the parameters and buffers of the module are moved to, and those of modules that
@@ -98,12 +99,12 @@ class ProcessExecutor(Executor):
         source: nn.Module,
         num_workers: int,
         *,
+        options: Processes,
         failures: FailureLog,
         shared: Sequence[object] = (),
         reads: Sequence[object] = (),
         workloads: Sequence[float] | None = None,
         intra_op: int | None = None,
-        timeout_s: float = 300.0,
     ) -> None:
         super().__init__()
         self.workloads = list(workloads) if workloads is not None else [1.0] * num_workers
@@ -118,7 +119,7 @@ class ProcessExecutor(Executor):
         self.pool = SharedMemoryPool()
         self._shared = list(shared)
         self._reads = list(reads)
-        self._timeout_s = min(float(timeout_s), LONGEST_S)
+        self._timeout_s = min(float(options.timeout_s), LONGEST_S)
         self._failures = failures
         self._pid = os.getpid()
         self._runs = 0
