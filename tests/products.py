@@ -44,4 +44,6 @@ def in_pairs(names: str, *factors: Sequence[Any]) -> pytest.MarkDecorator:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(_shown, value))
     return getattr(value, "__name__", None) or str(value).removeprefix("torch.")
