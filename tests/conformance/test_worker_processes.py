@@ -131,6 +131,31 @@ def test_errors_and_outputs_are_of_classes_that_functions_have_made() -> None:
         assert caught.value.first == 1
 
 
+@pytest.mark.promise("errors-arrive-as-raised")
+@pytest.mark.parametrize(
+    "raising",
+    [
+        lambda: open("/missing/file"),  # noqa: SIM115
+        lambda: b"\xff".decode(),
+        lambda: compile("a b", "file", "exec"),
+    ],
+    ids=["OSError", "UnicodeDecodeError", "SyntaxError"],
+)
+def test_errors_of_python_arrive_with_all_that_they_tell(raising: Callable[[], object]) -> None:
+    with pytest.raises((OSError, UnicodeDecodeError, SyntaxError)) as expected:
+        raising()
+
+    def forward(module: nn.Module, batch: Any) -> Tensor:
+        raising()
+        raise AssertionError
+
+    with trainer_of("processes", linear(), forward=forward) as trainer:
+        with pytest.raises(expected.type) as caught:
+            trainer.step(batches()[0])
+        assert str(caught.value) == str(expected.value)
+        assert getattr(caught.value, "filename", None) == getattr(expected.value, "filename", None)
+
+
 SCRIPT = """
 import torch, phalanx
 from torch import nn

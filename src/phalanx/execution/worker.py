@@ -271,12 +271,15 @@ def with_needed(needed_bytes: int, packed: bytes) -> bytes:
 def _failed(error: BaseException) -> Failed:
     text = "".join(traceback.format_exception(error))
     contents: bytes | None = None
-    for args, attributes in (
-        (error.args, error.__dict__),
+    # Python's own reduction has what `args` lack, such as the name of an OSError's file.
+    reduced: Any = _builtin_of(type(error)).__reduce__(error)  # Any: the class, args, and a state
+    args, attributes = reduced[1], reduced[2] if len(reduced) > 2 else {}
+    for each in (
+        (args, attributes),
         ((str(error),), {"__notes__": getattr(error, "__notes__", [])}),
     ):
         with contextlib.suppress(Exception):  # the user's exceptions may hold anything
-            contents = pack((args, attributes))
+            contents = pack(each)
             break
     return Failed((type(error).__module__, type(error).__qualname__), contents, text)
 
@@ -289,13 +292,18 @@ def rebuilt(failed: Failed, note: str) -> BaseException:
     if kind is not None and failed.contents is not None:
         with contextlib.suppress(Exception):  # the user's objects may not be unpickled
             args, attributes = load(failed.contents)
-            found = kind.__new__(kind, *args)  # an `__init__` may want other arguments
-            found.args = args
-            found.__dict__.update(attributes)  # the notes are among them
+            found = kind.__new__(kind, *args)
+            _builtin_of(kind).__init__(found, *args)  # the user's may want other arguments
+            found.__setstate__(attributes)  # the notes are among them
             explain_error(found)
             error = found
     error.add_note(f"{note} There:\n{failed.text.rstrip()}")
     return error
+
+
+def _builtin_of(kind: type[BaseException]) -> type[BaseException]:
+    """Return the class of Python's own that a class of exceptions derives from."""
+    return next(each for each in kind.__mro__ if each.__module__ == "builtins")
 
 
 def _class_of(name: tuple[str, str]) -> type[BaseException] | None:
