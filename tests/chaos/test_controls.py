@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from phalanx.execution import processes
-from phalanx.execution.contract import WorkQueue
 from phalanx.execution.partial_sums import TreeSums
+from phalanx.execution.run_state import WorkQueue
 from phalanx.plan import Node
 from phalanx.replicas import Replica
 from phalanx.train.dispatcher import EventDispatcher

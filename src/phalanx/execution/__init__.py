@@ -2,9 +2,6 @@
 
 from phalanx.execution.contract import (
     Executor,
-    MicrobatchContext,
-    MicrobatchResult,
-    Task,
     default_intra_op,
     repeated,
 )
@@ -16,6 +13,7 @@ from phalanx.execution.partial_sums import Gradients, PartialSum, RunResult, Spa
 from phalanx.execution.processes import ProcessExecutor
 from phalanx.execution.ranks import describe_rank
 from phalanx.execution.shards import Shards, is_cut
+from phalanx.execution.task import MicrobatchContext, MicrobatchResult, Task
 from phalanx.execution.thread_pool import ThreadPool
 from phalanx.execution.threads import ThreadExecutor
 

@@ -9,7 +9,6 @@ from typing import Any
 from torch.optim import Optimizer
 
 from phalanx.distributed import ElasticExchange, Exchange, GroupChanged
-from phalanx.execution.contract import Task
 from phalanx.execution.partial_sums import RunResult
 from phalanx.execution.rank_sums import RankShards
 from phalanx.execution.ranks import (
@@ -18,6 +17,7 @@ from phalanx.execution.ranks import (
     refuse_unserved,
     write_once,
 )
+from phalanx.execution.task import Task
 from phalanx.types import Nested
 
 __all__ = ["ElasticRankExecutor", "write_once_elastic"]

@@ -31,7 +31,6 @@ from phalanx.errors import ConfigError, PhalanxError, StateError, UnsupportedErr
 from phalanx.execution.channel import LONGEST_S, Mailbox, pack
 from phalanx.execution.contract import (
     Executor,
-    RunState,
     default_intra_op,
     parameters_of,
     places_of,
@@ -40,6 +39,7 @@ from phalanx.execution.executor_options import Processes
 from phalanx.execution.failures import FailureLog, WorkerLost
 from phalanx.execution.gradient_slots import GradientSlot, GradientSlots, SlotLayout
 from phalanx.execution.partial_sums import PartialSum, Span
+from phalanx.execution.run_state import RunState
 from phalanx.execution.thread_pool import ThreadPool
 from phalanx.execution.worker import (
     Failed,

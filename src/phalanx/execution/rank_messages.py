@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import UnsupportedError
-from phalanx.execution.contract import MicrobatchResult
 from phalanx.execution.partial_sums import PartialSum
+from phalanx.execution.task import MicrobatchResult
 from phalanx.plan import Node, flatten, unflatten
 from phalanx.replicas import Statistic
 from phalanx.torch_internals import pytree

@@ -21,11 +21,12 @@ from torch.optim import Optimizer
 
 from phalanx.distributed import Exchange
 from phalanx.errors import ConfigError, PeerError
-from phalanx.execution.contract import Peers, Task
+from phalanx.execution.contract import Peers
 from phalanx.execution.partial_sums import RunResult
 from phalanx.execution.rank_messages import RankMessage
 from phalanx.execution.rank_sums import RankShards, RankSums
 from phalanx.execution.shards import is_cut
+from phalanx.execution.task import Task
 from phalanx.execution.threads import ThreadExecutor
 from phalanx.plan import flatten, workload_sizes
 from phalanx.types import Nested

@@ -13,8 +13,6 @@ from torch import nn
 from phalanx.clock import now_s
 from phalanx.execution.contract import (
     Executor,
-    MicrobatchContext,
-    RunState,
     annotate_error,
     default_intra_op,
     parameters_of,
@@ -22,7 +20,9 @@ from phalanx.execution.contract import (
 )
 from phalanx.execution.nccl_sums import NcclSums
 from phalanx.execution.partial_sums import Gradients, PartialSum, RunResult, Span
+from phalanx.execution.run_state import RunState
 from phalanx.execution.shards import share_by_size
+from phalanx.execution.task import MicrobatchContext
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
 from phalanx.plan import BufferRules, Node, check_workloads, read_intra_op
 from phalanx.replicas import (

@@ -23,8 +23,9 @@ from torch.optim import Optimizer
 
 from phalanx.clock import now_s
 from phalanx.execution.channel import Outbox, load, pack
-from phalanx.execution.contract import MicrobatchContext, Task, explain_error
+from phalanx.execution.contract import explain_error
 from phalanx.execution.gradient_slots import SlotLayout, SlotWriter, WrittenGradients
+from phalanx.execution.task import MicrobatchContext, Task
 from phalanx.ipc import fail_point, fail_points, flush_output, inject
 from phalanx.memory import SharedMemoryPool, TensorHandle, forget_memory
 from phalanx.replicas import (
