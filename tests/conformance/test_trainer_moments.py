@@ -360,3 +360,35 @@ def test_ctrl_c_in_the_update_comes_after_it(
         Signalled.armed.clear()
         for number, handler in zip((signal.SIGINT, signal.SIGALRM), before, strict=True):
             signal.signal(number, handler)
+
+
+def test_ctrl_c_in_a_microbatch_comes_after_it() -> None:
+    finished = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        if not finished:
+            signal.raise_signal(signal.SIGINT)
+        finished.append(outputs)
+        return nn.functional.mse_loss(outputs, targets)
+
+    with pytest.raises(KeyboardInterrupt), trainer_inline(loss) as trainer:
+        trainer.step(batches()[0])
+    assert (trainer.steps, len(finished)) == (0, 2)
+
+
+def test_a_second_ctrl_c_in_a_microbatch_comes_at_once() -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError
+
+    with pytest.raises(KeyboardInterrupt), trainer_inline(loss) as trainer:
+        trainer.step(batches()[0])
+
+
+def trainer_inline(loss: Callable[[Tensor, Tensor], Tensor]) -> phalanx.Trainer:
+    sgd = torch.optim.SGD
+    net = nn.Linear(5, 3)
+    return phalanx.Trainer(
+        net, loss, lambda params: sgd(params, lr=0.1), microbatches=2, executor="inline"
+    )

@@ -10,7 +10,7 @@ import queue
 import signal
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
@@ -224,15 +224,17 @@ class CallerThread:
         self.closed = False
 
     def each_uninterrupted(self, task: Callable[[int], T]) -> list[T]:
-        """As :meth:`each`, but a Ctrl-C arrives after it, as it does where threads do the work."""
-        if threading.current_thread() is not threading.main_thread():  # handlers run nowhere else
-            return self.each(task)
-        with _SignalsHeld():
+        """As :meth:`each`, but the handlers of all signals are called after it."""
+        with _SignalsHeld(_SIGNALS):
             return self.each(task)
 
     def each(self, task: Callable[[int], T]) -> list[T]:
-        """Run ``task`` for each index here and now; a Ctrl-C arrives inside of it."""
-        with caller_intra_op(self._intra_op):
+        """Run ``task`` for each index here and now; a Ctrl-C arrives after all.
+
+        In the middle of one it might leave a mode of torch's behind. A second one does not wait, as
+        where threads do the work.
+        """
+        with _SignalsHeld((signal.SIGINT,), insistent=True), caller_intra_op(self._intra_op):
             return [task(index) for index in range(self._size)]
 
     def close(self) -> None:
@@ -241,21 +243,31 @@ class CallerThread:
 
 
 class _SignalsHeld:
-    """Call the handlers of signals that come in the body after it.
+    """Call the handlers of signals that come in the body after it; other threads hold none.
 
     The module `signal` makes enumerations of all numbers and handlers, which takes ten times as
     long as what is below it.
+
+    Args:
+        numbers: Which signals.
+        insistent: Whether one that comes again is answered at once.
     """
 
-    def __enter__(self) -> None:
+    def __init__(self, numbers: Sequence[int], *, insistent: bool = False) -> None:
+        self._numbers = numbers
+        self._insistent = insistent
         self._came: dict[int, FrameType | None] = {}
         self._handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
         try:
-            for number in _SIGNALS:
+            for number in self._numbers:
                 handler = _signal.getsignal(number)
                 if callable(handler):
                     self._handlers[number] = handler
-                    _signal.signal(number, self._came.setdefault)
+                    _signal.signal(number, self._hold)
         except BaseException:  # of a handler that is not replaced yet
             self._put_back()
             raise
@@ -266,6 +278,12 @@ class _SignalsHeld:
             with contextlib.ExitStack() as calls:  # one that raises keeps no other from its call
                 for number, frame in self._came.items():
                     calls.callback(self._handlers[number], number, frame)
+
+    def _hold(self, number: int, frame: FrameType | None) -> None:
+        if self._insistent and self._came.pop(number, self) is not self:
+            self._handlers[number](number, frame)
+        else:
+            self._came[number] = frame
 
     def _put_back(self) -> None:
         for number, handler in self._handlers.items():
