@@ -130,6 +130,34 @@ def test_state_that_was_changed_in_between_does_not_show(tmp_path: Path) -> None
 # -- state of another dtype ----------------------------------------------
 
 
+class KeepsPlainValues(torch.optim.SGD):
+    """It keeps a text, a tuple with one, and a list of counts for each parameter."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            counts = self.state[parameter].get("counts", [torch.tensor(0)])
+            self.state[parameter].update(
+                text="warm", pair=("of", 1.5), counts=[count + 1 for count in counts]
+            )
+
+
+def test_plain_values_in_an_optimizers_state_are_restored(tmp_path: Path) -> None:
+    def trainer() -> phalanx.Trainer:
+        return phalanx.Trainer(
+            nn.Linear(4, 2), nn.functional.mse_loss, lambda p: KeepsPlainValues(p, lr=0.1)
+        )
+
+    with trainer() as first, trainer() as second:
+        first.step((torch.ones(4, 4), torch.ones(4, 2)))
+        first.save(tmp_path / "c")
+        second.resume(tmp_path / "c")
+        (kept, *_), (found, *_) = (each.optimizer.state.values() for each in (first, second))
+    assert (found["text"], found["pair"]) == ("warm", ("of", 1.5)) == (kept["text"], kept["pair"])
+    assert found["counts"][0].dtype == kept["counts"][0].dtype == torch.int64
+    assert torch.equal(found["counts"][0], kept["counts"][0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_state_keeps_its_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     """NAdam keeps `mu_product` in float32; torch casts it to the parameter's when it loads."""

@@ -20,6 +20,7 @@ from phalanx.distributed import ElasticExchange
 from phalanx.errors import CheckpointError, PhalanxError, StateError
 from phalanx.metrics import Metrics
 from phalanx.replicas import generator_states, set_generators
+from phalanx.torch_internals import pytree
 from phalanx.train.checkpoint import Content, check_storable, copied, pack, unpack
 from phalanx.train.position import Position
 
@@ -199,15 +200,25 @@ def _load_callback(callback: StatefulCallback, label: str, content: Content) -> 
 
 
 def _load_optimizer(optimizer: Optimizer, stored: Any) -> None:
-    """Load a state dict, with its dtypes: torch casts what it loads to the parameter's."""
+    """Load a state dict as it is: torch casts it to the parameter's dtype, and spoils texts."""
     optimizer.load_state_dict(stored)
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     with suppress(AttributeError, KeyError, TypeError):  # a state dict of another layout
         for index, values in stored["state"].items():
-            entry = optimizer.state[parameters[index]]
+            parameter = parameters[index]
+            entry = optimizer.state[parameter]
             for key in entry.keys() & values.keys():
-                if isinstance(entry[key], Tensor) and entry[key].dtype != values[key].dtype:
-                    entry[key] = values[key].to(entry[key].device)
+                entry[key] = _as_stored(entry[key], values[key], parameter.device)
+
+
+# Any: what an optimizer keeps of a parameter.
+def _as_stored(loaded: Any, stored: Any, device: torch.device) -> Any:
+    """Return ``loaded`` with the dtypes and texts of ``stored``, unless the optimizer made it."""
+    if isinstance(loaded, Tensor) and isinstance(stored, Tensor):
+        return loaded if loaded.dtype == stored.dtype else stored.to(loaded.device)
+    if isinstance(loaded, Tensor) or type(loaded) is not type(stored):
+        return loaded
+    return pytree.tree_map_only(Tensor, lambda each: each.to(device), stored)
 
 
 @torch.no_grad()
