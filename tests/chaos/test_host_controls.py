@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -212,22 +212,29 @@ def add_until_refused(parent: Parent) -> None:
                 parent.tell(str(exc))
             return
         assert wait_until(lambda: world.workers == [0, 1], DEADLINE_S), "nobody is missed"
-        parent.tell(table.get([0]).item())
-        assert parent.hear() == "it goes on"
-        parent.tell(table.get([0]).item())
+        parent.tell("it is missed")
+        for _ in range(2):
+            assert parent.hear() == "read"
+            parent.tell(table.get([0]).item())
+
+
+def values_of(workers: Sequence[Child]) -> list[float]:
+    for worker in workers:
+        worker.put("read")
+    return [worker.get() for worker in workers]
 
 
 def a_worker_is_cut_off(run: str, bug: str | None, folder: Path) -> None:
     with workers(run, NUM_HOSTS, add_until_refused, bug) as (*others, lost):
-        before = [worker.get() for worker in others]
+        for worker in others:  # each host finds it dead by itself
+            assert worker.get() == "it is missed"
+        before = values_of(others)
         try:
             refused = lost.get(SHORT_S)
         except AssertionError as exc:
             raise AssertionError("who was taken for dead writes") from exc
         assert "was taken for lost on this host" in refused
-        for worker in others:
-            worker.put("it goes on")
-        assert [worker.get() for worker in others] == before, "who was taken for dead wrote"
+        assert values_of(others) == before, "who was taken for dead wrote"
 
 
 def add_beside_a_kill(parent: Parent) -> None:

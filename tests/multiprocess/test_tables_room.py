@@ -72,7 +72,7 @@ print("as it should be")
 def test_where_shared_memory_is_full_nothing_is_changed() -> None:
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("mounting a tmpfs needs root")
-    command = 'mount -t tmpfs -o size=3m tmpfs /dev/shm && exec "$0" -c "$1"'
+    command = 'mount -t tmpfs -o size=16m tmpfs /dev/shm && exec "$0" -c "$1"'
     ended = subprocess.run(
         ["unshare", "--mount", "sh", "-c", command, sys.executable, SCRIPT],
         capture_output=True,

@@ -418,13 +418,8 @@ class Session:
             f"{self.data.description}\n"
             f"{options.model}, {_count_parameters(self.module):,} parameters; AdamW with learning "
             f"rate {options.lr:g}, batches of {options.batch_size}, {epochs}, seed {options.seed}\n"
-            f"Run folder: {self.folder.path}{going_on}{self._describe_workers()}"
+            f"Run folder: {self.folder.path}{going_on}"
         )
-
-    def _describe_workers(self) -> str:
-        if self.options.executor != "processes":
-            return ""
-        return "\nStarting worker processes, which import torch first (some seconds)"
 
     def _describe_lost_bits(self) -> str:
         """Say why a run that goes on does so with other bits, if it does."""
