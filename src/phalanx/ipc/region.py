@@ -82,12 +82,13 @@ class Region:
         ([2.0, 2.0, 2.0], [2.0, 2.0, 2.0])
     """
 
-    def __init__(self, fd: int, nbytes: int, label: str) -> None:
+    def __init__(self, fd: int, nbytes: int, label: str, directory: Path | None = None) -> None:
         """Take over ``fd``; not for callers, who have :meth:`create` and :meth:`attach`."""
         self._closing = weakref.finalize(self, os.close, fd)
         self._fd = fd
         self.nbytes = nbytes
         self.label = label
+        self._directory = directory
         try:
             self._mapping: mmap.mmap | None = _map(fd, nbytes)
         except BaseException:
@@ -136,13 +137,21 @@ class Region:
             return cls(fd, nbytes, label)
 
     @classmethod
-    def attach(cls, fd: int, nbytes: int | None = None, *, label: str = "region") -> Region:
+    def attach(
+        cls,
+        fd: int,
+        nbytes: int | None = None,
+        *,
+        label: str = "region",
+        directory: Path | None = None,
+    ) -> Region:
         """Map the region behind a descriptor, and take the descriptor over (even on failure).
 
         Args:
             fd: A descriptor of a region's file.
             nbytes: How much of it to map; None for all.
             label: What it is called in messages.
+            directory: Where its file lies, for messages; None for memory.
 
         Raises:
             ConfigError: It is no file of ours, or smaller than ``nbytes``.
@@ -153,7 +162,7 @@ class Region:
         except BaseException:
             _close_quietly(fd)
             raise
-        return cls(fd, size, label)
+        return cls(fd, size, label, directory)
 
     @classmethod
     def borrow(
@@ -241,7 +250,7 @@ class Region:
             OutOfSpace: There is not so much.
         """
         if nbytes:
-            reserve(self.fd, nbytes, self.label, None, start=start)
+            reserve(self.fd, nbytes, self.label, self._directory, start=start)
 
     def release_part(self, start: int, nbytes: int) -> None:
         """Give the memory of a part back, as far as it is whole pages, which are zeros then."""

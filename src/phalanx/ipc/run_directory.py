@@ -211,7 +211,7 @@ class RunDirectory:
         except BaseException:
             os.close(fd)
             raise
-        return Region.attach(fd, nbytes, label=name)
+        return Region.attach(fd, nbytes, label=name, directory=self.path.parent)
 
     def _new(self, name: str, nbytes: int, reserved: int | None) -> Region | None:
         """Make a region without a name and name it when it is whole; None if another was first."""
@@ -240,7 +240,7 @@ class RunDirectory:
         except BaseException:
             os.close(fd)
             raise
-        return Region.attach(fd, nbytes, label=name)
+        return Region.attach(fd, nbytes, label=name, directory=self.path.parent)
 
     def close(self) -> None:
         """Leave the run; the last member removes the directory. Open regions stay usable."""
