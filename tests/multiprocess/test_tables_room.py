@@ -35,16 +35,16 @@ with tables.join("full", timeout_s=5.0) as world:
     sharded = world.keys(64, name="sharded", num_shards=3, capacity=1)
     by_key = world.keys(64, name="keys", updater="adam", capacity=1)
     bulk = world.matrix(50, 64, name="bulk", sync=True)
-    some = torch.ones(8, 64)
-    sharded.add(some.repeat(6, 1), rows=range(48))  # from then on it has room to spare
+    some = torch.ones(48, 64)
+    sharded.add(some, rows=range(48))  # from then on it has room to spare
     came = fill(
         by_key,
-        lambda i: by_key.add(some, rows=range(8 * i, 8 * i + 8)),
+        lambda i: by_key.add(some, rows=range(48 * i, 48 * i + 48)),
         lambda: by_key._storage.copy_all(1.0),
     )
-    assert len(by_key) == 8 * came > 0
-    by_key.add(some, rows=range(8))  # what needs no room goes on
-    assert len(by_key) == 8 * came
+    assert len(by_key) == 48 * came > 0
+    by_key.add(some, rows=range(48))  # what needs no room goes on
+    assert len(by_key) == 48 * came
 
     try:
         world.matrix(10**5, 64, name="large")
@@ -59,7 +59,7 @@ with tables.join("full", timeout_s=5.0) as world:
 
     came = fill(
         sharded,
-        lambda i: sharded.add(some.repeat(6, 1), rows=range(48 * i + 48, 48 * i + 96)),
+        lambda i: sharded.add(some, rows=range(48 * i + 48, 48 * i + 96)),
         lambda: sharded._storage.copy_all(1.0),
     )
     assert len(sharded) == 48 * came + 48 > 48
@@ -73,7 +73,7 @@ print("as it should be")
 def test_where_shared_memory_is_full_nothing_is_changed() -> None:
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("mounting a tmpfs needs root")
-    command = 'mount -t tmpfs -o size=16m tmpfs /dev/shm && exec "$0" -c "$1"'
+    command = 'mount -t tmpfs -o size=10m tmpfs /dev/shm && exec "$0" -c "$1"'
     ended = subprocess.run(
         ["unshare", "--mount", "sh", "-c", command, sys.executable, SCRIPT],
         capture_output=True,
