@@ -41,12 +41,15 @@ class FailureLog:
 
     Args:
         most: How many may be lost in all; None for any number.
+
+    Attributes:
+        unreported: The losses that nobody has taken, with their moments.
     """
 
     def __init__(self, most: int | None) -> None:
         self._most = most
         self._count = 0
-        self._unreported: deque[tuple[WorkerLost, float]] = deque()  # with the moments
+        self.unreported: deque[tuple[WorkerLost, float]] = deque()
         self._lock = threading.Lock()
 
     def add(self, lost: WorkerLost, noticed_s: float) -> None:
@@ -57,7 +60,7 @@ class FailureLog:
         """
         with self._lock:
             self._count += 1
-            self._unreported.append((lost, noticed_s))
+            self.unreported.append((lost, noticed_s))
             if self._most is None or self._count <= self._most:
                 return
         held = "" if lost.microbatch is None else f" while it held microbatch {lost.microbatch}"
@@ -73,6 +76,6 @@ class FailureLog:
 
         If the caller raises at one of them, the others are left for the next time.
         """
-        while self._unreported:
-            lost, noticed_s = self._unreported.popleft()
+        while self.unreported:
+            lost, noticed_s = self.unreported.popleft()
             yield replace(lost, step=step, seconds=now_s() - noticed_s)

@@ -47,7 +47,7 @@ class EventDispatcher:
         """
         try:
             if isinstance(event, StepDone):
-                if self._failures is not None:
+                if self._failures is not None and self._failures.unreported:
                     self.tell_of_failures(event.step)
                 changed = self._elastic and self._elastic.take_change(event.step)
                 if changed:
