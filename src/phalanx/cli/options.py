@@ -313,7 +313,7 @@ def complete(given: Given) -> TrainOptions:
 def continue_with(stored: TrainOptions, given: Given, *, run: str) -> TrainOptions:
     """Take over the options of a run that goes on.
 
-    ``replicas``, ``workloads``, ``epochs`` and ``lr`` may be given anew; new replicas without new
+    ``replicas``, ``workloads``, ``epochs`` and ``lr`` may be changed; new replicas without new
     workloads have equal ones. What :func:`untrusted` names must be given again.
 
     Args:

@@ -42,7 +42,7 @@ def train(
         typer.Option(
             metavar="DIR",
             help="Go on with the run in this folder, bit for bit, with its own options; "
-            "--replicas, --workloads, --epochs, --lr and --executor may be given anew. Give "
+            "--replicas, --workloads, --epochs, --lr and --executor may be changed. Give "
             "module:attribute again: that is not taken from a folder.",
         ),
     ] = None,

@@ -1,4 +1,4 @@
-"""What goes over a connection between a worker and the server of another host.
+"""Frames of a connection between a worker and the server of another host.
 
     message   head │ text │ payload
 
@@ -187,7 +187,7 @@ class Stream:
 
     @property
     def num_received(self) -> int:
-        """How many bytes were received and not read."""
+        """Number of bytes that were received and not read."""
         return self._end - self._start
 
     def skip(self, count: int) -> None:

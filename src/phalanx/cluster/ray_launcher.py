@@ -553,7 +553,7 @@ class _Attempt:
         if not self._ended:  # they were to start again, and had no place
             raise RankFailed("A worker must run to its end, but Ray found no place for any.")
         if not failures:
-            return [
+            return [  # see Note [Pickle]
                 _read_outcome(self._ended[rank])[1] if rank in self._ended else pickle.dumps(None)
                 for rank in range(len(self._places))
             ]

@@ -55,7 +55,7 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What goes back: numbers, and buffers that follow each other in the payload."""
+    """An answer: numbers, and buffers that follow each other in the payload."""
 
     args: tuple[int, ...] = ()
     payload: Sequence[memoryview] = ()
@@ -63,7 +63,7 @@ class Answer(NamedTuple):
 
 
 class Service(Protocol):
-    """What a server serves; its methods are called by many threads."""
+    """Requests that a server answers; many threads call its methods."""
 
     def payload_bytes(self, head: Head) -> int:
         """Return how long the payload of a request must be; raise if it is refused."""

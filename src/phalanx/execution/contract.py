@@ -1,4 +1,4 @@
-"""What the executors have in common: replicas with a thread each, and the run over microbatches."""
+"""The base of all executors: replicas with a thread each, and the run over microbatches."""
 
 from __future__ import annotations
 

@@ -166,19 +166,6 @@ class RunDirectory:
             )
         return region
 
-    def remove_region(self, name: str) -> None:
-        """Remove the region's name; a process that has it open keeps it.
-
-        Where it is not there, do nothing. A new one of that name is another region.
-
-        Raises:
-            ConfigError: The name is none.
-            StateError: This membership has ended.
-        """
-        self._check_open()
-        with suppress(FileNotFoundError):
-            os.unlink(_checked(name, "name") + _SUFFIX, dir_fd=self._directory_fd)
-
     def _check_open(self) -> None:
         if self.closed:
             raise StateError(
