@@ -68,9 +68,9 @@ def test_a_region_is_the_same_bytes_for_all_who_ask(tmp_path):
 
 
 def test_a_region_must_be_there_or_made_and_its_run_open(tmp_path):
-    with RunDirectory.join("a", base=tmp_path) as run:
-        with pytest.raises(StateError, match="Region 'w' must be made by a member"):
-            run.open_region("w", 64, create=False)
+    missing = pytest.raises(StateError, match="Region 'w' must be made by a member")
+    with RunDirectory.join("a", base=tmp_path) as run, missing:
+        run.open_region("w", 64, create=False)
     with pytest.raises(StateError, match="must be joined by this process, but is closed"):
         run.open_region("w", 64)
 
