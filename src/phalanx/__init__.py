@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     )
     from phalanx.plan import Layout
     from phalanx.replicas import preserve_rng
-    from phalanx.train import ExactSampler, Trainer, Update, merge_updates, split_batch
+    from phalanx.train import ExactSampler, Trainer
 
 __version__ = "0.1.0"
 
@@ -81,15 +81,12 @@ __all__ = [
     "Threads",
     "Trainer",
     "UnsupportedError",
-    "Update",
     "WorkerLost",
     "__version__",
     "codec_hook",
     "launch",
     "merge_hook",
-    "merge_updates",
     "preserve_rng",
-    "split_batch",
 ]
 
 _NAMES_BY_ROOM = {
@@ -125,7 +122,7 @@ _NAMES_BY_ROOM = {
     ),
     "phalanx.plan": ("Layout",),
     "phalanx.replicas": ("preserve_rng",),
-    "phalanx.train": ("ExactSampler", "Trainer", "Update", "merge_updates", "split_batch"),
+    "phalanx.train": ("ExactSampler", "Trainer"),
 }
 _ROOM_BY_NAME = {name: room for room, names in _NAMES_BY_ROOM.items() for name in names}
 _ROOMS = {"cluster", "codecs", "compat", "metrics", "tables"} | {

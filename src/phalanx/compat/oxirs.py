@@ -1,4 +1,4 @@
-"""The names of oxirs-embed's ``distributed_training``, over ``split_batch`` and ``merge_updates``.
+"""oxirs-embed's ``distributed_training``: samples split over workers, and their updates merged.
 
     trainer = DataParallelTrainer()
     updates = [work(bucket) for bucket in trainer.split_batch(samples, 4)]  # -> WorkerUpdate
@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx import train
+from torch import Tensor
+
 from phalanx.errors import ConfigError
-from phalanx.train import Update, merge_updates
+from phalanx.plan import read_count
 
 __all__ = [
     "DataParallelTrainer",
@@ -43,18 +44,19 @@ class DistributedTrainingSample:
 
 @dataclass
 class WorkerUpdate:
-    """What one worker found; see :class:`phalanx.Update`, whose ``rank`` is the ``worker_id``.
+    """The gradients and the loss of one worker's samples.
 
     Args:
         worker_id: Updates are summed in the order of these.
-        gradients: Of the worker's mean loss; the weighted mean where its samples have weights.
+        gradients: Of the worker's mean loss; the weighted mean where its samples have weights. A
+            list of numbers or of floating-point tensors.
         loss: That mean loss.
         samples_processed: How many samples there were, ≥ 0.
         weight: The sum of their weights; ``samples_processed`` if None. Rust had no such field.
     """
 
     worker_id: int
-    gradients: Any  # a list of floats in Rust; anything that `merge_updates` takes here
+    gradients: Sequence[float] | Sequence[Tensor]
     loss: float
     samples_processed: int
     weight: float | None = None
@@ -96,7 +98,7 @@ class ModelUpdate:
         total_samples: How many these were.
     """
 
-    averaged_gradients: Any
+    averaged_gradients: list[Any]  # Any: numbers or tensors
     mean_loss: float
     total_samples: int
 
@@ -118,38 +120,94 @@ class DataParallelTrainer:
     Source: oxirs-embed 0.2.2, ``distributed_training::DataParallelTrainer``.
     """
 
+    # Any: a list, tuple, array or tensor of samples.
     def split_batch(self, data: Any, n_workers: int) -> list[Any]:
-        """Deal samples out in turn, a bucket for each worker; see :func:`phalanx.split_batch`.
+        """Deal samples out in turn: sample i goes to worker i mod ``n_workers``.
 
-        No samples make empty buckets, not none as in Rust. No workers have no buckets.
+        Args:
+            data: Samples that can be sliced: a list, or a tensor, whose parts are views.
+            n_workers: How many buckets there are; 0 makes none.
+
+        Returns:
+            A bucket for each worker, empty where there are more workers than samples. In Rust, no
+            samples made no buckets.
 
         Raises:
-            ConfigError: ``n_workers`` is negative, or as :func:`phalanx.split_batch` has it.
+            ConfigError: ``n_workers`` is negative.
         """
-        return train.split_batch(data, n_workers) if n_workers != 0 else []
+        workers = read_count("n_workers", n_workers, 0)
+        return [data[worker::workers] for worker in range(workers)]
 
     def merge_worker_updates(self, updates: Sequence[WorkerUpdate]) -> ModelUpdate:
-        """Average gradients and losses weighted by samples; see :func:`phalanx.merge_updates`.
+        """Average gradients and losses, weighted by samples or by their weights.
 
-        If nobody has processed a sample, gradients are an empty list and the loss is 0, as in Rust.
+        If no worker has processed a sample, gradients are an empty list and the loss is 0, as in
+        Rust. An update of weight 0 is not looked at.
 
         Raises:
-            ConfigError: Gradients differ in length or kind, a loss or weight is not finite, or what
-                else :func:`phalanx.merge_updates` refuses; all weights are 0, though there are
-                samples.
+            ConfigError: Gradients differ in length or shape, a loss or a weight is not finite, or
+                all weights are 0, though there are samples.
+
+        Determinism: computed in float64 in the order of ``worker_id``.
         """
-        merged = [_update(each) for each in updates]
-        if not any(each.samples for each in merged):
+        in_order = sorted(updates, key=lambda each: each.worker_id)
+        samples = sum(read_count("samples_processed", x.samples_processed, 0) for x in in_order)
+        if not samples:
             return ModelUpdate([], 0.0, 0)
-        mean = merge_updates(merged)
-        return ModelUpdate(mean.gradients, float(mean.loss), mean.samples)
+        weighted = [(each, _weight_of(each)) for each in in_order]
+        counted = [(each, weight) for each, weight in weighted if weight]
+        total = math.fsum(weight for _, weight in counted)
+        if not total:
+            raise ConfigError(
+                "`updates` must have a weight above 0 together, but all have weight 0. Leave the "
+                "step out."
+            )
+        first = counted[0][0]
+        for each, _ in counted:
+            _check_alike(each, first)
+        columns = zip(*(each.gradients for each, _ in counted), strict=True)
+        weights = [weight for _, weight in counted]
+        loss = math.fsum(float(each.loss) * weight for each, weight in counted) / total
+        return ModelUpdate([_mean(column, weights) for column in columns], loss, samples)
 
 
-def _update(each: WorkerUpdate) -> Update:
-    try:
-        return Update(
-            each.gradients, each.loss, each.samples_processed, each.weight, each.worker_id
+def _weight_of(update: WorkerUpdate) -> float:
+    """Return the weight of an update's mean; 0 where it has no samples."""
+    given = update.samples_processed if update.weight is None else update.weight
+    weight = float(given) if update.samples_processed else 0.0
+    if not 0 <= weight < math.inf:
+        raise ConfigError(
+            f"`weight` of update {update.worker_id} must be a finite number of at least 0, but is "
+            f"{given!r}."
         )
-    except ConfigError as refusal:
-        refusal.add_note(f"in the update of worker {each.worker_id!r}")
-        raise
+    return weight
+
+
+def _check_alike(update: WorkerUpdate, first: WorkerUpdate) -> None:
+    """Refuse gradients that are not like the first worker's, and a loss that is no number."""
+    if not math.isfinite(update.loss):
+        raise ConfigError(
+            f"`loss` of update {update.worker_id} must be a finite number, but is "
+            f"{update.loss!r:.80}. Leave that update out to continue with the others."
+        )
+    shapes, wanted = (
+        [tuple(x.shape) if isinstance(x, Tensor) else () for x in each.gradients]
+        for each in (update, first)
+    )
+    if shapes != wanted:
+        raise ConfigError(
+            f"`gradients` of update {update.worker_id} must have the shapes of update "
+            f"{first.worker_id}, {wanted!s:.120}, but have {shapes!s:.120}. Give zeros for a "
+            "gradient of zero."
+        )
+
+
+# Any: numbers or tensors.
+def _mean(column: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Return the weighted mean of one gradient, computed in float64."""
+    total = math.fsum(weights)
+    if not isinstance(column[0], Tensor):
+        terms = [float(each) * weight for each, weight in zip(column, weights, strict=True)]
+        return math.fsum(terms) / total
+    wide = [each.detach().double() * weight for each, weight in zip(column, weights, strict=True)]
+    return (sum(wide[1:], wide[0]) / total).to(column[0].dtype)
