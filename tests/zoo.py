@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections import namedtuple
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -221,9 +220,6 @@ class PartlyUsed(nn.Module):
         return self.used(x)
 
 
-Pair = namedtuple("Pair", ["left", "right"])
-
-
 class Nest(nn.Module):
     """Nested inputs, keyword arguments that are no tensors, and a nested output."""
 
@@ -239,7 +235,6 @@ class Nest(nn.Module):
         mask: Tensor | None = None,
         scale: float = 1.0,
         swapped: bool = False,
-        kind: str = "dict",
     ) -> Any:
         left = self.left(items["left"]) * scale
         right = self.right(items["rest"][0]) * items["rest"][1]
@@ -247,11 +242,7 @@ class Nest(nn.Module):
             left = left * mask
         if swapped:
             left, right = right, left
-        if kind == "tuple":
-            return left, right
-        if kind == "pair":
-            return Pair(left, right)
-        return {"sum": left + right, "sides": [left, (right, kind)]}
+        return {"sum": left + right, "sides": [left, (right, "text")]}
 
 
 class Named(nn.Module):
@@ -265,18 +256,6 @@ class Named(nn.Module):
     def forward(self, *, tokens: Tensor, mask: Tensor) -> Tensor:
         embedded = self.embed(tokens) * mask.unsqueeze(-1)
         return self.head(embedded.sum(1) / (1 + mask.sum(1, keepdim=True)))
-
-
-class TwoInputs(nn.Module):
-    """Takes its inputs by place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.Linear(7, CLASSES)
-        self.right = nn.Linear(3, CLASSES)
-
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        return self.left(left) + self.right(right)
 
 
 def twin_of(module: nn.Module) -> nn.Module:

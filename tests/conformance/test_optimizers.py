@@ -87,6 +87,7 @@ def _in_groups(
 OPTIMIZERS: dict[str, Make] = {
     "sgd": in_groups(optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.01),
     "sgd without momentum": in_groups(optim.SGD),
+    "sgd that maximizes": in_groups(optim.SGD, momentum=0.9, dampening=0.3, maximize=True),
     "adam": in_groups(optim.Adam, amsgrad=True),
     "adamw": in_groups(optim.AdamW, weight_decay=0.1),
     "adamw foreach": in_groups(optim.AdamW, foreach=True),
@@ -100,7 +101,8 @@ OPTIMIZERS: dict[str, Make] = {
     "rprop": in_groups(optim.Rprop),
     "adafactor": in_groups(optim.Adafactor),
 }
-FUSED = ("sgd", "sgd without momentum", "adam", "adamw", "adagrad")
+WITH_MOMENTUM = ("sgd", "sgd that maximizes")
+FUSED = (*WITH_MOMENTUM, "sgd without momentum", "adam", "adamw", "adagrad")
 """Where nothing else is chosen, these are stepped by torch's fused kernels on a CPU."""
 
 
@@ -122,7 +124,9 @@ def left_by(module: nn.Module, optimizer: Optimizer) -> Left:
 
 
 def given(name: str, dtype: torch.dtype | None) -> Given:
-    return Given(dtype, late=name != "sgd")  # torch's fused SGD begins all momentum at once
+    return Given(
+        dtype, late=name not in WITH_MOMENTUM
+    )  # torch's fused SGD begins all momentum at once
 
 
 def plain(name: str, dtype: torch.dtype | None) -> Left:
