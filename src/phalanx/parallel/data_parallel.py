@@ -12,7 +12,6 @@ from torch import nn
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.execution import ThreadExecutor, check_reduce, refuse_without_nccl
 from phalanx.parallel.container import Call, Container
-from phalanx.parallel.graph import ForwardTask, ReplicaGraph, RunPart
 from phalanx.parallel.unwrapped import Unwrapped
 from phalanx.plan import (
     BufferRules,
@@ -25,16 +24,13 @@ from phalanx.plan import (
     check_workloads,
     equal_sizes,
     fixed_workloads,
-    flatten,
     read_sizes,
-    unflatten,
     workload_sizes,
 )
 from phalanx.replicas import (
     current_replica,
     present_devices,
     resolve_devices,
-    seed_of_process,
     uncompiled,
 )
 from phalanx.types import Device, Nested
@@ -65,9 +61,8 @@ class DataParallel(Container, Unwrapped):
             (``0``, ``"mask"``, ``"0.items"``); None gives a leaf whole to all.
         output: How output leaves are merged: a rule (``"mean"``), or rules by leaf path.
             Default: concatenated along the layout's dim, scalars stacked to one value per replica
-            in use (or per microbatch), other values from the first. Where an output of three dims
-            or more has the slices' rows along two of them, the whole batch is run once more to tell
-            which.
+            in use (or per microbatch), other values from the first. An output of three dims or more
+            that has the slices' rows along two of them in the first batch needs a rule.
         buffers: What becomes of buffers that replicas write: ``"mean"`` (weighted by rows),
             ``"first"`` or ``"sum"`` (what each has added), or these by pattern of name. Integer
             counters are never averaged.
@@ -188,9 +183,10 @@ class DataParallel(Container, Unwrapped):
 
         def merge(outputs: list[Nested]) -> Nested:
             checked = rows if self._checks_rows and call.leaves else None
-            if checked is not None:
-                self._check_coincidences(call, run, outputs, checked)
-            return self._merging.merge(outputs, checked, self._home())
+            merged = self._merging.merge(outputs, checked, self._home())
+            if checked is not None and len(outputs) > 1:
+                self._merging.refuse_ambiguous(outputs, checked)
+            return merged
 
         taken = [part if weight else None for part, weight in zip(parts, used, strict=True)]
         return self._run(taken, used, run, merge)
@@ -314,27 +310,6 @@ class DataParallel(Container, Unwrapped):
     def _layout_for(self, inputs: Any) -> Layout:  # noqa: ARG002 - subclasses look at them
         """Return the layout for a call's inputs, by their paths."""
         return self._layout
-
-    def _check_coincidences(
-        self, call: Call, run: RunPart, outputs: list[Nested], rows: Sequence[int]
-    ) -> None:
-        """Refuse outputs that have as many of something else as their slices have rows."""
-        dubious = self._merging.coincidences(outputs, rows) - self._running.told_apart
-        if dubious:
-            whole = self._on_whole_batch(call, run)
-            self._merging.merge([whole], [sum(rows)])  # refuses what has other sizes now
-            self._running.told_apart |= dubious
-
-    def _on_whole_batch(self, call: Call, run: RunPart) -> Nested:
-        """Return the outputs of replica 0 for the whole batch; they are only looked at."""
-        batch = call.leaves, [False] * len(flatten(call.leaves)[0])
-        task = ForwardTask(run, records=False)
-        with torch.no_grad():
-            result = self._open_executor().run(
-                task, [batch], weights=[1.0], seed=(seed_of_process(),), owners=[0]
-            )
-        graph: ReplicaGraph = result.results[0][0]
-        return unflatten(graph.outputs, graph.spec)
 
     def _home(self) -> torch.device:
         """Return where outputs go: to the first device, or where a replica that holds this is."""

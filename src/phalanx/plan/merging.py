@@ -83,6 +83,7 @@ class Merging:
         self._rules: dict[str, _Rule] = {}
         self._optional: set[str] = set()
         self._whole: _Rule | None = None
+        self._unambiguous: set[str] = set()  # paths of leaves seen to have their rows along `dim`
         if isinstance(output, Mapping):
             written = {str(path): _Rule.of(rule) for path, rule in output.items()}
             self._rules = {path.removesuffix("?"): rule for path, rule in written.items()}
@@ -122,21 +123,31 @@ class Merging:
         ]
         return unflatten(merged, spec)
 
-    def coincidences(self, parts: Sequence[Nested], sizes: Sequence[int]) -> set[str]:
-        """Return the leaves whose size may be that of the slices by coincidence.
+    def refuse_ambiguous(self, parts: Sequence[Nested], sizes: Sequence[int]) -> None:
+        """Refuse outputs whose slices could have their rows along the next dim as well.
 
-        Slices of the same rows do not tell [rows, steps, width] from a state of [layers, rows,
-        width] where all of these sizes are equal.
+        Where all slices have as many rows as there are layers, a state of [layers, rows, width] has
+        the shape of [rows, steps, width]. A leaf that other sizes have shown to have its rows along
+        ``dim`` is accepted from then on.
+
+        Args:
+            parts: At least two, which can be merged.
         """
-        if len(parts) == 1 or len(set(sizes)) > 1:
-            return set()
-        leaves, paths = flatten(parts[0])[0], leaf_paths(parts[0])
-        return {
-            path
-            for path, rule, leaf in zip(paths, self._rules_of(paths), leaves, strict=True)
-            if rule is None and isinstance(leaf, Tensor) and leaf.ndim > 2
-            if list(leaf.shape).count(sizes[0]) > 1
-        }
+        rows = sizes[0] if len(set(sizes)) == 1 else None
+        paths = leaf_paths(parts[0])
+        leaves = zip(paths, self._rules_of(paths), flatten(parts[0])[0], strict=True)
+        for path, rule, leaf in leaves:
+            if rule is not None or path in self._unambiguous or not isinstance(leaf, Tensor):
+                continue
+            if leaf.ndim > 2:
+                dim = self._dim % leaf.ndim
+                if rows in leaf.shape[dim + 1 : dim + 2]:
+                    raise ConfigError(
+                        f"Output {named(path)} of `module` must show where its rows are, but has "
+                        f"its slice's {rows} along dim {dim} and along dim {dim + 1}. "
+                        f"{self._way_out(path, f'cat({dim})')}"
+                    )
+            self._unambiguous.add(path)
 
     def _rules_of(self, paths: Sequence[str]) -> list[_Rule | None]:
         if not self._rules:
