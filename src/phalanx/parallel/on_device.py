@@ -8,15 +8,12 @@ Both moves are ordinary autograd operations: each gradient returns to where its 
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 
 from phalanx.errors import ConfigError
@@ -29,10 +26,7 @@ from phalanx.types import Device, Nested
 __all__ = ["OnDevice"]
 
 _EVERYWHERE = ("cpu", "meta")
-_NOT_THE_USERS_CODE = tuple(
-    os.path.join(os.path.dirname(path), "")
-    for path in (torch.__file__, os.path.dirname(os.path.abspath(__file__)))
-)
+_CPU = torch.device("cpu")
 
 
 class OnDevice(Unwrapped):
@@ -52,7 +46,7 @@ class OnDevice(Unwrapped):
     load a file with tensors on GPUs there, torch wants ``torch.load(…, map_location="cpu")``.)
 
     Args:
-        module: It is moved, in place; parameters and buffers that it shares stay shared.
+        module: It is moved, in place, by its `to()`; parameters that it shares stay shared.
         device: Where it runs.
         output_device: Where its outputs go; default: where it runs.
 
@@ -71,7 +65,7 @@ class OnDevice(Unwrapped):
         >>> OnDevice(nn.Tanh(), "cpu")(torch.zeros(2)).tolist()
         [0.0, 0.0]
 
-    Source: torch/nn's ``nn.GPU``; unlike it, shared tensors stay shared, and wrapping a wrapped
+    Source: torch/nn's ``nn.GPU``; unlike it, shared parameters stay shared, and wrapping a wrapped
     module works.
     """
 
@@ -91,7 +85,7 @@ class OnDevice(Unwrapped):
         self.wrap(module)
         self._look_around()
         if self._here:
-            _move(module, self.device)
+            module.to(self.device)
 
     # Any: the module's own signature.
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -140,37 +134,26 @@ class OnDevice(Unwrapped):
             missing.append(f"leaves its outputs where it runs, not on {self.output_device}")
         if missing:
             kind = type(self.module).__name__
-            _warn(f"`OnDevice({kind})` {' and '.join(missing)}: this machine has no such device.")
+            warnings.warn(
+                f"`OnDevice({kind})` {' and '.join(missing)}: this machine has no such device.",
+                stacklevel=3,
+            )
 
 
 def keeping(fn: Callable[[Tensor], Tensor], device: torch.device) -> Callable[[Tensor], Tensor]:
     """Return ``fn`` without its moves to other devices: tensors are kept on, or go to, ``device``.
 
-    Whether it moves is asked with a small tensor: the module may be pinned because it fits nowhere
-    else.
+    Whether it moves is asked with an empty tensor: the module may be pinned because it fits nowhere
+    else. Nothing can be copied out of "meta", so tensors there are asked for by one on the CPU.
     """
 
     def kept(tensor: Tensor) -> Tensor:
-        probe = _probe(fn, tensor)
-        if probe.device == tensor.device:
-            return fn(tensor)
-        for form, num_dims in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
-            if probe.dim() == num_dims and probe.is_contiguous(memory_format=form):
-                return tensor.to(device, probe.dtype, memory_format=form)
-        return tensor.to(device, probe.dtype)
+        here = _CPU if tensor.is_meta else tensor.device
+        probe = fn(torch.empty(0, dtype=tensor.dtype, device=here))
+        moves = probe.device != here or tensor.is_meta
+        return tensor.to(device, probe.dtype) if moves else fn(tensor)
 
     return kept
-
-
-def _probe(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """Return what ``fn`` makes of a tensor like ``tensor``, with two elements along each dim."""
-    size = [0] if is_lazy(tensor) else [2] * tensor.dim()
-    try:
-        return fn(torch.empty(size, dtype=tensor.dtype, device=tensor.device))
-    except NotImplementedError:
-        if not tensor.is_meta:
-            raise
-        return fn(torch.empty(size, dtype=tensor.dtype))  # nothing can be copied out of "meta"
 
 
 def _named(name: str, device: Device) -> torch.device:
@@ -180,12 +163,9 @@ def _named(name: str, device: Device) -> torch.device:
         raise ConfigError(
             f"`{name}` must be a name such as 'cpu' or 'cuda:0', but is {device!r}."
         ) from error
-    return torch.device(found.type) if found.type in _EVERYWHERE else _indexed(found)
-
-
-def _indexed(device: torch.device) -> torch.device:
-    """Return the device as tensors name it: "cuda" is "cuda:0" whatever the current device is."""
-    return torch.device(device.type, device.index or 0)
+    if found.type in _EVERYWHERE:
+        return torch.device(found.type)
+    return torch.device(found.type, found.index or 0)  # as tensors name it, whatever is current
 
 
 def _exists(device: torch.device) -> bool:
@@ -200,27 +180,6 @@ def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
         yield module
         for child in module.children():
             yield from _own_modules(child)
-
-
-def _move(module: nn.Module, device: torch.device) -> None:
-    """Move ``module``; tensors that it holds in two places are one tensor afterwards, too.
-
-    Torch keeps this for parameters only, and only where the old and the new device keep their
-    tensors in the same way.
-    """
-    tables = [table for each in module.modules() for table in (each._parameters, each._buffers)]
-    before = [
-        (table, key, tensor)
-        for table in tables
-        for key, tensor in table.items()
-        if tensor is not None
-    ]
-    module.to(device)
-    moved: dict[tuple[int, torch.device], Tensor] = {}
-    for table, key, tensor in before:
-        now = table[key]
-        if now is not None:
-            table[key] = moved.setdefault((id(tensor), now.device), now)  # type: ignore[assignment]
 
 
 def _moved(value: Nested, device: torch.device | None) -> Nested:
@@ -238,18 +197,8 @@ def _moved(value: Nested, device: torch.device | None) -> Nested:
     return pytree.tree_map(moved, value, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
 
 
-# Any: each kind of accelerator has its own context manager.
-def _current(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
+def _current(device: torch.device | None) -> contextlib.AbstractContextManager[object]:
     """Make ``device`` the current one of its kind, and put the caller's back."""
     if device is None or device.type in _EVERYWHERE:
         return contextlib.nullcontext()
-    enter = getattr(torch.get_device_module(device), "device", None)
-    return contextlib.nullcontext() if enter is None else enter(device)
-
-
-def _warn(message: str) -> None:
-    """Warn at the user's line, however deep in torch we are."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS_CODE):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
+    return torch.accelerator.device_index(device.index)
