@@ -101,23 +101,6 @@ class Holding(nn.Module):
         return self.table["norm"](self.method(x) + self.closure(x)) + penalty
 
 
-class Mutating(nn.Module):
-    """Uses lists, dicts and sets as scratch memory within a forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 4), nn.Linear(4, 3)
-        self.features: list[Tensor] = []
-        self.by_name: dict[str, Tensor] = {}
-        self.names: set[str] = set()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.features.append(self.first(x))
-        self.names.add("first")
-        self.by_name["first"] = torch.stack(self.features).sum(0)
-        return self.second(self.by_name["first"].tanh()) * len(self.names)
-
-
 class Symmetric(nn.Module):
     """A parametrization of one's own, with a buffer that it writes."""
 
@@ -175,7 +158,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "attention": Attention,
     "parameter lists": Listed,
     "holding": Holding,
-    "mutating": Mutating,
     "shared twice": shared_twice,
 }
 EVERY_MODEL = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import phalanx
-from phalanx.execution.threads import ThreadExecutor
 from tests.device.test_replicas import (
     F64,
     OPTIMIZERS,
@@ -83,61 +81,6 @@ def test_on_side_streams_of_the_caller(way: Callable[..., None]) -> None:
     net = Net().to("dev:0")
     on_side_streams(lambda: way(net, ["dev:0", "dev:1", "dev:0"], None, SGD))
     assert equals_plain(net, SGD)
-
-
-# -- several callers -------------------------------------------------
-
-
-class Shifted(nn.Module):
-    """Adds a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones((), dtype=F64))
-        self.register_buffer("shift", torch.ones((), dtype=F64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale + self.shift
-
-
-@pytest.mark.parametrize("devices", [["dev:0"], ["dev:1"], ["dev:0", "dev:1"]])
-def test_callers_of_one_container_need_not_wait_for_each_other(
-    devices: list[str],
-) -> None:
-    """As with the module itself, which both only read."""
-    net, x = Shifted().to("dev:0").eval(), batch(0, "dev:0")[0]
-    streams = [torch.Stream("dev:0") for _ in range(3)]
-    for stream in streams:
-        stream.wait_stream(torch.dev.current_stream("dev:0"))
-    found = []
-    with phalanx.DataParallel(net, devices) as model, torch.no_grad():
-        for stream in streams:
-            with stream:
-                found.append(model(x).to("dev:0"))
-        for index in range(torch.dev.device_count()):
-            torch.dev.synchronize(index)
-    assert all(each.tolist() == (x + 1).tolist() for each in found)
-
-
-@pytest.mark.parametrize("planted", [False, True])
-@pytest.mark.parametrize("devices", [["dev:0"], ["dev:1"], ["dev:0", "dev:1"]])
-def test_callers_whose_passes_write_buffers_need_not_wait_for_each_other(
-    devices: list[str], planted: bool, monkeypatch: pytest.MonkeyPatch, raises_race: Any
-) -> None:
-    if planted:
-        monkeypatch.setattr(ThreadExecutor, "in_order", lambda self: nullcontext())
-    net, x = nn.BatchNorm1d(5).to("dev:0", F64), batch(0, "dev:0")[0]
-    streams = [torch.Stream("dev:0") for _ in range(3)]
-    for stream in streams:
-        stream.wait_stream(torch.dev.current_stream("dev:0"))
-    with phalanx.DataParallel(net, devices) as model, torch.no_grad():
-        with raises_race("has not waited") if planted else nullcontext():
-            for stream in streams:
-                with stream:
-                    model(x)
-        for index in range(torch.dev.device_count()):
-            torch.dev.synchronize(index)
-    assert planted or net.num_batches_tracked.item() == 3
 
 
 # -- the sums --------------------------------------------------------

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -31,10 +31,8 @@ from phalanx.replicas import (
     CompileOnce,
     DeviceCopies,
     Replica,
-    RunOrder,
     SourceGradients,
     Statistics,
-    callers_streams,
     has_compiled,
     refuse_scripts,
 )
@@ -66,6 +64,7 @@ class ThreadExecutor(Executor):
     Attributes:
         sources: Each replica's module.
         parameters: All parameters, each once, in whose order gradients are summed.
+        one_run: Held by the thread that runs forward passes, or writes what they have left.
 
     Raises:
         ConfigError: Workloads or `intra_op` do not fit the devices.
@@ -117,7 +116,7 @@ class ThreadExecutor(Executor):
             for index, (own, device) in enumerate(zip(sources, devices, strict=True))
         ]
         self._moved = [each for each in self._copies.values() if each.are_there]
-        self._order = RunOrder([*devices, *_homes(sources)])
+        self.one_run = threading.RLock()
         self._places = places_of(self.parameters)
         self._has_parameters = True  # those that the modules have now
         compiled = any(map(has_compiled, dict.fromkeys(sources)))
@@ -138,13 +137,6 @@ class ThreadExecutor(Executor):
     def refresh(self) -> None:
         """Take over everything from the module now."""
         self._fingerprints = {own: AttributeFingerprint(own) for own in self.sources}
-
-    def in_order(self) -> AbstractContextManager[object]:
-        """Return a context in which no other thread runs forward passes, or writes what they left.
-
-        Its work on accelerators comes after that of the one before.
-        """
-        return self._order.next_run(callers_streams(self.devices))
 
     def add_gradients(self, result: RunResult) -> Gradients:
         """Make the last addition of a run, every thread for some of the parameters.
@@ -187,7 +179,7 @@ class ThreadExecutor(Executor):
         if state.task.goes_back:
             self.each(serve)
         else:
-            with self._order.next_run(modes.streams):
+            with self.one_run:
                 for copies in self._moved:
                     copies.refresh()
                 self._threads.each(serve)
@@ -250,9 +242,3 @@ class ThreadExecutor(Executor):
         state.spans.append(
             Span(replica=replica.index, microbatch=index, start_s=start_s, stop_s=now_s())
         )
-
-
-def _homes(sources: Sequence[nn.Module]) -> list[torch.device]:
-    """Return where parameters and buffers lie."""
-    modules = dict.fromkeys(sources)
-    return [t.device for each in modules for t in (*each.parameters(), *each.buffers())]

@@ -63,7 +63,6 @@ class _Running(OwnInShell):
         self.executor: ThreadExecutor | None = None
         self.lock = threading.RLock()  # two threads may call one container
         self.restore_caller: Callable[[], object] | None = None
-        self.told_apart: set[str] = set()  # outputs that were seen to have the batch's rows
 
     def __reduce__(self) -> tuple[type[_Running], tuple[()]]:
         return _Running, ()
@@ -198,7 +197,7 @@ class Container(nn.Module):
         """
         refuse_transforms(self.parameters(), parts)
         executor = self._open_executor()
-        with executor.in_order():  # of several threads, each begins with what the one before wrote
+        with executor.one_run:  # of several threads, each begins with what the one before wrote
             owners = self._owners(len(parts))
             outputs, report = run_pieces(executor, parts, run, weights, owners)
             statistics = sum_statistics(operand.statistics for operand in report.operands)

@@ -28,7 +28,6 @@ from phalanx.replicas.devices import (
 )
 from phalanx.replicas.modes import (
     CallerModes,
-    RunOrder,
     autocast_off,
     caller_intra_op,
     callers_streams,
@@ -68,7 +67,6 @@ __all__ = [
     "ProcessRng",
     "Replica",
     "RngPlan",
-    "RunOrder",
     "SourceGradients",
     "Statistic",
     "StatisticSpec",

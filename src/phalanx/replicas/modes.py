@@ -8,14 +8,12 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
 __all__ = [
     "CallerModes",
-    "RunOrder",
     "autocast_off",
     "caller_intra_op",
     "callers_streams",
@@ -24,8 +22,6 @@ __all__ = [
     "num_cores",
     "set_intra_op",
 ]
-
-_IN_ORDER = ("cpu", "meta", "mps")  # devices with one queue, or none
 
 
 @dataclass(frozen=True)
@@ -141,41 +137,6 @@ def _kinds_of(devices: tuple[torch.device, ...]) -> tuple[list[str], bool]:
     """Return the kinds of ``devices``, and whether one of them works on streams."""
     kinds = {device.type for device in devices}
     return sorted(kinds), bool(kinds - {"cpu", "meta"})
-
-
-class RunOrder:
-    """One run after another, whichever threads and streams their callers have.
-
-    What a run leaves for the next, such as copies of parameters and buffers, is made on its
-    caller's streams, of which another caller knows nothing.
-
-    Args:
-        devices: Where something is left.
-    """
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._devices = frozenset(each for each in devices if each.type not in _IN_ORDER)
-        self._lock = threading.RLock()
-        self._done: list[torch.Event] = []
-
-    def next_run(self, callers: Sequence[torch.Stream]) -> AbstractContextManager[object]:
-        """Do the body when no other does, on streams that wait for the one before.
-
-        Args:
-            callers: The caller's current streams, one on each device, in order.
-        """
-        own = [stream for stream in callers if stream.device in self._devices]
-        return self._next_on(own) if own else self._lock
-
-    @contextlib.contextmanager
-    def _next_on(self, own: Sequence[torch.Stream]) -> Iterator[None]:
-        with self._lock:
-            for stream, event in zip(own, self._done, strict=False):  # there is none at first
-                stream.wait_event(event)
-            try:
-                yield
-            finally:
-                self._done = [stream.record_event() for stream in own]
 
 
 @contextlib.contextmanager

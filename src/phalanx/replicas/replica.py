@@ -134,7 +134,7 @@ class Replica:
             yield
 
     def begin(self, *, forward: bool = True) -> None:
-        """Begin a microbatch, with the source's containers and buffers as they are now.
+        """Begin a microbatch, with the source's buffers as they are now.
 
         Args:
             forward: False for a backward pass on its own: the source may be another by now.
@@ -145,11 +145,8 @@ class Replica:
         if any(parameter.grad is not None for parameter in self.parameters):
             self.drop_gradients()
             raise _went_back_outside()
-        if forward:
-            if self._shell.has_containers:
-                self._shell.renew_containers()
-            if self.statistics.are_there:
-                self.statistics.start()
+        if forward and self.statistics.are_there:
+            self.statistics.start()
 
     def take_gradients(self, *, travel: bool = True) -> list[Tensor | None]:
         """Return and forget all gradients, in memory order, on the source's device.

@@ -3,11 +3,11 @@
     module   attributes, hooks, objects ◄── shared ── shell
              parameters ◄── the same memory ───────── leaves of its own, each with its own `grad`
              buffers                                  the replica's own copies (see buffers.py)
-             lists, dicts, sets                       copies of one level, renewed by the microbatch
              children                                 shells of them
 
 `torch.nn.DataParallel` makes its replicas in the same way. Where an attribute of the module is a
-part of the module (a child in a list, a weight in a tuple, a method), the shell has its own part.
+part of the module, or a list, tuple or dict with a part in it (a child, a weight, a method), the
+shell has its own part, and a list, tuple or dict of its own around it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ __all__ = ["OwnInShell", "Shell", "alias_of", "placed_on", "warn_of_assigned"]
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _TABLES = ("_parameters", "_buffers", "_modules")
-_CONTAINERS = (list, dict, set)
 _FLAT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")  # torch's lists in recurrent layers
 _SHARED = _OF_EVERY_MODULE | {*_FLAT_WEIGHTS}  # with the tables, which are made before
 
@@ -49,14 +48,12 @@ class _Layer:
 
     Attributes:
         made: The attributes that the shell was given.
-        containers: The module's lists, dicts and sets, by the names of the attributes.
     """
 
     path: str
     source: nn.Module
     own: nn.Module
     made: dict[str, Any]  # Any: attributes of the user's module
-    containers: dict[str, Any]
 
 
 class Shell:
@@ -67,7 +64,6 @@ class Shell:
 
     Attributes:
         module: The copy. Its buffers are those of ``source`` until they are replaced.
-        has_containers: Whether there are lists, dicts or sets to renew.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(3, 2))
@@ -78,7 +74,7 @@ class Shell:
 
     def __init__(self, source: nn.Module, leaves: Mapping[int, Tensor]) -> None:
         self._parts = [
-            _Layer(path, each, object.__new__(type(each)), {}, {})
+            _Layer(path, each, object.__new__(type(each)), {})
             for path, each in source.named_modules()
         ]
         self._own_by_id: dict[int, Any] = {id(part.source): part.own for part in self._parts}
@@ -89,16 +85,6 @@ class Shell:
         for part in self._parts:
             _complete(part.own)
             part.made.update(vars(part.own))
-        self.has_containers = any(part.containers for part in self._parts)
-
-    def renew_containers(self) -> None:
-        """Give the shell the module's lists, dicts and sets as they are now."""
-        copies: dict[int, Any] = {}  # one list under two names stays one
-        for part in self._parts:
-            for name, value in part.containers.items():
-                if id(value) not in copies:
-                    copies[id(value)] = self._copied(value)
-                vars(part.own)[name] = part.made[name] = copies[id(value)]
 
     def assigned(self) -> list[str]:
         """Return the names of the attributes that were assigned since the shell was made."""
@@ -126,26 +112,27 @@ class Shell:
         for table in _TABLES:
             own[table] = {key: self._own_by_id.get(id(v), v) for key, v in theirs[table].items()}
         for name in theirs.keys() - _SHARED:
-            value = theirs[name]
-            own[name] = self._own(value)
-            if isinstance(value, _CONTAINERS):
-                part.containers[name] = value
+            own[name] = self._own(theirs[name])
 
     # Any: an attribute of the user's module.
     def _own(self, value: Any) -> Any:
         """Return what the shell has in the place of ``value``."""
         if id(value) in self._own_by_id:
             return self._own_by_id[id(value)]
-        if isinstance(value, _CONTAINERS):
-            return self._copied(value)
-        if type(value) is tuple:
-            return tuple([self._own_by_id.get(id(each), each) for each in value])
+        if isinstance(value, (list, tuple, dict)):
+            return self._with_own_parts(value)
         if isinstance(value, MethodType) and id(value.__self__) in self._own_by_id:
             return MethodType(value.__func__, self._own_by_id[id(value.__self__)])
         return value.renewed() if isinstance(value, OwnInShell) else value
 
-    # Any: a list, dict or set of the user's module.
-    def _copied(self, value: Any) -> Any:
+    # Any: a list, tuple or dict of the user's module.
+    def _with_own_parts(self, value: Any) -> Any:
+        """Return ``value`` itself where no part of the module is in it."""
+        held = value.values() if isinstance(value, dict) else value
+        if self._own_by_id.keys().isdisjoint(map(id, held)):
+            return value
+        if type(value) is tuple:
+            return tuple([self._own_by_id.get(id(each), each) for each in value])
         own = copy.copy(value)
         if isinstance(own, list):
             own[:] = [self._own_by_id.get(id(each), each) for each in value]
