@@ -32,7 +32,7 @@ from rich.table import Table
 
 from phalanx import tables
 from phalanx.native import FUNCTIONS
-from phalanx.tables import keys, part, sharded
+from phalanx.tables import keys, part, router
 from tests.multiprocess.children import Child, Children, Parent
 from tests.multiprocess.test_tables import die_at
 from tests.run_directories import wait_until_removed
@@ -42,7 +42,7 @@ TAIL = 40
 DEADLINE_S = 20.0  # far more than any wait; a clerk that waits longer raises
 KILLS_PER_RUN = 25  # then the books are closed, and new ones begun: small tables grow more often
 BOOKS = ("rows", "whole", "keys")
-POINTS = (*part.POINTS, *sharded.READ_POINTS, *keys.POINTS)
+POINTS = (*part.POINTS, *router.READ_POINTS, *keys.POINTS)
 _MOMENT = "a moment"
 _numbers = itertools.count()
 

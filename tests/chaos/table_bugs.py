@@ -16,11 +16,11 @@ from typing import Any
 from phalanx.errors import PeerTimeout
 from phalanx.ipc import Mutex, Waiting
 from phalanx.tables import keys, part
-from phalanx.tables.keys import KeyPart, KeyStorage
+from phalanx.tables.keys import KeyPart, OwnKeys
 from phalanx.tables.log import WorkerLog
 from phalanx.tables.membership import Membership
+from phalanx.tables.own_parts import OwnParts
 from phalanx.tables.part import TablePart
-from phalanx.tables.sharded import Sharded
 from phalanx.tables.table import Table
 
 Patch = Callable[[Any, str, Any], None]  # as `setattr`, or pytest's
@@ -167,7 +167,7 @@ def index_not_followed(patch: Patch) -> None:
 
 def room_not_made(patch: Patch) -> None:
     """An add to several shards looks for room where it has come to."""
-    patch(KeyStorage, "_make_room", Sharded._make_room)
+    patch(OwnKeys, "_make_room", OwnParts._make_room)
 
 
 def room_given_away(patch: Patch) -> None:

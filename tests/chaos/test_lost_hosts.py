@@ -20,7 +20,7 @@ import torch
 from phalanx import tables
 from phalanx.errors import CheckpointError, PeerTimeout
 from phalanx.ipc import inject, wait_until
-from phalanx.tables import host_service, snapshots, spread
+from phalanx.tables import host_service, router, snapshots
 from phalanx.tables import table as table_module
 from phalanx.tables.remote_part import RemotePart
 from phalanx.tables.snapshots import SNAPSHOT_POINTS
@@ -83,7 +83,7 @@ def drafts_stay() -> None:
 
 def silence_unheard() -> None:
     """Who waits for a round looks at the workers on its own host's page only."""
-    spread._wait_for = lambda pendings: None
+    router.wait_for = lambda pendings: None
 
 
 BUGS: dict[str, Callable[[], None]] = {

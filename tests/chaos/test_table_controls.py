@@ -278,7 +278,7 @@ def an_add_without_memory_in_one_shard(run: str, bug: str | None, folder: Path) 
 def keys_of_shards(table: tables.KeyTable, num_keys: int) -> list[list[int]]:
     """Return as many keys of each shard."""
     keys = torch.arange(100 * num_keys)
-    owners = torch.from_numpy(table._storage._owners(keys.numpy()))
+    owners = torch.from_numpy(table._storage.here.cut.owners(keys.numpy()))
     return [keys[owners == k][:num_keys].tolist() for k in range(table._spec.num_shards)]
 
 

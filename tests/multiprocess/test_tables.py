@@ -14,7 +14,7 @@ from phalanx import tables
 from phalanx.errors import PeerTimeout, StateError
 from phalanx.ipc import fail_points
 from phalanx.native import FUNCTIONS
-from phalanx.tables import part, sharded
+from phalanx.tables import part, router
 from tests.multiprocess.children import Children, Parent, wait_for_exit
 from tests.products import in_pairs
 
@@ -179,7 +179,7 @@ def open_one(world: tables.TableGroup, kind: str, updater: str) -> tables.Table:
     return world.keys(COLS, name="t", init=1.0, updater=updater, capacity=1)
 
 
-@in_pairs("kind, updater, point", ["rows", "keys"], ["adam", "sum"], sharded.READ_POINTS)
+@in_pairs("kind, updater, point", ["rows", "keys"], ["adam", "sum"], router.READ_POINTS)
 def test_a_death_within_a_get_holds_nobody_up_and_changes_nothing(run, kind, updater, point):
     with (
         Children() as children,
@@ -408,7 +408,7 @@ def _hold_a_shard(parent: Parent, run: str, num_threads: int) -> None:
         for _ in range(num_threads - 1):
             others.enter_context(world.thread_worker())
         table = world.matrix(6, 2, name="x", num_shards=3)
-        with table._storage.shards[1].lock.held(DEADLINE_S):
+        with table._storage.here.parts[1].lock.held(DEADLINE_S):
             parent.tell(world.worker_id)
             parent.hear()
 
@@ -431,11 +431,11 @@ def test_who_holds_a_shard_too_long_is_named_by_number(run, num_threads):
 def _hold_a_lock(parent: Parent, run: str, which: str) -> None:
     with tables.join(run, timeout_s=DEADLINE_S) as world:
         table = world.matrix(6, 2, name="x", sync=True)
-        storage = table._storage
+        storage = table._storage.here
         lock = {
             "membership": world.membership.lock,
-            "rounds": storage._lock,
-            "shard": storage.shards[0].lock,
+            "rounds": storage.lock,
+            "shard": storage.parts[0].lock,
         }[which]
         with lock.held(DEADLINE_S):
             parent.tell(world.worker_id)

@@ -14,14 +14,14 @@ import torch
 from phalanx import tables
 from phalanx.cluster import PendingCall, connection
 from phalanx.errors import PeerTimeout
-from phalanx.tables import deferred_adds, remote_part, spread
+from phalanx.tables import asking, deferred_adds, remote_part, router
 from tests.interrupts import interrupt_at
 from tests.multiprocess import hosts
 from tests.multiprocess.hosts import run_hosts
 
 pytestmark = pytest.mark.promise("interrupts-leave-whole-steps")
 
-MODULES = (spread, remote_part, deferred_adds, connection, contextlib, threading)
+MODULES = (asking, router, remote_part, deferred_adds, connection, contextlib, threading)
 MOST_PLACES = 400
 SHORT_S = 0.2
 

@@ -110,7 +110,7 @@ def test_the_claim_of_a_dead_worker_ends_when_its_add_is_finished(run):
         child = children.start(sharded_victim, run)
         assert child.get() == "ready"
         wait_for_exit(child.pid)
-        claimed = table._storage._page.num_claimed
+        claimed = table._storage.here.page.num_claimed
         assert 500 / 3 < claimed() < 500  # what it may have brought to one shard
         assert table.get(range(500)).unique().tolist() == [1.5]  # it was logged, and so is made
         assert claimed() == 0

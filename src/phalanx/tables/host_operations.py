@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import replace
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
-from phalanx.plan import equal_sizes
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.updaters import state_dtype
 
@@ -20,8 +18,6 @@ __all__ = [
     "Operation",
     "as_memory",
     "from_memory",
-    "part_of",
-    "part_starts",
     "sizes_of_all",
 ]
 
@@ -53,41 +49,6 @@ class Operation(IntEnum):
     REPLACE_ALL = 11  # number of keys, number of parts  payload: parts
     COUNTS = 12  # [adds undone, keys]
     KEYS = 13  # [payload: keys]
-
-
-def part_starts(spec: TableSpec, num_hosts: int) -> list[int]:
-    """Return the first row of each host's part of a table, and the end of the last."""
-    starts = [0]
-    for size in equal_sizes(spec.rows, num_hosts):
-        starts.append(starts[-1] + size)
-    return starts
-
-
-def part_of(spec: TableSpec, host: int, num_hosts: int) -> TableSpec:
-    """Return what the part of a table on ``host`` is: a table of its own there.
-
-    Example:
-        >>> from phalanx.plan import Staleness
-        >>> from phalanx.tables.updaters import Sum
-        >>> spec = TableSpec(
-        ...     name="t",
-        ...     rows=5,
-        ...     cols=2,
-        ...     is_array=False,
-        ...     dtype=torch.float32,
-        ...     updater=Sum(),
-        ...     num_shards=1,
-        ...     staleness=Staleness(None),
-        ...     nonfinite="allow",
-        ... )
-        >>> parts = [part_of(spec, host, 3) for host in range(3)]
-        >>> [(part.first_row, part.rows) for part in parts]
-        [(0, 2), (2, 2), (4, 1)]
-    """
-    if spec.has_keys:
-        return replace(spec, capacity=max(1, -(-spec.capacity // num_hosts)))
-    start, stop = part_starts(spec, num_hosts)[host : host + 2]
-    return replace(spec, rows=stop - start, first_row=start)
 
 
 def as_memory(tensor: Tensor) -> memoryview:

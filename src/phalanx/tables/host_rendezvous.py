@@ -24,8 +24,8 @@ from phalanx.distributed import hosts_of, this_host
 from phalanx.errors import ConfigError, PeerTimeout
 from phalanx.ipc import ProcessIdentity, Waiting
 from phalanx.tables.host_server import ServerPage, ServerSpec, ServerWatch
+from phalanx.tables.run_on_hosts import OtherHosts
 from phalanx.tables.run_regions import RunRegions
-from phalanx.tables.spread_run import OtherHosts
 
 __all__ = ["JobStore", "Place", "Trust", "find_place", "meet_hosts", "read_trust"]
 

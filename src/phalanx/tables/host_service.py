@@ -38,12 +38,11 @@ from phalanx.tables.host_operations import (
     from_memory,
     sizes_of_all,
 )
-from phalanx.tables.keys import KeyStorage
 from phalanx.tables.membership import MAX_WORKERS
 from phalanx.tables.part import Entry
+from phalanx.tables.router import Router
 from phalanx.tables.row_initializer import Uniform
 from phalanx.tables.run_context import RunContext
-from phalanx.tables.sharded import Storage
 from phalanx.tables.spec import TableSpec
 
 __all__ = ["HostService"]
@@ -69,7 +68,7 @@ class HostService:
         self._membership = context.membership
         region = context.regions.open_region("elsewhere", 8 * _LINE * MAX_WORKERS)
         self._lines = region.buffer[: 8 * _LINE * MAX_WORKERS].cast("q")
-        self._storages: dict[str, Storage | KeyStorage] = {}
+        self._storages: dict[str, Router] = {}
         self._mutex = threading.RLock()
         self._sessions: dict[tuple[int, int], Link] = {}  # by worker and incarnation
         self._broken_s: dict[tuple[int, int], float] = {}  # when that of one was
@@ -229,25 +228,20 @@ class HostService:
 
     # --- tables -----------------------------------------------------------------------------------
 
-    def _storage(self, name: str) -> Storage | KeyStorage:
+    def _storage(self, name: str) -> Router:
         """Return a table's memory; a server that was started again finds it by its name."""
         found = self._storages.get(name)
         if found is None:
             spec = self._context.known_spec(name)
             if spec is None:
                 raise StateError(f"Table {name!r} must be opened first, but is not.")
-            found = self._storages[name] = self._make(spec)
+            found = self._storages[name] = self._context.storage(spec, _LOCK_S)
         return found
-
-    def _make(self, spec: TableSpec) -> Storage | KeyStorage:
-        if spec.has_keys:
-            return self._context.storage(KeyStorage, spec, _LOCK_S)
-        return self._context.storage(Storage, spec, _LOCK_S)
 
     def _open(self, request: Request) -> Answer:
         head, timeout_s = request.head, _seconds(request.head.timeout_ms)
         spec = TableSpec.from_mapping(_parsed(request.head.text))
-        storage = self._storages[spec.name] = self._make(spec)
+        storage = self._storages[spec.name] = self._context.storage(spec, _LOCK_S)
         init = None
         if head.args[0]:
             init = _read_init(request.payload, spec, head.args[2])
@@ -255,17 +249,17 @@ class HostService:
 
             def somebody_else_fills_it() -> bool:
                 master = min(self._membership.awaited(), default=head.worker)
-                return storage.is_ready or master == head.worker
+                return storage.here.is_ready or master == head.worker
 
             self._membership.changes.wait_until(
                 somebody_else_fills_it,
                 timeout_s,
                 lambda: self._membership.look_for_dead(timeout_s),
             )
-            if not storage.is_ready:
+            if not storage.here.is_ready:
                 return Answer((0, 0))
         storage.open(head.worker, init, timeout_s)
-        return Answer((1, storage.rounds.clock_of(head.worker)))
+        return Answer((1, storage.here.rounds.clock_of(head.worker)))
 
     def _rows_at(
         self, offset: int, num_rows: int, request: Request, spec: TableSpec
@@ -297,7 +291,7 @@ class HostService:
         storage, timeout_s = self._storage(head.text), _seconds(head.timeout_ms)
         for entry in self._entries(request, storage.spec):
             if head.args[2]:
-                storage.rounds.put_into(entry, head.args[2], timeout_s)
+                storage.here.rounds.put_into(entry, head.args[2], timeout_s)
             else:
                 storage.add(entry, timeout_s)
         return Answer()
@@ -325,13 +319,13 @@ class HostService:
         ]
 
     def _arrive(self, request: Request) -> Answer:
-        rounds = self._storage(request.head.text).rounds
+        rounds = self._storage(request.head.text).here.rounds
         rounds.arrive_at(request.head.worker, request.head.args[0])
         return Answer()
 
     def _finish(self, request: Request) -> Answer:
         head = request.head
-        rounds = self._storage(head.text).rounds
+        rounds = self._storage(head.text).here.rounds
         arrival = rounds.arrive_at(head.worker, head.args[0])
         rounds.finish(arrival, _seconds(head.timeout_ms))
         return Answer()
@@ -356,12 +350,12 @@ class HostService:
 
     def _counts(self, request: Request) -> Answer:
         storage = self._storage(request.head.text)
-        num_keys = storage.num_keys() if isinstance(storage, KeyStorage) else 0
-        return Answer((storage.num_undone, num_keys, storage.nbytes))
+        num_keys = storage.num_keys() if storage.spec.has_keys else 0
+        return Answer((storage.num_undone, num_keys))
 
     def _keys(self, request: Request) -> Answer:
         storage = self._storage(request.head.text)
-        if not isinstance(storage, KeyStorage):
+        if not storage.spec.has_keys:
             raise ConfigError(f"Table {request.head.text!r} must have keys, but has rows.")
         return Answer(payload=[as_memory(storage.keys(_seconds(request.head.timeout_ms)))])
 

@@ -29,26 +29,25 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.errors import OutOfSpace
 from phalanx.ipc import Mutex, Region, Waiting, aligned, check_room, fail_point
 from phalanx.native import FUNCTIONS, IndexView, KeysView, address_of
 from phalanx.tables.log import WorkerLog
-from phalanx.tables.membership import Membership
+from phalanx.tables.own_parts import OwnParts
 from phalanx.tables.part import BEHIND, DONE, UNSETTLED, Entry, RecordMemory, TablePart
-from phalanx.tables.row_initializer import RowInit, RowInitializer, mix
+from phalanx.tables.row_initializer import RowInit, RowInitializer
 from phalanx.tables.run_regions import RunRegions
-from phalanx.tables.sharded import Sharded
 from phalanx.tables.spec import TableSpec, most_rows
 from phalanx.tables.table_page import SEED, TablePage
 from phalanx.tables.updaters import state_dtype
 
-__all__ = ["MAX_KEYS", "POINTS", "KeyPart", "KeyStorage"]
+__all__ = ["MAX_KEYS", "POINTS", "KeyPart", "OwnKeys"]
 
 POINTS = ("room made", "keys written", "keys pending")
 """Fail points of an add of new keys, in order; those of a `TablePart` follow."""
@@ -61,7 +60,6 @@ _HEAD_BYTES = 128
 _PAGE = 4096
 _LEAST_ROOM = 1 << 16  # bytes
 _ATTEMPTS = 3
-_LOOK_S = 30.0  # for the adds of the dead, where a caller gives no deadline
 
 
 def _on_page(at: int) -> int:
@@ -219,11 +217,10 @@ class KeyPart(TablePart):
             done=done,
             parts=parts,
             record=RecordMemory(records, record_rows),
-            updater=spec.updater,
+            spec=spec,
             first_row=0,
             logged=logged,
         )
-        self._table = spec.name
         self._region = region
         self._layout = layout
         self._keys = keys.view(-1)
@@ -293,7 +290,7 @@ class KeyPart(TablePart):
         """Return how many keys are there."""
         return self._call_settled(lambda: self._counts[_STOP] - self._first(), timeout_s)
 
-    def copy_keys(self, timeout_s: float) -> Tensor:
+    def keys(self, timeout_s: float) -> Tensor:
         """Return a copy of the keys, of one moment."""
         return self._call_settled(lambda: self._keys[self._used()].clone(), timeout_s)
 
@@ -341,8 +338,8 @@ class KeyPart(TablePart):
         layout = self._layout
         if stop > layout.most_keys:
             raise OutOfSpace(
-                f"A shard of table {self._table!r} must have at most {layout.most_keys} keys, but "
-                f"{stop} are to come. Make the table with more `num_shards`.",
+                f"A shard of table {self._spec.name!r} must have at most {layout.most_keys} keys, "
+                f"but {stop} are to come. Make the table with more `num_shards`.",
                 None,
                 None,
             )
@@ -366,7 +363,7 @@ class KeyPart(TablePart):
             index = self._follow()
         return UNSETTLED  # so that somebody waits
 
-    def _refuse_outside(self, entry: Entry) -> None:
+    def _refuse_outside(self, rows: Tensor | None) -> None:
         """Do nothing: any number is a key."""
 
     def _prepared(self, entry: Entry) -> Entry:
@@ -428,35 +425,28 @@ class KeyPart(TablePart):
             self._region.release_part(begin + used.start * row_bytes, used_bytes)
 
 
-class KeyStorage(Sharded):
-    """The memory of one keys table, as one process sees it.
+class OwnKeys(OwnParts):
+    """This host's parts of a keys table."""
 
-    Args:
-        spec: What all workers agree on.
-        regions: Where its regions come from.
-        membership: The workers of the run.
-    """
+    parts: list[KeyPart]
 
-    shards: list[KeyPart]
-
-    def __init__(self, spec: TableSpec, regions: RunRegions, membership: Membership) -> None:
-        super().__init__(spec, regions, membership)
+    def __init__(self, *args: Any, **options: Any) -> None:  # Any: as `OwnParts` takes them
+        super().__init__(*args, **options)
+        spec = self.spec
         self._first = RowInitializer(spec, self.region, _page_bytes(spec))
-        self.shards = [
+        self.parts = [
             KeyPart(
                 spec,
-                _open_shard(spec, regions, index),
+                _open_shard(spec, self._regions, index),
                 lock=self._lock_of(index),
-                header=self._page.shard(index),
-                done=self._page.done(index),
+                header=self.page.shard(index),
+                done=self.page.done(index),
                 row_initializer=self._first,
-                claimed=self._page.claimed_by_others,
+                claimed=self.page.claimed_by_others,
                 logged=self._logged_for(index),
             )
             for index in range(spec.num_shards)
         ]
-
-        self._only = self.shards[0] if spec.num_shards == 1 else None
 
     @staticmethod
     def page_bytes(spec: TableSpec) -> int:
@@ -475,64 +465,30 @@ class KeyStorage(Sharded):
 
     @property
     def nbytes(self) -> int:
-        """How much memory the table takes now, logs apart."""
-        if self._closed:
-            return 0
-        return self.region.nbytes + sum(shard.num_bytes for shard in self.shards)
+        """How much memory the parts take now, logs apart."""
+        return self.region.nbytes + sum(part.num_bytes for part in self.parts)
 
-    def _begin_shards(self, init: RowInit) -> None:
-        self._page.table[SEED] = secrets.randbits(63)
+    def _begin(self, init: RowInit) -> None:
+        self.page.table[SEED] = secrets.randbits(63)
         self._first.write(init)
 
-    def _owners(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        mixed = mix(rows ^ np.int64(self._page.table[SEED])) >> np.uint64(32)
-        return (mixed % np.uint64(len(self.shards))).astype(np.uint8)
-
     def _make_room(self, log: WorkerLog, entries: list[Entry], waiting: Waiting) -> None:
-        """Have room for new keys in every shard, before the first takes its part."""
-        if len(self.shards) == 1:  # which makes room before it begins
+        """Have room for new keys in every part, before the first takes its share."""
+        if len(self.parts) == 1:  # which makes room before it begins
             return
         bringing = []
         for entry in entries:
-            for shard, part in self._parts_of(entry):
-                assert isinstance(shard, KeyPart)
-                assert part.rows is not None
-                num_new = shard.num_new(part.rows)
+            for part, share in self._shares(entry):
+                assert isinstance(part, KeyPart)
+                assert share.rows is not None
+                num_new = part.num_new(share.rows)
                 if num_new:
-                    bringing.append((num_new, shard))
+                    bringing.append((num_new, part))
         if bringing:
             log.claim(max(num_new for num_new, _ in bringing))
-            claimed = self._page.num_claimed()
-            for _, shard in bringing:
-                shard.make_room(claimed, waiting.remaining_s())
-
-    # --- all of it --------------------------------------------------------------------------------
-
-    def num_keys(self) -> int:
-        """Return how many keys are there."""
-        self._end_logged_adds(_LOOK_S)
-        return sum(shard.num_keys(_LOOK_S) for shard in self.shards)
-
-    def keys(self, timeout_s: float) -> Tensor:
-        """Return the keys that are there, in ascending order."""
-        self._end_logged_adds(timeout_s)
-        keys = torch.cat([shard.copy_keys(timeout_s) for shard in self.shards])
-        return keys.sort().values
-
-    def copy_all(self, timeout_s: float) -> list[Tensor]:
-        """Return the keys, ascending, their values and their states; each shard's of one moment."""
-        self._end_logged_adds(timeout_s)
-        found = [shard.copy_all(timeout_s) for shard in self.shards]
-        keys, *parts = [torch.cat(pieces) for pieces in zip(*found, strict=True)]
-        keys, order = keys.sort()
-        return [keys, *(part[order] for part in parts)]
-
-    def replace_all(self, parts: list[Tensor], timeout_s: float) -> None:
-        """Replace everything by these keys, each once, and their values and states."""
-        owners = torch.from_numpy(self._owners(parts[0].numpy()))
-        for index, shard in enumerate(self.shards):
-            mine = owners == index
-            shard.replace_all([part[mine] for part in parts], timeout_s)
+            claimed = self.page.num_claimed()
+            for _, part in bringing:
+                part.make_room(claimed, waiting.remaining_s())
 
 
 def _page_bytes(spec: TableSpec) -> int:

@@ -50,7 +50,9 @@ from phalanx.errors import StateError
 from phalanx.ipc import Mutex, Waiting, fail_point, fail_points
 from phalanx.memory import MatrixRows, all_finite, all_within, copy_to
 from phalanx.native import DTYPES, FUNCTIONS, PartView, address_of
-from phalanx.tables.updaters import Change, Updater
+from phalanx.tables.spec import TableSpec
+from phalanx.tables.updaters import Change
+from phalanx.tables.values import outside
 
 __all__ = [
     "BEHIND",
@@ -60,7 +62,6 @@ __all__ = [
     "Entry",
     "NotFinite",
     "RecordMemory",
-    "RowOutside",
     "TablePart",
     "add_up_repeats",
     "checked",
@@ -117,10 +118,6 @@ class NotFinite(Exception):
     """A delta that had to be finite is not; the table is as it was."""
 
 
-class RowOutside(Exception):
-    """A row is not of the part, which is as it was."""
-
-
 class RecordMemory(NamedTuple):
     """Where one block's old rows lie.
 
@@ -142,7 +139,7 @@ class TablePart:
         done: For each worker the number of its last add that is in.
         parts: Its values, and for each state its rows.
         record: Where the old rows of a block go.
-        updater: How it takes a delta.
+        spec: The table, of which errors speak, and which has the updater.
         first_row: Its first row's number in the table.
         logged: Returns what of a logged add is this part's, by worker and number.
     """
@@ -155,7 +152,7 @@ class TablePart:
         done: memoryview,
         parts: Sequence[Tensor],
         record: RecordMemory,
-        updater: Updater,
+        spec: TableSpec,
         first_row: int,
         logged: Callable[[int, int], Entry],
     ) -> None:
@@ -169,7 +166,8 @@ class TablePart:
         self._record = record
         self._rows = [MatrixRows(part) for part in parts]
         self._old_rows = [MatrixRows(part) for part in record.parts]
-        self._updater = updater
+        self._spec = spec
+        self._updater = updater = spec.updater
         self._logged = logged
         self._updating = 0  # the thread that is in the updater's code
         self._row_bytes = num_cols * parts[0].itemsize
@@ -203,9 +201,6 @@ class TablePart:
         """How many adds a death had interrupted that others put back, or ended."""
         return self._header[_UNDONE]
 
-    def close(self) -> None:
-        """Do nothing: the last reference to the part frees its memory."""
-
     def has(self, worker: int, number: int) -> bool:
         """Tell whether a numbered add is in."""
         return self._done[worker] >= number
@@ -216,12 +211,13 @@ class TablePart:
         """Copy rows (by the table's numbers, None for all) into ``out``; never half of an add.
 
         Raises:
-            RowOutside: A row is not of this part.
+            ConfigError: A row is not of this part.
         """
         at, count = (None, -1) if rows is None else (rows.data_ptr(), rows.numel())
         answer = self._get_in_c(self._at, at, count, out.data_ptr())
         if answer == _OUTSIDE:
-            raise RowOutside
+            assert rows is not None
+            raise outside(rows, self._spec)
         if answer != DONE:
             own = None if rows is None else self._counted(rows)
             self._call_settled(lambda: self._copy(own, out), timeout_s)
@@ -262,19 +258,19 @@ class TablePart:
 
         Raises:
             NotFinite: The entry was unchecked, and is not.
-            RowOutside: A row is not of this part.
+            ConfigError: A row is not of this part.
         """
         if self._is_simple and not entry.assigns and fail_points.fault is None:
             answer = self._add_once(entry, 0)
             if answer != DONE:
                 self._add_after(answer, entry, timeout_s)
             return
-        self._refuse_outside(entry)
+        self._refuse_outside(entry.rows)
         self.change(checked(entry), timeout_s, logged=False)
 
-    def _refuse_outside(self, entry: Entry) -> None:
-        if entry.rows is not None and not all_within(entry.rows, self.num_rows, self.first_row):
-            raise RowOutside
+    def _refuse_outside(self, rows: Tensor | None) -> None:
+        if rows is not None and not all_within(rows, self.num_rows, self.first_row):
+            raise outside(rows, self._spec)
 
     def _add_after(self, answer: int, entry: Entry, timeout_s: float) -> None:
         """Take an add that C has not taken at once."""
@@ -283,7 +279,8 @@ class TablePart:
             if answer == _NOT_FINITE:
                 raise NotFinite
             if answer == _OUTSIDE:
-                raise RowOutside
+                assert entry.rows is not None
+                raise outside(entry.rows, self._spec)
             if answer == _ABSENT:
                 self.change(entry, waiting.remaining_s(), logged=False)
                 return

@@ -238,10 +238,13 @@ class RemotePart:
             payload=[as_memory(part.contiguous()) for part in parts],
         )
 
-    def counts(self, timeout_s: float) -> tuple[int, int, int]:
-        """Return how many adds were undone there, how many keys there are, and the memory."""
-        undone, keys, nbytes, _ = self._call(Operation.COUNTS, "`stats`", timeout_s).args
-        return undone, keys, nbytes
+    def num_undone(self, timeout_s: float) -> int:
+        """Return how many adds were undone there."""
+        return self._call(Operation.COUNTS, "`stats`", timeout_s).args[0]
+
+    def num_keys(self, timeout_s: float) -> int:
+        """Return how many keys there are."""
+        return self._call(Operation.COUNTS, "`len`", timeout_s).args[1]
 
     def keys(self, timeout_s: float) -> Tensor:
         """Return the keys there."""

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import threading
-from typing import Any, TypeVar
 
 from phalanx.errors import StateError
-from phalanx.tables.keys import KeyStorage
+from phalanx.tables.cut import part_of
+from phalanx.tables.keys import OwnKeys
 from phalanx.tables.membership import Barrier, Membership
+from phalanx.tables.own_parts import OwnRows
+from phalanx.tables.router import RemoteParts, Router
 from phalanx.tables.run_regions import RunRegions
-from phalanx.tables.sharded import Storage
 from phalanx.tables.spec import TableSpec
 
 __all__ = ["RunContext"]
-
-S = TypeVar("S", Storage, KeyStorage)
 
 _SPEC_BYTES = 8192
 
@@ -34,8 +33,9 @@ class RunContext:
     def __init__(self, run: str | None, *, create: bool) -> None:
         self.run = run
         self.regions = RunRegions(run)
+        self._host, self._num_hosts = 0, 1
         self._mutex = threading.Lock()
-        self._storages: dict[str, Any] = {}  # each of the kind that its spec says
+        self._storages: dict[str, Router] = {}
         self._barrier: Barrier | None = None
         self._groups: set[int] = set()  # those of this process that are open, by `id`
         try:
@@ -54,20 +54,26 @@ class RunContext:
             ) from exc
         return Membership(page, "this process" if self.run is None else self.run)
 
-    def storage(self, kind: type[S], spec: TableSpec, timeout_s: float) -> S:
+    def storage(self, spec: TableSpec, timeout_s: float) -> Router:
         """Return the memory of a table, made if this process has none of it.
 
         Raises:
             ConfigError: Another worker made a table of this name and of another kind.
         """
-        self._agree_on(kind, spec, timeout_s)
+        kind = OwnKeys if spec.has_keys else OwnRows
+        host, num_hosts = self._host, self._num_hosts
+        self._agree_on(kind, part_of(spec, host, num_hosts), timeout_s)
         with self._mutex:
             if spec.name not in self._storages:
-                self._storages[spec.name] = kind(spec, self.regions, self.membership)
-            found: S = self._storages[spec.name]
-            return found
+                own = kind(spec, self.regions, self.membership, host=host, num_hosts=num_hosts)
+                self._storages[spec.name] = Router(spec, own, self._remote_parts(spec))
+            return self._storages[spec.name]
 
-    def _agree_on(self, kind: type[S], spec: TableSpec, timeout_s: float) -> None:
+    def _remote_parts(self, spec: TableSpec) -> RemoteParts | None:  # noqa: ARG002 - of hosts
+        """Return what returns a table's parts on other hosts, where there are others."""
+        return None
+
+    def _agree_on(self, kind: type[OwnKeys | OwnRows], spec: TableSpec, timeout_s: float) -> None:
         """Write the spec down as the table's first worker, or compare it with what that one gave.
 
         The table's memory is taken first: where there is not enough, the name stays free.
@@ -93,23 +99,29 @@ class RunContext:
         return TableSpec.from_mapping(json.loads(bytes(words[8 : 8 + length]))) if length else None
 
     def barrier(self) -> Barrier:
-        """Return the run's barriers."""
+        """Return the run's barriers, of this host."""
         with self._mutex:
             if self._barrier is None:
                 page = self.regions.open_region("barriers", Barrier.needed_bytes())
                 self._barrier = Barrier(page, self.membership)
             return self._barrier
 
+    def wait_at_barrier(self, worker: int, name: str, timeout_s: float) -> int:
+        """Come to a barrier, and wait for the others; see :meth:`Barrier.wait`."""
+        return self.barrier().wait(worker, name, timeout_s)
+
     def count_in(self, group: object) -> None:
         """Count in what a worker of this process uses."""
         with self._mutex:
             self._groups.add(id(group))
 
-    def count_out(self, group: object, worker: int, timeout_s: float) -> None:  # noqa: ARG002 - of hosts
+    def count_out(self, group: object, worker: int, timeout_s: float) -> None:
         """Count it out, if it still counts; the last one closes the context."""
         with self._mutex:
             self._groups.discard(id(group))
             is_last = not self._groups
+        for storage in list(self._storages.values()):
+            storage.forget(worker)
         if is_last:
             self.close(timeout_s)  # without the mutex, which a thread in a table may need
 

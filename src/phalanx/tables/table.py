@@ -15,12 +15,10 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError, PeerTimeout, StateError, UnsupportedError
 from phalanx.plan import Verdict
-from phalanx.tables.keys import KeyStorage
 from phalanx.tables.last_read import LastRead
 from phalanx.tables.membership import Membership
 from phalanx.tables.part import Entry, NotFinite
-from phalanx.tables.rounds import Arrival
-from phalanx.tables.sharded import Storage
+from phalanx.tables.router import Router
 from phalanx.tables.snapshots import check_place, load_parts, read_directory, save_parts
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.values import read_delta, read_out, read_rows, read_value
@@ -97,7 +95,7 @@ class Table:
         [[5.0, 5.0], [1.0, 1.0]]
     """
 
-    def __init__(self, spec: TableSpec, storage: Storage | KeyStorage, group: TableWorker) -> None:
+    def __init__(self, spec: TableSpec, storage: Router, group: TableWorker) -> None:
         """Not for callers, who have ``world.matrix`` and ``world.array``."""
         self._spec = spec
         self._storage = storage
@@ -168,14 +166,14 @@ class Table:
             raise ConfigError(f"`wait` must be True or False, but is {wait!r}.")
         spec = self._spec
         index = read_rows(rows, spec)
-        holder = self._storage.holder_of(index)
+        self._storage.refuse_outside(index)
         value = read_delta(delta, spec, None if index is None else index.numel())
         num_rows = value.shape[0]
         if self._last_read is not None:
             index, value = self._last_read.widened(index, value, self._read_now)
         entry = Entry(index, value, self._group.worker_id, unchecked=self._is_guarded)
         try:
-            self._take(entry, holder, wait)
+            self._take(entry, wait)
         except NotFinite:
             self._stats.rejected += 1
             raise ConfigError(
@@ -185,7 +183,7 @@ class Table:
         self._stats.adds += 1
         self._stats.rows_added += num_rows
 
-    def _take(self, entry: Entry, holder: Storage | KeyStorage, wait: bool = True) -> None:
+    def _take(self, entry: Entry, wait: bool = True) -> None:
         # An add of a worker outside the round would make the gets of that round differ.
         if self._group.left or (self._is_bulk and not self._group.is_counted()):
             raise StateError(
@@ -193,11 +191,11 @@ class Table:
                 f"{self._group.worker_id} has left. Add before `leave()`."
             )
         if self._is_bulk:
-            self._storage.rounds.put(entry, self._group.timeout_s)
+            self._storage.put(entry, self._group.timeout_s)
         elif wait:
-            holder.add(entry, self._group.timeout_s)
+            self._storage.add(entry, self._group.timeout_s)
         else:
-            holder.add_later(entry, self._group.timeout_s)
+            self._storage.add_later(entry, self._group.timeout_s)
 
     def assign(self, value: Numbers) -> None:
         """Replace all values, past the updater, whose state stays; only the master may.
@@ -212,7 +210,7 @@ class Table:
         self._check_master("assign")
         delta = read_value(value, self._spec, None)
         if self._is_bulk:
-            self._take(Entry(None, delta, self._group.worker_id, assigns=True), self._storage)
+            self._take(Entry(None, delta, self._group.worker_id, assigns=True))
         else:
             self.flush()
             self._storage.replace_all([delta], self._group.timeout_s)
@@ -255,9 +253,9 @@ class Table:
         index = read_rows(rows, self._spec)
         if self._is_bulk:
             return self._begin_get(index, out).wait()
-        holder = self._storage.holder_of(index)
+        self._storage.refuse_outside(index)
         target, answer = self._target(index, out)
-        self._read(holder, index, target)
+        self._read(index, target)
         return answer
 
     def async_get(self, rows: Rows | None = None, *, out: Tensor | None = None) -> PendingGet:
@@ -280,8 +278,8 @@ class Table:
         return self._begin_get(None if index is None else index.clone(), out)
 
     def _begin_get(self, index: Tensor | None, out: Tensor | None) -> PendingGet:
-        holder = self._storage.holder_of(index)
-        return PendingGet(self, holder, index, *self._target(index, out))
+        self._storage.refuse_outside(index)
+        return PendingGet(self, index, *self._target(index, out))
 
     def _target(self, index: Tensor | None, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return where rows go, as the table has them, and the same as the caller gets it."""
@@ -297,17 +295,11 @@ class Table:
             )
         return target, target.view(-1) if spec.is_array else target
 
-    def _arrive(self) -> Arrival | None:
-        group = self._group
-        if self._is_bulk and group.is_counted():
-            return self._storage.rounds.arrive(group.worker_id)
-        return None
-
-    def _read(self, holder: Storage | KeyStorage, rows: Tensor | None, target: Tensor) -> None:
+    def _read(self, rows: Tensor | None, target: Tensor) -> None:
         group = self._group
         if self._is_bounded:
             self._wait_for_slow()
-        holder.read(rows, target, group.worker_id, group.timeout_s)
+        self._storage.read(rows, target, group.worker_id, group.timeout_s)
         if self._last_read is not None:
             self._last_read.remember(rows, target)
         self._stats.gets += 1
@@ -434,21 +426,15 @@ class Table:
 class PendingGet:
     """A get that has begun; made by :meth:`Table.async_get`."""
 
-    def __init__(
-        self,
-        table: Table,
-        holder: Storage | KeyStorage,
-        rows: Tensor | None,
-        target: Tensor,
-        answer: Tensor,
-    ) -> None:
+    def __init__(self, table: Table, rows: Tensor | None, target: Tensor, answer: Tensor) -> None:
         """Not for callers, who have :meth:`Table.async_get`."""
         self._table = table
-        self._holder = holder
         self._rows = rows
         self._target = target
         self._answer = answer
-        self._arrival = table._arrive()
+        group = table._group
+        counts = table._is_bulk and group.is_counted()
+        self._arrival = table._storage.arrive(group.worker_id) if counts else None
         self._done = False
 
     def wait(self) -> Tensor:
@@ -461,8 +447,8 @@ class PendingGet:
             table = self._table
             table._check_process()
             if self._arrival is not None:
-                table._storage.rounds.finish(self._arrival, table._group.timeout_s)
-            table._read(self._holder, self._rows, self._target)
+                table._storage.finish(self._arrival, table._group.timeout_s)
+            table._read(self._rows, self._target)
             self._done = True
         return self._answer
 
@@ -484,8 +470,6 @@ class KeyTable(Table):
         ...     table.get([-4, 7]).tolist(), table.keys().tolist(), len(table)
         ([[5.5, 5.5], [0.5, 0.5]], [-4, 1000000000000000000], 2)
     """
-
-    _storage: KeyStorage
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -529,7 +513,7 @@ class KeyTable(Table):
                 "`rows` must hold each key once for `assign`, but one is there twice."
             )
         given = read_value(value, self._spec, len(keys))
-        self._take(Entry(keys, given, self._group.worker_id, assigns=True), self._storage)
+        self._take(Entry(keys, given, self._group.worker_id, assigns=True))
 
     def stats(self) -> TableStats:
         """Return what this worker has done so far, and how much memory the table has now."""

@@ -20,10 +20,10 @@ from phalanx.tables.joining import (
     read_master,
     read_trust_of_network,
 )
-from phalanx.tables.keys import MAX_KEYS, KeyStorage
+from phalanx.tables.keys import MAX_KEYS
+from phalanx.tables.router import Router
 from phalanx.tables.row_initializer import Uniform, read_row_init
-from phalanx.tables.run_context import RunContext, S
-from phalanx.tables.sharded import Storage
+from phalanx.tables.run_context import RunContext
 from phalanx.tables.spec import TableSpec, read_dtype
 from phalanx.tables.table import KeyTable, Numbers, Table, wait_for_clocks
 from phalanx.tables.updaters import Updater, parse_updater
@@ -110,7 +110,7 @@ class TableGroup:
         self._check_counted("barrier")
         check_argument(isinstance(name, str), "name", "be a string", name)
         timeout_s = self.timeout_s if timeout_s is None else _seconds(timeout_s)
-        return self._context.barrier().wait(self.worker_id, name, timeout_s)
+        return self._context.wait_at_barrier(self.worker_id, name, timeout_s)
 
     def tick(self) -> int:
         """End this worker's round; return how many it has ended.
@@ -239,7 +239,7 @@ class TableGroup:
         options = (dtype, updater, name, sync, staleness, num_shards, nonfinite)
         with self._numbered(name):
             spec = self._spec(size, 1, *options, is_array=True)
-            return Table(spec, self._open(Storage, spec, read_init(init, spec), name), self)
+            return Table(spec, self._open(spec, read_init(init, spec), name), self)
 
     def matrix(
         self,
@@ -284,7 +284,7 @@ class TableGroup:
         options = (dtype, updater, name, sync, staleness, num_shards, nonfinite)
         with self._numbered(name):
             spec = self._spec(rows, cols, *options)
-            return Table(spec, self._open(Storage, spec, read_init(init, spec), name), self)
+            return Table(spec, self._open(spec, read_init(init, spec), name), self)
 
     def keys(
         self,
@@ -329,7 +329,7 @@ class TableGroup:
         options = (dtype, updater, name, sync, staleness, num_shards, nonfinite)
         with self._numbered(name):
             spec = self._spec(0, cols, *options, capacity=capacity)
-            storage = self._open(KeyStorage, spec, read_row_init(init, spec), name)
+            storage = self._open(spec, read_row_init(init, spec), name)
             return KeyTable(spec, storage, self)
 
     def _numbered(self, name: str | None) -> AbstractContextManager[object]:
@@ -366,8 +366,8 @@ class TableGroup:
             capacity=capacity,
         )
 
-    def _open(self, kind: type[S], spec: TableSpec, init: Any, name: str | None) -> S:
-        storage = self._context.storage(kind, spec, self.timeout_s)
+    def _open(self, spec: TableSpec, init: Any, name: str | None) -> Router:
+        storage = self._context.storage(spec, self.timeout_s)
         storage.open(self.worker_id, init, self.timeout_s)
         self._num_tables += name is None
         if spec.staleness.is_bounded:
@@ -466,7 +466,7 @@ def _context_of(
         return RunContext(request.run, create=create)
     # Late: the modules between hosts take a tenth of a second, which runs on one host do without.
     from phalanx.tables.host_rendezvous import find_place, meet_hosts, read_trust
-    from phalanx.tables.spread_run import SpreadContext
+    from phalanx.tables.run_on_hosts import ContextOnHosts
 
     trust = read_trust(*read_trust_of_network(secret_file, trusted_network))
     assert request.run is not None
@@ -475,7 +475,7 @@ def _context_of(
     (address, port), size = read_master(), request.num_workers
     store = open_store(address, port, request.worker, size, timeout_s)
     place = find_place(store, trust, request.run, request.worker, size)
-    return SpreadContext(
+    return ContextOnHosts(
         place.run,
         lambda regions: meet_hosts(store, trust, place, address, regions, timeout_s),
     )

@@ -23,7 +23,7 @@ def read_rows(given: object, spec: TableSpec) -> Tensor | None:
     """Return a list of rows or keys as (K,) int64; None for all rows.
 
     Keys are a copy; rows may be the caller's own. Whether they are within the table, its storage
-    finds out as it says who holds them (`Sharded.holder_of`).
+    finds out (`Router.refuse_outside`).
 
     Raises:
         ConfigError: It is no list of integers, or keys are not given.

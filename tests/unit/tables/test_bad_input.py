@@ -11,7 +11,7 @@ from torch import nn
 
 from phalanx import tables
 from phalanx.errors import CheckpointError, ConfigError, OutOfSpace, StateError
-from phalanx.tables.host_operations import part_of
+from phalanx.tables.cut import part_of
 from phalanx.tables.spec import TableSpec
 
 pytestmark = pytest.mark.promise("refused-calls-change-nothing")

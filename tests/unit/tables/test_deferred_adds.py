@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from phalanx.errors import PeerTimeout, StateError
+from phalanx.plan import Staleness
 from phalanx.tables import deferred_adds
 from phalanx.tables.deferred_adds import DeferredAdds
 from phalanx.tables.part import Entry
-from phalanx.tables.spread import SpreadRounds
+from phalanx.tables.router import Router
 
 DEADLINE_S = 30.0
 
@@ -123,7 +124,13 @@ def test_a_worker_comes_to_a_round_when_its_adds_to_other_tables_are_in():
         wait=note("answered"),
         abandon=lambda pending: None,
     )
-    local = SimpleNamespace(rounds=SimpleNamespace(arrive=note("here")))
-    storage = SimpleNamespace(local=local, remote_parts=lambda worker: {1: part})
-    SpreadRounds(storage).arrive(0)
+    here = SimpleNamespace(
+        rounds=SimpleNamespace(arrive=note("here")),
+        parts=[None],
+        cut=SimpleNamespace(num_parts=2, own=range(1)),
+        page=SimpleNamespace(unfinished=None),
+    )
+    Router(
+        SimpleNamespace(has_keys=True, staleness=Staleness(0)), here, lambda worker: [part]
+    ).arrive(0)
     assert order == ["adds are in", "here", "there", "answered"]

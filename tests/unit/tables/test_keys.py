@@ -8,7 +8,8 @@ import torch
 
 from phalanx import tables
 from phalanx.errors import ConfigError
-from phalanx.tables.keys import KeyPart, KeyStorage
+from phalanx.tables.cut import Cut
+from phalanx.tables.keys import KeyPart
 from phalanx.tables.part import UNSETTLED
 
 NAN = float("nan")
@@ -32,7 +33,7 @@ def test_any_int64_is_a_key(world):
 
 
 @pytest.mark.parametrize(
-    ("num_shards", "kind", "name"), [(1, KeyPart, "_add_once"), (3, KeyStorage, "_owners")]
+    ("num_shards", "kind", "name"), [(1, KeyPart, "_add_once"), (3, Cut, "owners")]
 )
 def test_keys_that_the_caller_changes_meanwhile_come_once_and_in_their_place(
     world, monkeypatch, num_shards, kind, name

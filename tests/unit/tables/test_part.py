@@ -205,13 +205,13 @@ def dies(act) -> bool:
 
 
 def die_in_python(storage, entry, stores):
-    for each in storage.shards[-1:]:  # after it has made the add in those before
+    for each in storage.here.parts[-1:]:  # after it has made the add in those before
         each._header = Dying(each._header, stores)
         each._add_in_c = lambda *_: part.UNSETTLED
         each._is_made_in_c = lambda _: False
         each._is_simple = each._is_simple and entry.rows is not None
-    if len(storage.shards) == 1 and len(entry.delta) <= storage.shards[0].most_rows:
-        storage.shards[0].change(entry, 20.0, logged=False)
+    if len(storage.here.parts) == 1 and len(entry.delta) <= storage.here.parts[0].most_rows:
+        storage.here.parts[0].change(entry, 20.0, logged=False)
     else:
         storage.add(entry, 20.0)
 

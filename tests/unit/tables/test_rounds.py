@@ -132,7 +132,7 @@ def test_a_get_that_gives_up_leaves_a_later_one_its_arrival(monkeypatch):
         other = world.thread_worker()
         ours, theirs = world.array(1, name="x"), other.array(1, name="x")
         first, second = ours.async_get(), ours.async_get()
-        rounds, waits = ours._storage.rounds, threading.Event()
+        rounds, waits = ours._storage.here.rounds, threading.Event()
         finish = rounds.finish
 
         def finish_later(arrival: object, timeout_s: float) -> None:

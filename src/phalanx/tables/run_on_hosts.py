@@ -10,17 +10,18 @@ from typing import Any
 from phalanx.cluster import Endpoint
 from phalanx.errors import PhalanxError, StateError, UnsupportedError
 from phalanx.ipc import Region, Waiting
+from phalanx.tables.cut import part_of
 from phalanx.tables.deferred_adds import finish_all
-from phalanx.tables.host_operations import Operation, part_of
+from phalanx.tables.host_operations import Operation
 from phalanx.tables.host_server import ServerWatch
 from phalanx.tables.membership import Membership
-from phalanx.tables.remote_part import RemoteHost
-from phalanx.tables.run_context import RunContext, S
+from phalanx.tables.remote_part import RemoteHost, RemotePart
+from phalanx.tables.router import RemoteParts, Router
+from phalanx.tables.run_context import RunContext
 from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.spec import TableSpec
-from phalanx.tables.spread import HostsOfRun, SpreadBarrier, SpreadStorage
 
-__all__ = ["OtherHosts", "SpreadContext"]
+__all__ = ["ContextOnHosts", "OtherHosts"]
 
 _LEAVE_S = 5.0
 _LOCK_S = 30.0
@@ -91,7 +92,7 @@ class OtherHosts:
         self._remotes = {}
 
 
-class SpreadMembership(Membership):
+class MembershipOnHosts(Membership):
     """This host's page of workers; what they say of themselves goes to the other hosts', too.
 
     Args:
@@ -158,7 +159,7 @@ class SpreadMembership(Membership):
         return clock
 
 
-class SpreadContext(RunContext):
+class ContextOnHosts(RunContext):
     """As a :class:`RunContext`, of a run on several hosts.
 
     Args:
@@ -171,23 +172,15 @@ class SpreadContext(RunContext):
         self, run: str, meet: Callable[[RunRegions], tuple[OtherHosts, ServerWatch]]
     ) -> None:
         self._meet = meet
-        self._spread: dict[str, SpreadStorage] = {}
         super().__init__(run, create=True)
+        self._host, self._num_hosts = self._others.me, self._others.num_hosts
 
     def _open_membership(self, create: bool) -> Membership:
-        others, self._watch = self._meet(self.regions)
-        self._others = others
+        self._others, self._watch = self._meet(self.regions)
         page = self.regions.open_region("members", Membership.needed_bytes(), create=create)
-        membership = SpreadMembership(page, str(self.run), others)
-        self._hosts = HostsOfRun(
-            others.me,
-            others.num_hosts,
-            others.of,
-            lambda worker: membership.master(worker, _LOCK_S),
-        )
-        return membership
+        return MembershipOnHosts(page, str(self.run), self._others)
 
-    def storage(self, kind: type[S], spec: TableSpec, timeout_s: float) -> Any:  # Any: as S is used
+    def storage(self, spec: TableSpec, timeout_s: float) -> Router:
         """Return the table's memory on all hosts.
 
         Raises:
@@ -198,22 +191,28 @@ class SpreadContext(RunContext):
                 "`updater` must be a built-in one for tables on several hosts, but is "
                 f"{spec.updater!r}. Servers run no code of yours."
             )
-        mine = part_of(spec, self._hosts.me, self._hosts.num_hosts)
-        local = super().storage(kind, mine, timeout_s)
-        with self._mutex:
-            if spec.name not in self._spread:
-                self._spread[spec.name] = SpreadStorage(spec, local, self._hosts)
-            return self._spread[spec.name]
+        return super().storage(spec, timeout_s)
 
-    def barrier(self) -> Any:  # Any: waits as a Barrier does
-        """Return the run's barriers."""
-        return SpreadBarrier(super().barrier(), self._hosts)
+    def _remote_parts(self, spec: TableSpec) -> RemoteParts:
+        def parts(worker: int) -> list[RemotePart]:
+            remotes = self._others.of(worker)
+            return [
+                RemotePart(remotes[host], part_of(spec, host, self._num_hosts))
+                for host in sorted(remotes)
+            ]
+
+        return parts
+
+    def wait_at_barrier(self, worker: int, name: str, timeout_s: float) -> int:
+        """Come to the first host's barrier, where all workers come, and wait for the others."""
+        self._others.finish_adds(worker, timeout_s)  # before it comes: others count from there
+        if self._host == 0:
+            return super().wait_at_barrier(worker, name, timeout_s)
+        return self._others.of(worker)[0].wait_at_barrier(name, timeout_s)
 
     def count_out(self, group: object, worker: int, timeout_s: float) -> None:
         """As :meth:`RunContext.count_out`; the worker's connections go with it."""
         super().count_out(group, worker, timeout_s)
-        for storage in list(self._spread.values()):
-            storage.forget(worker)
         self._others.forget(worker)
 
     def close(self, timeout_s: float) -> None:

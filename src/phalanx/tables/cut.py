@@ -1,0 +1,177 @@
+"""How the rows of a table are cut over its parts, on this host and on others.
+
+    rows   0 1 2 3 │ 4 5 │ 6 7 │ 8 9 10     of numbered rows each part has a range;
+    part         0 │  1  │  2  │    3       of keys, those that hash to it
+    host         0 │     1     │    2       here host 1 cuts its rows into two shards
+
+Each shard of this host is a part, and each other host is one, however it cuts its rows itself. So a
+list of parts differs from host to host.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import replace
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from phalanx.memory import all_within
+from phalanx.plan import equal_sizes
+from phalanx.tables.row_initializer import mix
+from phalanx.tables.spec import TableSpec
+from phalanx.tables.table_page import SEED
+
+__all__ = ["Cut", "Piece", "part_of"]
+
+_KEYS_SEED = np.int64(0x5DEECE66D)  # of hosts; those of shards are drawn
+
+
+class Piece(NamedTuple):
+    """The rows of one part in a list of rows.
+
+    Attributes:
+        part: Its index.
+        rows: Or keys, in the order of the list.
+        span: Where they are in the list sorted by part.
+    """
+
+    part: int
+    rows: Tensor
+    span: slice
+
+
+class Cut:
+    """The cut of one table, as one host sees it.
+
+    Args:
+        spec: The table, of all hosts.
+        host: This host's number.
+        num_hosts: How many there are.
+        line: The table's line of its page, which has the seed of its keys.
+
+    Attributes:
+        num_parts: How many parts there are.
+        own: The indices of this host's parts.
+    """
+
+    def __init__(self, spec: TableSpec, host: int, num_hosts: int, line: memoryview) -> None:
+        self._spec = spec
+        self._host = host
+        self._num_hosts = num_hosts
+        self._line = line
+        self.num_parts = num_hosts - 1 + spec.num_shards
+        self.own = range(host, host + spec.num_shards)
+        sizes = equal_sizes(spec.rows, num_hosts)
+        sizes[host : host + 1] = equal_sizes(sizes[host], spec.num_shards)
+        self._starts = list(accumulate(sizes, initial=spec.first_row))
+        self._bounds = np.array(self._starts[1:-1], dtype=np.int64)
+        self._own_start, self._own_stop = self._starts[host], self._starts[self.own.stop]
+
+    # --- ranges of rows ---------------------------------------------------------------------------
+
+    def span(self, index: int) -> slice:
+        """Return where a part's rows lie in a tensor of all rows."""
+        first = self._spec.first_row
+        return slice(self._starts[index] - first, self._starts[index + 1] - first)
+
+    def own_span(self, index: int) -> slice:
+        """Return where the rows of this host's part ``index`` lie in a tensor of its rows."""
+        at = self.own[index]
+        return slice(self._starts[at] - self._own_start, self._starts[at + 1] - self._own_start)
+
+    @property
+    def own_rows(self) -> slice:
+        """Where this host's rows lie in a tensor of all rows."""
+        first = self._spec.first_row
+        return slice(self._own_start - first, self._own_stop - first)
+
+    def is_own(self, rows: Tensor | None) -> bool:
+        """Tell whether this host has all of these rows, None for all there are."""
+        if rows is None:
+            return self._num_hosts == 1
+        if self._spec.has_keys:
+            return self._num_hosts == 1 or not rows.numel()
+        return all_within(rows, self._own_stop - self._own_start, self._own_start)
+
+    def only_part(self, rows: Tensor) -> int | None:
+        """Return the part that has all of these rows; None where none has, or by a longer look."""
+        if self._spec.has_keys or not rows.numel():
+            return None
+        index = bisect_right(self._starts, rows[0].item(), 1, self.num_parts) - 1
+        start, stop = self._starts[index : index + 2]
+        return index if all_within(rows, stop - start, start) else None
+
+    # --- lists of rows ----------------------------------------------------------------------------
+
+    def owners(self, rows: NDArray[np.int64]) -> NDArray[np.uint16]:
+        """Return the part of each row."""
+        if not self._spec.has_keys:
+            return np.searchsorted(self._bounds, rows, side="right").astype(np.uint16)
+        shards = _hashed(rows, np.int64(self._line[SEED]), len(self.own))
+        if self._num_hosts == 1:
+            return shards
+        hosts = _hashed(rows, _KEYS_SEED, self._num_hosts)
+        others = np.where(hosts > self._host, hosts + np.uint16(len(self.own) - 1), hosts)
+        return np.where(hosts == self._host, hosts + shards, others)
+
+    def route(self, rows: Tensor, worker: int) -> tuple[Tensor, list[Piece]]:
+        """Sort rows by part, those of one part as they came.
+
+        Each worker begins with another part, so that two adds at once seldom meet at one.
+
+        Returns:
+            Where in the list the sorted rows stood, and a piece for each part that has any of them.
+        """
+        # In numpy: it needs half of torch's time for few rows, and sorts small numbers by counting.
+        num_parts, numbers = self.num_parts, rows.numpy()
+        owners = self.owners(numbers)
+        order = np.argsort(owners, kind="stable")
+        ends = np.bincount(owners, minlength=num_parts).cumsum().tolist()
+        sorted_rows = numbers.take(order)
+        pieces = []
+        for turn in range(num_parts):
+            index = (turn + worker) % num_parts
+            start, stop = ends[index - 1] if index else 0, ends[index]
+            if start < stop:
+                own = torch.from_numpy(sorted_rows[start:stop])
+                pieces.append(Piece(index, own, slice(start, stop)))
+        return torch.from_numpy(order), pieces
+
+
+def _hashed(keys: NDArray[np.int64], seed: np.int64, count: int) -> NDArray[np.uint16]:
+    mixed = mix(keys ^ seed) >> np.uint64(32)
+    return (mixed % np.uint64(count)).astype(np.uint16)
+
+
+def part_of(spec: TableSpec, host: int, num_hosts: int) -> TableSpec:
+    """Return the part of a table on ``host``: a table of its own there.
+
+    Example:
+        >>> from phalanx.plan import Staleness
+        >>> from phalanx.tables.updaters import Sum
+        >>> spec = TableSpec(
+        ...     name="t",
+        ...     rows=5,
+        ...     cols=2,
+        ...     is_array=False,
+        ...     dtype=torch.float32,
+        ...     updater=Sum(),
+        ...     num_shards=1,
+        ...     staleness=Staleness(None),
+        ...     nonfinite="allow",
+        ... )
+        >>> parts = [part_of(spec, host, 3) for host in range(3)]
+        >>> [(part.first_row, part.rows) for part in parts]
+        [(0, 2), (2, 2), (4, 1)]
+    """
+    if num_hosts == 1:
+        return spec
+    if spec.has_keys:
+        return replace(spec, capacity=max(1, -(-spec.capacity // num_hosts)))
+    sizes = equal_sizes(spec.rows, num_hosts)
+    return replace(spec, rows=sizes[host], first_row=spec.first_row + sum(sizes[:host]))

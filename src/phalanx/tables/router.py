@@ -1,0 +1,442 @@
+"""The memory of a table, as one process uses it: a list of parts, on this host and on others.
+
+A call is cut over the parts (cut.py). This host's are done where they lie; what is asked of other
+hosts is under way meanwhile. Each host's part is a table of its own there, of which all workers of
+the run are workers (host_service.py). So an add is whole or absent per host, and a round is in on a
+host when all workers have arrived there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from phalanx.errors import PhalanxError, StateError
+from phalanx.ipc import Waiting, fail_point, fail_points
+from phalanx.memory import MatrixRows, all_within
+from phalanx.tables.asking import Pending, abandon, ask, wait_for, with_all
+from phalanx.tables.deferred_adds import finish_all
+from phalanx.tables.own_parts import ALL_FINISHED, OwnParts
+from phalanx.tables.part import Entry, TablePart, checked
+from phalanx.tables.rounds import Arrival
+from phalanx.tables.spec import TableSpec
+from phalanx.tables.values import outside
+
+if TYPE_CHECKING:  # else runs on one host would import what speaks to others
+    from phalanx.tables.remote_part import RemotePart
+
+__all__ = ["READ_POINTS", "RemoteParts", "Router"]
+
+RemoteParts = Callable[[int], "list[RemotePart]"]
+"""Returns a table's parts on other hosts, in their order, as a worker uses them."""
+
+READ_POINTS = ("before read", "reader's lock held", "rows read")
+"""Fail points of a get, in order; it takes a lock only where adds overtake it."""
+
+_CALL_S = 30.0  # where a caller gives no deadline
+
+
+class _Closed:
+    """Stands in for each attribute of a closed table; any use of it raises.
+
+    A ``__getattr__`` of the table itself would slow down every access before that, by a
+    twentieth of a get.
+    """
+
+    def __init__(self, table: str) -> None:
+        self._table = table
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise StateError(
+            f"Table {self._table!r} must belong to an open group, but its group is closed."
+        )
+
+    __getattr__ = __getitem__ = __iter__ = __len__ = __call__ = _refuse
+
+
+class Router:
+    """All parts of a table, for the workers of one process.
+
+    Args:
+        spec: The table, of all hosts.
+        here: This host's parts.
+        remote: Returns those of other hosts; None where there is no other.
+    """
+
+    def __init__(self, spec: TableSpec, here: OwnParts, remote: RemoteParts | None = None) -> None:
+        self.spec = spec
+        self.here = here
+        self._closed = False
+        self._last_undone = 0
+        self._remote = remote
+        self._cut = here.cut
+        self._others: dict[int, dict[int, RemotePart]] = {}  # by worker, then by index
+        self._turns: dict[int, threading.Lock] = {}  # by worker
+        self._unfinished = here.page.unfinished
+        own = here.parts[0] if len(here.parts) == 1 else None
+        self._only = own if remote is None else None  # the part, where there is one in all
+        self._own = own if remote is not None else None  # this host's, where it is one of several
+        in_order = spec.staleness.is_bulk_synchronous or spec.updater.remembers
+        self._looks_itself = spec.has_keys or (self._only is not None and not in_order)
+
+    def remote_parts(self, worker: int) -> dict[int, RemotePart]:
+        """Return the parts on other hosts, by their index, as a worker uses them."""
+        others = self._others.get(worker)
+        if others is None:
+            remote = [] if self._remote is None else self._remote(worker)
+            indices = (i for i in range(self._cut.num_parts) if i not in self._cut.own)
+            others = self._others[worker] = dict(zip(indices, remote, strict=True))
+        return others
+
+    def forget(self, worker: int) -> None:
+        """Let go of what a worker that has closed had; another may get its number."""
+        self._others.pop(worker, None)
+
+    def _any_remote_parts(self) -> dict[int, RemotePart]:
+        """Return the parts on other hosts as some worker uses them, one that is here if any."""
+        by_worker = list(self._others.values())  # none where all have closed
+        here = (p for p in by_worker if not any(part.remote.has_left for part in p.values()))
+        return next(here, by_worker[0] if by_worker else {})
+
+    def _all_parts(self) -> list[Any]:  # Any: a `KeyPart` has more methods than a `TablePart`
+        parts: list[Any] = list(self._any_remote_parts().values())
+        at = self._cut.own.start
+        parts[at:at] = self.here.parts
+        return parts
+
+    # --- the first value --------------------------------------------------------------------------
+
+    def open(self, worker: int, init: Any, timeout_s: float) -> None:  # Any: as `OwnParts.open`
+        """Fill all parts as the master, or wait until the master has; then begin as ``worker``.
+
+        Raises:
+            PeerTimeout: The master did not open the table; ``.rank`` is its number.
+        """
+        whole = not isinstance(init, Tensor) or init.dim() == 0 or self.spec.has_keys
+        waiting, here, cut = Waiting(timeout_s), self.here, self._cut
+        here.open(worker, init if whole else init[cut.own_rows], timeout_s)
+        others = self.remote_parts(worker)
+        if not others:
+            return
+        fills = here.membership.master(worker, _CALL_S) == worker
+        clocks = {
+            index: part.open(init if whole else init[cut.span(index)], fills, waiting.remaining_s())
+            for index, part in others.items()
+        }
+        if self.spec.staleness.is_bulk_synchronous:
+            # A worker that comes later finds rounds that are in on one host and not on another.
+            latest = max(here.rounds.clock_of(worker), *clocks.values())
+            here.rounds.arrive_at(worker, latest)
+            for index, part in others.items():
+                if clocks[index] < latest:
+                    part.wait(part.begin_arrive(latest, waiting.remaining_s()))
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def refuse_outside(self, rows: Tensor | None) -> None:
+        """Raise if a row is outside the table, unless :meth:`read` and :meth:`add` look themselves.
+
+        Raises:
+            ConfigError: One is.
+        """
+        if not (self._looks_itself or rows is None or all_within(rows, self.spec.rows)):
+            raise outside(rows, self.spec)
+
+    def read(self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float) -> None:
+        """Copy rows, checked, into ``out``, as ``worker``."""
+        if self._unfinished.tobytes() != ALL_FINISHED:
+            self.here.end_logged_adds(timeout_s)
+        if fail_points.fault is not None:
+            fail_point("before read")
+        only = self._only or self._own_part_of(rows)
+        if only is None:
+            self._read_parts(rows, out, worker, timeout_s)
+        else:
+            only.read(rows, out, timeout_s)
+        if fail_points.fault is not None:
+            fail_point("rows read")
+
+    def _own_part_of(self, rows: Tensor | None) -> TablePart | None:
+        """Return this host's part of several, if it has all of these rows."""
+        return self._own if self._own is not None and self._cut.is_own(rows) else None
+
+    def _read_parts(self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float) -> None:
+        cut = self._cut
+        if rows is None:
+            spans = range(cut.num_parts)
+            self._read_each([(i, None, out[cut.span(i)]) for i in spans], worker, timeout_s)
+            return
+        index = None if self._remote is None else cut.only_part(rows)
+        if index is not None:
+            self._read_each([(index, rows, out)], worker, timeout_s)
+            return
+        order, pieces = cut.route(rows, worker)
+        found = torch.empty_like(out)
+        self._read_each([(i, own, found[span]) for i, own, span in pieces], worker, timeout_s)
+        # The inverse of `order`, because selecting rows is four times as fast as placing them.
+        ascending = torch.arange(order.numel(), device="cpu")
+        back = torch.empty_like(order).scatter_(0, order, ascending)
+        MatrixRows(found).take(back, out)
+
+    def _read_each(
+        self, wanted: list[tuple[int, Tensor | None, Tensor]], worker: int, timeout_s: float
+    ) -> None:
+        """Read rows of parts, None for all of one, into tensors."""
+        waiting, others = Waiting(timeout_s), self.remote_parts(worker)
+        own, first = self.here.parts, self._cut.own.start
+
+        def read_here() -> None:
+            for index, rows, out in wanted:
+                if index not in others:
+                    own[index - first].read(rows, out, waiting.remaining_s())
+
+        asked = [(others[index], rows, out) for index, rows, out in wanted if index in others]
+        if not asked:
+            read_here()
+            return
+
+        def begin(part: RemotePart, rows: Tensor | None, out: Tensor) -> Pending:
+            return part, part.begin_read(rows, out, waiting.remaining_s())
+
+        _finish_adds((part for part, *_ in asked), timeout_s)  # a worker reads what it has added
+        ask([partial(begin, *each) for each in asked], read_here)
+
+    # --- changing ---------------------------------------------------------------------------------
+
+    def add(self, entry: Entry, timeout_s: float) -> None:
+        """Take one add, whole or not at all on each host; one with a number, once.
+
+        Raises:
+            NotFinite: The entry was unchecked, and is not.
+        """
+        if self._unfinished.tobytes() != ALL_FINISHED:
+            self.here.end_logged_adds(timeout_s)
+        only, rows = self._only, entry.rows
+        if only is not None and not entry.number and _count(rows, only) <= only.most_rows:
+            only.add(entry, timeout_s)
+        elif self._remote is None or self._cut.is_own(rows):
+            self.here.add(entry, timeout_s)
+        else:
+            self._add_to_hosts(checked(entry), timeout_s)
+
+    def _add_to_hosts(self, entry: Entry, timeout_s: float) -> None:
+        mine, others = self._cut_add(entry)
+        waiting, parts = Waiting(timeout_s), self._chosen(entry.worker, others)
+        _finish_adds(parts.values(), timeout_s)  # a worker's adds are taken in their order
+
+        def begin(index: int) -> Pending:
+            return parts[index], parts[index].begin_add([others[index]], waiting.remaining_s())
+
+        def add_here() -> None:
+            if mine is not None:
+                self.here.add(mine, timeout_s)
+
+        begins = [partial(begin, index) for index in others]
+        with_all(_adding(parts), lambda: ask(begins, add_here))
+
+    def add_later(self, entry: Entry, timeout_s: float) -> None:
+        """Take one add, of which only this host's part is in when this returns."""
+        if self._remote is None or self._cut.is_own(entry.rows):
+            self.add(entry, timeout_s)
+            return
+        mine, others = self._cut_add(checked(entry))
+        parts, waiting = self._chosen(entry.worker, others), Waiting(timeout_s)
+        for part in parts.values():  # first: an earlier add's error must not leave half of this one
+            part.remote.deferred.wait_for_room(waiting.remaining_s())
+        if mine is not None:
+            self.here.add(mine, timeout_s)
+        for index, each in others.items():
+            # Copies: the caller may change what it gave as soon as this returns.
+            rows = None if each.rows is None else each.rows.clone()
+            kept = each._replace(delta=each.delta.clone(), rows=rows)
+            parts[index].remote.deferred.put(parts[index], kept, timeout_s)
+
+    def finish_adds(self, worker: int, timeout_s: float) -> None:
+        """Wait until what ``worker`` has added is in on all hosts."""
+        _finish_adds(self.remote_parts(worker).values(), timeout_s)
+
+    def _chosen(self, worker: int, indices: Iterable[int]) -> dict[int, RemotePart]:
+        """Return some of the parts on other hosts, in their order."""
+        parts = self.remote_parts(worker)
+        return {index: parts[index] for index in sorted(indices)}
+
+    def _cut_add(self, entry: Entry) -> tuple[Entry | None, dict[int, Entry]]:
+        """Cut an add: what is this host's, and what is other parts', by their index."""
+        cut, rows, delta = self._cut, entry.rows, entry.delta
+        others = [index for index in range(cut.num_parts) if index not in cut.own]
+        if rows is None:
+            mine = entry._replace(delta=delta[cut.own_rows])
+            return mine, {i: entry._replace(delta=delta[cut.span(i)]) for i in others}
+        if cut.is_own(rows):
+            return entry, {}
+        index = cut.only_part(rows)
+        if index is not None:
+            return None, {index: entry}
+        order, pieces = cut.route(rows, 0)
+
+        def share(own: Tensor, places: Tensor) -> Entry:
+            return entry._replace(rows=own, delta=delta[places])
+
+        shares = {i: share(own, order[span]) for i, own, span in pieces if i not in cut.own}
+        mine_of = [order[span] for i, _, span in pieces if i in cut.own]
+        places = torch.cat(mine_of) if mine_of else None
+        return None if places is None else share(rows[places], places), shares
+
+    # --- rounds -----------------------------------------------------------------------------------
+
+    def put(self, entry: Entry, timeout_s: float) -> None:
+        """Log an add for its worker's round, on every host that has rows of it."""
+        rounds = self.here.rounds
+        if self._remote is None:
+            rounds.put(entry, timeout_s)
+            return
+        mine, others = self._cut_add(checked(entry))
+        parts = self._chosen(entry.worker, others)
+
+        def put() -> None:
+            number = rounds.clock_of(entry.worker) + 1
+
+            def begin(index: int) -> Pending:
+                return parts[index], parts[index].begin_add([others[index]], timeout_s, number)
+
+            def put_here() -> None:
+                if mine is not None:
+                    rounds.put_into(mine, number, timeout_s)
+
+            ask([partial(begin, index) for index in others], put_here)
+
+        # In the order of their numbers: one that comes late is taken for a repetition.
+        with_all([self._turn_of(entry.worker), *_adding(parts)], put)
+
+    def arrive(self, worker: int) -> Arrival:
+        """Say that ``worker`` has put down all of its round."""
+        rounds, parts = self.here.rounds, list(self.remote_parts(worker).values())
+        if not parts:
+            return rounds.arrive(worker)
+        _finish_adds(parts, _CALL_S)  # adds to other tables are in before a round ends
+        with self._turn_of(worker):  # no thread of the worker puts anything down meanwhile
+            arrival = rounds.arrive(worker)
+
+        def begin(part: RemotePart) -> Pending:
+            return part, part.begin_arrive(arrival.number, _CALL_S)
+
+        ask([partial(begin, part) for part in parts])
+        return arrival
+
+    def finish(self, arrival: Arrival, timeout_s: float) -> None:
+        """Wait until the round is in on every host; see :meth:`Rounds.finish`."""
+        pendings: list[Pending] = []
+        try:
+            for part in self.remote_parts(arrival.worker).values():
+                pendings.append((part, part.begin_finish(arrival.number, timeout_s)))
+            try:
+                self.here.rounds.finish(arrival, timeout_s)
+            except PhalanxError:
+                wait_for(pendings)  # a silent host may be why others stay away
+                raise
+            wait_for(pendings)
+        finally:
+            abandon(pendings)
+
+    def _turn_of(self, worker: int) -> threading.Lock:
+        """Return what a worker's threads hold while the round that it is in must stay."""
+        return self._turns.setdefault(worker, threading.Lock())
+
+    # --- all of it --------------------------------------------------------------------------------
+
+    def copy_all(self, timeout_s: float) -> list[Tensor]:
+        """Return copies of the values and of each state; of a keys table the keys before them.
+
+        Each part's are of one moment; keys ascend.
+        """
+        self.here.end_logged_adds(timeout_s)
+        parts = self._all_parts()
+        if self.spec.has_keys:
+            found = [part.copy_all(timeout_s) for part in parts]
+            keys, *values = [torch.cat(pieces) for pieces in zip(*found, strict=True)]
+            keys, order = keys.sort()
+            return [keys, *(each[order] for each in values)]
+        if len(parts) == 1:
+            copies: list[Tensor] = parts[0].copy_all(timeout_s)
+            return copies
+        copies = []
+        for index, part in enumerate(parts):  # one at a time: the whole may be large
+            pieces = part.copy_all(timeout_s)
+            copies = copies or [p.new_empty((self.spec.rows, p.shape[1])) for p in pieces]
+            for copy, piece in zip(copies, pieces, strict=True):
+                copy[self._cut.span(index)] = piece
+        return copies
+
+    def replace_all(self, parts: list[Tensor], timeout_s: float) -> None:
+        """Replace everything by what :meth:`copy_all` returned, or by as many states as are given.
+
+        Rows are whole on each host, whoever dies; keys in each part.
+        """
+        if self.spec.has_keys:
+            owners = self._cut.owners(parts[0].numpy())
+            for index, part in enumerate(self._all_parts()):
+                mine = torch.from_numpy(owners == index)
+                part.replace_all([each[mine] for each in parts], timeout_s)
+            return
+        for index, part in self._any_remote_parts().items():
+            part.replace_all([each[self._cut.span(index)] for each in parts], timeout_s)
+        self.here.assign_all([each[self._cut.own_rows] for each in parts], timeout_s)
+
+    def num_keys(self) -> int:
+        """Return how many keys are there."""
+        self.here.end_logged_adds(_CALL_S)
+        return sum(part.num_keys(_CALL_S) for part in self._all_parts())
+
+    def keys(self, timeout_s: float) -> Tensor:
+        """Return the keys that are there, in ascending order."""
+        self.here.end_logged_adds(timeout_s)
+        return torch.cat([part.keys(timeout_s) for part in self._all_parts()]).sort().values
+
+    @property
+    def num_undone(self) -> int:
+        """How many interrupted adds were undone, by anybody, on all hosts."""
+        if self._closed:
+            return self._last_undone
+        others = self._any_remote_parts().values()
+        return self._own_undone() + sum(part.num_undone(_CALL_S) for part in others)
+
+    def _own_undone(self) -> int:
+        return sum(part.num_undone for part in self.here.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory this host's parts take, logs apart."""
+        return 0 if self._closed else self.here.nbytes
+
+    def close(self) -> None:
+        """Let go of the memory, also where somebody keeps a handle of the table.
+
+        A call that another thread is in keeps what it uses until it returns.
+        """
+        if self._closed:
+            return
+        self._last_undone = self._own_undone()
+        self._closed = True
+        closed, here = _Closed(self.spec.name), self.here
+        for name in vars(self).keys() - {"spec", "_closed", "_last_undone"}:
+            setattr(self, name, closed)
+        for name in vars(here):  # its parts refer to it, and would keep each other
+            setattr(here, name, closed)
+
+
+def _count(rows: Tensor | None, part: TablePart) -> int:
+    return part.num_rows if rows is None else rows.numel()
+
+
+def _adding(parts: Mapping[int, RemotePart]) -> list[threading.Lock]:
+    """Return the locks of adds, in the order of hosts: two threads never hold them crosswise."""
+    return [parts[index].adding for index in sorted(parts)]
+
+
+def _finish_adds(parts: Iterable[RemotePart], timeout_s: float) -> None:
+    finish_all((part.remote.deferred for part in parts), timeout_s)
