@@ -14,7 +14,6 @@ if TYPE_CHECKING:
         EpochDone,
         FitBegun,
         FitEnded,
-        FormationChosen,
         RanksChanged,
         StepDone,
     )
@@ -60,7 +59,6 @@ __all__ = [
     "ExactSampler",
     "FitBegun",
     "FitEnded",
-    "FormationChosen",
     "GroupAborted",
     "InternalError",
     "Layout",
@@ -94,7 +92,6 @@ _NAMES_BY_ROOM = {
         "EpochDone",
         "FitBegun",
         "FitEnded",
-        "FormationChosen",
         "RanksChanged",
         "StepDone",
     ),

@@ -103,13 +103,10 @@ class OnlyInWorkers(nn.Linear):
 
 def test_automatic_replicas_compute_nothing_in_the_program() -> None:
     """Autograd would refuse to work in forks afterwards, where torch sees a GPU."""
-    told: list[object] = []
-    with make(OnlyInWorkers(5, 3), replicas="auto", callbacks=[told.append]) as trainer:
+    with make(OnlyInWorkers(5, 3), replicas="auto") as trainer:
         trainer.fit([batch()])
         count = len(trainer.worker_pids)
     assert count == min(3, len(os.sched_getaffinity(0)))
-    chosen = [each for each in told if isinstance(each, phalanx.callbacks.FormationChosen)]
-    assert [each.replicas for each in chosen] == [count]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

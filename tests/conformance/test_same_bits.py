@@ -185,8 +185,7 @@ def test_without_microbatches_one_replica_computes_on_all_cores() -> None:
         assert len(trainer.devices) == 1
         assert trainer.intra_op == num_cores()
     with phalanx.Trainer(MLP.build(), MLP.loss, sgd) as trainer:
-        trainer.step(MLP.batch(8))
-        assert len(trainer.devices) <= 4
+        assert len(trainer.devices) == min(4, num_cores())
         assert trainer.intra_op == 1
 
 

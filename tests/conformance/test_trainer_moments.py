@@ -161,7 +161,7 @@ def test_training_goes_on_where_the_system_has_no_more_replicas(
     with make() as trainer:
         trainer.fit(batches(), steps=2)
         trainer.resize(3)
-        with pytest.warns(UserWarning, match=r"Going on with 2 replicas .* can't start new thread"):
+        with pytest.warns(UserWarning, match=r"with 2 replicas, as 3 .* can't start new thread"):
             trainer.fit(batches(), steps=3)
         assert len(trainer.devices) == 2
         trainer.resize(1)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import nn
 
 from phalanx.distributed import RanksChanged
@@ -19,7 +20,6 @@ __all__ = [
     "Event",
     "FitBegun",
     "FitEnded",
-    "FormationChosen",
     "RanksChanged",
     "Span",
     "StepDone",
@@ -59,15 +59,6 @@ class FitEnded:
 
     epochs: int
     steps: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class FormationChosen:
-    """How many replicas with how many threads each will train, and why."""
-
-    replicas: int
-    intra_op: int
-    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +118,7 @@ class EpochDone:
     validation: Mapping[str, float] | None
 
 
-Event = FitBegun | FormationChosen | StepDone | EpochDone | WorkerLost | RanksChanged | FitEnded
+Event = FitBegun | StepDone | EpochDone | WorkerLost | RanksChanged | FitEnded
 # It may have more, found by name: `attach(trainer)`, called when the trainer is made;
 # `state_dict()` and `load_state_dict(state)`, for checkpoints; `saves`, True if it saves the
 # trainer.
@@ -146,6 +137,14 @@ class AttachedTrainer(Protocol):
     @property
     def epochs(self) -> int:
         """Epochs finished since the beginning."""
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The device of each replica."""
+
+    @property
+    def intra_op(self) -> int:
+        """Threads inside operators, per replica."""
 
     @property
     def is_first_rank(self) -> bool:

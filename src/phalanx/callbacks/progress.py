@@ -12,7 +12,6 @@ from phalanx.callbacks.events import (
     EpochDone,
     FitBegun,
     FitEnded,
-    FormationChosen,
     RanksChanged,
     StepDone,
     WorkerLost,
@@ -72,8 +71,6 @@ class Progress:
         elif isinstance(event, EpochDone):
             self.say(_describe_epoch(event, self._samples, self._last_epoch))
             self._begin_epoch()
-        elif isinstance(event, FormationChosen):
-            self.say(_describe_replicas(event))
         elif isinstance(event, WorkerLost):
             self.say(_describe_loss(event))
         elif isinstance(event, RanksChanged):
@@ -96,6 +93,8 @@ class Progress:
 
     def _begin(self, event: FitBegun) -> None:
         self.close()
+        if self._trainer is not None:
+            self.say(_describe_replicas(len(self._trainer.devices), self._trainer.intra_op))
         self._last_epoch = event.last_epoch
         console = self._open_console()
         if _can_redraw(console):
@@ -224,10 +223,9 @@ def format_mean(name: str, value: float) -> str:
     return f"{100 * value:.1f} %" if name == "accuracy" else f"{value:.4f}"
 
 
-def _describe_replicas(event: FormationChosen) -> str:
-    replicas = "1 replica" if event.replicas == 1 else f"{event.replicas} replicas"
-    threads = "1 thread" if event.intra_op == 1 else f"{event.intra_op} threads"
-    return f"Chosen: {replicas} × {threads} ({event.reason})"
+def _describe_replicas(count: int, intra_op: int) -> str:
+    replicas = "1 replica" if count == 1 else f"{count} replicas"
+    return f"{replicas} × {'1 thread' if intra_op == 1 else f'{intra_op} threads'}"
 
 
 def _describe_loss(event: WorkerLost) -> str:

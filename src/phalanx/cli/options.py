@@ -84,8 +84,8 @@ class TrainOptions:
         str,
         _option(
             "auto|N|DEVICES",
-            "How many replicas, or one device for each, as cpu,cpu,cuda:0. With auto, a short "
-            "trial decides what is fastest here.",
+            "How many replicas, or one device for each, as cpu,cpu,cuda:0. With auto, one for "
+            "each core, as far as there are microbatches.",
             "auto; 1 without microbatches",
         ),
     ] = "auto"

@@ -24,7 +24,6 @@ from phalanx import __version__
 from phalanx.callbacks import (
     EpochDone,
     FitEnded,
-    FormationChosen,
     History,
     Progress,
     Record,
@@ -103,8 +102,8 @@ def plan_new(given: Given, out: Path | None) -> TrainPlan:
 def plan_resumed(given: Given, path: Path, out: Path | None) -> TrainPlan:
     """Decide how a run goes on.
 
-    It keeps the formation that it had, unless replicas are given: a new trial might choose another,
-    and with it other bits.
+    It keeps the replicas that it had, unless others are given: without microbatches they decide the
+    bits.
 
     Raises:
         ConfigError: There is no such run, an option was given that differs, one that names code
@@ -176,8 +175,6 @@ class Session:
         self.trace: Trace | None = None
         self._stopping = False
         self._saved_steps = 0
-        is_fixed = parse_replicas(job.options.replicas) != "auto"
-        self._is_formed = is_fixed or job.formation is not None
         self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -347,9 +344,7 @@ class Session:
             self._unwritten.append(record)
         if self.trace is not None and not isinstance(event, FitEnded):  # it is written by `run()`
             self.trace(event)
-        if isinstance(event, FormationChosen):
-            self._is_formed = True
-        elif isinstance(event, StepDone) and self._stopping and not self.trainer.stopped:
+        if isinstance(event, StepDone) and self._stopping and not self.trainer.stopped:
             # The request came before `fit`, which took no notice of it.
             self.trainer.stop()
 
@@ -398,9 +393,7 @@ class Session:
             }
         )
 
-    def _describe_formation(self) -> dict[str, Any] | None:
-        if not self._is_formed:
-            return None  # the trial is still to come
+    def _describe_formation(self) -> dict[str, Any]:
         devices = [str(device) for device in self.trainer.devices]
         return {"devices": devices, "intra_op": self.trainer.intra_op}
 

@@ -146,7 +146,7 @@ class Evaluation:
         for place, given in enumerate(loader):
             batch = self._in_pair(given) if predicts else given
             if place == 0:
-                self.engine.open_to_predict() if predicts else self.engine.open(batch)
+                self.engine.open()
                 begin()
             yield repeated(partial(self._run, batch, task, (*self.seed, place)))
         if place < 0:

@@ -67,14 +67,12 @@ class RunProgress:
     """How far a run has come, and with which settings.
 
     Attributes:
-        formation: Number of replicas and threads inside each, or None when not chosen yet.
         workloads: The shares that balancing has come to, or None without it.
     """
 
     position: Position
     seed: int
     microbatches: int | None
-    formation: tuple[int, int] | None
     workloads: tuple[float, ...] | None
 
 

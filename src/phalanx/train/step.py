@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from phalanx.callbacks import FormationChosen, StepDone
+from phalanx.callbacks import StepDone
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError, StateError
 from phalanx.execution import Executor, RunResult, Shards, Span, Task
@@ -31,13 +31,11 @@ from phalanx.plan import Balancer
 from phalanx.replicas import (
     Statistics,
     check_statistics,
-    num_cores,
     refuse_lazy,
     refuse_scripts,
     sum_statistics,
     write_statistics,
 )
-from phalanx.train.formation import Formation, choose_formation
 from phalanx.train.microbatches import Microbatches, Splitter
 from phalanx.train.objective import Objective, TrainTask
 from phalanx.train.position import Loss, Position
@@ -58,11 +56,7 @@ class EngineSpec:
         workloads: The replicas' relative shares, where they are fixed.
         balances: Whether the replicas' shares follow their seconds.
         clip_norm: Largest norm of the gradients.
-        home: The device of the module.
-        intra_op: Threads inside operators, where that is decided.
-        measures: Whether a trial in this process chooses for `replicas="auto"`.
         open_executor: Called with devices, `workloads` and `intra_op`.
-        tell: Called with the choice of `replicas="auto"`.
     """
 
     module: nn.Module
@@ -73,31 +67,28 @@ class EngineSpec:
     workloads: Sequence[float] | None
     balances: bool
     clip_norm: float | None
-    home: torch.device
-    intra_op: int | None
-    measures: bool
     open_executor: Callable[..., Executor]
-    tell: Callable[[FormationChosen], None]
 
 
 class Engine:
     """Replicas of a module, and its optimizer in shards: opened for a batch, exchanged, closed.
 
     Args:
-        formation: Given by the user; None for `replicas="auto"`.
+        devices: One for each replica.
+        intra_op: Threads inside operators, per replica.
 
     Attributes:
-        formation: None before the trial of "auto".
         balancer: None without balancing, and before the first batch.
         written: The names of the buffers that training has written.
     """
 
-    def __init__(self, spec: EngineSpec, formation: Formation | None) -> None:
+    def __init__(self, spec: EngineSpec, devices: tuple[torch.device, ...], intra_op: int) -> None:
         self.spec = spec
-        self.formation = formation
+        self.devices = devices
+        self.intra_op = intra_op
         self.balancer: Balancer | None = None
         self.written: set[str] = set()
-        self._wanted: Formation | None = None
+        self._wanted: tuple[tuple[torch.device, ...], int] | None = None
         self._executor: Executor | None = None
         self._shards: Shards
         self._generation = 0  # of the ranks that the shards were opened for
@@ -270,35 +261,30 @@ class Engine:
 
     @property
     def workloads(self) -> tuple[float, ...]:
-        """Each replica's relative share of the next batch; empty until replicas are chosen."""
+        """Each replica's relative share of the next batch."""
         if self.balancer is not None:
             return self.balancer.workloads
         if self.spec.workloads is not None:
             return tuple(self.spec.workloads)
-        return (1.0,) * (0 if self.formation is None else len(self.formation.devices))
+        return (1.0,) * len(self.devices)
 
-    def open(self, batch: Nested) -> None:
-        """Have replicas to train with that fit module and optimizer, made for ``batch`` if not."""
+    def open(self) -> None:
+        """Have replicas that fit module and optimizer."""
         if self._wanted is not None:
-            self._exchange(self._wanted)
-        if self.formation is None:
-            self.close()  # what `open_to_predict()` has made
-            self.formation = self._choose_formation(batch)
-        self._open(self.formation)
+            self._exchange(*self._wanted)
+        if self._executor is not None:
+            is_same = _trained_ids(self.spec.optimizer) == self._trained_ids
+            if not is_same or not self._executor.follow():
+                self.complete_state(changed=True)
+                self.close()
+        if self._executor is None:
+            self._make(self.devices, self.intra_op)
         if self.spec.balances and self.balancer is None:
             self._balance(None)
 
-    def open_to_predict(self) -> None:
-        """Have replicas that run the module: those to train with, if they are chosen.
-
-        Batches to predict from need no targets, so they cannot decide a trial.
-        """
-        home, intra_op = self.spec.home, self.spec.intra_op
-        self._open(self.formation or Formation((home,), intra_op or num_cores()))
-
-    def resize(self, formation: Formation) -> None:
-        """Use ``formation`` from the next :meth:`open` on."""
-        self._wanted = formation
+    def resize(self, devices: tuple[torch.device, ...], intra_op: int) -> None:
+        """Have such replicas from the next :meth:`open` on."""
+        self._wanted = devices, intra_op
 
     def refresh(self) -> None:
         """Let the next run read everything that the module and the loss hold as it is then."""
@@ -319,17 +305,7 @@ class Engine:
                 self._executor.close()
             self._executor = None
 
-    def _open(self, formation: Formation) -> None:
-        """Make replicas where there are none that fit module and optimizer."""
-        if self._executor is not None:
-            is_same = _trained_ids(self.spec.optimizer) == self._trained_ids
-            if is_same and self._executor.follow():
-                return
-            self.complete_state(changed=True)
-            self.close()
-        self._make(formation)
-
-    def _make(self, formation: Formation) -> None:
+    def _make(self, devices: tuple[torch.device, ...], intra_op: int) -> None:
         spec = self.spec
         refuse_lazy(spec.module)
         refuse_scripts(spec.module)
@@ -343,9 +319,7 @@ class Engine:
         # engine gives to parameters is what they keep.
         with torch.inference_mode(False):
             _close_gaps(spec.optimizer)
-            executor = spec.open_executor(
-                formation.devices, workloads=spec.workloads, intra_op=formation.intra_op
-            )
+            executor = spec.open_executor(devices, workloads=spec.workloads, intra_op=intra_op)
             try:
                 executor.optimizer = spec.optimizer
                 self._executor = executor
@@ -357,56 +331,38 @@ class Engine:
                 raise
         if not self._kernels_are_named:
             self._kernels_are_named = True
-            _warn_of_kernels(formation)
+            _warn_of_kernels(devices)
 
     def _open_shards(self) -> None:
         executor = self.executor
         self._generation = 0 if executor.peers is None else executor.peers.generation
         self._shards = executor.open_shards(self.spec.optimizer)
 
-    def _exchange(self, formation: Formation) -> None:
-        """Have replicas of ``formation``, or keep the present ones where that cannot be had."""
+    def _exchange(self, devices: tuple[torch.device, ...], intra_op: int) -> None:
+        """Have other replicas, or keep the present ones where those cannot be had."""
         self._wanted = None
-        if formation == self.formation:
+        if (devices, intra_op) == (self.devices, self.intra_op):
             return
         if self._executor is not None:
             self.close()
             try:
-                self._make(formation)
+                self._make(devices, intra_op)
             except Exception as error:  # whatever the system lacks: no reason to end the training
                 warnings.warn(
-                    f"Going on with {self.formation}, as {formation} cannot be had: {error}",
+                    f"Training continues with {len(self.devices)} replicas, as {len(devices)} "
+                    f"cannot be had: {error}",
                     stacklevel=2,
                 )
                 return
-        self.formation, self.balancer = formation, None
+        self.devices, self.intra_op, self.balancer = devices, intra_op, None
 
     def _balance(self, workloads: Sequence[float] | None) -> None:
         """Begin to balance, from ``workloads`` if they are of as many replicas."""
         self.balancer = None
-        if self.spec.balances and self.formation is not None:
-            count = len(self.formation.devices)
+        if self.spec.balances:
+            count = len(self.devices)
             same = workloads is not None and len(workloads) == count
             self.balancer = Balancer(count, workloads=workloads if same else None)
-
-    def _choose_formation(self, batch: Nested) -> Formation:
-        """Choose the formation of `replicas="auto"`, and tell."""
-        spec = self.spec
-        if spec.workloads is None:
-            chosen, why = choose_formation(
-                spec.module,
-                spec.splitter,
-                spec.objective,
-                batch,
-                spec.home,
-                measures=spec.measures,
-            )
-        else:
-            chosen = Formation((spec.home,) * len(spec.workloads), 1)
-            why = "as many as there are workloads"
-        count = len(chosen.devices)
-        spec.tell(FormationChosen(replicas=count, intra_op=chosen.intra_op, reason=why))
-        return chosen
 
     # -- state -------------------------------------------------------
 
@@ -445,18 +401,13 @@ class Engine:
         if self._executor is not None and self._executor.peers is not None:
             self._executor.peers.check_alike()
 
-    def restore(self, formation: tuple[int, int] | None, workloads: Sequence[float] | None) -> None:
+    def restore(self, workloads: Sequence[float] | None) -> None:
         """Take over a state that was loaded into module and optimizer.
 
         Args:
-            formation: Of the checkpoint, for a trainer that has not chosen any.
             workloads: The shares that balancing had come to.
         """
         self._is_half_stepped = False
-        if self.formation is None and formation is not None:
-            self.close()  # what `open_to_predict()` has made
-            count, intra_op = formation
-            self.formation = Formation((self.spec.home,) * count, self.spec.intra_op or intra_op)
         self._balance(workloads)
         if self._executor is not None:
             self._open_shards()
@@ -497,9 +448,9 @@ def _number(rate: object) -> float:
     return float(rate) if isinstance(rate, Real) else math.nan
 
 
-def _warn_of_kernels(formation: Formation) -> None:
+def _warn_of_kernels(devices: Sequence[torch.device]) -> None:
     """Name torch's switch where kernels of an accelerator may add in any order."""
-    kinds = {device.type for device in formation.devices} - {"cpu"}
+    kinds = {device.type for device in devices} - {"cpu"}
     if kinds and not torch.are_deterministic_algorithms_enabled():
         warnings.warn(
             f"Some kernels on {' and '.join(sorted(kinds))} may give other bits in each run. "

@@ -29,12 +29,11 @@ from phalanx.execution import (
     repeated,
 )
 from phalanx.metrics import Joining, Metrics
-from phalanx.plan import Layout, check_workloads, fixed_workloads
+from phalanx.plan import Layout, fixed_workloads
 from phalanx.replicas import caller_intra_op, refuse_scripts
 from phalanx.train.checkpoint import Content, read_checkpoint, write_checkpoint
 from phalanx.train.dispatcher import EventDispatcher
 from phalanx.train.evaluation import Evaluation, enter_training, names_of_means
-from phalanx.train.formation import read_replicas
 from phalanx.train.microbatches import Splitter
 from phalanx.train.objective import Objective
 from phalanx.train.order import Reader, length_of
@@ -55,11 +54,11 @@ from phalanx.train.trainer_arguments import (
     check_members,
     check_moment,
     check_options,
-    check_replicas,
-    default_replicas,
     make_optimizer,
     make_scheduler,
     read_layout,
+    read_replicas,
+    read_threads,
     warn_of_epochs_done,
 )
 from phalanx.types import Device, ForwardFn, LossFn, Nested, WeightFn
@@ -87,8 +86,8 @@ class Trainer:
             bits, and every operator on a CPU runs on one thread, for the same reason. None: one
             slice for each replica, with all cores.
         replicas: How many, or a device for each; at most as many as there are microbatches.
-            Default: "auto", a short measured trial before the first step, which changes the speed
-            and never a bit; without microbatches, 1.
+            Default: "auto", one for each core as far as there are microbatches for them, or one on
+            an accelerator or rank; without microbatches, 1.
         workloads: Each replica's relative share; equal by default. "auto": shares follow the
             seconds that each replica takes per row, until all take the same time. With
             microbatches it means equal shares: there whoever is free takes what is left.
@@ -154,17 +153,11 @@ class Trainer:
         refuse_scripts(module)
         check_options(choice, microbatches, workloads, clip_norm, seed, callbacks)
         layout = read_layout(layout)
-        replicas = default_replicas(replicas, microbatches, choice)
-        check_replicas(replicas, microbatches, choice.kind)
         parameters = list(module.parameters())
         self.module = module
         self._home = parameters[0].device if parameters else torch.device("cpu")
-        self._intra_op = choice.intra_op if microbatches is None else 1
-        formation = read_replicas(replicas, self._home, self._intra_op, choice)
         fixed = fixed_workloads(workloads)
-        if fixed is not None:
-            check_workloads(fixed, len(formation.devices) if formation is not None else None)
-            check_replicas(len(fixed), microbatches, choice.kind)
+        devices = read_replicas(replicas, microbatches, fixed, self._home, choice)
         balances = isinstance(workloads, str) and microbatches is None
         self._objective = Objective(loss, forward)
         self._metrics = Metrics(metrics or {}, Joining(layout))
@@ -187,9 +180,6 @@ class Trainer:
             workloads=fixed,
             balances=balances,
             clip_norm=clip_norm,
-            home=self._home,
-            intra_op=self._intra_op,
-            measures=choice.kind != "processes",
             open_executor=partial(
                 open_executor,
                 choice,
@@ -199,9 +189,8 @@ class Trainer:
                 reads=[self._objective.function],
                 timed=balances,
             ),
-            tell=self._events.tell,
         )
-        self._engine = Engine(spec, formation)
+        self._engine = Engine(spec, devices, read_threads(devices, microbatches, choice))
         self._position = Position()
         self._last_step: int | None = None  # of the `fit` under way, here or where we have joined
         self._in_step = self._closed = self._stopped = self._in_fit = False
@@ -230,17 +219,17 @@ class Trainer:
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """The device of each replica; empty until the trial of `replicas="auto"`."""
-        return () if self._engine.formation is None else self._engine.formation.devices
+        """The device of each replica."""
+        return self._engine.devices
 
     @property
-    def intra_op(self) -> int | None:
-        """Threads inside operators, per replica; None until the trial of `replicas="auto"`."""
-        return None if self._engine.formation is None else self._engine.formation.intra_op
+    def intra_op(self) -> int:
+        """Threads inside operators, per replica."""
+        return self._engine.intra_op
 
     @property
     def workloads(self) -> tuple[float, ...]:
-        """Each replica's relative share of the next batch; empty until replicas are chosen."""
+        """Each replica's relative share of the next batch."""
         return self._engine.workloads
 
     @property
@@ -254,10 +243,10 @@ class Trainer:
         return self._choice.is_first
 
     def __repr__(self) -> str:
-        formation = str(self._engine.formation or "replicas to be chosen")
         count = self._engine.spec.splitter.microbatches
         split = "" if count is None else f", {count} microbatches"
-        return f"Trainer({type(self.module).__name__} on {formation}{split}, step {self.steps})"
+        where = "1 replica" if len(self.devices) == 1 else f"{len(self.devices)} replicas"
+        return f"Trainer({type(self.module).__name__} on {where}{split}, step {self.steps})"
 
     # -- training ----------------------------------------------------
 
@@ -377,18 +366,15 @@ class Trainer:
             ConfigError: They cannot be, or do not fit the workloads given; nothing changes then.
         """
         check_moment(closed=self._closed)
-        check_replicas(replicas, self._engine.spec.splitter.microbatches, self._choice.kind)
         if self._choice.kind == "ranks":
             raise UnsupportedError(
                 "`resize()` must be called in one process that owns all replicas, but "
                 "executor='ranks' has several. `save()`, and `resume()` in a job of another size."
             )
-        formation = read_replicas(replicas, self._home, self._intra_op, self._choice)
-        if formation is None:
-            raise ConfigError("`replicas` must be a number or devices, but is 'auto'.")
-        if self._engine.spec.workloads is not None:
-            check_workloads(self._engine.spec.workloads, len(formation.devices))
-        self._engine.resize(formation)
+        spec = self._engine.spec
+        microbatches = spec.splitter.microbatches
+        devices = read_replicas(replicas, microbatches, spec.workloads, self._home, self._choice)
+        self._engine.resize(devices, read_threads(devices, microbatches, self._choice))
 
     def stop(self) -> None:
         """Make the running :meth:`fit` return after its step, from anywhere; on ranks, from all."""
@@ -528,7 +514,7 @@ class Trainer:
         start_s = now_s()
         check_moment(closed=self._closed, in_step=self._in_step)
         engine = self._engine
-        engine.open(batch)
+        engine.open()
         if self._choice.kind == "ranks":
             engine.admit()
             done = repeated(lambda: self._update(batch, start_s, in_epoch=in_epoch))
@@ -610,7 +596,7 @@ class Trainer:
         self._position = restored.position
         self._reader.forget()
         self._metrics = state.metrics
-        self._engine.restore(restored.formation, restored.workloads)
+        self._engine.restore(restored.workloads)
         # Last: where warnings are errors, all is in place.
         warn_of_changes(restored, state.progress)
 
@@ -644,7 +630,6 @@ class Trainer:
                 position=self._position,
                 seed=self._seed,
                 microbatches=engine.spec.splitter.microbatches,
-                formation=None if engine.formation is None else engine.formation.size,
                 workloads=None if balancer is None else balancer.workloads,
             ),
         )

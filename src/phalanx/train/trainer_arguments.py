@@ -7,21 +7,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from phalanx.distributed import num_ranks_here
 from phalanx.errors import ConfigError, StateError, UnsupportedError
-from phalanx.execution import ExecutorChoice
+from phalanx.execution import ExecutorChoice, default_intra_op
 from phalanx.plan import (
     Layout,
     check_argument,
     check_function,
     check_microbatches,
+    check_workloads,
     read_count,
     read_number,
     read_whole,
 )
+from phalanx.replicas import num_cores, resolve_devices
 from phalanx.types import Device
 
 __all__ = [
@@ -31,10 +35,11 @@ __all__ = [
     "check_moment",
     "check_options",
     "check_replicas",
-    "default_replicas",
     "make_optimizer",
     "make_scheduler",
     "read_layout",
+    "read_replicas",
+    "read_threads",
     "warn_of_epochs_done",
 ]
 
@@ -78,15 +83,49 @@ def _check_callbacks(callbacks: Sequence[Any]) -> None:  # Any: whatever the use
             )
 
 
-def default_replicas(
-    replicas: int | str | Sequence[Device] | None, microbatches: int | None, choice: ExecutorChoice
-) -> int | str | Sequence[Device]:
-    """Return the replicas that were given, or their default."""
+def read_replicas(
+    replicas: int | str | Sequence[Device] | None,
+    microbatches: int | None,
+    workloads: Sequence[float] | None,
+    home: torch.device,
+    choice: ExecutorChoice,
+) -> tuple[torch.device, ...]:
+    """Return the device of each replica.
+
+    "auto" is one for each core, as far as there are microbatches for them. It is one on an
+    accelerator, in the caller's own thread, and for each rank.
+    """
     if replicas is None:
         replicas = 1 if microbatches is None else "auto"
-    if choice.elastic is not None and replicas == "auto" and microbatches is not None:
-        return 1  # ranks that come later begin in the middle, without a trial
-    return replicas
+    check_replicas(replicas, microbatches, choice.kind)
+    if isinstance(replicas, str):
+        if workloads is not None:
+            replicas = len(workloads)
+        elif choice.kind in ("ranks", "inline") or home.type != "cpu":
+            replicas = 1
+        else:
+            replicas = min(microbatches or 1, num_cores())
+    devices = resolve_devices(replicas, home, name="replicas")
+    choice.refuse_devices(devices)
+    if workloads is not None:
+        check_workloads(workloads, len(devices))
+        check_replicas(len(devices), microbatches, choice.kind)
+    return devices
+
+
+def read_threads(
+    devices: Sequence[torch.device], microbatches: int | None, choice: ExecutorChoice
+) -> int:
+    """Return the number of threads inside operators, for each replica.
+
+    With microbatches it is 1, as that number decides the bits. Else all replicas of this host share
+    its cores.
+    """
+    if microbatches is not None:
+        return 1
+    return choice.intra_op or default_intra_op(
+        [*devices] * (num_ranks_here() if choice.kind == "ranks" else 1)
+    )
 
 
 def check_replicas(

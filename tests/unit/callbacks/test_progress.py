@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 
 import phalanx
-from phalanx.callbacks import FormationChosen, Progress, RanksChanged, progress_for
+from phalanx.callbacks import Progress, RanksChanged, progress_for
 from tests.unit.callbacks.events import epoch_done, fit_begun, fit_ended, step_done
 
 sgd = partial(torch.optim.SGD, lr=0.1)
@@ -48,13 +48,11 @@ def test_an_epoch_and_an_event_are_one_line_each():
     for step in range(1, 11):
         progress(step_done(step))
     progress(epoch_done(1))
-    progress(FormationChosen(replicas=2, intra_op=1, reason="measured"))
     progress(RanksChanged(step=7, rank=0, ranks=(0, 2), pids=(11, 13), lost=(1,), came=()))
     progress(fit_ended())
     assert lines_of(console) == [
         "epoch 1/3: loss 0.5000, accuracy 75.0 %, validation loss 0.6000, "
         "validation accuracy 70.0 %, 80 samples/s",
-        "Chosen: 2 replicas × 1 thread (measured)",
         "Step 7: rank 1 was lost; ranks 0, 2 train.",
     ]
 
@@ -109,6 +107,7 @@ class Rank:
 
     def __init__(self, rank):
         self.is_first_rank = rank == 0
+        self.devices, self.intra_op = (torch.device("cpu"),), 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -178,6 +177,5 @@ def test_the_replicas_that_a_default_chose_are_printed():
     ) as trainer:
         trainer.fit(batches)
         replicas = len(trainer.devices)
-    chosen = [line for line in lines_of(console) if line.startswith("Chosen: ")]
-    assert len(chosen) == 1
-    assert chosen[0].startswith(f"Chosen: {replicas} replica")
+    noun = "replica" if replicas == 1 else "replicas"
+    assert lines_of(console)[0] == f"{replicas} {noun} × 1 thread"

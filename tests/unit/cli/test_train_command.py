@@ -343,16 +343,15 @@ def test_balanced_workloads_follow_the_replicas_and_are_kept_when_a_run_goes_on(
     assert abs(shares[23][0] - 48) <= 1, "the first step of the second run"
 
 
-def test_a_formation_that_was_tried_out_is_told_and_kept(phalanx):
+def test_automatic_replicas_are_printed_and_kept(phalanx):
     own = ("--model", "own_code:Net")
     words = (*own, "--batch-size", 256, "--replicas", "auto")
     code, out, _ = phalanx("train", *words, "--epochs", 1, "--out", "run")
     assert code == 0
-    assert out.count("Chosen: ") == 1
+    assert out.count("× 1 thread") == 1
     chosen = json.loads(Path("run/config.json").read_text())["formation"]
     code, out, _ = phalanx("train", "--resume", "run", *own, "--epochs", 2)
     assert code == 0
-    assert "Chosen: " not in out
     assert json.loads(Path("run/config.json").read_text())["formation"] == chosen
 
 
