@@ -7,8 +7,6 @@ microbatch; weights, statistics and optimizer as before; no thread left.
 from __future__ import annotations
 
 import copy
-import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -20,8 +18,6 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx.callbacks import StepDone
-from phalanx.execution import Shards
-from tests.multiprocess.children import Children, Parent
 from tests.zoo import (
     MLP,
     Loader,
@@ -37,7 +33,6 @@ from tests.zoo import (
 
 pytestmark = pytest.mark.promise("errors-arrive-as-raised")
 
-INTERRUPTS = 100
 MARKER = 1e6  # a row that holds this makes the code under test raise
 MICROBATCHES = 8
 ROWS = 16  # two rows in each microbatch
@@ -137,24 +132,6 @@ def notes_of(error: BaseException) -> str:
     return "\n".join(getattr(error, "__notes__", []))
 
 
-WHERE = pytest.mark.parametrize("where", ["forward", "backward", "loss"])
-
-
-@WHERE
-def test_the_next_fit_goes_on_behind_the_last_step_that_was_done(where: str) -> None:
-    good = [vector_batch(ROWS, seed=seed) for seed in range(3)]
-    with phalanx.Trainer(
-        Fused(where), loss_for(where), sgd, microbatches=None, replicas=2
-    ) as trainer:
-        with pytest.raises(Boom):
-            trainer.fit(Loader([good[0], marked_batch(3), good[2]]))
-        assert (trainer.steps, trainer.epochs) == (1, 0)
-        trainer.fit(Loader(good))
-        assert (trainer.steps, trainer.epochs) == (3, 1)
-        trainer.fit(Loader(good))
-        assert (trainer.steps, trainer.epochs) == (6, 2)
-
-
 @pytest.mark.parametrize("where", ["forward", "loss"])
 def test_a_failure_in_evaluation_arrives_too_and_training_mode_comes_back(where: str) -> None:
     with phalanx.Trainer(
@@ -181,46 +158,48 @@ def test_when_all_replicas_fail_one_exception_arrives() -> None:
         trainer.step((x, targets))
 
 
-def test_an_exception_of_the_weight_function_arrives() -> None:
+@pytest.mark.parametrize("where", ["weight", "callback", "loader"])
+def test_an_exception_of_the_users_functions_arrives_and_whole_steps_count(where: str) -> None:
+    good, armed = vector_batch(ROWS), [where]
+
+    def fail_in(place: str) -> None:
+        if place in armed and trainer.steps == 1:
+            armed.clear()
+            explode(place)
+
     def weight(part: Any) -> float:
-        explode("weight")
+        fail_in("weight")
         return 1.0
 
+    def callback(event: object) -> None:
+        if isinstance(event, StepDone):
+            fail_in("callback")
+
+    def loader() -> Iterator[Any]:
+        yield good
+        fail_in("loader")
+        yield good
+
     with phalanx.Trainer(
-        mlp(), MLP.loss, sgd, microbatches=None, replicas=2, weight=weight
-    ) as trainer:
-        before = whole_state(trainer)
-        with pytest.raises(Boom):
-            trainer.step(vector_batch(ROWS))
-        assert_same_bits(whole_state(trainer), before)
-
-
-def test_an_exception_of_a_callback_arrives_and_the_step_counts() -> None:
-    def watch(event: object) -> None:
-        if isinstance(event, StepDone) and event.step == 2:
-            explode("callback")
-
-    batches = batches_of(MLP, ROWS, torch.float32, 4)
-    with phalanx.Trainer(
-        mlp(), MLP.loss, sgd, microbatches=None, replicas=2, callbacks=[watch]
+        mlp(), MLP.loss, sgd, replicas=2, weight=weight, callbacks=[callback]
     ) as trainer:
         with pytest.raises(Boom):
-            trainer.fit(Loader(batches))
-        assert trainer.steps == 2
-        trainer.step(batches[2])
-        assert trainer.steps == 3
-
-
-def test_an_exception_of_the_loader_arrives() -> None:
-    def broken() -> Iterator[Any]:
-        yield vector_batch(ROWS)
-        explode("loader")
-
-    with phalanx.Trainer(mlp(), MLP.loss, sgd, microbatches=None, replicas=2) as trainer:
-        with pytest.raises(Boom):
-            trainer.fit(broken())
+            trainer.fit(loader())
         assert trainer.steps == 1
-        trainer.step(vector_batch(ROWS))
+        assert trainer.step(good).step == 2
+
+
+def test_batches_without_labels_are_predicted_and_not_evaluated() -> None:
+    def forward(net: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor | None, Tensor]:
+        scores = net(batch["x"])
+        return (MLP.loss(scores, batch["labels"]) if "labels" in batch else None), scores
+
+    batch, weight = {"x": vector_batch(8)[0]}, lambda batch: len(batch["labels"])
+    with phalanx.Trainer(mlp(), None, sgd, forward=forward, weight=weight, replicas=2) as trainer:
+        with pytest.raises(KeyError, match="labels") as caught:
+            trainer.evaluate([batch])
+        assert "`predict()` asks for no weights" in caught.value.__notes__[0]
+        assert torch.allclose(trainer.predict([batch]), mlp().eval()(batch["x"]))
 
 
 # --- DataParallel ---------------------------------------------------------------------------------
@@ -287,26 +266,6 @@ def test_no_thread_is_left_after_close(failing: bool, threads_before: list[str])
     trainer.close()
 
 
-def test_stop_finishes_the_step_and_fit_returns() -> None:
-    seen: list[StepDone] = []
-
-    def watch(event: object) -> None:
-        if isinstance(event, StepDone):
-            seen.append(event)
-            if event.step == 3:
-                trainer.stop()
-
-    batches = batches_of(MLP, ROWS, torch.float32, 5)
-    with phalanx.Trainer(
-        mlp(), MLP.loss, sgd, microbatches=None, replicas=2, callbacks=[watch]
-    ) as trainer:
-        assert not trainer.stopped
-        trainer.fit(Loader(batches), epochs=2)
-        assert trainer.stopped
-        assert (trainer.steps, trainer.epochs) == (3, 0)
-        assert [event.step for event in seen] == [1, 2, 3]
-
-
 def test_stop_may_be_called_from_another_thread() -> None:
     """As a signal handler or a notebook's button does."""
     begun = threading.Event()
@@ -328,33 +287,6 @@ def test_stop_may_be_called_from_another_thread() -> None:
         stopper.start()
         trainer.fit(Loader(batches), epochs=100)
         assert trainer.steps == 2
-
-
-def test_ctrl_c_while_weights_are_stepped_arrives_after_the_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    step_shard, interrupted = Shards.step, []
-
-    def interrupt(self: Shards, shard: int, scale: float) -> None:
-        if shard == 1:
-            interrupted.append(threading.current_thread())
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        step_shard(self, shard, scale)
-
-    def new_trainer() -> phalanx.Trainer:
-        return phalanx.Trainer(mlp(), MLP.loss, adamw, replicas=3, microbatches=MICROBATCHES)
-
-    with new_trainer() as trainer, new_trainer() as undisturbed:
-        for each in (trainer, undisturbed):
-            each.step(vector_batch(ROWS))
-        monkeypatch.setattr(Shards, "step", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            trainer.step(vector_batch(ROWS, seed=1))
-        monkeypatch.undo()
-        undisturbed.step(vector_batch(ROWS, seed=1))
-        assert trainer.steps == 2
-        assert_same_bits(whole_state(trainer), whole_state(undisturbed))
-    assert len(interrupted) == 1
 
 
 @pytest.mark.parametrize("executor", ["inline", "threads"])
@@ -382,58 +314,6 @@ def test_a_step_of_another_thread_within_a_step_is_refused(executor: str) -> Non
         within.set()
         assert trainer.step(vector_batch(ROWS)).step == trainer.steps == 2
     assert len(refused) == 1
-
-
-def interrupt_again_and_again(parent: Parent) -> None:
-    """Run in a process of its own, so that a hang is one failed test and not the end of all."""
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    armed = threading.Event()
-
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        if armed.is_set() and bool((targets == 3).any()):
-            armed.clear()
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        return MLP.loss(outputs, targets)
-
-    with phalanx.Trainer(mlp(), loss, adamw, replicas=2, microbatches=MICROBATCHES) as trainer:
-        trainer.step(vector_batch(ROWS))
-        for place in range(INTERRUPTS):
-            # The signal comes while one microbatch or another is computed, the last one too.
-            x, _ = vector_batch(ROWS, seed=place)
-            targets = torch.zeros(ROWS, dtype=torch.long)
-            targets[place % ROWS] = 3
-            before = whole_state(trainer)
-            armed.set()
-            try:
-                trainer.step((x, targets))
-                raise AssertionError("the interrupt was lost")
-            except KeyboardInterrupt:
-                after = whole_state(trainer)
-            # The step was undone, or it was finished; not half of it.
-            assert after[2] in (before[2], before[2] + 1)
-            if after[2] == before[2]:
-                assert_same_bits(after, before)
-            done = trainer.step(vector_batch(ROWS, seed=2))
-            assert done.step == after[2] + 1
-            assert torch.isfinite(torch.tensor(done.loss))
-    assert house_threads() == []
-    parent.tell("well")
-
-
-@pytest.mark.skipif(
-    sys.version_info >= (3, 13),
-    reason="Python 3.13 delivers signals late in forks of a thread, as the tests' children are",
-)
-def test_ctrl_c_while_the_replicas_compute_leaves_a_usable_trainer() -> None:
-    """The signal comes while the main thread waits for replicas that hold the model's memory.
-
-    Every place of the wait must bear it: also the moment between the last replica's word and its
-    being heard.
-    """
-    with Children() as children:
-        child = children.start(interrupt_again_and_again)
-        assert child.get() == "well", "the trainer hangs after Ctrl-C"
 
 
 @pytest.mark.parametrize("executor", ["inline", "threads", "processes", "DataParallel"])

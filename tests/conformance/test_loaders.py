@@ -293,6 +293,12 @@ def test_a_loader_is_not_read_again_to_continue() -> None:
     assert data.read == ROWS
 
 
+def test_an_iterator_that_is_spent_after_one_epoch_is_refused_for_two() -> None:
+    with trainer(Seen()) as t, pytest.raises(phalanx.ConfigError, match=r"`loader` must .*, but "):
+        t.fit(iter([tuple(each[None] for each in row(0))]), epochs=2)
+    assert t.steps == 1
+
+
 # -- an order of its own ----------------------------------------------------
 
 

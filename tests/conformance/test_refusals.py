@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import phalanx
-from phalanx import DataParallel, Layout, ModelParallel, Trainer, merge_updates, tables
+from phalanx import DataParallel, Layout, ModelParallel, Trainer, tables
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError, StateError, UnsupportedError
 from tests.conformance import groups
 from tests.zoo import MLP, adamw, assert_same_bits, gradients_of, mlp, sgd, state_of, vector_batch
@@ -32,7 +32,6 @@ pytestmark = pytest.mark.promise(
 
 NAN = float("nan")
 X = torch.linspace(-1, 1, 56).reshape(8, 7)
-FOUR = torch.ones(8, 4)
 LINEAR = nn.Linear(7, 3)  # made here: making one draws
 
 
@@ -78,7 +77,8 @@ def open_trainer(**options: Any) -> Iterator[Trainer]:
     known: dict[str, Any] = {"loss": MLP.loss, "replicas": 2, "microbatches": 4}
     if "forward" in options:
         known["loss"] = None
-    with Trainer(mlp(), optimizer=adamw, **{**known, **options}) as trainer:
+    net = nn.Sequential(nn.BatchNorm1d(7), mlp())  # whose statistics are written first
+    with Trainer(net, optimizer=adamw, **{**known, **options}) as trainer:
         if not options:
             trainer.step(vector_batch(8))
         yield trainer
@@ -208,6 +208,19 @@ TABLE = Subject(
 
 
 @contextlib.contextmanager
+def open_module() -> Iterator[nn.Module]:
+    yield mlp()
+
+
+MODULE = Subject(
+    "module",
+    open_module,
+    lambda net: [state_of(net), [p.data_ptr() for p in net.parameters()]],
+    lambda net: net(X),
+)
+
+
+@contextlib.contextmanager
 def open_nothing() -> Iterator[None]:
     yield
 
@@ -220,8 +233,8 @@ NOTHING = Subject("nothing", open_nothing, lambda _: None, lambda _: None)
 
 def making_trainer(match: str, **options: Any) -> Row:
     """Return the row of a construction that is refused."""
-    known = {"module": mlp(), "loss": MLP.loss, "optimizer": sgd, "replicas": 2}
-    return Row(NOTHING, lambda _: Trainer(**{**known, **options}), match)
+    known = {"loss": MLP.loss, "optimizer": sgd, "replicas": 2}
+    return Row(MODULE, lambda net: Trainer(**{"module": net, **known, **options}), match)
 
 
 def making_container(match: str, **options: Any) -> Row:
@@ -258,6 +271,19 @@ def with_target(place: int) -> tuple[Tensor, Tensor]:
 
 def stepping(batch: Any, match: str, **options: Any) -> Row:
     return Row(TRAINER, lambda trainer: trainer.step(batch), match, options=options)
+
+
+def train_hooked(net: nn.Module) -> None:
+    handle = next(net.parameters()).register_hook(lambda gradient: gradient * 0)
+    try:
+        Trainer(net, MLP.loss, sgd)
+    finally:
+        handle.remove()
+
+
+def join_unequal(_: None) -> None:
+    with Trainer(nn.PReLU(), MLP.loss, sgd, replicas=1, microbatches=1) as trainer:
+        trainer.predict([torch.ones(4, length) for length in (3, 5)])
 
 
 class Output:
@@ -332,6 +358,13 @@ ROWS: list[Row] = [
     stepping(with_target(0), "(?i)loss.*microbatch 0", loss=loss_of(NAN)),
     stepping(with_target(4), "(?i)loss.*microbatch 2", loss=loss_of(float("inf"))),
     stepping(with_target(7), "(?i)loss.*microbatch 3", loss=loss_of(float("-inf"))),
+    stepping(
+        (
+            vector_batch(8)[0],
+            torch.tensor([0, 1, 2, 3] + [-100] * 4),
+        ),  # which cross-entropy ignores
+        r"is nan in microbatch 2; .*no targets.*`weight=`",
+    ),
     *(
         stepping(vector_batch(8), r"`forward` must return a loss of one element", forward=forward)
         for forward in (
@@ -345,12 +378,8 @@ ROWS: list[Row] = [
         for told in (-1.0, NAN, float("inf"), None, "many", torch.ones(2))
     ),
     # what is not supported
-    Row(
-        NOTHING,
-        lambda _: Trainer(LINEAR, MLP.loss, torch.optim.LBFGS, replicas=2),
-        "LBFGS",
-        UnsupportedError,
-    ),
+    Row(MODULE, lambda net: Trainer(net, MLP.loss, torch.optim.LBFGS), "LBFGS", UnsupportedError),
+    Row(MODULE, train_hooked, "must have no gradient hooks", UnsupportedError),
     Row(
         CONTAINER,
         lambda m: torch.func.jvp(m, (X,), (X,)),
@@ -368,6 +397,7 @@ ROWS: list[Row] = [
     Row(TRAINER, lambda t: t.fit([vector_batch(8)], epochs=-1), "`epochs` must "),
     Row(TRAINER, lambda t: t.fit([vector_batch(8)], steps=0), "`steps` must "),
     Row(TRAINER, lambda t: t.resume("/nowhere"), "nowhere", CheckpointError),
+    Row(NOTHING, join_unequal, r"but microbatches returned \(4, 3\), \(4, 5\)"),
     # calls of containers
     Row(CONTAINER, lambda m: m(X, mask=X[:7]), "`mask` must have 8 rows .* like `(0|x)`"),
     Row(CONTAINER, lambda m: m(3), "at least one tensor"),
@@ -483,8 +513,6 @@ ROWS: list[Row] = [
     Row(NOTHING, lambda _: tables.join(num_workers=0), "`num_workers` must be 1 to"),
     Row(NOTHING, lambda _: tables.join("a b"), "`run` must be 1 to 100 letters"),
     Row(NOTHING, lambda _: tables.join("nobody-here", create=False), "begun", StateError),
-    # merging
-    Row(NOTHING, lambda _: merge_updates([]), "updates"),
 ]
 
 

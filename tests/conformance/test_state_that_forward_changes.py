@@ -25,7 +25,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(12, 9, generator=draw), torch.randn(12, 4, generator=draw)
 
 
-def trainer(net: nn.Module, executor: str, replicas: int, loss: Callable[..., Any] = mse) -> Any:
+def trainer(net: nn.Module, executor: str, replicas: Any, loss: Callable[..., Any] = mse) -> Any:
     options: dict[str, Any] = {"executor": executor, "replicas": replicas, "microbatches": 4}
     return phalanx.Trainer(net, loss, sgd, **{"microbatches": None, **options})
 
