@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from phalanx.parallel import (
         AbstractParallel,
         DataParallel,
+        DistributedDataParallel,
         ModelParallel,
         OnDevice,
     )
@@ -55,6 +56,7 @@ __all__ = [
     "DataDesc",
     "DataParallel",
     "DataParallelExecutorGroup",
+    "DistributedDataParallel",
     "EpochDone",
     "ExactSampler",
     "FitBegun",
@@ -114,6 +116,7 @@ _NAMES_BY_ROOM = {
     "phalanx.parallel": (
         "AbstractParallel",
         "DataParallel",
+        "DistributedDataParallel",
         "ModelParallel",
         "OnDevice",
     ),

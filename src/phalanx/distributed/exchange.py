@@ -14,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -28,13 +29,18 @@ __all__ = ["Exchange", "num_ranks_here"]
 
 _LENGTH = 8  # bytes that a document's length takes
 _ABOUT = 24  # and those of what it is about
+# Its name since torch 2.13, and before.
+_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _LET_GO_S = 0.2  # a thread that is about to do it needs none; a failed operation may keep them
 
 
 class Exchange:
-    """The default group, for documents and for slices of memory.
+    """A group, for documents and for slices of memory.
 
     Every method is a collective: all ranks call it, in the same order.
+
+    Args:
+        group: Default: the default group.
 
     Attributes:
         rank: Ours.
@@ -47,25 +53,27 @@ class Exchange:
 
     generation = 0
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise StateError(
                 "Ranks must be in a process group, but `torch.distributed` has none. Call "
                 "`torch.distributed.init_process_group()` first, in every process of the job."
             )
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
-        self._device = _device_of_documents()
+        self._process_group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._device = _device_of_documents(group)
         self._lent: list[weakref.ref[Tensor]] = []
         weakref.finalize(self, _await_return, self._lent)
 
     @property
     def device_types(self) -> frozenset[str]:
         """The kinds of devices whose tensors the ranks can exchange."""
-        group = dist.group.WORLD
+        group = self._process_group or dist.group.WORLD
         if isinstance(group, DescribedGroup):  # which may serve more than torch knows of it
             return group.device_types
-        return frozenset(each.partition(":")[0] for each in dist.get_backend_config().split(","))
+        config = dist.get_backend_config(group)
+        return frozenset(each.partition(":")[0] for each in config.split(","))
 
     def gather(self, document: bytes, about: str) -> list[bytes]:
         """Return every rank's document, by rank.
@@ -109,6 +117,48 @@ class Exchange:
         with self._telling():
             self._all_to_all(received, sent, list(sizes), list(sent_sizes))
 
+    def begin_swap(
+        self, sent: Tensor, sent_sizes: Sequence[int], received: Tensor, sizes: Sequence[int]
+    ) -> Callable[[], None]:
+        """Begin a :meth:`swap`; return what waits until it has ended."""
+        received, sent = self._lend([received, sent])
+        with self._telling():
+            work = dist.all_to_all_single(
+                received, sent, list(sizes), list(sent_sizes), group=self._process_group, async_op=True
+            )
+        return partial(self._wait, work)
+
+    def begin_numbers(self, own: Sequence[float]) -> Callable[[], list[list[float]]]:
+        """Begin to tell all ranks ``own``, as many numbers on every rank.
+
+        Returns:
+            A function that waits until it has ended, and returns every rank's numbers, by rank.
+        """
+        wait = self.begin_join(torch.tensor(own, dtype=torch.float64).to(self._device))
+        return lambda: wait().view(self.size, -1).tolist()
+
+    def begin_join(self, own: Tensor) -> Callable[[], Tensor]:
+        """Begin to join all ranks' tensors, 1-D and of one size, into one.
+
+        Returns:
+            A function that waits until it has ended, and returns the tensor.
+        """
+        found = own.new_empty(self.size * own.numel())
+        joined, part = self._lend([found, own])
+        with self._telling():
+            work = _all_gather_single(joined, part, group=self._process_group, async_op=True)
+
+        def wait() -> Tensor:
+            self._wait(work)
+            return found
+
+        return wait
+
+    def _wait(self, work: dist.Work | None) -> None:
+        with self._telling():
+            if work is not None:
+                work.wait()
+
     def spread(self, slices: Sequence[tuple[Tensor, int]]) -> None:
         """Make each tensor everywhere what it is at its owner: pairs of (tensor, owner's rank)."""
         with self._telling():
@@ -121,17 +171,19 @@ class Exchange:
 
     def _all_gather(self, found: list[Tensor], own: Tensor) -> None:
         *found, own = self._lend([*found, own])
-        dist.all_gather(found, own)
+        dist.all_gather(found, own, group=self._process_group)
 
     def _all_to_all(
         self, received: Tensor, sent: Tensor, sizes: list[int], sent_sizes: list[int]
     ) -> None:
         received, sent = self._lend([received, sent])
-        dist.all_to_all_single(received, sent, sizes, sent_sizes)
+        dist.all_to_all_single(received, sent, sizes, sent_sizes, group=self._process_group)
 
     def _broadcast(self, tensor: Tensor, owner: int) -> dist.Work | None:
         (tensor,) = self._lend([tensor])
-        work: dist.Work | None = dist.broadcast(tensor, owner, async_op=True)
+        work: dist.Work | None = dist.broadcast(
+            tensor, group=self._process_group, async_op=True, group_src=owner
+        )
         return work
 
     def _lend(self, tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -183,9 +235,9 @@ def _differing(places: Sequence[str]) -> ConfigError:
     )
 
 
-def _device_of_documents() -> torch.device:
+def _device_of_documents(group: dist.ProcessGroup | None) -> torch.device:
     """Return where this group takes tensors: on a CPU if it can."""
-    backend = dist.get_backend()
+    backend = dist.get_backend(group)
     if backend == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

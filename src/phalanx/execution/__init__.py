@@ -9,8 +9,10 @@ from phalanx.execution.executor_options import Processes, Ranks, Threads
 from phalanx.execution.failures import FailureLog, WorkerLost
 from phalanx.execution.nccl_sums import check_reduce, nccl_serves, refuse_without_nccl
 from phalanx.execution.opening import EXECUTORS, ExecutorChoice, open_executor
-from phalanx.execution.partial_sums import Gradients, PartialSum, RunResult, Span
+from phalanx.execution.partial_sums import Gradients, PartialSum, RunResult, Span, add_sums
 from phalanx.execution.processes import ProcessExecutor
+from phalanx.execution.rank_messages import RankMessage
+from phalanx.execution.rank_reduction import RankReduction, add_nodes, give_first, ranges_of
 from phalanx.execution.ranks import describe_rank
 from phalanx.execution.shards import Shards, is_cut
 from phalanx.execution.task import MicrobatchContext, MicrobatchResult, Task
@@ -28,6 +30,8 @@ __all__ = [
     "PartialSum",
     "ProcessExecutor",
     "Processes",
+    "RankMessage",
+    "RankReduction",
     "Ranks",
     "RunResult",
     "Shards",
@@ -37,12 +41,16 @@ __all__ = [
     "ThreadPool",
     "Threads",
     "WorkerLost",
+    "add_nodes",
+    "add_sums",
     "check_reduce",
     "default_intra_op",
     "describe_rank",
+    "give_first",
     "is_cut",
     "nccl_serves",
     "open_executor",
+    "ranges_of",
     "refuse_without_nccl",
     "repeated",
 ]

@@ -2,12 +2,14 @@
 
 from phalanx.parallel.abstract_parallel import AbstractParallel, ModelParallel, join_columns
 from phalanx.parallel.data_parallel import DataParallel
+from phalanx.parallel.distributed_data_parallel import DistributedDataParallel
 from phalanx.parallel.on_device import OnDevice
 from phalanx.parallel.unwrapped import Unwrapped
 
 __all__ = [
     "AbstractParallel",
     "DataParallel",
+    "DistributedDataParallel",
     "ModelParallel",
     "OnDevice",
     "Unwrapped",

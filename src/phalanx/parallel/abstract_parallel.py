@@ -169,7 +169,7 @@ class AbstractParallel(Container):
         def run(index: int, module: nn.Module, leaves: Nested) -> Nested:
             return calls[index].run(module, leaves)
 
-        return self._run([call.leaves for call in calls], [1.0] * len(calls), run, self.merge)
+        return self._run([call.leaves for call in calls], [1] * len(calls), run, self.merge)
 
     def extra_repr(self) -> str:
         return f"devices=[{', '.join(map(str, self._placed))}], dim={self.dim}"

@@ -9,14 +9,13 @@ from typing import Any, Self, TypeVar
 from torch import nn
 
 from phalanx.execution import ThreadExecutor
-from phalanx.parallel.graph import RunPart, refuse_transforms, run_pieces
+from phalanx.parallel.graph import Reduction, RunPart, refuse_transforms, run_pieces
 from phalanx.plan import check_function, read_intra_op
 from phalanx.replicas import (
     OwnInShell,
     advance_process_generator,
     check_statistics,
     hold_caller_at_one_thread,
-    sum_statistics,
     write_statistics,
 )
 from phalanx.types import Nested
@@ -96,6 +95,10 @@ class Container(nn.Module):
     def _owners(self, num_pieces: int) -> Sequence[int] | None:
         """Return the worker of each piece; None: whoever is free."""
         return range(num_pieces)
+
+    def _reduction(self, sizes: Sequence[int]) -> Reduction:  # noqa: ARG002 - of a subclass
+        """Return what completes the sums of a forward pass over parts of these sizes."""
+        return Reduction()
 
     def _trained(self) -> nn.Module:
         """Return the module whose names parameters and buffers go by."""
@@ -182,7 +185,7 @@ class Container(nn.Module):
     def _run(
         self,
         parts: Sequence[Nested | None],
-        weights: Sequence[float],
+        sizes: Sequence[int],
         run: RunPart,
         merge: Callable[[list[Nested]], T],
     ) -> T:
@@ -191,7 +194,8 @@ class Container(nn.Module):
         Nothing that the caller can see has changed before everything has succeeded.
 
         Args:
-            parts: The pieces of the inputs; None for those that take no part, whose weight is 0.
+            parts: The pieces of the inputs; None for those that take no part.
+            sizes: How many rows each stands for, where what it leaves in buffers is merged.
             run: Called as ``run(piece, module, inputs)`` in a worker's thread.
             merge: Called with the outputs, in order, in the caller's thread.
         """
@@ -199,8 +203,12 @@ class Container(nn.Module):
         executor = self._open_executor()
         with executor.one_run:  # of several threads, each begins with what the one before wrote
             owners = self._owners(len(parts))
-            outputs, report = run_pieces(executor, parts, run, weights, owners)
-            statistics = sum_statistics(operand.statistics for operand in report.operands)
+            reduction = self._reduction(sizes)
+            # A part without rows runs, too, so its statistics must weigh something.
+            pairs = zip(parts, sizes, strict=True)
+            weights = [0.0 if part is None else float(max(1, size)) for part, size in pairs]
+            outputs, report = run_pieces(executor, parts, run, weights, owners, reduction)
+            statistics = reduction.statistics(report)
             named = self._trained().named_buffers(remove_duplicate=False) if statistics else ()
             buffers = dict(named)
             check_statistics(buffers, statistics)

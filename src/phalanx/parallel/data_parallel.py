@@ -189,7 +189,7 @@ class DataParallel(Container, Unwrapped):
             return merged
 
         taken = [part if weight else None for part, weight in zip(parts, used, strict=True)]
-        return self._run(taken, used, run, merge)
+        return self._run(taken, sizes, run, merge)
 
     def forward_parts(
         self,
@@ -235,8 +235,6 @@ class DataParallel(Container, Unwrapped):
             sizes = [0 if call is None else _rows_of(call, self._layout_of(call)) for call in calls]
         sizes = read_sizes(sizes, None, len(parts))
         rows = [0 if call is None else size for call, size in zip(calls, sizes, strict=True)]
-        # A part without rows runs, too, so its statistics must weigh something.
-        weights = [0 if call is None else max(1, rows[i]) for i, call in enumerate(calls)]
 
         def run(piece: int, module: nn.Module, inputs: Nested) -> Nested:
             call = calls[piece]
@@ -252,7 +250,7 @@ class DataParallel(Container, Unwrapped):
                 check(placed)
             return placed
 
-        return self._run(leaves, weights, run, place)
+        return self._run(leaves, rows, run, place)
 
     def extra_repr(self) -> str:
         names = [str(device) for device in self._devices]

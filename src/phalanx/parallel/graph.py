@@ -26,8 +26,10 @@ from phalanx.memory import dense_strides
 from phalanx.plan import copy_rows, flatten, unflatten
 from phalanx.replicas import (
     CallerModes,
+    Statistics,
     advance_process_generator,
     seed_of_process,
+    sum_statistics,
 )
 from phalanx.torch_internals import (
     in_forward_mode,
@@ -38,11 +40,44 @@ from phalanx.torch_internals import (
 )
 from phalanx.types import Nested
 
-__all__ = ["ForwardTask", "ReplicaGraph", "RunPart", "refuse_transforms", "run_pieces"]
+__all__ = [
+    "ForwardTask",
+    "Reduction",
+    "ReplicaGraph",
+    "RunPart",
+    "refuse_transforms",
+    "run_pieces",
+]
 
 RunPart = Callable[[int, nn.Module, Nested], Nested]  # (piece, module, inputs) -> outputs
 
 _BACKWARD = 1  # sets the seeds of backward passes apart from those of forward passes
+
+
+class Reduction:
+    """How the sums of one forward pass and its backward passes are completed: here, of all pieces.
+
+    Attributes:
+        only: The pieces that run in this process; None: all.
+    """
+
+    only: range | None = None
+
+    def seed(self) -> tuple[int, ...]:
+        """Return where the random numbers of the next pass start."""
+        return (seed_of_process(),)
+
+    def statistics(self, result: RunResult) -> Statistics:
+        """Return what all pieces left in the buffers."""
+        return sum_statistics(operand.statistics for operand in result.operands)
+
+    def begin(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Begin a backward pass; return the gradients of the outputs for it."""
+        return gradients
+
+    def add_gradients(self, executor: ThreadExecutor, result: RunResult) -> Gradients:
+        """Return the sums of the parameters' gradients, as `ThreadExecutor.add_gradients`."""
+        return executor.add_gradients(result)
 
 
 @dataclass(frozen=True)
@@ -142,6 +177,7 @@ def run_pieces(
     run: RunPart,
     weights: Sequence[float],
     owners: Sequence[int] | None,
+    reduction: Reduction,
 ) -> tuple[list[Nested], RunResult]:
     """Run the module on every part, as one node of the caller's graph.
 
@@ -151,6 +187,7 @@ def run_pieces(
         run: The module's forward pass.
         weights: How much each part counts.
         owners: The replica that runs each piece; None: whoever is free.
+        reduction: It completes the sums.
 
     Returns:
         The outputs of the parts that there are, in order, in the caller's graph where they need
@@ -166,8 +203,9 @@ def run_pieces(
         ForwardTask(run, records, hooked),
         [batch for batch, _ in cut_off],
         weights=weights,
-        seed=(seed_of_process(),),
+        seed=reduction.seed(),
         owners=owners,
+        only=reduction.only,
     )
     graphs: list[ReplicaGraph] = [each[0] for each in result.results if each is not None]
     values: list[list[Any]] = [each[1] for each in result.results if each is not None]
@@ -181,6 +219,7 @@ def run_pieces(
         leaves = [leaf for _, wanted in cut_off for leaf in wanted]
         node = _Node(
             executor,
+            reduction,
             modes,
             [None if each is None else each[0] for each in result.results],
             [[leaf.device for leaf in wanted] for _, wanted in cut_off],
@@ -220,6 +259,7 @@ class _Node:
     """
 
     executor: ThreadExecutor
+    reduction: Reduction
     modes: CallerModes
     graphs: list[ReplicaGraph | None]
     devices: list[list[torch.device]]
@@ -233,7 +273,7 @@ class _Node:
                 "`backward()` needs the graph of its forward pass, but an earlier `backward()` "
                 "has freed it. Call the first one with retain_graph=True."
             )
-        arrived = iter(grads)
+        arrived = iter(self.reduction.begin(grads))
         batches: list[tuple[ReplicaGraph, dict[int, Tensor]] | None] = []
         for graph in self.graphs:
             found = {place: next(arrived) for place in (graph.needing if graph else ())}
@@ -244,8 +284,9 @@ class _Node:
                 _BackwardTask(keep_graph),
                 batches,
                 weights=[float(batch is not None) for batch in batches],
-                seed=(seed_of_process(), _BACKWARD),
+                seed=(*self.reduction.seed(), _BACKWARD),
                 owners=self.owners,
+                only=self.reduction.only,
             )
         if result.drew:
             advance_process_generator()
@@ -255,7 +296,7 @@ class _Node:
         for own, devices in zip(result.results, self.devices, strict=True):
             pairs = zip(own or [None] * len(devices), devices, strict=True)
             gradients += [None if each is None else each.to(device) for each, device in pairs]
-        sums = self.executor.add_gradients(result)
+        sums = self.reduction.add_gradients(self.executor, result)
         for parameter, total in zip(self.executor.parameters, sums, strict=True):
             if id(parameter) in self.trainable:
                 strides = dense_strides(parameter)

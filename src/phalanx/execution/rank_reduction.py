@@ -1,0 +1,231 @@
+"""Sums over the ranks of a group, in the order of the fixed tree.
+
+    rank 0   microbatches 0 1   sum a |a0|a1|  ──►  rank 0   a0 + b0  ──►  every rank
+    rank 1   microbatches 2 3   sum b |b0|b1|  ──►  rank 1   a1 + b1  ──►  |a0 + b0|a1 + b1|
+                                      all_to_all                  all_gather
+
+Each rank owns one slice of every bucket of gradients: it receives all partial sums of this slice
+and adds them along the tree. That moves as many bytes as an all_reduce, whose order would depend
+on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.distributed import Exchange
+from phalanx.execution.partial_sums import Gradients, PartialSum, TreeSums
+from phalanx.plan import Node
+from phalanx.torch_internals import foreach_copy
+
+__all__ = ["RankReduction", "add_nodes", "give_first", "nodes_of", "ranges_of"]
+
+T = TypeVar("T")
+
+_IDENTITY = -0.0  # added to any number, it gives this number; 0.0 would change the sign of -0.0
+
+
+def ranges_of(num_microbatches: int, num_ranks: int) -> list[range]:
+    """Return which microbatches each rank computes.
+
+    Example:
+        >>> ranges_of(4, 3)
+        [range(0, 1), range(1, 2), range(2, 4)]
+    """
+    stops = [num_microbatches * rank // num_ranks for rank in range(num_ranks + 1)]
+    return [range(start, stop) for start, stop in zip(stops, stops[1:], strict=False)]
+
+
+def nodes_of(leaves: range, rows: Sequence[int]) -> list[Node]:
+    """Return the nodes of the tree whose sums a rank holds; none for microbatches without rows.
+
+    Args:
+        leaves: The rank's microbatches.
+        rows: Of all microbatches.
+    """
+    sums: TreeSums[int] = TreeSums(len(rows), operator.add)
+    for leaf in leaves:
+        sums.put(Node(0, leaf), rows[leaf] or None)
+    return [node for node, found in sums.waiting().items() if found is not None]
+
+
+def add_nodes(
+    num_leaves: int, found: Mapping[Node, T], add: Callable[[T, T], T]
+) -> T | None:
+    """Return the sum of all nodes, added along the tree; None where there is none.
+
+    Args:
+        num_leaves: Of the tree.
+        found: Disjoint nodes; leaves below none of them had no rows.
+        add: As for `TreeSums`.
+    """
+    sums: TreeSums[T] = TreeSums(num_leaves, add)
+    covered: set[int] = set()
+    for node, value in found.items():
+        covered |= set(range(node.index << node.level, (node.index + 1) << node.level))
+        sums.put(node, value)
+    for leaf in set(range(num_leaves)) - covered:
+        sums.put(Node(0, leaf), None)
+    last = [each for each in sums.waiting().values() if each is not None]
+    return add(*last) if len(last) == 2 else next(iter(last), None)
+
+
+class RankReduction:
+    """Adds the gradients of all ranks' microbatches, and gives every rank the sums.
+
+    Args:
+        parameters: In whose order gradients come and go.
+        num_microbatches: Of a batch; the ranks share them by `ranges_of`.
+        exchange: The ranks.
+        bucket_bytes: About how many bytes of gradients travel together.
+
+    Determinism: the sums are bitwise the same for any number of ranks.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        num_microbatches: int,
+        exchange: Exchange,
+        bucket_bytes: int,
+    ) -> None:
+        self._parameters = parameters
+        self._num_microbatches = num_microbatches
+        self._exchange = exchange
+        self._ranges = ranges_of(num_microbatches, exchange.size)
+        self._buckets = [
+            _Bucket(parameters, places, exchange.size)
+            for places in _cut_in_buckets(parameters, bucket_bytes)
+        ]
+
+    def add(self, own: Mapping[Node, PartialSum | None], rows: Sequence[int]) -> Gradients:
+        """Return the sums of all ranks' gradients; None for a parameter that nobody has one for.
+
+        Args:
+            own: This rank's partial sums.
+            rows: Of all ranks' microbatches.
+
+        Returns:
+            By parameter, 1-D in memory order.
+
+        Collective: Yes. Moves: (N - 1) / N of the gradients' bytes to others, twice, for N ranks.
+        """
+        nodes = [nodes_of(leaves, rows) for leaves in self._ranges]
+        nothing = PartialSum([None] * len(self._parameters), {})
+        sums = [own.get(node) or nothing for node in nodes[self._exchange.rank]]
+        sent = [self._send(bucket, [each.gradients for each in sums], nodes) for bucket in
+                self._buckets]
+        owned = [self._add_slices(*each) for each in sent]
+        spread = [self._exchange.begin_join(each) for each in owned]
+        total: Gradients = [None] * len(self._parameters)
+        for bucket, wait in zip(self._buckets, spread, strict=True):
+            bucket.read(wait(), total)
+        return total
+
+    def _send(
+        self, bucket: _Bucket, sums: Sequence[Gradients], nodes: Sequence[Sequence[Node]]
+    ) -> tuple[dict[Node, Tensor], list[Callable[[], object]]]:
+        """Send each rank its slice of our sums; return what comes, by node, once all waits end."""
+        arriving: dict[Node, Tensor] = {}
+        waits: list[Callable[[], object]] = []
+        for turn in range(max(map(len, nodes))):  # most ranks have one node
+            senders = [rank for rank, own in enumerate(nodes) if turn < len(own)]
+            received = torch.empty(
+                (len(senders), bucket.slice_size), dtype=bucket.dtype, device=bucket.device
+            )
+            arriving.update(
+                {nodes[rank][turn]: part for rank, part in zip(senders, received, strict=True)}
+            )
+            flat = bucket.write(sums[turn]) if turn < len(sums) else received.new_empty(0)
+            waits.append(
+                self._exchange.begin_swap(
+                    flat,
+                    [flat.numel() // self._exchange.size] * self._exchange.size,
+                    received.view(-1),
+                    [bucket.slice_size * (rank in senders) for rank in range(len(nodes))],
+                )
+            )
+        return arriving, waits
+
+    def _add_slices(
+        self, arriving: dict[Node, Tensor], waits: Sequence[Callable[[], object]]
+    ) -> Tensor:
+        for wait in waits:
+            wait()
+        total = add_nodes(self._num_microbatches, arriving, Tensor.add_)
+        assert total is not None  # somebody has rows
+        return total
+
+
+class _Bucket:
+    """Gradients of one dtype that travel together, behind a mark for each that is there.
+
+    Attributes:
+        slice_size: Elements of the slice that each rank owns.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], places: Sequence[int], num_ranks: int
+    ) -> None:
+        self._places = places
+        self.dtype = parameters[places[0]].dtype
+        self.device = parameters[places[0]].device
+        self._sizes = [len(places), *(parameters[place].numel() for place in places)]
+        self.slice_size = -(-sum(self._sizes) // num_ranks)
+        self._padding = self.slice_size * num_ranks - sum(self._sizes)
+
+    def write(self, gradients: Gradients) -> Tensor:
+        """Return the bucket with these gradients."""
+        size = sum(self._sizes) + self._padding
+        flat = torch.empty(size, dtype=self.dtype, device=self.device)
+        marks, *views, _ = flat.split([*self._sizes, self._padding])
+        found = [gradients[place] for place in self._places]
+        marks.copy_(torch.tensor([float(each is not None) for each in found]))
+        pairs = list(zip(views, found, strict=True))
+        for view, gradient in pairs:
+            if gradient is None:
+                view.fill_(_IDENTITY)
+        present = [(view, each) for view, each in pairs if each is not None]
+        if present:
+            foreach_copy([view for view, _ in present], [each for _, each in present])
+        return flat
+
+    def read(self, flat: Tensor, total: Gradients) -> None:
+        """Put the parts that somebody had a gradient for into ``total``."""
+        marks, *views, _ = flat.split([*self._sizes, self._padding])
+        for place, view, mark in zip(self._places, views, marks.tolist(), strict=True):
+            if mark:
+                total[place] = view
+
+
+def _cut_in_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[int]]:
+    """Return the places of those that are trained: in backward's order, alike ones together."""
+    by_kind: dict[object, list[list[int]]] = {}
+    sizes: dict[object, int] = {}
+    for place in reversed(range(len(parameters))):
+        parameter = parameters[place]
+        if not parameter.requires_grad:
+            continue
+        kind = parameter.dtype, parameter.device
+        buckets = by_kind.setdefault(kind, [])
+        if not buckets or sizes[kind] + parameter.nbytes > bucket_bytes:
+            buckets.append([])
+            sizes[kind] = 0
+        buckets[-1].append(place)
+        sizes[kind] += parameter.nbytes
+    return [bucket for buckets in by_kind.values() for bucket in buckets]
+
+
+def give_first(module: nn.Module, exchange: Exchange) -> None:
+    """Give all ranks the parameters and buffers of rank 0."""
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            whole = tensor.detach().contiguous()
+            exchange.spread([(whole, 0)])
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.copy_(whole)

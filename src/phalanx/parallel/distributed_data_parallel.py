@@ -1,0 +1,339 @@
+"""Data parallelism over the ranks of a job, with the same bits on any number of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.distributed import Exchange
+from phalanx.errors import ConfigError
+from phalanx.execution import (
+    Gradients,
+    PartialSum,
+    RankMessage,
+    RankReduction,
+    RunResult,
+    ThreadExecutor,
+    add_nodes,
+    add_sums,
+    describe_rank,
+    give_first,
+    ranges_of,
+)
+from phalanx.parallel.data_parallel import DataParallel
+from phalanx.parallel.graph import Reduction, RunPart
+from phalanx.plan import check_argument, equal_sizes, read_count, read_number
+from phalanx.replicas import Statistics
+from phalanx.types import Nested
+
+__all__ = ["DistributedDataParallel"]
+
+T = TypeVar("T")
+
+
+class DistributedDataParallel(DataParallel):
+    """Train ``module`` on all ranks of a job; the number of ranks changes no bit of its weights.
+
+    It takes the place of `torch.nn.parallel.DistributedDataParallel` in a loop of your own: every
+    rank calls it with its rows of the batch, and the optimizer steps on every rank. The batch of
+    all ranks is cut into ``microbatches``; each rank computes its share of them, and their
+    gradients are added in an order that depends on the number of microbatches alone.
+
+    At the start all ranks take over the parameters and buffers of rank 0. Buffers that `forward`
+    writes, such as batch norm's statistics, are merged over all ranks in each forward pass of
+    training. Dropout draws from a generator seeded by (seed, step, microbatch), where the seed is
+    that of rank 0's `torch.manual_seed`. Parameters that no rank has used keep a ``grad`` of None.
+
+    Args:
+        module: The module; it is trained in place, on the device where it lies. `state_dict()` has
+            its keys, without ``module.``; `load_state_dict` takes them with and without.
+        microbatches: Number of pieces that the batch of all ranks is cut into, at least as many as
+            there are ranks.
+        process_group: The ranks, over gloo, phalanx or NCCL; default: the default group.
+        reduction: "mean": the loss is a mean over the rank's rows, as for torch's class; the number
+            of ranks must be a power of two that divides ``microbatches``. "sum": it is a sum, and
+            the finished sum of gradients is divided by all ranks' weight (rows, or
+            :meth:`set_weight`); any number of ranks.
+        bucket_cap_mb: About how many MiB of gradients travel together.
+
+    Attributes:
+        steps: Forward passes of training so far. Random numbers depend on it: save it, and set it
+            in a run that is resumed.
+
+    Shapes:
+        B: rows of all ranks. Rank r passes the rows of its microbatches, in order: with 4
+        microbatches and 10 rows (3, 3, 2, 2), 2 ranks pass 6 and 4. `ExactSampler` deals them out.
+
+    Raises:
+        StateError: `torch.distributed` has no process group.
+        ConfigError: The ranks differ in the module or in these arguments; there are more of them
+            than microbatches; "mean" does not allow their number; or, in the first step, they do
+            not have the rows of their microbatches.
+        PeerLost: A rank is gone.
+
+    Determinism: the weights are bitwise identical for any number of ranks that is allowed, on the
+    same kind of device, with dropout, batch norm, clipping and accumulation. Operators run on one
+    thread on a CPU.
+
+    Example:
+        >>> import tempfile
+        >>> init = f"file://{tempfile.mkdtemp()}/store"
+        >>> dist.init_process_group("gloo", init_method=init, rank=0, world_size=1)
+        >>> net = nn.Linear(4, 2)
+        >>> model = DistributedDataParallel(net, microbatches=4)
+        >>> model(torch.ones(8, 4)).mean().backward()
+        >>> net.bias.grad.tolist()
+        [0.5, 0.5]
+        >>> dist.destroy_process_group()
+
+    Source: torch's class of the same name; EasyScale (SC '23) for the idea of fixed logical ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        microbatches: int = 4,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        reduction: str = "mean",
+        bucket_cap_mb: float = 25,
+    ) -> None:
+        read_count("microbatches", microbatches, 1)
+        wanted = "be 'mean' or 'sum'"
+        check_argument(reduction in ("mean", "sum"), "reduction", wanted, reduction)
+        super().__init__(module, 1, microbatches=microbatches)
+        self._is_mean = reduction == "mean"
+        self._bucket_bytes = int(read_number("bucket_cap_mb", bucket_cap_mb) * 2**20)
+        self._exchange = exchange = Exchange(process_group)
+        _check_ranks(exchange.size, microbatches, reduction)
+        self.steps = 0
+        self._num_microbatches = microbatches
+        self._sums: tuple[object, RankReduction] | None = None
+        self._weight: float | None = None
+        self._seed = self._agree(exchange, microbatches, reduction)
+        give_first(module, exchange)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Do nothing; scripts for torch's class may go on calling it.
+
+        Gradients are summed over all ranks in every backward pass, and accumulate in ``grad`` as
+        everywhere in torch: partial sums of several batches would have to be kept for each
+        microbatch to be added in the same order on any number of ranks.
+        """
+        yield
+
+    def set_weight(self, weight: float | Tensor) -> None:
+        """Say what this rank's rows stand for in the next backward pass, such as unmasked tokens.
+
+        The sum of all ranks' gradients is divided by the sum of their weights. A pass without a
+        call counts rows.
+
+        Raises:
+            ConfigError: ``reduction`` is "mean"; or it is no finite number of at least 0.
+        """
+        if self._is_mean:
+            raise ConfigError(
+                "`set_weight()` needs the reduction 'sum', but it is 'mean'. Give "
+                "reduction='sum', and a loss that is a sum."
+            )
+        number = read_number("weight", weight.item() if isinstance(weight, Tensor) else weight)
+        check_argument(0 <= number < math.inf, "weight", "be finite and at least 0", weight)
+        self._weight = number
+
+    def extra_repr(self) -> str:
+        exchange = self._exchange
+        reduction = "mean" if self._is_mean else "sum"
+        return (
+            f"rank {exchange.rank} of {exchange.size}, microbatches={self._microbatches}, "
+            f"reduction={reduction!r}"
+        )
+
+    # Any: what nn.Module's own state holds.
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        del state["_exchange"]  # a copy is on the default group's ranks, as with torch's class
+        return {**state, "_sums": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._exchange = Exchange()
+
+    def _agree(self, exchange: Exchange, *options: object) -> int:
+        """Return rank 0's seed; refuse ranks that were given something else."""
+        model = describe_rank(self.module, ())
+        own = json.dumps([torch.initial_seed(), model, *options])
+        told = [json.loads(each) for each in exchange.gather(own.encode(), "begin")]
+        differing = [rank for rank, each in enumerate(told) if each[1:] != told[0][1:]]
+        if differing:
+            raise ConfigError(
+                "All ranks must wrap the same module in the same way, but rank "
+                f"{differing[0]} has other parameters, frozen parameters or devices than rank 0, "
+                "or other values of `microbatches` or `reduction`. Make it from the same arguments "
+                "in every process."
+            )
+        return int(told[0][0])
+
+    def _make_executor(self) -> ThreadExecutor:
+        return ThreadExecutor(
+            self.module, self._devices, intra_op=1, rules=self._rules, inline=True
+        )
+
+    @property
+    def _own(self) -> range:
+        """This rank's microbatches."""
+        return ranges_of(self._num_microbatches, self._exchange.size)[self._exchange.rank]
+
+    @property
+    def _num_pieces(self) -> int:
+        return len(self._own)
+
+    def _run(
+        self,
+        parts: Sequence[Nested | None],
+        sizes: Sequence[int],
+        run: RunPart,
+        merge: Callable[[list[Nested]], T],
+    ) -> T:
+        own = self._own
+
+        def run_own(piece: int, module: nn.Module, inputs: Nested) -> Nested:
+            return run(piece - own.start, module, inputs)
+
+        def at_place(values: Sequence[Any], other: Any) -> list[Any]:
+            after = self._num_microbatches - own.stop
+            return [other] * own.start + list(values) + [other] * after
+
+        outputs = super()._run(at_place(parts, None), at_place(sizes, 0), run_own, merge)
+        if self._in_step():
+            self.steps += 1
+        return outputs
+
+    def _in_step(self) -> bool:
+        return self.module.training and torch.is_grad_enabled()
+
+    def _reduction(self, sizes: Sequence[int]) -> Reduction:
+        return _RankPasses(self, sizes)
+
+    def _sums_of(self, executor: ThreadExecutor) -> RankReduction:
+        """Return the exchange of the gradients that are trained now."""
+        trained = [(id(each), each.requires_grad) for each in executor.parameters]
+        if self._sums is None or self._sums[0] != trained:
+            self._sums = (
+                trained,
+                RankReduction(
+                    executor.parameters,
+                    self._num_microbatches,
+                    self._exchange,
+                    self._bucket_bytes,
+                ),
+            )
+        return self._sums[1]
+
+
+class _RankPasses(Reduction):
+    """One forward pass on all ranks, and its backward passes.
+
+    Args:
+        owner: The container.
+        sizes: The rows of this rank's microbatches; 0 for those of others.
+    """
+
+    def __init__(self, owner: DistributedDataParallel, sizes: Sequence[int]) -> None:
+        self.only = owner._own
+        self._owner = owner
+        self._exchange = owner._exchange
+        self._sizes = list(sizes)
+        self._seed = (owner._seed, owner.steps) if owner._in_step() else super().seed()
+
+    def seed(self) -> tuple[int, ...]:
+        return self._seed
+
+    def statistics(self, result: RunResult) -> Statistics:
+        if not self._owner.module.training or next(self._owner.module.buffers(), None) is None:
+            return super().statistics(result)
+        own = {
+            node: PartialSum([], each.statistics)
+            for node, each in result.sums.items()
+            if each is not None and any(self._sizes)
+        }
+        message = RankMessage.of(json.dumps(self._sizes), [], own)
+        told = [RankMessage.read(each) for each in self._exchange.gather(message.pack(), "forward")]
+        self._check([json.loads(each.fingerprint) for each in told])
+        found = {
+            node: PartialSum([], each) for rank in told for node, each in rank.statistics.items()
+        }
+        total = add_nodes(len(self._sizes), found, add_sums)
+        return {} if total is None else total.statistics
+
+    def begin(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        owner, size = self._owner, self._exchange.size
+        weight = sum(self._sizes) if owner._weight is None else owner._weight
+        owner._weight = None
+        self._told = self._exchange.begin_numbers([*self._sizes, weight])
+        if not owner._is_mean or size == 1:
+            return gradients
+        return [None if each is None else each / size for each in gradients]
+
+    def add_gradients(self, executor: ThreadExecutor, result: RunResult) -> Gradients:
+        told = self._told()
+        rows = self._check([[int(size) for size in sizes] for *sizes, _ in told])
+        if self._exchange.size == 1:
+            sums = executor.add_gradients(result)
+        elif any(rows):
+            sums = self._owner._sums_of(executor).add(result.sums, rows)
+        else:
+            sums = [None] * len(executor.parameters)
+        weight = sum(each[-1] for each in told)
+        if not self._owner._is_mean and weight > 0:
+            for each in sums:
+                if each is not None:
+                    each /= weight
+        return sums
+
+    def _check(self, by_rank: Sequence[Sequence[int]]) -> list[int]:
+        """Return the rows of all microbatches; refuse others than one rank would cut."""
+        rows = [sum(each) for each in zip(*by_rank, strict=True)]
+        total, count = sum(rows), len(rows)
+        wanted = equal_sizes(total, count)
+        have = [sum(each) for each in by_rank]
+        is_mean = self._owner._is_mean
+        if rows == wanted and not (is_mean and len({*have}) > 1):
+            return rows
+        needed = [sum(wanted[place] for place in own) for own in ranges_of(count, len(have))]
+        way_out = (
+            f"With reduction='mean', a batch must have a multiple of {count} rows: drop the last "
+            "batch of an epoch (`drop_last=True`), or give reduction='sum'."
+            if is_mean
+            else "Let `ExactSampler` deal out the rows."
+        )
+        raise ConfigError(
+            f"Ranks must have the rows of their microbatches, {_told(needed)} for a batch of "
+            f"{total} in {count} microbatches, but have {_told(have)}. {way_out}"
+        )
+
+
+def _told(rows: Sequence[int]) -> str:
+    return " and ".join(f"{each} on rank {rank}" for rank, each in enumerate(rows))
+
+
+def _check_ranks(num_ranks: int, microbatches: int, reduction: str) -> None:
+    if num_ranks > microbatches:
+        raise ConfigError(
+            f"`microbatches` must be at least the number of ranks ({num_ranks}), but is "
+            f"{microbatches}. Give more microbatches, or start fewer ranks."
+        )
+    fits = num_ranks & (num_ranks - 1) == 0 and microbatches % num_ranks == 0
+    if reduction == "mean" and not fits:
+        raise ConfigError(
+            f"`reduction` must be 'sum' on {num_ranks} ranks with {microbatches} microbatches, but "
+            "is 'mean': the same bits need a number of ranks that is a power of two and divides "
+            "the microbatches. Give reduction='sum' and a loss that is a sum."
+        )
