@@ -9,7 +9,7 @@ from phalanx.distributed.codec_hook import CodecHook, codec_hook
 from phalanx.distributed.cuda_group import nccl_is_here
 from phalanx.distributed.elastic_exchange import ElasticExchange, GroupChanged, RanksChanged
 from phalanx.distributed.elastic_membership import tell_of_death
-from phalanx.distributed.exchange import Exchange, num_ranks_here
+from phalanx.distributed.exchange import Exchange, ProcessGroup, num_ranks_here
 from phalanx.distributed.hosts import hosts_of, interfaces_up, network_interfaces, this_host
 from phalanx.distributed.merge_hook import Hook, merge_hook
 from phalanx.distributed.open_store import STORE, keep_store, open_store
@@ -35,6 +35,7 @@ __all__ = [
     "GroupChanged",
     "Hook",
     "Job",
+    "ProcessGroup",
     "RankFailed",
     "RanksChanged",
     "SharedGroup",

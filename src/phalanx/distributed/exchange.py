@@ -25,7 +25,9 @@ from phalanx.distributed.described import DescribedGroup
 from phalanx.errors import ConfigError, PeerError, PeerLost, StateError
 from phalanx.ipc import wait_until
 
-__all__ = ["Exchange", "num_ranks_here"]
+__all__ = ["Exchange", "ProcessGroup", "num_ranks_here"]
+
+ProcessGroup = dist.ProcessGroup
 
 _LENGTH = 8  # bytes that a document's length takes
 _ABOUT = 24  # and those of what it is about
@@ -53,7 +55,7 @@ class Exchange:
 
     generation = 0
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: ProcessGroup | None = None) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise StateError(
                 "Ranks must be in a process group, but `torch.distributed` has none. Call "
@@ -124,7 +126,12 @@ class Exchange:
         received, sent = self._lend([received, sent])
         with self._telling():
             work = dist.all_to_all_single(
-                received, sent, list(sizes), list(sent_sizes), group=self._process_group, async_op=True
+                received,
+                sent,
+                list(sizes),
+                list(sent_sizes),
+                group=self._process_group,
+                async_op=True,
             )
         return partial(self._wait, work)
 
@@ -235,7 +242,7 @@ def _differing(places: Sequence[str]) -> ConfigError:
     )
 
 
-def _device_of_documents(group: dist.ProcessGroup | None) -> torch.device:
+def _device_of_documents(group: ProcessGroup | None) -> torch.device:
     """Return where this group takes tensors: on a CPU if it can."""
     backend = dist.get_backend(group)
     if backend == "nccl":

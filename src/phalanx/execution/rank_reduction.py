@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -38,7 +39,7 @@ def ranges_of(num_microbatches: int, num_ranks: int) -> list[range]:
         [range(0, 1), range(1, 2), range(2, 4)]
     """
     stops = [num_microbatches * rank // num_ranks for rank in range(num_ranks + 1)]
-    return [range(start, stop) for start, stop in zip(stops, stops[1:], strict=False)]
+    return [range(start, stop) for start, stop in pairwise(stops)]
 
 
 def nodes_of(leaves: range, rows: Sequence[int]) -> list[Node]:
@@ -54,9 +55,7 @@ def nodes_of(leaves: range, rows: Sequence[int]) -> list[Node]:
     return [node for node, found in sums.waiting().items() if found is not None]
 
 
-def add_nodes(
-    num_leaves: int, found: Mapping[Node, T], add: Callable[[T, T], T]
-) -> T | None:
+def add_nodes(num_leaves: int, found: Mapping[Node, T], add: Callable[[T, T], T]) -> T | None:
     """Return the sum of all nodes, added along the tree; None where there is none.
 
     Args:
@@ -118,8 +117,9 @@ class RankReduction:
         nodes = [nodes_of(leaves, rows) for leaves in self._ranges]
         nothing = PartialSum([None] * len(self._parameters), {})
         sums = [own.get(node) or nothing for node in nodes[self._exchange.rank]]
-        sent = [self._send(bucket, [each.gradients for each in sums], nodes) for bucket in
-                self._buckets]
+        sent = [
+            self._send(bucket, [each.gradients for each in sums], nodes) for bucket in self._buckets
+        ]
         owned = [self._add_slices(*each) for each in sent]
         spread = [self._exchange.begin_join(each) for each in owned]
         total: Gradients = [None] * len(self._parameters)

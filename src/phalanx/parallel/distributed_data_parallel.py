@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.distributed import Exchange
+from phalanx.distributed import Exchange, ProcessGroup
 from phalanx.errors import ConfigError
 from phalanx.execution import (
     Gradients,
@@ -84,6 +83,7 @@ class DistributedDataParallel(DataParallel):
 
     Example:
         >>> import tempfile
+        >>> import torch.distributed as dist
         >>> init = f"file://{tempfile.mkdtemp()}/store"
         >>> dist.init_process_group("gloo", init_method=init, rank=0, world_size=1)
         >>> net = nn.Linear(4, 2)
@@ -101,7 +101,7 @@ class DistributedDataParallel(DataParallel):
         module: nn.Module,
         microbatches: int = 4,
         *,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: ProcessGroup | None = None,
         reduction: str = "mean",
         bucket_cap_mb: float = 25,
     ) -> None:

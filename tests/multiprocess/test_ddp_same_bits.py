@@ -1,0 +1,350 @@
+"""`DistributedDataParallel` trains the same bits on any number of ranks, in a loop of one's own."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
+
+from phalanx import ConfigError, DistributedDataParallel, PeerLost
+from tests.multiprocess.ranks import Ranks
+from tests.zoo import (
+    CASES,
+    CNN_NORM,
+    GPT_DROPOUT,
+    MLP,
+    Case,
+    PartlyUsed,
+    adamw,
+    image_batch,
+    sgd,
+    state_of,
+    vector_batch,
+)
+
+pytestmark = pytest.mark.promise("loops-of-your-own-on-ranks")
+
+STEPS = 4
+SMALL_BUCKETS_MB = 1e-3
+
+
+class Dropped(nn.Module):
+    """A convolutional network with batch norm, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.3)
+        self.net = CNN_NORM.build()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.drop(x))
+
+
+def dropped(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return Dropped().to(dtype)
+
+
+MODELS = (MLP, Case("cnn", dropped, image_batch, CNN_NORM.loss), GPT_DROPOUT)
+# (reduction, microbatches, rows): 10 rows are no multiple of 4; of 5 microbatches, 2 are empty.
+CUTS = [("mean", 4, 24), ("sum", 4, 10), ("sum", 12, 24), ("sum", 5, 3)]
+
+
+def own_rows(rank: int, rows: int, microbatches: int) -> slice:
+    """Return the rows of a rank, written down a second time: larger microbatches come first."""
+    size = dist.get_world_size()
+    small, left = divmod(rows, microbatches)
+    starts = [place * small + min(place, left) for place in range(microbatches + 1)]
+    return slice(starts[microbatches * rank // size], starts[microbatches * (rank + 1) // size])
+
+
+def hash_of(module: nn.Module) -> str:
+    state = state_of(module).values()
+    return hashlib.sha256(b"".join(each.numpy().tobytes() for each in state)).hexdigest()[:16]
+
+
+def train(rank: int, case: Case, reduction: str, microbatches: int, rows: int) -> str:
+    """Train a model, whose initial weights and seed are rank 0's; return a hash of its state."""
+    net = case.build(seed=rank)
+    model = DistributedDataParallel(
+        net, microbatches, reduction=reduction, bucket_cap_mb=SMALL_BUCKETS_MB
+    )
+    optimizer = adamw(model.parameters())
+    for step in range(STEPS):
+        batch = case.batch(rows, seed=step)
+        inputs, targets = (each[own_rows(rank, rows, microbatches)] for each in batch)
+        outputs = model(inputs)
+        if reduction == "mean":
+            loss = case.loss(outputs, targets)
+        elif len(inputs):
+            loss = case.loss(outputs, targets) * targets.numel()
+            model.set_weight(torch.tensor(targets.numel()))
+        else:
+            loss = outputs.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    return hash_of(model)
+
+
+def train_all(rank: int) -> dict[str, str]:
+    torch.manual_seed(3 + rank)
+    cuts = [cut for cut in CUTS if cut[0] == "sum" or dist.get_world_size() != 3]
+    return {
+        f"{case}, {cut}": train(rank, case, *cut)
+        for case in MODELS
+        for cut in cuts
+        if not (case.build is dropped and cut[2] == 3)  # batch norm wants two rows
+    }
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> dict[str, str]:
+    with Ranks(1) as ranks:
+        (found,) = ranks.run(train_all)
+    return found
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+WORLDS = [
+    pytest.param("gloo", 2),
+    pytest.param("gloo", 3, marks=pytest.mark.night),
+    pytest.param("gloo", 4, marks=pytest.mark.night),
+    pytest.param("phalanx", 1, marks=pytest.mark.night),
+    pytest.param("phalanx", 2, marks=pytest.mark.night),
+    pytest.param("phalanx", 3),
+    pytest.param("phalanx", 4),
+]
+
+
+@pytest.mark.parametrize(("backend", "size"), WORLDS)
+def test_any_number_of_ranks_trains_the_same_bits(
+    one_rank: dict[str, str], backend: str, size: int
+) -> None:
+    with Ranks(size, backend=backend) as ranks:
+        for found in ranks.run(train_all):
+            assert found == {name: one_rank[name] for name in found}
+
+
+# --- beside torch's own class ---------------------------------------------------------------------
+
+
+def final_loss(rank: int, case: Case, wrap: Callable[..., nn.Module]) -> float:
+    model = wrap(case.build())
+    optimizer = sgd(model.parameters())
+    for step in range(STEPS):
+        inputs, targets = (each[own_rows(rank, 24, 4)] for each in case.batch(24, seed=step))
+        optimizer.zero_grad()
+        case.loss(model(inputs), targets).backward()
+        optimizer.step()
+    with torch.no_grad():
+        inputs, targets = case.batch(24, seed=STEPS)
+        return float(case.loss(model.module(inputs), targets))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_loss_is_that_of_torchs_class(two: Ranks, case: Case) -> None:
+    ours = two.run(final_loss, case, DistributedDataParallel)
+    theirs = two.run(final_loss, case, TorchDDP)
+    assert ours == pytest.approx(theirs, abs=1e-6)
+
+
+# --- in the loops of others -----------------------------------------------------------------------
+
+
+def accumulate(rank: int) -> str:
+    model = DistributedDataParallel(GPT_DROPOUT.build())
+    torch.manual_seed(0)
+    for step in range(3):
+        inputs, targets = (each[own_rows(rank, 8, 4)] for each in GPT_DROPOUT.batch(8, seed=step))
+        with model.no_sync() if step < 2 else contextlib.nullcontext():
+            (GPT_DROPOUT.loss(model(inputs), targets) / 3).backward()
+    adamw(model.parameters()).step()
+    return hash_of(model)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MLP.build()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def one_step(rank: int, kind: str) -> str:
+    net: Any = Checkpointed() if kind == "checkpointed" else MLP.build()
+    if kind == "compiled":
+        net = torch.compile(net, backend="aot_eager")
+    model = DistributedDataParallel(net)
+    inputs, targets = (each[own_rows(rank, 8, 4)] for each in vector_batch(8))
+    with torch.autocast("cpu", enabled=kind == "autocast"):
+        MLP.loss(model(inputs), targets).backward()
+    adamw(model.parameters()).step()
+    return hash_of(model)
+
+
+LOOPS = [
+    pytest.param(accumulate, (), id="accumulation"),
+    pytest.param(one_step, ("autocast",), id="autocast"),
+    pytest.param(one_step, ("checkpointed",), id="checkpointed"),
+    pytest.param(one_step, ("compiled",), id="compiled"),
+]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Ranks]:
+    with Ranks(1) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(("loop", "args"), LOOPS)
+def test_loops_of_others_have_the_same_bits(
+    alone: Ranks, two: Ranks, loop: Callable[..., str], args: tuple[Any, ...]
+) -> None:
+    assert two.run(loop, *args) == alone.run(loop, *args) * 2
+
+
+def use_parts(rank: int) -> tuple[bool, bool, bool]:
+    """Parameters that nobody uses have no gradient; one that rank 1 uses has it everywhere."""
+
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always = PartlyUsed()
+            self.on_one = nn.Linear(7, 4)
+
+        def forward(self, x: Tensor, other: bool) -> Tensor:
+            return self.on_one(x) if other else self.always(x)
+
+    model = DistributedDataParallel(Sometimes())
+    model(torch.ones(4, 7), rank == 1).sum().backward()
+    net = model.module
+    on_one = net.on_one.weight.grad
+    return (
+        net.always.idle.weight.grad is None,
+        torch.equal(on_one, torch.full((4, 7), 2.0)),
+        torch.equal(net.always.used.weight.grad, torch.full((4, 7), 2.0)),
+    )
+
+
+def test_unused_parameters_keep_no_gradient(two: Ranks) -> None:
+    assert two.run(use_parts) == [(True, True, True)] * 2
+
+
+def load_states(rank: int) -> list[list[str]]:
+    model = DistributedDataParallel(MLP.build())
+    plain = MLP.build(seed=1).state_dict()
+    for state in (plain, {f"module.{name}": each for name, each in plain.items()}):
+        model.load_state_dict(state)
+        assert all(torch.equal(each, plain[name]) for name, each in model.state_dict().items())
+    theirs = TorchDDP(MLP.build())
+    theirs.load_state_dict({f"module.{name}": each for name, each in model.state_dict().items()})
+    averaged = torch.optim.swa_utils.AveragedModel(model)  # a deep copy
+    averaged.update_parameters(model)
+    return [list(model.state_dict()), list(copy.deepcopy(model).state_dict())]
+
+
+def test_state_dict_has_the_modules_own_keys(two: Ranks) -> None:
+    keys = list(MLP.build().state_dict())
+    assert two.run(load_states) == [[keys, keys]] * 2
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def refuse_rows(rank: int, reduction: str, rows: list[int]) -> tuple[str, bool]:
+    case = MODELS[1]
+    model = DistributedDataParallel(case.build(), reduction=reduction)
+    before = hash_of(model)
+    inputs, targets = (each[: rows[rank]] for each in case.batch(12))
+    with pytest.raises(ConfigError) as raised:
+        case.loss(model(inputs), targets).backward()
+    unchanged = hash_of(model) == before and all(p.grad is None for p in model.parameters())
+    return str(raised.value), unchanged and model.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("reduction", "rows", "words"),
+    [
+        ("mean", [8, 4], "6 on rank 0 and 6 on rank 1"),
+        ("mean", [5, 5], "multiple of 4 rows"),
+        ("sum", [5, 5], "6 on rank 0 and 4 on rank 1"),
+    ],
+)
+def test_other_rows_are_refused_and_change_nothing(
+    two: Ranks, reduction: str, rows: list[int], words: str
+) -> None:
+    for message, unchanged in two.run(refuse_rows, reduction, rows):
+        assert words in message
+        assert f"{rows[0]} on rank 0 and {rows[1]} on rank 1" in message
+        assert unchanged
+
+
+def refuse_arguments(rank: int) -> list[str]:
+    calls: list[Callable[[], object]] = [
+        lambda: DistributedDataParallel(MLP.build(), 3),
+        lambda: DistributedDataParallel(MLP.build(), 1, reduction="sum"),
+        lambda: DistributedDataParallel(MLP.build(), reduction="max"),
+        lambda: DistributedDataParallel(MLP.build(), 4 + 4 * rank),
+        lambda: DistributedDataParallel([MLP, MODELS[1]][rank].build()),
+        lambda: DistributedDataParallel(MLP.build()).set_weight(3),
+        lambda: DistributedDataParallel(MLP.build(), reduction="sum").set_weight(-1),
+    ]
+    messages = []
+    for call in calls:
+        with pytest.raises(ConfigError) as raised:
+            call()
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_wrong_arguments_are_refused_on_every_rank(two: Ranks) -> None:
+    words = [
+        "a power of two and divides the microbatches. Give reduction='sum'",
+        "`microbatches` must be at least the number of ranks (2), but is 1",
+        "`reduction` must be 'mean' or 'sum'",
+        "the same module in the same way, but rank 1",
+        "the same module in the same way, but rank 1",
+        "`set_weight()` needs the reduction 'sum'",
+        "`weight` must be finite and at least 0, but is -1",
+    ]
+    for messages in two.run(refuse_arguments):
+        assert all(word in message for word, message in zip(words, messages, strict=True)), messages
+
+
+def lose_rank_1(rank: int) -> str:
+    model = DistributedDataParallel(MLP.build())
+    inputs, targets = (each[own_rows(rank, 8, 4)] for each in vector_batch(8))
+    loss = MLP.loss(model(inputs), targets)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLost) as raised:
+        loss.backward()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_a_rank_that_dies_is_an_error_on_the_others(backend: str) -> None:
+    with Ranks(2, backend=backend) as ranks, pytest.raises(AssertionError) as raised:
+        ranks.run(lose_rank_1)
+    assert "rank 1: its process ended" in str(raised.value)
+    assert "rank 0: " in str(raised.value)
+    assert "Traceback" not in str(raised.value)
