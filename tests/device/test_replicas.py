@@ -260,22 +260,6 @@ def test_a_step_copies_the_parameters_once_for_each_device(
         assert copied_bytes(step) == PARAMETERS + inputs
 
 
-def test_gradients_travel_in_one_copy_for_each_microbatch() -> None:
-    net, x = nn.Sequential(*(nn.Linear(5, 5) for _ in range(7))).to("dev:0", F64), batch(0, "dev:0")
-    with phalanx.Trainer(
-        net, F.mse_loss, torch.optim.SGD, replicas=["dev:0", "dev:1"], microbatches=5
-    ) as trainer:
-        trainer.step((x[0], x[0]))
-        number, size = torch.dev.copies("dev:1", "dev:0")
-        step = trainer.step((x[0], x[0]))
-        there = sum(span.replica == 1 and span.microbatch is not None for span in step.spans)
-        after = torch.dev.copies("dev:1", "dev:0")
-    assert (after[0] - number, after[1] - size) == (
-        there,
-        there * 7 * 8 * (25 + 5),
-    )
-
-
 def test_buffers_travel_once_each_way() -> None:
     """Batch norm's running statistics, which its kernel writes without a word, and their count."""
 

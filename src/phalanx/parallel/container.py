@@ -199,7 +199,7 @@ class Container(nn.Module):
             run: Called as ``run(piece, module, inputs)`` in a worker's thread.
             merge: Called with the outputs, in order, in the caller's thread.
         """
-        refuse_transforms(self.parameters(), parts)
+        refuse_transforms()
         executor = self._open_executor()
         with executor.one_run:  # of several threads, each begins with what the one before wrote
             owners = self._owners(len(parts))

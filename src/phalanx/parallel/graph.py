@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from phalanx.errors import StateError, UnsupportedError
 from phalanx.execution import Gradients, MicrobatchContext, RunResult, Task, ThreadExecutor
@@ -334,25 +333,17 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-def refuse_transforms(parameters: Iterable[Tensor], parts: Sequence[Nested | None]) -> None:
+def refuse_transforms() -> None:
     """Refuse a call in a transform of `torch.func`, which follows tensors by their thread.
 
     Raises:
-        UnsupportedError: It is in one, or a tensor has a tangent (forward-mode differentiation).
+        UnsupportedError: The call is in one, or in forward-mode differentiation.
     """
-    if in_func_transform():
+    if in_func_transform() or in_forward_mode():
         raise UnsupportedError(
             "A container must be called outside of `torch.func`'s transforms (`grad`, `vmap`, "
-            "`jvp`, …), but is called in one. Use the unwrapped module there."
-        )
-    if not in_forward_mode():
-        return
-    leaves = [leaf for part in parts if part is not None for leaf in flatten(part)[0]]
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + list(parameters)
-    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
-        raise UnsupportedError(
-            "A container must be differentiated backward, but got a tensor with a tangent "
-            "(forward-mode differentiation). Use the unwrapped module for it."
+            "`jvp`, …) and of forward-mode differentiation, but is called in one. Use the "
+            "unwrapped module there."
         )
 
 

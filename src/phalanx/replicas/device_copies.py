@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from phalanx.torch_internals import foreach_copy
-
-__all__ = ["DeviceCopies", "moved_at_once"]
+__all__ = ["DeviceCopies"]
 
 
 class DeviceCopies:
@@ -54,37 +52,14 @@ class DeviceCopies:
         Where an original's version was raised, those of its copies are raised too, so that a graph
         still to run backward notices, as in plain PyTorch.
 
-        Moves: all parameters to each other device, those of one dtype in one copy.
+        Moves: all parameters to each other device. Between accelerators the host does not wait.
         """
         versions = [0 if each.is_inference() else each._version for each in self._originals]
         with torch.inference_mode(False), torch.no_grad():
-            for copies in self._copies.values():
-                self._fill(copies)
+            for device, copies in self._copies.items():
+                for place, own in copies.items():  # `data`, which raises no version
+                    own.data.copy_(self._originals[place], non_blocking=device.type != "cpu")
                 increment_version(
                     [own for place, own in copies.items() if versions[place] != self._seen[place]]
                 )
         self._seen = versions
-
-    def _fill(self, copies: dict[int, Tensor]) -> None:
-        kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for place in copies:
-            original = self._originals[place]
-            kinds.setdefault((original.device, original.dtype), []).append(place)
-        for places in kinds.values():
-            rows = [self._originals[place].detach().reshape(-1) for place in places]
-            arrived = moved_at_once(rows, copies[places[0]].device)
-            shapes = [self._originals[place].shape for place in places]
-            foreach_copy(
-                [copies[place].data for place in places],  # which raises no version
-                [row.view(shape) for row, shape in zip(arrived, shapes, strict=True)],
-            )
-
-
-def moved_at_once(rows: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
-    """Return copies on ``device`` of 1-D tensors of one dtype, which lie together elsewhere.
-
-    Moves: their bytes, in one copy. Between accelerators the host does not wait.
-    """
-    flat = torch.cat(list(rows)).to(device, non_blocking=device.type != "cpu")
-    found: tuple[Tensor, ...] = flat.split([row.numel() for row in rows])
-    return found

@@ -20,8 +20,6 @@ __all__ = [
     "resolve_devices",
 ]
 
-_MOST_REPLICAS = 4096  # each has a thread at least
-
 
 def resolve_devices(
     devices: Sequence[Device] | int | None, home: torch.device, *, name: str = "devices"
@@ -45,8 +43,6 @@ def resolve_devices(
     if isinstance(devices, Integral) and not isinstance(devices, bool):
         if devices < 1:
             raise ConfigError(f"`{name}` must be at least 1, but is {devices!r}.")
-        if int(devices) > _MOST_REPLICAS:
-            raise ConfigError(f"`{name}` must be at most {_MOST_REPLICAS}, but is {devices!r}.")
         return (home,) * int(devices)
     if isinstance(devices, (str, bool, Mapping, Set)) or not isinstance(devices, Iterable):
         raise ConfigError(

@@ -15,7 +15,7 @@ from phalanx.plan import BufferRules
 from phalanx.replicas.attribute_fingerprint import AttributeFingerprint
 from phalanx.replicas.buffers import ReplicaBuffers
 from phalanx.replicas.compiling import refuse_compiled_in_place
-from phalanx.replicas.device_copies import DeviceCopies, moved_at_once
+from phalanx.replicas.device_copies import DeviceCopies
 from phalanx.replicas.shell import Shell, alias_of
 from phalanx.replicas.source_gradients import SourceGradients
 
@@ -158,21 +158,15 @@ class Replica:
             travel: False leaves them on the replica's device.
         """
         gradients: list[Tensor | None] = [None] * len(self._everything)
-        elsewhere: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
         for place, parameter, original in zip(
             self._places, self.parameters, self._originals, strict=True
         ):
             gradient = parameter.grad
             if gradient is not None:
                 parameter.grad = None
-                gradients[place] = gradient = in_memory_order(gradient, parameter)
-                if travel and gradient.device != original.device:
-                    kind = original.device, gradient.dtype
-                    elsewhere.setdefault(kind, {})[place] = gradient
-        for (home, _), sent in elsewhere.items():
-            arrived = moved_at_once(list(sent.values()), home)
-            for place, gradient in zip(sent, arrived, strict=True):
-                gradients[place] = gradient
+                home = original.device if travel else gradient.device
+                moved = in_memory_order(gradient, parameter)
+                gradients[place] = moved.to(home, non_blocking=home.type != "cpu")
         for place, other in self._caught.items():
             more, own = in_memory_order(other, self._everything[place]), gradients[place]
             more = more if travel else more.to(self.device)
