@@ -15,7 +15,7 @@
 #   CELLS="3.12:2.8.0"  the versions of Python and torch that `make matrix` tries
 
 .DEFAULT_GOAL := help
-BENCHMARKS := bench-step bench-allreduce bench-balance bench-memory bench-recovery bench-tables bench-hosts bench-gpu
+BENCHMARKS := bench-step bench-allreduce bench-memory bench-recovery bench-tables bench-hosts bench-gpu
 .PHONY: help venv train test test-fast matrix core-seconds check format bits house promises docs bench $(BENCHMARKS) chaos night gpu clean .venv/moved
 
 PYTHON ?= python3

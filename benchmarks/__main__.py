@@ -6,7 +6,6 @@ All of them, on one page: ``python -m benchmarks all`` or ``make bench``.
 import typer
 
 from benchmarks.allreduce import allreduce
-from benchmarks.balance import balance
 from benchmarks.gpu import gpu
 from benchmarks.hosts import hosts
 from benchmarks.memory import memory
@@ -25,8 +24,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 BENCHMARKS = {
-    command.__name__: command
-    for command in (step, allreduce, balance, memory, recovery, tables, hosts, gpu)
+    command.__name__: command for command in (step, allreduce, memory, recovery, tables, hosts, gpu)
 }
 for command in BENCHMARKS.values():
     app.command()(command)

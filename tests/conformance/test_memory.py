@@ -260,7 +260,6 @@ MAKERS: dict[str, Made] = {
     "torch7.Criterion": criterion,
     "group": group,
     **{f"Trainer, {kind}": trainer(kind) for kind in ("inline", "threads", "processes")},
-    "split_batch": lambda _: lambda batch: phalanx.split_batch({"x": [batch.x], "y": batch.y}, 2),
     "an exception in forward": raising(
         called(lambda: phalanx.DataParallel(Failing(), CPUS), lambda model, batch: model(batch.x))
     ),

@@ -17,7 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 import phalanx
 from phalanx.callbacks import EMA, JSONL, BestCheckpoint, EarlyStopping
-from phalanx.errors import ConfigError, PeerError, StateError, UnsupportedError
+from phalanx.errors import ConfigError, PeerError, StateError
 from tests.conformance.test_executors_same_bits import (
     Run,
     assert_same_bits,
@@ -480,14 +480,3 @@ def test_without_a_group_it_is_refused() -> None:
         pytest.raises(StateError, match="process group"),
     ):
         trained.step(rows([8])[0])
-
-
-def test_what_ranks_cannot_do_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="executor='ranks'"):
-        phalanx.Trainer(
-            nn.Linear(5, 4),
-            nn.functional.cross_entropy,
-            OPTIMIZERS["sgd"],
-            executor="ranks",
-            workloads="auto",
-        )

@@ -75,8 +75,6 @@ class StepDone:
         shares: Rows that each replica computed; with executor="ranks", here and below, this rank's.
         busy_s: Seconds of each replica's spans: its microbatches, and its part of sum and step.
         spans: What each replica did when, by the monotonic clock.
-        work_s: Seconds that each replica took for its microbatches alone, until their gradients
-            were there, without what it waited for others.
         grad_norm: The 2-norm of all gradients before they were clipped; None without `clip_norm`.
         learning_rates: Of each of the optimizer's parameter groups, as the step was made with it;
             nan where the group has none that is a number.
@@ -91,7 +89,6 @@ class StepDone:
     shares: tuple[int, ...]
     busy_s: tuple[float, ...]
     spans: tuple[Span, ...]
-    work_s: tuple[float, ...] = ()
     grad_norm: float | None = None
     learning_rates: tuple[float, ...] = ()
 

@@ -19,7 +19,7 @@ from phalanx.cli.recipes import default_model, defaults_for
 from phalanx.errors import CheckpointError, ConfigError
 
 Replicas = Literal["auto"] | int | tuple[str, ...]
-Workloads = Literal["auto"] | tuple[float, ...] | None
+Workloads = tuple[float, ...] | None
 Given = Mapping[str, Any]  # what was said on the command line, by name. Any: of several types
 
 # These may change when a run goes on; all others decide its numbers and must stay.
@@ -92,9 +92,8 @@ class TrainOptions:
     workloads: Annotated[
         str | None,
         _option(
-            "auto|W,W,...",
-            "Relative shares of the replicas: with 2,1 the first takes two thirds. With auto they "
-            "follow the speed that each replica is measured to have.",
+            "W,W,...",
+            "Relative shares of the replicas: with 2,1 the first takes two thirds.",
             "equal",
         ),
     ] = None
@@ -228,25 +227,22 @@ def parse_replicas(text: str) -> Replicas:
 
 
 def parse_workloads(text: str | None) -> Workloads:
-    """Read ``--workloads``: the relative shares of the replicas, as ``2,1``, or ``auto``.
+    """Read ``--workloads``: the relative shares of the replicas, as ``2,1``.
 
     Raises:
         ConfigError: One is no number, is negative or is not finite, or all are 0.
 
     Example:
-        >>> parse_workloads("2,1.5"), parse_workloads("auto")
-        ((2.0, 1.5), 'auto')
+        >>> parse_workloads("2,1.5")
+        (2.0, 1.5)
     """
     if text is None:
         return None
-    if text.strip() == "auto":
-        return "auto"
     try:
         workloads = tuple(float(word) for word in text.split(","))
     except ValueError:
         raise ConfigError(
-            "`--workloads` must be `auto`, or numbers with commas between, as 2,1, but is "
-            f"{text!r}."
+            f"`--workloads` must be numbers with commas between, as 2,1, but is {text!r}."
         ) from None
     for workload in workloads:
         if not (workload >= 0 and math.isfinite(workload)):
@@ -277,7 +273,7 @@ def _check_microbatches(replicas: Replicas, microbatches: int) -> None:
 
 def check_formation(replicas: Replicas, workloads: Workloads) -> None:
     """Refuse workloads that do not match the replicas."""
-    if workloads is None or workloads == "auto":
+    if workloads is None:
         return
     if replicas == "auto":
         raise ConfigError(

@@ -418,8 +418,6 @@ class Session:
         """Say why a run that goes on does so with other bits, if it does."""
         if self.job.resumed is None or self.options.microbatches:
             return ""
-        if self.options.workloads == "auto":
-            return "; not bit for bit, as with --workloads auto the bits depend on timing"
         if self.job.formation is None:
             return "; not bit for bit, as without --microbatches the bits depend on replicas"
         return ""

@@ -114,7 +114,6 @@ def open_executor(
     intra_op: int | None = None,
     shared: Sequence[object] = (),
     reads: Sequence[object] = (),
-    timed: bool = False,
 ) -> Executor:
     """Open an executor.
 
@@ -127,7 +126,6 @@ def open_executor(
         intra_op: Threads inside operators, per replica.
         shared: Objects that tasks refer to; worker processes have them from their fork.
         reads: Functions that tasks call beside the module, such as the loss.
-        timed: Measure replicas on devices that work behind their thread's back.
     """
     choice.refuse_devices(devices)
     if choice.kind == "processes":
@@ -147,7 +145,6 @@ def open_executor(
         devices,
         workloads=workloads,
         intra_op=intra_op,
-        timed=timed,
         inline=choice.kind == "inline",
         nccl=choice.nccl,
     )

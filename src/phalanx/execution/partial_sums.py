@@ -61,8 +61,6 @@ class RunResult:
         replica_of: Which replica here computed each microbatch; -1 for those left out, or run
             elsewhere.
         drew: Whether the model drew random numbers from the microbatches' own generators.
-        seconds: What each microbatch took until its gradients were there, without waiting for
-            other replicas and before any merging; 0 for those left out.
     """
 
     results: list[Any]  # Any: whatever the task returns
@@ -70,7 +68,6 @@ class RunResult:
     missing: frozenset[int] = frozenset()
     replica_of: list[int] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
     drew: bool = False
 
     @property

@@ -347,7 +347,6 @@ class ProcessExecutor(Executor):
         gradients, statistics = done.written.read(message.slot, specs, weight)
         state.assigned.update(dict.fromkeys(done.assigned))
         state.results[microbatch] = done.result
-        state.seconds[microbatch] = done.stop_s - done.start_s
         state.replica_of[microbatch] = index
         state.spans.append(
             Span(

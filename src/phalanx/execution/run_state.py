@@ -115,7 +115,6 @@ class RunState:
         self.results: list[Any] = [None] * len(pieces)
         self.replica_of = [-1] * len(pieces)
         self.spans: list[Span] = []
-        self.seconds = [0.0] * len(pieces)
         left = []
         for index in range(len(pieces)) if only is None else only:
             if weights[index] > 0:
@@ -144,6 +143,5 @@ class RunState:
             sums=sums,
             replica_of=self.replica_of,
             spans=sorted(self.spans, key=attrgetter("start_s")),
-            seconds=self.seconds,
             drew=self.drew,
         )

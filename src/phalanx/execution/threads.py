@@ -57,7 +57,6 @@ class ThreadExecutor(Executor):
         workloads: Relative shares; equal by default; 0 switches a replica off.
         intra_op: Threads inside operators, per replica. Default: cores divided by CPU replicas.
         rules: What becomes of buffers that replicas write.
-        timed: Wait for accelerators after each microbatch, to measure what it takes.
         inline: Run the only replica in the caller's thread.
         nccl: Sum gradients by NCCL, where they are to be summed, and not along the tree.
 
@@ -81,7 +80,6 @@ class ThreadExecutor(Executor):
         workloads: Sequence[float] | None = None,
         intra_op: int | None = None,
         rules: BufferRules | None = None,
-        timed: bool = False,
         inline: bool = False,
         nccl: bool = False,
     ) -> None:
@@ -96,7 +94,6 @@ class ThreadExecutor(Executor):
         self.parameters = parameters_of(sources)
         self.devices = tuple(devices)
         self._intra_op = read_intra_op(intra_op) or default_intra_op(devices)
-        self._timed = timed
         self._nccl = nccl
         reaching = SourceGradients(self.parameters)
         self._copies = {own: DeviceCopies(list(own.parameters())) for own in self.sources}
@@ -230,9 +227,6 @@ class ThreadExecutor(Executor):
         written: Statistics = {}
         if forward and replica.statistics.are_there:
             written = replica.statistics.collect(state.weights[index])
-        if self._timed and replica.device.type not in ("cpu", "meta"):
-            torch.accelerator.synchronize(replica.device)  # its thread is done sooner
-        state.seconds[index] = now_s() - start_s
         gradients = replica.take_gradients(travel=nccl is None)
         if nccl is not None:
             nccl.put(replica.device, gradients)

@@ -23,8 +23,8 @@ from phalanx.plan import (
     check_microbatches,
     check_workloads,
     equal_sizes,
-    fixed_workloads,
     read_sizes,
+    read_workloads,
     workload_sizes,
 )
 from phalanx.replicas import (
@@ -122,7 +122,7 @@ class DataParallel(Container, Unwrapped):
         self._devices = resolve_devices(devices, home)
         wanted = f"hold one share per device ({len(self._devices)})"
         check_argument(not isinstance(workloads, str), "workloads", wanted, workloads)
-        shares = fixed_workloads(workloads)
+        shares = read_workloads(workloads)
         self._workloads = [1.0] * len(self._devices) if shares is None else list(shares)
         if microbatches is not None and len(self._devices) > microbatches:
             raise ConfigError(

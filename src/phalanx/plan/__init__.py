@@ -11,25 +11,24 @@ from phalanx.plan.arguments import (
     read_whole,
     say_numbers,
 )
-from phalanx.plan.balance import Balancer, least_loaded
 from phalanx.plan.buffer_rules import BufferRules
 from phalanx.plan.layout import Layout, Rows, cut, open_rows
 from phalanx.plan.leaves import copy_rows, flatten, leaf_paths, unflatten
 from phalanx.plan.merging import Merging
+from phalanx.plan.placement import least_loaded
 from phalanx.plan.slices import (
     Shares,
     check_workloads,
     equal_sizes,
-    fixed_workloads,
     read_sizes,
     read_weights,
+    read_workloads,
     workload_sizes,
 )
 from phalanx.plan.staleness import Staleness, Verdict
 from phalanx.plan.tree import Node, SummationTree
 
 __all__ = [
-    "Balancer",
     "BufferRules",
     "Layout",
     "Merging",
@@ -47,7 +46,6 @@ __all__ = [
     "copy_rows",
     "cut",
     "equal_sizes",
-    "fixed_workloads",
     "flatten",
     "leaf_paths",
     "least_loaded",
@@ -58,6 +56,7 @@ __all__ = [
     "read_sizes",
     "read_weights",
     "read_whole",
+    "read_workloads",
     "say_numbers",
     "unflatten",
     "workload_sizes",

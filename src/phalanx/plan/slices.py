@@ -15,9 +15,9 @@ __all__ = [
     "Shares",
     "check_workloads",
     "equal_sizes",
-    "fixed_workloads",
     "read_sizes",
     "read_weights",
+    "read_workloads",
     "workload_sizes",
 ]
 
@@ -101,13 +101,13 @@ def check_workloads(workloads: Sequence[float], num_devices: int | None = None) 
 
 
 # Any, here and below: whatever the user wrote.
-def fixed_workloads(workloads: Any) -> list[float] | None:
-    """Return the workloads that are given as numbers, None for those to be balanced: ``"auto"``.
+def read_workloads(workloads: Any) -> list[float] | None:
+    """Return the workloads as a list of numbers; None for equal ones.
 
     Raises:
-        ConfigError: They are another word, or no numbers.
+        ConfigError: They are no numbers.
     """
-    if workloads is None or (isinstance(workloads, str) and workloads == "auto"):
+    if workloads is None:
         return None
     try:
         # Arrays and tensors give their numbers by `tolist`.
@@ -115,8 +115,8 @@ def fixed_workloads(workloads: Any) -> list[float] | None:
         return [share + 0.0 for share in listed]
     except TypeError as error:
         raise ConfigError(
-            f"`workloads` must hold one share per device or be 'auto', but is {workloads!r:.80}. "
-            "Give numbers, such as [1, 2]."
+            f"`workloads` must hold one share per device, but is {workloads!r:.80}. Give numbers, "
+            "such as [1, 2]."
         ) from error
 
 

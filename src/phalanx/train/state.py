@@ -64,16 +64,11 @@ def find_stateful(callbacks: Sequence[Callback]) -> dict[str, StatefulCallback]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunProgress:
-    """How far a run has come, and with which settings.
-
-    Attributes:
-        workloads: The shares that balancing has come to, or None without it.
-    """
+    """How far a run has come, and with which settings."""
 
     position: Position
     seed: int
     microbatches: int | None
-    workloads: tuple[float, ...] | None
 
 
 @dataclass(frozen=True, kw_only=True)

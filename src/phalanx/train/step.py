@@ -27,7 +27,6 @@ from phalanx.errors import ConfigError, StateError
 from phalanx.execution import Executor, RunResult, Shards, Span, Task
 from phalanx.memory import dense_strides
 from phalanx.metrics import Metrics
-from phalanx.plan import Balancer
 from phalanx.replicas import (
     Statistics,
     check_statistics,
@@ -54,7 +53,6 @@ class EngineSpec:
         objective: It computes the loss of one.
         seed: Where all random numbers start.
         workloads: The replicas' relative shares, where they are fixed.
-        balances: Whether the replicas' shares follow their seconds.
         clip_norm: Largest norm of the gradients.
         open_executor: Called with devices, `workloads` and `intra_op`.
     """
@@ -65,7 +63,6 @@ class EngineSpec:
     objective: Objective
     seed: int
     workloads: Sequence[float] | None
-    balances: bool
     clip_norm: float | None
     open_executor: Callable[..., Executor]
 
@@ -78,7 +75,6 @@ class Engine:
         intra_op: Threads inside operators, per replica.
 
     Attributes:
-        balancer: None without balancing, and before the first batch.
         written: The names of the buffers that training has written.
     """
 
@@ -86,7 +82,6 @@ class Engine:
         self.spec = spec
         self.devices = devices
         self.intra_op = intra_op
-        self.balancer: Balancer | None = None
         self.written: set[str] = set()
         self._wanted: tuple[tuple[torch.device, ...], int] | None = None
         self._executor: Executor | None = None
@@ -181,7 +176,7 @@ class Engine:
         if peers is not None and (before.steps + 1).bit_count() == 1:  # 1, 2, 4, 8, …: it costs
             peers.check_alike()  # a pass over all weights
         spans = [*result.spans, *sorted(stepped, key=attrgetter("replica"))]
-        rows, busy_s, work_s = _work_of_replicas(len(executor.devices), pieces.sizes, result, spans)
+        rows, busy_s = _work_of_replicas(len(executor.devices), pieces.sizes, result, spans)
         return StepDone(
             step=before.steps + 1,
             epoch=before.epochs + 1,
@@ -192,7 +187,6 @@ class Engine:
             shares=rows,
             busy_s=busy_s,
             spans=tuple(spans),
-            work_s=work_s,
             grad_norm=norm,
             learning_rates=rates,
         )
@@ -262,8 +256,6 @@ class Engine:
     @property
     def workloads(self) -> tuple[float, ...]:
         """Each replica's relative share of the next batch."""
-        if self.balancer is not None:
-            return self.balancer.workloads
         if self.spec.workloads is not None:
             return tuple(self.spec.workloads)
         return (1.0,) * len(self.devices)
@@ -279,8 +271,6 @@ class Engine:
                 self.close()
         if self._executor is None:
             self._make(self.devices, self.intra_op)
-        if self.spec.balances and self.balancer is None:
-            self._balance(None)
 
     def resize(self, devices: tuple[torch.device, ...], intra_op: int) -> None:
         """Have such replicas from the next :meth:`open` on."""
@@ -354,15 +344,7 @@ class Engine:
                     stacklevel=2,
                 )
                 return
-        self.devices, self.intra_op, self.balancer = devices, intra_op, None
-
-    def _balance(self, workloads: Sequence[float] | None) -> None:
-        """Begin to balance, from ``workloads`` if they are of as many replicas."""
-        self.balancer = None
-        if self.spec.balances:
-            count = len(self.devices)
-            same = workloads is not None and len(workloads) == count
-            self.balancer = Balancer(count, workloads=workloads if same else None)
+        self.devices, self.intra_op = devices, intra_op
 
     # -- state -------------------------------------------------------
 
@@ -401,14 +383,9 @@ class Engine:
         if self._executor is not None and self._executor.peers is not None:
             self._executor.peers.check_alike()
 
-    def restore(self, workloads: Sequence[float] | None) -> None:
-        """Take over a state that was loaded into module and optimizer.
-
-        Args:
-            workloads: The shares that balancing had come to.
-        """
+    def restore(self) -> None:
+        """Take over a state that was loaded into module and optimizer."""
         self._is_half_stepped = False
-        self._balance(workloads)
         if self._executor is not None:
             self._open_shards()
 
@@ -424,16 +401,15 @@ def _half_stepped() -> StateError:
 
 def _work_of_replicas(
     count: int, sizes: Sequence[int], result: RunResult, spans: Sequence[Span]
-) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
-    """Return each replica's rows, its busy seconds, and those of its microbatches."""
-    rows, busy_s, work_s = [0] * count, [0.0] * count, [0.0] * count
-    for size, replica, seconds in zip(sizes, result.replica_of, result.seconds, strict=True):
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Return each replica's rows and its busy seconds."""
+    rows, busy_s = [0] * count, [0.0] * count
+    for size, replica in zip(sizes, result.replica_of, strict=True):
         if replica >= 0:
             rows[replica] += size
-            work_s[replica] += seconds
     for span in spans:
         busy_s[span.replica] += span.stop_s - span.start_s
-    return tuple(rows), tuple(busy_s), tuple(work_s)
+    return tuple(rows), tuple(busy_s)
 
 
 def _learning_rates(optimizer: Optimizer) -> tuple[float, ...]:

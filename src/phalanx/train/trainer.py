@@ -29,7 +29,7 @@ from phalanx.execution import (
     repeated,
 )
 from phalanx.metrics import Joining, Metrics
-from phalanx.plan import Layout, fixed_workloads
+from phalanx.plan import Layout, read_workloads
 from phalanx.replicas import caller_intra_op, refuse_scripts
 from phalanx.train.checkpoint import Content, read_checkpoint, write_checkpoint
 from phalanx.train.dispatcher import EventDispatcher
@@ -88,9 +88,8 @@ class Trainer:
         replicas: How many, or a device for each; at most as many as there are microbatches.
             Default: "auto", one for each core as far as there are microbatches for them, or one on
             an accelerator or rank; without microbatches, 1.
-        workloads: Each replica's relative share; equal by default. "auto": shares follow the
-            seconds that each replica takes per row, until all take the same time. With
-            microbatches it means equal shares: there whoever is free takes what is left.
+        workloads: Each replica's relative share of a batch; equal by default. With microbatches, a
+            replica that is free takes what is left.
         executor: "threads", or `Threads` with options: replicas are threads of this process.
             "processes", or `Processes`: they are worker processes of this host, which take nothing
             with them when they die. "inline": the one replica runs in the caller's thread, where a
@@ -117,8 +116,7 @@ class Trainer:
 
     Determinism: bitwise identical for any replicas and executor on the same kind of device, but for
     ``Threads(nccl=True)``. With ``microbatches=None``, bitwise from run to run for the same
-    replicas, but with ``workloads="auto"`` the shares, and so the bits, depend on timing; the
-    gradient is the whole batch's all the same, within float rounding.
+    replicas; the gradient is the whole batch's all the same, within float rounding.
 
     Example:
         >>> data = [(torch.ones(6, 3), torch.zeros(6, 1))]
@@ -137,7 +135,7 @@ class Trainer:
         *,
         microbatches: int | None = 4,
         replicas: int | str | Sequence[Device] | None = None,
-        workloads: Sequence[float] | str | None = None,
+        workloads: Sequence[float] | None = None,
         executor: str | Threads | Processes | Ranks = "threads",
         seed: int = 0,
         weight: WeightFn | None = None,
@@ -151,14 +149,13 @@ class Trainer:
     ) -> None:
         choice = ExecutorChoice.read(executor)
         refuse_scripts(module)
-        check_options(choice, microbatches, workloads, clip_norm, seed, callbacks)
+        check_options(choice, microbatches, clip_norm, seed, callbacks)
         layout = read_layout(layout)
         parameters = list(module.parameters())
         self.module = module
         self._home = parameters[0].device if parameters else torch.device("cpu")
-        fixed = fixed_workloads(workloads)
-        devices = read_replicas(replicas, microbatches, fixed, self._home, choice)
-        balances = isinstance(workloads, str) and microbatches is None
+        shares = read_workloads(workloads)
+        devices = read_replicas(replicas, microbatches, shares, self._home, choice)
         self._objective = Objective(loss, forward)
         self._metrics = Metrics(metrics or {}, Joining(layout))
         self.optimizer = make_optimizer(optimizer, parameters)
@@ -177,8 +174,7 @@ class Trainer:
             splitter=Splitter(layout, microbatches, weight),
             objective=self._objective,
             seed=seed,
-            workloads=fixed,
-            balances=balances,
+            workloads=shares,
             clip_norm=clip_norm,
             open_executor=partial(
                 open_executor,
@@ -187,7 +183,6 @@ class Trainer:
                 failures,
                 shared=[self._objective],
                 reads=[self._objective.function],
-                timed=balances,
             ),
         )
         self._engine = Engine(spec, devices, read_threads(devices, microbatches, choice))
@@ -522,8 +517,6 @@ class Trainer:
             done = self._update(batch, start_s, in_epoch=in_epoch)
         if done.step == 1:  # optimizers make their state in their first step
             capture_state(self._state())
-        if engine.balancer is not None:
-            engine.balancer.observe(done.shares, done.work_s)
         self._events.tell(done)
         return done
 
@@ -596,7 +589,7 @@ class Trainer:
         self._position = restored.position
         self._reader.forget()
         self._metrics = state.metrics
-        self._engine.restore(restored.workloads)
+        self._engine.restore()
         # Last: where warnings are errors, all is in place.
         warn_of_changes(restored, state.progress)
 
@@ -618,7 +611,7 @@ class Trainer:
             self._choice.leave(finished=kind is None and not self._in_fit)
 
     def _state(self) -> TrainerState:
-        engine, balancer = self._engine, self._engine.balancer
+        engine = self._engine
         return TrainerState(
             module=self.module,
             optimizer=self.optimizer,
@@ -630,6 +623,5 @@ class Trainer:
                 position=self._position,
                 seed=self._seed,
                 microbatches=engine.spec.splitter.microbatches,
-                workloads=None if balancer is None else balancer.workloads,
             ),
         )

@@ -47,7 +47,6 @@ __all__ = [
 def check_options(
     choice: ExecutorChoice,
     microbatches: int | None,
-    workloads: object,
     clip_norm: float | None,
     seed: int,
     callbacks: Sequence[Any],
@@ -60,11 +59,6 @@ def check_options(
         )
     read_whole("seed", seed)
     _check_callbacks(callbacks)
-    if choice.kind == "ranks" and isinstance(workloads, str):
-        raise UnsupportedError(
-            "`workloads` must be numbers for executor='ranks', whose ranks would measure "
-            f"different ones, but is {workloads!r}. Give this rank's replicas' shares."
-        )
 
 
 def _check_callbacks(callbacks: Sequence[Any]) -> None:  # Any: whatever the user wrote

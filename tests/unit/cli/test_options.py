@@ -41,7 +41,6 @@ def test_replicas_are_read(text, replicas):
         ("2,1", (2.0, 1.0)),
         ("0, .5", (0.0, 0.5)),
         ("1", (1.0,)),
-        ("auto", "auto"),
     ],
 )
 def test_workloads_are_read(text, workloads):
@@ -113,17 +112,10 @@ def test_without_microbatches_there_is_one_replica_unless_it_is_said() -> None:
     assert complete({"microbatches": 0, "replicas": "9"}).replicas == "9"
 
 
-@pytest.mark.parametrize("replicas", ["auto", "3", "cpu,cpu"])
-def test_balanced_workloads_go_with_any_replicas(replicas):
-    options = complete({"workloads": "auto", "replicas": replicas})
-    assert (options.replicas, options.workloads) == (replicas, "auto")
-
-
 @pytest.mark.parametrize(
     ("said", "changes"),
     [
         ({}, {}),
-        ({"workloads": "auto"}, {"workloads": "auto"}),
         ({"seed": 7, "data": "digits"}, {}),
         ({"epochs": 99}, {"epochs": 99}),
         ({"workloads": "1,1"}, {"workloads": "1,1"}),

@@ -22,7 +22,6 @@ from phalanx.cli.app import main
 from phalanx.cli.data import open_data
 from phalanx.cli.models import build_model
 from phalanx.cli.train import stopped_by_signals
-from phalanx.execution import threads
 from phalanx.train import Trainer
 from tests.multiprocess.fork_server import context
 
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.promise("command-line")
 PATIENCE_S = 60.0  # for another process, on a busy machine
 FAST = ("--model", "mlp", "--replicas", "1", "--batch-size", "256")
 
-OWN_CODE = '''
+OWN_CODE = """
 import os
 import pathlib
 import random
@@ -79,16 +78,6 @@ class Failing(Net):
             outputs = outputs * {"nan": float("nan")}[fault.read_text()]
         return outputs
 
-class Unequal(Net):
-    """A row takes replica 1 three times as long, by a clock for each thread that is no real one."""
-    clock = {}
-
-    def forward(self, x):
-        name = threading.current_thread().name
-        cost = 3.0 if name == "phalanx-replica-1" else 1.0
-        Unequal.clock[name] = Unequal.clock.get(name, 0.0) + cost * len(x)
-        return super().forward(x)
-
 class Noisy(torch.utils.data.Dataset):
     num_classes = 3
 
@@ -106,7 +95,7 @@ class Stream:
 class Rows(torch.utils.data.IterableDataset):
     def __iter__(self):
         yield from [(torch.ones(1, 8, 8), torch.tensor(1))] * 18
-'''
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -313,34 +302,6 @@ def test_workloads_and_devices_are_passed_on(phalanx):
     code, _, _ = phalanx("train", "--epochs", 1, "--out", "run", *words)
     assert code == 0
     assert metrics_of("run")[0]["shares"] == [48, 16]
-
-
-def test_balanced_workloads_follow_the_replicas_and_are_kept_when_a_run_goes_on(
-    phalanx, monkeypatch
-):
-    def read() -> float:
-        clock = sys.modules["own_code"].Unequal.clock
-        return clock.get(threading.current_thread().name, 0.0)
-
-    monkeypatch.setattr(threads, "now_s", read)
-    words = ("--model", "own_code:Unequal", "--replicas", 2, "--batch-size", 64)
-    words += ("--microbatches", 0)
-    code, out, _ = phalanx("train", *words, "--workloads", "auto", "--epochs", 1, "--out", "run")
-    assert code == 0
-    assert "bit for bit" not in out
-    shares = [record["shares"] for record in metrics_of("run") if record["kind"] == "step"]
-    assert shares[0] == [32, 32]
-    assert all(abs(first - 48) <= 1 for first, _ in shares[10:-1])
-    assert json.loads(Path("run/config.json").read_text())["options"]["workloads"] == "auto"
-
-    own = ("--model", "own_code:Unequal")
-    code, out, _ = phalanx("train", "--resume", "run", *own, "--epochs", 2)
-    assert code == 0
-    assert "not bit for bit, as with --workloads auto the bits depend on timing" in " ".join(
-        out.split()
-    )
-    shares = [record["shares"] for record in metrics_of("run") if record["kind"] == "step"]
-    assert abs(shares[23][0] - 48) <= 1, "the first step of the second run"
 
 
 def test_automatic_replicas_are_printed_and_kept(phalanx):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.plan import (
     equal_sizes,
     read_sizes,
+    read_workloads,
     workload_sizes,
 )
 
@@ -125,3 +128,10 @@ def test_only_the_ratio_of_workloads_counts(total: int, shares: list[int], power
 )
 def test_sizes_that_make_the_batch(sizes: list[int], total: int) -> None:
     assert read_sizes(sizes, total, len(sizes)) == list(sizes)
+
+
+@pytest.mark.parametrize(
+    "given", [np.array([2.0, 1.0]), torch.tensor([2.0, 1.0]), (share for share in (2, 1))]
+)
+def test_workloads_may_be_an_array_a_tensor_or_drawn(given):
+    assert read_workloads(given) == [2, 1]
