@@ -100,33 +100,6 @@ def test_a_parameter_without_a_gradient_in_some_step_does_not_show(
     assert_same_bits(*runs(Experts(), data, adamw_of_two_groups, tmp_path / "c", 4))
 
 
-def test_state_that_was_changed_in_between_does_not_show(tmp_path: Path) -> None:
-    """The optimizer is stepped as it is from then on; its state looks like any other's."""
-
-    def forget(trainer: phalanx.Trainer) -> None:
-        for parameter in trainer.module.parameters():
-            entry = trainer.optimizer.state[parameter]
-            entry["exp_avg"] = torch.zeros_like(entry["exp_avg"])
-
-    torch.manual_seed(0)
-    net, data = Experts(), expert_data()
-    twin = copy.deepcopy(net)
-    with phalanx.Trainer(
-        net, F.mse_loss, adamw_of_two_groups, replicas=2, microbatches=2
-    ) as trainer:
-        trainer.fit(data, steps=2)
-        forget(trainer)
-        trainer.fit(data, steps=2)
-        trainer.save(tmp_path / "c")
-        trainer.fit(data)
-    with phalanx.Trainer(
-        twin, F.mse_loss, adamw_of_two_groups, replicas=2, microbatches=2
-    ) as trainer:
-        trainer.resume(tmp_path / "c")
-        trainer.fit(data)
-    assert_same_bits(net, twin)
-
-
 # -- state of another dtype ----------------------------------------------
 
 
@@ -203,25 +176,6 @@ def test_a_learning_rate_may_be_a_tensor(
         rate = trainer.optimizer.param_groups[0]["lr"]
         assert isinstance(rate, Tensor)
         assert rate.item() == pytest.approx(0.001 if scheduled else 0.01)
-
-
-def test_what_the_user_keeps_in_the_optimizers_state_comes_back(tmp_path: Path) -> None:
-    with phalanx.Trainer(
-        Experts(), F.mse_loss, adamw_of_two_groups, microbatches=None, replicas=2
-    ) as trainer:
-        trainer.fit(expert_data(), steps=2)
-        first = trainer.optimizer.param_groups[0]["params"][0]
-        trainer.optimizer.state[first].update(number=7, ema=torch.ones(7))
-        trainer.fit(expert_data(), steps=2)
-        trainer.save(tmp_path / "c")
-    with phalanx.Trainer(
-        Experts(), F.mse_loss, adamw_of_two_groups, microbatches=None, replicas=2
-    ) as trainer:
-        trainer.resume(tmp_path / "c")
-        entry = trainer.optimizer.state[trainer.optimizer.param_groups[0]["params"][0]]
-        assert entry["number"] == 7
-        assert entry["ema"].tolist() == [1.0] * 7
-        trainer.fit(expert_data())
 
 
 # -- whatever a state dict holds --------------------------------------------

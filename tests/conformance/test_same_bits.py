@@ -30,7 +30,6 @@ from tests.zoo import (
     Case,
     adamw,
     assert_same_bits,
-    batches_of,
     sgd,
     shuffled_loader,
     state_of,
@@ -307,76 +306,6 @@ def test_a_resumed_run_can_be_stopped_and_resumed_again(tmp_path: Path) -> None:
     train(recipe, 3, stop=6, resume=tmp_path / "one", save=tmp_path / "two")
     train(recipe, 2, stop=8, resume=tmp_path / "two", save=tmp_path / "three")
     assert_same(train(recipe, 3, resume=tmp_path / "three"), reference(str(recipe)))
-
-
-def test_saving_does_not_show(tmp_path: Path) -> None:
-    """A run that was saved and went on equals one that was not."""
-    recipe = RECIPES[1]
-    net = recipe.case.build()
-    torch.manual_seed(1234)
-
-    def watch(event: object) -> None:
-        if isinstance(event, StepDone):
-            if event.step % 5 == 3:
-                trainer.save(tmp_path / "checkpoint")
-            if event.step == STEPS:
-                trainer.stop()
-
-    with phalanx.Trainer(
-        net,
-        recipe.case.loss,
-        recipe.optimizer,
-        replicas=2,
-        microbatches=MICROBATCHES,
-        callbacks=[watch],
-        **recipe.options,
-    ) as trainer:
-        trainer.fit(shuffled_loader(recipe.case, ROWS, BATCH_SIZE), epochs=1000)
-        assert_same_bits(state_of(trainer.module), reference(str(recipe)).weights)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
-    resumed = train(recipe, 3, resume=tmp_path / "checkpoint")
-    assert len(resumed.losses) == STEPS - 8
-    assert_same(resumed, reference(str(recipe)))
-
-
-def test_evaluating_in_between_does_not_show() -> None:
-    recipe = RECIPES[2]
-    test_loader = shuffled_loader(recipe.case, 30, 16, seed=3)
-    torch.manual_seed(1234)
-    with phalanx.Trainer(
-        recipe.case.build(),
-        recipe.case.loss,
-        recipe.optimizer,
-        replicas=2,
-        microbatches=MICROBATCHES,
-        **recipe.options,
-    ) as trainer:
-        trainer.fit(
-            shuffled_loader(recipe.case, ROWS, BATCH_SIZE),
-            epochs=STEPS // STEPS_PER_EPOCH,
-            validate=test_loader,
-        )
-        assert_same_bits(state_of(trainer.module), reference(str(recipe)).weights)
-
-
-def test_single_steps_equal_a_fit() -> None:
-    recipe = RECIPES[2]
-    batches = batches_of(recipe.case, BATCH_SIZE, torch.float32, STEPS_PER_EPOCH)
-
-    def run(act: Callable[[phalanx.Trainer], object]) -> dict[str, Tensor]:
-        with phalanx.Trainer(
-            recipe.case.build(),
-            recipe.case.loss,
-            recipe.optimizer,
-            replicas=3,
-            microbatches=MICROBATCHES,
-            **recipe.options,
-        ) as trainer:
-            act(trainer)
-            return state_of(trainer.module)
-
-    single = run(lambda trainer: [trainer.step(batch) for batch in batches])
-    assert_same_bits(single, run(lambda trainer: trainer.fit(batches)))
 
 
 # --- controls: what must show does, or the tests above compare nothing with nothing ---------------

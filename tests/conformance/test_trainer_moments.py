@@ -16,9 +16,6 @@ from torch import Tensor, nn
 import phalanx
 from phalanx.callbacks import StepDone
 from phalanx.errors import StateError
-from phalanx.execution import (
-    opening,
-)
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
@@ -151,13 +148,14 @@ def test_closing_in_the_middle_of_a_step_lets_it_end() -> None:
 def test_training_goes_on_where_the_system_has_no_more_replicas(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def open_two(module: nn.Module, devices: Any, **options: Any) -> Any:
-        if len(devices) > 2:
-            raise RuntimeError("can't start new thread")
-        return threads(module, devices, **options)
+    start = threading.Thread.start
 
-    threads = opening.ThreadExecutor
-    monkeypatch.setattr(opening, "ThreadExecutor", open_two)
+    def start_two(thread: threading.Thread) -> None:
+        if thread.name == "phalanx-replica-2":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_two)
     with make() as trainer:
         trainer.fit(batches(), steps=2)
         trainer.resize(3)

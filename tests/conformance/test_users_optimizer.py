@@ -17,7 +17,6 @@ from torch.optim.optimizer import (
 )
 
 import phalanx
-from phalanx.execution import is_cut
 
 pytestmark = pytest.mark.promise("users-optimizer")
 
@@ -115,13 +114,6 @@ def test_a_step_replaced_after_some_steps_is_called_from_then_on(how: dict[str, 
             centralize(optimizer)
 
     assert_alike(trained(adamw, between, **how), plain(adamw, between))
-
-
-def test_a_step_replaced_on_the_class_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer = SGD(model().parameters(), lr=0.1)
-    inner = SGD.step
-    monkeypatch.setattr(SGD, "step", lambda self, closure=None: inner(self, closure))
-    assert not is_cut(optimizer)
 
 
 # -- hooks --------------------------------------------------------------

@@ -25,7 +25,6 @@ from tests.zoo import simple_sgd as sgd
 F = nn.functional
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 200.0
-NOTHING = object()
 gain = [1.0]
 
 pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
@@ -115,20 +114,13 @@ def test_nothing_need_be_importable_or_picklable_or_copyable_alike() -> None:
     assert torch.equal(run("processes"), expected)
 
 
-@pytest.mark.promise("errors-arrive-as-raised")
-def test_errors_and_outputs_are_of_classes_that_functions_have_made() -> None:
-    class Wrong(Exception):
+def raise_a_local_error() -> None:
+    class Wrong(OSError):
         def __init__(self, first: int, second: int) -> None:
             super().__init__(f"{first} and {second}")
             self.first = first
 
-    def forward(module: nn.Module, batch: Any) -> Tensor:
-        raise Wrong(1, 2)
-
-    with trainer_of("processes", linear(), forward=forward) as trainer:
-        with pytest.raises(Wrong, match="1 and 2") as caught:
-            trainer.step(batches()[0])
-        assert caught.value.first == 1
+    raise Wrong(1, 2)
 
 
 @pytest.mark.promise("errors-arrive-as-raised")
@@ -138,8 +130,9 @@ def test_errors_and_outputs_are_of_classes_that_functions_have_made() -> None:
         lambda: open("/missing/file"),  # noqa: SIM115
         lambda: b"\xff".decode(),
         lambda: compile("a b", "file", "exec"),
+        raise_a_local_error,
     ],
-    ids=["OSError", "UnicodeDecodeError", "SyntaxError"],
+    ids=["OSError", "UnicodeDecodeError", "SyntaxError", "local"],
 )
 def test_errors_of_python_arrive_with_all_that_they_tell(raising: Callable[[], object]) -> None:
     with pytest.raises((OSError, UnicodeDecodeError, SyntaxError)) as expected:
@@ -150,10 +143,12 @@ def test_errors_of_python_arrive_with_all_that_they_tell(raising: Callable[[], o
         raise AssertionError
 
     with trainer_of("processes", linear(), forward=forward) as trainer:
-        with pytest.raises(expected.type) as caught:
+        with pytest.raises((OSError, UnicodeDecodeError, SyntaxError)) as caught:
             trainer.step(batches()[0])
+        assert caught.type.__name__ == expected.type.__name__  # a local class is made by each call
         assert str(caught.value) == str(expected.value)
-        assert getattr(caught.value, "filename", None) == getattr(expected.value, "filename", None)
+        for name in ("filename", "first"):
+            assert getattr(caught.value, name, None) == getattr(expected.value, name, None)
 
 
 SCRIPT = """
@@ -264,6 +259,19 @@ def class_weights() -> tuple[Any, Any, Change]:
     return linear(), loss, lambda step: loss.weight.data[1:].mul_(1.0 + step)
 
 
+def closed_over() -> tuple[Any, Any, Change]:
+    factor = 1.0
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets) * factor
+
+    def change(step: int) -> None:
+        nonlocal factor
+        factor = 1.0 + step
+
+    return linear(), loss, change
+
+
 FOLLOWED: dict[str, Callable[[], tuple[Any, Any, Change]]] = {
     "a number of the loss": lambda: of_loss("beta", lambda step: 1.0 + step),
     "a tensor of the loss": lambda: of_loss("power", lambda step: torch.tensor([1.0 + step])),
@@ -271,6 +279,13 @@ FOLLOWED: dict[str, Callable[[], tuple[Any, Any, Change]]] = {
     "a buffer of the loss": class_weights,
     "a rate of dropout": lambda: of_net(lambda net, step: setattr(net[1], "p", 0.2 * step)),
     "a value and back": lambda: of_net(lambda net, step: net[1].train(step % 2 == 0)),
+    "a variable that the loss closes over": closed_over,
+    "weights moved": lambda: of_net(
+        lambda net, step: setattr(net[0].weight, "data", net[0].weight.data * 0.5)
+    ),
+    "a class": lambda: of_net(
+        lambda net, step: setattr(net[2], "__class__", (nn.Tanh, nn.Sigmoid)[step % 2])
+    ),
     "a layer": lambda: of_net(lambda net, step: net.__setitem__(2, (nn.Tanh, nn.ReLU)[step % 2]())),
     "a method": lambda: of_net(
         lambda net, step: step == 2 and setattr(net[0], "forward", MethodType(halved, net[0]))

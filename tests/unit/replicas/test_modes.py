@@ -82,52 +82,6 @@ def test_another_thread_enters_the_callers_modes_and_leaves_them(enter: Any) -> 
     assert after == before
 
 
-@EACH
-def test_an_autocast_of_the_model_has_no_cache_either(enter: Any) -> None:
-    with enter():
-        captured = CallerModes.capture([CPU])
-    with captured.entered(CPU), torch.autocast("cpu"):
-        assert not torch.is_autocast_cache_enabled()
-    assert torch.is_autocast_cache_enabled()
-
-
-@EACH
-@pytest.mark.parametrize("outside", ["nothing", "no_grad", "enable_grad", "autocast"])
-def test_they_come_in_the_place_of_the_threads_own_and_give_them_back(
-    enter: Any, outside: str
-) -> None:
-    """A thread may serve a caller in one mode while it stands in another itself."""
-    with enter():
-        expected = modes()[:2]
-        captured = CallerModes.capture([CPU])
-    with ENTER[outside]():
-        before = modes()
-        with captured.entered(CPU):
-            assert modes()[:2] == expected
-        assert modes() == before
-
-
-def test_computing_under_them_gives_what_the_caller_would_get() -> None:
-    weight, x = torch.ones(2, 2, requires_grad=True), torch.ones(1, 2)
-
-    def compute() -> torch.Tensor:
-        return x @ weight
-
-    for enter in ENTER.values():
-        with enter():
-            expected = compute()
-            captured = CallerModes.capture([CPU])
-
-        def work(captured: CallerModes = captured) -> torch.Tensor:
-            with captured.entered(CPU):
-                return compute()
-
-        found = in_another_thread(work)
-        assert found.dtype == expected.dtype
-        assert found.requires_grad == expected.requires_grad
-        assert found.is_inference() == expected.is_inference()
-
-
 @pytest.mark.gpu
 def test_another_thread_works_on_the_callers_device_and_streams(gpu: torch.device) -> None:
     last = torch.accelerator.device_count() - 1
