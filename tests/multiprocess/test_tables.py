@@ -129,17 +129,21 @@ def victim_of_shards(parent: Parent, run: str) -> None:
         table.add(DELTA)
 
 
-def test_a_get_waits_for_who_makes_the_rest_of_a_dead_workers_add(run):
+@pytest.mark.parametrize("has_successor", [False, True])
+def test_a_get_waits_for_who_makes_the_rest_of_a_dead_workers_add(run, has_successor):
     """Else it would answer without an add that is there a moment later."""
     with (
         Children() as children,
         tables.join(run, timeout_s=DEADLINE_S) as world,
         world.thread_worker() as other,
+        contextlib.ExitStack() as later,
     ):
         table, others = (open_table(each, "sum", num_shards=2) for each in (world, other))
         child = children.start(victim_of_shards, run)
         assert child.get() == "ready"
         wait_for_exit(child.pid)
+        if has_successor:
+            assert later.enter_context(world.thread_worker()).worker_id == 2
         begun, go_on = threading.Event(), threading.Event()
 
         def fault(reached: str, worker: int) -> None:

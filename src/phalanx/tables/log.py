@@ -36,7 +36,15 @@ from phalanx.memory import copy_finite_to, copy_to
 from phalanx.tables.part import Entry, NotFinite
 from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.spec import TableSpec
-from phalanx.tables.table_page import CLAIMED, FINISHED, LOGS, NUMBER, RESTORED, TAIL
+from phalanx.tables.table_page import (
+    CLAIMED,
+    FINISHED,
+    LOGGED_AS,
+    LOGS,
+    NUMBER,
+    RESTORED,
+    TAIL,
+)
 from phalanx.tables.updaters import state_dtype
 
 __all__ = ["WorkerLog"]
@@ -85,6 +93,7 @@ class WorkerLog:
     def append(
         self,
         entries: Sequence[Entry],
+        incarnation: int,
         make: Callable[[Entry], None],
         has_begun: Callable[[Entry], bool],
         make_room: Callable[[list[Entry]], None],
@@ -93,6 +102,7 @@ class WorkerLog:
 
         Args:
             entries: Of this worker. One without a number gets the next one.
+            incarnation: Of this worker.
             make: Makes an add that counts, in all parts; does nothing in those that have it.
             has_begun: Tells whether an add is in any part.
             make_room: Has room in all parts for what adds bring.
@@ -106,6 +116,7 @@ class WorkerLog:
         """
         line, chapter = self._line, self._chapters[0]
         self.finish(make)
+        line[LOGGED_AS] = incarnation
         numbered = [self._numbered(entry) for entry in entries]
         numbered = [entry for entry in numbered if entry.number > line[FINISHED]]
         if numbered:
@@ -152,6 +163,11 @@ class WorkerLog:
     def _note_finished(self) -> None:
         self._line[CLAIMED] = 0
         self._unfinished[0] = 0
+
+    @property
+    def incarnation(self) -> int:
+        """Which of those who have had the worker's number wrote the log."""
+        return self._line[LOGGED_AS]
 
     def is_finished(self) -> bool:
         """Tell whether all that counts is in all parts."""

@@ -203,6 +203,7 @@ class OwnParts:
             try:
                 log.append(
                     entries,
+                    self.membership.incarnation(worker) if worker < MAX_WORKERS else 0,
                     partial(self._make, waiting=waiting),
                     lambda entry: any(part.has(worker, entry.number) for part in self.parts),
                     lambda numbered: self._make_room(log, numbered, waiting),
@@ -239,7 +240,7 @@ class OwnParts:
                 continue
             log = self._log_of(worker, again=True)
             if not log.lock.try_take():
-                if worker >= MAX_WORKERS or self.membership.lives(worker):
+                if worker >= MAX_WORKERS or self._writes(log, worker):
                     continue  # it makes its adds itself
                 log.lock.take(waiting.remaining_s())
             try:
@@ -248,6 +249,10 @@ class OwnParts:
                     log.finish(partial(self._make, waiting=waiting))
             finally:
                 log.lock.release()
+
+    def _writes(self, log: WorkerLog, worker: int) -> bool:
+        """Tell whether who wrote a log lives, and not only another with the same number."""
+        return self.membership.lives(worker) and self.membership.is_here(worker, log.incarnation)
 
     def _take_in(self, number: int, entries: list[Entry], timeout_s: float) -> None:
         """Make a round's adds."""

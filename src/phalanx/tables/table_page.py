@@ -3,15 +3,15 @@
     table      READY | APPLIED | TAKEN | · | · | · | · | SEED
     shard i    its header (part.py)
     worker w   CLOCK | ARRIVED_AS | NUMBER | TAIL | FINISHED | ROUND, COUNT | ROUND, COUNT |
-               CLAIMED | ·
+               CLAIMED | LOGGED_AS | ·
     DONE       of each shard, a word for each worker (part.py)
     UNFINISHED a byte for each log: it may hold adds that are not in all shards (log.py)
     locks      of the table; of each shard; of each worker's log
 
 Words have 8 bytes. The table's are written with its lock held, those of a worker by this worker
-alone, or with its log's lock held. ARRIVED_AS is the incarnation that wrote CLOCK; where it is
-negative, the worker came to round CLOCK + 1 as well, and gave it up. Behind the workers' lines are
-two of logs of the table's own.
+alone, or with its log's lock held. LOGGED_AS is the incarnation that wrote the log, ARRIVED_AS the
+one that wrote CLOCK; where it is negative, the worker came to round CLOCK + 1 as well, and gave it
+up. Behind the workers' lines are two of logs of the table's own.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ __all__ = [
     "CLAIMED",
     "CLOCK",
     "FINISHED",
+    "LOGGED_AS",
     "LOGS",
     "MAX_SHARDS",
     "MERGED",
@@ -49,8 +50,8 @@ SEED = 7
 """By which a keys table's keys belong to shards, drawn by the worker that makes it."""
 CLOCK, ARRIVED_AS, NUMBER, TAIL, FINISHED, LOGS = range(6)
 """A worker's last round, as whom it came there, and its log's words (log.py)."""
-CLAIMED = 9
-"""For how many new keys a worker has claimed room in each shard (keys.py)."""
+CLAIMED, LOGGED_AS = 9, 10
+"""For how many new keys a worker has claimed room in each shard (keys.py); who wrote its log."""
 _LINE, _WORKER_LINE = 8, 16
 NUM_LOGS = MAX_WORKERS + 2
 
