@@ -45,10 +45,12 @@ Scene = Callable[[str, "str | None", Path], None]
 def written_in_place() -> None:
     """What is written takes the place of the older snapshot as it is written."""
 
-    def draft(path: Path):
-        return next(iter(path.parent.glob("t-*.safetensors")), path).open("wb")
+    @contextmanager
+    def in_place(path: Path) -> Iterator[Path]:
+        path.write_bytes(b"")
+        yield path
 
-    snapshots.open_new = draft  # type: ignore[assignment]
+    snapshots.written_whole = in_place
 
 
 def lost_rows_are_zeros() -> None:
@@ -77,8 +79,16 @@ def first_copy_kept() -> None:
 
 
 def drafts_stay() -> None:
-    """What a writer that died has left is not looked for."""
-    snapshots._remove_left_drafts = lambda directory, name: None
+    """Each writer has a name of its own for what it writes."""
+
+    @contextmanager
+    def with_a_name_of_its_own(path: Path) -> Iterator[Path]:
+        draft = path.with_name(f"{path.name}.{os.getpid()}")
+        draft.write_bytes(b"")
+        yield draft
+        draft.replace(path)
+
+    snapshots.written_whole = with_a_name_of_its_own
 
 
 def silence_unheard() -> None:
@@ -125,24 +135,23 @@ def be_worker(
 ) -> None:
     become_worker(given)
     host_service._BACK_S = 0.5
-    snapshots._BLOCK_BYTES = 1 << 12
     if bug is not None:
         BUGS[bug]()
     body(parent, *args)
 
 
-def written_again(manifest: Path, times: int) -> None:
+def written_again(path: Path, times: int) -> None:
     """Wait until a snapshot has come so many times."""
     for _ in range(times):
-        before = identity(manifest)
-        assert wait_until(lambda before=before: identity(manifest) != before, DEADLINE_S), (
+        before = identity(path)
+        assert wait_until(lambda before=before: identity(path) != before, DEADLINE_S), (
             "no snapshot is written"
         )
 
 
-def identity(manifest: Path) -> tuple[int, int] | None:
+def identity(path: Path) -> tuple[int, int] | None:
     with suppress(FileNotFoundError):
-        found = manifest.stat()
+        found = path.stat()
         return found.st_ino, found.st_mtime_ns
     return None
 
@@ -232,12 +241,12 @@ def go_on(parent: Parent, folder: Path) -> None:
 def a_host_is_lost(run: str, bug: str | None, folder: Path, host: int = 0) -> None:
     with workers(run, CLIENTS, NUM_HOSTS, keep_books, bug, folder) as started:
         for table in ("rows", "keys"):
-            written_again(folder / f"{table}.json", 1)
+            written_again(folder / f"{table}.snapshot", 1)
         for client in started:
             client.put("how many")
         taken = [client.get() for client in started]
         for table in ("rows", "keys"):
-            written_again(folder / f"{table}.json", 2)  # the second began when it was all there
+            written_again(folder / f"{table}.snapshot", 2)  # the second began when it was all there
         lost = [client for n, client in enumerate(started) if n * NUM_HOSTS // CLIENTS == host]
         for client in lost:
             os.kill(client.pid, signal.SIGKILL)
@@ -280,7 +289,7 @@ def rounds_are_whole(run: str, bug: str | None, folder: Path) -> None:
         for worker in started:
             assert worker.get() == "begun"
         for _ in range(3):
-            written_again(folder / "t.json", 1)
+            written_again(folder / "t.snapshot", 1)
             with tables.join() as world:
                 table = world.array(7, name="t")
                 table.restore(folder)
@@ -338,10 +347,9 @@ def write_until_killed(parent: Parent, run: str, bug: str | None, folder: Path, 
         table = world.matrix(ROWS, 2, name="t", init=1.0)
         table.snapshot(folder)
         table.add(torch.ones(ROWS, 2))
-        passed = count()
 
         def fault(where: str, worker: int) -> None:
-            if where == point and next(passed) == (point == SNAPSHOT_POINTS[0]):
+            if where == point:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         inject(fault)
@@ -360,7 +368,6 @@ def write_after_it(parent: Parent, run: str, bug: str | None, folder: Path) -> N
 
 
 def plant(bug: str | None) -> None:
-    snapshots._BLOCK_BYTES = 1 << 12
     if bug is not None:
         BUGS[bug]()
 
@@ -375,9 +382,7 @@ def value_of_all(folder: Path) -> list[float]:
         return table.get().unique().tolist()
 
 
-def a_writer_dies(
-    run: str, bug: str | None, folder: Path, point: str = "snapshot half written"
-) -> None:
+def a_writer_dies(run: str, bug: str | None, folder: Path, point: str = "snapshot begun") -> None:
     with Children() as children:
         first = children.start(write_until_killed, run, bug, folder, point)
         assert first.get() == "ready"
@@ -385,12 +390,12 @@ def a_writer_dies(
         assert second.get() == "ready"
         first.put("go on")
         wait_for_exit(first.pid)
-        assert value_of_all(folder) == [1.0]
+        assert value_of_all(folder) == [2.0 if point == SNAPSHOT_POINTS[-1] else 1.0]
         second.put("go on")
         second.process.join(DEADLINE_S)
     assert value_of_all(folder) == [2.0]
-    left = sorted(entry.suffix for entry in folder.iterdir())
-    assert left == [".json", ".safetensors"], f"something is left: {left}"
+    left = sorted(entry.name for entry in folder.iterdir())
+    assert left == ["t.snapshot"], f"something is left: {left}"
 
 
 # --- tests ----------------------------------------------------------------------------------------

@@ -1,15 +1,7 @@
-"""A table on disk: one file of tensors, and one of text that makes it count.
+"""A table on disk: `<name>.snapshot`, a file of ``torch.save``.
 
-    <name>-<digest>.safetensors    values and states; written, synced, renamed
-    <name>.json                    what it is, and which file of tensors; the last thing renamed
-
-Until the text is renamed, the snapshot before it is the one that counts. A digest is of the
-content, so two snapshots with the same content share a file.
-
-    .<name>.<process>.<thread>.tmp    a file of tensors that is being written
-
-Its writer holds a lock on it, so one without a lock was left by a writer that died; whoever writes
-next removes it.
+It is written beside the older one, synced, and takes its place: whole or not at all. What a writer
+that died has left is overwritten by the next one.
 """
 
 from __future__ import annotations
@@ -19,51 +11,25 @@ import fcntl
 import hashlib
 import json
 import os
-import re
-import threading
 from collections.abc import Iterator
-from io import BufferedWriter
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from phalanx.errors import CheckpointError
-from phalanx.files import open_new, open_regular, read_text, sync_to_disk, written_whole
+from phalanx.files import open_regular, sync_to_disk, written_whole
 from phalanx.ipc import fail_point
 from phalanx.plan import check_argument
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.updaters import state_dtype
 
-__all__ = [
-    "SNAPSHOT_POINTS",
-    "check_place",
-    "load_parts",
-    "manifest_in",
-    "read_directory",
-    "save_parts",
-]
+__all__ = ["SNAPSHOT_POINTS", "load_parts", "make_folder", "read_directory", "save_parts"]
 
-SNAPSHOT_POINTS = ("snapshot half written", "snapshot written", "snapshot renamed")
-"""Fail points of a snapshot, in order; it counts after the last one."""
+SNAPSHOT_POINTS = ("snapshot begun", "snapshot written", "snapshot renamed")
+"""Fail points of a snapshot, in order; it counts from the last one on."""
 
-Bytes = NDArray[np.uint8]
-
-_VERSION = 1
-_MANIFEST_KEYS = {"version", "table", "file", "sha256"}
-_MOST_MANIFEST_BYTES = 1 << 20
-_BLOCK_BYTES = 1 << 20  # hashed while it is still in the processor's caches
-_DTYPE_NAMES = {
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.bfloat16: "BF16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-}
+_VERSION = 2
 
 
 def read_directory(given: object) -> Path:
@@ -76,83 +42,45 @@ def read_directory(given: object) -> Path:
     return Path(given)  # type: ignore[arg-type]
 
 
-def manifest_in(directory: Path, name: str) -> Path:
-    """Return the file of text that makes a table's snapshot count."""
-    return directory / f"{name}.json"
-
-
-def check_place(directory: Path, name: str) -> None:
-    """Make the folder, and see that a snapshot of the table would overwrite nothing else.
+def make_folder(directory: Path) -> None:
+    """Make the folder of a snapshot, unless it is there.
 
     Raises:
-        CheckpointError: It cannot be made, or another file has the snapshot's name.
+        CheckpointError: It cannot be made.
     """
     with _explained(directory):
         directory.mkdir(parents=True, exist_ok=True)
-    _refuse_other_file(manifest_in(directory, name), name)
 
 
 def save_parts(spec: TableSpec, parts: list[Tensor], directory: Path) -> Path:
-    """Write a table down, and return the file of text that names everything.
+    """Write a table down in a folder that is there, and return the file.
 
     Raises:
-        CheckpointError: The directory cannot be written to, or another file has its name.
+        CheckpointError: The directory cannot be written to.
     """
-    check_place(directory, spec.name)
-    manifest = manifest_in(directory, spec.name)
-    draft = directory / f".{spec.name}.{os.getpid()}.{threading.get_ident()}.tmp"
-    with _explained(directory):
-        with _alone_in(directory):
-            _remove_left_drafts(directory, spec.name)
-            file = open_new(draft)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        with file:  # and its lock, until it has its name
-            try:
-                digest = _write(file, dict(zip(_part_names(spec), parts, strict=True)))
-                fail_point("snapshot written")
-                data = directory / f"{spec.name}-{digest[:16]}.safetensors"
-                text = {"version": _VERSION, "table": spec.as_mapping(), "file": data.name}
-                # Another's clearing up must not come between the two files.
-                with _alone_in(directory):
-                    _refuse_other_file(manifest, spec.name)
-                    os.replace(draft, data)
-                    sync_to_disk(directory)
-                    fail_point("snapshot renamed")
-                    with written_whole(manifest) as new:
-                        new.write_text(json.dumps({**text, "sha256": digest}, indent=1))
-                        sync_to_disk(new)
-                    sync_to_disk(directory)
-                    _remove_older(directory, spec.name, data)
-            except BaseException:
-                draft.unlink(missing_ok=True)
-                raise
-    return manifest
+    path, table = directory / f"{spec.name}.snapshot", spec.as_mapping()
+    content = {"version": _VERSION, "table": table, "parts": parts, "sha256": _digest(table, parts)}
+    with _explained(directory), _alone_in(directory):
+        with written_whole(path) as draft:
+            fail_point("snapshot begun")
+            torch.save(content, draft)
+            sync_to_disk(draft)
+            fail_point("snapshot written")
+        fail_point("snapshot renamed")
+        sync_to_disk(directory)
+    return path
 
 
 @contextlib.contextmanager
 def _explained(directory: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as exc:
+    except (OSError, RuntimeError) as exc:  # torch says "RuntimeError" of a disk that is full
+        reason = getattr(exc, "strerror", None) or exc
         raise CheckpointError(
             f"`directory` must be a folder that a snapshot can be written to, but is "
-            f"{str(directory)!r} ({exc.strerror or exc})."
+            f"{str(directory)!r} ({reason})."
         ) from exc
-
-
-def _refuse_other_file(manifest: Path, name: str) -> None:
-    """Refuse to overwrite what no snapshot has written: a user's file may have the same name."""
-    try:
-        found = json.loads(read_text(manifest, max_bytes=_MOST_MANIFEST_BYTES))
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or not found.keys() >= _MANIFEST_KEYS:
-        raise CheckpointError(
-            f"{str(manifest)!r} must be a snapshot of table {name!r} where one is written, but is "
-            "another file, and is left as it is. Name another `directory`, or move the file away."
-        )
 
 
 @contextlib.contextmanager
@@ -166,66 +94,11 @@ def _alone_in(directory: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _part_names(spec: TableSpec) -> list[str]:
-    states = [f"state {i}" for i in range(len(spec.updater.states))]
-    return [*(["keys"] if spec.has_keys else []), "values", *states]
-
-
-def _write(file: BufferedWriter, parts: dict[str, Tensor]) -> str:
-    """Write a file of tensors, synced, and return its digest.
-
-    ``save_file`` would copy everything first, and the digest would read it back.
-    """
-    digest = hashlib.sha256()
-    for piece in _pieces(parts):
-        for start in range(0, len(piece), _BLOCK_BYTES):
-            block = piece[start : start + _BLOCK_BYTES].data
-            file.write(block)
-            digest.update(block)
-            fail_point("snapshot half written")
-    file.flush()
-    os.fsync(file.fileno())
+def _digest(table: object, parts: list[Tensor]) -> str:
+    digest = hashlib.sha256(json.dumps(table, sort_keys=True).encode())
+    for part in parts:
+        digest.update(part.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _pieces(parts: dict[str, Tensor]) -> Iterator[Bytes]:
-    """Yield the bytes of a file of safetensors: length of the header, header, tensors."""
-    header: dict[str, object] = {}
-    end = 0
-    for name, part in parts.items():
-        begin, end = end, end + part.nbytes
-        header[name] = {
-            "dtype": _DTYPE_NAMES[part.dtype],
-            "shape": list(part.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield np.frombuffer(len(text).to_bytes(8, "little") + text, dtype=np.uint8)
-    for part in parts.values():
-        yield part.reshape(-1).view(torch.uint8).numpy()
-
-
-def _remove_left_drafts(directory: Path, name: str) -> None:
-    """Remove what writers that died have left; the folder is held, so none is about to lock."""
-    draft = re.compile(re.escape(f".{name}.") + r"\d+\.\d+\.tmp")
-    for entry in os.scandir(directory):
-        if draft.fullmatch(entry.name) is None or not entry.is_file(follow_symlinks=False):
-            continue
-        with contextlib.suppress(OSError):  # somebody else did, or it is locked: its writer lives
-            fd = os.open(entry.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(entry.path)
-            finally:
-                os.close(fd)
-
-
-def _remove_older(directory: Path, name: str, kept: Path) -> None:
-    for file in directory.glob(f"{name}-{'[0-9a-f]' * 16}.safetensors"):
-        if file != kept:
-            with contextlib.suppress(OSError):  # somebody else did, or reads it
-                file.unlink()
 
 
 def load_parts(spec: TableSpec, directory: Path) -> list[Tensor]:
@@ -234,88 +107,60 @@ def load_parts(spec: TableSpec, directory: Path) -> list[Tensor]:
     Raises:
         CheckpointError: It is missing, damaged, or of another shape, dtype or updater.
     """
-    found = _read_manifest(spec, directory)
-    while True:
-        try:
-            return _read_parts(spec, *found)
-        except CheckpointError:
-            before, found = found, _read_manifest(spec, directory)
-            if found == before:  # else somebody has replaced the snapshot meanwhile
-                raise
-
-
-def _read_manifest(spec: TableSpec, directory: Path) -> tuple[Path, str]:
-    """Return where the tensors of a table's snapshot are, and their digest."""
-    manifest = manifest_in(directory, spec.name)
+    path = directory / f"{spec.name}.snapshot"
     try:
-        found = json.loads(read_text(manifest, max_bytes=_MOST_MANIFEST_BYTES))
-        data = directory / Path(found["file"]).name  # never elsewhere
-        theirs, digest, version = found["table"], str(found["sha256"]), found["version"]
+        with open_regular(path) as file:
+            found = torch.load(file, map_location="cpu", weights_only=True)
+        version, table, parts = found["version"], found["table"], list(found["parts"])
+        if version != _VERSION:
+            raise ValueError(f"it is of version {version!r}, and not {_VERSION}")
+        if found["sha256"] != _digest(table, parts):
+            raise ValueError("it is damaged")
     except FileNotFoundError:
         raise CheckpointError(
-            f"`directory` must hold a snapshot of table {spec.name!r}, but {str(manifest)!r} is "
-            f"not there. The table must have the name that it had then."
+            f"`directory` must hold a snapshot of table {spec.name!r}, but {str(path)!r} is not "
+            "there. The table must have the name that it had then."
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
+    except Exception as exc:  # of files, pickles and torch
+        reason = str(exc).partition("\n")[0] or repr(exc)
         raise CheckpointError(
-            f"{str(manifest)!r} must describe a snapshot of table {spec.name!r}, but does not "
-            f"({exc})."
+            f"{str(path)!r} must be a snapshot of table {spec.name!r}, but is not: {reason}."
         ) from exc
-    if version != _VERSION:
-        raise CheckpointError(
-            f"{str(manifest)!r} must be of version {_VERSION}, but is of {version!r}."
-        )
-    _refuse_other(spec, theirs, manifest)
-    return data, digest
+    _refuse_other(spec, table, path)
+    _check_parts(spec, parts, path)
+    return parts
 
 
-def _refuse_other(spec: TableSpec, theirs: object, manifest: Path) -> None:
+def _refuse_other(spec: TableSpec, theirs: object, path: Path) -> None:
     if not isinstance(theirs, dict):
-        raise CheckpointError(f"{str(manifest)!r} must describe a table, but does not.")
+        raise CheckpointError(f"{str(path)!r} must describe a table, but does not.")
     for field in ("shape", "dtype", "updater"):
         found, wanted = theirs.get(field), spec.as_mapping()[field]
         if field == "updater":  # learning rates and the like may be others
             found, wanted = (u.get("name") if isinstance(u, dict) else u for u in (found, wanted))
         if found != wanted:
             raise CheckpointError(
-                f"`{field}` of the snapshot {str(manifest)!r} must be that of table "
+                f"`{field}` of the snapshot {str(path)!r} must be that of table "
                 f"{spec.name!r} ({wanted!r}), but is {found!r}."
             )
 
 
-def _read_parts(spec: TableSpec, data: Path, digest: str) -> list[Tensor]:
-    try:
-        with open_regular(data) as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                raise CheckpointError(f"{str(data)!r} must be as it was written, but is damaged.")
-            # The open file, and not whatever has its name by now.
-            tensors = load_file(f"/proc/self/fd/{file.fileno()}")
-        parts = [tensors[name] for name in _part_names(spec)]
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError) as exc:
-        raise CheckpointError(
-            f"{str(data)!r} must hold the tensors of table {spec.name!r}, but does not ({exc})."
-        ) from exc
-    _check_parts(spec, parts, data)
-    return parts
-
-
-def _check_parts(spec: TableSpec, parts: list[Tensor], data: Path) -> None:
+def _check_parts(spec: TableSpec, parts: list[Tensor], path: Path) -> None:
     """Refuse tensors of another shape or dtype than the table's, and keys that stand twice."""
-    rows = parts[0].numel() if spec.has_keys else spec.rows
-    wanted: list[tuple[tuple[int, ...], torch.dtype]] = []
+    rows = parts[0].numel() if spec.has_keys and parts else spec.rows
+    wanted: list[tuple[tuple[int, ...], torch.dtype]] = [((rows, spec.cols), spec.dtype)]
     if spec.has_keys:
-        wanted.append(((rows,), torch.int64))
-    wanted.append(((rows, spec.cols), spec.dtype))
+        wanted.insert(0, ((rows,), torch.int64))
     for kind in spec.updater.states:
         wanted.append(((rows, spec.cols if kind == "element" else 1), state_dtype(spec.dtype)))
-    for name, part, (shape, dtype) in zip(_part_names(spec), parts, wanted, strict=True):
-        if tuple(part.shape) != shape or part.dtype != dtype:
-            raise CheckpointError(
-                f"{str(data)!r} must hold {name} as {dtype}, {shape}, but holds {part.dtype}, "
-                f"{tuple(part.shape)}."
-            )
+    found = [(tuple(part.shape), part.dtype) for part in parts]
+    if found != wanted:
+        raise CheckpointError(
+            f"{str(path)!r} must hold tensors of {wanted} for table {spec.name!r}, but holds "
+            f"{found}."
+        )
     if spec.has_keys and len(parts[0].unique()) != rows:
         raise CheckpointError(
-            f"{str(data)!r} must hold each key once, but holds {rows - len(parts[0].unique())} "
+            f"{str(path)!r} must hold each key once, but holds {rows - len(parts[0].unique())} "
             "more."
         )

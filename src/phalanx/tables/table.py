@@ -19,7 +19,7 @@ from phalanx.tables.last_read import LastRead
 from phalanx.tables.membership import Membership
 from phalanx.tables.part import Entry, NotFinite
 from phalanx.tables.router import Router
-from phalanx.tables.snapshots import check_place, load_parts, read_directory, save_parts
+from phalanx.tables.snapshots import load_parts, make_folder, read_directory, save_parts
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.values import read_delta, read_out, read_rows, read_value
 
@@ -350,17 +350,16 @@ class Table:
             directory: Where to; in the place of the table's older snapshot there.
 
         Returns:
-            The file of text that makes the snapshot count.
+            The file.
 
         Raises:
-            CheckpointError: The directory cannot be written to, or another file has the name of
-                the one returned. An older snapshot is intact.
+            CheckpointError: The directory cannot be written to. An older snapshot is intact.
 
         Blocks: While an add to a shard is under way.
         """
         folder = read_directory(directory)
         self.flush()
-        check_place(folder, self.name)  # before anything is copied
+        make_folder(folder)  # before anything is copied
         return save_parts(self._spec, self._storage.copy_all(self._group.timeout_s), folder)
 
     def restore(self, directory: str | os.PathLike[str]) -> None:

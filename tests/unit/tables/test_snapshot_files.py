@@ -1,79 +1,155 @@
-"""The file of tensors that a snapshot writes block by block."""
+"""The file that a snapshot is: whole or not there, and refused where it was changed."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import hashlib
-import json
 import os
+import random
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from torch import Tensor
 
 from phalanx import tables
-from phalanx.errors import CheckpointError
+from phalanx.errors import CheckpointError, PhalanxError
 from phalanx.tables import snapshots
 
-BLOCK = 8192
+ROUNDS = 100
+HOSTILE: list[Any] = [None, True, -1, 10**40, "", [], {}, [1, 2], {"name": 5}, {"name": "adam"}]
+TENSORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "longer": lambda t: torch.cat([t, t[:1]]),
+    "shorter": lambda t: t[:-1],
+    "of another dim": lambda t: t.unsqueeze(0),
+    "single": lambda t: t.new_ones(()),
+    "empty": lambda t: t.new_empty(0),
+    "complex": lambda t: t.to(torch.complex64),
+    "sparse": lambda t: t.to_sparse(),
+    "meta": lambda t: t.to("meta"),
+    "alike": torch.ones_like,
+}
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    monkeypatch.setattr(snapshots, "_BLOCK_BYTES", BLOCK)
+def matrix(world: tables.TableGroup) -> Any:
+    return world.matrix(5, 3, name="t", updater="adam", init=1.0)
 
 
-def values(rows: int, cols: int) -> torch.Tensor:
-    return torch.arange(rows * cols, dtype=torch.float32).view(rows, cols)
+def by_key(world: tables.TableGroup) -> Any:
+    return world.keys(3, name="t", updater="adam")
 
 
-def check(folder, wanted: torch.Tensor) -> None:
-    """Compare with who reads such files otherwise, and the digest with that of the file."""
-    (data,) = folder.glob("*.safetensors")
-    assert torch.equal(load_file(data)["values"], wanted)
-    (text,) = folder.glob("*.json")
-    assert json.loads(text.read_text())["sha256"] == hashlib.sha256(data.read_bytes()).hexdigest()
+def change(path: Any, draw: random.Random) -> str:
+    """Change a snapshot, most often with a digest that fits."""
+    what = draw.choice(["table", "tensor", "bytes"])
+    if what == "bytes":
+        whole = bytearray(path.read_bytes())
+        at = draw.randrange(len(whole))
+        whole[at:] = draw.choice([b"", bytes([draw.randrange(256)]) + whole[at + 1 :]])
+        path.write_bytes(whole)
+        return f"byte {at}"
+    content = torch.load(path, weights_only=True)
+    if what == "table":
+        where = draw.choice([content, content["table"], content["table"]["updater"]])
+        key = draw.choice(sorted(where))
+        where[key] = draw.choice(HOSTILE)
+        told = f"{key} = {where[key]!r}"
+    else:
+        at, how = draw.randrange(len(content["parts"])), draw.choice(sorted(TENSORS))
+        content["parts"][at] = TENSORS[how](content["parts"][at])
+        told = f"part {at} {how}"
+    try:
+        content["sha256"] = snapshots._digest(content["table"], content["parts"])
+    except Exception:
+        told += " (and the digest)"
+    torch.save(content, path)
+    return told
 
 
-@pytest.mark.parametrize("rows", [1, 7, 293, 1021, 4096])
-@pytest.mark.parametrize("updater", ["sum", "adam"])
-def test_a_file_of_many_blocks_is_one_that_safetensors_reads(tmp_path, rows, updater):
+def all_of(table: Any) -> list[Tensor]:
+    return [part.clone() for part in table._storage.copy_all(1.0)]
+
+
+@pytest.mark.parametrize("make", [matrix, by_key])
+def test_a_changed_snapshot_is_refused_with_our_error_and_changes_nothing(make, tmp_path):
+    seed = random.SystemRandom().randrange(10**6)
+    print("seed", seed)
+    draw = random.Random(seed)
+    refused = 0
     with tables.join() as world:
-        table = world.matrix(rows, 3, name="t", updater=updater, init=values(rows, 3))
-        table.snapshot(tmp_path)
-        check(tmp_path, values(rows, 3))
-        before = table._storage.copy_all(1.0)
-        table.add(torch.ones(rows, 3))
-        table.restore(tmp_path)
-        for part, was in zip(table._storage.copy_all(1.0), before, strict=True):
-            assert torch.equal(part, was)
+        table = make(world)
+        table.add(torch.ones(3, 3), rows=torch.tensor([1, 4, 2]))
+        good = table.snapshot(tmp_path / "good").read_bytes()
+        table.add(torch.ones(2, 3), rows=torch.tensor([0, 3]))
+        table.snapshot(tmp_path / "later")
+        bad = table.snapshot(tmp_path / "bad")
+        before = all_of(table)
+        for turn in range(ROUNDS):
+            bad.write_bytes(good)
+            told = change(bad, draw)
+            error = None
+            try:
+                table.restore(tmp_path / "bad")
+            except Exception as exc:
+                error = exc
+            if error is None:
+                table.add(torch.ones(5, 3), rows=torch.arange(5))
+                table.restore(tmp_path / "later")
+            else:
+                refused += 1
+            assert error is None or isinstance(error, PhalanxError), (turn, told, error)
+            assert all(map(torch.equal, before, all_of(table))), (turn, told, error)
+    assert refused > ROUNDS / 3
 
 
-@pytest.mark.parametrize("successes", [0, 1, 4])
-def test_a_full_disk_is_an_error_and_leaves_the_older_snapshot(tmp_path, monkeypatch, successes):
-    pieces = snapshots._pieces
-
-    def fill_up(parts):
-        for count, piece in enumerate(pieces(parts)):
-            for start in range(0, len(piece), BLOCK):
-                if count * BLOCK + start >= successes * BLOCK:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                yield piece[start : start + BLOCK]
-
+@pytest.mark.timeout(60)
+def test_pipes_and_devices_in_a_snapshot_are_not_waited_for(tmp_path):
     with tables.join() as world:
-        table = world.matrix(4000, 3, name="t", init=values(4000, 3))
+        table = matrix(world)
+        path = table.snapshot(tmp_path)
+        path.unlink()
+        path.symlink_to("/dev/zero")
+        with pytest.raises(CheckpointError, match="it is a device and not a regular file"):
+            table.restore(tmp_path)
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(CheckpointError, match="it is a pipe and not a regular file"):
+            table.restore(tmp_path)
+
+
+def test_a_snapshot_with_a_key_twice_is_refused(tmp_path):
+    with tables.join() as world:
+        table = by_key(world)
+        table.add(torch.ones(2, 3), rows=torch.tensor([7, 9]))
+        path = table.snapshot(tmp_path)
+        content = torch.load(path, weights_only=True)
+        content["parts"][0][1] = 7
+        content["sha256"] = snapshots._digest(content["table"], content["parts"])
+        torch.save(content, path)
+        with pytest.raises(CheckpointError, match="must hold each key once, but holds 1 more"):
+            table.restore(tmp_path)
+        assert table.keys().tolist() == [7, 9]
+
+
+def test_a_full_disk_is_an_error_and_leaves_the_older_snapshot(tmp_path):
+    """`/dev/full` in the place of the draft."""
+    with tables.join() as world:
+        table = world.matrix(4000, 3, name="t", init=1.0)
         table.snapshot(tmp_path)
         table.add(torch.ones(4000, 3))
-        with monkeypatch.context() as patch:
-            patch.setattr(snapshots, "_pieces", fill_up)
-            with pytest.raises(CheckpointError, match="No space left on device"):
+        save = torch.save
+
+        def save_to_a_full_disk(content: object, _: object) -> None:
+            with open("/dev/full", "wb", buffering=0) as full:
+                save(content, full)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "save", save_to_a_full_disk)
+            with pytest.raises(CheckpointError, match="`directory` must be a folder that"):
                 table.snapshot(tmp_path)
-        check(tmp_path, values(4000, 3))
-        assert len(list(tmp_path.iterdir())) == 2  # and nothing of the new one
-        table.snapshot(tmp_path)
-        check(tmp_path, values(4000, 3) + 1)
+        assert [entry.name for entry in tmp_path.iterdir()] == ["t.snapshot"]
+        table.restore(tmp_path)
+        assert table.get().unique().tolist() == [1.0]
 
 
 @pytest.mark.timeout(20)
@@ -82,82 +158,36 @@ def test_a_link_or_pipe_with_the_name_of_a_draft_is_never_written_to(tmp_path, k
     victim, folder = tmp_path / "victim", tmp_path / "folder"
     victim.write_text("precious")
     folder.mkdir()
-    for name in (f".t.{os.getpid()}.{threading.get_ident()}.tmp", "t.json.new"):
-        if kind == "link":
-            (folder / name).symlink_to(victim)
-        else:
-            os.mkfifo(folder / name)
+    draft = folder / "t.snapshot.new"
+    draft.symlink_to(victim) if kind == "link" else os.mkfifo(draft)
     with tables.join() as world:
-        world.matrix(7, 3, name="t", init=values(7, 3)).snapshot(folder)
-    check(folder, values(7, 3))
+        world.matrix(7, 3, name="t").snapshot(folder)
     assert victim.read_text() == "precious"
-    assert len(list(folder.iterdir())) == 2
+    assert [entry.name for entry in folder.iterdir()] == ["t.snapshot"]
 
 
-@pytest.mark.timeout(20)
-def test_a_digest_that_equals_nothing_is_an_error(tmp_path):
-    with tables.join() as world:
-        table = world.matrix(7, 3, name="t")
-        text = table.snapshot(tmp_path)
-        text.write_text(json.dumps({**json.loads(text.read_text()), "sha256": float("nan")}))
-        with pytest.raises(CheckpointError, match="is damaged"):
-            table.restore(tmp_path)
+def test_workers_that_write_to_one_folder_at_once_leave_a_snapshot_that_counts(tmp_path):
+    failures: list[BaseException] = []
 
-
-def test_a_snapshot_that_is_replaced_while_it_is_read_is_read_again(tmp_path, monkeypatch):
-    read_parts = snapshots._read_parts
-
-    def replaced_once(spec, data, digest):
-        monkeypatch.setattr(snapshots, "_read_parts", read_parts)
-        table.add(torch.ones(7, 3))
-        table.snapshot(tmp_path)
-        return read_parts(spec, data, digest)
+    def write_many(world: tables.TableGroup) -> None:
+        table = world.matrix(16, 4, name="x")
+        try:
+            for row in range(30):
+                table.add(torch.full((1, 4), world.worker_id + 1.0), rows=[row % 16])
+                table.snapshot(tmp_path)
+        except BaseException as exc:
+            failures.append(exc)
 
     with tables.join() as world:
-        table = world.matrix(7, 3, name="t")
-        table.snapshot(tmp_path)
-        monkeypatch.setattr(snapshots, "_read_parts", replaced_once)
+        table = world.matrix(16, 4, name="x")
+        workers = [world.thread_worker() for _ in range(3)]
+        threads = [threading.Thread(target=write_many, args=(worker,)) for worker in workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures, failures
         table.restore(tmp_path)
-        assert table.get().unique().tolist() == [1.0]
-
-
-@pytest.mark.parametrize(
-    "text", ["precious", "[1, 2]", json.dumps({"version": 1, "file": "x"}), "", "{" * 9999]
-)
-def test_a_file_of_the_users_with_the_name_of_a_snapshot_is_left_alone(tmp_path, text):
-    theirs = tmp_path / "t.json"
-    theirs.write_text(text)
-    with tables.join() as world:
-        table = world.matrix(7, 3, name="t")
-        with pytest.raises(CheckpointError) as caught:
-            table.snapshot(tmp_path)
-    assert str(caught.value) == (
-        f"{str(theirs)!r} must be a snapshot of table 't' where one is written, but is another "
-        "file, and is left as it is. Name another `directory`, or move the file away."
-    )
-    assert [entry.name for entry in tmp_path.iterdir()] == ["t.json"]
-    assert theirs.read_text() == text
-
-
-def test_a_file_that_comes_while_a_snapshot_is_written_is_left_alone(tmp_path, monkeypatch):
-    write = snapshots._write
-
-    def write_slowly(file, parts):
-        (tmp_path / "t.json").write_text("precious")
-        return write(file, parts)
-
-    monkeypatch.setattr(snapshots, "_write", write_slowly)
-    with tables.join() as world, pytest.raises(CheckpointError, match="but is another file"):
-        world.matrix(7, 3, name="t").snapshot(tmp_path)
-    assert [entry.read_text() for entry in tmp_path.iterdir()] == ["precious"]
-
-
-def test_what_a_dead_writer_has_left_goes_and_a_living_ones_stays(tmp_path):
-    names = [".t.12.34.tmp", ".t.56.78.tmp", ".t.notes.tmp", ".other.1.2.tmp"]
-    for name in names:
-        (tmp_path / name).write_text("half")
-    with (tmp_path / names[1]).open("r+") as living, tables.join() as world:
-        fcntl.flock(living, fcntl.LOCK_EX)
-        world.matrix(7, 3, name="t").snapshot(tmp_path)
-    left = {entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")}
-    assert left == set(names[1:])
+        assert [entry.name for entry in tmp_path.iterdir()] == ["x.snapshot"]
+        for worker in workers:
+            worker.close()
