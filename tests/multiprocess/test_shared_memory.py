@@ -110,7 +110,7 @@ def test_a_full_run_directory_is_an_error_with_a_way_out(small):
         with pytest.raises(OutOfSpace, match="name a folder on another disk") as caught:
             run.open_region("w", 2 << 20)
         assert caught.value.available_bytes == 1 << 20
-        assert os.listdir(run.path) == ["members"]
+        assert os.listdir(run.path) == []
         run.open_region("w", 1 << 19).tensor(torch.uint8, 1 << 19).fill_(1)
     assert os.listdir(small) == []
 
@@ -150,7 +150,7 @@ def kill_all_members(start: Children, base: Path) -> None:
         member.get()
         member.put(place)
         member.get()
-    path = base / f"phalanx-{os.geteuid()}-{name}"
+    path = base / f"phalanx-{os.geteuid()}-{name}.run"
     for member in members:
         assert RunDirectory.sweep(base=base) == []
         assert (path / "counts.region").exists()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from phalanx.ipc.control_groups import enclosing_groups, read_or_nothing
 
-__all__ = ["available_memory_bytes", "lies_in_memory"]
+__all__ = ["available_memory_bytes"]
 
 # By the version of the hierarchy: files with the limit, with what is used, and the line of
 # `memory.stat` that holds how much of that is files which can be dropped.
@@ -32,27 +31,6 @@ def available_memory_bytes(root: Path = Path("/")) -> int | None:
     """
     bounds = [_machine_bytes(root), *_control_group_bytes(root)]
     return min((bound for bound in bounds if bound is not None), default=None)
-
-
-def lies_in_memory(folder: Path, root: Path = Path("/")) -> bool:
-    """Tell whether files in ``folder`` take memory, as those in `/dev/shm` do, and not a disk.
-
-    Args:
-        folder: Which is there.
-        root: Where `proc` lies.
-
-    Example:
-        >>> lies_in_memory(Path("/proc"))
-        False
-    """
-    device = folder.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    for line in read_or_nothing(root / "proc/self/mountinfo").splitlines():
-        # 36 35 0:24 / /dev/shm rw,nosuid shared:2 - tmpfs tmpfs rw
-        mount, _, kind = line.partition(" - ")
-        if mount.split()[2] == number:
-            return kind.split()[0] in ("tmpfs", "ramfs")
-    return False
 
 
 def _machine_bytes(root: Path) -> int | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from phalanx.ipc.available_memory import available_memory_bytes, lies_in_memory
+from phalanx.ipc.available_memory import available_memory_bytes
 
 MACHINE = {"proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:    1000 kB\nSwapFree:  24 kB\n"}
 UNLIMITED = 9223372036854771712
@@ -59,16 +58,3 @@ def test_the_tightest_bound_counts(tmp_path: Path, files: dict[str, str], expect
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     assert available_memory_bytes(tmp_path) == expected
-
-
-def test_a_folder_lies_in_memory_where_its_file_system_does(tmp_path):
-    device = tmp_path.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    info = tmp_path / "proc/self/mountinfo"
-    info.parent.mkdir(parents=True)
-    for kind, wanted in (("tmpfs", True), ("ext4", False)):
-        info.write_text(
-            f"7 1 9:9 / / rw - tmpfs x rw\n8 7 {number} / /a rw shared:2 - {kind} x rw\n"
-        )
-        assert lies_in_memory(tmp_path, tmp_path) is wanted
-    assert not lies_in_memory(tmp_path, tmp_path / "nowhere")
