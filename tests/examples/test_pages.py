@@ -23,6 +23,7 @@ PAGES = {
     "docs/callbacks.md": r"18 \[6, 12, 18\]\n24\n(.*\n)*stopped: True best: step-\d{8}",
     "docs/collectives.md": r"rank 1 \[2\.0, 2\.0, 2\.0\]",
     "docs/containers.md": r"(?s)torch.Size\(\[5, 7, 6\]\).*as one process: True",
+    "docs/ddp.md": r"weights: [0-9a-f]{12}",
     "docs/executor_group.md": r"two devices: \[\(2, 3\), \(1, 3\)\]",
     "docs/huggingface.md": r"is exp\(loss\): True\n.*\[3, 8, .*\nerror.*: (0\.0e|\d\.\de-0[678])",
     "docs/migrating_accelerate.md": "",

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -21,25 +20,14 @@ from torch import Tensor, nn
 
 from phalanx.distributed import Exchange
 from phalanx.execution.partial_sums import Gradients, PartialSum, TreeSums
-from phalanx.plan import Node
+from phalanx.plan import Node, ranges_of
 from phalanx.torch_internals import foreach_copy
 
-__all__ = ["RankReduction", "add_nodes", "give_first", "nodes_of", "ranges_of"]
+__all__ = ["RankReduction", "add_nodes", "give_first", "nodes_of"]
 
 T = TypeVar("T")
 
 _IDENTITY = -0.0  # added to any number, it gives this number; 0.0 would change the sign of -0.0
-
-
-def ranges_of(num_microbatches: int, num_ranks: int) -> list[range]:
-    """Return which microbatches each rank computes.
-
-    Example:
-        >>> ranges_of(4, 3)
-        [range(0, 1), range(1, 2), range(2, 4)]
-    """
-    stops = [num_microbatches * rank // num_ranks for rank in range(num_ranks + 1)]
-    return [range(start, stop) for start, stop in pairwise(stops)]
 
 
 def nodes_of(leaves: range, rows: Sequence[int]) -> list[Node]:

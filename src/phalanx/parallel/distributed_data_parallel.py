@@ -24,11 +24,10 @@ from phalanx.execution import (
     add_sums,
     describe_rank,
     give_first,
-    ranges_of,
 )
 from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.graph import Reduction, RunPart
-from phalanx.plan import check_argument, equal_sizes, read_count, read_number
+from phalanx.plan import check_argument, equal_sizes, ranges_of, read_count, read_number
 from phalanx.replicas import Statistics
 from phalanx.types import Nested
 

@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from phalanx.errors import ConfigError
@@ -15,6 +15,7 @@ __all__ = [
     "Shares",
     "check_workloads",
     "equal_sizes",
+    "ranges_of",
     "read_sizes",
     "read_weights",
     "read_workloads",
@@ -37,6 +38,17 @@ def equal_sizes(total: int, parts: int) -> list[int]:
     """
     quotient, remainder = divmod(total, parts)
     return [quotient + 1] * remainder + [quotient] * (parts - remainder)
+
+
+def ranges_of(num_microbatches: int, num_ranks: int) -> list[range]:
+    """Return which microbatches each rank computes.
+
+    Example:
+        >>> ranges_of(4, 3)
+        [range(0, 1), range(1, 2), range(2, 4)]
+    """
+    stops = [num_microbatches * rank // num_ranks for rank in range(num_ranks + 1)]
+    return [range(start, stop) for start, stop in pairwise(stops)]
 
 
 def workload_sizes(total: int, workloads: Sequence[float]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Every sample exactly once per epoch, across ranks, restarts and changes of their number."""
+"""Every row exactly once per epoch, across ranks, restarts and changes of their number."""
 
 from __future__ import annotations
 
@@ -9,68 +9,78 @@ import torch
 from torch.utils.data import Sampler
 
 from phalanx.errors import CheckpointError, ConfigError
+from phalanx.plan import check_argument, equal_sizes, ranges_of, read_count
 from phalanx.replicas import derive_seed
 
 __all__ = ["ExactSampler"]
 
 
-class ExactSampler(Sampler[int]):
-    """A sampler that knows where it is, and neither repeats nor leaves out.
+class ExactSampler(Sampler[list[int]]):
+    """Deal out the batches of an epoch to ranks: each gets the rows of its microbatches.
 
-    The order belongs to (seed, epoch) alone. Ranks take turns, so all of them together have done
-    the first ``position`` samples of the order at any common moment, and any other number of ranks
-    can go on from there. Nothing is padded: at the end of an epoch some ranks have one sample less
-    (see `phalanx.distributed.merge_hook` for how plain DDP bears that).
+    It is a batch sampler: ``DataLoader(data, batch_sampler=ExactSampler(data, 32, rank=rank,
+    num_ranks=size))``. The order belongs to (seed, epoch) alone, so the batches of all ranks
+    together are the same for any number of ranks, and `DistributedDataParallel` trains the same
+    bits. No row is repeated or left out.
 
     Args:
         data: A data set, or anything else with a length, or the length.
-        shuffle: Draw an order for each epoch; otherwise samples come as they lie.
-        seed: Decides the orders.
+        batch_size: Rows of all ranks together.
+        microbatches: As for `DistributedDataParallel`.
         rank: Which of ``num_ranks`` this is.
+        shuffle: Draw an order for each epoch; otherwise rows come as they lie.
+        seed: Decides the orders.
+        drop_last: Leave out a last batch that is smaller. A rank whose microbatches have no rows
+            gets an empty list otherwise, and the loader's ``collate_fn`` must take it.
 
     Attributes:
         epoch: The epoch that is running, or comes next.
-        position: Samples of the epoch that all ranks together have done.
+        position: Rows of the epoch that all ranks together were given.
 
     Raises:
-        ConfigError: There are no samples, or no such rank.
+        ConfigError: There are no rows, no such rank, or more ranks than microbatches.
 
     Determinism: the order is the same on every machine with the same torch version.
 
     Example:
-        >>> first, second = (ExactSampler(5, shuffle=False, rank=r, num_ranks=2) for r in (0, 1))
+        >>> first, second = (ExactSampler(7, 4, shuffle=False, rank=r, num_ranks=2) for r in (0, 1))
         >>> list(first), list(second)
-        ([0, 2, 4], [1, 3])
-        >>> sampler = ExactSampler(5, shuffle=False)
-        >>> places = iter(sampler)
-        >>> next(places), next(places)
-        (0, 1)
-        >>> later = ExactSampler(5, shuffle=False, rank=1, num_ranks=2)
+        ([[0, 1], [4, 5]], [[2, 3], [6]])
+        >>> sampler = ExactSampler(7, 4, shuffle=False)
+        >>> next(iter(sampler))
+        [0, 1, 2, 3]
+        >>> later = ExactSampler(7, 4, shuffle=False, rank=1, num_ranks=2)
         >>> later.load_state_dict(sampler.state_dict())
         >>> list(later)
-        [3]
+        [[6]]
     """
 
     def __init__(
         self,
         data: Sized | int,
+        batch_size: int,
         *,
-        shuffle: bool = True,
-        seed: int = 0,
+        microbatches: int = 4,
         rank: int = 0,
         num_ranks: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
     ) -> None:
-        self.num_samples = data if isinstance(data, int) else len(data)
-        if self.num_samples < 1:
-            raise ConfigError(f"`data` must hold at least 1 sample, but holds {self.num_samples}.")
-        if not 0 <= rank < num_ranks:
-            raise ConfigError(f"`rank` must be from 0 to {num_ranks - 1}, but is {rank!r}.")
+        self.num_rows = data if isinstance(data, int) else len(data)
+        if self.num_rows < 1:
+            raise ConfigError(f"`data` must hold at least 1 row, but holds {self.num_rows}.")
+        self.batch_size = read_count("batch_size", batch_size, 1)
+        self.microbatches = read_count("microbatches", microbatches, 1)
+        wanted = f"be from 1 to the microbatches ({microbatches})"
+        check_argument(0 < num_ranks <= microbatches, "num_ranks", wanted, num_ranks)
+        check_argument(0 <= rank < num_ranks, "rank", f"be from 0 to {num_ranks - 1}", rank)
         self.shuffle = shuffle
         self.seed = seed
-        self.rank = rank
-        self.num_ranks = num_ranks
+        self.drop_last = drop_last
         self.epoch = 0
         self.position = 0
+        self._own = ranges_of(microbatches, num_ranks)[rank]
 
     def set_epoch(self, epoch: int) -> None:
         """Begin ``epoch``, unless it is the one that is running."""
@@ -78,30 +88,33 @@ class ExactSampler(Sampler[int]):
             self.epoch, self.position = epoch, 0
 
     def __len__(self) -> int:
-        """Return how many samples a whole epoch has for this rank, wherever it is now."""
-        return len(range(self.rank, self.num_samples, self.num_ranks))
+        """Return how many batches a whole epoch has, wherever it is now."""
+        return len(range(0, self._end(), self.batch_size))
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[list[int]]:
         """Yield what is left of the epoch; the next one begins when all of it was taken.
 
-        A `DataLoader` with workers takes samples before they are trained on: save
+        A `DataLoader` with workers takes batches before they are trained on: save
         :meth:`state_after` then.
         """
         epoch, order = self.epoch, self._order()
-        for place in self._own():
-            self.position = min(place - self.rank + self.num_ranks, self.num_samples)
-            yield order[place]
+        for start in range(self.position, self._end(), self.batch_size):
+            rows = order[start : start + self.batch_size]
+            self.position = start + len(rows)
+            sizes = equal_sizes(len(rows), self.microbatches)
+            yield rows[sum(sizes[: self._own.start]) : sum(sizes[: self._own.stop])]
         if self.epoch == epoch:
             self.epoch, self.position = epoch + 1, 0
 
-    def _own(self) -> range:
-        return range(self.position + self.rank, self.num_samples, self.num_ranks)
+    def _end(self) -> int:
+        left_out = self.num_rows % self.batch_size if self.drop_last else 0
+        return self.num_rows - left_out
 
     def _order(self) -> list[int]:
         if not self.shuffle:
-            return list(range(self.num_samples))
+            return list(range(self.num_rows))
         draw = torch.Generator().manual_seed(derive_seed(self.seed, self.epoch))
-        order: list[int] = torch.randperm(self.num_samples, generator=draw).tolist()
+        order: list[int] = torch.randperm(self.num_rows, generator=draw).tolist()
         return order
 
     def state_dict(self) -> dict[str, int]:
@@ -109,11 +122,11 @@ class ExactSampler(Sampler[int]):
         return self.state_after(self.position)
 
     def state_after(self, position: int) -> dict[str, int]:
-        """Return the state in which all ranks together have done ``position`` samples."""
+        """Return the state in which all ranks together were given ``position`` rows."""
         return {
             "epoch": self.epoch,
             "position": position,
-            "num_samples": self.num_samples,
+            "num_rows": self.num_rows,
             "seed": self.seed,
         }
 
@@ -124,10 +137,10 @@ class ExactSampler(Sampler[int]):
         Raises:
             CheckpointError: It is of other data or another seed; nothing changes then.
         """
-        num_samples, seed = state["num_samples"], state["seed"]
-        if (num_samples, seed) != (self.num_samples, self.seed):
+        num_rows, seed = state["num_rows"], state["seed"]
+        if (num_rows, seed) != (self.num_rows, self.seed):
             raise CheckpointError(
-                f"`state` must be of {self.num_samples} samples and seed {self.seed}, but is of "
-                f"{num_samples} and seed {seed}. Give the data and the seed that it was saved with."
+                f"`state` must be of {self.num_rows} rows and seed {self.seed}, but is of "
+                f"{num_rows} and seed {seed}. Give the data and the seed that it was saved with."
             )
         self.epoch, self.position = state["epoch"], state["position"]

@@ -18,54 +18,63 @@ from phalanx import CheckpointError, ExactSampler
 
 @given(
     st.integers(1, 40),
+    st.integers(1, 12),
     st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=4),
     st.integers(0, 3),
 )
-def test_every_sample_comes_once_however_often_the_ranks_change(
-    size: int, legs: list[tuple[int, int]], seed: int
+def test_every_row_comes_once_in_the_same_batch_however_often_the_ranks_change(
+    size: int, batch_size: int, legs: list[tuple[int, int]], seed: int
 ) -> None:
-    state: dict[str, Any] = ExactSampler(size, seed=seed).state_dict()
+    state: dict[str, Any] = ExactSampler(size, batch_size, seed=seed).state_dict()
     seen: list[int] = []
-    for num_ranks, turns in legs:
+    for num_ranks, turns in [*legs, (1, size)]:
         samplers = [
-            ExactSampler(size, seed=seed, rank=r, num_ranks=num_ranks) for r in range(num_ranks)
+            ExactSampler(
+                size, batch_size, microbatches=5, seed=seed, rank=rank, num_ranks=num_ranks
+            )
+            for rank in range(num_ranks)
         ]
         for sampler in samplers:
             sampler.load_state_dict(state)
-        for sampler in samplers:
-            seen += itertools.islice(iter(sampler), turns)
-        if max(sampler.position for sampler in samplers) >= size or samplers[0].epoch:
-            break
+        for parts in itertools.islice(zip(*samplers, strict=True), turns):
+            seen += itertools.chain.from_iterable(parts)
         state = samplers[0].state_dict()
-    else:
-        last = ExactSampler(size, seed=seed)
-        last.load_state_dict(state)
-        seen += list(last)
+        if state["epoch"]:
+            break
+    whole = list(ExactSampler(size, batch_size, seed=seed))
+    assert seen == list(itertools.chain.from_iterable(whole))
     assert sorted(seen) == list(range(size))
 
 
 def test_orders_belong_to_seed_and_epoch() -> None:
-    sampler, other = ExactSampler(20), ExactSampler(20, seed=1)
+    sampler, other = ExactSampler(20, 20), ExactSampler(20, 20, seed=1)
     epochs = [list(sampler), list(sampler), list(other)]
-    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert len({tuple(epoch[0]) for epoch in epochs}) == 3
     sampler.set_epoch(0)
     assert list(sampler) == epochs[0]
 
 
 def test_setting_the_running_epoch_keeps_the_place() -> None:
-    sampler = ExactSampler(6, shuffle=False)
-    list(itertools.islice(iter(sampler), 2))
+    sampler = ExactSampler(6, 2, shuffle=False)
+    next(iter(sampler))
     sampler.set_epoch(0)
-    assert list(sampler) == [2, 3, 4, 5]
+    assert list(sampler) == [[2, 3], [4, 5]]
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"num_samples": 7}])
+def test_a_last_batch_that_is_smaller_can_be_left_out() -> None:
+    sampler = ExactSampler(7, 3, shuffle=False, drop_last=True)
+    assert list(sampler) == [[0, 1, 2], [3, 4, 5]]
+    assert len(sampler) == 2
+    assert len(ExactSampler(7, 3)) == 3
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"num_rows": 7}])
 def test_a_state_of_other_data_is_refused_and_changes_nothing(change: dict[str, Any]) -> None:
-    sampler = ExactSampler(6, shuffle=False)
-    list(itertools.islice(iter(sampler), 2))
+    sampler = ExactSampler(6, 2, shuffle=False)
+    next(iter(sampler))
     with pytest.raises(CheckpointError, match="`state` must"):
         sampler.load_state_dict({**sampler.state_dict(), **change})
-    assert list(sampler) == [2, 3, 4, 5]
+    assert list(sampler) == [[2, 3], [4, 5]]
 
 
 trained_on: list[float] = []
@@ -81,7 +90,7 @@ class Noting(nn.Linear):
 
 def test_a_trainer_that_is_stopped_in_mid_epoch_goes_on_behind() -> None:
     rows = TensorDataset(torch.arange(10.0)[:, None], torch.zeros(10, 1))
-    loader = DataLoader(rows, batch_size=2, sampler=ExactSampler(rows, seed=3))
+    loader = DataLoader(rows, batch_sampler=ExactSampler(rows, 2, seed=3))
 
     def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.0)
