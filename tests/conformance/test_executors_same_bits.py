@@ -1,10 +1,10 @@
-"""The same bits in every formation: executors, sizes, a resize under way, a stop and a resume."""
+"""The same bits in every formation: executors, sizes, a stop and a resume."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,15 +125,10 @@ def result(trained: phalanx.Trainer, losses: list[float]) -> Run:
     return Run(state, moments, rates, list(losses))
 
 
-def nothing(trained: phalanx.Trainer, epoch: int) -> None:
-    """Leave the trainer as it is."""
-
-
 def train(
     executor: str,
     replicas: int,
     *,
-    between: Callable[[phalanx.Trainer, int], None] = nothing,
     folder: Path | None = None,
 ) -> Run:
     losses: list[float] = []
@@ -141,8 +136,7 @@ def train(
         torch.autocast("cpu", dtype=torch.bfloat16),
         trainer(executor, replicas, losses, made()) as trained,
     ):
-        for epoch in range(3):
-            between(trained, epoch)
+        for _ in range(3):
             trained.fit(batches())
         assert trained.steps == STEPS
         if folder is not None:
@@ -170,18 +164,6 @@ def test_weights_buffers_moments_and_losses_are_the_same_bits(
 ) -> None:
     for run in world.run(train, n, folder=tmp_path / "checkpoint"):
         assert_same_bits(run, expected)
-
-
-@pytest.mark.parametrize(
-    "executor", [pytest.param("threads", marks=pytest.mark.night), "processes"]
-)
-def test_a_run_that_is_resized_gives_the_same_bits(executor: str, expected: Run) -> None:
-    sizes = [2, 3, 1]
-
-    def resize(trained: phalanx.Trainer, epoch: int) -> None:
-        trained.resize(sizes[epoch])
-
-    assert_same_bits(train(executor, 2, between=resize), expected)
 
 
 @pytest.mark.parametrize(

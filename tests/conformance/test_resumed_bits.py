@@ -1,4 +1,4 @@
-"""A run that was stopped, resized, or failed on the way has the bits of one that was not.
+"""A run that was stopped or failed on the way has the bits of one that was not.
 
 What `test_same_bits` does not meet: parameters without a gradient, optimizers whose state is not of
 the parameters' dtype, buffers outside of the state dict, failures in an epoch's first batch.
@@ -37,10 +37,10 @@ def adamw_of_two_groups(parameters: list[nn.Parameter]) -> Optimizer:
 
 def runs(
     net: nn.Module, data: Batches, make: Make, folder: Path, middle: int, **options: Any
-) -> tuple[nn.Module, nn.Module, nn.Module]:
-    """Return the module as trained in one go, across a resume, and across a resize."""
+) -> tuple[nn.Module, nn.Module]:
+    """Return the module as trained in one go, and across a resume."""
     options = {"replicas": 1, "microbatches": 2, **options}
-    whole, first, second, resized = (copy.deepcopy(net) for _ in range(4))
+    whole, first, second = (copy.deepcopy(net) for _ in range(3))
     with phalanx.Trainer(whole, F.mse_loss, make, **{"microbatches": None, **options}) as trainer:
         trainer.fit(data)
     with phalanx.Trainer(first, F.mse_loss, make, **{"microbatches": None, **options}) as trainer:
@@ -51,11 +51,7 @@ def runs(
         trainer.save(folder)  # at once: nothing is lost by it
         trainer.resume(folder)
         trainer.fit(data)
-    with phalanx.Trainer(resized, F.mse_loss, make, **{"microbatches": None, **options}) as trainer:
-        trainer.fit(data, steps=middle)
-        trainer.resize(2)
-        trainer.fit(data)
-    return whole, second, resized
+    return whole, second
 
 
 def assert_same_bits(net: nn.Module, *others: nn.Module) -> None:

@@ -102,16 +102,6 @@ def test_going_back_in_a_callback_reads_the_data_from_there(tmp_path: Path) -> N
         assert same(state_of(trainer), undisturbed(10))
 
 
-def test_replicas_may_change_after_every_step() -> None:
-    def resize(event: object) -> None:
-        if isinstance(event, StepDone):
-            trainer.resize([3, 1, 2, 2][event.step % 4])
-
-    with make(callbacks=[resize]) as trainer:
-        trainer.fit(batches(), epochs=2)
-        assert same(state_of(trainer), undisturbed(10))
-
-
 # -- in the middle of a step --------------------------------------------
 
 
@@ -140,32 +130,6 @@ def test_closing_in_the_middle_of_a_step_lets_it_end() -> None:
         trainer.fit(batches())
     assert trainer.steps == 2
     assert same(state_of(trainer), expected)
-
-
-# -- replicas that cannot be had ----------------------------------------
-
-
-def test_training_goes_on_where_the_system_has_no_more_replicas(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    start = threading.Thread.start
-
-    def start_two(thread: threading.Thread) -> None:
-        if thread.name == "phalanx-replica-2":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start_two)
-    with make() as trainer:
-        trainer.fit(batches(), steps=2)
-        trainer.resize(3)
-        with pytest.warns(UserWarning, match=r"with 2 replicas, as 3 .* can't start new thread"):
-            trainer.fit(batches(), steps=3)
-        assert len(trainer.devices) == 2
-        trainer.resize(1)
-        trainer.fit(batches(), steps=5)
-        assert len(trainer.devices) == 1
-        assert same(state_of(trainer), undisturbed(10))
 
 
 # -- telling ------------------------------------------------------------

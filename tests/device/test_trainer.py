@@ -158,18 +158,6 @@ def test_a_checkpoint_from_the_middle_of_an_epoch_goes_on_elsewhere(tmp_path: Pa
         assert_same_bits(trained(devices, resumes=True), whole, "+".join(devices))
 
 
-def test_other_devices_in_the_middle_of_a_training(expected: dict[str, Any]) -> None:
-    def trained(devices: list[str], then: list[str]) -> dict[str, Any]:
-        with trainer(devices) as made:
-            made.fit(data(), steps=3, progress=False)
-            made.resize(then)
-            made.fit(data(), epochs=1, progress=False)
-            return on_cpu(dict(made.module.state_dict()))
-
-    found = trained(["dev:0", "dev:1"], ["dev:1", "cpu", "dev:0"])
-    assert_same_bits(found, trained(["cpu"], ["cpu", "cpu"]))
-
-
 def test_mixed_precision_of_the_callers_is_the_same_on_one_device_and_two() -> None:
     def trained(devices: list[str]) -> dict[str, Any]:
         module, batches = net().float(), [(x.float(), y) for x, y in data()]

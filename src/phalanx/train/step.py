@@ -68,7 +68,7 @@ class EngineSpec:
 
 
 class Engine:
-    """Replicas of a module, and its optimizer in shards: opened for a batch, exchanged, closed.
+    """Replicas of a module, and its optimizer in shards: opened and closed.
 
     Args:
         devices: One for each replica.
@@ -83,7 +83,6 @@ class Engine:
         self.devices = devices
         self.intra_op = intra_op
         self.written: set[str] = set()
-        self._wanted: tuple[tuple[torch.device, ...], int] | None = None
         self._executor: Executor | None = None
         self._shards: Shards
         self._generation = 0  # of the ranks that the shards were opened for
@@ -262,19 +261,13 @@ class Engine:
 
     def open(self) -> None:
         """Have replicas that fit module and optimizer."""
-        if self._wanted is not None:
-            self._exchange(*self._wanted)
         if self._executor is not None:
             is_same = _trained_ids(self.spec.optimizer) == self._trained_ids
             if not is_same or not self._executor.follow():
                 self.complete_state(changed=True)
                 self.close()
         if self._executor is None:
-            self._make(self.devices, self.intra_op)
-
-    def resize(self, devices: tuple[torch.device, ...], intra_op: int) -> None:
-        """Have such replicas from the next :meth:`open` on."""
-        self._wanted = devices, intra_op
+            self._make()
 
     def refresh(self) -> None:
         """Let the next run read everything that the module and the loss hold as it is then."""
@@ -295,8 +288,8 @@ class Engine:
                 self._executor.close()
             self._executor = None
 
-    def _make(self, devices: tuple[torch.device, ...], intra_op: int) -> None:
-        spec = self.spec
+    def _make(self) -> None:
+        spec, devices = self.spec, self.devices
         refuse_lazy(spec.module)
         refuse_scripts(spec.module)
         check_members(spec.module, spec.optimizer)
@@ -309,7 +302,7 @@ class Engine:
         # engine gives to parameters is what they keep.
         with torch.inference_mode(False):
             _close_gaps(spec.optimizer)
-            executor = spec.open_executor(devices, workloads=spec.workloads, intra_op=intra_op)
+            executor = spec.open_executor(devices, workloads=spec.workloads, intra_op=self.intra_op)
             try:
                 executor.optimizer = spec.optimizer
                 self._executor = executor
@@ -327,24 +320,6 @@ class Engine:
         executor = self.executor
         self._generation = 0 if executor.peers is None else executor.peers.generation
         self._shards = executor.open_shards(self.spec.optimizer)
-
-    def _exchange(self, devices: tuple[torch.device, ...], intra_op: int) -> None:
-        """Have other replicas, or keep the present ones where those cannot be had."""
-        self._wanted = None
-        if (devices, intra_op) == (self.devices, self.intra_op):
-            return
-        if self._executor is not None:
-            self.close()
-            try:
-                self._make(devices, intra_op)
-            except Exception as error:  # whatever the system lacks: no reason to end the training
-                warnings.warn(
-                    f"Training continues with {len(self.devices)} replicas, as {len(devices)} "
-                    f"cannot be had: {error}",
-                    stacklevel=2,
-                )
-                return
-        self.devices, self.intra_op = devices, intra_op
 
     # -- state -------------------------------------------------------
 

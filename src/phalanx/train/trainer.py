@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from phalanx.callbacks import EMA, Callback, EpochDone, FitBegun, FitEnded, StepDone
 from phalanx.clock import now_s
-from phalanx.errors import ConfigError, StateError, UnsupportedError
+from phalanx.errors import ConfigError, StateError
 from phalanx.execution import (
     ExecutorChoice,
     FailureLog,
@@ -346,30 +346,6 @@ class Trainer:
             if self._optimizer_train is not None:
                 self._engine.write(self._optimizer_train)
             return self._step(batch, in_epoch=False)
-
-    def resize(self, replicas: int | Sequence[Device]) -> None:
-        """Go on with other replicas from the next update on; callable from anywhere.
-
-        With ``microbatches`` the trained weights stay the same bits; without, a batch is cut into
-        as many slices as there are replicas. If the system cannot have them then (no memory, no
-        processes), training goes on with the present ones, and warns.
-
-        Args:
-            replicas: How many, or a device for each.
-
-        Raises:
-            ConfigError: They cannot be, or do not fit the workloads given; nothing changes then.
-        """
-        check_moment(closed=self._closed)
-        if self._choice.kind == "ranks":
-            raise UnsupportedError(
-                "`resize()` must be called in one process that owns all replicas, but "
-                "executor='ranks' has several. `save()`, and `resume()` in a job of another size."
-            )
-        spec = self._engine.spec
-        microbatches = spec.splitter.microbatches
-        devices = read_replicas(replicas, microbatches, spec.workloads, self._home, self._choice)
-        self._engine.resize(devices, read_threads(devices, microbatches, self._choice))
 
     def stop(self) -> None:
         """Make the running :meth:`fit` return after its step, from anywhere; on ranks, from all."""
