@@ -21,7 +21,6 @@ from phalanx.execution.thread_pool import CallerThread, ThreadPool
 from phalanx.replicas import (
     Replica,
     RngPlan,
-    autocast_off,
     callers_streams,
     current_streams,
     has_compiled,
@@ -134,12 +133,8 @@ class Executor(ABC):
                 return function(index)
 
         run = on_streams if streams else function
-        threads = self._threads
-        if isinstance(threads, CallerThread) and (uninterrupted or not threads.closed):
-            with autocast_off(self.devices):  # as in a replica's thread: it gives other bits
-                return threads.each_uninterrupted(run) if uninterrupted else threads.each(run)
-        if not threads.closed:
-            return threads.each(run)
+        if not self._threads.closed:
+            return self._threads.each(run, uninterrupted=uninterrupted)
         with contextlib.closing(ThreadPool(len(self), intra_op=self.intra_op)) as pool:
             return pool.each(run)
 

@@ -87,30 +87,29 @@ class TreeSums(Generic[T]):
     """
 
     def __init__(self, num_leaves: int, add: Callable[[T, T], T]) -> None:
+        self._waiting: dict[Node, T | None] = {}
         self._tree = SummationTree(num_leaves)
-        self._last_level = self._tree.root.level - 1  # whose sums the caller adds
         self._add = add
         self._lock = threading.Lock()
-        self._waiting: dict[Node, T | None] = {}
 
     def put(self, node: Node, value: T | None) -> None:
         """Bring the sum of all leaves below ``node``, and add it to what waits for it."""
-        while node.level < self._last_level:
-            sibling = self._tree.sibling(node)
-            if sibling is not None:
-                with self._lock:
-                    if sibling not in self._waiting:
-                        self._waiting[node] = value
-                        return
-                    other = self._waiting.pop(sibling)
-                left, right = (value, other) if node < sibling else (other, value)
-                if left is None or right is None:
-                    value = right if left is None else left
-                else:
-                    value = self._add(left, right)
-            node = self._tree.parent(node)
+        *below, (last, _) = self._tree.way_up(node)
+        for place, sibling in below:
+            if sibling is None:
+                continue
+            with self._lock:
+                if sibling not in self._waiting:
+                    self._waiting[place] = value
+                    return
+                other = self._waiting.pop(sibling)
+            left, right = (value, other) if place < sibling else (other, value)
+            if left is None or right is None:
+                value = right if left is None else left
+            else:
+                value = self._add(left, right)
         with self._lock:
-            self._waiting[node] = value
+            self._waiting[last] = value
 
     def waiting(self) -> dict[Node, T | None]:
         """Return the sums that wait for others, in the order of the tree."""

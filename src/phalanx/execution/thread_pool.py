@@ -10,7 +10,7 @@ import queue
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 import torch
 
 from phalanx.errors import GroupAborted, OutOfSpace, StateError
-from phalanx.replicas import caller_intra_op, set_intra_op
+from phalanx.replicas import autocast_off, caller_intra_op, set_intra_op
 
 __all__ = ["CallerThread", "ThreadPool"]
 
 T = TypeVar("T")
 _SIGNALS_HEARD_S = 1.0  # Python runs signal handlers between waits, not inside them
-_SIGNALS = (  # those that programs answer; to look at all takes 0.1 ms
+_SIGNALS = (  # those that programs answer, Ctrl-C first; to look at all takes 0.1 ms
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
     *(signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2),
 )
@@ -59,6 +59,9 @@ class ThreadPool:
         intra_op: Threads inside the operators that each of them runs.
         name: Threads are called ``<name>-<index>``.
 
+    Attributes:
+        closed: Whether the threads were dismissed.
+
     Raises:
         OutOfSpace: The system starts no more threads.
 
@@ -71,6 +74,7 @@ class ThreadPool:
 
     def __init__(self, size: int, *, intra_op: int, name: str = "phalanx-replica") -> None:
         self._busy = threading.RLock()  # two threads may call one container
+        self.closed = False
         self._running = False
         self._closes_afterwards = False
         self._pid = os.getpid()
@@ -85,7 +89,7 @@ class ThreadPool:
             for thread in self._threads:
                 thread.start()
         except RuntimeError as error:  # the only way in which Python tells of it
-            self._dismiss()
+            self._end()
             raise OutOfSpace(
                 f"There must be room for {size} more threads, but the system says: {error}. Raise "
                 "the limit of processes (`ulimit -u`, or a container's `pids.max`), which counts "
@@ -96,7 +100,11 @@ class ThreadPool:
         set_intra_op(before)  # the last number set is what threads born later start with
 
     def each(
-        self, task: Callable[[int], T], *, on_interrupt: Callable[[], None] = lambda: None
+        self,
+        task: Callable[[int], T],
+        *,
+        on_interrupt: Callable[[], None] = lambda: None,
+        uninterrupted: bool = True,  # noqa: ARG002 - see `CallerThread`
     ) -> list[T]:
         """Run ``task(index)`` in every thread at once and return the results by index.
 
@@ -108,6 +116,7 @@ class ThreadPool:
         Args:
             on_interrupt: Called in the caller's thread before it goes on waiting; it may tell the
                 tasks to end early, as nobody will see their results.
+            uninterrupted: Nothing else is possible here.
 
         Raises:
             StateError: The pool is closed; or a signal's handler calls in the middle of a call; or
@@ -133,14 +142,13 @@ class ThreadPool:
                 raise StateError("`each()` needs open threads, but they were closed. Make a pool.")
             self._running = True
             try:
-                self._run(task, on_interrupt)
-                return self._collect()
+                return self._run(task, on_interrupt)
             finally:
                 self._running = False
                 if self._closes_afterwards:
-                    self._dismiss()
+                    self._end()
 
-    def _run(self, task: Callable[[int], Any], on_interrupt: Callable[[], None]) -> None:
+    def _run(self, task: Callable[[int], T], on_interrupt: Callable[[], None]) -> list[T]:
         """Start the task in all threads and wait for all; interrupted anywhere, it begins again.
 
         Beginning again harms nothing: a thread works on each ticket once.
@@ -163,31 +171,26 @@ class ThreadPool:
                 break
             except BaseException as error:  # Ctrl-C: the threads still hold the caller's memory
                 if interrupt is not None:  # the user insists; a thread hangs, and is left behind
-                    self._dismiss()
+                    self._end()
                     raise
                 interrupt = error
-        if interrupt is not None:
-            with contextlib.suppress(BaseException):
-                self._collect()
-            raise interrupt
-
-    def _collect(self) -> list[Any]:
-        """Return the results, or raise the first failure; forget both."""
         results = [worker.result for worker in self._workers]
         failures = [worker.failure for worker in self._workers if worker.failure is not None]
         for worker in self._workers:
             worker.result = worker.failure = worker.task = None
         try:
+            if interrupt is not None:
+                raise interrupt
             if failures:
                 raise _first_cause(failures)
-        finally:
-            del failures  # its traceback holds this frame: a cycle would keep the caller's objects
+        finally:  # tracebacks hold this frame: a cycle would keep the caller's objects
+            del failures, interrupt
         return results
 
-    @property
-    def closed(self) -> bool:
-        """Whether the threads were dismissed."""
-        return not self._dismiss.alive
+    def _end(self) -> None:
+        """Dismiss the threads, and wait for none."""
+        self.closed = True
+        self._dismiss()
 
     def close(self) -> None:
         """Dismiss the threads and wait until they are gone; closing twice does nothing.
@@ -196,6 +199,7 @@ class ThreadPool:
         the call ends first, and nobody waits.
         """
         if os.getpid() != self._pid:  # a fork: the threads are the other process's
+            self.closed = True
             self._dismiss.detach()
             return
         if threading.current_thread() in self._threads:
@@ -205,7 +209,7 @@ class ThreadPool:
             if self._running:
                 self._closes_afterwards = True
                 return
-            self._dismiss()
+            self._end()
         for thread in self._threads:
             thread.join()
 
@@ -214,80 +218,67 @@ class CallerThread:
     """A pool without threads: tasks run in the caller's, one after the other.
 
     Args:
-        size: Number of tasks.
+        devices: Where the tasks compute; each begins without autocast there, as in a thread.
         intra_op: Threads inside the operators.
     """
 
-    def __init__(self, size: int, *, intra_op: int) -> None:
-        self._size = size
+    def __init__(self, devices: Sequence[torch.device], *, intra_op: int) -> None:
+        self._devices = devices
         self._intra_op = intra_op
         self.closed = False
 
-    def each_uninterrupted(self, task: Callable[[int], T]) -> list[T]:
-        """As :meth:`each`, but the handlers of all signals are called after it."""
-        with _SignalsHeld(_SIGNALS):
-            return self.each(task)
-
-    def each(self, task: Callable[[int], T]) -> list[T]:
+    def each(self, task: Callable[[int], T], *, uninterrupted: bool = False) -> list[T]:
         """Run ``task`` for each index here and now; a Ctrl-C arrives after all.
 
         In the middle of one it might leave a mode of torch's behind. A second one does not wait, as
         where threads do the work.
+
+        Args:
+            uninterrupted: Other signals arrive after it, too, and so does a second Ctrl-C.
         """
-        with _SignalsHeld((signal.SIGINT,), insistent=True), caller_intra_op(self._intra_op):
-            return [task(index) for index in range(self._size)]
+        held = _signals_held(_SIGNALS if uninterrupted else _SIGNALS[:1], second=uninterrupted)
+        with held, autocast_off(self._devices), caller_intra_op(self._intra_op):
+            return [task(index) for index in range(len(self._devices))]
 
     def close(self) -> None:
         """Do nothing more; closing twice does nothing."""
         self.closed = True
 
 
-class _SignalsHeld:
+@contextlib.contextmanager
+def _signals_held(numbers: Sequence[int], *, second: bool) -> Iterator[None]:
     """Call the handlers of signals that come in the body after it; other threads hold none.
 
     The module `signal` makes enumerations of all numbers and handlers, which takes ten times as
     long as what is below it.
 
     Args:
-        numbers: Which signals.
-        insistent: Whether one that comes again is answered at once.
+        second: Hold one that comes again, too.
     """
+    handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
+    came: dict[int, FrameType | None] = {}
 
-    def __init__(self, numbers: Sequence[int], *, insistent: bool = False) -> None:
-        self._numbers = numbers
-        self._insistent = insistent
-        self._came: dict[int, FrameType | None] = {}
-        self._handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
+    def hold(number: int, frame: FrameType | None) -> None:
+        if second or number not in came:
+            came[number] = frame
+        else:
+            del came[number]
+            handlers[number](number, frame)
 
-    def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        try:
-            for number in self._numbers:
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for number in numbers:
                 handler = _signal.getsignal(number)
                 if callable(handler):
-                    self._handlers[number] = handler
-                    _signal.signal(number, self._hold)
-        except BaseException:  # of a handler that is not replaced yet
-            self._put_back()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        self._put_back()
-        if self._came:
-            with contextlib.ExitStack() as calls:  # one that raises keeps no other from its call
-                for number, frame in self._came.items():
-                    calls.callback(self._handlers[number], number, frame)
-
-    def _hold(self, number: int, frame: FrameType | None) -> None:
-        if self._insistent and self._came.pop(number, self) is not self:
-            self._handlers[number](number, frame)
-        else:
-            self._came[number] = frame
-
-    def _put_back(self) -> None:
-        for number, handler in self._handlers.items():
+                    handlers[number] = handler
+                    _signal.signal(number, hold)
+        yield
+    finally:
+        for number, handler in handlers.items():
             _signal.signal(number, handler)
+        with contextlib.ExitStack() as calls:  # one that raises keeps no other from its call
+            for number, frame in came.items():
+                calls.callback(handlers[number], number, frame)
 
 
 def _serve(worker: _WorkerThread) -> None:

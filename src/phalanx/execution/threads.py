@@ -118,8 +118,11 @@ class ThreadExecutor(Executor):
         self._has_parameters = True  # those that the modules have now
         compiled = any(map(has_compiled, dict.fromkeys(sources)))
         self._compile_once = CompileOnce(sources) if compiled else None
-        kind = CallerThread if inline else ThreadPool
-        self._threads = kind(len(devices), intra_op=self.intra_op)
+        self._threads = (
+            CallerThread(devices, intra_op=self.intra_op)
+            if inline
+            else ThreadPool(len(devices), intra_op=self.intra_op)
+        )
 
     def follow(self) -> bool:
         """Let the next runs see assigned attributes; False where the parameters are others."""

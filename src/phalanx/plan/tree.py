@@ -17,6 +17,7 @@ bit in every formation. The left operand takes the right one: ``left += right``.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 __all__ = ["Node", "SummationTree"]
@@ -60,3 +61,19 @@ class SummationTree:
     def parent(self, node: Node) -> Node:
         """Return the node that holds ``node`` plus its sibling."""
         return Node(node.level + 1, node.index >> 1)
+
+    @functools.cache  # noqa: B019 - trees are small, and few
+    def way_up(self, node: Node) -> list[tuple[Node, Node | None]]:
+        """Return the nodes that the sum at ``node`` passes, each with its sibling.
+
+        The last of them is an operand of the last addition.
+
+        Example:
+            >>> [node.level for node, _ in SummationTree(5).way_up(Node(0, 4))]
+            [0, 1, 2]
+        """
+        way = [(node, self.sibling(node))]
+        while way[-1][0].level < self.root.level - 1:
+            node = self.parent(way[-1][0])
+            way.append((node, self.sibling(node)))
+        return way
