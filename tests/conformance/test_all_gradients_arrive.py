@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import phalanx
-from tests.conformance.groups import desc, group_of
+from tests.contracts.groups import desc, group_of
 from tests.zoo import simple_sgd as sgd
 
 pytestmark = pytest.mark.promise("whole-batch-gradients")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx.errors import UnsupportedError
-from tests.conformance.containers import assert_equal_pass, draw
+from tests.contracts.containers import assert_equal_pass, draw
 from tests.zoo import assert_close, assert_same_bits, sgd, state_of, twin_of
 
 pytestmark = pytest.mark.promise("compiled-models")

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from phalanx.compat.mxnet import DataBatch, DataParallelExecutorGroup, Monitor
 from phalanx.errors import ConfigError
-from tests.conformance.containers import draw
-from tests.conformance.groups import (
+from tests.contracts.containers import draw
+from tests.contracts.groups import (
     F64,
     THREE,
     TWO,

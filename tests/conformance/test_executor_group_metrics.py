@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, classification, regression, text
 
 from phalanx.compat.mxnet import DataBatch
-from tests.conformance.containers import draw
-from tests.conformance.groups import (
+from tests.contracts.containers import draw
+from tests.contracts.groups import (
     F64,
     THREE,
     WORKLOADS,

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from phalanx.compat.mxnet import DataBatch, DataParallelExecutorGroup
 from phalanx.errors import ConfigError, StateError
 from phalanx.plan import equal_sizes, workload_sizes
-from tests.conformance.containers import draw
-from tests.conformance.groups import (
+from tests.contracts.containers import draw
+from tests.contracts.groups import (
     F64,
     THREE,
     TWO,

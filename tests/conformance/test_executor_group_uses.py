@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from phalanx.errors import StateError
-from tests.conformance.containers import draw
-from tests.conformance.groups import (
+from tests.contracts.containers import draw
+from tests.contracts.groups import (
     CLASSES,
     F64,
     WORKLOADS,

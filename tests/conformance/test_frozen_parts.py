@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from tests.conformance.containers import draw
+from tests.contracts.containers import draw
 from tests.zoo import assert_close, plain_steps, sgd, state_of, twin_of
 
 pytestmark = pytest.mark.promise("state-is-shared")

@@ -14,8 +14,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from phalanx.compat import mxnet
 from phalanx.compat.mxnet import DataBatch, Monitor
 from phalanx.errors import ConfigError
-from tests.conformance.containers import draw, joined
-from tests.conformance.groups import (
+from tests.contracts.containers import draw, joined
+from tests.contracts.groups import (
     CLASSES,
     F64,
     THREE,

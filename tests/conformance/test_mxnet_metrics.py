@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from phalanx.compat import mxnet
 from phalanx.errors import ConfigError
-from tests.conformance.containers import cpu_and_others
-from tests.conformance.groups import Net
+from tests.contracts.containers import cpu_and_others
+from tests.contracts.groups import Net
 
 pytestmark = pytest.mark.devices
 ROWS = 9

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx.errors import UnsupportedError
-from tests.conformance.containers import cpu_and_others
+from tests.contracts.containers import cpu_and_others
 from tests.products import in_pairs
 from tests.zoo import (
     CASES,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import phalanx
 from phalanx import DataParallel, Layout, ModelParallel, Trainer, tables
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError, StateError, UnsupportedError
-from tests.conformance import groups
+from tests.contracts import groups
 from tests.zoo import MLP, adamw, assert_same_bits, gradients_of, mlp, sgd, state_of, vector_batch
 
 pytestmark = pytest.mark.promise(

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import phalanx
 from phalanx import UnsupportedError
-from tests.conformance.groups import desc, group_of
+from tests.contracts.groups import desc, group_of
 from tests.zoo import assert_close, assert_same_bits, plain_steps, sgd
 
 F = nn.functional

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from tests.conformance.containers import draw, loss_of, parallel
+from tests.contracts.containers import draw, loss_of, parallel
 from tests.zoo import assert_close, gradients_of, plain_steps, twin_of
 
 pytestmark = pytest.mark.promise("state-is-shared")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from tests.conformance.groups import desc, group_of
+from tests.contracts.groups import desc, group_of
 from tests.zoo import simple_sgd as sgd
 
 pytestmark = pytest.mark.promise("state-is-shared", "buffers-are-merged")

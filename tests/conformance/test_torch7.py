@@ -25,7 +25,7 @@ import phalanx
 from phalanx.compat import torch7
 from phalanx.errors import ConfigError, StateError
 from tests.columns import columns_of_layer
-from tests.conformance.containers import cpu_and_others, joined
+from tests.contracts.containers import cpu_and_others, joined
 from tests.zoo import ACCELERATOR_FIRST
 
 pytestmark = [pytest.mark.devices, pytest.mark.promise("torch7")]

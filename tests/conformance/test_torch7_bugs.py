@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import phalanx
 from phalanx.compat import torch7
 from phalanx.errors import ConfigError
-from tests.conformance.containers import cpu_and_others, draw, stored
+from tests.contracts.containers import cpu_and_others, draw, stored
 from tests.zoo import assert_close, gradients_of, twin_of
 
 pytestmark = [pytest.mark.devices, pytest.mark.promise("torch7")]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from phalanx.compat import torch7
-from tests.conformance.containers import cpu_and_others, draw, stored
+from tests.contracts.containers import cpu_and_others, draw, stored
 from tests.zoo import assert_close, cnn, gradients_of, image_batch, mlp
 
 pytestmark = pytest.mark.devices

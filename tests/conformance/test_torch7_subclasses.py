@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx.compat import torch7
-from tests.conformance.containers import cpu_and_others
+from tests.contracts.containers import cpu_and_others
 from tests.zoo import assert_close
 
 pytestmark = pytest.mark.devices

@@ -17,7 +17,7 @@ import phalanx
 from phalanx.compat.mxnet import DataParallelExecutorGroup
 from phalanx.plan import workload_sizes
 from phalanx.replicas import DeviceCopies, Replica, modes
-from tests.conformance.groups import desc
+from tests.contracts.groups import desc
 from tests.products import in_pairs
 from tests.zoo import assert_close
 

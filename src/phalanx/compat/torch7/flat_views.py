@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from phalanx.errors import UnsupportedError
 from phalanx.memory import dense_strides, refuse_overlap
@@ -30,6 +30,21 @@ class _Place:
     parameter: nn.Parameter
     value: Tensor
     gradient: Tensor
+
+    def move_gradients(self) -> RemovableHandle:
+        """Let each gradient that autograd makes elsewhere (after ``grad = None``) move here."""
+        hook: RemovableHandle = self.parameter.register_post_accumulate_grad_hook(
+            self._move_gradient
+        )
+        return hook
+
+    def _move_gradient(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None or not self.is_held():
+            return
+        if gradient.data_ptr() != self.gradient.data_ptr():
+            self.gradient.copy_(gradient)
+            parameter.grad = self.gradient
 
     def is_held(self) -> bool:
         """Tell whether the parameter is still there (``module.to()`` moves it)."""
@@ -53,6 +68,7 @@ class Flat:
 
     def __init__(self) -> None:
         self._places: list[_Place] = []
+        self._hooks: list[RemovableHandle] = []
 
     def __reduce__(self) -> tuple[type[Flat], tuple[()]]:
         return type(self), ()
@@ -112,6 +128,9 @@ class Flat:
         """
         refuse_overlap(list(module.parameters()))
         placed = [place for kind in _by_kind(module) for place in _laid_out(kind)]
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [p.move_gradients() for p in placed if p.parameter.requires_grad]
         in_order = {id(place.parameter): place for place in placed}
         self._places = [in_order[id(parameter)] for parameter in module.parameters()]
 
@@ -140,23 +159,8 @@ def _laid_out(parameters: Sequence[nn.Parameter]) -> list[_Place]:
         place.value.copy_(parameter.detach())
         parameter.data = place.value
         place.keep_gradient()
-        if parameter.requires_grad:
-            pointer = parameter.data_ptr()
-            parameter.register_post_accumulate_grad_hook(
-                partial(_move_gradient, pointer, place.gradient)
-            )
         places.append(place)
     return places
-
-
-def _move_gradient(pointer: int, view: Tensor, parameter: Tensor) -> None:
-    """Move a gradient that autograd made elsewhere (after ``grad = None``) to its place."""
-    gradient = parameter.grad
-    if gradient is None or parameter.data_ptr() != pointer:  # the parameter has moved away
-        return
-    if gradient.data_ptr() != view.data_ptr():
-        view.copy_(gradient)
-        parameter.grad = view
 
 
 def _by_kind(module: nn.Module) -> list[list[nn.Parameter]]:

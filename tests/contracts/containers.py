@@ -139,14 +139,6 @@ def settings() -> tuple[object, ...]:
     )
 
 
-def replica_outputs(
-    module: nn.Module, device: torch.device, row: Tensor, replicas: int = 3
-) -> list[Tensor]:
-    """Return what each replica makes of the same ``row``."""
-    with parallel(module, device, replicas, output="per_replica") as model, torch.no_grad():
-        return [output.cpu() for output in model(row.expand(replicas, *row.shape))]
-
-
 class Colours(nn.Module):
     """Takes a table of three images, returns a table of a map and a vector (cunn's own case)."""
 
@@ -159,32 +151,6 @@ class Colours(nn.Module):
         seen = [conv(colour).tanh() for conv, colour in zip(self.each, colours, strict=True)]
         joined = torch.cat(seen, dim=1)
         return [self.mixed(joined), joined.mean(dim=(2, 3))]
-
-
-class Apart(nn.Module):
-    """Makes a table of an image's colours."""
-
-    def forward(self, image: Tensor) -> list[Tensor]:
-        return list(image.split(1, dim=1))
-
-
-class Together(nn.Module):
-    """Makes one row of the tables of :class:`Colours`."""
-
-    def forward(self, tables: Sequence[Tensor]) -> Tensor:
-        return torch.cat([table.flatten(1) for table in tables], dim=1)
-
-
-def colour_net(device: torch.device = CPU) -> nn.Sequential:
-    """Return the model whose middle is to be wrapped: an image in, three numbers out."""
-    torch.manual_seed(0)
-    return (
-        nn.Sequential(
-            nn.Conv2d(3, 3, 1), Apart(), Colours(), Together(), nn.Tanh(), nn.Linear(33, 3)
-        )
-        .double()
-        .to(device)
-    )
 
 
 class Scale(nn.Module):
@@ -201,30 +167,6 @@ class Scale(nn.Module):
         return x * self.scale
 
 
-class Second(nn.Module):
-    """Uses the second of two tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(10, 5)
-        self.shapes: list[tuple[int, ...]] = []
-
-    def forward(self, table: list[Tensor]) -> Tensor:
-        self.shapes.append(tuple(table[0].shape))
-        return self.linear(table[1])
-
-
-class EachOf(nn.Module):
-    """Runs one layer on every leaf of a table."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, table: Sequence[Tensor]) -> list[Tensor]:
-        return [self.layer(leaf) for leaf in table]
-
-
 class MixedTypes(nn.Module):
     """Parameters, inputs and outputs of two dtypes, one leaf that is frozen and integers."""
 
@@ -236,18 +178,6 @@ class MixedTypes(nn.Module):
     def forward(self, x: Tensor, shift: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         fine = self.fine(x).tanh()
         return fine, self.coarse(fine.float() + shift), rows * 2
-
-
-class Spy(nn.Module):
-    """Gives back what it gets, and keeps it."""
-
-    def __init__(self, seen: list[Any]) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def forward(self, table: Any) -> Any:
-        self.seen.append(table)
-        return table
 
 
 class Total(nn.Module):

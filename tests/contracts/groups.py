@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.compat.mxnet import DataDesc, DataParallelExecutorGroup
-from tests.conformance.containers import cpu_and_others, draw
+from tests.contracts.containers import cpu_and_others, draw
 from tests.zoo import assert_close, gradients_of, state_of
 
 F64 = torch.float64

@@ -1,4 +1,4 @@
-"""What users decide over: layouts, how outputs are merged, buffers, placement."""
+"""What users of `DataParallel` decide over: layouts, outputs, buffers, hooks, parts."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx import DataParallel, Layout
 from phalanx.errors import ConfigError
-from phalanx.plan import least_loaded
-from tests.conformance.containers import (
+from tests.contracts.containers import (
     Scale,
-    Slices,
     Weighed,
     assert_equal_pass,
     draw,
     fresh,
     loss_of,
+    one_pass,
     parallel,
     places,
 )
 from tests.zoo import (
     assert_close,
     assert_same_bits,
-    cnn_norm,
     gradients_of,
+    mlp,
     state_of,
     twin_of,
 )
@@ -302,65 +302,204 @@ def test_buffers_become_what_their_rule_says(
     assert torch.equal(net[0].idle.cpu(), torch.ones(2, dtype=F64))
 
 
-def normed(kind: str, device: torch.device) -> tuple[nn.Module, Callable[[int], Tensor]]:
-    torch.manual_seed(0)
-    if kind == "images":
-        net = cnn_norm(F64)
-        return net.to(device), lambda seed: draw(15, 2, 6, 6, seed=seed, device=device)
-    momentum = None if kind == "cumulative" else 0.3
-    norm = nn.BatchNorm1d(5, momentum=momentum, affine=kind != "plain")
-    net = nn.Sequential(nn.Linear(4, 5), norm, nn.Tanh(), nn.Linear(5, 3)).double()
-    return net.to(device), lambda seed: draw(15, 4, seed=seed, device=device)
-
-
 def test_a_slice_is_normed_by_itself(device: torch.device) -> None:
     """The rows of a slice are its whole world."""
-    net, batch = normed("vectors", device)
-    twin = twin_of(net)
-    x = batch(0)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh()).double().to(device)
+    twin, x = twin_of(net), draw(15, 4, device=device)
     with parallel(net, device) as model:
         output = model(x)
     assert_close(output, torch.cat([twin_of(twin)(piece) for piece in x.split(5)]), F64)
     assert (output - twin(x)).abs().max() > 1e-2
 
 
-# --- where columns go -----------------------------------------------------------------------------
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=F64))
+        self.inner = nn.Module()
+        self.inner.register_buffer("again", self.seen)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.inner.again += len(inputs)
+        return inputs + self.seen
 
 
-@pytest.mark.parametrize(
-    ("placed", "expected"),
-    [
-        ([], "a"),
-        ([("a", 8)], "b"),
-        ([("a", 8), ("b", 4)], "c"),
-        ([("a", 8), ("b", 4), ("c", 6)], "b"),
-        ([("a", 8), ("b", 4), ("c", 6), ("b", 4)], "c"),  # placed by hand, and counted
-        ([("a", 8), ("b", 8), ("c", 8)], "a"),
-        ([("a", 8), ("a", 0), ("b", 8), ("c", 8)], "b"),  # fewer columns before lower index
-        ([("a", 0), ("b", 0)], "c"),  # without parameters: in turn
-        ([("elsewhere", 1)], "a"),
-    ],
-)
-def test_the_next_device_is_the_least_loaded(placed: list[tuple[str, int]], expected: str) -> None:
-    assert least_loaded(["a", "b", "c"], placed) == expected
+@pytest.mark.parametrize("rule", ["mean", "sum", "first"])
+def test_a_buffer_under_two_names_is_one(rule: str) -> None:
+    net = Twice()
+    with parallel(net, replicas=2, buffers=rule) as model:
+        for step in range(3):
+            before = float(net.seen)
+            found = model(draw(6, 1)) - draw(6, 1)
+            assert_close(found, torch.full((6, 1), before + 3, dtype=F64), F64)
+            assert net.seen is net.inner.again
+            assert float(net.seen) == before + (6 if rule == "sum" else 3), step
+        net.inner.again = torch.zeros((), dtype=F64)  # no longer one
+        model(draw(6, 1))
+        assert float(net.seen) > float(net.inner.again)
 
 
-def test_columns_without_a_device_go_to_the_next_one(device: torch.device) -> None:
-    with Slices() as container:
+# --- gradients ------------------------------------------------------------------------------------
+
+
+class Summed(nn.Module):
+    """Autograd gives both parameters one tensor for their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.square = nn.Parameter(torch.randn(8, 8, dtype=F64))
+        self.flat = nn.Parameter(torch.randn(64, dtype=F64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.tanh(inputs @ (self.square.view(-1) + self.flat.view(64)).view(8, 8))
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_gradients_of_a_sum_are_counted_once(replicas: int) -> None:
+    """Plain torch, 2.13, adds each further backward pass to the one tensor twice."""
+    net, inputs = Summed(), draw(13, 8)
+    expected = torch.autograd.grad(net(inputs).sum(), [*net.parameters()])
+    with parallel(net, replicas=replicas) as model:
         for _ in range(3):
-            expected = container.next_device()
-            assert container.add(nn.Linear(4, 4)) is container
-            assert container.devices[-1] == container.get(-1).weight.device == expected
-    assert len(container) == 3
-    assert len(container.devices) == 3
-    assert list(container.state_dict())[:2] == ["0.weight", "0.bias"]
+            model(inputs).sum().backward()
+    for parameter, gradient in zip(net.parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        assert_close(parameter.grad, 3 * gradient, F64)
 
 
-@pytest.mark.gpu
-def test_columns_spread_over_the_gpus_there_are(gpu: torch.device) -> None:
-    count = torch.accelerator.device_count()
-    with Slices() as container:
-        for index in range(2 * count):
-            container.add(nn.Linear(4, 4))
-            assert container.devices[index] == torch.device(gpu.type, index % count)
-    assert list(container.devices[:3]) == places(gpu, 3)[: 2 * count]
+# --- hooks and changes that leave no trace --------------------------------------------------------
+
+
+class TestHooks:
+    """A hook on a module inside runs once per replica, with its slice; not in the caller's copy."""
+
+    @pytest.mark.parametrize("where", ["root", "child"])
+    @pytest.mark.parametrize(
+        "kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"]
+    )
+    @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+    def test_it_runs_in_every_replica_until_it_is_removed(
+        self, late: bool, kind: str, where: str, device: torch.device
+    ) -> None:
+        net = mlp(F64).to(device)
+        rows: list[int] = []
+        x = draw(7, 7, device=device)
+
+        def hook(_: nn.Module, *values: Any) -> None:
+            rows.append(len(values[-1] if isinstance(values[-1], Tensor) else values[-1][0]))
+
+        with parallel(net, device) as model:
+            if late:
+                loss_of(model(fresh(x))).backward()
+            handle = getattr(net if where == "root" else net[2], f"register_{kind}_hook")(hook)
+            loss_of(model(fresh(x))).backward()
+            assert sorted(rows) == [2, 2, 3]
+            handle.remove()
+            loss_of(model(fresh(x))).backward()
+            assert len(rows) == 3
+
+    def test_what_hooks_change_is_changed(self, device: torch.device) -> None:
+        net = mlp(F64).to(device)
+        twin = twin_of(net)
+        x = draw(7, 7, device=device)
+        with parallel(net, device) as model:
+            for index in (0, 2, 4):
+                for each in (net, twin):
+                    each[index].register_forward_hook(lambda _, __, out: out * 2)
+                    each[index].register_forward_pre_hook(lambda _, args: (args[0] + 1,))
+                    each[index].register_full_backward_hook(lambda _, gi, __: (gi[0] * 3,))
+                assert_equal_pass(model, twin, x)
+
+    def test_those_on_parameters_run_once_with_the_sum(self, device: torch.device) -> None:
+        net = mlp(F64).to(device)
+        seen: list[Tensor] = []
+        net[0].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+        x = draw(7, 7, device=device)
+        with parallel(net, device) as model:
+            loss_of(model(x)).backward()
+        assert len(seen) == 1
+        assert_close(seen[0], one_pass(twin_of(net), x)["parameters"][0], F64)
+
+
+def test_sync_parameters_takes_over_what_leaves_no_trace(device: torch.device) -> None:
+    net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)).double().to(device).eval()
+    x = draw(7, 4, device=device)
+    with parallel(net, device) as model:
+        model.sync_parameters()  # before the first pass too
+        model(x)
+        net[0].weight.data.fill_(0.5)
+        net[1].running_mean.data.fill_(2.0)
+        model.sync_parameters()
+        assert_close(model(x), net(x), F64)
+
+
+# --- forward_parts: inputs that somebody has cut already ------------------------------------------
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        out = x @ self.weight
+        return (out if mask is None else out * mask), out.sum()
+
+
+def test_outputs_stay_apart_and_gradients_are_summed() -> None:
+    net = Two()
+    twin = copy.deepcopy(net)
+    parts = [torch.randn(1, 4), torch.randn(5, 4), torch.randn(3, 4)]
+    own = [part.clone().requires_grad_() for part in parts]
+    with DataParallel(net, 3) as model:
+        outputs = model.forward_parts([own[0], (own[1],), {"x": own[2], "mask": torch.ones(3)}])
+        assert [out[0].shape[0] for out in outputs] == [1, 5, 3]
+        sum(out[1] for out in outputs).backward()
+    whole = torch.cat(parts).requires_grad_()
+    twin(whole)[1].backward()
+    assert torch.allclose(net.weight.grad, twin.weight.grad, atol=1e-6)
+    assert torch.allclose(torch.cat([part.grad for part in own]), whole.grad)
+
+
+def test_a_replica_without_a_part_takes_no_part() -> None:
+    seen: list[int] = []
+    net = nn.Identity()
+    net.register_forward_hook(lambda *_: seen.append(1))
+    with DataParallel(net, 3) as model:
+        outputs = model.forward_parts([None, torch.ones(2), None])
+    assert outputs[0] is None
+    assert outputs[2] is None
+    assert outputs[1].tolist() == [1.0, 1.0]
+    assert seen == [1]
+
+
+def test_parts_may_differ_in_everything() -> None:
+    with DataParallel(nn.Identity(), 2) as model:
+        outputs = model.forward_parts([torch.ones(2, 3), {"input": torch.zeros(0, 7)}])
+    assert [tuple(out.shape) for out in outputs] == [(2, 3), (0, 7)]
+
+
+# --- drawing in inference mode --------------------------------------------------------------------
+
+
+class RngMode(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        drawn = F.dropout(inputs, 0.3) + torch.randn_like(inputs) + torch.rand(inputs.shape)
+        F.dropout(drawn, 0.1, inplace=True)
+        return F.rrelu(drawn + F.alpha_dropout(inputs, 0.5, training=True), training=True)
+
+
+@pytest.mark.parametrize("make", [RngMode, lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout())])
+def test_layers_draw_the_same_numbers_in_inference_mode(make: Callable[[], nn.Module]) -> None:
+    net, x, found = make().float(), draw(6, 4, dtype=torch.float32), []
+    with parallel(net) as model:
+        for mode in (torch.no_grad, torch.inference_mode):
+            torch.manual_seed(2)
+            with mode():
+                found.append(model(x))
+        with torch.inference_mode():
+            other = model(x)
+        model(x)  # and it trains on
+    assert_close(found[1], found[0], torch.float32)  # operators taken apart round otherwise
+    assert not torch.equal(other, found[1])
