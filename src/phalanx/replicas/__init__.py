@@ -38,7 +38,6 @@ from phalanx.replicas.modes import (
 )
 from phalanx.replicas.replica import (
     Replica,
-    refuse_lazy,
     refuse_scripts,
 )
 from phalanx.replicas.rng import (
@@ -92,7 +91,6 @@ __all__ = [
     "present_devices",
     "preserve_rng",
     "refuse_compiled_in_place",
-    "refuse_lazy",
     "refuse_scripts",
     "resolve_device",
     "resolve_devices",

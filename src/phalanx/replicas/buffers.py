@@ -36,7 +36,7 @@ __all__ = [
 class Statistic:
     """What microbatches left in one buffer: by rule a weighted sum, the first's, or what was added.
 
-    Rules are ``mean``, ``first``, ``sum``, and ``any`` for a sum of flags.
+    Rules are ``mean``, ``first`` and ``sum``.
     """
 
     value: Tensor
@@ -45,9 +45,7 @@ class Statistic:
 
     def add(self, other: Statistic) -> None:
         """Take the next microbatches' statistic in, in place."""
-        if self.rule == "any":
-            self.value |= other.value
-        elif self.rule != "first":
+        if self.rule != "first":
             self.value += other.value
             self.weight += other.weight
 
@@ -96,8 +94,8 @@ def _brought(rule: str, value: Tensor) -> tuple[str, torch.dtype]:
     """Return the rule and the dtype of the statistic that ``value`` makes."""
     if rule == "mean" and (value.is_floating_point() or value.is_complex()):
         return "mean", torch.complex128 if value.is_complex() else torch.float64
-    if rule == "sum":
-        return "any" if value.dtype == torch.bool else "sum", value.dtype
+    if rule == "sum" and value.dtype != torch.bool:
+        return "sum", value.dtype
     return "first", value.dtype
 
 
@@ -240,4 +238,4 @@ class _Buffer:
             return Statistic(value.to(dtype) * weight, weight, rule)
         if rule == "sum" and value.shape == self._source.shape:
             return Statistic(value - self._source.detach(), weight, rule)
-        return Statistic(value.clone(), weight, rule if rule == "any" else "first")
+        return Statistic(value.clone(), weight, "first")

@@ -7,9 +7,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 
-from phalanx.errors import ConfigError, UnsupportedError
+from phalanx.errors import UnsupportedError
 from phalanx.memory import has_memory, in_memory_order
 from phalanx.plan import BufferRules
 from phalanx.replicas.attribute_fingerprint import AttributeFingerprint
@@ -19,7 +18,7 @@ from phalanx.replicas.device_copies import DeviceCopies
 from phalanx.replicas.shell import Shell, alias_of
 from phalanx.replicas.source_gradients import SourceGradients
 
-__all__ = ["Replica", "refuse_lazy", "refuse_scripts"]
+__all__ = ["Replica", "refuse_scripts"]
 
 
 class Replica:
@@ -62,7 +61,6 @@ class Replica:
         reaching: SourceGradients | None = None,
         fingerprint: AttributeFingerprint | None = None,
     ) -> None:
-        refuse_lazy(source)
         refuse_compiled_in_place(source)
         self.index = index
         self.device = device
@@ -194,16 +192,6 @@ def _went_back_outside() -> UnsupportedError:
         "are dropped. Let `forward()` return the tensors that the loss needs, or compute the loss "
         "in `forward=`, from the module that it is given."
     )
-
-
-def refuse_lazy(source: nn.Module) -> None:
-    """Refuse parameters that have no shape yet."""
-    for name, parameter in source.named_parameters():
-        if isinstance(parameter, UninitializedParameter):
-            raise ConfigError(
-                f"Parameter `{name}` must have a shape before the module is copied, but "
-                "is lazy. Run the module once on a sample batch first."
-            )
 
 
 def refuse_scripts(source: nn.Module) -> None:

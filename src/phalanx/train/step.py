@@ -30,7 +30,6 @@ from phalanx.metrics import Metrics
 from phalanx.replicas import (
     Statistics,
     check_statistics,
-    refuse_lazy,
     refuse_scripts,
     sum_statistics,
     write_statistics,
@@ -290,7 +289,6 @@ class Engine:
 
     def _make(self) -> None:
         spec, devices = self.spec, self.devices
-        refuse_lazy(spec.module)
         refuse_scripts(spec.module)
         check_members(spec.module, spec.optimizer)
         self._buffer_homes = [

@@ -51,21 +51,13 @@ class Binding:
     # Any: descriptions in any of their forms.
     @staticmethod
     def of(module: nn.Module, data: Any, labels: Any) -> Binding:
-        """Read descriptions, and check them against each other and the module.
+        """Read descriptions, and which of them the module's forward takes.
 
         Raises:
-            ConfigError: Batch sizes differ; a name is not the module's.
+            ConfigError: Batch sizes differ.
         """
         known, targets = read_descs(data, "data_shapes"), read_descs(labels, "label_shapes")
-        if not known:
-            raise ConfigError("`data_shapes` must describe at least one input, but does not.")
         arguments, takes_any = _arguments_of(module)
-        for desc in known:
-            if arguments is not None and not takes_any and desc.name not in arguments:
-                raise ConfigError(
-                    "`data_shapes` must name arguments of the module's forward, but names "
-                    f"{desc.name!r}. It takes {', '.join(map(repr, sorted(arguments)))}."
-                )
         if takes_any:
             arguments = frozenset({*(arguments or ()), *(each.name for each in targets)})
         return Binding(known, targets, _common_rows([*known, *targets]), arguments)
@@ -82,7 +74,7 @@ class Binding:
         """Read one batch, and return the binding to its shapes as well.
 
         Raises:
-            ConfigError: Names, number of dims, rows or pad do not fit.
+            ConfigError: Names, number of dims or rows do not fit.
         """
         batch = self._as_batch(batch)
         data = read_tensors(batch.data, self.data, "data")
@@ -92,8 +84,6 @@ class Binding:
         found = Rows(both, _layout_of(both, (*self.data, *self.labels)))
         rows = self.batch_size if found.first is None else found.count()
         pad = read_count("pad", batch.pad, 0)
-        if pad and pad >= rows:
-            raise ConfigError(f"`pad` must leave one row of {rows}, but is {pad}.")
         bound = tuple(
             dataclasses.replace(each, shape=tuple(data[each.name].shape)) for each in self.data
         )
@@ -108,17 +98,12 @@ class Binding:
         """Read labels alone, without padded rows, which may be there or not.
 
         Raises:
-            ConfigError: Names or rows do not fit.
+            ConfigError: Names do not fit.
         """
         labels = read_tensors(given, self.labels, "labels", partly=True)
         found = Rows(labels, _layout_of(labels, self.labels))
         if found.first is None or found.count() == rows:
             return labels
-        if found.count() != rows + pad:
-            raise ConfigError(
-                f"`labels` must have {rows + pad} rows like the last batch, but have "
-                f"{found.count()}."
-            )
         kept: dict[str, Tensor] = found.cut([rows, pad])[0]
         return kept
 

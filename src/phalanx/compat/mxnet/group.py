@@ -24,7 +24,7 @@ from phalanx.compat.mxnet.binding import Binding, Fed, cut_tensors
 from phalanx.compat.mxnet.monitor import Monitor
 from phalanx.compat.mxnet.outputs import Outputs
 from phalanx.compat.mxnet.parameters import copy_into, copy_out, share_tensors
-from phalanx.errors import ConfigError, StateError
+from phalanx.errors import StateError
 from phalanx.metrics import update_metric
 from phalanx.parallel import DataParallel
 from phalanx.plan import check_argument, workload_sizes
@@ -118,11 +118,6 @@ class DataParallelExecutorGroup:
         output_shapes: Any = None,
         buffers: str | Mapping[str, str] = "mean",
     ) -> None:
-        if inputs_need_grad and not for_training:
-            raise ConfigError(
-                "`inputs_need_grad` must be False for a group that does not train, but is True. "
-                "Give for_training=True."
-            )
         self._model = DataParallel(module, contexts, workloads=workload, buffers=buffers)
         self._declared = read_descs(output_shapes, "output_shapes")
         self._binding = Binding.of(module, data_shapes, label_shapes)

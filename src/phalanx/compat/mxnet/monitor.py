@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from phalanx.errors import ConfigError
 from phalanx.parallel import DataParallel
 from phalanx.plan import check_function, flatten, leaf_paths, read_count
 from phalanx.replicas import current_replica
@@ -91,14 +90,8 @@ class Monitor:
         )
 
     def install(self, target: nn.Module) -> None:
-        """Watch a module, or the one in a `DataParallel`; several may be, each of them once.
-
-        Raises:
-            ConfigError: ``target`` is no module.
-        """
+        """Watch a module, or the one in a `DataParallel`; several may be, each of them once."""
         module = target.module if isinstance(target, DataParallel) else target
-        if not isinstance(module, nn.Module):
-            raise ConfigError(f"`target` must be an `nn.Module`, but is {target!r:.80}.")
         if any(module is each for each in self._installed):
             return
         self._installed.append(module)
