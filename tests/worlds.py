@@ -195,6 +195,9 @@ EXECUTOR_WORLDS = [
     pytest.param(RANKS, 2, id="2 ranks", marks=pytest.mark.night),
     pytest.param(RANKS, 3, id="3 ranks"),
 ]
+EXECUTORS = [("inline", 1), ("threads", 3), ("processes", 2)]
+"""Executors with their replicas, for tests whose trainers are all of this process."""
+in_every_executor = pytest.mark.parametrize(("executor", "replicas"), EXECUTORS)
 in_executor_worlds = pytest.mark.parametrize(("world", "n"), EXECUTOR_WORLDS)
 
 

@@ -16,14 +16,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import phalanx
-from tests.contracts.groups import desc, group_of
+from tests.worlds import EXECUTORS
 from tests.zoo import simple_sgd as sgd
 
 pytestmark = pytest.mark.promise("whole-batch-gradients")
 
 MICROBATCHES = 4
-FORMATIONS = [("inline", 1), ("threads", 2), ("threads", 3)]
-IDS = [f"{executor}-{replicas}" for executor, replicas in FORMATIONS]
 
 
 class Net(nn.Module):
@@ -154,30 +152,6 @@ def trained(make: Callable[[], nn.Module], of: Callable[..., Any], **options: An
     return expected, net.state_dict()
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        HoldsLambda,
-        Mapped,
-        ByGlobal,
-        pytest.param(compiled, marks=[needs_newer_torch, pytest.mark.night]),
-        wrapped,
-        hooked,
-    ],
-)
-def test_functions_that_hold_the_module_are_trained(make: Callable[[], nn.Module]) -> None:
-    expected, alone = trained(make, plain_loss, executor="inline", replicas=1)
-    torch.testing.assert_close(alone, expected)
-    found = []
-    for executor, replicas in FORMATIONS:
-        options = {"executor": executor, "replicas": replicas, "microbatches": MICROBATCHES}
-        expected, state = trained(make, plain_loss, **options)
-        torch.testing.assert_close(state, expected)
-        found.append(state)
-    for state in found[1:]:
-        torch.testing.assert_close(state, found[0], rtol=0.0, atol=0.0)
-
-
 class Twice(Net):
     """Its first weight is met in the replica and in the module itself, once each."""
 
@@ -189,22 +163,33 @@ class Twice(Net):
         return self.b((self.a(x) + self.again(x)).tanh()) * (-self.log_variance).exp()
 
 
-@pytest.mark.parametrize("of", [plain_loss, Penalised, own_loss])
-@pytest.mark.parametrize(("executor", "replicas"), FORMATIONS, ids=IDS)
-def test_a_parameter_met_in_both_places_gets_both_gradients(
-    of: Callable[..., Any], executor: str, replicas: int
+@pytest.mark.parametrize(
+    ("make", "of"),
+    [
+        (HoldsLambda, plain_loss),
+        (Mapped, plain_loss),
+        (ByGlobal, plain_loss),
+        pytest.param(compiled, plain_loss, marks=[needs_newer_torch, pytest.mark.night]),
+        (wrapped, plain_loss),
+        (hooked, plain_loss),
+        (Net, Penalised),
+        (Net, own_loss),
+        (Twice, plain_loss),
+        (Twice, Penalised),
+        (Twice, own_loss),
+    ],
+)
+def test_what_reaches_the_module_itself_is_trained(
+    make: Callable[[], nn.Module], of: Callable[..., Any]
 ) -> None:
-    options = {"executor": executor, "replicas": replicas, "microbatches": MICROBATCHES}
-    expected, state = trained(Twice, of, **options)
-    torch.testing.assert_close(state, expected)
-
-
-@pytest.mark.parametrize("of", [Penalised, own_loss])
-def test_worker_processes_train_what_the_loss_takes_from_the_module(of: Callable[..., Any]) -> None:
-    here = trained(Net, of, executor="threads", replicas=1, microbatches=MICROBATCHES)[1]
-    expected, state = trained(Net, of, executor="processes", replicas=2, microbatches=MICROBATCHES)
-    torch.testing.assert_close(state, expected)
-    torch.testing.assert_close(state, here, rtol=0.0, atol=0.0)
+    found = []
+    for executor, replicas in EXECUTORS:
+        options = {"executor": executor, "replicas": replicas, "microbatches": MICROBATCHES}
+        expected, state = trained(make, of, **options)
+        torch.testing.assert_close(state, expected)
+        found.append(state)
+    for state in found[1:]:
+        torch.testing.assert_close(state, found[0], rtol=0.0, atol=0.0)
 
 
 def test_one_gradient_for_two_places_is_counted_once_for_each() -> None:
@@ -279,23 +264,6 @@ def test_a_container_asked_for_some_gradients_adds_to_none() -> None:
         found = torch.autograd.grad(mse(model(x), y), wanted)
     assert all(parameter.grad is None for parameter in net.parameters())
     torch.testing.assert_close(found, torch.autograd.grad(mse(net(x), y), wanted))
-
-
-def test_a_group_merges_what_its_replicas_bring_to_the_module() -> None:
-    class Criterion(HoldsLambda):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return mse(super().forward(x), y)
-
-    net = Criterion()
-    x, y = batches(1)[0]
-    net(x, y).backward()
-    expected = [parameter.grad for parameter in net.parameters()]
-    net.zero_grad()
-    shapes = [desc("x", 12, 9, dtype=torch.float32), desc("y", 12, 4, dtype=torch.float32)]
-    with group_of(net, *shapes, devices=["cpu"] * 2, workload=[1, 1]) as group:
-        group.forward({"x": x, "y": y}, is_train=True)
-        group.backward()
-    torch.testing.assert_close([parameter.grad for parameter in net.parameters()], expected)
 
 
 def test_the_modules_own_gradients_are_the_users_outside_of_a_step() -> None:

@@ -19,11 +19,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import phalanx
 from phalanx.callbacks import CSV, EMA, JSONL, BestCheckpoint, EarlyStopping, History, Progress
 from phalanx.errors import ConfigError
+from tests.worlds import in_every_executor
 
 pytestmark = pytest.mark.promise("callbacks")
 
 F = nn.functional
-FORMATIONS = [("inline", 1), ("threads", 3), ("processes", 2)]
 EPOCHS = 4
 
 
@@ -108,7 +108,7 @@ def all_callbacks(folder: Path) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("executor", "replicas"), FORMATIONS)
+@in_every_executor
 def test_callbacks_change_no_bit_and_the_average_is_torchs_own(
     executor: str, replicas: int, alone: nn.Module, averaged: nn.Module, tmp_path: Path
 ) -> None:
@@ -192,7 +192,7 @@ def plain_loss(module: nn.Module, batches: Sequence[tuple[Tensor, Tensor]]) -> f
     return sum(losses) / sum(len(x) for x, _ in batches)
 
 
-@pytest.mark.parametrize(("executor", "replicas"), FORMATIONS)
+@in_every_executor
 def test_another_modules_weights_are_evaluated_and_the_own_put_back(
     executor: str, replicas: int
 ) -> None:
@@ -289,7 +289,7 @@ def several(executor: str, replicas: int, **options: Any) -> phalanx.Trainer:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("executor", "replicas"), FORMATIONS)
+@in_every_executor
 def test_predictions_are_the_modules_own(executor: str, replicas: int) -> None:
     x = torch.cat([x for x, _ in VALIDATION])
     with several(executor, replicas) as trainer:

@@ -8,15 +8,13 @@ from torch import Tensor, nn
 
 import phalanx
 from tests.contracts.containers import draw
+from tests.worlds import in_every_executor
 from tests.zoo import assert_close, plain_steps, sgd, state_of, twin_of
 
 pytestmark = pytest.mark.promise("state-is-shared")
 
 F64 = torch.float64
 loss = nn.functional.mse_loss
-EXECUTORS = pytest.mark.parametrize(
-    ("executor", "replicas"), [("inline", 1), ("threads", 3), ("processes", 1)]
-)
 
 
 class FreezesItself(nn.Sequential):
@@ -41,7 +39,7 @@ def modes(module: nn.Module) -> list[bool]:
     return [each.training for each in module.modules()]
 
 
-@EXECUTORS
+@in_every_executor
 def test_a_frozen_part_stays_frozen_in_fit_and_evaluate(executor: str, replicas: int) -> None:
     module = net().train()
     module[1].eval()
@@ -55,18 +53,6 @@ def test_a_frozen_part_stays_frozen_in_fit_and_evaluate(executor: str, replicas:
         assert modes(module) == [True, True, False, True]
     plain_steps(twin, loss, sgd, batches())
     assert_close(state_of(module), state_of(twin), F64)
-
-
-def test_a_frozen_part_stays_frozen_in_step() -> None:
-    module = net().train()
-    module[1].eval()
-    twin = twin_of(module)
-    with phalanx.Trainer(module, loss, sgd, microbatches=None, replicas=2) as trainer:
-        for batch in batches():
-            trainer.step(batch)
-    plain_steps(twin, loss, sgd, batches())
-    assert_close(state_of(module), state_of(twin), F64)
-    assert modes(module) == [True, True, False, True]
 
 
 def test_a_model_that_freezes_its_parts_in_train_is_let() -> None:

@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 import phalanx
 from phalanx import UnsupportedError
 from tests.contracts.groups import desc, group_of
+from tests.worlds import EXECUTORS, in_every_executor
 from tests.zoo import assert_close, assert_same_bits, plain_steps, sgd
 
 F = nn.functional
-EXECUTORS = [("inline", 1), ("threads", 3), ("processes", 2)]
 
 
 def batches(steps: int = 3, rows: int = 10) -> list[tuple[Tensor, Tensor]]:
@@ -318,9 +318,7 @@ class Wrapping(nn.Module):
 
 
 @pytest.mark.promise("assignments-in-forward-are-named")
-@pytest.mark.parametrize(
-    ("executor", "replicas"), [("inline", 1), ("threads", 2), ("processes", 2)]
-)
+@in_every_executor
 def test_the_first_step_warns_once_of_attributes_that_forward_assigns(
     executor: str, replicas: int
 ) -> None:

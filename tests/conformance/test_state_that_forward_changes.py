@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import phalanx
 from tests.contracts.groups import desc, group_of
+from tests.worlds import EXECUTORS
 from tests.zoo import simple_sgd as sgd
 
 pytestmark = pytest.mark.promise("state-is-shared", "buffers-are-merged")
 
-EXECUTORS = [("inline", 1), ("threads", 2), ("processes", 1)]
 mse = nn.functional.mse_loss
 
 
@@ -51,7 +51,7 @@ def test_inputs_that_are_changed_in_place_stay_the_users_in_every_executor() -> 
     start = InPlace().state_dict()
     x, y = batch()
     found = []
-    for executor, replicas in [*EXECUTORS, ("threads", 3)]:
+    for executor, replicas in EXECUTORS:
         net = InPlace()
         net.load_state_dict(start)
         given = [(x.clone(), y.clone())]

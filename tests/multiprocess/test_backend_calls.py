@@ -16,9 +16,9 @@ from phalanx.errors import ConfigError, PeerError, PeerTimeout, StateError, Unsu
 from tests.multiprocess.ranks import Ranks
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(3) as ranks:
+@pytest.fixture(scope="module", params=["one host", "two hosts"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(3, hosts="" if request.param == "one host" else "aba") as ranks:
         yield ranks
 
 
