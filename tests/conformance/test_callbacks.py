@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import phalanx
 from phalanx.callbacks import CSV, EMA, JSONL, BestCheckpoint, EarlyStopping, History, Progress
 from phalanx.errors import ConfigError
-from tests.worlds import in_every_executor
+from tests.worlds import World, in_every_executor, in_executor_worlds
 
 pytestmark = pytest.mark.promise("callbacks")
 
@@ -108,21 +108,34 @@ def all_callbacks(folder: Path) -> list[Any]:
     ]
 
 
-@in_every_executor
-def test_callbacks_change_no_bit_and_the_average_is_torchs_own(
-    executor: str, replicas: int, alone: nn.Module, averaged: nn.Module, tmp_path: Path
-) -> None:
-    callbacks = all_callbacks(tmp_path)
+def with_callbacks(executor: str, replicas: int, folder: Path) -> tuple[Any, ...]:
+    """Return the weights, their average, and what that gives in an evaluation and a prediction."""
+    callbacks = all_callbacks(folder)
+    best, ema, stopping, history, *_ = callbacks
     with make(executor, replicas, callbacks) as trainer:
         epochs = trainer.fit(TRAIN, epochs=EPOCHS, validate=VALIDATION)
-    assert_same(trainer.module, alone)
-    best, ema, stopping, history, *_ = callbacks
-    assert_same(ema.module, averaged)
-    losses = [epoch.validation["loss"] for epoch in epochs if epoch.validation]
-    assert len(best.kept) == 2
-    assert [*best.kept.values()] == sorted(losses)[:2]
-    assert stopping.best == min(losses)
-    assert len(history.losses) == trainer.steps == 3 * EPOCHS
+        loss = trainer.evaluate(VALIDATION, module=ema)["loss"]
+        scores = trainer.predict([VALIDATION[0][0]], module=ema)
+        losses = [epoch.validation["loss"] for epoch in epochs if epoch.validation]
+        assert [*best.kept.values()] == sorted(losses)[:2]
+        assert stopping.best == min(losses)
+        assert len(history.losses) == trainer.steps == 3 * EPOCHS
+        return tensors_of(trainer.module), tensors_of(ema.module), loss, scores
+
+
+@pytest.mark.filterwarnings("ignore:`replicas` should be at most")
+@in_executor_worlds
+def test_callbacks_change_no_bit_and_the_average_is_torchs_own(
+    world: World, n: int, alone: nn.Module, averaged: nn.Module, tmp_path: Path
+) -> None:
+    with torch.no_grad():
+        expected = copy.deepcopy(averaged).eval()(VALIDATION[0][0])
+    for weights, average, loss, scores in world.run(with_callbacks, n, folder=tmp_path):
+        assert_same(weights, alone)
+        assert_same(average, averaged)
+        assert loss == pytest.approx(plain_loss(averaged, VALIDATION), rel=1e-6)
+        torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-6)
+    assert len(list((tmp_path / "best").iterdir())) == 2
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 4 * EPOCHS
     assert len((tmp_path / "log.csv").read_text().splitlines()) == 1 + EPOCHS
 
@@ -332,18 +345,6 @@ def test_batches_to_be_predicted_may_be_of_any_form_of_inputs() -> None:
         for each in (trainer, other):
             each.fit(TRAIN)
         assert_same(trainer.module, other.module)
-
-
-def test_predictions_of_an_average() -> None:
-    ema = EMA(0.5)
-    x = VALIDATION[0][0]
-    with make("threads", 2, [ema]) as trainer:
-        trainer.fit(TRAIN)
-        found = trainer.predict([x], module=ema)
-        own = trainer.predict([x])
-    with torch.no_grad():
-        torch.testing.assert_close(found, copy.deepcopy(ema.module).eval()(x))
-    assert not torch.equal(found, own)
 
 
 def test_a_function_of_the_users_own_predicts_too() -> None:

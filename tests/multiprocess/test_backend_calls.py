@@ -22,6 +22,13 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
         yield ranks
 
 
+@pytest.fixture(scope="module")
+def one_host() -> Iterator[Ranks]:
+    """Ranks of calls that differ over the network, where a message waits for its receiver."""
+    with Ranks(3) as ranks:
+        yield ranks
+
+
 def make(timeout_s: float = 60.0, ranks: list[int] | None = None) -> dist.ProcessGroup:
     return dist.new_group(ranks, datetime.timedelta(seconds=timeout_s), "phalanx")
 
@@ -42,8 +49,8 @@ def messages_out_of_order(rank: int) -> list[float]:
     return got
 
 
-def test_messages_are_found_by_tag_whatever_the_order(ranks):
-    assert ranks.run(messages_out_of_order)[1] == [4.0, 3.0, 2.0, 1.0]
+def test_messages_are_found_by_tag_whatever_the_order(one_host):
+    assert one_host.run(messages_out_of_order)[1] == [4.0, 3.0, 2.0, 1.0]
 
 
 def messages_from_anybody(rank: int) -> list[int]:
@@ -102,8 +109,8 @@ def messages_of_those_who_have_left(rank: int) -> list[float]:
     return got
 
 
-def test_messages_of_those_who_have_left_can_be_received(ranks):
-    assert ranks.run(messages_of_those_who_have_left)[1] == [3.0, 4.0, 1.0, 2.0]
+def test_messages_of_those_who_have_left_can_be_received(one_host):
+    assert one_host.run(messages_of_those_who_have_left)[1] == [3.0, 4.0, 1.0, 2.0]
 
 
 def groups_in_another_order(rank: int) -> list[float]:
@@ -216,22 +223,13 @@ def other_parts(rank: int) -> list[str]:
     return found
 
 
-def check_other_parts(ranks: Ranks) -> None:
+def test_ranks_whose_parts_differ_but_for_their_sum_are_told_so(ranks):
     gathered, scattered = zip(*ranks.run(other_parts), strict=True)
     for texts, words in ((gathered, "all_gather #1 ("), (scattered, "reduce_scatter #1 (SUM of ")):
         told = [text for text in texts if "must make the same calls" in text]
         assert told
         assert all(f"{words}7 × float32 in unequal parts)" in text for text in told)
         assert all("tensors of the same sizes, by rank" in text for text in told)
-
-
-def test_ranks_whose_parts_differ_but_for_their_sum_are_told_so(ranks):
-    check_other_parts(ranks)
-
-
-def test_so_are_those_of_one_host_among_several():
-    with Ranks(3, hosts="aab") as ranks:
-        check_other_parts(ranks)
 
 
 def one_does_not_come(rank: int) -> tuple[str, str, int | None]:
@@ -248,8 +246,8 @@ def one_does_not_come(rank: int) -> tuple[str, str, int | None]:
     return type(caught).__name__, str(caught), getattr(caught, "rank", None)
 
 
-def test_who_does_not_come_is_named_at_the_timeout(ranks):
-    answers = ranks.run(one_does_not_come)
+def test_who_does_not_come_is_named_at_the_timeout(one_host):
+    answers = one_host.run(one_does_not_come)
     late = [text for name, text, rank in answers if name == "PeerTimeout" and rank == 1]
     assert late
     assert "Rank 1 of 3 did not come to all_gather of group" in late[0]
@@ -303,8 +301,8 @@ def a_message_of_another_size(rank: int) -> str:
     return said
 
 
-def test_a_message_of_another_size_is_refused_and_the_next_comes_whole(ranks):
-    said = ranks.run(a_message_of_another_size)[1]
+def test_a_message_of_another_size_is_refused_and_the_next_comes_whole(one_host):
+    said = one_host.run(a_message_of_another_size)[1]
     assert said == "`tensor` must have the 20 bytes that rank 0 has sent, but has 16."
 
 

@@ -13,9 +13,7 @@ import phalanx  # noqa: F401
 from phalanx.errors import PeerLost, PeerTimeout, StateError
 from tests.multiprocess.ranks import Ranks
 from tests.multiprocess.test_backend_calls import (
-    everybody_sends_before_anybody_receives,
     make,
-    messages_from_anybody,
 )
 
 pytestmark = pytest.mark.promise("backend-carries-other-libraries")
@@ -46,14 +44,6 @@ def messages_by_tag(rank: int) -> list[float]:
 
 def test_messages_are_found_by_tag_whatever_the_order(ranks):
     assert ranks.run(messages_by_tag)[2] == [3.0, 2.0, 1.0]
-
-
-def test_a_message_from_anybody_names_its_sender(ranks):
-    assert sorted(ranks.run(messages_from_anybody)[2]) == [0, 0, 1, 1]
-
-
-def test_all_may_send_before_anybody_receives(ranks):
-    assert ranks.run(everybody_sends_before_anybody_receives) == [[True, True]] * 3
 
 
 def sent_to_nobody(rank: int) -> tuple[str, int | None] | None:

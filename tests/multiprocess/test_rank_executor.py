@@ -5,18 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torchmetrics import SumMetric
-from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 import phalanx
-from phalanx.callbacks import EMA, JSONL, BestCheckpoint, EarlyStopping
 from phalanx.errors import ConfigError, PeerError, StateError
 from tests.conformance.test_executors_same_bits import (
     Run,
@@ -131,138 +126,6 @@ OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
     "amsgrad": lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True),
 }
-
-
-def small_run(
-    rank: int, executor: str, optimizer: str, microbatches: int | None, folder: Path
-) -> tuple[dict[str, Tensor], list[object], dict[str, float]]:
-    torch.manual_seed(1)
-    told: list[object] = []
-    with phalanx.Trainer(
-        nn.Linear(5, 4) if microbatches is None else Partly(),
-        nn.functional.cross_entropy,
-        OPTIMIZERS[optimizer],
-        replicas=1,
-        microbatches=microbatches,
-        executor=executor,
-        metrics={"accuracy": MulticlassAccuracy(4)},
-    ) as trained:
-        for done in trained.fit(rows([7, 3, 9, 4, 1]), epochs=3):
-            told.append(done.train)
-        trained.save(folder)
-        values = {name: p.clone() for name, p in trained.module.state_dict().items()}
-        for index, entries in trained.optimizer.state_dict()["state"].items():
-            values |= {f"{index}.{key}": value.clone() for key, value in entries.items()}
-        return values, told, trained.evaluate(rows([5, 2]))
-
-
-@pytest.mark.filterwarnings("ignore:.*microbatches")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_parameters_and_metrics_are_those_of_one_process(
-    three: Ranks, optimizer: str, tmp_path: Path
-) -> None:
-    expected = small_run(0, "threads", optimizer, 1, tmp_path / "one")
-    assert expected[0].keys() > {"body.weight"}
-    # With one microbatch the first rank has all, and the others only their parameters.
-    for ranks_own in three.run(small_run, "ranks", optimizer, 1, tmp_path / "many"):
-        for name, value in ranks_own[0].items():
-            assert torch.equal(value, expected[0][name]), name
-        assert ranks_own[1:] == expected[1:]
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-
-def mixed() -> list[tuple[Tensor, Tensor]]:
-    """Logits behind probabilities."""
-    return [
-        (torch.cat([x[: len(x) // 2].softmax(1), x[len(x) // 2 :]]), y) for x, y in rows([9, 4, 7])
-    ]
-
-
-def last_wrong(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs.argmax(1) != targets).nonzero().max()
-
-
-def counted_run(rank: int) -> tuple[dict[str, float], ...]:
-    with phalanx.Trainer(
-        Scaled(),
-        nn.functional.cross_entropy,
-        lambda params: torch.optim.SGD(params, lr=0.0),
-        replicas=1,
-        microbatches=4,
-        executor="ranks",
-        metrics={"auroc": MulticlassAUROC(5), "last": last_wrong, "sum": SumMetric()},
-    ) as trained:
-        return dict(trained.fit(mixed())[0].train), trained.evaluate(mixed())
-
-
-def test_every_rank_counts_whole_batches_in_order(three: Ranks) -> None:
-    """Microbatches within [0, 1] would be taken as probabilities, which their batch is not."""
-    auroc = MulticlassAUROC(5)
-    for x, y in mixed():
-        auroc.update(x, y)
-    x, y = (torch.cat(each) for each in zip(*mixed(), strict=True))
-    expected = {
-        "auroc": pytest.approx(auroc.compute().item()),
-        "last": float(last_wrong(x, y)),
-        "sum": pytest.approx(x.sum().item(), rel=1e-5),
-    }
-    for told in three.run(counted_run):
-        for found in told:
-            assert {name: found[name] for name in expected} == expected
-
-
-def watched_run(rank: int, executor: str, folder: Path) -> tuple[Any, ...]:
-    torch.manual_seed(100 + rank)  # what rank 0 has is what counts
-    ema, log = EMA(0.5), JSONL(folder / "log.jsonl")
-    best = BestCheckpoint(folder / "best", keep=2)
-    with phalanx.Trainer(
-        nn.Linear(5, 4),
-        nn.functional.cross_entropy,
-        OPTIMIZERS["amsgrad"],
-        replicas=1,
-        microbatches=4,
-        executor=executor,
-        scheduler=lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, threshold=1.0),
-        callbacks=[best, ema, log, EarlyStopping(patience=2, min_delta=9.0)],
-    ) as trained:
-        trained.evaluate(rows([5]), module=ema)  # before they have rank 0's weights
-        trained.fit(rows([7, 8]), epochs=9, validate=rows([6, 5]))
-        averaged = [each.detach().clone() for each in ema.module.parameters()]
-        found = trained.evaluate(rows([5]), module=ema), trained.evaluate(rows([5]))
-        told = trained.steps, trained.optimizer.param_groups[0]["lr"], [*best.kept.items()]
-        return averaged, trained.predict(rows([5, 2]), module=ema), found, told
-
-
-def test_callbacks_and_predictions_are_as_in_one_process(three: Ranks, tmp_path: Path) -> None:
-    averaged, predicted, *expected = watched_run(0, "threads", tmp_path / "one")
-    for run in three.run(watched_run, "ranks", tmp_path / "many"):
-        assert all(map(torch.equal, run[0], averaged))
-        assert torch.equal(run[1], predicted)
-        assert run[2] == expected[0]
-        steps, rate, kept = run[3]
-        assert (steps, rate) == expected[1][:2] == (6, pytest.approx(1e-5))
-        assert [path.name for path, _ in kept] == [path.name for path, _ in expected[1][2]]
-        assert [value for _, value in kept] == [value for _, value in expected[1][2]]
-    for name in ("one", "many"):
-        assert len((tmp_path / name / "log.jsonl").read_text().splitlines()) == 9
-        assert len([*(tmp_path / name / "best").iterdir()]) == 2
-
-
-def test_one_slice_per_replica_is_the_whole_batch_too(two: Ranks, tmp_path: Path) -> None:
-    expected = small_run(0, "threads", "sgd", None, tmp_path / "one")
-    for values, told, evaluated in two.run(small_run, "ranks", "sgd", None, tmp_path / "many"):
-        for name, value in values.items():
-            torch.testing.assert_close(value, expected[0][name], rtol=1e-5, atol=1e-6)
-        assert [each.keys() for each in told] == [each.keys() for each in expected[1]]  # type: ignore[attr-defined]
-        assert evaluated == pytest.approx(expected[2], rel=1e-5)
 
 
 # -- what goes wrong -----------------------------------------------------

@@ -24,21 +24,11 @@ from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, Running
 from phalanx import Layout, Trainer
 from phalanx.callbacks import CSV, BestCheckpoint, History
 from phalanx.errors import CheckpointError, ConfigError, UnsupportedError
-from phalanx.metrics import Joining, as_floats
+from tests.worlds import World, in_executor_worlds
 
 pytestmark = pytest.mark.promise("whole-batch-metrics")
 
 CLASSES = 3
-CUT = pytest.mark.parametrize(
-    "options",
-    [
-        {"executor": "inline", "microbatches": 1},
-        {"executor": "threads", "replicas": 3, "microbatches": 5},
-        {"executor": "threads", "replicas": 3, "workloads": (1, 5, 9), "microbatches": None},
-        {"executor": "processes", "replicas": 1, "microbatches": 4},
-    ],
-    ids=lambda options: f"{options['executor']}-{options['microbatches']}",
-)
 
 
 class Scaled(nn.Module):
@@ -116,18 +106,32 @@ def plain_loop(batches: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
 def trainer(module: nn.Module | None = None, **options: Any) -> Trainer:
     still = lambda parameters: torch.optim.SGD(parameters, lr=0.0)  # noqa: E731
     options = {"replicas": 1, "metrics": {name: make() for name, make in MAKE.items()}, **options}
-    return Trainer(module or Scaled(), nn.functional.cross_entropy, still, **options)
+    loss = options.pop("loss", nn.functional.cross_entropy)
+    return Trainer(module or Scaled(), loss, still, **options)
 
 
-@CUT
-def test_fit_and_evaluate_give_the_values_of_a_plain_loop(options: dict[str, Any]) -> None:
+def counted(executor: str, replicas: int, **options: Any) -> list[dict[str, float]]:
+    """Return what an epoch and two evaluations have found."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing is said of functions, or of what has no rule
-        run = trainer(**options)
+        run = trainer(executor=executor, replicas=replicas, **options)
     with run:
         (done,) = run.fit(BATCHES)
-        for found in (done.train, run.evaluate(BATCHES), run.evaluate(BATCHES)):
-            assert {name: found[name] for name in MAKE} == plain_loop(BATCHES)
+        found = [done.train, run.evaluate(BATCHES), run.evaluate(BATCHES)]
+    return [{name: each[name] for name in MAKE} for each in found]
+
+
+@pytest.mark.filterwarnings("ignore:`replicas` should be at most")
+@in_executor_worlds
+def test_fit_and_evaluate_give_the_values_of_a_plain_loop(world: World, n: int) -> None:
+    for found in world.run(counted, n, microbatches=5):
+        assert found == [plain_loop(BATCHES)] * 3
+
+
+@pytest.mark.parametrize("workloads", [None, (1, 5, 9)])
+def test_so_do_slices(workloads: Any) -> None:
+    found = counted("threads", 3, microbatches=None, workloads=workloads)
+    assert found == [plain_loop(BATCHES)] * 3
 
 
 def test_the_users_metric_is_a_pattern_only() -> None:
@@ -227,7 +231,8 @@ def test_what_is_no_metric_is_refused(metric: Any, message: str) -> None:
     ],
 )
 def test_values_are_floats_without_the_digits_of_float32(value: Any, expected: float) -> None:
-    found = as_floats("m", value)["m"]
+    with trainer(metrics={"m": lambda outputs, targets: value}) as run:
+        found = run.evaluate(BATCHES)["m"]
     assert (type(found), found) == (float, expected)
 
 
@@ -308,7 +313,6 @@ def boxes(*sizes: int) -> list[dict[str, Tensor]]:
     return [{"boxes": torch.full((size, 4), float(size))} for size in sizes]
 
 
-SIZES = [2, 1]
 JOINED: dict[str, tuple[list[Any], Any]] = {
     "rows": ([torch.tensor([1, 2]), torch.tensor([3])], torch.tensor([1, 2, 3])),
     "tokens": ([torch.ones(6, 2), torch.ones(3, 2)], torch.ones(9, 2)),
@@ -326,10 +330,28 @@ JOINED: dict[str, tuple[list[Any], Any]] = {
 }
 
 
+def joined(parts: list[Any], targets: Any, **options: Any) -> tuple[Any, Any]:
+    """Return outputs and targets as a metric gets them, for pieces of two rows and of one."""
+    seen: list[Any] = []
+
+    def forward(module: nn.Module, batch: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        return module(batch[0]).sum(), parts[int(batch[0][0, 0])]
+
+    def metric(*given: Any) -> float:
+        seen.append(given)
+        return 0.0
+
+    rows = torch.tensor([[0.0], [0.0], [1.0]]).expand(3, CLASSES)
+    options = {"metrics": {"m": metric}, "microbatches": 2, **options}
+    with trainer(loss=None, forward=forward, **options) as run:
+        run.evaluate([(rows, targets)])
+    return seen[-1]
+
+
 @pytest.mark.parametrize("case", JOINED)
 def test_pieces_become_what_the_whole_batch_would_be(case: str) -> None:
     parts, expected = JOINED[case]
-    found = Joining(Layout()).join(parts, SIZES, SIZES)
+    found, _ = joined(parts, torch.zeros(3))
     assert type(found) is type(expected)
     assert repr(found) == repr(expected)
 
@@ -337,14 +359,13 @@ def test_pieces_become_what_the_whole_batch_would_be(case: str) -> None:
 def test_targets_become_one_as_the_layout_has_split_them() -> None:
     layout = Layout(dims={"1.tokens": 1, "1.frequencies": None})
     whole = {"tokens": torch.arange(12).view(4, 3), "frequencies": torch.ones(2)}
-    parts = [{**whole, "tokens": each} for each in whole["tokens"].split(SIZES, 1)]
-    found = Joining(layout).join(parts, SIZES, SIZES, are_targets=True)
+    _, found = joined([torch.ones(2), torch.ones(1)], whole, layout=layout)
     assert repr(found) == repr(whole)
 
 
 def test_pieces_of_several_structures_are_refused() -> None:
     with pytest.raises(ConfigError, match="of one structure for all microbatches"):
-        Joining(Layout()).join([{"a": torch.ones(2)}, {"b": torch.ones(1)}], SIZES, SIZES)
+        joined([{"a": torch.ones(2)}, {"b": torch.ones(1)}], torch.zeros(3))
 
 
 def test_a_function_gets_outputs_of_any_structure(tmp_path: Path) -> None:
