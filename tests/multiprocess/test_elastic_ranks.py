@@ -19,8 +19,6 @@ import phalanx
 from phalanx.distributed import ElasticExchange
 from phalanx.distributed.elastic_membership import Report, decide
 from phalanx.errors import PeerLost, StateError
-from phalanx.execution.elastic_ranks import ElasticRankExecutor
-from phalanx.execution.rank_sums import RankShards
 from phalanx.ipc import wait_until
 from phalanx.train import state as trainer_state
 from tests.conformance.test_executors_same_bits import (
@@ -44,10 +42,9 @@ PLACES = [
     "before sharing",
     "after sharing",
     "committed",
-    "after the norm",
 ]
 DIES_AT = 8  # whose step ends with a comparison of all weights
-DONE_AT = 7  # whose step is done with the norm of the gradients
+DONE_AT = 7  # whose step ends with the sharing of the sums
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
@@ -78,22 +75,26 @@ def plant(plan: Plan, trained: phalanx.Trainer) -> None:
 
     plans = [plan]
     when, _, where = plan.place.partition(" ")
-    names = {"the messages": "gather", "the slices": "swap", "sharing": "spread"}
+    names = {"the messages": "gather", "the slices": "begin_swap", "sharing": "begin_join"}
     if where:
-        owner: type = RankShards if where == "the norm" else ElasticExchange
-        name = names.get(where, "total")
-        real = getattr(owner, name)
+        name = names[where]
+        real = getattr(ElasticExchange, name)
 
         def collective(self: Any, *args: Any) -> Any:
             if when == "before" and plans:
                 act()
             found = real(self, *args)
+            if not callable(found):
+                return acting(found)
+            return lambda: acting(found())
+
+        def acting(found: Any) -> Any:
             if when == "after" and plans:
                 with elastic_of(trained)._telling():
                     act()
             return found
 
-        setattr(owner, name, collective)
+        setattr(ElasticExchange, name, collective)
     else:
         done = ElasticExchange.mark_done
 
@@ -210,13 +211,10 @@ def test_the_last_one_goes_on_alone(children: Children, tmp_path: Path, expected
     assert_same_bits(outcome(ranks[2]), expected)
 
 
-@pytest.mark.parametrize(
-    "place", [pytest.param("after sharing", marks=pytest.mark.night), "after the norm"]
-)
 def test_a_rank_that_missed_what_the_others_have_does_it_alone(
-    place: str, children: Children, tmp_path: Path, expected: Run
+    children: Children, tmp_path: Path, expected: Run
 ) -> None:
-    plans = {1: Plan(place, "fail", DONE_AT), 2: Plan("after the norm", step=DONE_AT)}
+    plans = {1: Plan("after sharing", "fail", DONE_AT), 2: Plan("after sharing", step=DONE_AT)}
     ranks = Job(children, tmp_path).start_all(plans)
     for each in ranks[:2]:
         assert_same_bits(outcome(each), expected)
@@ -489,14 +487,7 @@ def moments_are_forgotten() -> None:
     trainer_state.pack = pack  # type: ignore[attr-defined]
 
 
-def slices_are_not_shared() -> None:
-    """After a loss, ranks keep to the slices that they had."""
-    ElasticRankExecutor.generation = 0  # type: ignore[assignment, method-assign]
-
-
-BUGS = {
-    each.__name__: each for each in (nobody_is_behind, moments_are_forgotten, slices_are_not_shared)
-}
+BUGS = {each.__name__: each for each in (nobody_is_behind, moments_are_forgotten)}
 
 
 def with_bug(
@@ -528,7 +519,7 @@ def test_a_planted_bug_is_caught(
     plans = {2: Plan("after sharing")}
     if bug == "nobody_is_behind":
         plans = {
-            rank: Plan("after the norm", act, DONE_AT) for rank, act in ((1, "fail"), (2, "die"))
+            rank: Plan("after sharing", act, DONE_AT) for rank, act in ((1, "fail"), (2, "die"))
         }
     ranks = job.start_all(plans, partial(with_bug, bug=bug))
     if bug == "moments_are_forgotten":

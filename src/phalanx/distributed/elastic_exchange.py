@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -299,6 +299,12 @@ class ElasticExchange(Exchange):
         assert self._group is not None
         self._group.recv([tensor], place, 0).wait()
 
+    def begin(self, about: About) -> None:
+        """Do nothing: :meth:`enter` has compared."""
+
+    def align(self, tensors: Iterable[Tensor]) -> None:
+        """Do nothing: :meth:`enter` has given the state."""
+
     # --- by whom it is carried --------------------------------------------------------------------
 
     @property
@@ -316,12 +322,19 @@ class ElasticExchange(Exchange):
 
     def _all_to_all(
         self, received: Tensor, sent: Tensor, sizes: list[int], sent_sizes: list[int]
-    ) -> None:
+    ) -> dist.Work | None:
         if self.size == 1:
             received.copy_(sent)
-            return
+            return None
         assert self._group is not None
-        self._group.all_to_all_single(received, sent, sizes, sent_sizes).wait()
+        return self._group.all_to_all_single(received, sent, sizes, sent_sizes)
+
+    def _all_gather_single(self, found: Tensor, own: Tensor) -> dist.Work | None:
+        if self.size == 1:
+            found.copy_(own)
+            return None
+        assert self._group is not None
+        return self._group.all_gather_single(found, own)
 
     def _broadcast(self, tensor: Tensor, owner: int) -> dist.Work | None:
         if self.size == 1:

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from torch.distributed import Store
 
 from phalanx.clock import now_s, pause
+from phalanx.distributed.exchange import differing_names
 from phalanx.distributed.hosts import this_host
 from phalanx.errors import PeerLost, PeerTimeout, StateError
 from phalanx.ipc import ProcessIdentity
@@ -124,8 +125,10 @@ def decide(
         admits = len({*done.values()}) == 1 and all(reports[n].admits for n in about)
         first = about[min(about, key=lambda n: (ranks[n], n))]
         others = {n: each for n, each in waiting.items() if n not in about} if admits else {}
-        new = {n: each for n, each in others.items() if not _differing(each, first)}
-        refused = {str(n): _differing(each, first) for n, each in others.items() if n not in new}
+        new = {n: each for n, each in others.items() if not differing_names(each, first)}
+        refused = {
+            str(n): differing_names(each, first) for n, each in others.items() if n not in new
+        }
         return _epoch({**about, **new}, new, max(done.values()), ranks, refused)
     if len(waiting) < size:
         return None
@@ -156,12 +159,6 @@ def tell_of_death(store: Store, rank: int, pid: int) -> None:
             card = _Card(*json.loads(store.get(f"card/{number}")))
             if (card.rank, card.pid) == (rank, pid) and not store.check([f"left/{number}"]):
                 store.set(f"left/{number}", _LOST)
-
-
-def _differing(about: About, first: About) -> str:
-    """Name what a new process would train otherwise than those that it wants to join."""
-    names = [name for name in first if name != "workloads" and about.get(name) != first[name]]
-    return ", ".join(names)
 
 
 class RankMembership:

@@ -12,10 +12,12 @@ backend is given aliases that nobody else has, and an exchange ends when those a
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,7 @@ from phalanx.distributed.described import DescribedGroup
 from phalanx.errors import ConfigError, PeerError, PeerLost, StateError
 from phalanx.ipc import wait_until
 
-__all__ = ["Exchange", "ProcessGroup", "num_ranks_here"]
+__all__ = ["Exchange", "ProcessGroup", "differing_names", "num_ranks_here"]
 
 ProcessGroup = dist.ProcessGroup
 
@@ -37,7 +39,7 @@ _LET_GO_S = 0.2  # a thread that is about to do it needs none; a failed operatio
 
 
 class Exchange:
-    """A group, for documents and for slices of memory.
+    """A process group, for documents and for slices of memory.
 
     Every method is a collective: all ranks call it, in the same order.
 
@@ -47,13 +49,16 @@ class Exchange:
     Attributes:
         rank: Ours.
         size: How many ranks there are.
-        generation: How often the group has changed.
+        about: What each rank trains, by rank, from :meth:`begin` on.
 
     Raises:
         StateError: There is no group.
     """
 
-    generation = 0
+    # Of groups whose ranks may change, which `ElasticExchange` has:
+    generation = 0  # how often they have changed
+    is_behind = False  # whether the others have done one run more
+    in_step = True  # whether all ranks are at the same place between two runs
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -61,6 +66,7 @@ class Exchange:
                 "Ranks must be in a process group, but `torch.distributed` has none. Call "
                 "`torch.distributed.init_process_group()` first, in every process of the job."
             )
+        self.about: list[Mapping[str, Any]] = []  # Any: JSON
         self._process_group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
@@ -74,8 +80,52 @@ class Exchange:
         group = self._process_group or dist.group.WORLD
         if isinstance(group, DescribedGroup):  # which may serve more than torch knows of it
             return group.device_types
-        config = dist.get_backend_config(group)
-        return frozenset(each.partition(":")[0] for each in config.split(","))
+        return frozenset(
+            each.partition(":")[0] for each in dist.get_backend_config(group).split(",")
+        )
+
+    @property
+    def newcomers_wait(self) -> bool:
+        """Whether others want to come in, as far as this rank knows."""
+        return False
+
+    def begin(self, about: Mapping[str, Any]) -> None:
+        """Compare what all ranks train.
+
+        Args:
+            about: What this one does; all but "workloads" must be alike.
+
+        Raises:
+            ConfigError: Ranks differ; every rank hears of it.
+        """
+        told = self.gather(json.dumps(about).encode(), "begin")
+        self.about = [json.loads(each) for each in told]
+        for rank, each in enumerate(self.about):
+            differing = differing_names(each, self.about[0])
+            if differing:
+                raise ConfigError(
+                    "All ranks must train the same model, on the same kind of device and with the "
+                    f"same parameters frozen, but rank {rank} differs from rank 0 in {differing}. "
+                    "Make it from the same arguments in every process."
+                )
+
+    def align(self, tensors: Iterable[Tensor]) -> None:
+        """Give all ranks the values that rank 0 has in these tensors, as they begin."""
+        with torch.no_grad():
+            for tensor in tensors:
+                whole = tensor.detach().contiguous()
+                self.spread([(whole, 0)])
+                if whole.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(whole)
+
+    def settle(self) -> None:
+        """Form another group where a rank was lost and that can be."""
+
+    def admit(self) -> None:
+        """Let those in that wait, between two steps."""
+
+    def mark_done(self) -> None:
+        """Count a run that is done here."""
 
     def gather(self, document: bytes, about: str) -> list[bytes]:
         """Return every rank's document, by rank.
@@ -105,34 +155,22 @@ class Exchange:
                 self._all_gather(list(found.unbind()), own.to(self._device))
         return found.cpu()
 
-    def swap(
+    def begin_swap(
         self, sent: Tensor, sent_sizes: Sequence[int], received: Tensor, sizes: Sequence[int]
-    ) -> None:
-        """Send each rank a slice of ``sent`` and receive one from each.
+    ) -> Callable[[], None]:
+        """Begin to send each rank a slice of ``sent`` and to receive one from each.
 
         Args:
             sent: 1-D; the slices by receiver, one after the other.
             sent_sizes: Elements of each.
             received: 1-D, of the same dtype; the slices by sender.
             sizes: Elements of each.
+
+        Returns:
+            A function that waits until it has ended.
         """
         with self._telling():
-            self._all_to_all(received, sent, list(sizes), list(sent_sizes))
-
-    def begin_swap(
-        self, sent: Tensor, sent_sizes: Sequence[int], received: Tensor, sizes: Sequence[int]
-    ) -> Callable[[], None]:
-        """Begin a :meth:`swap`; return what waits until it has ended."""
-        received, sent = self._lend([received, sent])
-        with self._telling():
-            work = dist.all_to_all_single(
-                received,
-                sent,
-                list(sizes),
-                list(sent_sizes),
-                group=self._process_group,
-                async_op=True,
-            )
+            work = self._all_to_all(received, sent, list(sizes), list(sent_sizes))
         return partial(self._wait, work)
 
     def begin_numbers(self, own: Sequence[float]) -> Callable[[], list[list[float]]]:
@@ -151,9 +189,8 @@ class Exchange:
             A function that waits until it has ended, and returns the tensor.
         """
         found = own.new_empty(self.size * own.numel())
-        joined, part = self._lend([found, own])
         with self._telling():
-            work = _all_gather_single(joined, part, group=self._process_group, async_op=True)
+            work = self._all_gather_single(found, own)
 
         def wait() -> Tensor:
             self._wait(work)
@@ -182,9 +219,19 @@ class Exchange:
 
     def _all_to_all(
         self, received: Tensor, sent: Tensor, sizes: list[int], sent_sizes: list[int]
-    ) -> None:
+    ) -> dist.Work | None:
         received, sent = self._lend([received, sent])
-        dist.all_to_all_single(received, sent, sizes, sent_sizes, group=self._process_group)
+        work: dist.Work | None = dist.all_to_all_single(
+            received, sent, sizes, sent_sizes, group=self._process_group, async_op=True
+        )
+        return work
+
+    def _all_gather_single(self, found: Tensor, own: Tensor) -> dist.Work | None:
+        found, own = self._lend([found, own])
+        work: dist.Work | None = _all_gather_single(
+            found, own, group=self._process_group, async_op=True
+        )
+        return work
 
     def _broadcast(self, tensor: Tensor, owner: int) -> dist.Work | None:
         (tensor,) = self._lend([tensor])
@@ -220,6 +267,13 @@ def _await_return(lent: Sequence[weakref.ref[Tensor]]) -> None:
     wait_until(lambda: all(each() is None for each in lent), _LET_GO_S)
 
 
+# Any: JSON.
+def differing_names(about: Mapping[str, Any], first: Mapping[str, Any]) -> str:
+    """Name what one rank would train otherwise than another."""
+    names = [name for name in first if name != "workloads" and about.get(name) != first[name]]
+    return ", ".join(names)
+
+
 def num_ranks_here() -> int:
     """Return how many ranks of the job run on this host, as its launcher says; 1 without any."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -237,8 +291,8 @@ def _differing(places: Sequence[str]) -> ConfigError:
     rank = next(rank for rank, each in enumerate(places) if each != places[0])
     return ConfigError(
         f"All ranks must do the same in the same order, but rank {rank} is about to "
-        f"{places[rank]} while rank 0 is about to {places[0]}. Call `stop()` and `save()` in every "
-        "rank, at the same step."
+        f"{places[rank]} while rank 0 is about to {places[0]}. Freeze parameters and call "
+        "`stop()` and `save()` in every rank, at the same step."
     )
 
 

@@ -12,7 +12,7 @@ from phalanx.execution.opening import EXECUTORS, ExecutorChoice, open_executor
 from phalanx.execution.partial_sums import Gradients, PartialSum, RunResult, Span, add_sums
 from phalanx.execution.processes import ProcessExecutor
 from phalanx.execution.rank_messages import RankMessage
-from phalanx.execution.rank_reduction import RankReduction, add_nodes, give_first
+from phalanx.execution.rank_reduction import RankReduction, add_nodes
 from phalanx.execution.ranks import describe_rank
 from phalanx.execution.shards import Shards, is_cut
 from phalanx.execution.task import MicrobatchContext, MicrobatchResult, Task
@@ -46,7 +46,6 @@ __all__ = [
     "check_reduce",
     "default_intra_op",
     "describe_rank",
-    "give_first",
     "is_cut",
     "nccl_serves",
     "open_executor",

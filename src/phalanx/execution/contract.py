@@ -47,13 +47,7 @@ _ONE_VALUE = "Expected more than 1 value per channel when training"  # what torc
 
 
 class Peers:
-    """The other processes of a job, where there are some, as a trainer talks to them.
-
-    Attributes:
-        generation: How often they have changed.
-    """
-
-    generation: int = 0
+    """The other processes of a job, where there are some, as a trainer talks to them."""
 
     def all_workloads(self) -> Sequence[float]:
         """Return the relative shares of the replicas of all processes."""
@@ -61,14 +55,6 @@ class Peers:
 
     def admit(self) -> None:
         """Let new processes in, between two steps, where some wait."""
-
-    def agree_to_open_again(self) -> None:
-        """Tell all processes that the trained parameters were changed.
-
-        Raises:
-            ConfigError: They were not changed in all processes.
-        """
-        raise NotImplementedError
 
     def mark_done(self) -> None:
         """Count a run whose outcome is kept here: ranks that were cut off from it do it alone."""
@@ -99,7 +85,7 @@ class Executor(ABC):
         parameters: All parameters, each once, in whose order gradients are summed.
         owns_generator: Whether each replica has a process of its own, whose generator is seeded.
         worker_pids: The worker processes' numbers; empty without any.
-        optimizer: The one that is stepped, whose options ranks compare before each step.
+        optimizer: The one that is stepped, whose state worker processes drop.
         peers: The other processes of the job; None without any.
     """
 

@@ -78,8 +78,6 @@ class Ranks:
     later, is given the state by a peer between two steps. They meet in a group of their own, so the
     script calls no `init_process_group()`; ``RANK`` and ``WORLD_SIZE`` say who comes at first.
 
-    Every rank holds all of the optimizer's state, where ``executor="ranks"`` holds some of it.
-
     Args:
         intra_op: As for `Threads`.
         timeout_s: How long a rank that lives may take for its part of a step.

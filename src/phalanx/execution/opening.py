@@ -12,7 +12,6 @@ from torch import nn
 from phalanx.distributed import ElasticExchange, Exchange
 from phalanx.errors import UnsupportedError
 from phalanx.execution.contract import Executor
-from phalanx.execution.elastic_ranks import ElasticRankExecutor, write_once_elastic
 from phalanx.execution.executor_options import Processes, Ranks, Threads
 from phalanx.execution.failures import FailureLog
 from phalanx.execution.nccl_sums import refuse_without_nccl
@@ -70,16 +69,12 @@ class ExecutorChoice:
     @property
     def is_first(self) -> bool:
         """Whether this process is the one that writes files, however many there are."""
-        if self.elastic is not None:
-            return self.elastic.rank == 0
-        return self.kind != "ranks" or Exchange().rank == 0
+        return self.kind != "ranks" or (self.elastic or Exchange()).rank == 0
 
     def write_once(self, write: Callable[[], None]) -> None:
         """Call what writes files: once, however many processes there are."""
-        if self.elastic is not None:
-            write_once_elastic(write, self.elastic)
-        elif self.kind == "ranks":
-            write_once(write, Exchange())
+        if self.kind == "ranks":
+            write_once(write, self.elastic or Exchange())
         else:
             write()
 
@@ -140,7 +135,8 @@ def open_executor(
             workloads=workloads,
             intra_op=intra_op,
         )
-    executor = _kind(choice)(
+    kind = RankExecutor if choice.kind == "ranks" else ThreadExecutor
+    executor = kind(
         module,
         devices,
         workloads=workloads,
@@ -150,14 +146,8 @@ def open_executor(
     )
     if isinstance(executor, RankExecutor):
         try:
-            executor.join(choice.elastic)
+            executor.join(choice.elastic or Exchange())
         except BaseException:
             executor.close()
             raise
     return executor
-
-
-def _kind(choice: ExecutorChoice) -> type[ThreadExecutor]:
-    if choice.elastic is not None:
-        return ElasticRankExecutor
-    return RankExecutor if choice.kind == "ranks" else ThreadExecutor

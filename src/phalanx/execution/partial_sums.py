@@ -55,9 +55,7 @@ class RunResult:
 
     Attributes:
         results: What the task returned, by microbatch; None for microbatches of weight 0.
-        sums: Partial sums that nobody has added yet, by node of the tree, in order. Ranks have the
-            gradients of the parameters that they own in them, and None for others.
-        missing: For ranks, places of the parameters that no microbatch has a gradient for.
+        sums: Partial sums that nobody has added yet, by node of the tree, in order.
         replica_of: Which replica here computed each microbatch; -1 for those left out, or run
             elsewhere.
         drew: Whether the model drew random numbers from the microbatches' own generators.
@@ -65,7 +63,6 @@ class RunResult:
 
     results: list[Any]  # Any: whatever the task returns
     sums: dict[Node, PartialSum | None] = field(default_factory=dict)
-    missing: frozenset[int] = frozenset()
     replica_of: list[int] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     drew: bool = False

@@ -35,15 +35,14 @@ class RankMessage:
         fingerprint: The step and the batch, on which all ranks must agree.
         error: The exception that it raised instead of computing; None if all went well.
         results: By microbatch.
-        absent: By node of the tree, the parameters that got no gradient; no entry for a node
-            without rows.
-        statistics: By node, what its microbatches left in the buffers.
+        has_gradients: Whether a parameter got one.
+        statistics: By node of the tree, what its microbatches left in the buffers.
     """
 
     fingerprint: str
     error: str | None = None
     results: dict[int, MicrobatchResult] = field(default_factory=dict)
-    absent: dict[Node, frozenset[int]] = field(default_factory=dict)
+    has_gradients: bool = False
     statistics: dict[Node, dict[str, Statistic]] = field(default_factory=dict)
 
     @classmethod
@@ -57,9 +56,7 @@ class RankMessage:
         message = cls(fingerprint, results={i: r for i, r in enumerate(results) if r is not None})
         for node, partial in sums.items():
             if partial is not None:
-                message.absent[node] = frozenset(
-                    place for place, each in enumerate(partial.gradients) if each is None
-                )
+                message.has_gradients |= any(each is not None for each in partial.gradients)
                 message.statistics[node] = partial.statistics
         return message
 
@@ -73,7 +70,7 @@ class RankMessage:
                 [index, each.loss.hex(), _pack_nested(tensors, (each.outputs, each.targets))]
                 for index, each in self.results.items()
             ],
-            "absent": [[n.level, n.index, sorted(each)] for n, each in self.absent.items()],
+            "has_gradients": self.has_gradients,
             "statistics": [
                 [
                     n.level,
@@ -99,11 +96,9 @@ class RankMessage:
         for index, loss, kept in text["results"]:
             outputs, targets = _unpack_nested(tensors, kept)
             message.results[index] = MicrobatchResult(float.fromhex(loss), outputs, targets)
-        for level, index, absent in text["absent"]:
-            message.absent[Node(level, index)] = frozenset(absent)
-            message.statistics[Node(level, index)] = {}
+        message.has_gradients = text["has_gradients"]
         for level, index, name, weight, rule, value in text["statistics"]:
-            message.statistics[Node(level, index)][name] = Statistic(
+            message.statistics.setdefault(Node(level, index), {})[name] = Statistic(
                 _unpack_nested(tensors, value), float.fromhex(weight), rule
             )
         return message

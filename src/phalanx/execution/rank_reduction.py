@@ -20,24 +20,24 @@ from torch import Tensor, nn
 
 from phalanx.distributed import Exchange
 from phalanx.execution.partial_sums import Gradients, PartialSum, TreeSums
-from phalanx.plan import Node, ranges_of
+from phalanx.plan import Node
 from phalanx.torch_internals import foreach_copy
 
-__all__ = ["RankReduction", "add_nodes", "give_first", "nodes_of"]
+__all__ = ["RankReduction", "add_nodes", "nodes_of"]
 
 T = TypeVar("T")
 
 _IDENTITY = -0.0  # added to any number, it gives this number; 0.0 would change the sign of -0.0
 
 
-def nodes_of(leaves: range, rows: Sequence[int]) -> list[Node]:
+def nodes_of(leaves: range, rows: Sequence[float]) -> list[Node]:
     """Return the nodes of the tree whose sums a rank holds; none for microbatches without rows.
 
     Args:
         leaves: The rank's microbatches.
         rows: Of all microbatches.
     """
-    sums: TreeSums[int] = TreeSums(len(rows), operator.add)
+    sums: TreeSums[float] = TreeSums(len(rows), operator.add)
     for leaf in leaves:
         sums.put(Node(0, leaf), rows[leaf] or None)
     return [node for node, found in sums.waiting().items() if found is not None]
@@ -67,7 +67,6 @@ class RankReduction:
 
     Args:
         parameters: In whose order gradients come and go.
-        num_microbatches: Of a batch; the ranks share them by `ranges_of`.
         exchange: The ranks.
         bucket_bytes: About how many bytes of gradients travel together.
 
@@ -77,42 +76,45 @@ class RankReduction:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        num_microbatches: int,
         exchange: Exchange,
-        bucket_bytes: int,
+        bucket_bytes: int = 25 * 2**20,
     ) -> None:
         self._parameters = parameters
-        self._num_microbatches = num_microbatches
         self._exchange = exchange
-        self._ranges = ranges_of(num_microbatches, exchange.size)
         self._buckets = [
             _Bucket(parameters, places, exchange.size)
             for places in _cut_in_buckets(parameters, bucket_bytes)
         ]
 
-    def add(self, own: Mapping[Node, PartialSum | None], rows: Sequence[int]) -> Gradients:
+    def add(
+        self,
+        own: Mapping[Node, PartialSum | None],
+        rows: Sequence[float],
+        ranges: Sequence[range],
+    ) -> Gradients:
         """Return the sums of all ranks' gradients; None for a parameter that nobody has one for.
 
         Args:
             own: This rank's partial sums.
-            rows: Of all ranks' microbatches.
+            rows: Of all ranks' microbatches, or what else they weigh; some are above 0.
+            ranges: Which microbatches are whose, by rank.
 
         Returns:
             By parameter, 1-D in memory order.
 
         Collective: Yes. Moves: (N - 1) / N of the gradients' bytes to others, twice, for N ranks.
         """
-        nodes = [nodes_of(leaves, rows) for leaves in self._ranges]
+        nodes = [nodes_of(leaves, rows) for leaves in ranges]
         nothing = PartialSum([None] * len(self._parameters), {})
         sums = [own.get(node) or nothing for node in nodes[self._exchange.rank]]
         sent = [
             self._send(bucket, [each.gradients for each in sums], nodes) for bucket in self._buckets
         ]
-        owned = [self._add_slices(*each) for each in sent]
-        spread = [self._exchange.begin_join(each) for each in owned]
+        owned = [self._add_slices(len(rows), *each) for each in sent]
+        spread = [self._exchange.begin_join(_bytes_of(each)) for each in owned]
         total: Gradients = [None] * len(self._parameters)
         for bucket, wait in zip(self._buckets, spread, strict=True):
-            bucket.read(wait(), total)
+            bucket.read(wait().view(bucket.dtype), total)
         return total
 
     def _send(
@@ -130,22 +132,23 @@ class RankReduction:
                 {nodes[rank][turn]: part for rank, part in zip(senders, received, strict=True)}
             )
             flat = bucket.write(sums[turn]) if turn < len(sums) else received.new_empty(0)
+            num_bytes = bucket.slice_size * received.itemsize
             waits.append(
                 self._exchange.begin_swap(
-                    flat,
-                    [flat.numel() // self._exchange.size] * self._exchange.size,
-                    received.view(-1),
-                    [bucket.slice_size * (rank in senders) for rank in range(len(nodes))],
+                    _bytes_of(flat),
+                    [flat.nbytes // self._exchange.size] * self._exchange.size,
+                    _bytes_of(received.view(-1)),
+                    [num_bytes * (rank in senders) for rank in range(len(nodes))],
                 )
             )
         return arriving, waits
 
     def _add_slices(
-        self, arriving: dict[Node, Tensor], waits: Sequence[Callable[[], object]]
+        self, num_leaves: int, arriving: dict[Node, Tensor], waits: Sequence[Callable[[], object]]
     ) -> Tensor:
         for wait in waits:
             wait()
-        total = add_nodes(self._num_microbatches, arriving, Tensor.add_)
+        total = add_nodes(num_leaves, arriving, Tensor.add_)
         assert total is not None  # somebody has rows
         return total
 
@@ -177,7 +180,7 @@ class _Bucket:
         pairs = list(zip(views, found, strict=True))
         for view, gradient in pairs:
             if gradient is None:
-                view.fill_(_IDENTITY)
+                (torch.view_as_real(view) if view.is_complex() else view).fill_(_IDENTITY)
         present = [(view, each) for view, each in pairs if each is not None]
         if present:
             foreach_copy([view for view, _ in present], [each for _, each in present])
@@ -209,11 +212,5 @@ def _cut_in_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> li
     return [bucket for buckets in by_kind.values() for bucket in buckets]
 
 
-def give_first(module: nn.Module, exchange: Exchange) -> None:
-    """Give all ranks the parameters and buffers of rank 0."""
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            whole = tensor.detach().contiguous()
-            exchange.spread([(whole, 0)])
-            if whole.data_ptr() != tensor.data_ptr():
-                tensor.copy_(whole)
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)  # any backend takes these

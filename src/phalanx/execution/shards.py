@@ -9,7 +9,6 @@ shards together are a step of that optimizer, bit for bit, and its `state_dict()
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,7 +65,7 @@ class Shards:
         self._strides = {place: dense_strides(parameters[place]) for place in self._group_of}
         places = sorted(self._group_of)
         shares = share_by_size([parameters[place] for place in places], num_shards)
-        self._added = self._stepped = [[places[index] for index in share] for share in shares]
+        self._shards = [[places[index] for index in share] for share in shares]
         self._parts: list[Optimizer] = []  # none where the optimizer is not cut
         self._left: Gradients = []
         self._right: Gradients = []
@@ -80,7 +79,7 @@ class Shards:
     def take(self, result: RunResult) -> None:
         """Take over the sums of a run and the options of now."""
         cut = is_cut(self.optimizer)
-        self._parts = [self._part(own) for own in self._stepped] if cut else []
+        self._parts = [self._part(own) for own in self._shards] if cut else []
         self.adds_first = not cut
         nothing: Gradients = [None] * len(self._parameters)
         operands = [operand.gradients for operand in result.operands]
@@ -117,7 +116,7 @@ class Shards:
         """Make the last addition for one shard."""
         left, right = self._left, self._right
         pairs = []
-        for place in self._added[shard]:
+        for place in self._shards[shard]:
             a, b = left[place], right[place]
             if a is None:
                 left[place] = b
@@ -126,24 +125,17 @@ class Shards:
         if pairs:
             foreach_add([a for a, _ in pairs], [b for _, b in pairs])
 
-    def gather_gradients(self) -> None:
-        """Bring all gradients here, where others have made some of the additions."""
-
     def squares(self, shard: int) -> list[float]:
         """Return the square of each gradient's 2-norm, in one shard that was added."""
-        gradients = [self._left[place] for place in self._added[shard]]
+        gradients = [self._left[place] for place in self._shards[shard]]
         norms = [_norm_of(each) for each in gradients if each is not None]
         return [norm.item() ** 2 for norm in norms]
-
-    def total(self, squares: Sequence[float]) -> float:
-        """Return the sum of the squares of all shards, in whatever order they come."""
-        return math.fsum(squares)
 
     def step(self, shard: int, scale: float) -> None:
         """Step one shard that was added, with gradients times ``scale``; then drop those."""
         optimizer, places = self.optimizer, list(self._group_of)
         if self._parts:
-            optimizer, places = self._parts[shard], self._stepped[shard]
+            optimizer, places = self._parts[shard], self._shards[shard]
         elif shard > 0:
             return
         present = [each for place in places if (each := self._left[place]) is not None]
@@ -175,9 +167,6 @@ class Shards:
         entries = [(p, state.pop(p)) for p in ordered if p in state]
         state.update(entries)
         self._num_states = len(state)
-
-    def gather_state(self) -> None:
-        """Bring all of the optimizer's state into this process, where others have some of it."""
 
 
 def is_cut(optimizer: Optimizer) -> bool:

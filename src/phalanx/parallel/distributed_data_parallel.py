@@ -23,7 +23,6 @@ from phalanx.execution import (
     add_nodes,
     add_sums,
     describe_rank,
-    give_first,
 )
 from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.graph import Reduction, RunPart
@@ -117,7 +116,7 @@ class DistributedDataParallel(DataParallel):
         self._sums: tuple[object, RankReduction] | None = None
         self._weight: float | None = None
         self._seed = self._agree(exchange, microbatches, reduction)
-        give_first(module, exchange)
+        exchange.align((*module.parameters(), *module.buffers()))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -227,12 +226,7 @@ class DistributedDataParallel(DataParallel):
         if self._sums is None or self._sums[0] != trained:
             self._sums = (
                 trained,
-                RankReduction(
-                    executor.parameters,
-                    self._num_microbatches,
-                    self._exchange,
-                    self._bucket_bytes,
-                ),
+                RankReduction(executor.parameters, self._exchange, self._bucket_bytes),
             )
         return self._sums[1]
 
@@ -287,7 +281,8 @@ class _RankPasses(Reduction):
         if self._exchange.size == 1:
             sums = executor.add_gradients(result)
         elif any(rows):
-            sums = self._owner._sums_of(executor).add(result.sums, rows)
+            ranges = ranges_of(len(rows), self._exchange.size)
+            sums = self._owner._sums_of(executor).add(result.sums, rows, ranges)
         else:
             sums = [None] * len(executor.parameters)
         weight = sum(each[-1] for each in told)

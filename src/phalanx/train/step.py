@@ -84,7 +84,6 @@ class Engine:
         self.written: set[str] = set()
         self._executor: Executor | None = None
         self._shards: Shards
-        self._generation = 0  # of the ranks that the shards were opened for
         self._trained_ids: list[list[int]] = []
         self._buffer_homes: list[tuple[str, nn.Module, str]] = []  # name, owner, its name there
         self._is_half_stepped = False
@@ -133,14 +132,11 @@ class Engine:
             metrics.update(*pieces.outputs_of(result.results, metrics.joining))
 
         # The last addition, and the norm of the whole gradient where that is to be clipped.
-        if peers is not None and self._generation != peers.generation:
-            self._open_shards()  # the ranks are others now
         shards = self._shards
         shards.take(result)
         is_added = shards.adds_first or spec.clip_norm is not None
         if is_added:
             executor.each(shards.add)
-            shards.gather_gradients()
         norm = None if spec.clip_norm is None else self._norm()
         scale = 1.0 if norm is None else min(1.0, (spec.clip_norm or 0.0) / (norm + 1e-6))
 
@@ -194,7 +190,7 @@ class Engine:
 
         Raises:
             ConfigError: It cannot be split.
-            StateError: As :meth:`complete_state`: nothing may be added to it.
+            StateError: As :meth:`check_whole`: nothing may be added to it.
         """
         if self._is_half_stepped:
             raise _half_stepped()
@@ -229,7 +225,7 @@ class Engine:
     def _norm(self) -> float:
         """Return the norm of all gradients together."""
         squares = self.executor.each(self._shards.squares)
-        norm = math.sqrt(self._shards.total([each for shard in squares for each in shard]))
+        norm = math.sqrt(math.fsum([each for shard in squares for each in shard]))
         if not math.isfinite(norm):
             raise ConfigError(
                 f"The gradients' norm must be finite to be clipped, but is {norm!r}; the step was "
@@ -263,7 +259,7 @@ class Engine:
         if self._executor is not None:
             is_same = _trained_ids(self.spec.optimizer) == self._trained_ids
             if not is_same or not self._executor.follow():
-                self.complete_state(changed=True)
+                self.check_alike()
                 self.close()
         if self._executor is None:
             self._make()
@@ -305,7 +301,7 @@ class Engine:
                 executor.optimizer = spec.optimizer
                 self._executor = executor
                 self._trained_ids = _trained_ids(spec.optimizer)
-                self._open_shards()
+                self._shards = executor.open_shards(spec.optimizer)
             except BaseException:
                 self._executor = None
                 executor.close()
@@ -314,33 +310,18 @@ class Engine:
             self._kernels_are_named = True
             _warn_of_kernels(devices)
 
-    def _open_shards(self) -> None:
-        executor = self.executor
-        self._generation = 0 if executor.peers is None else executor.peers.generation
-        self._shards = executor.open_shards(self.spec.optimizer)
-
     # -- state -------------------------------------------------------
 
-    def complete_state(self, *, changed: bool = False) -> None:
-        """Bring the optimizer's whole state into this process, where ranks have a part each.
-
-        Args:
-            changed: The trained parameters are others now; all ranks must find that.
+    def check_whole(self) -> None:
+        """Refuse a state that is not to be kept.
 
         Raises:
-            StateError: There is no whole state: a step failed half way.
+            StateError: A step failed half way.
             PeerError: Ranks' weights differ.
         """
-        if self._executor is None:
-            return
-        peers = self._executor.peers
-        if peers is not None and changed:
-            peers.agree_to_open_again()
         if self._is_half_stepped:
             raise _half_stepped()
-        self._shards.gather_state()
-        if peers is not None:
-            peers.check_alike()
+        self.check_alike()
 
     def admit(self) -> None:
         """Let new ranks in, where some wait."""
@@ -360,7 +341,7 @@ class Engine:
         """Take over a state that was loaded into module and optimizer."""
         self._is_half_stepped = False
         if self._executor is not None:
-            self._open_shards()
+            self._shards = self._executor.open_shards(self.spec.optimizer)
 
 
 def _half_stepped() -> StateError:

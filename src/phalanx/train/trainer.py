@@ -94,9 +94,8 @@ class Trainer:
             "processes", or `Processes`: they are worker processes of this host, which take nothing
             with them when they die. "inline": the one replica runs in the caller's thread, where a
             debugger finds it. "ranks": every process of a `torch.distributed` job has such a
-            trainer, is given the same batches, and computes its share of them with its replicas;
-            each steps some of the parameters, and keeps their state (ZeRO, stage 1). `Ranks`
-            survive the loss of others.
+            trainer, is given the same batches, and computes its share of them with its replicas.
+            `Ranks` survive the loss of others.
         seed: Where dropout and its like start; each microbatch of each step has numbers of its own.
         weight: microbatch -> what its mean loss stands for, such as its number of unmasked tokens;
             default its rows.
@@ -542,7 +541,7 @@ class Trainer:
         check_moment(closed=self._closed, in_step=self._in_step)
         path = Path(folder)
         self.join()
-        self._engine.complete_state()
+        self._engine.check_whole()
         self._choice.write_once(lambda: write_checkpoint(capture_state(self._state()), path))
 
     def resume(self, folder: str | Path) -> None:
