@@ -49,7 +49,7 @@ BY_NIGHT = {
     "docs/containers.md",  # test_containers.py and those beside it
 }
 ELSEWHERE = {  # the test that runs the page's blocks
-    "docs/migrating.md": "tests/conformance/test_torch7.py",
+    "docs/migrating.md": "tests/contracts/test_torch7.py",
     "docs/migrating_multiverso.md": "tests/conformance/test_multiverso.py",
     "docs/migrating_mxnet.md": "tests/conformance/test_mxnet.py",
     "docs/migrating_oxirs.md": "tests/conformance/test_oxirs.py",
