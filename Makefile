@@ -156,8 +156,8 @@ chaos: $(STAMP)  # kill workers and ranks at random, of trainings, tables and gr
 	@$(BIN)/python -m tests.chaos.frames_fuzz --frames $(FRAMES)
 
 night: $(STAMP)  # every kind of fault at every point in every worker, whole products, torch's own distributed tests
-	@$(BIN)/python -m pytest -m "night or not night" tests/chaos tests/conformance $(ARGS)
-	@$(BIN)/python -m pytest -m night --ignore=tests/chaos --ignore=tests/conformance $(ARGS)
+	@$(BIN)/python -m pytest -m "night or not night" tests/chaos tests/conformance tests/contracts $(ARGS)
+	@$(BIN)/python -m pytest -m night --ignore=tests/chaos --ignore=tests/conformance --ignore=tests/contracts $(ARGS)
 	@[ -n "$(ARGS)" ] || TEST_DEVICES=2 $(BIN)/python -m pytest -m "night or not night" --device dev $(ON_DEVICE) \
 	    $(ON_DEVICE_AT_NIGHT) \
 	    || [ $$? -eq 5 ]

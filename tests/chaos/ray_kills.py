@@ -28,7 +28,7 @@ import phalanx
 from phalanx.clock import now_s, pause
 from phalanx.cluster import on_ray
 from phalanx.ipc import wait_until
-from tests.conformance.test_executors_same_bits import adamw, made
+from tests.contracts.test_executors_same_bits import adamw, made
 
 RANKS = 3
 SETTLED_STEPS = 5  # with all ranks, before one is lost

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.conformance.collectives import group
+from tests.contracts.collectives import group
 from tests.multiprocess.ranks import Ranks
 
 pytestmark = pytest.mark.promise("backend-carries-other-libraries")

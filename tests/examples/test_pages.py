@@ -45,7 +45,7 @@ NEEDS = {
 }
 BY_NIGHT = {
     "docs/one_word.md",  # test_launching_clients.py and test_backend_clients.py hold it by day
-    "docs/recipes.md",  # test_callbacks.py, test_trainer_moments.py and others
+    "docs/recipes.md",  # test_trainer_callbacks.py, test_trainer_moments.py and others
     "docs/containers.md",  # test_containers.py and those beside it
 }
 ELSEWHERE = {  # the test that runs the page's blocks

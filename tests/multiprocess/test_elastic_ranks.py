@@ -21,7 +21,7 @@ from phalanx.distributed.elastic_membership import Report, decide
 from phalanx.errors import PeerLost, StateError
 from phalanx.ipc import wait_until
 from phalanx.train import state as trainer_state
-from tests.conformance.test_executors_same_bits import (
+from tests.contracts.test_executors_same_bits import (
     Everything,
     Run,
     assert_same_bits,

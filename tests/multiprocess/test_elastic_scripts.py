@@ -19,7 +19,7 @@ import phalanx
 from phalanx.distributed.elastic_membership import RankMembership, Report
 from phalanx.errors import ConfigError, PeerTimeout, StateError, UnsupportedError
 from phalanx.ipc import wait_until
-from tests.conformance.test_executors_same_bits import (
+from tests.contracts.test_executors_same_bits import (
     Run,
     adamw,
     assert_same_bits,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx.errors import ConfigError, PeerError, StateError
-from tests.conformance.test_executors_same_bits import (
+from tests.contracts.test_executors_same_bits import (
     Run,
     assert_same_bits,
     made,

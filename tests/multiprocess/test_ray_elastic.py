@@ -16,7 +16,7 @@ from torch import nn
 import phalanx
 from phalanx.cluster import on_ray
 from phalanx.ipc import wait_until
-from tests.conformance.test_executors_same_bits import adamw, made, schedule
+from tests.contracts.test_executors_same_bits import adamw, made, schedule
 
 ray = pytest.importorskip("ray", reason="needs ray, of the extra `ray`")
 cluster_utils = pytest.importorskip("ray.cluster_utils")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.conformance import test_executors_same_bits
-from tests.conformance.test_executors_same_bits import Run, made, result, trainer
+from tests.contracts import test_executors_same_bits
+from tests.contracts.test_executors_same_bits import Run, made, result, trainer
 
 __all__ = ["EPOCHS", "STEPS", "batches", "train_in_one_process"]
 

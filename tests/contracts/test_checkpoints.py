@@ -1,7 +1,7 @@
 """A checkpoint is the old one or the new one, never half of each; a refused one changes nothing.
 
 Faults are put into the system's calls, so nothing here knows how a checkpoint is written. That all
-of a state comes back is in test_resumed_bits.py.
+of a state comes back is in test_trainer_resumes.py.
 """
 
 from __future__ import annotations

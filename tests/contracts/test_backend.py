@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.conformance import collectives as calls
+from tests.contracts import collectives as calls
 from tests.multiprocess.ranks import Ranks
 
 pytestmark = pytest.mark.promise("backend-gives-what-gloo-gives")
