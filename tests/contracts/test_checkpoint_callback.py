@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,28 @@ def test_the_last_ones_are_kept(options: Any, kept: list[int], tmp_path: Path) -
         trainer.fit(data(), epochs=5)
     assert steps_in(tmp_path / "run") == kept
     assert checkpoint.last == (tmp_path / "run" / f"step-{kept[-1]:08d}" if kept else None)
+
+
+@pytest.mark.parametrize("by", ["stop", "Ctrl-C"])
+def test_a_run_that_is_stopped_is_saved_where_it_stops(by: str, tmp_path: Path) -> None:
+    def end(event: object) -> None:
+        if isinstance(event, phalanx.StepDone) and event.step == 6:
+            if by == "Ctrl-C":
+                raise KeyboardInterrupt
+            trainer.stop()
+
+    checkpoint = Checkpoint(tmp_path / "run")
+    with make(checkpoint, end) as trainer:
+        with contextlib.suppress(KeyboardInterrupt):
+            trainer.fit(data(), epochs=5)
+        stopped = {name: each.clone() for name, each in trainer.module.state_dict().items()}
+    assert steps_in(tmp_path / "run") == [6]
+    with make(Checkpoint(tmp_path / "run")) as trainer:
+        trainer.resume(tmp_path / "run" / "step-00000006")
+        assert trainer.steps == 6
+        assert all(
+            torch.equal(trainer.module.state_dict()[name], stopped[name]) for name in stopped
+        )
 
 
 @pytest.mark.parametrize("options", [{"every_epochs": 1}, {"every_steps": 3}], ids=str)

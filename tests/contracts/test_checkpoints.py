@@ -392,7 +392,7 @@ def test_a_harmed_file_is_named(checkpoint: Path, harm: str) -> None:
 @pytest.mark.parametrize(
     ("document", "match"),
     [
-        (json.dumps({"format": 3}), "of format 2, but is of format 3.* load `model.safetensors`"),
+        (json.dumps({"format": 4}), "of format 3, but is of format 4.* load `model.safetensors`"),
         (json.dumps({"digest": "", "content": {"format": 1}}), "but is of format 1"),
         ("[" * 100_000, "must be readable and whole"),
         (None, "checkpoint"),  # an empty folder

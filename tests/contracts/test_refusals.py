@@ -317,6 +317,7 @@ ROWS: list[Row] = [
     making_trainer("`replicas` must be a number of replicas or a sequence", replicas=2.5),
     making_trainer("`executor` must be one of .*, but is 'gremlins'", executor="gremlins"),
     making_trainer("`layout` must be a `Layout`, but is 3", layout=3),
+    making_trainer(r"`metrics` must map names to .*Give each a name", metrics=[len]),
     making_trainer(r"`callbacks\[1\]` must be a function, but is 3", callbacks=[len, 3]),
     making_trainer("`workloads` must hold one share per device .*holds 1", workloads=[1]),
     making_trainer("`workloads` must .*, but .*-1", workloads=[1, -1]),
@@ -363,7 +364,7 @@ ROWS: list[Row] = [
             vector_batch(8)[0],
             torch.tensor([0, 1, 2, 3] + [-100] * 4),
         ),  # which cross-entropy ignores
-        r"is nan in microbatch 2; .*no targets.*`weight=`",
+        r"is nan in microbatch [23]; .*no targets.*`weight=`",
     ),
     *(
         stepping(vector_batch(8), r"`forward` must return a loss of one element", forward=forward)

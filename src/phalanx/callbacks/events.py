@@ -55,10 +55,12 @@ class FitEnded:
     Attributes:
         epochs: Finished since the beginning.
         steps: Done since the beginning.
+        stopped: Whether `Trainer.stop` or, on no ranks, Ctrl-C has ended it.
     """
 
     epochs: int
     steps: int
+    stopped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx.callbacks.events import AttachedTrainer, EpochDone, StepDone
+from phalanx.callbacks.events import AttachedTrainer, EpochDone, FitEnded, StepDone
 from phalanx.callbacks.saved_folders import (
     check_saved_name,
     name_of_step,
@@ -23,7 +23,8 @@ class Checkpoint:
     """A callback that saves every so many epochs or steps, and keeps the last checkpoints.
 
     Below ``path`` there are folders such as ``step-00001200``, each for `Trainer.resume`, and each
-    whole: a crash while one is written leaves those before. The oldest is removed when another was
+    whole: a crash while one is written leaves those before. A `fit` that ends by `Trainer.stop` or
+    Ctrl-C is saved where it ends. The oldest is removed when another was
     saved, unless it holds something that `Trainer.save` does not write. It is called after the
     other callbacks, and so saves what they have counted.
 
@@ -88,15 +89,20 @@ class Checkpoint:
 
     def __call__(self, event: object) -> None:
         """Save, if it is time."""
-        if isinstance(event, StepDone) and _is_due(event.step, self._every_steps):
-            self._save(event.step)
-        elif isinstance(event, EpochDone) and _is_due(event.epoch, self._every_epochs):
-            self._save(event.steps)
+        if self._is_time(event):
+            self._save()
 
-    def _save(self, step: int) -> None:
+    def _is_time(self, event: object) -> bool:
+        if isinstance(event, StepDone):
+            return _is_due(event.step, self._every_steps)
+        if isinstance(event, EpochDone):
+            return _is_due(event.epoch, self._every_epochs)
+        return isinstance(event, FitEnded) and event.stopped and event.steps > 0
+
+    def _save(self) -> None:
         if self._trainer is None:
             return
-        before, name = self._kept, name_of_step(step)
+        before, name = self._kept, name_of_step(self._trainer.steps)
         names = [*(each for each in before if each != name), name]
         self._kept = names[-self._keep :]  # the checkpoint is to know of itself
         try:

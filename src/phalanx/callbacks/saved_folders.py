@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
 from phalanx.errors import ConfigError
 from phalanx.plan import check_argument
+from phalanx.warning import warn_user
 
 __all__ = [
     "check_saved_name",
@@ -58,9 +58,8 @@ def remove_checkpoint(folder: Path) -> None:
         return
     found = list(folder.iterdir())
     if folder.is_symlink() or not all(each.name in _FILES and _is_file(each) for each in found):
-        warnings.warn(
+        warn_user(
             f"{folder} is kept no more, but stays: it is a link, or holds more than a checkpoint.",
-            stacklevel=2,
         )
         return
     for path in found:

@@ -18,7 +18,6 @@ always between two runs, when no thread of ours computes.
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -60,6 +59,7 @@ from phalanx.replicas import (
     refuse_compiled_in_place,
     statistic_specs,
 )
+from phalanx.warning import warn_user
 
 __all__ = ["ProcessExecutor"]
 
@@ -413,10 +413,9 @@ def _import_for_autograd() -> None:
 
 def _warn_of_oversubscription(num_workers: int, intra_op: int) -> None:
     if num_workers * intra_op > num_cores():
-        warnings.warn(
+        warn_user(
             f"`replicas` should be at most the {num_cores()} cores of this machine, but is "
             f"{num_workers} processes × {intra_op} threads: they will wait for each other.",
-            stacklevel=2,
         )
 
 

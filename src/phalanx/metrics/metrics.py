@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.metrics.whole_batches import Joining
-from phalanx.plan import flatten
+from phalanx.plan import check_argument, flatten
 from phalanx.torch_internals import pytree
 from phalanx.types import Nested
 
@@ -39,10 +39,13 @@ class Metrics:
         joining: How pieces of a batch, and for functions the batches of an epoch, become one.
 
     Raises:
-        ConfigError: One is neither a metric nor a function.
+        ConfigError: They have no names; or one is neither a metric nor a function.
     """
 
     def __init__(self, metrics: Mapping[str, Any], joining: Joining) -> None:
+        way_out = "Give each a name: {'accuracy': accuracy}."
+        fits = isinstance(metrics, Mapping)
+        check_argument(fits, "metrics", "map names to metrics or functions", metrics, way_out)
         self.joining = joining
         self._metrics = dict(metrics)
         self._counters = {name: _open_counter(name, each) for name, each in metrics.items()}

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.torch_internals import make_subclass
+from phalanx.warning import warn_user
 
 __all__ = ["OwnInShell", "Shell", "alias_of", "placed_on", "warn_of_assigned"]
 
@@ -145,9 +145,8 @@ def warn_of_assigned(names: Sequence[str]) -> None:
     """Warn of attributes that `forward` assigns to the shells of a first run."""
     if names:
         told = ", ".join(f"`self.{name}`" for name in names[:5]) + (", …" if names[5:] else "")
-        warnings.warn(
+        warn_user(
             f"forward() assigns {told}; replicas do not keep it. Register a buffer, or return it.",
-            stacklevel=2,
         )
 
 

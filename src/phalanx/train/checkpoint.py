@@ -47,7 +47,7 @@ __all__ = [
 # What a checkpoint holds, by name; "model" is the module's state dict. Any: all kinds of state.
 Content = dict[str, Any]
 
-_FORMAT = 2
+_FORMAT = 3
 _DOCUMENT, _MODEL, _STATE = "checkpoint.json", "model.safetensors", "state.pt"
 _NAMES = {_DOCUMENT, _MODEL, _STATE}
 _MOST_DOCUMENT_BYTES = 1 << 16

@@ -23,7 +23,7 @@ from phalanx.torch_internals import has_workers
 from phalanx.train.sampler import ExactSampler
 from phalanx.types import Nested
 
-__all__ = ["Reader", "length_of"]
+__all__ = ["Reader", "length_of", "options_of"]
 
 _DATA = -1  # follows the trainer's seed: no step has this number, so no microbatch these draws
 
@@ -138,6 +138,12 @@ def length_of(loader: Iterable[Nested]) -> int | None:
         return len(loader)  # type: ignore[arg-type]
     except Exception:  # it has none, or none yet: the iteration ends where it ends
         return None
+
+
+def options_of(loader: object) -> dict[str, int]:
+    """Return the options of a `DataLoader` that decide how its data is drawn."""
+    found = {name: getattr(loader, name, None) for name in ("batch_size", "num_workers")}
+    return {name: value for name, value in found.items() if type(value) is int}
 
 
 def begin_epoch(loader: object, epoch: int) -> None:

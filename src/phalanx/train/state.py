@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +22,7 @@ from phalanx.replicas import generator_states, set_generators
 from phalanx.torch_internals import pytree
 from phalanx.train.checkpoint import Content, check_storable, copied, pack, unpack
 from phalanx.train.position import Position
+from phalanx.warning import warn_user
 
 __all__ = [
     "RunProgress",
@@ -34,6 +34,7 @@ __all__ = [
     "pack_state",
     "restore_state",
     "warn_of_changes",
+    "warn_of_other_loader",
 ]
 
 _EXTRA = "_extra_state"  # torch's name for what `get_extra_state()` returns
@@ -64,9 +65,14 @@ def find_stateful(callbacks: Sequence[Callback]) -> dict[str, StatefulCallback]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunProgress:
-    """How far a run has come, and with which settings."""
+    """How far a run has come, and with which settings.
+
+    Attributes:
+        loader: Options of the last loader that `fit` was given.
+    """
 
     position: Position
+    loader: dict[str, int]
     seed: int
     microbatches: int | None
 
@@ -249,10 +255,20 @@ def warn_of_changes(restored: RunProgress, now: RunProgress) -> None:
     for name in ("microbatches", "seed"):
         was, given = getattr(restored, name), getattr(now, name)
         if was != given:
-            warnings.warn(
+            warn_user(
                 f"`{name}` must be {was!r} as in the checkpoint to continue bit for bit, but is "
                 f"{given!r}.",
-                stacklevel=4,
+            )
+
+
+def warn_of_other_loader(saved: dict[str, int], given: dict[str, int]) -> None:
+    """Warn of a loader whose batches may differ from those of the run that was saved."""
+    for name in saved.keys() & given.keys():
+        if saved[name] != given[name]:
+            drawn = " where the data set draws random numbers" if name == "num_workers" else ""
+            warn_user(
+                f"`{name}` of the loader must be {saved[name]} as in the checkpoint to continue "
+                f"bit for bit{drawn}, but is {given[name]}."
             )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -39,6 +38,7 @@ from phalanx.train.objective import Objective, TrainTask
 from phalanx.train.position import Loss, Position
 from phalanx.train.trainer_arguments import check_members
 from phalanx.types import Nested
+from phalanx.warning import warn_user
 
 __all__ = ["Engine", "EngineSpec"]
 
@@ -382,11 +382,10 @@ def _warn_of_kernels(devices: Sequence[torch.device]) -> None:
     """Name torch's switch where kernels of an accelerator may add in any order."""
     kinds = {device.type for device in devices} - {"cpu"}
     if kinds and not torch.are_deterministic_algorithms_enabled():
-        warnings.warn(
+        warn_user(
             f"Some kernels on {' and '.join(sorted(kinds))} may give other bits in each run. "
             "`torch.use_deterministic_algorithms(True)` chooses others, or raises where torch has "
             "none.",
-            stacklevel=2,
         )
 
 

@@ -36,7 +36,7 @@ from phalanx.train.dispatcher import EventDispatcher
 from phalanx.train.evaluation import Evaluation, enter_training, names_of_means
 from phalanx.train.microbatches import Splitter
 from phalanx.train.objective import Objective
-from phalanx.train.order import Reader, length_of
+from phalanx.train.order import Reader, length_of, options_of
 from phalanx.train.position import Loss, Position
 from phalanx.train.state import (
     RunProgress,
@@ -47,6 +47,7 @@ from phalanx.train.state import (
     pack_state,
     restore_state,
     warn_of_changes,
+    warn_of_other_loader,
 )
 from phalanx.train.step import Engine, EngineSpec
 from phalanx.train.trainer_arguments import (
@@ -186,6 +187,8 @@ class Trainer:
         )
         self._engine = Engine(spec, devices, read_threads(devices, microbatches, choice))
         self._position = Position()
+        self._loader_options: dict[str, int] = {}
+        self._resumed_options: dict[str, int] | None = None  # until a `fit` has compared them
         self._last_step: int | None = None  # of the `fit` under way, here or where we have joined
         self._in_step = self._closed = self._stopped = self._in_fit = False
         self._stateful = find_stateful(callbacks)
@@ -280,6 +283,10 @@ class Trainer:
         check_moment(closed=self._closed)
         shown = self._events.open_progress(progress, self)
         self.join()
+        self._loader_options = options_of(loader)
+        if self._resumed_options is not None:
+            warn_of_other_loader(self._resumed_options, self._loader_options)
+            self._resumed_options = None
         if epochs is not None and self.epochs >= epochs:
             warn_of_epochs_done(epochs, self.epochs)
             return []
@@ -296,7 +303,13 @@ class Trainer:
             steps_per_epoch=length_of(loader),
             means=names_of_means(self._metrics, validates=validate is not None),
         )
-        ended = lambda: FitEnded(epochs=self.epochs, steps=self.steps)  # noqa: E731
+
+        def ended() -> FitEnded:
+            # One rank's Ctrl-C alone can save nothing that all ranks have.
+            interrupted = isinstance(sys.exception(), KeyboardInterrupt)
+            stopped = self._stopped or (interrupted and self._choice.kind != "ranks")
+            return FitEnded(epochs=self.epochs, steps=self.steps, stopped=stopped)
+
         try:
             # The caller's idle pool must not spin beside the replicas.
             with caller_intra_op(1), self._events.telling_of_fit(begun, shown, ended):
@@ -562,6 +575,7 @@ class Trainer:
         state = replace(self._state(), metrics=self._metrics.fresh())
         restored = restore_state(state, content, source)
         self._position = restored.position
+        self._loader_options = self._resumed_options = restored.loader
         self._reader.forget()
         self._metrics = state.metrics
         self._engine.restore()
@@ -596,6 +610,7 @@ class Trainer:
             metrics=self._metrics,
             progress=RunProgress(
                 position=self._position,
+                loader=self._loader_options,
                 seed=self._seed,
                 microbatches=engine.spec.splitter.microbatches,
             ),

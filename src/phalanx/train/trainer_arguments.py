@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
@@ -27,6 +26,7 @@ from phalanx.plan import (
 )
 from phalanx.replicas import num_cores, resolve_devices
 from phalanx.types import Device
+from phalanx.warning import warn_user
 
 __all__ = [
     "check_fit",
@@ -161,10 +161,9 @@ def read_layout(layout: Layout | None) -> Layout:
 
 def warn_of_epochs_done(epochs: int, done: int) -> None:
     """Warn that a `fit` trains nothing, as the run has finished so many epochs."""
-    warnings.warn(
+    warn_user(
         f"`epochs` must be more than the {done} that the run has finished, counted from its start, "
         f"but is {epochs}. Nothing was trained.",
-        stacklevel=3,
     )
 
 
