@@ -7,6 +7,7 @@ microbatch; weights, statistics and optimizer as before; no thread left.
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -264,6 +265,18 @@ def test_no_thread_is_left_after_close(failing: bool, threads_before: list[str])
     trainer.close()
     assert house_threads() == threads_before
     trainer.close()
+
+
+def test_a_container_that_is_dropped_ends_its_threads(threads_before: list[str]) -> None:
+    model = phalanx.DataParallel(mlp(), devices=3)
+    model(vector_batch(ROWS)[0])
+    threads = [each for each in threading.enumerate() if each.name.startswith("phalanx")]
+    assert len(threads) == 3 + len(threads_before)
+    del model
+    gc.collect()
+    for thread in threads:
+        thread.join(60)
+    assert house_threads() == threads_before
 
 
 def test_stop_may_be_called_from_another_thread() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import (
@@ -17,56 +16,41 @@ from torch.optim.optimizer import (
 )
 
 import phalanx
+from tests.worlds import in_every_executor
+from tests.zoo import MLP, assert_close, batches_of, mlp, state_of
 
 pytestmark = pytest.mark.promise("users-optimizer")
 
-FORMATIONS: tuple[dict[str, Any], ...] = (
-    {"replicas": 1},
-    {"replicas": 1, "microbatches": 2},
-    {"replicas": 2},
-)
-PROCESSES: dict[str, Any] = {"replicas": 1, "executor": "processes"}
-TWO_PROCESSES = pytest.param({**PROCESSES, "replicas": 2}, marks=pytest.mark.night)
-formations = pytest.mark.parametrize("how", FORMATIONS, ids=str)
-all_formations = pytest.mark.parametrize("how", [*FORMATIONS, PROCESSES, TWO_PROCESSES], ids=str)
+F64 = torch.float64
+Between = Callable[[Optimizer, int], None]
 
 
-def batches(num: int = 6) -> list[tuple[Tensor, Tensor]]:
-    draw = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(12, 5, generator=draw), torch.randn(12, 3, generator=draw)) for _ in range(num)
-    ]
+def data(count: int = 6) -> list[tuple[Tensor, Tensor]]:
+    return batches_of(MLP, 12, F64, count)
 
 
-def model() -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(5, 3).double()
-
-
-def data(num: int = 6) -> list[tuple[Tensor, Tensor]]:
-    return [(x.double(), y.double()) for x, y in batches(num)]
-
-
-def plain(make: Callable[..., Optimizer], between: Callable[[Optimizer, int], None]) -> nn.Linear:
-    net = model()
+def plain(make: Callable[..., Optimizer], between: Between) -> nn.Module:
+    net = mlp(F64)
     optimizer = make(list(net.parameters()))
-    for index, (x, y) in enumerate(data()):
+    for index, (inputs, targets) in enumerate(data()):
         between(optimizer, index)
         optimizer.zero_grad()
-        F.mse_loss(net(x), y).backward()
+        MLP.loss(net(inputs), targets).backward()
         optimizer.step()
     return net
 
 
-def trained(
-    make: Callable[..., Optimizer], between: Callable[[Optimizer, int], None], **how: Any
-) -> nn.Linear:
-    net = model()
-    with phalanx.Trainer(net, F.mse_loss, make, **{"microbatches": None, **how}) as trainer:
+def trained(make: Any, between: Between, executor: str, replicas: int) -> nn.Module:
+    with trainer_of(make, executor, replicas) as trainer:
         for index, batch in enumerate(data()):
             between(trainer.optimizer, index)
             trainer.step(batch)
-    return net
+        return trainer.module
+
+
+def trainer_of(make: Any, executor: str, replicas: int, net: Any = None) -> phalanx.Trainer:
+    net = mlp(F64) if net is None else net
+    return phalanx.Trainer(net, MLP.loss, make, executor=executor, replicas=replicas)
 
 
 def nothing(optimizer: Optimizer, index: int) -> None:
@@ -78,8 +62,7 @@ def adamw(parameters: list[nn.Parameter]) -> Optimizer:
 
 
 def assert_alike(net: nn.Module, other: nn.Module) -> None:
-    for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert_close(state_of(net), state_of(other), F64)
 
 
 # -- `step` replaced ----------------------------------------------------
@@ -99,21 +82,23 @@ def centralize(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-@formations
-def test_a_step_replaced_on_the_optimizer_is_called(how: dict[str, Any]) -> None:
+@in_every_executor
+def test_a_step_replaced_on_the_optimizer_is_called(executor: str, replicas: int) -> None:
     def make(parameters: list[nn.Parameter]) -> Optimizer:
         return centralize(SGD(parameters, lr=0.1))
 
-    assert_alike(trained(make, nothing, **how), plain(make, nothing))
+    assert_alike(trained(make, nothing, executor, replicas), plain(make, nothing))
 
 
-@pytest.mark.parametrize("how", [FORMATIONS[-1], PROCESSES], ids=str)
-def test_a_step_replaced_after_some_steps_is_called_from_then_on(how: dict[str, Any]) -> None:
+@in_every_executor
+def test_a_step_replaced_after_some_steps_is_called_from_then_on(
+    executor: str, replicas: int
+) -> None:
     def between(optimizer: Optimizer, index: int) -> None:
         if index == 3:
             centralize(optimizer)
 
-    assert_alike(trained(adamw, between, **how), plain(adamw, between))
+    assert_alike(trained(adamw, between, executor, replicas), plain(adamw, between))
 
 
 # -- hooks --------------------------------------------------------------
@@ -127,11 +112,11 @@ def hooked(request: pytest.FixtureRequest) -> Iterator[list[Optimizer]]:
     handle.remove()
 
 
-@all_formations
+@in_every_executor
 def test_a_hook_on_all_optimizers_runs_once_a_step_with_the_users(
-    how: dict[str, Any], hooked: list[Optimizer]
+    executor: str, replicas: int, hooked: list[Optimizer]
 ) -> None:
-    with phalanx.Trainer(model(), F.mse_loss, adamw, **{"microbatches": None, **how}) as trainer:
+    with trainer_of(adamw, executor, replicas) as trainer:
         trainer.fit(data())
         assert hooked == [trainer.optimizer] * 6
 
@@ -154,22 +139,22 @@ def loaded(optimizer: Optimizer) -> None:
     optimizer.load_state_dict(state)
 
 
-@pytest.mark.parametrize("how", [FORMATIONS[-1], PROCESSES], ids=str)
+@in_every_executor
 @pytest.mark.parametrize("change", [emptied, zeroed, loaded])
 def test_what_is_written_to_the_optimizers_state_counts(
-    change: Callable[[Optimizer], None], how: dict[str, Any]
+    change: Callable[[Optimizer], None], executor: str, replicas: int
 ) -> None:
     def between(optimizer: Optimizer, index: int) -> None:
         if index == 3:
             change(optimizer)
 
-    assert_alike(trained(adamw, between, **how), plain(adamw, between))
+    assert_alike(trained(adamw, between, executor, replicas), plain(adamw, between))
 
 
 def test_what_is_kept_in_the_optimizers_state_for_each_parameter_stays_there() -> None:
-    with phalanx.Trainer(model(), F.mse_loss, adamw, microbatches=None, replicas=2) as trainer:
+    with trainer_of(adamw, "threads", 2) as trainer:
         trainer.step(data()[0])
-        parameters = trainer.optimizer.param_groups[0]["params"]
+        parameters = trainer.optimizer.param_groups[0]["params"][:2]
         for index, parameter in enumerate(parameters):
             trainer.optimizer.state[parameter]["mine"] = index
         trainer.fit(data())
@@ -183,24 +168,24 @@ def test_what_is_kept_in_the_optimizers_state_for_each_parameter_stays_there() -
 # -- gradients ----------------------------------------------------------
 
 
-@all_formations
+@in_every_executor
 def test_gradients_are_there_while_the_optimizer_steps_and_none_afterwards(
-    how: dict[str, Any],
+    executor: str, replicas: int
 ) -> None:
     seen: list[Tensor] = []
 
     def watched(parameters: list[nn.Parameter]) -> Optimizer:
         optimizer = SGD(parameters, lr=0.0)
-        optimizer.register_step_pre_hook(lambda *_: seen.append(net.weight.grad.clone()))
+        optimizer.register_step_pre_hook(lambda *_: seen.append(net[0].weight.grad.clone()))
         return optimizer
 
-    net, twin = model(), model()
-    with phalanx.Trainer(net, F.mse_loss, watched, **{"microbatches": None, **how}) as trainer:
+    net, twin = mlp(F64), mlp(F64)
+    with trainer_of(watched, executor, replicas, net) as trainer:
         for x, y in data(3):
-            net.bias.grad = torch.zeros(3, dtype=torch.float64)  # of the user's: not added to
+            net[0].bias.grad = torch.ones_like(net[0].bias)  # of the user's: not added to
             trainer.step((x, y))
-            assert net.weight.grad is None
-            assert net.bias.grad is None
+            assert net[0].weight.grad is None
+            assert net[0].bias.grad is None
             twin.zero_grad()
-            F.mse_loss(twin(x), y).backward()
-            torch.testing.assert_close(seen.pop(), twin.weight.grad)
+            MLP.loss(twin(x), y).backward()
+            torch.testing.assert_close(seen.pop(), twin[0].weight.grad)

@@ -1,35 +1,21 @@
-"""Threads that run one function at a time, and end."""
+"""Thread pools that are interrupted, closed, forked or called again at a bad moment."""
 
 from __future__ import annotations
 
 import contextvars
-import gc
+import os
 import signal
 import threading
 
 import pytest
 import torch
+from torch import nn
 
+import phalanx
 from phalanx.errors import OutOfSpace, StateError
 from phalanx.execution import ThreadPool
 
 DEADLINE_S = 30
-
-
-def names() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("phalanx")]
-
-
-def test_each_runs_at_once_in_named_threads() -> None:
-    barrier = threading.Barrier(3)
-
-    def meet(index: int) -> tuple[int, str]:
-        barrier.wait(DEADLINE_S)  # three must be here together
-        return index, threading.current_thread().name
-
-    pool = ThreadPool(3, intra_op=1)
-    assert pool.each(meet) == [(i, f"phalanx-replica-{i}") for i in range(3)]
-    pool.close()
 
 
 def test_context_variables_are_the_callers() -> None:
@@ -39,50 +25,6 @@ def test_context_variables_are_the_callers() -> None:
     assert pool.each(lambda _: scale.get()) == [3.0, 3.0]
     scale.reset(token)
     assert pool.each(lambda _: scale.get()) == [1.0, 1.0]
-    pool.close()
-
-
-def test_the_first_failure_keeps_its_type_and_the_others_are_notes() -> None:
-    def fail(index: int) -> None:
-        raise (KeyError if index else ZeroDivisionError)(f"of {index}")
-
-    pool = ThreadPool(2, intra_op=1)
-    with pytest.raises(ZeroDivisionError, match="of 0") as caught:
-        pool.each(fail)
-    assert "KeyError" in caught.value.__notes__[0]
-    assert pool.each(lambda index: index) == [0, 1]
-    pool.close()
-
-
-def test_threads_go_when_the_team_is_dropped() -> None:
-    before = names()
-    pool = ThreadPool(2, intra_op=1)
-    threads = pool._threads
-    del pool
-    gc.collect()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-    assert names() == before
-
-
-def test_closing_twice_is_fine_and_working_afterwards_is_not() -> None:
-    pool = ThreadPool(1, intra_op=1)
-    pool.close()
-    pool.close()
-    with pytest.raises(StateError, match="needs open threads"):
-        pool.each(lambda index: index)
-
-
-def test_intra_op_belongs_to_the_threads_and_not_to_the_caller() -> None:
-    torch.set_num_threads(2)
-    pool = ThreadPool(2, intra_op=1)
-    assert pool.each(lambda _: torch.get_num_threads()) == [1, 1]
-    assert torch.get_num_threads() == 2
-    born_later: list[int] = []
-    thread = threading.Thread(target=lambda: born_later.append(torch.get_num_threads()))
-    thread.start()
-    thread.join(DEADLINE_S)
-    assert born_later == [2]
     pool.close()
 
 
@@ -153,3 +95,90 @@ def test_threads_that_cannot_be_had_are_told_and_the_others_end(
         thread.join(DEADLINE_S)
     assert len(started) == 2
     assert not any(thread.is_alive() for thread in started)
+
+
+def test_closing_from_another_thread_waits_for_the_call() -> None:
+    pool = ThreadPool(2, intra_op=1)
+    inside, go_on = threading.Barrier(3), threading.Event()
+
+    def task(index: int) -> int:
+        inside.wait(DEADLINE_S)
+        assert go_on.wait(DEADLINE_S)
+        return index
+
+    results: list[list[int]] = []
+    caller = threading.Thread(target=lambda: results.append(pool.each(task)))
+    caller.start()
+    inside.wait(DEADLINE_S)
+    closer = threading.Thread(target=pool.close)
+    closer.start()
+    go_on.set()
+    caller.join(DEADLINE_S)
+    closer.join(DEADLINE_S)
+    assert results == [[0, 1]]
+    assert pool.closed
+    assert not closer.is_alive()
+
+
+def test_calls_and_closings_from_two_threads_never_hang() -> None:
+    for _ in range(200):
+        pool = ThreadPool(2, intra_op=1)
+        closer = threading.Thread(target=pool.close)
+        closer.start()
+        try:
+            while True:
+                assert pool.each(lambda index: index) == [0, 1]
+        except StateError:
+            pass
+        closer.join(DEADLINE_S)
+        assert not closer.is_alive()
+
+
+def test_a_signals_handler_cannot_call_in_the_middle_of_a_call() -> None:
+    pool = ThreadPool(2, intra_op=1)
+    errors: list[BaseException] = []
+
+    def again(*_: object) -> None:
+        try:
+            pool.each(lambda index: index)
+        except StateError as error:
+            errors.append(error)
+        pool.close()
+
+    handled = threading.Event()
+
+    def task(index: int) -> int:
+        if index == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert handled.wait(DEADLINE_S)
+        return index
+
+    def handler(*_: object) -> None:
+        again()
+        handled.set()
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        assert pool.each(task) == [0, 1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert "handler" in str(errors[0])
+    assert pool.closed
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_is_refused_and_leaves_the_parents_replicas_alone() -> None:
+    with phalanx.DataParallel(nn.Linear(4, 3), devices=2) as model:
+        model(torch.ones(4, 4))
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                model(torch.ones(4, 4))
+            except StateError as error:
+                code = 0 if "fork" in str(error) else 2
+            model.close()
+            os._exit(code)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert model(torch.ones(4, 4)).shape == (4, 3)
