@@ -92,11 +92,10 @@ class GpuContestant:
     of_phalanx: bool = False
     process_per_device: bool = False
     on_cpu: bool = True
-    over_nccl: bool = False
 
     def runs_on(self, kind: str) -> bool:
         """Tell whether it knows this kind of device."""
-        return kind == "cuda" or not (self.over_nccl or (kind == "cpu" and not self.on_cpu))
+        return kind != "cpu" or self.on_cpu
 
 
 def _on(device: str, batch: Batch) -> Batch:
@@ -144,13 +143,6 @@ def _data_parallel(job: GpuJob, module: nn.Module, batch: Batch) -> Iterator[Ste
 
 
 @contextmanager
-def _data_parallel_over_nccl(job: GpuJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
-    first = job.devices[0]
-    with phalanx.DataParallel(module.to(first), job.devices, reduce="nccl") as parallel:
-        yield plain_step(parallel, _on(first, batch))
-
-
-@contextmanager
 def _two_on_one(job: GpuJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
     first = job.devices[0]
     with phalanx.DataParallel(module.to(first), devices=[first, first]) as parallel:
@@ -174,12 +166,6 @@ CONTESTANTS = {
     ),
     "ddp": GpuContestant("DDP, {count} ranks", _ddp, process_per_device=True),
     "dataparallel": GpuContestant("DataParallel, {count} devices", _data_parallel, of_phalanx=True),
-    "dataparallel-nccl": GpuContestant(
-        "DataParallel over NCCL, {count} devices",
-        _data_parallel_over_nccl,
-        of_phalanx=True,
-        over_nccl=True,
-    ),
     "two-on-one": GpuContestant("DataParallel, 2 replicas on 1", _two_on_one, of_phalanx=True),
     "trainer": GpuContestant("Trainer, {count} devices", _trainer, of_phalanx=True),
 }

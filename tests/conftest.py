@@ -27,7 +27,7 @@ JOIN_S = 2.0
 SLOW_FOLDERS = {"benchmarks", "chaos", "device", "examples", "meta", "multiprocess"}
 SLOW_FILES = (  # of other folders
     *("test_backend", "test_compiled_models", "test_executors", "test_hugging_face"),
-    *("test_launching", "test_nccl", "test_process_executor", "test_worker_gradients"),
+    *("test_launching", "test_process_executor", "test_worker_gradients"),
     *("test_app", "test_parity", "test_resumed_bits", "test_same_bits", "test_shared_module"),
     "test_train_command",
 )

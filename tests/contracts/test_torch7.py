@@ -551,13 +551,8 @@ def test_what_was_set_before_add_stays():
         assert list(net.state_dict()) == list(mlp().state_dict())
 
 
-def test_nccl_that_does_not_serve_the_devices_is_one_warning():
-    net = torch7.DataParallelTable(0, True, True)
-    with pytest.warns(UserWarning, match=r"`useNCCL` has no effect on .*cpu.*, which") as caught:
-        net.add(mlp(), THREE)
-    assert len(caught) == 1
-    assert caught[0].filename == __file__
-    with net:
+def test_use_nccl_is_taken_and_changes_nothing():
+    with torch7.DataParallelTable(0, True, True).add(mlp(), THREE) as net:
         close(net.forward(draw(5, 4)), mlp()(draw(5, 4)).detach())
     with pytest.raises(ConfigError, match="`useNCCL` must come with `flattenParams`"):
         torch7.DataParallelTable(0, False, True)

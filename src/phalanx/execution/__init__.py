@@ -7,7 +7,6 @@ from phalanx.execution.contract import (
 )
 from phalanx.execution.executor_options import Processes, Ranks, Threads
 from phalanx.execution.failures import FailureLog, WorkerLost
-from phalanx.execution.nccl_sums import check_reduce, nccl_serves, refuse_without_nccl
 from phalanx.execution.opening import EXECUTORS, ExecutorChoice, open_executor
 from phalanx.execution.partial_sums import Gradients, PartialSum, RunResult, Span, add_sums
 from phalanx.execution.processes import ProcessExecutor
@@ -43,12 +42,9 @@ __all__ = [
     "WorkerLost",
     "add_nodes",
     "add_sums",
-    "check_reduce",
     "default_intra_op",
     "describe_rank",
     "is_cut",
-    "nccl_serves",
     "open_executor",
-    "refuse_without_nccl",
     "repeated",
 ]

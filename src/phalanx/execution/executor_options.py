@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.errors import ConfigError
-from phalanx.plan import check_argument, read_count, read_intra_op, read_number
+from phalanx.plan import read_count, read_intra_op, read_number
 
 __all__ = ["Processes", "Ranks", "Threads"]
 
@@ -19,23 +19,19 @@ class Threads:
     Args:
         intra_op: Threads inside operators, per replica. Default: cores divided by replicas. With
             microbatches every operator runs on one thread, because their number decides the bits.
-        nccl: Sum gradients on each GPU, and then over all GPUs by NCCL. The order of the sums, and
-            so their rounding, is NCCL's and depends on the number of GPUs.
 
     Raises:
         ConfigError: An option cannot work.
 
     Example:
-        >>> Threads(intra_op=2).nccl
-        False
+        >>> Threads(intra_op=2)
+        Threads(intra_op=2)
     """
 
     intra_op: int | None = None
-    nccl: bool = False
 
     def __post_init__(self) -> None:
         read_intra_op(self.intra_op)
-        check_argument(isinstance(self.nccl, bool), "nccl", "be True or False", self.nccl)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ from phalanx.errors import UnsupportedError
 from phalanx.execution.contract import Executor
 from phalanx.execution.executor_options import Processes, Ranks, Threads
 from phalanx.execution.failures import FailureLog
-from phalanx.execution.nccl_sums import refuse_without_nccl
 from phalanx.execution.processes import ProcessExecutor
 from phalanx.execution.ranks import RankExecutor, write_once
 from phalanx.execution.threads import ThreadExecutor
@@ -34,14 +33,12 @@ class ExecutorChoice:
         options: The options of worker processes; the defaults for other kinds, which lose none.
         intra_op: Threads inside operators, per replica; None for the default.
         elastic: The ranks that survive the loss of others; None for any others.
-        nccl: Whether gradients are summed by NCCL.
     """
 
     kind: str
     options: Processes = field(default_factory=Processes)
     intra_op: int | None = None
     elastic: ElasticExchange | None = None
-    nccl: bool = False
 
     @staticmethod
     # Any: whatever the user wrote.
@@ -60,7 +57,7 @@ class ExecutorChoice:
         if isinstance(given, str):
             return ExecutorChoice(kind=given)
         if isinstance(given, Threads):
-            return ExecutorChoice(kind="threads", intra_op=given.intra_op, nccl=given.nccl)
+            return ExecutorChoice(kind="threads", intra_op=given.intra_op)
         if isinstance(given, Processes):
             return ExecutorChoice(kind="processes", options=given, intra_op=given.intra_op)
         elastic = ElasticExchange(timeout_s=given.timeout_s, lost_after_s=given.lost_after_s)
@@ -89,8 +86,6 @@ class ExecutorChoice:
         Raises:
             UnsupportedError: There is one.
         """
-        if self.nccl:
-            refuse_without_nccl(devices, "nccl=True")
         others = [str(device) for device in devices if device.type != "cpu"]
         if others and self.kind == "processes":
             raise UnsupportedError(
@@ -142,7 +137,6 @@ def open_executor(
         workloads=workloads,
         intra_op=intra_op,
         inline=choice.kind == "inline",
-        nccl=choice.nccl,
     )
     if isinstance(executor, RankExecutor):
         try:

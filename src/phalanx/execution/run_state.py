@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
-from phalanx.execution.partial_sums import Gradients, RunResult, Span, TreeSums, add_sums
+from phalanx.execution.partial_sums import RunResult, Span, TreeSums, add_sums
 from phalanx.execution.task import Task
 from phalanx.plan import Node, Shares, workload_sizes
 from phalanx.replicas import RngPlan
@@ -128,12 +128,6 @@ class RunState:
             counts = Counter(owners[index] for index in left)
             shares = Shares([counts[each] for each in range(len(workloads))], stealing=False)
         self.queue = WorkQueue(left, shares, [workload > 0 for workload in workloads])
-
-    def replace_gradients(self, total: Gradients) -> None:
-        """Take the sum of all gradients, which were not put here, when all is put."""
-        for own in self.sums.waiting().values():
-            if own is not None:
-                own.gradients, total = total, [None] * len(total)
 
     def result(self) -> RunResult:
         """Return what the run gave, when it is over."""

@@ -18,7 +18,6 @@ from phalanx.execution.contract import (
     parameters_of,
     places_of,
 )
-from phalanx.execution.nccl_sums import NcclSums
 from phalanx.execution.partial_sums import Gradients, PartialSum, RunResult, Span
 from phalanx.execution.run_state import RunState
 from phalanx.execution.shards import share_by_size
@@ -58,7 +57,6 @@ class ThreadExecutor(Executor):
         intra_op: Threads inside operators, per replica. Default: cores divided by CPU replicas.
         rules: What becomes of buffers that replicas write.
         inline: Run the only replica in the caller's thread.
-        nccl: Sum gradients by NCCL, where they are to be summed, and not along the tree.
 
     Attributes:
         sources: Each replica's module.
@@ -81,7 +79,6 @@ class ThreadExecutor(Executor):
         intra_op: int | None = None,
         rules: BufferRules | None = None,
         inline: bool = False,
-        nccl: bool = False,
     ) -> None:
         super().__init__()
         self.workloads = list(workloads) if workloads is not None else [1.0] * len(devices)
@@ -94,7 +91,6 @@ class ThreadExecutor(Executor):
         self.parameters = parameters_of(sources)
         self.devices = tuple(devices)
         self._intra_op = read_intra_op(intra_op) or default_intra_op(devices)
-        self._nccl = nccl
         reaching = SourceGradients(self.parameters)
         self._copies = {own: DeviceCopies(list(own.parameters())) for own in self.sources}
         self._fingerprints = {own: AttributeFingerprint(own) for own in self.sources}
@@ -174,8 +170,7 @@ class ThreadExecutor(Executor):
 
     def _compute(self, state: RunState) -> None:
         modes = CallerModes.capture(self.devices)
-        nccl = NcclSums(self.parameters) if self._nccl else None
-        serve = partial(self._serve, state, modes, nccl)
+        serve = partial(self._serve, state, modes)
         if state.task.goes_back:
             self.each(serve)
         else:
@@ -183,12 +178,8 @@ class ThreadExecutor(Executor):
                 for copies in self._moved:
                     copies.refresh()
                 self._threads.each(serve)
-        if nccl is not None:
-            state.replace_gradients(nccl.reduce())
 
-    def _serve(
-        self, state: RunState, modes: CallerModes, nccl: NcclSums | None, index: int
-    ) -> None:
+    def _serve(self, state: RunState, modes: CallerModes, index: int) -> None:
         """Run microbatches on one replica, in its thread, until none is left."""
         replica = self.replicas[index]
         forward = not state.task.goes_back  # else the source may be another than it was
@@ -197,7 +188,7 @@ class ThreadExecutor(Executor):
                 replica.follow(self._fingerprints[self.sources[index]])
             while (microbatch := state.queue.take(index)) is not None:
                 try:
-                    self._run_microbatch(replica, microbatch, state, nccl)
+                    self._run_microbatch(replica, microbatch, state)
                 except BaseException as error:
                     state.queue.fail()
                     replica.drop_gradients()
@@ -208,9 +199,7 @@ class ThreadExecutor(Executor):
         if state.rng.watched:
             state.assigned.update(dict.fromkeys(replica.assigned()))
 
-    def _run_microbatch(
-        self, replica: Replica, index: int, state: RunState, nccl: NcclSums | None
-    ) -> None:
+    def _run_microbatch(self, replica: Replica, index: int, state: RunState) -> None:
         start_s = now_s()
         context = MicrobatchContext(
             replica=replica,
@@ -230,10 +219,7 @@ class ThreadExecutor(Executor):
         written: Statistics = {}
         if forward and replica.statistics.are_there:
             written = replica.statistics.collect(state.weights[index])
-        gradients = replica.take_gradients(travel=nccl is None)
-        if nccl is not None:
-            nccl.put(replica.device, gradients)
-            gradients = [None] * len(gradients)
+        gradients = replica.take_gradients()
         state.sums.put(Node(0, index), PartialSum(gradients, written))
         state.replica_of[index] = replica.index
         state.spans.append(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from phalanx.errors import ConfigError, UnsupportedError
-from phalanx.execution import ThreadExecutor, check_reduce, refuse_without_nccl
+from phalanx.execution import ThreadExecutor
 from phalanx.parallel.container import Call, Container
 from phalanx.parallel.unwrapped import Unwrapped
 from phalanx.plan import (
@@ -67,9 +67,6 @@ class DataParallel(Container, Unwrapped):
             ``"first"`` or ``"sum"`` (what each has added), or these by pattern of name. Integer
             counters are never averaged.
         intra_op: Threads inside operators per replica; default: cores divided by replicas.
-        reduce: "tree": gradients are added in an order of their own, whatever the devices. "nccl":
-            on each GPU, and then over all GPUs by NCCL within this process, in NCCL's order and so
-            to other bits.
 
     Shapes:
         B: rows of the batch, 0 or more. Every split leaf is [B, …]; every merged output is [B, …].
@@ -83,7 +80,7 @@ class DataParallel(Container, Unwrapped):
     Determinism: with ``microbatches``, outputs, gradients and buffers are bitwise identical for any
     number of replicas on the same kind of device, with dropout and batch norm, too. Without, they
     are bitwise equal from run to run for the same devices and workloads. Either way gradients are
-    the whole batch's, within float rounding. ``reduce="nccl"`` adds in an order of its own.
+    the whole batch's, within float rounding.
 
     Example:
         >>> net = nn.Linear(4, 2)
@@ -110,12 +107,9 @@ class DataParallel(Container, Unwrapped):
         output: str | Mapping[str | int, str] | None = None,
         buffers: str | Mapping[str, str] = "mean",
         intra_op: int | None = None,
-        reduce: str = "tree",
     ) -> None:
         check_microbatches(microbatches, intra_op)
         super().__init__(intra_op if microbatches is None else 1)
-        check_reduce(reduce)
-        self._nccl = reduce == "nccl"
         if not isinstance(module, nn.Module):
             raise ConfigError(f"`module` must be an `nn.Module`, but is {type(module).__name__!r}.")
         home = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
@@ -132,8 +126,6 @@ class DataParallel(Container, Unwrapped):
         self._microbatches = microbatches
         self._one_thread = microbatches is not None
         check_workloads(self._workloads, len(self._devices))
-        if self._nccl:
-            refuse_without_nccl(self._devices, "reduce='nccl'")
         if layout is not None and not isinstance(layout, Layout):
             raise ConfigError(
                 f"`layout` must be a `Layout`, but is {layout!r}. Give Layout(dim=1), say."
@@ -272,7 +264,6 @@ class DataParallel(Container, Unwrapped):
             workloads=self._workloads,
             intra_op=self._intra_op,
             rules=self._rules,
-            nccl=self._nccl,
         )
 
     def _cut(self, call: Call) -> tuple[list[Nested], list[int]]:

@@ -146,14 +146,11 @@ class Replica:
         if forward and self.statistics.are_there:
             self.statistics.start()
 
-    def take_gradients(self, *, travel: bool = True) -> list[Tensor | None]:
+    def take_gradients(self) -> list[Tensor | None]:
         """Return and forget all gradients, in memory order, on the source's device.
 
         They stand in the order of the executor's parameters, with None for those of others. No
         two of them share memory.
-
-        Args:
-            travel: False leaves them on the replica's device.
         """
         gradients: list[Tensor | None] = [None] * len(self._everything)
         for place, parameter, original in zip(
@@ -162,12 +159,11 @@ class Replica:
             gradient = parameter.grad
             if gradient is not None:
                 parameter.grad = None
-                home = original.device if travel else gradient.device
+                home = original.device
                 moved = in_memory_order(gradient, parameter)
                 gradients[place] = moved.to(home, non_blocking=home.type != "cpu")
         for place, other in self._caught.items():
             more, own = in_memory_order(other, self._everything[place]), gradients[place]
-            more = more if travel else more.to(self.device)
             gradients[place] = more if own is None else own + more  # `own` may be another's, too
         self._caught.clear()
         return _apart(gradients)

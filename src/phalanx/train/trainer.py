@@ -114,9 +114,9 @@ class Trainer:
     Raises:
         ConfigError: An argument cannot work.
 
-    Determinism: bitwise identical for any replicas and executor on the same kind of device, but for
-    ``Threads(nccl=True)``. With ``microbatches=None``, bitwise from run to run for the same
-    replicas; the gradient is the whole batch's all the same, within float rounding.
+    Determinism: bitwise identical for any replicas and executor on the same kind of device. With
+    ``microbatches=None``, bitwise from run to run for the same replicas; the gradient is the whole
+    batch's all the same, within float rounding.
 
     Example:
         >>> data = [(torch.ones(6, 3), torch.zeros(6, 1))]

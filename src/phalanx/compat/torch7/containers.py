@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -13,7 +12,6 @@ from phalanx import parallel
 from phalanx.compat.torch7.explicit import Explicit
 from phalanx.compat.torch7.module import Torch7Module
 from phalanx.errors import ConfigError, StateError
-from phalanx.execution import nccl_serves
 from phalanx.plan import (
     Layout,
     check_argument,
@@ -122,7 +120,6 @@ class _Replicated(Torch7Module, parallel.DataParallel):
 
     def __init__(self, dim: int) -> None:
         self.dim = read_whole("dim", dim)
-        self.useNCCL = False
         self._gpus: list[torch.device] = []
         super().__init__(nn.Sequential(), ["cpu"])  # until there is a module
 
@@ -180,13 +177,7 @@ class _Replicated(Torch7Module, parallel.DataParallel):
         self.close()
         stay = {key: value for key, value in self.__dict__.items() if key.endswith("_hooks")}
         training, initialisers = self.training, self._initialisers
-        parallel.DataParallel.__init__(
-            self,
-            module,
-            gpus,
-            layout=Layout(self.dim),
-            reduce="nccl" if self.useNCCL and nccl_serves(gpus) else "tree",
-        )
+        parallel.DataParallel.__init__(self, module, gpus, layout=Layout(self.dim))
         self.__dict__.update(stay)
         self.training = training
         self._gpus = gpus
@@ -239,8 +230,7 @@ class DataParallelTable(_Replicated):
     Args:
         dim: Along which all input leaves are split and all outputs concatenated.
         flattenParams: Let parameters, and their gradients, lie one after another in memory.
-        useNCCL: Sum gradients by NCCL, as `phalanx.DataParallel` with ``reduce="nccl"``; no more
-            than a warning where it does not serve the devices.
+        useNCCL: Changes nothing: gradients are added in a fixed order, which NCCL has none of.
 
     Raises:
         ConfigError: ``useNCCL`` without ``flattenParams``.
@@ -283,7 +273,6 @@ class DataParallelTable(_Replicated):
                 the first.
             StateError: A list is given though something was added before.
         """
-        first = not self._gpus
         if isinstance(gpus, (int, str, torch.device)):
             gpus = [gpus]
         elif self._gpus:
@@ -297,13 +286,6 @@ class DataParallelTable(_Replicated):
         self._append(module, gpus)
         if self.flattenParams:
             self._flat_memory.lay_out(self)
-        if first and self.useNCCL and not nccl_serves(self._gpus):
-            named = ", ".join(dict.fromkeys(map(str, self._gpus)))
-            warnings.warn(
-                f"`useNCCL` has no effect on {named}, which NCCL does not serve: gradients are "
-                "added by copies, in a fixed order.",
-                stacklevel=2,
-            )
         return self
 
 
