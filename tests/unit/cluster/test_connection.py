@@ -22,6 +22,7 @@ from phalanx.cluster import (
     Secret,
     Server,
     WorkerSession,
+    frames,
     server,
     tag_of,
 )
@@ -261,13 +262,45 @@ def test_recorded_traffic_gets_nothing_and_changes_nothing(secret):
         assert len(proxy.sessions) == 1
 
 
+def ask_and_read_nothing(served: Served) -> Stream:
+    """Return a client whose answer is longer than what the kernel keeps for it."""
+    deaf, nbytes = served.endpoint().connect(DEADLINE_S), 32 << 20
+    head = Head(Kind.REQUEST, ECHO, 3, 0, 0, 0, (nbytes, 0, 0, 0), nbytes)
+    deaf.send(head, [memoryview(bytes(nbytes))])
+    assert wait_until(lambda: served.echo.answered == [ECHO], DEADLINE_S)
+    return deaf
+
+
 def test_a_client_that_reads_nothing_holds_nobody_up():
     with serving(None) as served:
-        deaf, nbytes = served.endpoint().connect(DEADLINE_S), 32 << 20
-        head = Head(Kind.REQUEST, ECHO, 3, 0, 0, 0, (nbytes, 0, 0, 0), nbytes)
-        deaf.send(head, [memoryview(bytes(nbytes))])
-        assert wait_until(lambda: served.echo.answered == [ECHO], DEADLINE_S)
+        deaf = ask_and_read_nothing(served)
         there_and_back(served.connect(), 1000)
+        deaf.close()
+
+
+def test_where_answers_wait_for_each_other_it_would(monkeypatch):
+    """The mutation: a server that sends one answer at a time."""
+    send, turn = Server._send, threading.Lock()
+
+    def send_in_turn(self: Server, *given: object) -> None:
+        with turn:
+            send(self, *given)
+
+    monkeypatch.setattr(Server, "_send", send_in_turn)
+    with serving(None) as served:
+        deaf = ask_and_read_nothing(served)
+        with pytest.raises(PeerTimeout):
+            served.connect().call(ECHO, "an echo", 1.0)
+        deaf.close()
+
+
+@pytest.mark.parametrize("lost_ms", [300, 0])  # 0 is the mutation: the kernel waits on
+def test_a_client_that_reads_nothing_is_cut_off(monkeypatch, lost_ms):
+    monkeypatch.setattr(frames, "_LOST_MS", lost_ms)
+    with serving(None) as served:
+        deaf = ask_and_read_nothing(served)
+        is_cut_off = wait_until(lambda: not served.server._streams, DEADLINE_S if lost_ms else 3.0)
+        assert is_cut_off is bool(lost_ms)
         deaf.close()
 
 
