@@ -150,7 +150,7 @@ def kill_all_members(start: Children, base: Path) -> None:
         member.get()
         member.put(place)
         member.get()
-    path = base / f"phalanx-{os.geteuid()}-{name}.run"
+    path = base / f"phalanx-run-{os.geteuid()}-{name}"
     for member in members:
         assert RunDirectory.sweep(base=base) == []
         assert (path / "counts.region").exists()

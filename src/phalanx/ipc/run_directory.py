@@ -1,6 +1,6 @@
 """A place where the processes of one run find each other's regions by name.
 
-    /dev/shm/phalanx-<uid>-<run>.run/     mode 0700, ours
+    /dev/shm/phalanx-run-<uid>-<run>/     mode 0700, ours
         <name>.region                     the bytes of a region
 
 Every member holds a shared flock on the directory until it is dead. The holder of the exclusive
@@ -30,7 +30,6 @@ __all__ = ["RunDirectory"]
 
 _BASE = Path("/dev/shm")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_SUFFIX = ".run"
 _OPEN_S = 10.0  # nobody holds the exclusive lock for longer than it takes to remove some files
 
 
@@ -72,7 +71,7 @@ class RunDirectory:
                 another user's, or open to others.
             OutOfSpace: ``base`` is full, or there is no descriptor left.
         """
-        path = Path(base) / f"{_prefix()}{_checked(name)}{_SUFFIX}"
+        path = Path(base) / f"{_prefix()}{_checked(name)}"
         waiting = Waiting(_OPEN_S)
         with telling_of_descriptors(f"run directory {str(path)!r}"):
             cls.sweep(base=base)
@@ -92,12 +91,12 @@ class RunDirectory:
         Directories that are not as :meth:`join` makes them are left alone.
         """
         swept = []
-        for path in sorted(Path(base).glob(f"{_prefix()}*{_SUFFIX}")):
+        for path in sorted(Path(base).glob(f"{_prefix()}*")):
             with suppress(ConfigError, OSError):
                 fd = _open_directory(path)
                 try:
                     if _remove_if_alone(path, fd):
-                        swept.append(path.name.removeprefix(_prefix()).removesuffix(_SUFFIX))
+                        swept.append(path.name.removeprefix(_prefix()))
                 finally:
                     os.close(fd)
         return swept
@@ -223,7 +222,7 @@ class RunDirectory:
 
 
 def _prefix() -> str:
-    return f"phalanx-{os.geteuid()}-"
+    return f"phalanx-run-{os.geteuid()}-"
 
 
 def _checked(name: str) -> str:

@@ -16,12 +16,12 @@ from phalanx.errors import ConfigError, OutOfSpace, StateError
 from phalanx.ipc import RunDirectory, run_directory
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-PREFIX = f"phalanx-{os.geteuid()}-"
+PREFIX = f"phalanx-run-{os.geteuid()}-"
 
 
 def planted(base: Path, name: str) -> Path:
     """A directory as a crash leaves it: nobody holds its lock."""
-    path = base / (PREFIX + name + ".run")
+    path = base / (PREFIX + name)
     path.mkdir(mode=0o700)
     (path / "old.region").write_bytes(b"x" * 100)
     (path / "folder").mkdir()
@@ -32,7 +32,7 @@ def planted(base: Path, name: str) -> Path:
 def test_the_last_one_out_removes_the_directory(tmp_path):
     first = RunDirectory.join("a", base=tmp_path)
     second = RunDirectory.join("a", base=tmp_path)
-    assert first.path == second.path == tmp_path / (PREFIX + "a.run")
+    assert first.path == second.path == tmp_path / (PREFIX + "a")
     assert stat.S_IMODE(first.path.stat().st_mode) == 0o700
     first.open_region("w", 64).close()
     first.close()
@@ -40,7 +40,7 @@ def test_the_last_one_out_removes_the_directory(tmp_path):
     assert sorted(path.name for path in second.path.iterdir()) == ["w.region"]
     second.close()
     assert list(tmp_path.iterdir()) == []
-    assert repr(first) == f"RunDirectory('{tmp_path}/{PREFIX}a.run', closed)"
+    assert repr(first) == f"RunDirectory('{tmp_path}/{PREFIX}a', closed)"
 
 
 def test_the_default_place_is_memory():
@@ -117,7 +117,7 @@ def test_no_descriptor_is_left_behind(tmp_path):
         run.open_region("w", 64).close()
         with pytest.raises(ConfigError):
             run.open_region("w", 65)
-    (tmp_path / (PREFIX + "b.run")).mkdir(mode=0o755)
+    (tmp_path / (PREFIX + "b")).mkdir(mode=0o755)
     with pytest.raises(ConfigError):
         RunDirectory.join("b", base=tmp_path)
     assert set(os.listdir("/proc/self/fd")) == before
@@ -128,11 +128,11 @@ def test_no_descriptor_is_left_behind(tmp_path):
 
 def test_sweep_removes_what_nobody_lives_in(tmp_path):
     planted(tmp_path, "crashed")
-    kept = {"phalanx-99999-other.run", PREFIX + "theirs", PREFIX + "file.run", PREFIX + "open.run"}
-    for name in ("phalanx-99999-other.run", PREFIX + "theirs"):
+    kept = {"phalanx-run-99999-other", "phalanx-theirs", PREFIX + "file", PREFIX + "open"}
+    for name in ("phalanx-run-99999-other", "phalanx-theirs"):
         (tmp_path / name).mkdir(mode=0o700)
-    (tmp_path / (PREFIX + "file.run")).touch()
-    (tmp_path / (PREFIX + "open.run")).mkdir(mode=0o755)
+    (tmp_path / (PREFIX + "file")).touch()
+    (tmp_path / (PREFIX + "open")).mkdir(mode=0o755)
     with RunDirectory.join("alive", base=tmp_path) as run:
         planted(tmp_path, "later")
         assert RunDirectory.sweep(base=tmp_path) == ["later"]
@@ -251,14 +251,14 @@ def join_is_refused(base: Path, why: str) -> None:
 def test_a_link_is_not_followed(tmp_path):
     target = tmp_path / "target"
     target.mkdir(mode=0o700)
-    (tmp_path / (PREFIX + "a.run")).symlink_to(target)
+    (tmp_path / (PREFIX + "a")).symlink_to(target)
     join_is_refused(tmp_path, "of mode 0o700, but is not")
     assert list(target.iterdir()) == []
 
 
 @needs_root
 def test_another_users_directory_is_refused(tmp_path):
-    path = tmp_path / (PREFIX + "a.run")
+    path = tmp_path / (PREFIX + "a")
     path.mkdir(mode=0o700)
     os.chown(path, 12345, 12345)
     join_is_refused(tmp_path, "it is user 12345's")
