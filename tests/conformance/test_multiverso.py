@@ -501,7 +501,7 @@ def test_the_names_of_the_page_exist():
         assert hasattr(ArrayTableHandler, name)
         assert hasattr(MatrixTableHandler, name)
     plain = set(re.findall(r"`tables\.(\w+)", "".join(row[1] for row in rows)))
-    assert plain == {"join", "init", "shutdown", "SharedModule"}
+    assert plain == {"join", "SharedModule"}
     assert plain <= set(tables.__all__)
     of_world = set(re.findall(r"`world\.(\w+)", "".join(row[1] for row in rows)))
     with tables.join() as world:

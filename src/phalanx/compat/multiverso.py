@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from phalanx import tables
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, StateError
 
 __all__ = [
     "ArrayTableHandler",
@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 Data = Tensor | np.ndarray[Any, Any] | Sequence[Any] | float  # whatever numpy makes floats of
+_world: tables.TableGroup | None = None  # the process's own, as Multiverso has one
 _TIMEOUT_S = 600.0  # Multiverso waits for ever; workers may be an epoch's end apart
 
 
@@ -49,12 +50,24 @@ def init(sync: bool = False, *, timeout_s: float = _TIMEOUT_S) -> None:
     Raises:
         StateError: It was called before.
     """
-    tables.init(sync=sync, timeout_s=timeout_s)
+    global _world
+    if _world is not None and not _world.closed:
+        raise StateError("`init` must be called once, but was called before. Call `shutdown`.")
+    _world = tables.join(sync=sync, timeout_s=timeout_s)
 
 
 def shutdown() -> None:
     """Leave. The last worker's tables are gone with it; without ``init``, do nothing."""
-    tables.shutdown()
+    global _world
+    if _world is not None:
+        _world.close()
+        _world = None
+
+
+def _group() -> tables.TableGroup:
+    if _world is None or _world.closed:
+        raise StateError("`init` must be called first, but was not.")
+    return _world
 
 
 def barrier() -> None:
@@ -63,22 +76,22 @@ def barrier() -> None:
     Raises:
         PeerTimeout: A worker did not come within the ``timeout_s`` of `init`; ``.rank`` is it.
     """
-    tables.current().barrier("multiverso")
+    _group().barrier("multiverso")
 
 
 def num_workers() -> int:
     """Return how many workers there are: those who have neither shut down nor died."""
-    return tables.current().num_workers
+    return _group().num_workers
 
 
 def worker_id() -> int:
     """Return this worker's number, from 0; under torchrun it is the rank."""
-    return tables.current().worker_id
+    return _group().worker_id
 
 
 def is_master_worker() -> bool:
     """Tell whether this is the worker whose initial values count: 0, or the lowest that is left."""
-    return tables.current().is_master
+    return _group().is_master
 
 
 class TableHandler(ABC):
@@ -119,7 +132,7 @@ class ArrayTableHandler(TableHandler):
 
     def __init__(self, size: int, init_value: Data | None = None) -> None:
         value = None if init_value is None else _floats(init_value, (size,), "init_value")
-        self._table = tables.current().array(size, init=value)
+        self._table = _group().array(size, init=value)
 
     def get(self) -> Tensor:
         """Return the value, float32, the caller's own: ``params.copy_(table.get())``."""
@@ -167,7 +180,7 @@ class MatrixTableHandler(TableHandler):
         value = (
             None if init_value is None else _floats(init_value, (num_row, num_col), "init_value")
         )
-        self._table = tables.current().matrix(num_row, num_col, init=value)
+        self._table = _group().matrix(num_row, num_col, init=value)
 
     def get(self, row_ids: Sequence[int] | Tensor | None = None) -> Tensor:
         """Return the rows in the order asked, or all of them; (K, num_col), float32.

@@ -4,16 +4,7 @@ from phalanx.tables.embedding import TableEmbedding, TableEmbeddingBag
 from phalanx.tables.row_initializer import Uniform
 from phalanx.tables.shared_module import SharedModule
 from phalanx.tables.table import KeyTable, PendingGet, Table, TableStats
-from phalanx.tables.table_group import (
-    TableGroup,
-    barrier,
-    current,
-    init,
-    join,
-    num_workers,
-    shutdown,
-    worker_id,
-)
+from phalanx.tables.table_group import TableGroup, join
 from phalanx.tables.updaters import (
     AdaGrad,
     Adam,
@@ -49,11 +40,5 @@ __all__ = [
     "TableStats",
     "Uniform",
     "Updater",
-    "barrier",
-    "current",
-    "init",
     "join",
-    "num_workers",
-    "shutdown",
-    "worker_id",
 ]

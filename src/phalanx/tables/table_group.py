@@ -29,17 +29,7 @@ from phalanx.tables.table import KeyTable, Numbers, Table, wait_for_clocks
 from phalanx.tables.updaters import Updater, parse_updater
 from phalanx.tables.values import read_init
 
-__all__ = [
-    "TableGroup",
-    "barrier",
-    "current",
-    "init",
-    "join",
-    "num_workers",
-    "read_mode",
-    "shutdown",
-    "worker_id",
-]
+__all__ = ["TableGroup", "join", "read_mode"]
 
 _LONGEST_S = 1e6
 
@@ -496,70 +486,3 @@ def read_mode(sync: object, staleness: int | None, default: Staleness) -> Stalen
         check_argument(fits, "staleness", "be absent where `sync` is True", staleness)
         return Staleness(staleness)
     return default if sync is None else Staleness(0 if sync else None)
-
-
-# --- one group per process, for scripts that pass nothing around ----------------------------------
-
-_current: TableGroup | None = None
-
-
-def init(
-    run: str | None = None,
-    *,
-    sync: bool = False,
-    staleness: int | None = None,
-    num_workers: int | None = None,
-    timeout_s: float = 30.0,
-) -> TableGroup:
-    """Join, as :func:`phalanx.tables.join`, and keep the group for the functions beside this one.
-
-    Raises:
-        StateError: This process has joined already.
-
-    Example:
-        >>> world = init()
-        >>> num_workers(), worker_id(), barrier()
-        (1, 0, 1)
-        >>> shutdown()
-    """
-    global _current
-    if _current is not None and not _current.closed:
-        raise StateError("`init` must be called once, but was called before. Call `shutdown`.")
-    _current = join(
-        run, sync=sync, staleness=staleness, num_workers=num_workers, timeout_s=timeout_s
-    )
-    return _current
-
-
-def current() -> TableGroup:
-    """Return the group of :func:`init`.
-
-    Raises:
-        StateError: There is none.
-    """
-    if _current is None or _current.closed:
-        raise StateError("`init` must be called first, but was not.")
-    return _current
-
-
-def barrier(name: str = "barrier", timeout_s: float | None = None) -> int:
-    """Wait for all workers, as :meth:`TableGroup.barrier`."""
-    return current().barrier(name, timeout_s)
-
-
-def shutdown() -> None:
-    """Leave the group of :func:`init`; without one, do nothing."""
-    global _current
-    if _current is not None:
-        _current.close()
-        _current = None
-
-
-def num_workers() -> int:
-    """Return how many workers there are, as :attr:`TableGroup.num_workers`."""
-    return current().num_workers
-
-
-def worker_id() -> int:
-    """Return this process's number, from 0."""
-    return current().worker_id

@@ -204,20 +204,6 @@ def test_rows_beyond_the_undo_record_are_taken_whole():
         assert torch.equal(table.get(), expected)
 
 
-def test_one_world_per_process():
-    world = tables.init(timeout_s=5.0)
-    try:
-        with pytest.raises(StateError, match="`init` must be called once"):
-            tables.init()
-        assert (tables.num_workers(), tables.worker_id(), tables.barrier()) == (1, 0, 1)
-        assert world.is_master
-    finally:
-        tables.shutdown()
-    tables.shutdown()
-    with pytest.raises(StateError, match="`init` must be called first"):
-        tables.barrier()
-
-
 def test_who_was_announced_and_never_came_is_named_at_the_end():
     run = f"lonely-{os.getpid()}"
     with (
