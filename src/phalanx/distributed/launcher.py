@@ -6,7 +6,7 @@
         ├─ rank 1 ─┤ env: RANK, WORLD_SIZE, MASTER_ADDR, …; OMP_NUM_THREADS = cores // ranks
         └─ rank 2 ─┘
 
-    /tmp/phalanx-run-<uid>-launch-<id>/  the job's folder, mode 0700: logs, and on one host the store
+    /tmp/phalanx-run-<uid>-launch-<id>/  the job's folder, mode 0700: logs; on one host the store
 
 The kernel ends the ranks with the launcher. What a launcher that was killed has left (its folder,
 and the ranks' in /dev/shm) is removed by the next one.
