@@ -35,10 +35,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 AUTOLOAD := src/phalanx_autoload.py  # stands in site-packages itself, as a copy
 # What takes longest on a device, or says least there, runs on it at night only.
-ON_DEVICE_AT_NIGHT = $(wildcard tests/meta/test_conftest.py $(addprefix tests/conformance/test_, \
-    all_gradients_arrive.py \
-    executor_group_metrics.py executor_group_uses.py mxnet_metrics.py parity.py) \
-    tests/contracts/test_torch7.py)
+ON_DEVICE_AT_NIGHT = $(wildcard tests/meta/test_conftest.py tests/conformance/test_all_gradients_arrive.py \
+    tests/conformance/test_parity.py $(addprefix tests/contracts/test_, torch7.py mxnet_metrics.py))
 ON_DEVICE = tests/device $(filter-out $(ON_DEVICE_AT_NIGHT),\
     $(shell grep -rl --include='test_*.py' -e 'mark\.gpu' -e 'mark\.devices' tests))
 FAST := -m "not slow and not night and not alone" $(wildcard tests/unit tests/contracts tests/conformance)

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.compat.mxnet import DataDesc, DataParallelExecutorGroup
-from tests.contracts.containers import cpu_and_others, draw
-from tests.zoo import assert_close, gradients_of, state_of
+from tests.contracts.containers import cpu_and_others
+from tests.zoo import assert_close, gradients_of
 
 F64 = torch.float64
 TWO = cpu_and_others(2)
@@ -115,31 +115,3 @@ def check_against_plain(
 
 def group_wants_input_grads(group: DataParallelExecutorGroup) -> bool:
     return bool(getattr(group, "inputs_need_grad", False))
-
-
-def picture(group: DataParallelExecutorGroup, module: nn.Module) -> dict[str, Any]:
-    """Return all that a refused call must leave as it was, as values."""
-    return {
-        "state": state_of(module),
-        "gradients": gradients_of(module),
-        "requires_grad": [parameter.requires_grad for parameter in module.parameters()],
-        "training": [each.training for each in module.modules()],
-        "batch_size": group.batch_size,
-        "told": (
-            group.slices,
-            list(group.get_output_shapes()),
-            group.data_shapes,
-            group.label_shapes,
-        ),
-    }
-
-
-def check_picture(group: DataParallelExecutorGroup, module: nn.Module, before: Any) -> None:
-    """Check that nothing has changed since ``before``, to the bit."""
-    now, before = picture(group, module), dict(before)
-    assert now.pop("told") == before.pop("told")
-    torch.testing.assert_close(now, before, rtol=0, atol=0)
-
-
-def fresh_draw(*shape: int, seed: int = 0) -> Tensor:
-    return draw(*shape, seed=seed)

@@ -554,7 +554,7 @@ def test_an_error_on_the_way_there_keeps_its_type_and_the_next_pass_is_whole(
         assert_equal_pass(model, twin, x)
 
 
-@faces.in_modules
+@faces.in_all
 def test_an_error_on_the_way_back_leaves_no_gradient(face: Face, device: torch.device) -> None:
     x = draw(5, 3, device=device)
     with face.open(picky, device) as (model, twin):

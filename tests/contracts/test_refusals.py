@@ -462,6 +462,10 @@ ROWS: list[Row] = [
             ((FIVE, {"lable": LABELS}), "lable"),
             (("abc", LABELS), "data"),
             ((FIVE, LABELS, -1), "`pad`"),
+            (({},), "`?data`?"),
+            (({"data": FIVE, "mask": FIVE},), "mask"),
+            (({"date": FIVE},), "date"),
+            ((FIVE.unsqueeze(2),), r"`?data`?.*5.*\(7, 5, 1\)"),
         )
     ),
     *(

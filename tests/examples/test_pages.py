@@ -50,9 +50,9 @@ BY_NIGHT = {
 }
 ELSEWHERE = {  # the test that runs the page's blocks
     "docs/migrating.md": "tests/contracts/test_torch7.py",
-    "docs/migrating_multiverso.md": "tests/conformance/test_multiverso.py",
-    "docs/migrating_mxnet.md": "tests/conformance/test_mxnet.py",
-    "docs/migrating_oxirs.md": "tests/conformance/test_oxirs.py",
+    "docs/migrating_multiverso.md": "tests/contracts/test_multiverso.py",
+    "docs/migrating_mxnet.md": "tests/contracts/test_mxnet.py",
+    "docs/migrating_oxirs.md": "tests/contracts/test_oxirs.py",
     "docs/ranks.md": "tests/examples/test_examples.py",
 }
 LANGUAGES = {"python", "output", "text", "console", "bash", ""}
