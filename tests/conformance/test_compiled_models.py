@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import phalanx
-from phalanx.errors import UnsupportedError
 from tests.contracts.containers import assert_equal_pass, draw
 from tests.zoo import assert_close, assert_same_bits, sgd, state_of, twin_of
 
@@ -159,31 +158,6 @@ def test_a_container_runs_the_graphs(p: float, log: Log) -> None:
     assert_others_are_compiled(log, model)
 
 
-def test_columns_run_their_graphs(log: Log) -> None:
-    columns = [torch.compile(Net(), backend=log.backend) for _ in range(2)]
-    plain = [twin_of(Net()) for _ in range(2)]
-    model = phalanx.ModelParallel(dim=1).add(columns[0]).add(columns[1])
-    twin = phalanx.ModelParallel(dim=1).add(plain[0]).add(plain[1])
-    with model, twin:
-        assert_same_bits(model(draw(5, 4)).detach(), twin(draw(5, 4)).detach())
-    assert log.take()[1] == 2
-
-
-def test_an_executor_group_runs_the_graphs(log: Log) -> None:
-    options: Any = {"data_shapes": [phalanx.DataDesc("data", (6, 4), F64)]}
-    x, gradient = draw(6, 4), draw(6, 2)
-    states = []
-    for module in (Net(), torch.compile(Net(), backend=log.backend)):
-        with phalanx.DataParallelExecutorGroup(module, ["cpu"] * 2, **options) as group:
-            group.forward({"data": x} if module.__class__ is Net else [x])
-            group.backward([gradient])
-            sgd(module.parameters()).step()
-            states.append([p.detach().clone() for p in module.parameters()])
-    assert_same_bits(*states)
-    assert log.take()[1] == 2
-    assert_others_are_compiled(log)
-
-
 def test_a_compiled_part_and_a_compiled_function_run_their_graphs(log: Log) -> None:
     class Holds(nn.Module):
         def __init__(self, compiles: bool) -> None:
@@ -220,40 +194,6 @@ def test_a_compiled_loss_and_a_global_compiled_function_have_the_right_numbers(l
     assert_close(state_of(found), state_of(expected), F64)
     assert log.take()[1] > 0
     assert_others_are_compiled(log)
-
-
-def test_evaluation_runs_the_graphs(log: Log) -> None:
-    model = torch.compile(Net(), backend=log.backend)
-    with phalanx.Trainer(model, F.mse_loss, sgd, replicas=2, microbatches=4) as trainer:
-        found = trainer.evaluate(batches())
-        assert log.take()[1] == 4 * STEPS
-        with phalanx.Trainer(Net(), F.mse_loss, sgd, replicas=2, microbatches=4) as plain:
-            assert found == plain.evaluate(batches())
-
-
-def compiled_in_place() -> nn.Module:
-    module = nn.Sequential(nn.Linear(4, 2))
-    module[0].compile(backend="eager")
-    return module
-
-
-@pytest.mark.parametrize("executor", ["inline", "threads", "processes"])
-def test_a_module_that_was_compiled_in_place_is_refused(executor: str) -> None:
-    refused = pytest.raises(UnsupportedError, match=r"Module `0` must be compiled by `torch.comp")
-    with (
-        refused,
-        phalanx.Trainer(
-            compiled_in_place(), F.mse_loss, sgd, microbatches=None, replicas=1, executor=executor
-        ) as trainer,
-    ):
-        trainer.step((torch.ones(3, 4), torch.ones(3, 2)))
-    if executor == "threads":
-        options: Any = {"data_shapes": [phalanx.DataDesc("input", (6, 4))]}
-        with (
-            pytest.raises(UnsupportedError, match="Module `0` must be compiled by"),
-            phalanx.DataParallelExecutorGroup(compiled_in_place(), ["cpu"] * 2, **options) as group,
-        ):
-            group.forward({"input": torch.ones(6, 4)})
 
 
 def test_a_container_inside_a_compiled_model_stays_as_it_is(log: Log) -> None:

@@ -7,6 +7,7 @@ state of the subject before and after, and then uses the subject once more.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import random
 import threading
@@ -26,9 +27,10 @@ from phalanx.errors import CheckpointError, ConfigError, PhalanxError, StateErro
 from tests.contracts import groups
 from tests.zoo import MLP, adamw, assert_same_bits, gradients_of, mlp, sgd, state_of, vector_batch
 
-pytestmark = pytest.mark.promise(
-    "refused-calls-change-nothing", "limits-say-so", "losses-are-means"
-)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.promise("refused-calls-change-nothing", "limits-say-so", "losses-are-means"),
+]
 
 NAN = float("nan")
 X = torch.linspace(-1, 1, 56).reshape(8, 7)
@@ -281,6 +283,36 @@ def train_hooked(net: nn.Module) -> None:
         handle.remove()
 
 
+def compiled_in_place() -> nn.Module:
+    module = nn.Sequential(nn.Tanh(), copy.deepcopy(LINEAR))
+    module[1].compile(backend="eager")
+    return module
+
+
+NOT_ORDINARY: list[tuple[Callable[[], nn.Module], str]] = [
+    (lambda: torch.jit.script(LINEAR), "`module` must be an ordinary module .* TorchScript"),
+    (lambda: torch.jit.trace(LINEAR, X), "`module` must be an ordinary module .* TorchScript"),
+    (lambda: nn.Sequential(torch.jit.script(LINEAR)), "Module `0` must be an ordinary module"),
+    (compiled_in_place, "Module `1` must be compiled by `torch.comp"),
+]
+
+
+def training(make: Callable[[], nn.Module], executor: str) -> Callable[[Any], object]:
+    def call(_: None) -> None:
+        with Trainer(make(), F.mse_loss, sgd, executor=executor, replicas=1) as trainer:
+            trainer.step((X, torch.zeros(8, 3)))
+
+    return call
+
+
+def calling(make: Callable[[], nn.Module]) -> Callable[[Any], object]:
+    def call(_: None) -> None:
+        with DataParallel(make(), devices=2) as model:
+            model(X)
+
+    return call
+
+
 def join_unequal(_: None) -> None:
     with Trainer(nn.PReLU(), MLP.loss, sgd, replicas=1, microbatches=1) as trainer:
         trainer.predict([torch.ones(4, length) for length in (3, 5)])
@@ -380,6 +412,12 @@ ROWS: list[Row] = [
     ),
     # what is not supported
     Row(MODULE, lambda net: Trainer(net, MLP.loss, torch.optim.LBFGS), "LBFGS", UnsupportedError),
+    *(
+        Row(NOTHING, training(make, executor), match, UnsupportedError)
+        for make, match in NOT_ORDINARY
+        for executor in ("inline", "threads", "processes")
+    ),
+    *(Row(NOTHING, calling(make), match, UnsupportedError) for make, match in NOT_ORDINARY),
     Row(MODULE, train_hooked, "must have no gradient hooks", UnsupportedError),
     Row(
         CONTAINER,
