@@ -170,14 +170,20 @@ def _meet_only(bucket: GradBucket) -> torch.futures.Future[Tensor]:
     return met
 
 
-def _ddp(*, backend: str = "gloo", reduces: bool = True) -> Opener:
+def _ddp(*, backend: str = "gloo", reduces: bool = True, microbatches: int | None = None) -> Opener:
+    """Be a rank of torch's class, or of ours if there are microbatches."""
+
     @contextmanager
     def open_step(job: StepJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
         rank, size = job.rank, job.workers
         with process_group(backend, rank=rank, size=size, meeting_point=job.meeting_point):
             inputs, targets = (whole.chunk(size)[rank] for whole in batch)
             batch = (inputs.contiguous(), targets.contiguous())
-            wrapped = DistributedDataParallel(module)
+            wrapped: nn.Module
+            if microbatches is not None:
+                wrapped = phalanx.DistributedDataParallel(module, microbatches)
+            else:
+                wrapped = DistributedDataParallel(module)
             if not reduces:
                 wrapped.register_comm_hook(None, lambda _, bucket: _meet_only(bucket))
             yield plain_step(wrapped, batch)
@@ -242,6 +248,17 @@ CONTESTANTS: dict[str, Contestant] = {
         process_per_worker=True,
         if_named=True,
     ),
+    **{
+        f"same-bits-{backend}-m{count}": Contestant(
+            f"DistributedDataParallel over {backend}, {count} microbatches",
+            _ddp(backend=backend, microbatches=count),
+            of_phalanx=True,
+            process_per_worker=True,
+            if_named=True,
+        )
+        for backend in ("gloo", "phalanx")
+        for count in (2, 4)
+    },
     "dataparallel": Contestant("DataParallel, {workers} replicas", _data_parallel, of_phalanx=True),
     "modelparallel": Contestant(
         "ModelParallel, {workers} columns", _model_parallel, of_phalanx=True, models=_LINEAR
