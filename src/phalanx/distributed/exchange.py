@@ -179,24 +179,25 @@ class Exchange:
         Returns:
             A function that waits until it has ended, and returns every rank's numbers, by rank.
         """
-        wait = self.begin_join(torch.tensor(own, dtype=torch.float64).to(self._device))
-        return lambda: wait().view(self.size, -1).tolist()
+        row = torch.tensor(own, dtype=torch.float64).to(self._device)
+        found = row.new_empty((self.size, len(own)))
+        end = self.begin_join(row, found.view(-1))
 
-    def begin_join(self, own: Tensor) -> Callable[[], Tensor]:
-        """Begin to join all ranks' tensors, 1-D and of one size, into one.
-
-        Returns:
-            A function that waits until it has ended, and returns the tensor.
-        """
-        found = own.new_empty(self.size * own.numel())
-        with self._telling():
-            work = self._all_gather_single(found, own)
-
-        def wait() -> Tensor:
-            self._wait(work)
-            return found
+        def wait() -> list[list[float]]:
+            end()
+            return found.tolist()
 
         return wait
+
+    def begin_join(self, own: Tensor, found: Tensor) -> Callable[[], None]:
+        """Begin to join all ranks' tensors ``own``, 1-D and of one size, in ``found``.
+
+        Returns:
+            A function that waits until it has ended.
+        """
+        with self._telling():
+            work = self._all_gather_single(found, own)
+        return partial(self._wait, work)
 
     def _wait(self, work: dist.Work | None) -> None:
         with self._telling():

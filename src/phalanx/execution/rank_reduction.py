@@ -107,50 +107,67 @@ class RankReduction:
         nodes = [nodes_of(leaves, rows) for leaves in ranges]
         nothing = PartialSum([None] * len(self._parameters), {})
         sums = [own.get(node) or nothing for node in nodes[self._exchange.rank]]
-        sent = [
-            self._send(bucket, [each.gradients for each in sums], nodes) for bucket in self._buckets
-        ]
-        owned = [self._add_slices(len(rows), *each) for each in sent]
-        spread = [self._exchange.begin_join(_bytes_of(each)) for each in owned]
+        gradients = [each.gradients for each in sums]
+        trips = [_Trip(bucket, self._exchange, nodes, gradients) for bucket in self._buckets]
+        for trip in trips:
+            trip.add(len(rows))
         total: Gradients = [None] * len(self._parameters)
-        for bucket, wait in zip(self._buckets, spread, strict=True):
-            bucket.read(wait().view(bucket.dtype), total)
+        for bucket, trip in zip(self._buckets, trips, strict=True):
+            bucket.read(trip.wait(), total)
         return total
 
-    def _send(
-        self, bucket: _Bucket, sums: Sequence[Gradients], nodes: Sequence[Sequence[Node]]
-    ) -> tuple[dict[Node, Tensor], list[Callable[[], object]]]:
-        """Send each rank its slice of our sums; return what comes, by node, once all waits end."""
-        arriving: dict[Node, Tensor] = {}
-        waits: list[Callable[[], object]] = []
+
+class _Trip:
+    """The way of one bucket in one step: to the owners of its slices, and back.
+
+    Args:
+        nodes: By rank, the nodes of the tree that it has sums of.
+        sums: This rank's, by its nodes.
+    """
+
+    def __init__(
+        self,
+        bucket: _Bucket,
+        exchange: Exchange,
+        nodes: Sequence[Sequence[Node]],
+        sums: Sequence[Gradients],
+    ) -> None:
+        self._exchange = exchange
+        self._arriving: dict[Node, Tensor] = {}
+        self._waits: list[Callable[[], object]] = []
+        self._flat = bucket.empty()  # sent, and then received: the gradients lie in its memory
+        num_bytes = self._flat.nbytes // exchange.size
         for turn in range(max(map(len, nodes))):  # most ranks have one node
+            sends = turn < len(sums)
+            flat = self._flat if turn == 0 else bucket.empty()
+            if sends:
+                bucket.write(sums[turn], flat)
             senders = [rank for rank, own in enumerate(nodes) if turn < len(own)]
-            received = torch.empty(
-                (len(senders), bucket.slice_size), dtype=bucket.dtype, device=bucket.device
-            )
-            arriving.update(
-                {nodes[rank][turn]: part for rank, part in zip(senders, received, strict=True)}
-            )
-            flat = bucket.write(sums[turn]) if turn < len(sums) else received.new_empty(0)
-            num_bytes = bucket.slice_size * received.itemsize
-            waits.append(
-                self._exchange.begin_swap(
-                    _bytes_of(flat),
-                    [flat.nbytes // self._exchange.size] * self._exchange.size,
+            received = bucket.received(turn, len(senders))
+            for rank, part in zip(senders, received, strict=True):
+                self._arriving[nodes[rank][turn]] = part
+            self._waits.append(
+                exchange.begin_swap(
+                    _bytes_of(flat if sends else flat[:0]),
+                    [num_bytes * sends] * exchange.size,
                     _bytes_of(received.view(-1)),
-                    [num_bytes * (rank in senders) for rank in range(len(nodes))],
+                    [num_bytes * (rank in senders) for rank in range(exchange.size)],
                 )
             )
-        return arriving, waits
 
-    def _add_slices(
-        self, num_leaves: int, arriving: dict[Node, Tensor], waits: Sequence[Callable[[], object]]
-    ) -> Tensor:
-        for wait in waits:
+    def add(self, num_leaves: int) -> None:
+        """Add what has come of this rank's slice, and begin to give it to all."""
+        for wait in self._waits:
             wait()
-        total = add_nodes(num_leaves, arriving, Tensor.add_)
+        total = add_nodes(num_leaves, self._arriving, Tensor.add_)
         assert total is not None  # somebody has rows
-        return total
+        self._waits = [self._exchange.begin_join(_bytes_of(total), _bytes_of(self._flat))]
+
+    def wait(self) -> Tensor:
+        """Return the bucket with the sums."""
+        for wait in self._waits:
+            wait()
+        return self._flat
 
 
 class _Bucket:
@@ -169,11 +186,24 @@ class _Bucket:
         self._sizes = [len(places), *(parameters[place].numel() for place in places)]
         self.slice_size = -(-sum(self._sizes) // num_ranks)
         self._padding = self.slice_size * num_ranks - sum(self._sizes)
+        self._received: list[Tensor] = []
 
-    def write(self, gradients: Gradients) -> Tensor:
-        """Return the bucket with these gradients."""
+    def empty(self) -> Tensor:
+        """Return memory for the bucket."""
         size = sum(self._sizes) + self._padding
-        flat = torch.empty(size, dtype=self.dtype, device=self.device)
+        return torch.empty(size, dtype=self.dtype, device=self.device)
+
+    def received(self, turn: int, count: int) -> Tensor:
+        """Return memory for ``count`` slices; it is used again in every step."""
+        if turn == len(self._received):
+            self._received.append(torch.empty(0, dtype=self.dtype, device=self.device))
+        if len(self._received[turn]) != count:
+            shape = count, self.slice_size
+            self._received[turn] = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return self._received[turn]
+
+    def write(self, gradients: Gradients, flat: Tensor) -> None:
+        """Write these gradients into the bucket ``flat``."""
         marks, *views, _ = flat.split([*self._sizes, self._padding])
         found = [gradients[place] for place in self._places]
         marks.copy_(torch.tensor([float(each is not None) for each in found]))
@@ -184,7 +214,6 @@ class _Bucket:
         present = [(view, each) for view, each in pairs if each is not None]
         if present:
             foreach_copy([view for view, _ in present], [each for _, each in present])
-        return flat
 
     def read(self, flat: Tensor, total: Gradients) -> None:
         """Put the parts that somebody had a gradient for into ``total``."""
