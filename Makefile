@@ -120,7 +120,7 @@ format: $(STAMP)  # put the sources into the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bits: $(STAMP)  # train three small models in every formation and print hashes of their weights
+bits: $(STAMP)  # train three small models in every configuration and print hashes of their weights
 	@$(BIN)/python -W ignore -m tests.meta.bits
 
 house: $(STAMP)  # print the size of the package, its doubled names, and how far one call walks, beside the aims

@@ -111,12 +111,12 @@ def allreduce(
     console, machine = begin()
     timings: list[Timing] = []
     failures: dict[str, str] = {}
-    formations = [(count, busy) for count in counts for busy in (0, *BUSY)]
-    what = f"{len(formations)} formations, {rounds} rounds"
-    with progress(console, len(formations) + 1, what) as show:
+    configurations = [(count, busy) for count in counts for busy in (0, *BUSY)]
+    what = f"{len(configurations)} configurations, {rounds} rounds"
+    with progress(console, len(configurations) + 1, what) as show:
         show("how fast memory is copied")
         copy_bytes_per_s = copy_bandwidth()
-        for count, busy in formations:
+        for count, busy in configurations:
             sizes = BUSY_SIZES if busy else SIZES
             name = f"{count} ranks beside {busy} busy processes" if busy else f"{count} ranks"
             show(f"{name}, {len(sizes)} sizes, {rounds} rounds")

@@ -1,4 +1,4 @@
-"""What the formations of ``make bench-memory`` run: a net of which more is held, case by case.
+"""What the configurations of ``make bench-memory`` run: a net of which more is held, case by case.
 
     nothing      a last layer only
     parameters   and behind it many frozen layers
@@ -31,13 +31,13 @@ _CLASSES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryJob:
-    """One process of one formation.
+    """One process of one configuration.
 
     Args:
         width, layers: Of the net: ``layers`` times ``width`` × ``width`` parameters.
     """
 
-    formation: str
+    configuration: str
     case: str
     workers: int
     width: int
@@ -47,7 +47,7 @@ class MemoryJob:
 
     def run(self) -> None:
         """Be the process."""
-        serve(FORMATIONS[self.formation](self))
+        serve(CONFIGURATIONS[self.configuration](self))
 
 
 def build(job: MemoryJob) -> tuple[nn.Module, Batch]:
@@ -93,7 +93,7 @@ def _ddp(job: MemoryJob) -> Iterator[Step]:
         yield plain_step(model, (inputs, targets), _optimizer(job)(trained), F.mse_loss)
 
 
-FORMATIONS: dict[str, Callable[[MemoryJob], AbstractContextManager[Step]]] = {
+CONFIGURATIONS: dict[str, Callable[[MemoryJob], AbstractContextManager[Step]]] = {
     "processes": _processes,
     "ddp": _ddp,
 }
@@ -101,5 +101,5 @@ FORMATIONS: dict[str, Callable[[MemoryJob], AbstractContextManager[Step]]] = {
 
 def commands_of(job: MemoryJob) -> list[Command]:
     """Return the command lines that run ``job``, with its ranks where it has some."""
-    ranks = range(job.workers if job.formation == "ddp" else 1)
+    ranks = range(job.workers if job.configuration == "ddp" else 1)
     return [command_of(replace(job, rank=rank)) for rank in ranks]

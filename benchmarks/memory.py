@@ -1,6 +1,6 @@
-"""``make bench-memory``: what a formation's processes hold together, and what grows with them.
+"""``make bench-memory``: what a configuration's processes hold together, and what grows with them.
 
-Each formation runs alone, case after case (see `holding`), and is weighed between two steps: by
+Each configuration runs alone, case after case (see `holding`), and is weighed between two steps: by
 the kernel's proportional set size, which counts a page that several processes share once. Pages
 of files, such as torch's own code, are left out: they depend on who else runs torch just now.
 """
@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.command import Aims, Out, begin, command_line, progress, read_counts
-from benchmarks.holding import CASES, FORMATIONS, MemoryJob, commands_of
+from benchmarks.holding import CASES, CONFIGURATIONS, MemoryJob, commands_of
 from benchmarks.machine import Machine
 from benchmarks.panels import Bar, Bars
 from benchmarks.report import Column, Judged, Report, Row, Sheet, publish
@@ -34,7 +34,7 @@ TITLES = {"processes": "Trainer, worker processes", "ddp": "DDP over gloo"}
 JUDGED = "processes"
 AT_MOST = 1.05  # parameters and optimizer state, of any number of workers over one
 
-# By part of a formation's memory: the case that holds it, and the one that does not.
+# By part of a configuration's memory: the case that holds it, and the one that does not.
 PARTS = {
     "parameters": ("parameters", "nothing"),
     "optimizer state": ("optimizer", "gradients"),
@@ -44,9 +44,9 @@ PARTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """What the processes of one formation hold together, by case."""
+    """What the processes of one configuration hold together, by case."""
 
-    formation: str
+    configuration: str
     workers: int
     bytes_by_case: Mapping[str, int]
 
@@ -64,8 +64,8 @@ class Weight:
 
 
 def growth(weight: Weight, weights: Sequence[Weight]) -> float | None:
-    """Return a formation's parameters and optimizer state over those of its fewest workers."""
-    same = [each for each in weights if each.formation == weight.formation]
+    """Return a configuration's parameters and optimizer state over those of its fewest workers."""
+    same = [each for each in weights if each.configuration == weight.configuration]
     fewest = min(same, key=lambda each: each.workers)
     return None if fewest is weight else weight.state / fewest.state
 
@@ -82,7 +82,7 @@ def memory(
 ) -> None:
     """Weigh parameters, optimizer state and gradients: worker processes beside DDP.
 
-    A formation that failed is an error: exit code 1.
+    A configuration that failed is an error: exit code 1.
     """
     counts = read_counts("workers", workers, least=1)
     if not (_PROC / "self" / "smaps_rollup").exists():
@@ -90,41 +90,41 @@ def memory(
     console, machine = begin()
     weights: list[Weight] = []
     failures: dict[str, str] = {}
-    num_turns = len(FORMATIONS) * len(counts) * len(CASES)
-    what = f"{num_turns} formations, one after the other"
+    num_turns = len(CONFIGURATIONS) * len(counts) * len(CASES)
+    what = f"{num_turns} configurations, one after the other"
     with progress(console, num_turns, what) as show, tempfile.TemporaryDirectory() as folder:
-        for formation, count in [(name, count) for name in FORMATIONS for count in counts]:
+        for configuration, count in [(name, count) for name in CONFIGURATIONS for count in counts]:
             bytes_by_case: dict[str, int] = {}
             try:
                 for case in CASES:
-                    show(f"{formation} · {count} workers · {case}")
+                    show(f"{configuration} · {count} workers · {case}")
                     job = MemoryJob(
-                        formation=formation,
+                        configuration=configuration,
                         case=case,
                         workers=count,
                         width=WIDTH,
                         layers=megabytes * _MIB // (4 * WIDTH * WIDTH),
-                        meeting_point=os.path.join(folder, f"{formation}-{count}-{case}"),
+                        meeting_point=os.path.join(folder, f"{configuration}-{count}-{case}"),
                     )
                     bytes_by_case[case] = weigh(job)
             except PeerError as error:
-                failures[f"{formation}, {count} workers"] = str(error)
+                failures[f"{configuration}, {count} workers"] = str(error)
             else:
                 weights.append(
-                    Weight(formation=formation, workers=count, bytes_by_case=bytes_by_case)
+                    Weight(configuration=configuration, workers=count, bytes_by_case=bytes_by_case)
                 )
     publish(report_memory(weights, failures, machine, megabytes), console, out, aims=aims)
 
 
 def weigh(job: MemoryJob) -> int:
-    """Return the bytes that all processes of a formation hold together, after some steps.
+    """Return the bytes that all processes of a configuration hold together, after some steps.
 
     Raises:
         PeerError: One of them has failed or is silent.
     """
-    with Runner({job.formation: commands_of(job)}) as runner:
-        runner.start(job.formation)
-        runner.run(job.formation, _STEPS)
+    with Runner({job.configuration: commands_of(job)}) as runner:
+        runner.start(job.configuration)
+        runner.run(job.configuration, _STEPS)
         for error in runner.failures.values():
             raise error
         return sum(held_bytes(pid) for pid in descendants(runner.pids))
@@ -156,15 +156,15 @@ def held_bytes(pid: int) -> int:
 def report_memory(
     weights: Sequence[Weight], failures: Mapping[str, str], machine: Machine, megabytes: int
 ) -> Report:
-    """Return what the formations weigh."""
+    """Return what the configurations weigh."""
     parts = (*PARTS, "rest")
     rows: list[Row] = []
-    for formation, title in TITLES.items():
+    for configuration, title in TITLES.items():
         rows.append(Row(title))
         for weight in weights:
-            if weight.formation == formation:
+            if weight.configuration == configuration:
                 factor = growth(weight, weights)
-                judged = factor is not None and formation == JUDGED
+                judged = factor is not None and configuration == JUDGED
                 sizes = [weight.part(name) / _MIB for name in parts]
                 whole = weight.bytes_by_case["optimizer"] / _MIB
                 grown = Judged(factor, AT_MOST) if judged else factor
@@ -174,7 +174,7 @@ def report_memory(
     title = f"Memory of all processes, {megabytes} MiB of parameters and AdamW"
     bars = tuple(
         Bar(
-            label=f"{TITLES[weight.formation]}, {weight.workers}",
+            label=f"{TITLES[weight.configuration]}, {weight.workers}",
             parts=tuple(weight.part(name) / _MIB for name in parts),
         )
         for weight in weights
@@ -187,6 +187,6 @@ def report_memory(
         machine=machine,
         sheets=(Sheet(title, columns, tuple(rows)),),
         panels=(Bars(title="all processes", note="MiB", bars=bars, parts=parts),),
-        measured={"megabytes": megabytes, "formations": [asdict(each) for each in weights]},
+        measured={"megabytes": megabytes, "configurations": [asdict(each) for each in weights]},
         failures=failures,
     )

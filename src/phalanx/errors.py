@@ -62,7 +62,7 @@ class PeerLost(PeerError, ConnectionError):
 
 
 class GroupAborted(PeerError):
-    """An echo: somebody else failed first."""
+    """Another worker failed first; its error is the cause."""
 
 
 class OutOfSpace(PhalanxError, OSError):

@@ -1,7 +1,7 @@
 """No gradient is dropped: what reaches the module itself, beside its replica, counts as well.
 
 The judge is the same loop in plain torch. Tolerance: float32 rounding over some steps, as batches
-are cut into microbatches; none between formations.
+are cut into microbatches; none between configurations.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A compiled model runs its graphs in every formation, and other models stay compiled.
+"""A compiled model runs its graphs in every configuration, and other models stay compiled.
 
 The backend of these tests runs a graph as it is and writes down, in a file that worker processes
 share, every graph that it is given and every run of one.

@@ -43,10 +43,10 @@ pytestmark = pytest.mark.promise("wrapped-equals-unwrapped")
 
 STEPS = 10
 REPLICAS = pytest.mark.parametrize("replicas", [1, 2, 3])
-FORMATIONS = CASES, [1, 2, 7, 9, 15, 64], [1, 2, 3], [torch.float32, torch.float64]
-MATRIX = in_pairs("case, rows, replicas, dtype", *FORMATIONS)
+CONFIGURATIONS = CASES, [1, 2, 7, 9, 15, 64], [1, 2, 3], [torch.float32, torch.float64]
+MATRIX = in_pairs("case, rows, replicas, dtype", *CONFIGURATIONS)
 MATRIX_OF_OPTIMIZERS = in_pairs(
-    "case, rows, replicas, dtype, optimizer", *FORMATIONS, list(OPTIMIZERS)
+    "case, rows, replicas, dtype, optimizer", *CONFIGURATIONS, list(OPTIMIZERS)
 )
 MODELS = pytest.mark.parametrize("case", CASES, ids=str)
 OPTIMIZER = pytest.mark.parametrize("optimizer", list(OPTIMIZERS))

@@ -1,4 +1,4 @@
-"""What a model draws, forward and backward, is the same in every formation, or is refused."""
+"""What a model draws, forward and backward, is the same in every configuration, or is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import phalanx
 from phalanx import UnsupportedError
 from tests.zoo import simple_sgd as sgd
 
-FORMATIONS = [
+CONFIGURATIONS = [
     *(("threads", count) for count in (2, 3)),
     ("processes", 1),
     pytest.param("processes", 2, marks=pytest.mark.night),
@@ -148,9 +148,9 @@ MODELS = [Drops, DrawsInBackward, Checkpointed, DrawsLater, Penalty]
 _expected: dict[type[Net], dict[str, Tensor]] = {}
 
 
-@pytest.mark.parametrize(("executor", "replicas"), FORMATIONS)
+@pytest.mark.parametrize(("executor", "replicas"), CONFIGURATIONS)
 @pytest.mark.parametrize("kind", MODELS)
-def test_draws_are_the_same_bits_in_every_formation(
+def test_draws_are_the_same_bits_in_every_configuration(
     kind: type[Net], executor: str, replicas: int
 ) -> None:
     if kind not in _expected:
@@ -245,7 +245,7 @@ def test_a_checkpointed_part_may_draw_where_nothing_goes_back(preserve: dict[str
     assert losses[0] == losses[1]
 
 
-# --- what no formation can repeat -----------------------------------------------------------------
+# --- what no configuration can repeat ----------------------------------------------------------
 
 
 class Seeds(Net):

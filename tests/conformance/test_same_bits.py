@@ -1,4 +1,4 @@
-"""The formation does not show in the bits.
+"""The configuration does not show in the bits.
 
 With `microbatches` given, weights, buffers, optimizer state and losses are equal bit for bit for
 any number of replicas, whoever is slow, and across a stop and a resume on another number of

@@ -1,4 +1,4 @@
-"""The same bits in every formation: executors, sizes, a stop and a resume."""
+"""The same bits in every configuration: executors, sizes, a stop and a resume."""
 
 from __future__ import annotations
 

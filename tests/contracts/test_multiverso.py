@@ -74,7 +74,7 @@ def in_processes(run: str, n: int, body: Callable[[], Any], sync: bool = False) 
     return results
 
 
-in_every_formation = pytest.mark.parametrize(
+in_every_configuration = pytest.mark.parametrize(
     ("workers", "n"),
     [
         pytest.param(in_this_process, 1, id="this process"),
@@ -105,7 +105,7 @@ def array_law(how: str) -> None:
         barrier()
 
 
-@in_every_formation
+@in_every_configuration
 def test_the_array_law(workers, n, run):
     workers(run, n, partial(array_law, "array"))
 
@@ -132,7 +132,7 @@ def matrix_law() -> None:
         barrier()
 
 
-@in_every_formation
+@in_every_configuration
 def test_the_matrix_law(workers, n, run):
     workers(run, n, matrix_law)
 
@@ -145,7 +145,7 @@ def masters_values() -> tuple[list[float], list[float]]:
     return array.get().tolist(), matrix.get().reshape(-1).tolist()
 
 
-@in_every_formation
+@in_every_configuration
 @pytest.mark.parametrize("sync", [False, True])
 def test_the_masters_initial_value_counts_and_no_other(workers, n, sync, run):
     assert workers(run, n, masters_values, sync) == [([1.0] * 3, [1.0] * 4)] * n
@@ -160,7 +160,7 @@ def synchronous_gets() -> list[list[float]]:
     return seen
 
 
-@in_every_formation
+@in_every_configuration
 def test_in_sync_mode_the_ith_get_is_the_same_for_all_and_lengths_may_differ(workers, n, run):
     found = workers(run, n, synchronous_gets, True)
     for seen, longer in pairwise(found):
@@ -174,7 +174,7 @@ def who_i_am() -> tuple[int, int, bool]:
     return me
 
 
-@in_every_formation
+@in_every_configuration
 def test_workers_of_one_run_have_numbers_of_their_own(workers, n, run):
     assert workers(run, n, who_i_am) == [(w, n, w == 0) for w in range(n)]
 
@@ -442,7 +442,7 @@ def rounds_apart() -> list[float]:
     return seen
 
 
-@in_every_formation
+@in_every_configuration
 def test_synchronous_tables_count_their_rounds_apart(workers, n, run):
     wanted = [float(n * turn) for turn in (1, 2, 3, 4)] + [float(sum(range(n)))]
     assert workers(run, n, rounds_apart, True) == [wanted] * n

@@ -23,7 +23,7 @@ from tests.zoo import assert_close
 
 F64 = torch.float64
 STEPS, ROWS = 8, 7
-FORMATIONS = {
+CONFIGURATIONS = {
     "two": (["dev:0", "dev:1"], None),
     "with the cpu": (["cpu", "dev:0"], None),
     "the cpu second": (["dev:0", "cpu"], None),
@@ -110,9 +110,9 @@ def by_trainer(net: nn.Module, devices: list[str], workloads: Any, optimizer: An
 WAYS = {"container": by_container, "group": by_group, "trainer": by_trainer}
 
 
-@in_pairs("way, formation, optimizer", list(WAYS), list(FORMATIONS), list(OPTIMIZERS))
-def test_training_equals_plain_pytorch(way: str, formation: str, optimizer: str) -> None:
-    devices, workloads = FORMATIONS[formation]
+@in_pairs("way, configuration, optimizer", list(WAYS), list(CONFIGURATIONS), list(OPTIMIZERS))
+def test_training_equals_plain_pytorch(way: str, configuration: str, optimizer: str) -> None:
+    devices, workloads = CONFIGURATIONS[configuration]
     net = Net().to(devices[0])
     WAYS[way](net, devices, workloads, OPTIMIZERS[optimizer])
     found = [parameter.detach().cpu() for parameter in net.parameters()]

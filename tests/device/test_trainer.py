@@ -53,7 +53,7 @@ def data(*, pinned: bool = False, workers: int = 0) -> DataLoader[Any]:
 
 
 def trainer(devices: list[str], **options: Any) -> phalanx.Trainer:
-    """Return a trainer whose weights are the same bits in any formation."""
+    """Return a trainer whose weights are the same bits in any configuration."""
     torch.manual_seed(1)
     optimizer = options.pop("optimizer", ADAMW)
     loss = options.pop("loss", F.cross_entropy)

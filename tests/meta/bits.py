@@ -1,4 +1,4 @@
-"""Train three small models in every formation and print a hash of their weights.
+"""Train three small models in every configuration and print a hash of their weights.
 
 `make bits` runs it. The hashes of one model must be equal to each other, and to those of another
 commit on the same machine; kernels of other processors may round differently.
@@ -21,7 +21,7 @@ import phalanx
 STEPS = 5
 ROWS = 23  # odd, so that microbatches are unequal
 VOCABULARY = 31
-FORMATIONS = [
+CONFIGURATIONS = [
     ("inline", 1),
     *(("threads", count) for count in (1, 2, 3)),
     *(("processes", count) for count in (1, 2, 3)),
@@ -102,9 +102,9 @@ def train_as_rank(rank: int, store: str, name: str) -> None:
 
 
 def main() -> None:
-    """Print a line for each model and formation."""
+    """Print a line for each model and configuration."""
     for name in ("mlp", "cnn", "gpt"):
-        for executor, replicas in FORMATIONS:
+        for executor, replicas in CONFIGURATIONS:
             print(
                 f"{name:5} {executor:9}  {replicas}  {train(name, executor, replicas)}", flush=True
             )

@@ -26,7 +26,7 @@ class EMA:
     Args:
         decay: What is kept of the average, at least 0 and below 1.
 
-    Determinism: the same bits in every formation, as the weights are.
+    Determinism: the same bits in every configuration, as the weights are.
 
     Example:
         >>> ema = EMA(decay=0.5)

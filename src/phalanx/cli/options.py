@@ -149,7 +149,7 @@ class TrainOptions:
                 "For ranks of a job write a script with a `Trainer`."
             )
         replicas, workloads = parse_replicas(self.replicas), parse_workloads(self.workloads)
-        check_formation(replicas, workloads)
+        check_configuration(replicas, workloads)
         _check_microbatches(replicas, self.microbatches)
 
 
@@ -271,7 +271,7 @@ def _check_microbatches(replicas: Replicas, microbatches: int) -> None:
         )
 
 
-def check_formation(replicas: Replicas, workloads: Workloads) -> None:
+def check_configuration(replicas: Replicas, workloads: Workloads) -> None:
     """Refuse workloads that do not match the replicas."""
     if workloads is None:
         return

@@ -62,7 +62,7 @@ _CONFIG_FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class FormationOptions:
+class ConfigurationOptions:
     """Where the replicas are, and with how many threads each."""
 
     devices: tuple[str, ...]
@@ -77,14 +77,14 @@ class TrainPlan:
         options: All of them.
         out: The new run folder; None for the next free one under runs/.
         resumed: The run that goes on, or None for a new one.
-        formation: The one that the run had, if it is to keep it.
+        configuration: The one that the run had, if it is to keep it.
         trace: Whether a trace is written.
     """
 
     options: TrainOptions
     out: Path | None
     resumed: RunFolder | None
-    formation: FormationOptions | None
+    configuration: ConfigurationOptions | None
     trace: bool = False
 
 
@@ -96,7 +96,7 @@ def plan_new(given: Given, out: Path | None) -> TrainPlan:
     """
     if out is not None:
         refuse_existing(out)
-    return TrainPlan(options=complete(given), out=out, resumed=None, formation=None)
+    return TrainPlan(options=complete(given), out=out, resumed=None, configuration=None)
 
 
 def plan_resumed(given: Given, path: Path, out: Path | None) -> TrainPlan:
@@ -116,20 +116,20 @@ def plan_resumed(given: Given, path: Path, out: Path | None) -> TrainPlan:
             "A run that goes on stays in its folder."
         )
     folder = RunFolder.open(path)
-    stored, formation = read_config(folder.read_config(), source=str(folder.config_path))
+    stored, configuration = read_config(folder.read_config(), source=str(folder.config_path))
     options = continue_with(stored, given, run=str(path))
     return TrainPlan(
         options=options,
         out=None,
         resumed=folder,
-        formation=formation if "replicas" not in given else None,
+        configuration=configuration if "replicas" not in given else None,
     )
 
 
 # Any, here and below: JSON.
 def read_config(
     config: Mapping[str, Any], *, source: str
-) -> tuple[TrainOptions, FormationOptions | None]:
+) -> tuple[TrainOptions, ConfigurationOptions | None]:
     """Check a config.json.
 
     Raises:
@@ -142,17 +142,18 @@ def read_config(
                 f"`format` in {source} must be {_CONFIG_FORMAT}, but is {config['format']!r}. "
                 "Use the version of Phalanx that wrote it."
             )
-        options, formation = dict(config["options"]), config["formation"]
-        devices = None if formation is None else tuple(str(name) for name in formation["devices"])
-        intra_op = None if formation is None else int(formation["intra_op"])
+        options, configuration = dict(config["options"]), config["configuration"]
+        names = None if configuration is None else configuration["devices"]
+        devices = None if names is None else tuple(str(name) for name in names)
+        intra_op = None if configuration is None else int(configuration["intra_op"])
     except (KeyError, TypeError, ValueError, OverflowError) as exc:
         raise CheckpointError(
-            f"{source} must hold `format`, `options` and `formation`, but does not: {exc!r}."
+            f"{source} must hold `format`, `options` and `configuration`, but does not: {exc!r}."
         ) from exc
     complete_options = read_options(options, source=source)
     if devices is None or intra_op is None:
         return complete_options, None
-    return complete_options, FormationOptions(devices=devices, intra_op=intra_op)
+    return complete_options, ConfigurationOptions(devices=devices, intra_op=intra_op)
 
 
 class Session:
@@ -287,7 +288,7 @@ class Session:
         return True
 
     def _draw_training(self) -> None:
-        title = f"{self.options.model} on {self.options.data}, {self._name_formation()}"
+        title = f"{self.options.model} on {self.options.data}, {self._name_configuration()}"
         try:
             draw_training(self.history, title=title, path=self.folder.figure_path)
         except OSError as error:  # the run is worth more than its picture
@@ -306,7 +307,7 @@ class Session:
             )
 
     def _open_trainer(self) -> Trainer:
-        options, kept = self.options, self.job.formation
+        options, kept = self.options, self.job.configuration
         own = None if options.forward is None else import_forward(options.forward)
         return Trainer(
             self.module,
@@ -328,7 +329,7 @@ class Session:
         )
 
     def _executor(self) -> str | Threads | Processes:
-        options, kept = self.options, self.job.formation
+        options, kept = self.options, self.job.configuration
         intra_op = None if kept is None or options.microbatches else kept.intra_op
         if options.executor == "processes":
             return Processes(intra_op=intra_op)
@@ -386,18 +387,18 @@ class Session:
             {
                 "format": _CONFIG_FORMAT,
                 "options": asdict(self.options),
-                "formation": self._describe_formation(),
+                "configuration": self._describe_configuration(),
                 "data": self.data.description,
                 "parameters": _count_parameters(self.module),
                 "versions": _versions(),
             }
         )
 
-    def _describe_formation(self) -> dict[str, Any]:
+    def _describe_configuration(self) -> dict[str, Any]:
         devices = [str(device) for device in self.trainer.devices]
         return {"devices": devices, "intra_op": self.trainer.intra_op}
 
-    def _name_formation(self) -> str:
+    def _name_configuration(self) -> str:
         count, pieces = len(self.trainer.devices), self.options.microbatches
         replicas = "1 replica" if count == 1 else f"{count} replicas"
         return f"{replicas}, {pieces} microbatches" if pieces else replicas
@@ -418,7 +419,7 @@ class Session:
         """Say why a run that goes on does so with other bits, if it does."""
         if self.job.resumed is None or self.options.microbatches:
             return ""
-        if self.job.formation is None:
+        if self.job.configuration is None:
             return "; not bit for bit, as without --microbatches the bits depend on replicas"
         return ""
 

@@ -12,7 +12,7 @@ Neighbours are added pair by pair, level by level; an odd one out rises unchange
 
 The tree depends on the number of microbatches alone, never on who computed them or who was faster.
 That, and one fixed number of threads inside each operator, is what makes the sum the same to the
-bit in every formation. The left operand takes the right one: ``left += right``.
+bit in every configuration. The left operand takes the right one: ``left += right``.
 """
 
 from __future__ import annotations

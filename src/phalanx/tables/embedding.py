@@ -121,8 +121,8 @@ class _Rows(nn.Module):
             )
         if isinstance(table._spec.updater, Sum):
             raise ConfigError(
-                f"Updater of table {table.name!r} must go down the gradient, but is 'sum', which "
-                'goes up. Open it with `updater="sgd"`, "adagrad" or another.'
+                f"Updater of table {table.name!r} must subtract gradients, but is 'sum', which "
+                'adds them. Open it with `updater="sgd"`, "adagrad" or another.'
             )
         self.table = table
         self._original = weakref.ref(self)  # a replica has it from the module, and so not its own
@@ -194,7 +194,7 @@ class TableEmbedding(_Rows):
 
     Args:
         table: From ``world.matrix`` or ``world.keys``, of floating point, with "sgd", "adagrad" or
-            another updater that goes down the gradient.
+            another updater that subtracts gradients.
         padding_idx: A row (of the table, 0-based) that gets no gradient; its value is the table's.
 
     Shapes:

@@ -101,7 +101,7 @@ class ParameterExchange:
     Args:
         flat: The tensors.
         table: An array of ``flat.size``.
-        downhill: Whether the updater goes down what it is given.
+        downhill: Whether the updater subtracts what it is given.
         averages: Whether what is given is divided by the number of workers.
 
     ``_base`` is what the last exchange put into the module, ``_held`` what the module held when it

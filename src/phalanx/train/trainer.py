@@ -75,7 +75,7 @@ class Trainer:
     Every batch is cut into microbatches; their gradients, weighted by what they stand for, are
     summed along a fixed tree, and the optimizer steps once. The trained weights are bitwise
     identical for any number of replicas, in every executor, at any timing, and across a stop and a
-    resume. With ``microbatches=None``, the fast mode, every replica computes one slice.
+    resume. With ``microbatches=None`` every replica computes one slice.
 
     Args:
         module: Trained in place; ``trainer.module`` is it, always current. With worker processes

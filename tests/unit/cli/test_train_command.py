@@ -250,7 +250,7 @@ def test_a_training_leaves_everything_in_its_folder(phalanx, pictures):
     assert {*records[-1]["train"]} == {*records[-1]["validation"]} == {"loss", "accuracy"}
     config = json.loads((folder / "config.json").read_text())
     assert config["options"]["microbatches"] == 2
-    assert config["formation"] == {"devices": ["cpu"], "intra_op": 1}
+    assert config["configuration"] == {"devices": ["cpu"], "intra_op": 1}
     assert config["versions"]["torch"] == torch.__version__
     for words in ("1442 training", "epoch 1/2: loss", "epoch 2/2: loss", "samples/s", "replica 0"):
         assert words in out
@@ -310,10 +310,10 @@ def test_automatic_replicas_are_printed_and_kept(phalanx):
     code, out, _ = phalanx("train", *words, "--epochs", 1, "--out", "run")
     assert code == 0
     assert out.count("× 1 thread") == 1
-    chosen = json.loads(Path("run/config.json").read_text())["formation"]
+    chosen = json.loads(Path("run/config.json").read_text())["configuration"]
     code, out, _ = phalanx("train", "--resume", "run", *own, "--epochs", 2)
     assert code == 0
-    assert json.loads(Path("run/config.json").read_text())["formation"] == chosen
+    assert json.loads(Path("run/config.json").read_text())["configuration"] == chosen
 
 
 def test_text_is_trained_with_a_perplexity_and_without_an_accuracy(phalanx):

@@ -1,7 +1,8 @@
-"""Draw the README's picture: hashes of the weights from eight formations, and from DDP.
+"""Draw the README's picture: hashes of the weights from eight configurations, and from DDP.
 
-``python -m tests.meta.formations docs/formations.svg`` trains the small mlp of `tests.meta.bits` in
-each of its formations, and the same net on the same batches by DDP over gloo, on 1, 2 and 3 ranks.
+``python -m tests.meta.configurations docs/configurations.svg`` trains the small mlp of
+`tests.meta.bits` in each of its configurations, and the same net on the same batches by DDP over
+gloo, on 1, 2 and 3 ranks.
 DDP's gradient is the whole batch's, too: rows are weighed, and nothing is drawn. Only sums are made
 in another order.
 """
@@ -67,7 +68,7 @@ def spawned(function: Any, ranks: int, *args: object) -> str:  # Any: a function
 
 
 def name_of(executor: str, count: int) -> str:
-    """Return a formation in words."""
+    """Return a configuration in words."""
     if executor == "inline":
         return "the caller's thread"
     kind = {"threads": "thread", "processes": "worker process", "ranks": "rank"}[executor]
@@ -86,7 +87,7 @@ def strip(digest: str, x: int, y: int) -> str:
 
 
 def column(title: str, colour: str, rows: list[tuple[str, str]], x: int, offset: int) -> str:
-    """Draw the formations of one way to train, and their hashes ``offset`` to the right."""
+    """Draw the configurations of one way to train, and their hashes ``offset`` to the right."""
     lines = [f'<text x="{x}" y="48" class="t" fill="{colour}">{title}</text>']
     for place, (name, digest) in enumerate(rows):
         y = TOP + LINE * place
@@ -101,8 +102,8 @@ def draw(ours: list[tuple[str, str]], theirs: list[tuple[str, str]], note: str) 
     differ = len({digest for _, digest in theirs})
     say = lambda count: "one hash" if count == 1 else f"{count} hashes"  # noqa: E731
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">
-<title>Weights of one net after {bits.STEPS} steps: Trainer in {len(ours)} formations, {say(same)};
-DDP on 1, 2 and 3 ranks, {say(differ)}</title>
+<title>Weights of one net after {bits.STEPS} steps: Trainer in {len(ours)} configurations,
+{say(same)}; DDP on 1, 2 and 3 ranks, {say(differ)}</title>
 <style>
 text {{ font: 14px system-ui, "Segoe UI", Helvetica, Arial, sans-serif }}
 .n {{ fill: {INK} }} .t {{ font-weight: 600; font-size: 15px }}
@@ -126,7 +127,7 @@ def main() -> None:
     picture = parser.parse_args().picture
     ours = [
         (name_of(executor, count), bits.train("mlp", executor, count))
-        for executor, count in bits.FORMATIONS
+        for executor, count in bits.CONFIGURATIONS
     ]
     ours.append((name_of("ranks", 2), spawned(train_as_rank, 2)))
     theirs = [(name_of("ranks", n), spawned(train_by_ddp, n, n)) for n in (1, 2, 3)]
