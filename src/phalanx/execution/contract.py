@@ -6,6 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import TypeVar
 
 import torch
@@ -161,7 +162,9 @@ class Executor(ABC):
         self._compute(state)
         if plan.watched:
             self._keep_plan(kind, state)
-        return state.result()
+        state.result.sums = state.sums.waiting()
+        state.result.spans.sort(key=attrgetter("start_s"))
+        return state.result
 
     def _first_plan(self, trains: bool) -> RngPlan:
         """Return how the first run of a kind gets its random numbers."""

@@ -20,6 +20,7 @@ __all__ = [
     "RunResult",
     "Span",
     "TreeSums",
+    "add_gradients",
     "add_sums",
 ]
 
@@ -113,12 +114,17 @@ class TreeSums(Generic[T]):
         return dict(sorted(self._waiting.items(), key=itemgetter(0)))
 
 
-def add_sums(left: PartialSum, right: PartialSum) -> PartialSum:
-    """Return the sum of both, in the memory of the left one; None stands for no gradient."""
-    both = list(zip(left.gradients, right.gradients, strict=True))
+def add_gradients(left: Gradients, right: Gradients) -> Gradients:
+    """Return the sums of both, in the memory of the left ones; None stands for no gradient."""
+    both = list(zip(left, right, strict=True))
     pairs = [(a, b) for a, b in both if a is not None and b is not None]
     if pairs:
         foreach_add([a for a, _ in pairs], [b for _, b in pairs])
+    return [b if a is None else a for a, b in both]
+
+
+def add_sums(left: PartialSum, right: PartialSum) -> PartialSum:
+    """Return the sum of both, in the memory of the left one."""
     # Some of the right one's memory stays in use where the left one lacks something.
     taken_over = (
         any(a is None for a in left.gradients)
@@ -127,7 +133,7 @@ def add_sums(left: PartialSum, right: PartialSum) -> PartialSum:
     if right.statistics:
         merge_statistics(left.statistics, right.statistics)
     return PartialSum(
-        [b if a is None else a for a, b in both],
+        add_gradients(left.gradients, right.gradients),
         left.statistics,
         left.owners + right.owners if taken_over else left.owners,
     )

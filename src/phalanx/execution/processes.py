@@ -346,9 +346,9 @@ class ProcessExecutor(Executor):
         specs, weight = self._slots.layout.specs, state.weights[microbatch]
         gradients, statistics = done.written.read(message.slot, specs, weight)
         state.assigned.update(dict.fromkeys(done.assigned))
-        state.results[microbatch] = done.result
-        state.replica_of[microbatch] = index
-        state.spans.append(
+        state.result.results[microbatch] = done.result
+        state.result.replica_of[microbatch] = index
+        state.result.spans.append(
             Span(
                 replica=index,
                 microbatch=microbatch,

@@ -5,10 +5,8 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from operator import attrgetter
-from typing import Any
 
-from phalanx.execution.partial_sums import RunResult, Span, TreeSums, add_sums
+from phalanx.execution.partial_sums import RunResult, TreeSums, add_sums
 from phalanx.execution.task import Task
 from phalanx.plan import Node, Shares, workload_sizes
 from phalanx.replicas import RngPlan
@@ -91,6 +89,10 @@ class RunState:
     Args:
         rng: How the microbatches get their random numbers.
         workloads: The replicas' relative shares.
+
+    Attributes:
+        result: Filled by whoever computes; without the sums.
+        assigned: Names of attributes; looked for where ``rng`` is watched.
     """
 
     def __init__(
@@ -109,12 +111,9 @@ class RunState:
         self.weights = weights
         self.seed = seed
         self.rng = rng
-        self.drew = False  # whether a microbatch drew random numbers
-        self.assigned: dict[str, None] = {}  # names of attributes; looked for where rng is watched
+        self.assigned: dict[str, None] = {}
         self.sums = TreeSums(len(pieces), add_sums)
-        self.results: list[Any] = [None] * len(pieces)
-        self.replica_of = [-1] * len(pieces)
-        self.spans: list[Span] = []
+        self.result = RunResult(results=[None] * len(pieces), replica_of=[-1] * len(pieces))
         left = []
         for index in range(len(pieces)) if only is None else only:
             if weights[index] > 0:
@@ -128,14 +127,3 @@ class RunState:
             counts = Counter(owners[index] for index in left)
             shares = Shares([counts[each] for each in range(len(workloads))], stealing=False)
         self.queue = WorkQueue(left, shares, [workload > 0 for workload in workloads])
-
-    def result(self) -> RunResult:
-        """Return what the run gave, when it is over."""
-        sums = self.sums.waiting()
-        return RunResult(
-            results=self.results,
-            sums=sums,
-            replica_of=self.replica_of,
-            spans=sorted(self.spans, key=attrgetter("start_s")),
-            drew=self.drew,
-        )

@@ -18,9 +18,14 @@ from phalanx.execution.contract import (
     parameters_of,
     places_of,
 )
-from phalanx.execution.partial_sums import Gradients, PartialSum, RunResult, Span
+from phalanx.execution.partial_sums import (
+    Gradients,
+    PartialSum,
+    RunResult,
+    Span,
+    add_gradients,
+)
 from phalanx.execution.run_state import RunState
-from phalanx.execution.shards import share_by_size
 from phalanx.execution.task import MicrobatchContext
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
 from phalanx.plan import BufferRules, Node, check_workloads, read_intra_op
@@ -35,7 +40,6 @@ from phalanx.replicas import (
     has_compiled,
     refuse_scripts,
 )
-from phalanx.torch_internals import foreach_add
 
 __all__ = ["ThreadExecutor"]
 
@@ -140,21 +144,13 @@ class ThreadExecutor(Executor):
         Returns:
             By parameter, in memory order; nobody else holds their memory.
         """
-        sums = [operand.gradients for operand in result.operands]
-        if len(sums) < 2:
-            return sums[0] if sums else [None] * len(self.parameters)
-        left, right = sums
-        both = zip(left, right, strict=True)
-        pairs = [(a, b) for a, b in both if a is not None and b is not None]
-        shares = share_by_size([a for a, _ in pairs], len(self))
-
-        def add(index: int) -> None:
-            own = [pairs[place] for place in shares[index]]
-            if own:
-                foreach_add([a for a, _ in own], [b for _, b in own])
-
-        self.each(add)
-        return [b if a is None else a for a, b in zip(left, right, strict=True)]
+        left, *right = [each.gradients for each in result.operands] or [[None] * len(self._places)]
+        count = len(self)
+        for other in right:
+            add = lambda i: add_gradients(left[i::count], other[i::count])  # noqa: B023, E731
+            for index, own in enumerate(self.each(add)):
+                left[index::count] = own
+        return left
 
     @property
     def intra_op(self) -> int:
@@ -184,8 +180,9 @@ class ThreadExecutor(Executor):
         replica = self.replicas[index]
         forward = not state.task.goes_back  # else the source may be another than it was
         with modes.entered(replica.device), replica.running():
-            if forward:  # a new shell, if an attribute was assigned
-                replica.follow(self._fingerprints[self.sources[index]])
+            fingerprint = self._fingerprints[self.sources[index]]
+            if forward and replica.fingerprint is not fingerprint:  # an attribute was assigned
+                replica.follow(fingerprint)
             while (microbatch := state.queue.take(index)) is not None:
                 try:
                     self._run_microbatch(replica, microbatch, state)
@@ -207,21 +204,21 @@ class ThreadExecutor(Executor):
             batch=state.pieces[index],
             rng=state.rng.microbatch(*state.seed, index),
         )
-        forward = not state.task.goes_back
+        result, forward = state.result, not state.task.goes_back
         replica.begin(forward=forward)
         if self._compile_once is None:
-            state.results[index] = state.task(context)
+            result.results[index] = state.task(context)
         else:
             kind = type(state.task).__qualname__
             with self._compile_once.running(kind, replica.device, context.batch) or _NOTHING:
-                state.results[index] = state.task(context)
-        state.drew = state.drew or context.rng.used
+                result.results[index] = state.task(context)
+        result.drew = result.drew or context.rng.used
         written: Statistics = {}
         if forward and replica.statistics.are_there:
             written = replica.statistics.collect(state.weights[index])
         gradients = replica.take_gradients()
         state.sums.put(Node(0, index), PartialSum(gradients, written))
-        state.replica_of[index] = replica.index
-        state.spans.append(
+        result.replica_of[index] = replica.index
+        result.spans.append(
             Span(replica=replica.index, microbatch=index, start_s=start_s, stop_s=now_s())
         )

@@ -43,10 +43,12 @@ class Replica:
         module: The shell's module.
         parameters: Its parameters, in the order of ``source.parameters()``.
         statistics: Its buffers.
+        fingerprint: Of the source, as it was when the shell was made.
     """
 
     module: nn.Module
     statistics: ReplicaBuffers
+    fingerprint: AttributeFingerprint
 
     def __init__(
         self,
@@ -77,22 +79,18 @@ class Replica:
         self._everything = everything
         self._reaching = SourceGradients(everything) if reaching is None else reaching
         self._caught: dict[int, Tensor] = {}
-        self._fingerprint: AttributeFingerprint | None = None
         self.follow(fingerprint or AttributeFingerprint(source))
 
     def refresh(self) -> None:
         """Make a new shell if an attribute of the source was assigned."""
-        assert self._fingerprint is not None
-        if not self._fingerprint.is_current():
+        if not self.fingerprint.is_current():
             self.follow(AttributeFingerprint(self._source))
 
     def follow(self, fingerprint: AttributeFingerprint) -> None:
-        """Make a new shell if ``fingerprint``, of the source as it is now, is another than before.
+        """Make a new shell, of the source as it is now with ``fingerprint``.
 
         The leaves stay: graphs of earlier shells leave their gradients there.
         """
-        if fingerprint is self._fingerprint:
-            return
         for original, home, own in zip(self._originals, self._homes, self.parameters, strict=True):
             if own.requires_grad != original.requires_grad:
                 own.requires_grad_(original.requires_grad)
@@ -106,7 +104,7 @@ class Replica:
             self._source, self.module, self.device, self._prefix, self._rules
         )
         self.statistics.start()  # or a forward pass would write to the source's
-        self._fingerprint = fingerprint
+        self.fingerprint = fingerprint
 
     def outdate(self) -> None:
         """Copy all buffers before the next microbatch: the source's were written elsewhere."""
