@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from phalanx.execution import processes
-from phalanx.execution.partial_sums import TreeSums
-from phalanx.execution.run_state import WorkQueue
+from phalanx.execution.run import TreeSums, WorkQueue
 from phalanx.plan import Node
 from phalanx.replicas.buffers import _Buffer
 from phalanx.train.dispatcher import EventDispatcher

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.execution import PartialSum, run_state
+from phalanx.execution import PartialSum, run
 from phalanx.train import checkpoint
 from tests.chaos.course import DEADLINE_S, MICROBATCHES, Course, batches
 from tests.chaos.saboteur import MODULE_POINTS, POINTS, Order
@@ -87,7 +87,7 @@ def test_a_death_while_partial_sums_are_added_changes_nothing(
     course: Course, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At both levels of the tree that threads add: additions 1 and 4 of 5."""
-    real = run_state.add_sums
+    real = run.add_sums
     done = itertools.count(1)
     kill_at: dict[int, int] = {}
 
@@ -97,7 +97,7 @@ def test_a_death_while_partial_sums_are_added_changes_nothing(
             course.kill(victim)
         return real(left, right)
 
-    monkeypatch.setattr(run_state, "add_sums", add)
+    monkeypatch.setattr(run, "add_sums", add)
     course.disturbed.lost.clear()
     assert MICROBATCHES == 7
     for addition, victim in ((1, 0), (4, 1)):

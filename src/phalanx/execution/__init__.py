@@ -8,11 +8,11 @@ from phalanx.execution.contract import (
 from phalanx.execution.executor_options import Processes, Ranks, Threads
 from phalanx.execution.failures import FailureLog, WorkerLost
 from phalanx.execution.opening import EXECUTORS, ExecutorChoice, open_executor
-from phalanx.execution.partial_sums import Gradients, PartialSum, RunResult, Span, add_sums
 from phalanx.execution.processes import ProcessExecutor
 from phalanx.execution.rank_messages import RankMessage
 from phalanx.execution.rank_reduction import RankReduction, add_nodes
 from phalanx.execution.ranks import describe_rank
+from phalanx.execution.run import Gradients, PartialSum, RunResult, Span, add_sums
 from phalanx.execution.shards import Shards, is_cut
 from phalanx.execution.task import MicrobatchContext, MicrobatchResult, Task
 from phalanx.execution.thread_pool import ThreadPool

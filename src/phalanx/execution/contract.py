@@ -14,8 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from phalanx.distributed import GroupChanged
-from phalanx.execution.partial_sums import RunResult
-from phalanx.execution.run_state import RunState
+from phalanx.execution.run import RunResult, RunState
 from phalanx.execution.shards import Shards
 from phalanx.execution.task import Task
 from phalanx.execution.thread_pool import CallerThread, ThreadPool

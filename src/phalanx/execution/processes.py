@@ -37,8 +37,7 @@ from phalanx.execution.contract import (
 from phalanx.execution.executor_options import Processes
 from phalanx.execution.failures import FailureLog, WorkerLost
 from phalanx.execution.gradient_slots import GradientSlot, GradientSlots, SlotLayout
-from phalanx.execution.partial_sums import PartialSum, Span
-from phalanx.execution.run_state import RunState
+from phalanx.execution.run import PartialSum, RunState, Span
 from phalanx.execution.thread_pool import ThreadPool
 from phalanx.execution.worker import (
     Failed,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import UnsupportedError
-from phalanx.execution.partial_sums import PartialSum
+from phalanx.execution.run import PartialSum
 from phalanx.execution.task import MicrobatchResult
 from phalanx.plan import Node, flatten, unflatten
 from phalanx.replicas import Statistic

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.distributed import Exchange
-from phalanx.execution.partial_sums import Gradients, PartialSum, TreeSums
+from phalanx.execution.run import Gradients, PartialSum, TreeSums
 from phalanx.plan import Node
 from phalanx.torch_internals import foreach_copy
 

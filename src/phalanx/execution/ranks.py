@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from phalanx.distributed import Exchange, GroupChanged
 from phalanx.errors import ConfigError, PeerError
 from phalanx.execution.contract import Peers
-from phalanx.execution.partial_sums import Gradients, PartialSum, RunResult, add_sums
 from phalanx.execution.rank_messages import RankMessage
 from phalanx.execution.rank_reduction import RankReduction, add_nodes
+from phalanx.execution.run import Gradients, PartialSum, RunResult, add_sums
 from phalanx.execution.task import Task
 from phalanx.execution.threads import ThreadExecutor
 from phalanx.plan import SummationTree, flatten, workload_sizes

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from phalanx.execution.partial_sums import Gradients, RunResult
+from phalanx.execution.run import Gradients, RunResult, add_gradients
 from phalanx.memory import dense_strides, refuse_overlap
 
 # Private: torch has no public way to ask whether hooks for all optimizers are registered.
-from phalanx.torch_internals import GLOBAL_STEP_HOOKS, foreach_add, foreach_mul
+from phalanx.torch_internals import GLOBAL_STEP_HOOKS, foreach_mul
 
 __all__ = ["Shards", "is_cut", "share_by_size"]
 
@@ -40,7 +40,6 @@ class Shards:
         num_shards: Number of threads.
 
     Attributes:
-        adds_first: Whether all shards must be added before the first one is stepped.
 
     Determinism: bitwise the same for any number of shards.
     """
@@ -49,7 +48,6 @@ class Shards:
         self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], num_shards: int
     ) -> None:
         self.optimizer = optimizer
-        self.adds_first = False
         self._parameters = parameters
         place_of = {id(parameter): place for place, parameter in enumerate(parameters)}
         groups = [
@@ -66,7 +64,7 @@ class Shards:
         places = sorted(self._group_of)
         shares = share_by_size([parameters[place] for place in places], num_shards)
         self._shards = [[places[index] for index in share] for share in shares]
-        self._parts: list[Optimizer] = []  # none where the optimizer is not cut
+        self._parts: list[tuple[Optimizer, list[int]]] = []  # of this step, with their places
         self._left: Gradients = []
         self._right: Gradients = []
         self._num_states = 0
@@ -78,9 +76,11 @@ class Shards:
 
     def take(self, result: RunResult) -> None:
         """Take over the sums of a run and the options of now."""
-        cut = is_cut(self.optimizer)
-        self._parts = [self._part(own) for own in self._shards] if cut else []
-        self.adds_first = not cut
+        if is_cut(self.optimizer):
+            self._parts = [(self._part(own), own) for own in self._shards]
+        else:  # the first shard is the whole
+            self._parts = [(self.optimizer, []) for _ in self._shards]
+            self._parts[0] = self.optimizer, list(self._group_of)
         nothing: Gradients = [None] * len(self._parameters)
         operands = [operand.gradients for operand in result.operands]
         self._left, self._right, *_ = *operands, nothing, nothing
@@ -113,31 +113,23 @@ class Shards:
         return list(found.values())
 
     def add(self, shard: int) -> None:
-        """Make the last addition for one shard."""
-        left, right = self._left, self._right
-        pairs = []
-        for place in self._shards[shard]:
-            a, b = left[place], right[place]
-            if a is None:
-                left[place] = b
-            elif b is not None:
-                pairs.append((a, b))
-        if pairs:
-            foreach_add([a for a, _ in pairs], [b for _, b in pairs])
+        """Make the last addition for one shard, if it is not made."""
+        _, places = self._parts[shard]
+        right = [self._right[place] for place in places]
+        totals = add_gradients([self._left[place] for place in places], right)
+        for place, total in zip(places, totals, strict=True):
+            self._left[place], self._right[place] = total, None
 
     def squares(self, shard: int) -> list[float]:
-        """Return the square of each gradient's 2-norm, in one shard that was added."""
-        gradients = [self._left[place] for place in self._shards[shard]]
+        """Add one shard, and return the square of each gradient's 2-norm."""
+        self.add(shard)
+        gradients = [self._left[place] for place in self._parts[shard][1]]
         norms = [_norm_of(each) for each in gradients if each is not None]
         return [norm.item() ** 2 for norm in norms]
 
     def step(self, shard: int, scale: float) -> None:
         """Step one shard that was added, with gradients times ``scale``; then drop those."""
-        optimizer, places = self.optimizer, list(self._group_of)
-        if self._parts:
-            optimizer, places = self._parts[shard], self._shards[shard]
-        elif shard > 0:
-            return
+        optimizer, places = self._parts[shard]
         present = [each for place in places if (each := self._left[place]) is not None]
         if scale != 1.0 and present:
             foreach_mul(present, scale)
@@ -153,7 +145,7 @@ class Shards:
 
     def finish(self) -> None:
         """Finish in the thread that is last."""
-        was_cut = bool(self._parts)
+        was_cut = self._parts[0][0] is not self.optimizer
         self._left, self._right, self._parts = [], [], []
         if was_cut:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers

@@ -18,14 +18,14 @@ from phalanx.execution.contract import (
     parameters_of,
     places_of,
 )
-from phalanx.execution.partial_sums import (
+from phalanx.execution.run import (
     Gradients,
     PartialSum,
     RunResult,
+    RunState,
     Span,
     add_gradients,
 )
-from phalanx.execution.run_state import RunState
 from phalanx.execution.task import MicrobatchContext
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
 from phalanx.plan import BufferRules, Node, check_workloads, read_intra_op

@@ -208,7 +208,7 @@ def _apart(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     spans = [
         (gradient.data_ptr(), gradient.nbytes, place)
         for place, gradient in enumerate(gradients)
-        if gradient is not None and has_memory(gradient)
+        if gradient is not None
     ]
     reached = 0
     for start, size, place in sorted(spans):

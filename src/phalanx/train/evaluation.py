@@ -15,9 +15,8 @@ from phalanx.errors import ConfigError
 from phalanx.execution import RunResult, repeated
 from phalanx.metrics import Metrics
 from phalanx.plan import Merging
-from phalanx.train.microbatches import Microbatches
 from phalanx.train.objective import EvaluateTask, PredictTask, is_pair
-from phalanx.train.step import Engine
+from phalanx.train.step import Engine, Microbatches
 from phalanx.train.trainer_arguments import check_loader
 from phalanx.types import Nested
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,8 @@ from phalanx.clock import now_s
 from phalanx.errors import ConfigError, StateError
 from phalanx.execution import Executor, RunResult, Shards, Span, Task
 from phalanx.memory import dense_strides
-from phalanx.metrics import Metrics
+from phalanx.metrics import Joining, Metrics
+from phalanx.plan import Layout, equal_sizes, open_rows, read_weights, workload_sizes
 from phalanx.replicas import (
     Statistics,
     check_statistics,
@@ -33,14 +35,13 @@ from phalanx.replicas import (
     sum_statistics,
     write_statistics,
 )
-from phalanx.train.microbatches import Microbatches, Splitter
 from phalanx.train.objective import Objective, TrainTask
 from phalanx.train.position import Loss, Position
 from phalanx.train.trainer_arguments import check_members
-from phalanx.types import Nested
+from phalanx.types import Nested, WeightFn
 from phalanx.warning import warn_user
 
-__all__ = ["Engine", "EngineSpec"]
+__all__ = ["Engine", "EngineSpec", "Microbatches", "Splitter"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,7 @@ class Engine:
         intra_op: Threads inside operators, per replica.
 
     Attributes:
+        workloads: Each replica's relative share of a batch.
         written: The names of the buffers that training has written.
     """
 
@@ -81,6 +83,7 @@ class Engine:
         self.spec = spec
         self.devices = devices
         self.intra_op = intra_op
+        self.workloads = tuple(spec.workloads or [1.0] * len(devices))
         self.written: set[str] = set()
         self._executor: Executor | None = None
         self._shards: Shards
@@ -112,7 +115,8 @@ class Engine:
             metrics: Counted where there are some; the caller takes that back if this raises.
             commit: Called when the weights are new, in the thread that is last.
         """
-        spec, executor = self.spec, self.executor
+        spec, executor, shards = self.spec, self._executor, self._shards
+        assert executor is not None
         peers = executor.peers
 
         # Forward, loss and backward of each microbatch; gradients are added along the fixed tree.
@@ -124,31 +128,26 @@ class Engine:
             seed=(spec.seed, before.steps),
             owners=pieces.owners,
         )
-        statistics = sum_statistics(operand.statistics for operand in result.operands)
-        buffers = self._buffers_of(statistics) if statistics else {}
+        statistics, buffers = self._buffers_after(result)
         loss = Loss(pieces.loss_of(result.results), pieces.weight, sum(pieces.sizes))
         if metrics is not None:
             metrics.keep()
             metrics.update(*pieces.outputs_of(result.results, metrics.joining))
 
-        # The last addition, and the norm of the whole gradient where that is to be clipped.
-        shards = self._shards
+        # The norm of the whole gradient, where that is to be clipped.
         shards.take(result)
-        is_added = shards.adds_first or spec.clip_norm is not None
-        if is_added:
-            executor.each(shards.add)
         norm = None if spec.clip_norm is None else self._norm()
         scale = 1.0 if norm is None else min(1.0, (spec.clip_norm or 0.0) / (norm + 1e-6))
 
-        # From here on nothing refuses: each thread steps its shard, and the last one commits.
+        # From here on nothing refuses: each thread makes the last addition for its shard and steps
+        # it, and the last one commits.
         rates = _learning_rates(spec.optimizer)  # now: the commit steps the scheduler
         stepped: list[Span] = []
         lock = threading.Lock()
 
         def step(shard: int) -> None:
             begin_s = now_s()
-            if not is_added:
-                shards.add(shard)
+            shards.add(shard)
             self._is_half_stepped = True  # here: no Ctrl-C comes between this and the step
             shards.step(shard, scale)
             span = Span(replica=shard, microbatch=None, start_s=begin_s, stop_s=now_s())
@@ -194,10 +193,9 @@ class Engine:
         """
         if self._is_half_stepped:
             raise _half_stepped()
-        peers = self.executor.peers
-        workloads = self.workloads or (1.0,) * len(self.executor)
-        if peers is not None:
-            workloads = tuple(peers.all_workloads())
+        assert self._executor is not None
+        peers = self._executor.peers
+        workloads = self.workloads if peers is None else peers.all_workloads()
         return self.spec.splitter.split(batch, workloads, weighs=weighs)
 
     def run(self, task: Task, pieces: Microbatches, seed: tuple[int, ...]) -> RunResult:
@@ -211,16 +209,20 @@ class Engine:
             executor.peers.mark_done()
         return result
 
-    def _buffers_of(self, statistics: Statistics) -> dict[str, Tensor]:
-        """Return the module's buffers, of which microbatches left some values.
+    def _buffers_after(self, result: RunResult) -> tuple[Statistics, dict[str, Tensor]]:
+        """Return what microbatches have left in buffers, and the module's buffers.
 
         Raises:
             UnsupportedError: A buffer has changed its shape.
         """
+        left = [each.statistics for each in result.operands if each.statistics]
+        if not left:
+            return {}, {}
+        statistics = sum_statistics(left)
         found = ((name, owner._buffers[key]) for name, owner, key in self._buffer_homes)
         buffers = {name: buffer for name, buffer in found if buffer is not None}
         check_statistics(buffers, statistics)
-        return buffers
+        return statistics, buffers
 
     def _norm(self) -> float:
         """Return the norm of all gradients together."""
@@ -246,13 +248,6 @@ class Engine:
         """The replicas that :meth:`open` has made."""
         assert self._executor is not None
         return self._executor
-
-    @property
-    def workloads(self) -> tuple[float, ...]:
-        """Each replica's relative share of the next batch."""
-        if self.spec.workloads is not None:
-            return tuple(self.spec.workloads)
-        return (1.0,) * len(self.devices)
 
     def open(self) -> None:
         """Have replicas that fit module and optimizer."""
@@ -399,3 +394,97 @@ def _close_gaps(optimizer: Optimizer) -> None:
 def _trained_ids(optimizer: Optimizer) -> list[list[int]]:
     """Return the ids of the optimizer's parameters that are not frozen, by group."""
     return [[id(p) for p in g["params"] if p.requires_grad] for g in optimizer.param_groups]
+
+
+# -- a batch in microbatches -----------------------------------------
+
+
+@dataclass
+class Microbatches:
+    """A batch in pieces, whose gradients are summed.
+
+    Attributes:
+        pieces: In order; some may be without rows.
+        sizes: Rows of each.
+        weights: What each stands for.
+        scales: Each one's share in the loss of the whole batch.
+        weight: What the whole batch stands for.
+        owners: The replica of each, where every replica has one slice; None: whoever is free.
+    """
+
+    pieces: list[Nested]
+    sizes: list[int]
+    weights: list[float]
+    scales: tuple[float, ...]
+    weight: float
+    owners: range | None
+
+    # Any, here and below: a `MicrobatchResult`; None for a microbatch that weighs nothing.
+    def loss_of(self, results: Sequence[Any]) -> float:
+        """Return the loss of the whole batch: the mean losses, weighted, in order."""
+        pairs = zip(self.scales, results, strict=True)
+        return math.fsum([scale * each.loss for scale, each in pairs if each is not None])
+
+    def outputs_of(self, results: Sequence[Any], joining: Joining) -> tuple[Nested, Nested, int]:
+        """Return the outputs and targets of the whole batch, and its rows.
+
+        Microbatches that were left out, because they weigh nothing, are in none of them.
+        """
+        columns = zip(results, self.sizes, self.weights, strict=True)
+        found, sizes, weights = zip(*[each for each in columns if each[0] is not None], strict=True)
+        outputs = joining.join([each.outputs for each in found], sizes, weights)
+        targets = [each.targets for each in found]
+        joined = joining.join(targets, sizes, weights, are_targets=True)
+        return outputs, joined, sum(sizes)
+
+
+@dataclass(frozen=True)
+class Splitter:
+    """Split batches into microbatches the way a trainer was told.
+
+    Args:
+        layout: Which dim of which leaf is split.
+        microbatches: Their number, or None for one slice per replica.
+        weight: What a microbatch stands for; None for its rows.
+    """
+
+    layout: Layout
+    microbatches: int | None
+    weight: WeightFn | None
+
+    def split(
+        self, batch: Nested, workloads: Sequence[float], *, weighs: bool = True
+    ) -> Microbatches:
+        """Split ``batch`` for replicas with ``workloads``.
+
+        Args:
+            weighs: Ask what each microbatch stands for; else it stands for its rows.
+
+        Raises:
+            ConfigError: Leaves differ in their rows, there are none, or weights are wrong.
+        """
+        rows = open_rows(batch, self.layout)
+        count = rows.count()
+        if count == 0:
+            raise ConfigError(
+                "`batch` must hold at least 1 row, but is empty. Leave empty batches out."
+            )
+        if self.microbatches is None:
+            sizes = workload_sizes(count, workloads)
+        else:
+            sizes = equal_sizes(count, self.microbatches)
+        pieces = rows.cut(sizes)
+        weights = list(map(float, sizes))
+        if weighs and self.weight is not None:
+            weights = self._weights(pieces, sizes)
+        weight = math.fsum(weights)
+        scales = tuple([each / weight for each in weights])
+        owners = range(len(pieces)) if self.microbatches is None else None
+        return Microbatches(pieces, sizes, weights, scales, weight, owners)
+
+    def _weights(self, pieces: Sequence[Nested], sizes: Sequence[int]) -> list[float]:
+        try:
+            return read_weights("weight", self.weight, pieces, sizes)
+        except (KeyError, AttributeError) as error:  # a batch without labels, most likely
+            error.add_note("`weight` raised it. `predict()` asks for no weights.")
+            raise

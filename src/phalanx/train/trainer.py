@@ -34,7 +34,6 @@ from phalanx.replicas import caller_intra_op, refuse_scripts
 from phalanx.train.checkpoint import Content, read_checkpoint, write_checkpoint
 from phalanx.train.dispatcher import EventDispatcher
 from phalanx.train.evaluation import Evaluation, enter_training, names_of_means
-from phalanx.train.microbatches import Splitter
 from phalanx.train.objective import Objective
 from phalanx.train.order import Reader, length_of, options_of
 from phalanx.train.position import Loss, Position
@@ -49,7 +48,7 @@ from phalanx.train.state import (
     warn_of_changes,
     warn_of_other_loader,
 )
-from phalanx.train.step import Engine, EngineSpec
+from phalanx.train.step import Engine, EngineSpec, Splitter
 from phalanx.train.trainer_arguments import (
     check_fit,
     check_members,

@@ -1,0 +1,261 @@
+"""One run over microbatches: what is left of it, and what has come.
+
+Gradients are added along the fixed tree, by whichever thread completes a pair.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from phalanx.execution.task import Task
+from phalanx.plan import Node, Shares, SummationTree, workload_sizes
+from phalanx.replicas import RngPlan, Statistic, merge_statistics
+from phalanx.torch_internals import foreach_add
+from phalanx.types import Nested
+
+__all__ = [
+    "Gradients",
+    "PartialSum",
+    "RunResult",
+    "RunState",
+    "Span",
+    "TreeSums",
+    "WorkQueue",
+    "add_gradients",
+    "add_sums",
+]
+
+T = TypeVar("T")
+Gradients = list[Tensor | None]  # by parameter, 1-D in memory order
+
+
+@dataclass
+class PartialSum:
+    """What one microbatch, or several already added, contribute to the step.
+
+    ``owners`` are kept alive as long as their memory is in use here.
+    """
+
+    gradients: Gradients
+    statistics: dict[str, Statistic]
+    owners: tuple[object, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """The time that a replica took for a microbatch, or (None) for its shard of the step."""
+
+    replica: int
+    microbatch: int | None
+    start_s: float
+    stop_s: float
+
+
+@dataclass(kw_only=True)
+class RunResult:
+    """The results of a run over microbatches.
+
+    Attributes:
+        results: What the task returned, by microbatch; None for microbatches of weight 0.
+        sums: Partial sums that nobody has added yet, by node of the tree, in order.
+        replica_of: Which replica here computed each microbatch; -1 for those left out, or run
+            elsewhere.
+        drew: Whether the model drew random numbers from the microbatches' own generators.
+    """
+
+    results: list[Any]  # Any: whatever the task returns
+    sums: dict[Node, PartialSum | None] = field(default_factory=dict)
+    replica_of: list[int] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    drew: bool = False
+
+    @property
+    def operands(self) -> list[PartialSum]:
+        """The last one or two partial sums, left one first, which the caller adds."""
+        return [each for each in self.sums.values() if each is not None]
+
+
+class TreeSums(Generic[T]):
+    """Wait for both operands of an addition, then let the thread that brought the second one add.
+
+    The last addition is left to the caller, who has all threads at hand to share it.
+    A leaf without rows is None and does not take part.
+
+    Args:
+        add: Returns the sum of a left and a right operand; it may be one of them, changed in place.
+    """
+
+    def __init__(self, num_leaves: int, add: Callable[[T, T], T]) -> None:
+        self._waiting: dict[Node, T | None] = {}
+        self._tree = SummationTree(num_leaves)
+        self._add = add
+        self._lock = threading.Lock()
+
+    def put(self, node: Node, value: T | None) -> None:
+        """Bring the sum of all leaves below ``node``, and add it to what waits for it."""
+        *below, (last, _) = self._tree.way_up(node)
+        for place, sibling in below:
+            if sibling is None:
+                continue
+            with self._lock:
+                if sibling not in self._waiting:
+                    self._waiting[place] = value
+                    return
+                other = self._waiting.pop(sibling)
+            left, right = (value, other) if place < sibling else (other, value)
+            if left is None or right is None:
+                value = right if left is None else left
+            else:
+                value = self._add(left, right)
+        with self._lock:
+            self._waiting[last] = value
+
+    def waiting(self) -> dict[Node, T | None]:
+        """Return the sums that wait for others, in the order of the tree."""
+        return dict(sorted(self._waiting.items(), key=itemgetter(0)))
+
+
+def add_gradients(left: Gradients, right: Gradients) -> Gradients:
+    """Return the sums of both, in the memory of the left ones; None stands for no gradient."""
+    both = list(zip(left, right, strict=True))
+    pairs = [(a, b) for a, b in both if a is not None and b is not None]
+    if pairs:
+        foreach_add([a for a, _ in pairs], [b for _, b in pairs])
+    return [b if a is None else a for a, b in both]
+
+
+def add_sums(left: PartialSum, right: PartialSum) -> PartialSum:
+    """Return the sum of both, in the memory of the left one."""
+    # Some of the right one's memory stays in use where the left one lacks something.
+    taken_over = (
+        any(a is None for a in left.gradients)
+        or not right.statistics.keys() <= left.statistics.keys()
+    )
+    if right.statistics:
+        merge_statistics(left.statistics, right.statistics)
+    return PartialSum(
+        add_gradients(left.gradients, right.gradients),
+        left.statistics,
+        left.owners + right.owners if taken_over else left.owners,
+    )
+
+
+class WorkQueue:
+    """The microbatches of a run that nobody has done yet; for any thread.
+
+    Threads only :meth:`take` and :meth:`fail`: a replica that takes a microbatch does it. The
+    others are for worker processes, which may be lost with one.
+
+    Args:
+        microbatches: Which there are.
+        shares: Whose they are, by place.
+        active: Which replicas may take what was brought back; not those that are switched off.
+    """
+
+    def __init__(self, microbatches: Sequence[int], shares: Shares, active: Sequence[bool]) -> None:
+        self._microbatches = microbatches
+        self._shares = shares
+        self._active = active
+        self._changed = threading.Condition()
+        self._returned: list[int] = []
+        self._left = len(microbatches)
+        self._failed = False
+
+    @property
+    def over(self) -> bool:
+        """Whether all were counted as done, or something failed."""
+        return self._left == 0 or self._failed
+
+    def take(self, replica: int, wait_s: float = 0.0) -> int | None:
+        """Return the next microbatch for ``replica``; None when none is left, or one failed.
+
+        Args:
+            wait_s: How long to wait for one that is brought back.
+        """
+        with self._changed:
+            place = None if self._failed else self._shares.take(replica)
+            if place is not None:
+                return self._microbatches[place]
+            returned = self._returned if self._active[replica] else []
+            if wait_s and not returned and not self.over:
+                self._changed.wait(wait_s)
+            return returned.pop(0) if returned and not self._failed else None
+
+    def give_back(self, microbatch: int) -> None:
+        """Let another one compute it."""
+        with self._changed:
+            self._returned.append(microbatch)
+            self._changed.notify_all()
+
+    def leave_to_others(self, replica: int) -> None:
+        """Give the share of ``replica`` to whoever is free."""
+        with self._changed:
+            while (place := self._shares.take(replica)) is not None:
+                self._returned.append(self._microbatches[place])
+                self._changed.notify_all()
+
+    def count(self) -> None:
+        """One more is done."""
+        with self._changed:
+            self._left -= 1
+            if self._left == 0:
+                self._changed.notify_all()
+
+    def fail(self) -> None:
+        """End the run."""
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()
+
+
+class RunState:
+    """The state of one run, shared by the threads of the executor; arguments as `Executor.run`.
+
+    Args:
+        rng: How the microbatches get their random numbers.
+        workloads: The replicas' relative shares.
+
+    Attributes:
+        result: Filled by whoever computes; without the sums.
+        assigned: Names of attributes; looked for where ``rng`` is watched.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        pieces: Sequence[Nested],
+        weights: Sequence[float],
+        seed: tuple[int, ...],
+        rng: RngPlan,
+        workloads: Sequence[float],
+        owners: Sequence[int] | None,
+        only: range | None,
+    ) -> None:
+        self.task = task
+        self.pieces = pieces
+        self.weights = weights
+        self.seed = seed
+        self.rng = rng
+        self.assigned: dict[str, None] = {}
+        self.sums = TreeSums(len(pieces), add_sums)
+        self.result = RunResult(results=[None] * len(pieces), replica_of=[-1] * len(pieces))
+        left = []
+        for index in range(len(pieces)) if only is None else only:
+            if weights[index] > 0:
+                left.append(index)
+            else:
+                self.sums.put(Node(0, index), None)
+        if owners is None:
+            shares = Shares(workload_sizes(len(left), workloads))
+        else:
+            left.sort(key=lambda index: (owners[index], index))
+            counts = Counter(owners[index] for index in left)
+            shares = Shares([counts[each] for each in range(len(workloads))], stealing=False)
+        self.queue = WorkQueue(left, shares, [workload > 0 for workload in workloads])
