@@ -89,14 +89,12 @@ class Several(nn.Module):
         self.register_buffer("mean", torch.ones(2))
         self.register_buffer("count", torch.tensor(4))
         self.register_buffer("third", torch.zeros(1))
-        self.register_buffer("flag", torch.tensor(False))
         self.register_buffer("phase", torch.tensor(1 + 1j))
 
     def forward(self, x: Tensor) -> Tensor:
         self.mean = self.mean + x.mean(0)
         self.count += len(x)
         self.third = torch.full((1,), 1 / 3)
-        self.flag |= bool((x > 12).any())
         self.phase = self.phase + 2j
         return x
 
@@ -120,7 +118,6 @@ def test_by_default_floats_are_averaged_and_integers_the_first_ones(
 
 @MICROBATCHES
 def test_a_sum_adds_what_each_piece_has_added(microbatches: int | None) -> None:
-    """A flag has no difference to add; its sum is that one of the pieces has set it."""
     module = Several()
     with phalanx.DataParallel(module, 3, buffers="sum", microbatches=microbatches) as model:
         model(X)
@@ -129,7 +126,6 @@ def test_a_sum_adds_what_each_piece_has_added(microbatches: int | None) -> None:
     each = torch.stack([piece.mean(0) for piece in pieces]).sum(0)
     torch.testing.assert_close(module.mean, 1 + 2 * each)
     assert module.count.item() == 4 + 2 * 7
-    assert module.flag.item() is True
     assert module.phase.item() == 1 + 1j + 2 * len(pieces) * 2j
 
 
@@ -138,7 +134,7 @@ def test_the_first_replica_counts_under_first() -> None:
     with phalanx.DataParallel(module, 3, buffers="first") as model:
         model(X)
     torch.testing.assert_close(module.mean, 1 + X[:3].mean(0))
-    assert (module.count.item(), module.flag.item()) == (4 + 3, False)
+    assert module.count.item() == 4 + 3
 
 
 def test_rules_by_name() -> None:

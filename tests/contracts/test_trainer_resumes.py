@@ -41,12 +41,12 @@ def runs(
     """Return the module as trained in one go, and across a resume."""
     options = {"replicas": 1, "microbatches": 2, **options}
     whole, first, second = (copy.deepcopy(net) for _ in range(3))
-    with phalanx.Trainer(whole, F.mse_loss, make, **{"microbatches": None, **options}) as trainer:
+    with phalanx.Trainer(whole, F.mse_loss, make, **options) as trainer:
         trainer.fit(data)
-    with phalanx.Trainer(first, F.mse_loss, make, **{"microbatches": None, **options}) as trainer:
+    with phalanx.Trainer(first, F.mse_loss, make, **options) as trainer:
         trainer.fit(data, steps=middle)
         trainer.save(folder)
-    with phalanx.Trainer(second, F.mse_loss, make, **{"microbatches": None, **options}) as trainer:
+    with phalanx.Trainer(second, F.mse_loss, make, **options) as trainer:
         trainer.resume(folder)
         trainer.save(folder)  # at once: nothing is lost by it
         trainer.resume(folder)
