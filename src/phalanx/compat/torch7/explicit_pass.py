@@ -71,25 +71,13 @@ class ExplicitPass:
 
     def input_gradients(self, given: Nested, grad_output: Nested) -> Nested:
         """Compute the gradients of the inputs, and touch no parameter's."""
-        outputs, grads = self._ends(given, grad_output)
-        wanted = self._wanted()
-        found: Sequence[Tensor | None] = [None] * len(wanted)
-        if wanted and outputs:
-            found = torch.autograd.grad(
-                outputs, wanted, grads, retain_graph=True, allow_unused=True
-            )
-        return self._keep(found)
+        return self._keep(self._gradients(given, grad_output, self._wanted()))
 
     def parameter_gradients(
         self, given: Nested, grad_output: Nested, parameters: Sequence[nn.Parameter]
     ) -> list[Tensor | None]:
         """Return the gradients of ``parameters``, without adding them anywhere."""
-        outputs, grads = self._ends(given, grad_output)
-        if not outputs or not parameters:
-            return [None] * len(parameters)
-        return list(
-            torch.autograd.grad(outputs, parameters, grads, retain_graph=True, allow_unused=True)
-        )
+        return self._gradients(given, grad_output, parameters)
 
     def accumulate(
         self,
@@ -121,6 +109,16 @@ class ExplicitPass:
     def __reduce__(self) -> tuple[type[ExplicitPass], tuple[bool]]:
         return type(self), (self.wants_grad_input,)
 
+    def _gradients(
+        self, given: Nested, grad_output: Nested, wanted: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        outputs, grads = self._ends(given, grad_output)
+        if not outputs or not wanted:
+            return [None] * len(wanted)
+        return list(
+            torch.autograd.grad(outputs, wanted, grads, retain_graph=True, allow_unused=True)
+        )
+
     def _wanted(self) -> list[Tensor]:
         return [leaf for leaf in self._inputs if isinstance(leaf, Tensor) and leaf.requires_grad]
 
@@ -146,7 +144,7 @@ class ExplicitPass:
 
         Raises:
             StateError: There was no forward pass, or one of another input.
-            ConfigError: ``grad_output`` is not nested or shaped like the output.
+            ConfigError: ``grad_output`` is not nested like the output.
         """
         if self._inputs_spec is None:
             raise StateError(
@@ -161,13 +159,13 @@ class ExplicitPass:
             )
         leaves, _ = flatten(grad_output)
         given_at = dict(zip(leaf_paths(grad_output), leaves, strict=True))
-        if list(given_at) != self._paths and set(given_at) != set(self._paths):
+        if set(given_at) != set(self._paths):
             raise ConfigError(
-                f"`gradOutput` must have the leaves of the output, {_told(self._paths)}, but has "
-                f"{_told(given_at)}."
+                f"`gradOutput` must be nested like the output, whose leaves are {self._paths}, but "
+                f"its leaves are {list(given_at)}."
             )
         ends = [
-            (output, _checked(given_at[path], output, path))
+            (output, given_at[path].detach().to(output))
             for output, path in zip(self._outputs, self._paths, strict=True)
             if isinstance(output, Tensor) and output.requires_grad and given_at[path] is not None
         ]
@@ -204,18 +202,3 @@ def _same(leaf: Any, own: Any) -> bool:
     if leaf.data_ptr() == own.data_ptr() and leaf.stride() == own.stride():
         return True
     return torch.equal(leaf, own)
-
-
-# Any: a leaf of the user's own gradients.
-def _checked(gradient: Any, output: Tensor, path: str) -> Tensor:
-    if not isinstance(gradient, Tensor) or gradient.shape != output.shape:
-        leaf = f"Leaf `{path}` of `gradOutput`" if path else "`gradOutput`"
-        has = tuple(gradient.shape) if isinstance(gradient, Tensor) else repr(gradient)
-        raise ConfigError(
-            f"{leaf} must have the shape of the output, {tuple(output.shape)}, but has {has}."
-        )
-    return gradient.detach().to(output)
-
-
-def _told(paths: Sequence[str] | dict[str, Any]) -> str:
-    return ", ".join(f"`{path}`" if path else "one tensor" for path in paths) or "none"

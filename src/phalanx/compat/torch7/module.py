@@ -67,7 +67,7 @@ class Torch7Module(nn.Module):
 
         Raises:
             StateError: ``input`` is not that of the last forward pass.
-            ConfigError: ``gradOutput`` is not nested or shaped like the output.
+            ConfigError: ``gradOutput`` is not nested like the output.
         """
         return self._pass.input_gradients(input, gradOutput)
 
