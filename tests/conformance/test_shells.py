@@ -344,34 +344,6 @@ def test_nothing_is_said_of_attributes_that_are_computed_again(
 # --- hooks ----------------------------------------------------------------------------------------
 
 
-def test_hooks_run_once_for_each_replica_in_use() -> None:
-    net, seen = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), []
-    x = torch.randn(5, 3)
-    with phalanx.DataParallel(net, 3) as model:
-        model(x)
-        handle = net[0].register_forward_hook(lambda _, args, __: seen.append(len(args[0])))
-        model(x)
-        assert sorted(seen) == [1, 2, 2]
-        handle.remove()
-        model(x)
-        assert len(seen) == 3
-
-
-def test_gradients_pass_through_backward_hooks_of_the_replicas() -> None:
-    net, twin = nn.Linear(3, 2), nn.Linear(3, 2)
-    twin.load_state_dict(net.state_dict())
-    x = torch.randn(5, 3)
-    with phalanx.DataParallel(nn.Sequential(net), 3) as model:
-        model(x)
-        for module in (net, twin):
-            module.register_full_backward_hook(lambda _, given, __: (given[0] * 3,))
-        own, other = x.clone().requires_grad_(), x.clone().requires_grad_()
-        model(own).sum().backward()
-        twin(other).sum().backward()
-    torch.testing.assert_close(own.grad, other.grad)
-    torch.testing.assert_close(net.weight.grad, twin.weight.grad)
-
-
 def test_hooks_on_the_container_itself_run_once() -> None:
     seen: list[tuple[int, ...]] = []
     with phalanx.DataParallel(nn.Linear(3, 2), 3) as model:

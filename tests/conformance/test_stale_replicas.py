@@ -63,17 +63,6 @@ def test_after_a_fused_step(
     assert_close(list(module.parameters()), list(twin.parameters()), F64, times=10)
 
 
-@pytest.mark.parametrize("trains", [True, False])
-def test_after_a_write_through_data(trains: bool) -> None:
-    module = net()
-    x = draw(6, 4)
-    with parallel(module) as model, torch.set_grad_enabled(trains):
-        model(x)
-        for parameter in module.parameters():
-            parameter.data.mul_(2.0)
-        assert_close(model(x), module(x), F64)
-
-
 class Flattening(nn.LSTM):
     """On the CPU, moves its weights when it is moved and when it is asked to, as CUDA's does."""
 

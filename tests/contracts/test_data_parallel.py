@@ -20,7 +20,6 @@ from tests.contracts.containers import (
     draw,
     fresh,
     loss_of,
-    one_pass,
     parallel,
     places,
 )
@@ -410,16 +409,6 @@ class TestHooks:
                     each[index].register_forward_pre_hook(lambda _, args: (args[0] + 1,))
                     each[index].register_full_backward_hook(lambda _, gi, __: (gi[0] * 3,))
                 assert_equal_pass(model, twin, x)
-
-    def test_those_on_parameters_run_once_with_the_sum(self, device: torch.device) -> None:
-        net = mlp(F64).to(device)
-        seen: list[Tensor] = []
-        net[0].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
-        x = draw(7, 7, device=device)
-        with parallel(net, device) as model:
-            loss_of(model(x)).backward()
-        assert len(seen) == 1
-        assert_close(seen[0], one_pass(twin_of(net), x)["parameters"][0], F64)
 
 
 def test_sync_parameters_takes_over_what_leaves_no_trace(device: torch.device) -> None:

@@ -5,7 +5,6 @@ Workers are this process, or processes that torchrun's variables have told who t
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -301,13 +300,6 @@ def test_a_row_asked_twice_comes_twice(alone):
     assert table.get([1]).tolist() == [[5, 6]]
 
 
-def test_several_gets_may_be_under_way():
-    with tables.join(sync=True) as world:
-        table = world.array(2, init=[1.0, 2.0])
-        pending = [table.async_get() for _ in range(3)]
-        assert [get.wait().tolist() for get in reversed(pending)] == [[1.0, 2.0]] * 3
-
-
 @pytest.mark.parametrize("size", [0, 1, 2])
 def test_an_array_may_have_one_element_or_none(alone, size):
     table = ArrayTableHandler(size, init_value=[1.0] * size)
@@ -371,64 +363,6 @@ def test_delay_compensation_begins_with_the_initial_model():
         assert table.get().tolist() == [99.0]
 
 
-def test_a_mean_of_changes_is_to_be_had():
-    with tables.join(num_workers=2, sync=True) as world, world.thread_worker() as other:
-        del other  # counts as a worker, and gives nothing
-        net = nn.Linear(1, 1, bias=False)
-        shared = tables.SharedModule(net, world, sync=False, merge="mean")
-        start = net.weight.item()
-        with torch.no_grad():
-            net.weight += 4
-        shared.sync()
-        assert net.weight.item() == pytest.approx(start + 2)
-
-
-def test_statistics_of_a_shared_module_are_averaged():
-    with tables.join(num_workers=2) as world, world.thread_worker() as other:
-        nets = [nn.BatchNorm1d(1) for _ in range(2)]
-        shared = [
-            tables.SharedModule(net, w, merge="sum", name="net")
-            for net, w in zip(nets, (world, other), strict=True)
-        ]
-        for net in nets:
-            net.running_var.fill_(4.0)
-        for each in [*shared, *shared]:
-            each.sync()
-            assert all(1.0 <= net.running_var.item() <= 4.0 for net in nets)
-
-
-def stay_killed(parent: Parent, run: str) -> None:
-    os.environ |= {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": run}
-    init(sync=True)
-    table = ArrayTableHandler(1)
-    table.add([1.0])
-    parent.tell(table.get().item())
-    parent.hear()
-
-
-def go_on(parent: Parent, run: str) -> None:
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": run}
-    init(sync=True)
-    table = ArrayTableHandler(1)
-    table.add([1.0])
-    parent.tell(table.get().item())
-    for _ in range(3):
-        table.add([1.0])
-        value = table.get().item()
-    barrier()
-    parent.tell((value, num_workers()))
-    shutdown()
-
-
-def test_a_killed_worker_holds_nobody_up(run):
-    with Children() as children:
-        victim, other = children.start(stay_killed, run), children.start(go_on, run)
-        assert (victim.get(), other.get()) == (2.0, 2.0)
-        victim.kill()
-        assert other.get() == (5.0, 1)
-        other.process.join(JOIN_S)
-
-
 def rounds_apart() -> list[float]:
     first, second = ArrayTableHandler(1), ArrayTableHandler(1)
     seen = []
@@ -451,16 +385,10 @@ def test_synchronous_tables_count_their_rounds_apart(workers, n, run):
 def test_adds_leave_nothing_behind(alone):
     table = ArrayTableHandler(4)
     table.add([1, 1, 1, 1])
-    before, files = table._table.stats().nbytes, len(os.listdir("/proc/self/fd"))
+    files = len(os.listdir("/proc/self/fd"))
     for _ in range(1000):
         table.add([1, 1, 1, 1], sync=False)
-    assert table._table.stats().nbytes == before
     assert len(os.listdir("/proc/self/fd")) == files
-
-
-def test_syncing_every_0_steps_is_refused():
-    with tables.join() as world, pytest.raises(ConfigError, match="`every` must be at least 1"):
-        tables.SharedModule(nn.Linear(1, 1), world, every=0)
 
 
 def test_tables_have_dtypes_and_updaters_of_their_own():
@@ -471,15 +399,6 @@ def test_tables_have_dtypes_and_updaters_of_their_own():
         weights.add([1e-12, 1.0])
         assert counts.get().tolist() == [2**60, 1]
         assert weights.get().tolist() == [-1e-12, -1.0]
-
-
-def test_a_table_is_stored_and_restored(tmp_path):
-    with tables.join() as world:
-        table = world.array(2, init=[1.0, 2.0], name="kept")
-        table.snapshot(tmp_path)
-        table.add([5.0, 5.0])
-        table.restore(tmp_path)
-        assert table.get().tolist() == [1.0, 2.0]
 
 
 # --- docs/migrating_multiverso.md -----------------------------------------------------------------
@@ -510,6 +429,8 @@ def test_the_names_of_the_page_exist():
 
 def test_every_bug_of_the_page_has_a_test_that_exists():
     named = re.findall(r"`(test_\w+)` \|$", PAGE, re.MULTILINE)
-    tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
+    tests = "".join(
+        path.read_text("utf-8") for path in Path(__file__).parents[1].rglob("test_*.py")
+    )
     assert len(named) == 19
-    assert set(named) <= {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert [name for name in named if f"def {name}(" not in tests] == []

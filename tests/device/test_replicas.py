@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -394,23 +393,3 @@ def test_autocast_of_the_caller_is_that_of_all_replicas() -> None:
             assert found.dtype == expected.dtype == torch.bfloat16
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
         assert model(x).dtype == torch.float32
-
-
-def test_a_checkpoint_of_two_devices_goes_on_on_another_number(tmp_path: Path) -> None:
-    def trained(steps: range, devices: list[str], *, resume: bool = False) -> nn.Module:
-        net, options = Net().to(devices[0]), {"replicas": devices, "microbatches": 3}
-        with phalanx.Trainer(
-            net, F.mse_loss, OPTIMIZERS["AdamW-fused"], **{"microbatches": None, **options}
-        ) as trainer:
-            if resume:
-                trainer.resume(tmp_path)
-            for step in steps:
-                trainer.step(batch(step, devices[0]))
-            if not resume:
-                trainer.save(tmp_path)
-        return net.cpu()
-
-    expected = list(trained(range(6), ["dev:0", "dev:1"]).parameters())
-    trained(range(3), ["dev:0", "dev:1"])
-    for devices in (["dev:1"], ["cpu", "dev:0", "dev:1"], ["cpu"]):
-        assert_close(list(trained(range(3, 6), devices, resume=True).parameters()), expected, F64)

@@ -187,23 +187,6 @@ def test_every_dtype_adds_up_and_reads_into_out(dtype):
         assert table.get().dtype == dtype
 
 
-def test_more_repeats_than_the_undo_record_holds_add_up():
-    with tables.join() as world:
-        table = world.matrix(3, 2, torch.int64)
-        rows = torch.arange(10_000) % 3
-        table.add(torch.ones(10_000, 2, dtype=torch.int64), rows=rows)
-        assert table.get()[:, 0].tolist() == rows.bincount().tolist()
-
-
-def test_rows_beyond_the_undo_record_are_taken_whole():
-    with tables.join() as world:
-        table = world.matrix(20_000, 1, updater="momentum")
-        rows = torch.randperm(20_000)[:12_000]
-        table.add(torch.ones(12_000, 1), rows=rows)
-        expected = torch.zeros(20_000, 1).index_fill_(0, rows, -0.01)
-        assert torch.equal(table.get(), expected)
-
-
 def test_who_was_announced_and_never_came_is_named_at_the_end():
     run = f"lonely-{os.getpid()}"
     with (
