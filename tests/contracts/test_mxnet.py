@@ -200,6 +200,27 @@ def test_input_grads_of_what_is_given_whole_are_the_sum_over_devices():
         assert [tuple(grad.shape) for grad in group.get_input_grads(False)[1]] == [(3,)] * 3
 
 
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(5, 4).double()
+
+    def forward(self, data: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return self.fc(data * mask), self.fc.weight.sum(1)
+
+
+def test_an_output_without_rows_is_the_first_devices():
+    net = Masked()
+    outputs = [desc("logits", 15, 4, layout="NC"), desc("sums", 4, layout="C")]
+    data = [desc("data", 15, 5), desc("mask", 5, layout="C")]
+    with group_of(net, *data, output_shapes=outputs) as group:
+        group.forward((draw(15, 5), draw(5, seed=1)))
+        expected = net(draw(15, 5), draw(5, seed=1))
+        assert_close(list(group.get_outputs()), [each.detach() for each in expected], F64)
+        assert list(group.get_output_shapes()) == [("logits", (15, 4)), ("sums", (4,))]
+
+
 def test_outputs_are_merged_each_by_its_own_layout():
     class Three(nn.Module):
         def forward(self, data: Tensor) -> tuple[Tensor, ...]:

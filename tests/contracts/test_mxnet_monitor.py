@@ -1,9 +1,7 @@
-"""Monitors against the same numbers taken by hand, on one module and on replicas."""
+"""MXNet's monitor against the same numbers taken by hand, on a module, replicas and a group."""
 
 from __future__ import annotations
 
-import copy
-import threading
 from typing import Any
 
 import pytest
@@ -12,6 +10,9 @@ from torch import Tensor, nn
 
 from phalanx import DataParallel
 from phalanx.compat.mxnet import Monitor
+from tests.contracts.groups import desc, group_of
+
+pytestmark = pytest.mark.promise("mxnet")
 
 SIZES = [1, 5, 9]
 THREE = ["cpu"] * 3
@@ -48,11 +49,6 @@ def watch(
         told.append(monitor.toc())
     monitor.remove()
     return told
-
-
-def num_hooks(module: nn.Module) -> int:
-    kinds = [name for name in vars(module) if name.endswith("_hooks")]
-    return sum(len(vars(child)[kind]) for child in module.modules() for kind in kinds)
 
 
 def layers(net: nn.Sequential, x: Tensor) -> list[Tensor]:
@@ -99,22 +95,6 @@ def test_records_are_step_name_and_value(capsys: pytest.CaptureFixture[str]) -> 
     assert lines[0].split() == ["Batch:", "3", "0.output", f"{expected[0]:.6g}"]
 
 
-def test_hooks_come_with_install_and_go_with_remove() -> None:
-    net = make_net()
-    before = num_hooks(net)
-    monitor = Monitor()
-    assert num_hooks(net) == before
-    monitor.install(net)
-    installed = num_hooks(net)
-    assert installed > before
-    monitor.install(net)
-    assert num_hooks(net) == installed
-    copy.deepcopy(net)
-    monitor.remove()
-    monitor.remove()
-    assert num_hooks(net) == before
-
-
 def test_only_every_third_batch_is_watched() -> None:
     net = make_net()
     seen: list[int] = []
@@ -144,15 +124,6 @@ def test_nothing_is_seen_outside_of_tic_and_toc() -> None:
     net(draw(2, 4))
     assert len(monitor.toc()) == 5
     assert monitor.toc() == []
-
-
-def test_float64_is_measured_in_float64() -> None:
-    net, x = nn.Identity(), draw(7, 4).double() / 3
-    monitor = Monitor(1, norm)
-    monitor.install(net)
-    monitor.tic()
-    net(x)
-    assert monitor.toc()[0][2] == x.norm().item()
 
 
 def test_names_are_chosen_by_pattern_and_sorted_if_asked() -> None:
@@ -213,6 +184,23 @@ def test_every_replica_tells_of_its_slice() -> None:
     assert [name for _, name, _ in records[15:]] == [name for name, _ in net.named_parameters()]
 
 
+def test_monitor_records_each_thing_once_on_one_device():
+    counts = {"fc_0": 3, "act_0": 1, "fc_1": 3, "act_1": 1}
+    net, x = nn.Sequential(), draw(7, 2).double()
+    for name in counts:
+        layer = nn.Linear(2, 2) if name.startswith("fc") else nn.Sigmoid()
+        net.add_module(name, layer.double())
+    monitor = Monitor(interval=1, sort=True)
+    with group_of(net, desc("input", 7, 2), devices=["cpu"]) as group:
+        group.install_monitor(monitor)
+        monitor.tic()
+        group.forward(x)
+        group.backward([x])
+        names = [name for _, name, _ in monitor.toc()]
+    found = {key: sum(name.startswith(key) for name in names) for key in counts}
+    assert found == counts
+
+
 def test_a_replica_without_rows_tells_nothing() -> None:
     monitor = Monitor(pattern="output")
     with DataParallel(make_net(), THREE) as model:
@@ -220,24 +208,6 @@ def test_a_replica_without_rows_tells_nothing() -> None:
         monitor.tic()
         model(draw(2, 4))
         assert [name for _, name, _ in monitor.toc()] == ["output@0", "output@1"]
-
-
-def test_threads_of_the_callers_own_lose_nothing() -> None:
-    net, monitor, start = make_net(), Monitor(pattern="output"), threading.Barrier(8)
-    monitor.install(net)
-    monitor.tic()
-
-    def work() -> None:
-        start.wait(timeout=30)
-        for _ in range(20):
-            net(draw(3, 4))
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
-    assert len(monitor.toc()) == 160
 
 
 @pytest.mark.parametrize("devices", [None, THREE])
