@@ -52,9 +52,11 @@ class EngineSpec:
         splitter: It cuts batches into microbatches.
         objective: It computes the loss of one.
         seed: Where all random numbers start.
-        workloads: The replicas' relative shares, where they are fixed.
+        devices: One for each replica.
+        intra_op: Threads inside operators, per replica.
+        workloads: Each replica's relative share of a batch.
         clip_norm: Largest norm of the gradients.
-        open_executor: Called with devices, `workloads` and `intra_op`.
+        open_executor: Makes the replicas.
     """
 
     module: nn.Module
@@ -62,28 +64,22 @@ class EngineSpec:
     splitter: Splitter
     objective: Objective
     seed: int
-    workloads: Sequence[float] | None
+    devices: tuple[torch.device, ...]
+    intra_op: int
+    workloads: tuple[float, ...]
     clip_norm: float | None
-    open_executor: Callable[..., Executor]
+    open_executor: Callable[[], Executor]
 
 
 class Engine:
     """Replicas of a module, and its optimizer in shards: opened and closed.
 
-    Args:
-        devices: One for each replica.
-        intra_op: Threads inside operators, per replica.
-
     Attributes:
-        workloads: Each replica's relative share of a batch.
         written: The names of the buffers that training has written.
     """
 
-    def __init__(self, spec: EngineSpec, devices: tuple[torch.device, ...], intra_op: int) -> None:
+    def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
-        self.devices = devices
-        self.intra_op = intra_op
-        self.workloads = tuple(spec.workloads or [1.0] * len(devices))
         self.written: set[str] = set()
         self._executor: Executor | None = None
         self._shards: Shards
@@ -195,7 +191,7 @@ class Engine:
             raise _half_stepped()
         assert self._executor is not None
         peers = self._executor.peers
-        workloads = self.workloads if peers is None else peers.all_workloads()
+        workloads = self.spec.workloads if peers is None else peers.all_workloads()
         return self.spec.splitter.split(batch, workloads, weighs=weighs)
 
     def run(self, task: Task, pieces: Microbatches, seed: tuple[int, ...]) -> RunResult:
@@ -279,7 +275,7 @@ class Engine:
             self._executor = None
 
     def _make(self) -> None:
-        spec, devices = self.spec, self.devices
+        spec = self.spec
         refuse_scripts(spec.module)
         check_members(spec.module, spec.optimizer)
         self._buffer_homes = [
@@ -291,7 +287,7 @@ class Engine:
         # engine gives to parameters is what they keep.
         with torch.inference_mode(False):
             _close_gaps(spec.optimizer)
-            executor = spec.open_executor(devices, workloads=spec.workloads, intra_op=self.intra_op)
+            executor = spec.open_executor()
             try:
                 executor.optimizer = spec.optimizer
                 self._executor = executor
@@ -303,7 +299,7 @@ class Engine:
                 raise
         if not self._kernels_are_named:
             self._kernels_are_named = True
-            _warn_of_kernels(devices)
+            _warn_of_kernels(spec.devices)
 
     # -- state -------------------------------------------------------
 

@@ -153,8 +153,10 @@ class Trainer:
         parameters = list(module.parameters())
         self.module = module
         self._home = parameters[0].device if parameters else torch.device("cpu")
-        shares = read_workloads(workloads)
-        devices = read_replicas(replicas, microbatches, shares, self._home, choice)
+        given = read_workloads(workloads)
+        devices = read_replicas(replicas, microbatches, given, self._home, choice)
+        shares = tuple(given or [1.0] * len(devices))
+        intra_op = read_threads(devices, microbatches, choice)
         self._objective = Objective(loss, forward)
         self._metrics = Metrics(metrics or {}, Joining(layout))
         self.optimizer = make_optimizer(optimizer, parameters)
@@ -173,6 +175,8 @@ class Trainer:
             splitter=Splitter(layout, microbatches, weight),
             objective=self._objective,
             seed=seed,
+            devices=devices,
+            intra_op=intra_op,
             workloads=shares,
             clip_norm=clip_norm,
             open_executor=partial(
@@ -180,11 +184,14 @@ class Trainer:
                 choice,
                 module,
                 failures,
+                devices,
+                workloads=shares,
+                intra_op=intra_op,
                 shared=[self._objective],
                 reads=[self._objective.function],
             ),
         )
-        self._engine = Engine(spec, devices, read_threads(devices, microbatches, choice))
+        self._engine = Engine(spec)
         self._position = Position()
         self._loader_options: dict[str, int] = {}
         self._resumed_options: dict[str, int] | None = None  # until a `fit` has compared them
@@ -216,17 +223,17 @@ class Trainer:
     @property
     def devices(self) -> tuple[torch.device, ...]:
         """The device of each replica."""
-        return self._engine.devices
+        return self._engine.spec.devices
 
     @property
     def intra_op(self) -> int:
         """Threads inside operators, per replica."""
-        return self._engine.intra_op
+        return self._engine.spec.intra_op
 
     @property
     def workloads(self) -> tuple[float, ...]:
         """Each replica's relative share of the next batch."""
-        return self._engine.workloads
+        return self._engine.spec.workloads
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
