@@ -43,12 +43,12 @@ def add_counted_twice() -> None:
 
 def round_add_counted_twice() -> None:
     """A round's log takes whatever comes."""
-    put_into = Rounds.put_into
+    put = Rounds.put
 
-    def put(self, entry, number, timeout_s):
-        put_into(self, entry._replace(number=0), number, timeout_s)
+    def put_again(self, entry, timeout_s, number=None):
+        put(self, entry._replace(number=0), timeout_s, number)
 
-    Rounds.put_into = put  # type: ignore[method-assign]
+    Rounds.put = put_again  # type: ignore[method-assign]
 
 
 def stale_accepted() -> None:

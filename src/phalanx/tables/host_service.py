@@ -291,7 +291,7 @@ class HostService:
         storage, timeout_s = self._storage(head.text), _seconds(head.timeout_ms)
         for entry in self._entries(request, storage.spec):
             if head.args[2]:
-                storage.here.rounds.put_into(entry, head.args[2], timeout_s)
+                storage.here.rounds.put(entry, timeout_s, head.args[2])
             else:
                 storage.add(entry, timeout_s)
         return Answer()
@@ -320,13 +320,13 @@ class HostService:
 
     def _arrive(self, request: Request) -> Answer:
         rounds = self._storage(request.head.text).here.rounds
-        rounds.arrive_at(request.head.worker, request.head.args[0])
+        rounds.arrive(request.head.worker, request.head.args[0])
         return Answer()
 
     def _finish(self, request: Request) -> Answer:
         head = request.head
         rounds = self._storage(head.text).here.rounds
-        arrival = rounds.arrive_at(head.worker, head.args[0])
+        arrival = rounds.arrive(head.worker, head.args[0])
         rounds.finish(arrival, _seconds(head.timeout_ms))
         return Answer()
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 from phalanx.ipc import Mutex, late_peers
@@ -84,20 +85,15 @@ class Rounds:
             # last: from now on the clock counts
             line[ARRIVED_AS] = self._membership.incarnation(worker)
 
-    def put(self, entry: Entry, timeout_s: float) -> None:
-        """Log an add for its worker's round."""
-        log = self._log_of(entry.worker)
-        with log.lock.held(timeout_s), self._mutex:  # no thread of the worker arrives meanwhile
-            number = self.clock_of(entry.worker) + 1
-            log.append_to_round(entry, number, self._line[APPLIED])
-
-    def put_into(self, entry: Entry, number: int, timeout_s: float) -> None:
-        """Log an add for round ``number``, at which its worker has not arrived.
+    def put(self, entry: Entry, timeout_s: float, number: int | None = None) -> None:
+        """Log an add for its worker's round, or for round ``number``.
 
         One that comes again may be there already, and its round be in.
         """
         log = self._log_of(entry.worker)
-        with log.lock.held(timeout_s):
+        # Where it is not known, no thread of the worker may arrive meanwhile.
+        with log.lock.held(timeout_s), self._mutex if number is None else nullcontext():
+            number = self.clock_of(entry.worker) + 1 if number is None else number
             if number > self._line[APPLIED]:
                 log.append_to_round(entry, number, self._line[APPLIED])
 
@@ -105,20 +101,11 @@ class Rounds:
         """Return the last round that ``worker`` has arrived at."""
         return self._page.worker(worker)[CLOCK]
 
-    def arrive(self, worker: int) -> Arrival:
-        """Say that ``worker`` has logged all adds of its round."""
+    def arrive(self, worker: int, number: int | None = None) -> Arrival:
+        """Say that ``worker`` has logged all adds of its round, or of all up to ``number``."""
         line = self._page.worker(worker)
         with self._mutex:
-            line[ARRIVED_AS] = abs(line[ARRIVED_AS])
-            line[CLOCK] += 1
-            arrival = Arrival(worker, line[CLOCK], line[ARRIVED_AS])
-        self._membership.changes.tell()
-        return arrival
-
-    def arrive_at(self, worker: int, number: int) -> Arrival:
-        """Say that ``worker`` has logged all adds of round ``number``, and of those before."""
-        line = self._page.worker(worker)
-        with self._mutex:
+            number = line[CLOCK] + 1 if number is None else number
             line[ARRIVED_AS] = abs(line[ARRIVED_AS])
             line[CLOCK] = max(line[CLOCK], number)
             arrival = Arrival(worker, number, line[ARRIVED_AS])

@@ -131,7 +131,7 @@ class Router:
         if self.spec.staleness.is_bulk_synchronous:
             # A worker that comes later finds rounds that are in on one host and not on another.
             latest = max(here.rounds.clock_of(worker), *clocks.values())
-            here.rounds.arrive_at(worker, latest)
+            here.rounds.arrive(worker, latest)
             for index, part in others.items():
                 if clocks[index] < latest:
                     part.wait(part.begin_arrive(latest, waiting.remaining_s()))
@@ -306,7 +306,7 @@ class Router:
 
             def put_here() -> None:
                 if mine is not None:
-                    rounds.put_into(mine, number, timeout_s)
+                    rounds.put(mine, timeout_s, number)
 
             ask([partial(begin, index) for index in others], put_here)
 
