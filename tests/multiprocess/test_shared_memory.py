@@ -50,7 +50,8 @@ def small(tmp_path: Path) -> Iterator[Path]:
 # --- regions --------------------------------------------------------------------------------------
 
 
-def fill_a_row(parent: Parent, region: Region, rank: int) -> None:
+def fill_a_row(parent: Parent, rank: int) -> None:
+    region = Region.receive(parent.connection)
     rows = region.tensor(torch.float32, NUM_WORKERS * 5).view(NUM_WORKERS, 5)
     rows[rank] = rank + 1
     later = Region.receive(parent.connection)
@@ -62,9 +63,11 @@ def fill_a_row(parent: Parent, region: Region, rank: int) -> None:
     parent.hear()
 
 
-def test_three_workers_share_regions_given_at_the_start_and_later(start):
+def test_three_workers_share_regions_that_are_sent(start):
     region = Region.create(4 * NUM_WORKERS * 5)
-    children = [start.start(fill_a_row, region, rank) for rank in range(NUM_WORKERS)]
+    children = [start.start(fill_a_row, rank) for rank in range(NUM_WORKERS)]
+    for child in children:
+        region.send(child.connection)
     later = Region.create(64 * NUM_WORKERS)
     for rank, child in enumerate(children):
         later.send(child.connection)

@@ -3,10 +3,6 @@
 A region is a file without a name, mapped by everybody who holds its descriptor. The kernel counts
 the holders: the last one to go, however it goes, frees the memory. So there is nothing to unlink,
 nothing to sweep up after a crash, and nobody without the descriptor can find it.
-
-                    spawn: the descriptor travels with the child's first pickle
-    Region.create ──┤
-                    └ send / receive: it travels over a Pipe(duplex=True), later
 """
 
 from __future__ import annotations
@@ -24,10 +20,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from multiprocessing.context import get_spawning_popen
-from multiprocessing.reduction import DupFd
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -66,9 +59,8 @@ _NO_SPACE = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
 class Region:
     """Bytes shared between processes; made by :meth:`create`, :meth:`attach` or :meth:`receive`.
 
-    It pickles only while :mod:`multiprocessing` starts a child by ``spawn`` or ``forkserver``;
-    later use :meth:`send`. A forked child simply has it. Until Python 3.13 a region holds two file
-    descriptors, one of them as long as the mapping lives.
+    A forked child simply has it; to another process :meth:`send` passes its descriptor. Until
+    Python 3.13 a region holds two file descriptors, one of them as long as the mapping lives.
 
     Attributes:
         nbytes: Its size.
@@ -282,14 +274,6 @@ class Region:
 
     # --- on the way to another process ------------------------------------------------------------
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        if get_spawning_popen() is None:
-            raise StateError(
-                f"Region {self.label!r} must be pickled only while a process is started, but none "
-                "is. Give it to `Process(args=…)`, or pass it on with `region.send(connection)`."
-            )
-        return _from_parent, (DupFd(self.fd), self.nbytes, self.label)
-
     def send(self, connection: Connection) -> None:
         """Pass the region over ``multiprocessing.Pipe(duplex=True)``, for :meth:`receive`.
 
@@ -326,10 +310,6 @@ class Region:
         with _as_socket(connection) as end:
             fd, nbytes = _receive_fd(end, label)
         return cls.attach(fd, nbytes, label=label)
-
-
-def _from_parent(dup: Any, nbytes: int, label: str) -> Region:  # Any: DupFd's class has no name
-    return Region.attach(dup.detach(), nbytes, label=label)
 
 
 def _as_socket(connection: Connection) -> socket.socket:
