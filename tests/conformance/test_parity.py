@@ -44,7 +44,6 @@ pytestmark = pytest.mark.promise("wrapped-equals-unwrapped")
 STEPS = 10
 REPLICAS = pytest.mark.parametrize("replicas", [1, 2, 3])
 CONFIGURATIONS = CASES, [1, 2, 7, 9, 15, 64], [1, 2, 3], [torch.float32, torch.float64]
-MATRIX = in_pairs("case, rows, replicas, dtype", *CONFIGURATIONS)
 MATRIX_OF_OPTIMIZERS = in_pairs(
     "case, rows, replicas, dtype, optimizer", *CONFIGURATIONS, list(OPTIMIZERS)
 )
@@ -70,27 +69,6 @@ def plain_run(
 
 
 # --- the matrix -----------------------------------------------------------------------------------
-
-
-@MATRIX
-def test_output_input_gradient_and_parameter_gradients_equal_the_twins(
-    case: Case, rows: int, replicas: int, dtype: torch.dtype
-) -> None:
-    net = case.build(dtype)
-    twin = twin_of(net)
-    inputs, targets = case.batch(rows, dtype)
-    wants_gradient = inputs.is_floating_point()
-    ours = inputs.clone().requires_grad_(wants_gradient)
-    theirs = inputs.clone().requires_grad_(wants_gradient)
-    with parallel(net, replicas) as model:
-        outputs = model(ours)
-        case.loss(outputs, targets).backward()
-    expected = twin(theirs)
-    case.loss(expected, targets).backward()
-    assert_close(outputs, expected, dtype)
-    assert_close(gradients_of(net), gradients_of(twin), dtype)
-    if wants_gradient:
-        assert_close(ours.grad, theirs.grad, dtype)
 
 
 @MATRIX_OF_OPTIMIZERS
