@@ -61,6 +61,12 @@ NAMES = [f"phalanx-replica-{index}" for index in range(K)]
 ROWS = pytest.mark.parametrize("rows", [K - 1, 1, 2 * K - 1, 9, 15, 0])
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Let twins compute on one thread: their models are small, and others use the cores as well."""
+    torch.set_num_threads(1)
+
+
 def net(seed: int = 0) -> nn.Module:
     return mlp(F64, seed=seed)
 
