@@ -23,7 +23,7 @@ PAGES = {
     "docs/callbacks.md": r"18 \[6, 12, 18\]\n24\n(.*\n)*stopped: True best: step-\d{8}",
     "docs/collectives.md": r"rank 1 \[2\.0, 2\.0, 2\.0\]",
     "docs/containers.md": r"(?s)torch.Size\(\[5, 7, 6\]\).*as one process: True",
-    "docs/ddp.md": r"weights: [0-9a-f]{12}",
+    "docs/ddp.md": r"(?s)weights: [0-9a-f]{12}.*accelerate: -?0\.\d+.*fabric: -?0\.\d+",
     "docs/executor_group.md": r"two devices: \[\(2, 3\), \(1, 3\)\]",
     "docs/huggingface.md": r"is exp\(loss\): True\n.*\[3, 8, .*\nerror.*: (0\.0e|\d\.\de-0[678])",
     "docs/migrating_accelerate.md": "",
@@ -40,12 +40,14 @@ PAGES = {
     "docs/training.md": "",
 }
 NEEDS = {
+    "docs/ddp.md": ("accelerate", "lightning_fabric"),
     "docs/huggingface.md": ("transformers",),
     "docs/one_word.md": ("accelerate", "lightning_fabric"),
 }
 BY_NIGHT = {
     "docs/one_word.md",  # test_launching_clients.py and test_backend_clients.py hold it by day
     "docs/recipes.md",  # test_trainer_callbacks.py, test_trainer_moments.py and others
+    "docs/ddp.md",  # test_ddp_same_bits.py
     "docs/containers.md",  # test_containers.py and those beside it
 }
 ELSEWHERE = {  # the test that runs the page's blocks
