@@ -46,6 +46,7 @@ class Monitor:
             number of elements. Tensors without elements are left out.
         pattern: Regular expression for names, matched from their start.
         sort: By name; default: replica by replica, in the order of the forward.
+        statFunc: ``stat_func`` as Scala's scripts name it.
 
     Raises:
         ConfigError: An argument cannot work.
@@ -69,7 +70,10 @@ class Monitor:
         stat_func: Callable[[Tensor], Tensor | float] | None = None,
         pattern: str = ".*",
         sort: bool = False,
+        *,
+        statFunc: Callable[[Tensor], Tensor | float] | None = None,
     ) -> None:
+        stat_func = stat_func if statFunc is None else statFunc
         self._interval = read_count("interval", interval, 1, "batch")
         if stat_func is not None:
             check_function("stat_func", stat_func)
