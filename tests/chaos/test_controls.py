@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from phalanx.execution import processes
-from phalanx.execution.run import TreeSums, WorkQueue
+from phalanx.execution.run import RunState, TreeSums
 from phalanx.plan import Node
 from phalanx.replicas.buffers import _Buffer
 from phalanx.train.dispatcher import EventDispatcher
@@ -34,13 +34,13 @@ def is_of_worker(value: Any) -> bool:
 def returned(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Return a set that gets every microbatch that a worker has died with."""
     microbatches: set[int] = set()
-    real = WorkQueue.give_back
+    real = RunState.give_back
 
-    def give_back(queue: Any, microbatch: int) -> None:
+    def give_back(state: Any, microbatch: int) -> None:
         microbatches.add(microbatch)
-        real(queue, microbatch)
+        real(state, microbatch)
 
-    monkeypatch.setattr(WorkQueue, "give_back", give_back)
+    monkeypatch.setattr(RunState, "give_back", give_back)
     return microbatches
 
 

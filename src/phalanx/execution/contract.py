@@ -112,7 +112,8 @@ class Executor(ABC):
             uninterrupted: A Ctrl-C arrives after it, also where the one replica is the caller's
                 thread.
         """
-        streams = callers_streams(self.devices)
+        on_cpu = all(device.type == "cpu" for device in self.devices)
+        streams = () if on_cpu else callers_streams(self.devices)
 
         def on_streams(index: int) -> T:
             with current_streams(streams, self.devices[index]):

@@ -273,24 +273,24 @@ class ProcessExecutor(Executor):
             lambda obj: (places[id(obj)],) if id(obj) in places else None,
         )
         run = _ProcessRun(state, spec, wants_gradients=modes.grad)
-        while not state.queue.over:
+        while not state.over:
             self._fork_missing()
             # Packed here: the workers' threads would wait for each other.
             run.first[:] = [self._next_message(i, run) for i, _ in enumerate(self._workers)]
-            self._threads.each(partial(self._look_after, run), on_interrupt=state.queue.fail)
+            self._threads.each(partial(self._look_after, run), on_interrupt=state.fail)
         self._fork_missing()
 
     def _look_after(self, run: _ProcessRun, index: int) -> None:
         """Keep worker ``index`` busy until the run is over, or the worker is lost."""
-        queue = run.state.queue
+        state = run.state
         try:
             message = run.first[index]
-            while not queue.over and self.workloads[index]:
+            while not state.over and self.workloads[index]:
                 if message is not None and not self._ask(index, message, run):
                     return
                 message = self._next_message(index, run, _LOOK_S)
         except BaseException:
-            queue.fail()
+            state.fail()
             raise
 
     def _next_message(
@@ -298,7 +298,7 @@ class ProcessExecutor(Executor):
     ) -> _SentMicrobatch | None:
         """Pack the next microbatch for worker ``index``; its rows go where that one reads them."""
         state = run.state
-        microbatch = state.queue.take(index, wait_s)
+        microbatch = state.take(index, wait_s)
         if microbatch is None:
             return None
         mailbox, answers = self._mail[index]
@@ -335,8 +335,8 @@ class ProcessExecutor(Executor):
         try:
             done = worker.ask(message.packed, self._timeout_s)
         except Lost as lost:
-            state.queue.give_back(microbatch)
-            state.queue.leave_to_others(index)
+            state.give_back(microbatch)
+            state.leave_to_others(index)
             self._lose(index, lost, microbatch)
             return False
         if isinstance(done, Failed):
@@ -357,7 +357,7 @@ class ProcessExecutor(Executor):
         )
         own = PartialSum(gradients, statistics, owners=(message.slot,))
         state.sums.put(Node(0, microbatch), own)
-        state.queue.count()
+        state.count()
         return True
 
 

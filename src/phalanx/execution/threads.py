@@ -183,11 +183,11 @@ class ThreadExecutor(Executor):
             fingerprint = self._fingerprints[self.sources[index]]
             if forward and replica.fingerprint is not fingerprint:  # an attribute was assigned
                 replica.follow(fingerprint)
-            while (microbatch := state.queue.take(index)) is not None:
+            while (microbatch := state.take(index)) is not None:
                 try:
                     self._run_microbatch(replica, microbatch, state)
                 except BaseException as error:
-                    state.queue.fail()
+                    state.fail()
                     replica.drop_gradients()
                     if forward:
                         replica.outdate()

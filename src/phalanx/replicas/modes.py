@@ -40,7 +40,7 @@ class CallerModes:
     @staticmethod
     def capture(devices: Sequence[torch.device]) -> CallerModes:
         """Read the modes of the calling thread for the given devices."""
-        kinds, _ = _kinds_of(tuple(devices))
+        kinds, on_streams = _kinds_of(tuple(devices))
         return CallerModes(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
@@ -49,7 +49,7 @@ class CallerModes:
                 for kind in kinds
                 if torch.is_autocast_enabled(kind)
             ),
-            streams=callers_streams(devices),
+            streams=callers_streams(devices) if on_streams else (),
         )
 
     @contextlib.contextmanager

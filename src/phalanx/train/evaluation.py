@@ -88,7 +88,7 @@ class Evaluation:
             ConfigError: As :meth:`evaluate`; or outputs have no rows that could be joined.
         """
         spec = self.engine.spec
-        task, layout = PredictTask(spec.objective), spec.splitter.layout
+        task, layout = PredictTask(spec.objective), spec.layout
         parts, sizes = [], []
         with self._evaluating(lender) as begin:
             for microbatches, result in self._results(loader, task, begin):
@@ -154,7 +154,7 @@ class Evaluation:
     def _in_pair(self, batch: Nested) -> Nested:
         """Make inputs alone a pair, so that a layout's paths mean the same leaves."""
         spec = self.engine.spec
-        is_users = spec.objective.is_forward or spec.splitter.layout.split is not None
+        is_users = spec.objective.is_forward or spec.layout.split is not None
         return batch if is_users or is_pair(batch) else (batch, None)
 
     def _run(

@@ -41,7 +41,7 @@ from phalanx.train.trainer_arguments import check_members
 from phalanx.types import Nested, WeightFn
 from phalanx.warning import warn_user
 
-__all__ = ["Engine", "EngineSpec", "Microbatches", "Splitter"]
+__all__ = ["Engine", "EngineSpec", "Microbatches"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,9 @@ class EngineSpec:
     """What a trainer was given, and an engine works with, on any number of replicas.
 
     Attributes:
-        splitter: It cuts batches into microbatches.
+        layout: Which dim of which leaf of a batch is split.
+        microbatches: Their number in each batch; None for one slice per replica.
+        weight: What a microbatch stands for; None for its rows.
         objective: It computes the loss of one.
         seed: Where all random numbers start.
         devices: One for each replica.
@@ -61,7 +63,9 @@ class EngineSpec:
 
     module: nn.Module
     optimizer: Optimizer
-    splitter: Splitter
+    layout: Layout
+    microbatches: int | None
+    weight: WeightFn | None
     objective: Objective
     seed: int
     devices: tuple[torch.device, ...]
@@ -124,7 +128,7 @@ class Engine:
             seed=(spec.seed, before.steps),
             owners=pieces.owners,
         )
-        statistics, buffers = self._buffers_after(result)
+        statistics, buffers = self._buffers_after(result) if self._buffer_homes else ({}, {})
         loss = Loss(pieces.loss_of(result.results), pieces.weight, sum(pieces.sizes))
         if metrics is not None:
             metrics.keep()
@@ -181,18 +185,42 @@ class Engine:
         )
 
     def split(self, batch: Nested, *, weighs: bool = True) -> Microbatches:
-        """Split ``batch`` for the replicas, as `Splitter.split`.
+        """Split ``batch`` for the replicas.
+
+        Args:
+            weighs: Ask what each microbatch stands for; else it stands for its rows.
 
         Raises:
-            ConfigError: It cannot be split.
+            ConfigError: Leaves differ in their rows, there are none, or weights are wrong.
             StateError: As :meth:`check_whole`: nothing may be added to it.
         """
         if self._is_half_stepped:
             raise _half_stepped()
+        spec = self.spec
         assert self._executor is not None
         peers = self._executor.peers
-        workloads = self.spec.workloads if peers is None else peers.all_workloads()
-        return self.spec.splitter.split(batch, workloads, weighs=weighs)
+        workloads = spec.workloads if peers is None else peers.all_workloads()
+        rows = open_rows(batch, spec.layout)
+        count = rows.count()
+        if count == 0:
+            raise ConfigError(
+                "`batch` must hold at least 1 row, but is empty. Leave empty batches out."
+            )
+        if spec.microbatches is not None:
+            sizes, owners = equal_sizes(count, spec.microbatches), None
+        else:
+            sizes, owners = workload_sizes(count, workloads), range(len(workloads))
+        pieces = rows.cut(sizes)
+        weights = list(map(float, sizes))
+        if weighs and spec.weight is not None:
+            try:
+                weights = read_weights("weight", spec.weight, pieces, sizes)
+            except (KeyError, AttributeError) as error:  # a batch without labels, most likely
+                error.add_note("`weight` raised it. `predict()` asks for no weights.")
+                raise
+        weight = math.fsum(weights)
+        scales = tuple([each / weight for each in weights])
+        return Microbatches(pieces, sizes, weights, scales, weight, owners)
 
     def run(self, task: Task, pieces: Microbatches, seed: tuple[int, ...]) -> RunResult:
         """Run ``task`` on all microbatches; nothing that the caller can see changes."""
@@ -432,55 +460,3 @@ class Microbatches:
         targets = [each.targets for each in found]
         joined = joining.join(targets, sizes, weights, are_targets=True)
         return outputs, joined, sum(sizes)
-
-
-@dataclass(frozen=True)
-class Splitter:
-    """Split batches into microbatches the way a trainer was told.
-
-    Args:
-        layout: Which dim of which leaf is split.
-        microbatches: Their number, or None for one slice per replica.
-        weight: What a microbatch stands for; None for its rows.
-    """
-
-    layout: Layout
-    microbatches: int | None
-    weight: WeightFn | None
-
-    def split(
-        self, batch: Nested, workloads: Sequence[float], *, weighs: bool = True
-    ) -> Microbatches:
-        """Split ``batch`` for replicas with ``workloads``.
-
-        Args:
-            weighs: Ask what each microbatch stands for; else it stands for its rows.
-
-        Raises:
-            ConfigError: Leaves differ in their rows, there are none, or weights are wrong.
-        """
-        rows = open_rows(batch, self.layout)
-        count = rows.count()
-        if count == 0:
-            raise ConfigError(
-                "`batch` must hold at least 1 row, but is empty. Leave empty batches out."
-            )
-        if self.microbatches is None:
-            sizes = workload_sizes(count, workloads)
-        else:
-            sizes = equal_sizes(count, self.microbatches)
-        pieces = rows.cut(sizes)
-        weights = list(map(float, sizes))
-        if weighs and self.weight is not None:
-            weights = self._weights(pieces, sizes)
-        weight = math.fsum(weights)
-        scales = tuple([each / weight for each in weights])
-        owners = range(len(pieces)) if self.microbatches is None else None
-        return Microbatches(pieces, sizes, weights, scales, weight, owners)
-
-    def _weights(self, pieces: Sequence[Nested], sizes: Sequence[int]) -> list[float]:
-        try:
-            return read_weights("weight", self.weight, pieces, sizes)
-        except (KeyError, AttributeError) as error:  # a batch without labels, most likely
-            error.add_note("`weight` raised it. `predict()` asks for no weights.")
-            raise

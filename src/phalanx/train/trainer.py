@@ -48,7 +48,7 @@ from phalanx.train.state import (
     warn_of_changes,
     warn_of_other_loader,
 )
-from phalanx.train.step import Engine, EngineSpec, Splitter
+from phalanx.train.step import Engine, EngineSpec
 from phalanx.train.trainer_arguments import (
     check_fit,
     check_members,
@@ -172,7 +172,9 @@ class Trainer:
         spec = EngineSpec(
             module=module,
             optimizer=self.optimizer,
-            splitter=Splitter(layout, microbatches, weight),
+            layout=layout,
+            microbatches=microbatches,
+            weight=weight,
             objective=self._objective,
             seed=seed,
             devices=devices,
@@ -246,7 +248,7 @@ class Trainer:
         return self._choice.is_first
 
     def __repr__(self) -> str:
-        count = self._engine.spec.splitter.microbatches
+        count = self._engine.spec.microbatches
         split = "" if count is None else f", {count} microbatches"
         where = "1 replica" if len(self.devices) == 1 else f"{len(self.devices)} replicas"
         return f"Trainer({type(self.module).__name__} on {where}{split}, step {self.steps})"
@@ -618,6 +620,6 @@ class Trainer:
                 position=self._position,
                 loader=self._loader_options,
                 seed=self._seed,
-                microbatches=engine.spec.splitter.microbatches,
+                microbatches=engine.spec.microbatches,
             ),
         )
