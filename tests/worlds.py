@@ -195,6 +195,8 @@ EXECUTOR_WORLDS = [
     pytest.param(RANKS, 2, id="2 ranks", marks=pytest.mark.night),
     pytest.param(RANKS, 3, id="3 ranks"),
 ]
+WORLDS_BY_DAY = [each.values for each in EXECUTOR_WORLDS if not each.marks]
+"""Worlds with their workers, for `tests.products.in_pairs` and other tests of many cases."""
 EXECUTORS = [("inline", 1), ("threads", 3), ("processes", 2)]
 """Executors with their replicas, for tests whose trainers are all of this process."""
 in_every_executor = pytest.mark.parametrize(("executor", "replicas"), EXECUTORS)

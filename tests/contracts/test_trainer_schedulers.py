@@ -1,44 +1,51 @@
-"""Schedulers and optimizers: instances or functions, stepped as in plain PyTorch."""
+"""Schedulers and optimizers: instances or functions, stepped as in plain PyTorch.
+
+What is refused is refused when a trainer is made, before any executor has begun.
+"""
 
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 
 import phalanx
 from phalanx.errors import ConfigError
+from tests.products import in_pairs
+from tests.worlds import WORLDS_BY_DAY, World, in_executor_worlds
+from tests.zoo import MLP, assert_close, assert_same_bits, batches_of, mlp, state_of
 
-pytestmark = pytest.mark.promise("schedulers")
+pytestmark = [
+    pytest.mark.promise("schedulers"),
+    pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
+]
 
 EPOCHS = 3
 
 
 def data(count: int = 4) -> list[tuple[Tensor, Tensor]]:
-    draw = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(5, 3, generator=draw), torch.randn(5, 2, generator=draw)) for _ in range(count)
-    ]
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Linear(3, 2)
+    return batches_of(MLP, 7, torch.float32, count)
 
 
 def momentum(parameters: Any) -> torch.optim.SGD:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True)
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def make(module: nn.Module, optimizer: Any = momentum, **options: Any) -> phalanx.Trainer:
-    options = {"executor": "inline", "replicas": 1, "microbatches": 1, **options}
-    return phalanx.Trainer(module, F.mse_loss, optimizer, **options)
+def make(
+    module: nn.Module,
+    optimizer: Any = momentum,
+    executor: str = "inline",
+    replicas: int = 1,
+    **options: Any,
+) -> phalanx.Trainer:
+    options = {"executor": executor, "replicas": replicas, "microbatches": 3, **options}
+    return phalanx.Trainer(module, MLP.loss, optimizer, **options)
 
 
 def plain(module: nn.Module, optimizer: Any, scheduler: LRScheduler | None, interval: str) -> None:
@@ -46,7 +53,7 @@ def plain(module: nn.Module, optimizer: Any, scheduler: LRScheduler | None, inte
     for _ in range(EPOCHS):
         for x, y in data():
             optimizer.zero_grad()
-            F.mse_loss(module(x), y).backward()
+            MLP.loss(module(x), y).backward()
             optimizer.step()
             if scheduler is not None and interval == "step":
                 scheduler.step()
@@ -54,66 +61,99 @@ def plain(module: nn.Module, optimizer: Any, scheduler: LRScheduler | None, inte
             scheduler.step()
 
 
-def assert_same(first: nn.Module, second: nn.Module) -> None:
-    for one, other in zip(first.parameters(), second.parameters(), strict=True):
-        assert torch.equal(one, other)
+State = dict[str, Tensor]
 
 
 # -- when, and as what -------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", ["functions", "instances", "a function of an instance"])
-@pytest.mark.parametrize("interval", [None, "epoch", "step"])
-def test_a_scheduler_is_stepped_when_it_is_said(given: str, interval: str | None) -> None:
-    ours, twin = net(), net()
-    reference = momentum(twin.parameters())
-    plain(twin, reference, StepLR(reference, 1, 0.5), interval or "epoch")
+def scheduled(
+    executor: str, replicas: int, given: str, interval: str | None
+) -> tuple[float, State]:
+    """Return the learning rate and the weights after some epochs."""
+    module = mlp()
     optimizer: Any = momentum
     scheduler: Any = lambda optimizer: StepLR(optimizer, 1, 0.5)  # noqa: E731
     if given != "functions":
-        optimizer = momentum(ours.parameters())
+        optimizer = momentum(module.parameters())
     if given == "instances":
         scheduler = scheduler(optimizer)
     options = {} if interval is None else {"scheduler_interval": interval}
-    with make(ours, optimizer, scheduler=scheduler, **options) as trainer:
+    with make(module, optimizer, executor, replicas, scheduler=scheduler, **options) as trainer:
         trainer.fit(data(), epochs=EPOCHS)
-        assert trainer.optimizer.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
-    assert_same(ours, twin)
+        return trainer.optimizer.param_groups[0]["lr"], state_of(module)
 
 
-@pytest.mark.parametrize("executor", ["inline", "threads"])
-def test_an_optimizer_that_has_trained_goes_on_with_its_own_state(executor: str) -> None:
-    ours, twin = net(), net()
-    optimizer, reference = (
-        torch.optim.AdamW(
-            [{"params": [each.weight], "lr": 0.1}, {"params": [each.bias]}],  # type: ignore[list-item]
-            lr=0.01,
-            betas=(0.8, 0.9),
-        )
-        for each in (ours, twin)
+@in_pairs(
+    "world, given, interval",
+    WORLDS_BY_DAY,
+    ["functions", "instances", "a function of an instance"],
+    [None, "epoch", "step"],
+)
+def test_a_scheduler_is_stepped_when_it_is_said(
+    world: tuple[World, int], given: str, interval: str | None
+) -> None:
+    twin = mlp()
+    reference = momentum(twin.parameters())
+    plain(twin, reference, StepLR(reference, 1, 0.5), interval or "epoch")
+    start, n = world
+    for rate, weights in start.run(partial(scheduled, given=given, interval=interval), n):
+        assert rate == reference.param_groups[0]["lr"]
+        assert_close(weights, state_of(twin), torch.float32)
+
+
+def adamw_of_two_groups(module: nn.Module) -> torch.optim.AdamW:
+    first, *others = module.parameters()
+    return torch.optim.AdamW(
+        [{"params": [first], "lr": 0.1}, {"params": others}], lr=0.01, betas=(0.8, 0.9)
     )
-    plain(ours, optimizer, None, "epoch")
-    plain(twin, reference, None, "epoch")
-    with make(ours, optimizer, executor=executor) as trainer:
+
+
+def trained_further(executor: str, replicas: int) -> State:
+    module = mlp()
+    optimizer = adamw_of_two_groups(module)
+    plain(module, optimizer, None, "epoch")
+    with make(module, optimizer, executor, replicas) as trainer:
         assert trainer.optimizer is optimizer
         trainer.fit(data(), epochs=EPOCHS)
+        return state_of(module)
+
+
+@in_executor_worlds
+def test_an_optimizer_that_has_trained_goes_on_with_its_own_state(world: World, n: int) -> None:
+    twin = mlp()
+    reference = adamw_of_two_groups(twin)
     plain(twin, reference, None, "epoch")
-    for one, other in zip(ours.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(one, other)  # flat parts round otherwise than torch's tensors
+    plain(twin, reference, None, "epoch")
+    for weights in world.run(trained_further, n):
+        assert_close(weights, state_of(twin), torch.float32, times=10)
 
 
-def test_a_schedule_by_epochs_resumes_in_the_middle_of_one(tmp_path: Path) -> None:
-    schedule = lambda optimizer: StepLR(optimizer, 2, 0.5)  # noqa: E731
-    whole, first, then = net(), net(), net()
-    with make(whole, scheduler=schedule) as trainer:
+def halves_every_second_epoch(optimizer: torch.optim.Optimizer) -> StepLR:
+    return StepLR(optimizer, 2, 0.5)
+
+
+def across_a_resume(executor: str, replicas: int, folder: Path) -> tuple[State, State]:
+    """Return the weights that were trained at once, and with a stop in an epoch's middle."""
+    how = {"executor": executor, "replicas": replicas, "scheduler": halves_every_second_epoch}
+    with make(mlp(), **how) as trainer:
         trainer.fit(data(), epochs=5)
-    with make(first, scheduler=schedule) as trainer:
-        trainer.fit(data(), steps=10)
-        trainer.save(tmp_path / "c")
-    with make(then, scheduler=schedule) as trainer:
-        trainer.resume(tmp_path / "c")
+        whole = state_of(trainer.module)
+    with make(mlp(), **how) as trainer:
+        trainer.fit(data(), epochs=5, steps=10)
+        trainer.save(folder)
+    with make(mlp(seed=1), **how) as trainer:
+        trainer.resume(folder)
         trainer.fit(data(), epochs=5)
-    assert_same(whole, then)
+        return whole, state_of(trainer.module)
+
+
+@in_executor_worlds
+def test_a_schedule_by_epochs_resumes_in_the_middle_of_one(
+    world: World, n: int, tmp_path: Path
+) -> None:
+    for whole, resumed in world.run(across_a_resume, n, folder=tmp_path / "c"):
+        assert_same_bits(resumed, whole)
 
 
 class Stateless:
@@ -126,7 +166,7 @@ class Stateless:
         (lambda o: [StepLR(o, 1), StepLR(o, 2)], "epoch", "must be one torch scheduler"),
         (lambda _: Stateless(), "epoch", "Stateless object"),
         (lambda _: None, "epoch", "but is or returned None"),
-        (StepLR(momentum(net().parameters()), 1), "epoch", "of the trainer's optimizer"),
+        (StepLR(momentum(mlp().parameters()), 1), "epoch", "of the trainer's optimizer"),
         (lambda o: StepLR(o, 1), "batch", "`scheduler_interval` must be 'epoch' or 'step'"),
         (ReduceLROnPlateau, "step", "must be 'epoch' for ReduceLROnPlateau"),
     ],
@@ -135,7 +175,7 @@ def test_schedulers_that_cannot_work_are_refused_at_once(
     scheduler: Any, interval: str, match: str
 ) -> None:
     with pytest.raises(ConfigError, match=match):
-        make(net(), scheduler=scheduler, scheduler_interval=interval)
+        make(mlp(), scheduler=scheduler, scheduler_interval=interval)
 
 
 # -- schedule-free ----------------------------------------------------------------
@@ -175,49 +215,64 @@ class ScheduleFree(torch.optim.Optimizer):
 
 
 def loss_of(module: nn.Module) -> float:
-    return sum(F.mse_loss(module(x), y).item() for x, y in data()) / len(data())
+    return sum(MLP.loss(module(x), y).item() for x, y in data()) / len(data())
 
 
-@pytest.mark.parametrize("executor", ["inline", "threads"])
-def test_a_schedule_free_optimizer_is_switched_around_validation(executor: str) -> None:
-    twin = net()
+def validated(executor: str, replicas: int) -> tuple[list[float], State]:
+    with make(mlp(), ScheduleFree, executor, replicas) as trainer:
+        found = trainer.fit(data(), epochs=EPOCHS, validate=data())
+        losses = [each.validation["loss"] for each in found if each.validation]
+        return losses, state_of(trainer.module)
+
+
+@in_executor_worlds
+def test_a_schedule_free_optimizer_is_switched_around_validation(world: World, n: int) -> None:
+    twin = mlp()
     reference = ScheduleFree(twin.parameters())
     expected = []
     for _ in range(EPOCHS):
         reference.train()
         for x, y in data():
             reference.zero_grad()
-            F.mse_loss(twin(x), y).backward()
+            MLP.loss(twin(x), y).backward()
             reference.step()
         trained = copy.deepcopy(twin.state_dict())
         reference.eval()
         expected.append(loss_of(twin))
         reference.train()
         twin.load_state_dict(trained)
-    ours = net()
-    with make(ours, ScheduleFree, executor=executor) as trainer:
-        found = trainer.fit(data(), epochs=EPOCHS, validate=data())
-    assert [each.validation["loss"] for each in found if each.validation] == pytest.approx(expected)
-    assert_same(ours, twin)
+    for losses, weights in world.run(validated, n):
+        assert losses == pytest.approx(expected)
+        assert_close(weights, state_of(twin), torch.float32)
 
 
-@pytest.mark.parametrize("executor", ["inline", "threads"])
-def test_looking_at_a_schedule_free_run_changes_no_bit(executor: str, tmp_path: Path) -> None:
-    rows = data(12)
-    whole, looked_at, resumed = net(), net(), net()
-    with make(whole, ScheduleFree, executor=executor) as trainer:
+def looked_at(executor: str, replicas: int, folder: Path) -> list[State]:
+    """Return the weights of a run, of one that is looked at on its way, and of one resumed."""
+    rows, found = data(12), []
+    how = {"optimizer": ScheduleFree, "executor": executor, "replicas": replicas}
+    with make(mlp(), **how) as trainer:
         trainer.fit(rows)
-    with make(looked_at, ScheduleFree, executor=executor) as trainer:
+        found.append(state_of(trainer.module))
+    with make(mlp(), **how) as trainer:
         trainer.fit(rows, steps=5)
-        trainer.save(tmp_path / "c")
+        trainer.save(folder)
         trainer.evaluate(rows)
         trainer.predict(rows)
         with pytest.raises(ConfigError, match="`loader`"):
             trainer.evaluate([])
         trainer.fit(rows)
-    with make(resumed, ScheduleFree, executor=executor) as trainer:
-        trainer.resume(tmp_path / "c")
+        found.append(state_of(trainer.module))
+    with make(mlp(seed=1), **how) as trainer:
+        trainer.resume(folder)
         trainer.evaluate(rows)
         trainer.fit(rows)
-    assert_same(whole, looked_at)
-    assert_same(whole, resumed)
+        return [*found, state_of(trainer.module)]
+
+
+@in_executor_worlds
+def test_looking_at_a_schedule_free_run_changes_no_bit(
+    world: World, n: int, tmp_path: Path
+) -> None:
+    for whole, *others in world.run(looked_at, n, folder=tmp_path / "c"):
+        for other in others:
+            assert_same_bits(other, whole)
