@@ -1,4 +1,7 @@
-"""What may be called when: in callbacks, in the middle of a step, while replicas are exchanged."""
+"""What may be called when: in callbacks, in the middle of a step, between two calls of `fit`.
+
+What a microbatch calls itself runs inline and in threads only: a worker process has no trainer.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +20,16 @@ from torch import Tensor, nn
 import phalanx
 from phalanx.callbacks import StepDone
 from phalanx.errors import StateError
+from tests.products import in_pairs
+from tests.worlds import (
+    EXECUTORS,
+    WORLDS_BY_DAY,
+    World,
+    in_every_executor,
+    in_executor_worlds,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
@@ -71,35 +85,54 @@ class Calling(nn.Module):
 # -- in callbacks -------------------------------------------------------
 
 
-def test_a_trainer_that_is_closed_in_a_callback_trains_no_further() -> None:
+def closed_in_a_callback(executor: str, replicas: int) -> tuple[int, list[Tensor]]:
     def close(event: object) -> None:
         if isinstance(event, StepDone) and event.step == 3:
             trainer.close()
 
-    before = threading.active_count()
-    trainer = make(callbacks=[close])
+    before = set(threading.enumerate())
+    trainer = make(executor=executor, replicas=replicas, callbacks=[close])
     with pytest.raises(StateError, match="was closed"):
         trainer.fit(batches(), epochs=2)
-    assert trainer.steps == 3
-    assert same(state_of(trainer), undisturbed(3))
-    assert threading.active_count() == before
+    for thread in set(threading.enumerate()) - before:
+        assert thread.name == "phalanx collectives"  # of the group, while it has calls
+        thread.join(10)
+        assert not thread.is_alive()
+    return trainer.steps, state_of(trainer)
 
 
-def test_going_back_in_a_callback_reads_the_data_from_there(tmp_path: Path) -> None:
+@in_executor_worlds
+def test_a_trainer_that_is_closed_in_a_callback_trains_no_further(world: World, n: int) -> None:
+    for steps, state in world.run(closed_in_a_callback, n):
+        assert steps == 3
+        assert same(state, undisturbed(3))
+
+
+def gone_back_in_a_callback(
+    executor: str, replicas: int, folder: Path
+) -> tuple[list[int], list[Tensor]]:
     seen: list[int] = []
 
     def go_back(event: object) -> None:
         if isinstance(event, StepDone):
             seen.append(event.batch)
             if len(seen) == 2:
-                trainer.save(tmp_path / "c")
+                trainer.save(folder)
             if len(seen) == 4:
-                trainer.resume(tmp_path / "c")
+                trainer.resume(folder)
 
-    with make(callbacks=[go_back]) as trainer:
+    with make(executor=executor, replicas=replicas, callbacks=[go_back]) as trainer:
         trainer.fit(batches(), epochs=2)
+        return seen, state_of(trainer)
+
+
+@in_executor_worlds
+def test_going_back_in_a_callback_reads_the_data_from_there(
+    world: World, n: int, tmp_path: Path
+) -> None:
+    for seen, state in world.run(gone_back_in_a_callback, n, folder=tmp_path / "c"):
         assert seen == [1, 2, 3, 4, 3, 4, 5, 1, 2, 3, 4, 5]
-        assert same(state_of(trainer), undisturbed(10))
+        assert same(state, undisturbed(10))
 
 
 # -- in the middle of a step --------------------------------------------
@@ -135,13 +168,12 @@ def test_closing_in_the_middle_of_a_step_lets_it_end() -> None:
 # -- telling ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("executor", ["inline", "threads", "processes"])
+@in_every_executor
 def test_after_a_step_that_failed_half_way_nothing_is_added_or_saved(
-    executor: str, tmp_path: Path
+    executor: str, replicas: int, tmp_path: Path
 ) -> None:
     """Its weights are new and its position is not; a checkpoint is the way back."""
-    replicas = {} if executor == "inline" else {"replicas": 2}
-    with make(executor=executor, **({"replicas": 1} | replicas)) as trainer:
+    with make(executor=executor, replicas=replicas) as trainer:
         trainer.fit(batches(), steps=2)
         trainer.save(tmp_path / "two steps")
         before = state_of(trainer)
@@ -188,7 +220,7 @@ class Ends:
                 raise {"error": ValueError, "Ctrl-C": KeyboardInterrupt}[self.how]
 
 
-ENDS = pytest.mark.parametrize("how", ["stop", "error", "Ctrl-C"])
+ENDS = ["stop", "error", "Ctrl-C"]
 
 
 def ended(how: str, step: int, **options: Any) -> phalanx.Trainer:
@@ -202,33 +234,38 @@ def ended(how: str, step: int, **options: Any) -> phalanx.Trainer:
     return trainer
 
 
-@ENDS
-@pytest.mark.parametrize("step", [3, 5, 7])
-def test_fit_does_what_it_is_asked_whatever_ended_the_one_before(how: str, step: int) -> None:
-    with ended(how, step) as trainer:
+def asked_again(executor: str, replicas: int, how: str, step: int) -> None:
+    options = {"executor": executor, "replicas": replicas}
+    with ended(how, step, **options) as trainer:
         before = trainer.epochs
         assert len(trainer.fit(batches())) == 1
         assert len(trainer.fit(batches(), epochs=before + 3)) == 2
         assert trainer.steps == 5 * (before + 3)
-    with ended(how, step) as trainer:
+    with ended(how, step, **options) as trainer:
         trainer.fit(batches(), steps=4)
         assert trainer.steps == step + 4
 
 
-@pytest.mark.promise("epochs-count-from-the-start")
-@ENDS
-@pytest.mark.parametrize("step", [7, 10])
-def test_epochs_are_counted_from_the_start_of_the_run(how: str, step: int, tmp_path: Path) -> None:
-    with ended(how, step) as trainer:
-        trainer.save(tmp_path / "c")
+@in_pairs("world, how, step", WORLDS_BY_DAY, ENDS, [3, 5, 7])
+def test_fit_does_what_it_is_asked_whatever_ended_the_one_before(
+    world: tuple[World, int], how: str, step: int
+) -> None:
+    start, n = world
+    start.run(partial(asked_again, how=how, step=step), n)
+
+
+def counted(executor: str, replicas: int, how: str, step: int, folder: Path) -> None:
+    options = {"executor": executor, "replicas": replicas}
+    with ended(how, step, **options) as trainer:
+        trainer.save(folder)
     numbers: list[tuple[int, int]] = []
 
     def note(event: object) -> None:
         if isinstance(event, StepDone):
             numbers.append((event.epoch, event.batch))
 
-    with make(callbacks=[note]) as trainer:
-        trainer.resume(tmp_path / "c")
+    with make(callbacks=[note], **options) as trainer:
+        trainer.resume(folder)
         done = trainer.fit(batches(), epochs=4)
         assert [each.epoch for each in done] == list(range(trainer.epochs - len(done) + 1, 5))
         assert (trainer.epochs, trainer.steps) == (4, 20)
@@ -237,17 +274,31 @@ def test_epochs_are_counted_from_the_start_of_the_run(how: str, step: int, tmp_p
 
 
 @pytest.mark.promise("epochs-count-from-the-start")
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_fewer_epochs_than_are_done_are_none_and_it_says_so(epochs: int) -> None:
+@in_pairs("world, how, step", WORLDS_BY_DAY, ENDS, [7, 10])
+def test_epochs_are_counted_from_the_start_of_the_run(
+    world: tuple[World, int], how: str, step: int, tmp_path: Path
+) -> None:
+    start, n = world
+    start.run(partial(counted, how=how, step=step), n, folder=tmp_path / "c")
+
+
+def asked_for_fewer(executor: str, replicas: int) -> None:
     seen: list[object] = []
-    with make(callbacks=[seen.append]) as trainer:
+    with make(executor=executor, replicas=replicas, callbacks=[seen.append]) as trainer:
         trainer.fit(batches(), epochs=2)
         before = state_of(trainer)
         seen.clear()
-        with pytest.warns(UserWarning, match="more than the 2 that the run has finished"):
-            assert trainer.fit(Broken(), epochs=epochs) == []
+        for epochs in (1, 2):
+            with pytest.warns(UserWarning, match="more than the 2 that the run has finished"):
+                assert trainer.fit(Broken(), epochs=epochs) == []
         assert (trainer.epochs, trainer.steps, seen) == (2, 10, [])
         assert same(state_of(trainer), before)
+
+
+@pytest.mark.promise("epochs-count-from-the-start")
+@in_executor_worlds
+def test_fewer_epochs_than_are_done_are_none_and_it_says_so(world: World, n: int) -> None:
+    world.run(asked_for_fewer, n)
 
 
 class Broken:
@@ -278,13 +329,14 @@ class SignalledScheduler(torch.optim.lr_scheduler.StepLR):
         super().step()
 
 
-@pytest.mark.parametrize("how", ["optimizer", "scheduler"])
-@pytest.mark.parametrize(
-    "signals", [[signal.SIGINT], [signal.SIGALRM], [signal.SIGINT] * 2], ids=str
+@in_pairs(
+    "executor, signals, how",
+    EXECUTORS,
+    [[signal.SIGINT], [signal.SIGALRM], [signal.SIGINT] * 2],
+    ["optimizer", "scheduler"],
 )
-@pytest.mark.parametrize("executor", ["threads", "inline"])
 def test_ctrl_c_in_the_update_comes_after_it(
-    executor: str, signals: list[signal.Signals], how: str, tmp_path: Path
+    executor: tuple[str, int], signals: list[signal.Signals], how: str, tmp_path: Path
 ) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -296,9 +348,9 @@ def test_ctrl_c_in_the_update_comes_after_it(
             nn.Linear(5, 3),
             nn.functional.mse_loss,
             lambda parameters: made(parameters, lr=0.1),
-            replicas=1,
-            microbatches=2,
-            executor=executor,
+            executor=executor[0],
+            replicas=executor[1],
+            microbatches=3,
             scheduler=lambda optimizer: SignalledScheduler(optimizer, 2),
             scheduler_interval="step",
         )
