@@ -1,7 +1,8 @@
 """A run that was stopped or failed on the way has the bits of one that was not.
 
 What `test_same_bits` does not meet: parameters without a gradient, optimizers whose state is not of
-the parameters' dtype, buffers outside of the state dict, failures in an epoch's first batch.
+the parameters' dtype, buffers outside of the state dict, failures in an epoch's first batch. What
+a loader draws, and what a resume refuses, happens before a batch comes to any executor.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,20 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 import phalanx
 from phalanx.errors import CheckpointError, UnsupportedError
 from tests.products import in_pairs
+from tests.worlds import (
+    EXECUTORS,
+    INLINE,
+    WORLDS_BY_DAY,
+    World,
+    in_every_executor,
+    in_executor_worlds,
+)
 from tests.zoo import simple_sgd as sgd
 
-pytestmark = pytest.mark.promise("resuming-changes-no-bit", "resume-continues-the-data")
+pytestmark = [
+    pytest.mark.promise("resuming-changes-no-bit", "resume-continues-the-data"),
+    pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
+]
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 Batches = list[tuple[Tensor, Tensor]]
@@ -36,10 +49,18 @@ def adamw_of_two_groups(parameters: list[nn.Parameter]) -> Optimizer:
 
 
 def runs(
-    net: nn.Module, data: Batches, make: Make, folder: Path, middle: int, **options: Any
+    executor: str,
+    replicas: int,
+    *,
+    net: nn.Module,
+    data: Batches,
+    make: Make,
+    folder: Path,
+    middle: int,
+    **options: Any,
 ) -> tuple[nn.Module, nn.Module]:
     """Return the module as trained in one go, and across a resume."""
-    options = {"replicas": 1, "microbatches": 2, **options}
+    options = {"executor": executor, "replicas": replicas, "microbatches": 3, **options}
     whole, first, second = (copy.deepcopy(net) for _ in range(3))
     with phalanx.Trainer(whole, F.mse_loss, make, **options) as trainer:
         trainer.fit(data)
@@ -52,6 +73,13 @@ def runs(
         trainer.resume(folder)
         trainer.fit(data)
     return whole, second
+
+
+def check(world: World, n: int, **how: Any) -> None:
+    """Compare the two runs, in every rank with those of one process, too."""
+    ((expected, _),) = INLINE.run(partial(runs, **how), 1)
+    for nets in world.run(partial(runs, **how), n):
+        assert_same_bits(expected, *nets)
 
 
 def assert_same_bits(net: nn.Module, *others: nn.Module) -> None:
@@ -87,13 +115,19 @@ def expert_data(*without: int) -> Batches:
     return data
 
 
-@pytest.mark.parametrize("without", [(0,), (1, 6)], ids=str)
+@in_pairs("world, without", WORLDS_BY_DAY, [(0,), (1, 6)])
 def test_a_parameter_without_a_gradient_in_some_step_does_not_show(
-    without: tuple[int, ...], tmp_path: Path
+    world: tuple[World, int], without: tuple[int, ...], tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    data = expert_data(*without)
-    assert_same_bits(*runs(Experts(), data, adamw_of_two_groups, tmp_path / "c", 4))
+    check(
+        *world,
+        net=Experts(),
+        data=expert_data(*without),
+        make=adamw_of_two_groups,
+        folder=tmp_path / "c",
+        middle=4,
+    )
 
 
 # -- state of another dtype ----------------------------------------------
@@ -111,10 +145,17 @@ class KeepsPlainValues(torch.optim.SGD):
             )
 
 
-def test_plain_values_in_an_optimizers_state_are_restored(tmp_path: Path) -> None:
+def keeping(parameters: list[nn.Parameter]) -> Optimizer:
+    return KeepsPlainValues(parameters, lr=0.1)
+
+
+@in_every_executor
+def test_plain_values_in_an_optimizers_state_are_restored(
+    executor: str, replicas: int, tmp_path: Path
+) -> None:
     def trainer() -> phalanx.Trainer:
         return phalanx.Trainer(
-            nn.Linear(4, 2), nn.functional.mse_loss, lambda p: KeepsPlainValues(p, lr=0.1)
+            nn.Linear(4, 2), F.mse_loss, keeping, executor=executor, replicas=replicas
         )
 
     with trainer() as first, trainer() as second:
@@ -127,47 +168,42 @@ def test_plain_values_in_an_optimizers_state_are_restored(tmp_path: Path) -> Non
     assert torch.equal(found["counts"][0], kept["counts"][0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_state_keeps_its_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
-    """NAdam keeps `mu_product` in float32; torch casts it to the parameter's when it loads."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8)).to(dtype)
-    data = [(torch.randn(12, 16, dtype=dtype), torch.randn(12, 8, dtype=dtype)) for _ in range(8)]
-
-    def nadam(parameters: list[nn.Parameter]) -> Optimizer:
-        return NAdam(parameters, lr=0.01)
-
-    assert_same_bits(*runs(net, data, nadam, tmp_path / "c", 4, microbatches=3))
+def nadam(parameters: list[nn.Parameter]) -> Optimizer:
+    return NAdam(parameters, lr=0.01)
 
 
-@pytest.mark.parametrize(("kind", "scheduled"), [(SGD, True), (AdamW, False)])
-def test_a_learning_rate_may_be_a_tensor(
-    kind: type[Optimizer], scheduled: bool, tmp_path: Path
+@in_pairs("world, dtype", WORLDS_BY_DAY, [torch.float64, torch.bfloat16])
+def test_state_keeps_its_dtype(
+    world: tuple[World, int], dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    def make(parameters: list[nn.Parameter]) -> Optimizer:
-        return kind(parameters, lr=torch.tensor(0.01))  # type: ignore[call-arg]
-
+    """NAdam keeps `mu_product` in float32; torch casts it to the parameter's when it loads."""
+    data = [(x.to(dtype), y.to(dtype)) for x, y in expert_data()]
     torch.manual_seed(0)
-    schedule = (lambda optimizer: StepLR(optimizer, 2)) if scheduled else None
-    nets = runs(
-        Experts(),
-        expert_data(),
-        make,
-        tmp_path / "c",
-        3,
-        scheduler=schedule,
-        scheduler_interval="step",
-    )
-    assert_same_bits(*nets)
-    with phalanx.Trainer(
-        Experts(),
-        F.mse_loss,
-        make,
-        replicas=1,
-        microbatches=2,
-        scheduler=schedule,
-        scheduler_interval="step",
-    ) as trainer:
+    net = Experts().to(dtype)
+    check(*world, net=net, data=data, make=nadam, folder=tmp_path / "c", middle=4)
+
+
+def with_a_tensor(kind: type[Optimizer], parameters: list[nn.Parameter]) -> Optimizer:
+    return kind(parameters, lr=torch.tensor(0.01))  # type: ignore[call-arg]
+
+
+def every_second_step(optimizer: Optimizer) -> StepLR:
+    return StepLR(optimizer, 2)
+
+
+@in_pairs("world, kind", WORLDS_BY_DAY, [SGD, AdamW])
+def test_a_learning_rate_may_be_a_tensor(
+    world: tuple[World, int], kind: type[Optimizer], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    make, scheduled = partial(with_a_tensor, kind), kind is SGD
+    options: dict[str, Any] = {
+        "scheduler": every_second_step if scheduled else None,
+        "scheduler_interval": "step",
+    }
+    how = {"net": Experts(), "data": expert_data(), "make": make, "folder": tmp_path / "c"}
+    check(*world, **how, middle=3, **options)
+    with phalanx.Trainer(Experts(), F.mse_loss, make, microbatches=3, **options) as trainer:
         trainer.resume(tmp_path / "c")
         rate = trainer.optimizer.param_groups[0]["lr"]
         assert isinstance(rate, Tensor)
@@ -246,12 +282,13 @@ KEEPERS = [Averaging, Hooked, Global, Wrapping, Bare]
 
 
 @pytest.mark.promise("checkpoints-are-complete")
-@pytest.mark.parametrize("kind", KEEPERS)
+@in_pairs("world, kind", WORLDS_BY_DAY, KEEPERS)
 def test_whatever_an_optimizers_state_dict_holds_comes_back(
-    kind: type[Optimizer], tmp_path: Path
+    world: tuple[World, int], kind: type[Optimizer], tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    assert_same_bits(*runs(nn.Linear(37, 19), expert_data(), kind, tmp_path / "c", 4))
+    how = {"data": expert_data(), "make": kind, "folder": tmp_path / "c", "middle": 4}
+    check(*world, net=nn.Linear(37, 19), **how)
 
 
 class Refusing(nn.Linear):
@@ -405,12 +442,12 @@ def centering_data() -> Batches:
     return [(torch.randn(12, 5) + 2, torch.randn(12, 3)) for _ in range(6)]
 
 
-@pytest.mark.parametrize("executor", ["threads", "processes"])
+@in_executor_worlds
 def test_a_buffer_outside_of_the_state_dict_is_saved_if_training_writes_it(
-    executor: str, tmp_path: Path
+    world: World, n: int, tmp_path: Path
 ) -> None:
-    data = centering_data()
-    assert_same_bits(*runs(Centering(), data, sgd, tmp_path / "c", 3, executor=executor))
+    how = {"data": centering_data(), "make": sgd, "folder": tmp_path / "c", "middle": 3}
+    check(world, n, net=Centering(), **how)
 
 
 def test_a_buffer_outside_of_the_state_dict_that_nobody_writes_is_the_models(
@@ -457,7 +494,11 @@ class Failing(nn.Module):
 
 
 def trained_across_a_failure(
-    fail_at: int | None, failure: type[BaseException], own_generator: bool, saved: Path | None
+    executor: tuple[str, int],
+    fail_at: int | None,
+    failure: type[BaseException],
+    own_generator: bool,
+    saved: Path | None,
 ) -> Failing:
     """Train three epochs of six shuffled batches; step ``fail_at`` fails once."""
     torch.manual_seed(0)
@@ -466,7 +507,8 @@ def trained_across_a_failure(
     data = TensorDataset(torch.randn(48, 5, generator=draw), torch.randn(48, 3, generator=draw))
     generator = torch.Generator().manual_seed(2) if own_generator else None
     loader = DataLoader(data, batch_size=8, shuffle=True, generator=generator)
-    with phalanx.Trainer(net, F.mse_loss, sgd, replicas=2, microbatches=2) as trainer:
+    how = dict(zip(("executor", "replicas"), executor, strict=True))
+    with phalanx.Trainer(net, F.mse_loss, sgd, microbatches=3, **how) as trainer:
         while trainer.epochs < 3:
             net.failure = failure if trainer.steps == fail_at else None
             try:
@@ -483,22 +525,25 @@ def trained_across_a_failure(
 
 
 @in_pairs(
-    "fail_at, failure, saves, own_generator",
+    "executor, fail_at, failure, saves, own_generator",
+    EXECUTORS,
     [0, 3, 6],
     [RuntimeError, KeyboardInterrupt],
     [False, True],
     [True, False],
 )
 def test_a_failure_in_any_batch_does_not_show(
+    executor: tuple[str, int],
     fail_at: int,
     failure: type[BaseException],
     saves: bool,
     own_generator: bool,
     tmp_path: Path,
 ) -> None:
-    undisturbed = trained_across_a_failure(None, failure, own_generator, None)
+    undisturbed = trained_across_a_failure(("inline", 1), None, failure, own_generator, None)
     saved = tmp_path / "c" if saves else None
-    assert_same_bits(undisturbed, trained_across_a_failure(fail_at, failure, own_generator, saved))
+    failed = trained_across_a_failure(executor, fail_at, failure, own_generator, saved)
+    assert_same_bits(undisturbed, failed)
 
 
 class Masking:
