@@ -2,6 +2,9 @@
 
 Its own type and data, its own traceback down to the line that raised, a note that names replica and
 microbatch; weights, statistics and optimizer as before; no thread left.
+
+A failing step is tried in `test_executors`, and what the other ranks of a failing one are told, in
+`test_rank_executor`. A step within a step needs a trainer, which a worker process has not.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import gc
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +23,8 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx.callbacks import StepDone
+from tests.products import in_pairs
+from tests.worlds import EXECUTORS, World, in_every_executor, in_executor_worlds
 from tests.zoo import (
     MLP,
     Loader,
@@ -32,10 +38,14 @@ from tests.zoo import (
     vector_batch,
 )
 
-pytestmark = pytest.mark.promise("errors-arrive-as-raised")
+pytestmark = [
+    pytest.mark.promise("errors-arrive-as-raised"),
+    pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
+]
 
 MARKER = 1e6  # a row that holds this makes the code under test raise
 MICROBATCHES = 8
+Executor = tuple[str, int]
 ROWS = 16  # two rows in each microbatch
 
 
@@ -125,6 +135,11 @@ def whole_state(trainer: phalanx.Trainer) -> list[Any]:
     ]
 
 
+def traceback_of(error: BaseException) -> str:
+    """Return it as it is printed; of a worker process it comes as text."""
+    return "".join(traceback.format_exception(error))
+
+
 def functions_in(error: BaseException) -> list[str]:
     return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
 
@@ -133,34 +148,42 @@ def notes_of(error: BaseException) -> str:
     return "\n".join(getattr(error, "__notes__", []))
 
 
-@pytest.mark.parametrize("where", ["forward", "loss"])
-def test_a_failure_in_evaluation_arrives_too_and_training_mode_comes_back(where: str) -> None:
-    with phalanx.Trainer(
-        Fused(where), loss_for(where), sgd, microbatches=None, replicas=2
-    ) as trainer:
+def trainer_of(executor: Executor, net: nn.Module, loss: Any, **options: Any) -> phalanx.Trainer:
+    name, replicas = executor
+    options = {"microbatches": MICROBATCHES, **options}
+    return phalanx.Trainer(net, loss, sgd, executor=name, replicas=replicas, **options)
+
+
+@in_pairs("executor, where", EXECUTORS, ["forward", "loss"])
+def test_a_failure_in_evaluation_arrives_too_and_training_mode_comes_back(
+    executor: Executor, where: str
+) -> None:
+    with trainer_of(executor, Fused(where), loss_for(where)) as trainer:
         trainer.step(vector_batch(ROWS))
         before = whole_state(trainer)
         with pytest.raises(Boom) as caught:
             trainer.evaluate(Loader([vector_batch(ROWS), marked_batch(9)]))
-        assert "explode" in functions_in(caught.value)
+        assert (caught.value.code, caught.value.where) == (7, where)
+        assert "in explode" in traceback_of(caught.value)
         assert "replica" in notes_of(caught.value)
         assert_same_bits(whole_state(trainer), before)
         assert torch.isfinite(torch.tensor(trainer.evaluate(Loader([vector_batch(ROWS)]))["loss"]))
 
 
-def test_when_all_replicas_fail_one_exception_arrives() -> None:
+@in_every_executor
+def test_when_all_replicas_fail_one_exception_arrives(executor: str, replicas: int) -> None:
     x, targets = vector_batch(ROWS)
-    with phalanx.Trainer(
-        Fused("forward"), loss_for("forward"), sgd, replicas=3, microbatches=MICROBATCHES
-    ) as trainer:
+    with trainer_of((executor, replicas), Fused("forward"), loss_for("forward")) as trainer:
         with pytest.raises(Boom) as caught:
             trainer.step((torch.full_like(x, MARKER), targets))
         assert "microbatch" in notes_of(caught.value)
         trainer.step((x, targets))
 
 
-@pytest.mark.parametrize("where", ["weight", "callback", "loader"])
-def test_an_exception_of_the_users_functions_arrives_and_whole_steps_count(where: str) -> None:
+@in_pairs("executor, where", EXECUTORS, ["weight", "callback", "loader"])
+def test_an_exception_of_the_users_functions_arrives_and_whole_steps_count(
+    executor: Executor, where: str
+) -> None:
     good, armed = vector_batch(ROWS), [where]
 
     def fail_in(place: str) -> None:
@@ -181,26 +204,31 @@ def test_an_exception_of_the_users_functions_arrives_and_whole_steps_count(where
         fail_in("loader")
         yield good
 
-    with phalanx.Trainer(
-        mlp(), MLP.loss, sgd, replicas=2, weight=weight, callbacks=[callback]
-    ) as trainer:
+    with trainer_of(executor, mlp(), MLP.loss, weight=weight, callbacks=[callback]) as trainer:
         with pytest.raises(Boom):
             trainer.fit(loader())
         assert trainer.steps == 1
         assert trainer.step(good).step == 2
 
 
-def test_batches_without_labels_are_predicted_and_not_evaluated() -> None:
+def predicted(executor: str, replicas: int) -> Tensor:
     def forward(net: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor | None, Tensor]:
         scores = net(batch["x"])
         return (MLP.loss(scores, batch["labels"]) if "labels" in batch else None), scores
 
     batch, weight = {"x": vector_batch(8)[0]}, lambda batch: len(batch["labels"])
-    with phalanx.Trainer(mlp(), None, sgd, forward=forward, weight=weight, replicas=2) as trainer:
+    options = {"forward": forward, "weight": weight}
+    with trainer_of((executor, replicas), mlp(), None, **options) as trainer:
         with pytest.raises(KeyError, match="labels") as caught:
             trainer.evaluate([batch])
         assert "`predict()` asks for no weights" in caught.value.__notes__[0]
-        assert torch.allclose(trainer.predict([batch]), mlp().eval()(batch["x"]))
+        return trainer.predict([batch])
+
+
+@in_executor_worlds
+def test_batches_without_labels_are_predicted_and_not_evaluated(world: World, n: int) -> None:
+    for scores in world.run(predicted, n):
+        assert torch.allclose(scores, mlp().eval()(vector_batch(8)[0]))
 
 
 # --- DataParallel ---------------------------------------------------------------------------------
@@ -249,21 +277,34 @@ def house_threads() -> list[str]:
     return sorted(t.name for t in threading.enumerate() if t.name.startswith("phalanx"))
 
 
+def children() -> set[str]:
+    """Return the ids of the processes that this one has started and not waited for."""
+    found = Path("/proc/self/task").glob("*/children")
+    return {pid for each in found for pid in each.read_text().split()}
+
+
 @pytest.fixture
 def threads_before() -> list[str]:
     return house_threads()
 
 
-@pytest.mark.parametrize("failing", [False, True])
-def test_no_thread_is_left_after_close(failing: bool, threads_before: list[str]) -> None:
-    trainer = phalanx.Trainer(Fused("forward"), loss_for(""), sgd, microbatches=None, replicas=3)
+@in_pairs("executor, failing", EXECUTORS, [False, True])
+def test_no_thread_and_no_process_is_left_after_close(
+    executor: Executor, failing: bool, threads_before: list[str]
+) -> None:
+    processes_before = children()
+    trainer = trainer_of(executor, Fused("forward"), loss_for(""))
     if failing:
         with pytest.raises(Boom):
             trainer.step(marked_batch(4))
     trainer.step(vector_batch(ROWS))
-    assert set(house_threads()) >= {f"phalanx-replica-{index}" for index in range(3)}
+    if executor[0] == "threads":
+        assert set(house_threads()) >= {f"phalanx-replica-{index}" for index in range(3)}
+    if executor[0] == "processes":
+        assert len(children() - processes_before) >= 2
     trainer.close()
     assert house_threads() == threads_before
+    assert children() <= processes_before
     trainer.close()
 
 
@@ -279,7 +320,8 @@ def test_a_container_that_is_dropped_ends_its_threads(threads_before: list[str])
     assert house_threads() == threads_before
 
 
-def test_stop_may_be_called_from_another_thread() -> None:
+@in_every_executor
+def test_stop_may_be_called_from_another_thread(executor: str, replicas: int) -> None:
     """As a signal handler or a notebook's button does."""
     begun = threading.Event()
 
@@ -294,9 +336,7 @@ def test_stop_may_be_called_from_another_thread() -> None:
 
     stopper = threading.Thread(target=stop)
     batches = batches_of(MLP, ROWS, torch.float32, 5)
-    with phalanx.Trainer(
-        mlp(), MLP.loss, sgd, microbatches=None, replicas=2, callbacks=[watch]
-    ) as trainer:
+    with trainer_of((executor, replicas), mlp(), MLP.loss, callbacks=[watch]) as trainer:
         stopper.start()
         trainer.fit(Loader(batches), epochs=100)
         assert trainer.steps == 2

@@ -1,4 +1,8 @@
-"""`fit` reads loaders as a `for` loop does: to their end, each epoch announced, nothing twice."""
+"""`fit` reads loaders as a `for` loop does: to their end, each epoch announced, nothing twice.
+
+The trainer reads them, and not its executor; so one test runs in every executor, and the others,
+whose loss notes the rows that it has seen, inline.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 import phalanx
+from tests.worlds import World, in_executor_worlds
 
 pytestmark = pytest.mark.promise("loaders-are-read-to-their-end", "resume-continues-the-data")
 
@@ -39,7 +44,7 @@ def trainer(seen: Seen, **options: Any) -> phalanx.Trainer:
     torch.manual_seed(0)
     sgd = lambda parameters: torch.optim.SGD(parameters, lr=1e-3)  # noqa: E731
     options = {"executor": "inline", "replicas": 1, "microbatches": 1, **options}
-    return phalanx.Trainer(nn.Linear(3, 1), seen, sgd, **{"microbatches": None, **options})
+    return phalanx.Trainer(nn.Linear(3, 1), seen, sgd, **options)
 
 
 def trained(loader: Any, epochs: int) -> list[int]:
@@ -151,11 +156,19 @@ def test_rows_beyond_the_length_are_trained_on_and_the_workers_end() -> None:
     assert set(multiprocessing.active_children()) == children
 
 
-def test_an_epoch_ends_with_the_last_of_its_steps() -> None:
-    loader = LoaderThatCounts(ROWS)
-    with trainer(Seen()) as t:
-        assert [each.steps for each in t.fit(loader, steps=ROWS)] == [ROWS]
-    assert loader.epoch == 1
+def read(executor: str, replicas: int) -> tuple[list[int], int, int]:
+    """Return the steps at each epoch's end, and how often the loader has come to its own."""
+    loader = DataLoader(Rows(), batch_size=3, sampler=CountsEpochs())
+    with trainer(Seen(), executor=executor, replicas=replicas, microbatches=3) as t:
+        (first,) = t.fit(loader, steps=2)
+        ended = loader.sampler.epoch  # type: ignore[attr-defined]
+        steps = [first.steps, *(each.steps for each in t.fit(loader, epochs=3))]
+    return steps, ended, loader.sampler.epoch  # type: ignore[attr-defined]
+
+
+@in_executor_worlds
+def test_an_epoch_ends_with_the_last_of_its_steps(world: World, n: int) -> None:
+    assert world.run(read, n) == [([2, 4, 6], 1, 3)] * (n if world.name == "ranks" else 1)
 
 
 # -- epochs are announced -------------------------------------------------
