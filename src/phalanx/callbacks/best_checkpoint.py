@@ -59,8 +59,8 @@ class BestCheckpoint:
     def best(self) -> Path | None:
         """The folder of the best epoch whose checkpoint is there; None for none.
 
-        Training that goes on from a checkpoint knows of the folders that were kept then, of which
-        some may have been removed since.
+        After a resume these are the folders that were kept at that time; some may have been removed
+        since.
         """
         return next((folder for folder in self.kept if folder.is_dir()), None)
 
@@ -70,7 +70,7 @@ class BestCheckpoint:
         return {self.folder / name: value for value, name in self._kept}
 
     def attach(self, trainer: AttachedTrainer) -> None:
-        """Begin anew, with the training of ``trainer``."""
+        """Start over, with the training of ``trainer``."""
         self._trainer = trainer
         self._kept = []
 

@@ -53,7 +53,7 @@ class EarlyStopping:
         self._trainer: AttachedTrainer | None = None
 
     def attach(self, trainer: AttachedTrainer) -> None:
-        """Begin anew, with the training of ``trainer``."""
+        """Start over, with the training of ``trainer``."""
         self._trainer = trainer
         self.best, self.waited = None, 0
 

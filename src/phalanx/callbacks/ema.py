@@ -60,7 +60,7 @@ class EMA:
         return self._averaged
 
     def attach(self, trainer: AttachedTrainer) -> None:
-        """Begin anew, with the weights of ``trainer``.
+        """Start over, with the weights of ``trainer``.
 
         Raises:
             ConfigError: Its module cannot be copied.

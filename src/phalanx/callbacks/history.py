@@ -95,7 +95,7 @@ class History:
         self._writes = True  # noted in each `fit`: a plot comes when the ranks' group may be gone
 
     def attach(self, trainer: AttachedTrainer) -> None:
-        """Begin anew, with the training of ``trainer``."""
+        """Start over, with the training of ``trainer``."""
         self._clear()
         self._trainer = trainer
 

@@ -35,9 +35,9 @@ class JSONL:
     """A callback that writes a line of JSON for each step, each epoch, each lost worker and each
     change of ranks.
 
-    The lines are those of a run folder's `metrics.jsonl`. A file that is there is gone on with:
-    what it has of steps that are still to come is dropped, be it of another run or of this one
-    before a :meth:`Trainer.resume`. On ranks the first one writes.
+    The lines are as in a run folder's `metrics.jsonl`. A file that is there is continued: its lines
+    of steps that are still to come are dropped, of another run or of this one before a
+    :meth:`Trainer.resume`. On ranks the first one writes.
 
     Args:
         path: The file; its folder is made when it is needed.
@@ -123,7 +123,7 @@ class CSV:
         self._trainer = trainer
 
     def __call__(self, event: object) -> None:
-        """Write the file anew with one row more: they are few, and columns may have come."""
+        """Rewrite the file with one row more: they are few, and there may be new columns."""
         if not isinstance(event, EpochDone) or not is_writer(self._trainer):
             return
         row = {name: getattr(event, name) for name in _OF_AN_EPOCH} | _means_of(event, ".")
@@ -151,7 +151,7 @@ class CSV:
 
 
 class TensorBoard:
-    """A callback that writes scalars for TensorBoard, which shows them while the training goes on.
+    """A callback that writes scalars for TensorBoard, which shows them during the training.
 
     Each step has "step/loss", "step/learning_rate" (and "…_1" for further groups of parameters) and
     "step/grad_norm"; each epoch has "train/loss", "validation/loss" and so on. After a

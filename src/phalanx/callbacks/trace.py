@@ -66,7 +66,7 @@ class Trace:
         self._lost: deque[tuple[float, WorkerLost]] = deque(maxlen=self._most_steps)
 
     def attach(self, trainer: AttachedTrainer) -> None:
-        """Begin anew, with the training of ``trainer``."""
+        """Start over, with the training of ``trainer``."""
         self._trainer = trainer
         self._steps.clear()
         self._lost.clear()

@@ -82,8 +82,8 @@ def launch(
     """Run a script in several ranks, as torchrun does, with defaults for CPUs.
 
     `init_process_group()` without a backend takes `phalanx` for the CPU; each rank has the cores
-    divided by the ranks as threads, unless OMP_NUM_THREADS says otherwise. Of several failures the
-    first cause is told last, and its exit code is the command's.
+    divided by the ranks as threads, unless OMP_NUM_THREADS says otherwise. If several
+    ranks fail, the root cause is printed last, and its exit code is the command's.
     """
     of_hosts = {
         "--nnodes": nnodes != "1",

@@ -112,8 +112,8 @@ class TrainOptions:
         float,
         _option(
             "RATE",
-            "First learning rate of AdamW; it falls to 0 over all epochs. Given anew with "
-            "--resume, the rate is what it would be, had the run begun with it.",
+            "First learning rate of AdamW; it falls to 0 over all epochs. Given with "
+            "--resume, the rate is what it would be if the run had begun with it.",
             "suits data and model",
         ),
     ]

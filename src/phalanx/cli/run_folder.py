@@ -264,12 +264,11 @@ def refuse_existing(path: Path) -> None:
     if not path.is_dir():
         raise ConfigError(f"`--out` must be a folder, but {path} is a file. Name another.")
     if any(path.iterdir()):
-        go_on = (
-            f"Go on with `--resume {path}`, or name" if RunFolder(path).has_checkpoint() else "Name"
-        )
+        resumes = RunFolder(path).has_checkpoint()
+        way_out = f"Continue with `--resume {path}`, or name" if resumes else "Name"
         raise ConfigError(
             f"`--out` must be a new or empty folder, but {path} holds files already. "
-            f"{go_on} another with `--out`."
+            f"{way_out} another with `--out`."
         )
 
 

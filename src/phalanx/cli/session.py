@@ -113,7 +113,7 @@ def plan_resumed(given: Given, path: Path, out: Path | None) -> TrainPlan:
     if out is not None:
         raise ConfigError(
             f"`--out` must be left out with `--resume`, but is {str(out)!r}. "
-            "A run that goes on stays in its folder."
+            "A resumed run stays in its folder."
         )
     folder = RunFolder.open(path)
     stored, configuration = read_config(folder.read_config(), source=str(folder.config_path))
@@ -269,7 +269,8 @@ class Session:
             told = f"{type(failure).__name__}: {failure}"
             error.add_note(f"What came after step {self._saved_steps} is not saved: {told}")
         else:
-            error.add_note(f"Saved after step {steps}. Go on with:\n  {self._resuming_command()}")
+            command = self._resuming_command()
+            error.add_note(f"Saved after step {steps}. Continue with:\n  {command}")
 
     def _conclude(self, seconds: float) -> bool:
         """Write what the run leaves behind, and say what it came to."""
@@ -406,7 +407,7 @@ class Session:
     def _describe_start(self) -> str:
         options = self.options
         epochs = "1 epoch" if options.epochs == 1 else f"{options.epochs} epochs"
-        going_on = f", going on after step {self.trainer.steps}" if self.trainer.steps else ""
+        going_on = f", continuing after step {self.trainer.steps}" if self.trainer.steps else ""
         going_on += self._describe_lost_bits()
         return (
             f"{self.data.description}\n"
@@ -426,7 +427,7 @@ class Session:
     def _describe_interruption(self) -> str:
         return (
             f"Stopped after step {self.trainer.steps}, in epoch {self.trainer.epochs + 1} of "
-            f"{self.options.epochs}. Go on with:\n  {self._resuming_command()}"
+            f"{self.options.epochs}. Continue with:\n  {self._resuming_command()}"
         )
 
     def _resuming_command(self) -> str:

@@ -41,7 +41,7 @@ def train(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Go on with the run in this folder, bit for bit, with its own options; "
+            help="Continue the run in this folder, bit for bit, with its own options; "
             "--replicas, --workloads, --epochs, --lr and --executor may be changed. Give "
             "module:attribute again: that is not taken from a folder.",
         ),
@@ -49,7 +49,7 @@ def train(
 ) -> None:
     """Train a model on replicas, and leave weights, metrics and a figure in a run folder.
 
-    Ctrl-C finishes the step, saves, and says how to go on.
+    Ctrl-C finishes the step, saves, and says how to continue.
     """
     # Late, as it needs torch, which takes seconds: `--help` does without.
     from phalanx.cli.session import Session, plan_new, plan_resumed

@@ -83,7 +83,7 @@ class RayJob:
             one on this machine.
         max_restarts: How often all workers are started again after one has failed.
         rank_restarts: How often each worker is started again by itself before that, while the
-            others go on: for those whose ranks survive the loss of others.
+            others continue: for scripts with elastic ranks (`Ranks()`).
         secret_file: What tables are encrypted with; None for a new secret.
         timeout_s: How long Ray may take to place the workers.
         colour: Whether the line prefixes bear colours.
@@ -140,8 +140,8 @@ def on_ray(
             ``ray.init`` already, that Ray is used.
         max_restarts: How often all are started again after one has failed.
         rank_restarts: How often each worker is started again by itself before that, while the
-            others go on: for ``phalanx.Trainer(executor=phalanx.Ranks())``. One that comes when
-            the others have finished returns None.
+            others continue: for ``phalanx.Trainer(executor=phalanx.Ranks())``. One that comes
+            when the others have finished returns None.
         secret_file: A secret of your own, made by ``phalanx secret``; only here, on no node.
         timeout_s: How long Ray may take to place the workers, in seconds.
 
@@ -465,8 +465,8 @@ class _Attempt:
             self._restarts[rank] += 1
             told = (
                 f"Rank {rank} (process {self._pids.get(rank, 0)}) {how}. It is started again "
-                f"({self._restarts[rank]} of {self._job.rank_restarts}); ranks that survive its "
-                "loss go on (`Ranks()`)."
+                f"({self._restarts[rank]} of {self._job.rank_restarts}); elastic ranks "
+                "(`Ranks()`) continue."
             )
             self._write(sys.stderr, rank, [told])
             if self._store is not None and rank in self._pids:

@@ -320,7 +320,7 @@ class RankMembership:
             if any(self._is_this_process(number) for number in before):
                 raise StateError(
                     "A script must train with `Ranks()` in one `Trainer`, but this process has "
-                    "been a rank of a run that has ended. Go on with that trainer before it is "
+                    "been a rank of a run that has ended. Use that trainer before it is "
                     "closed, or start another job."
                 )
             finished = [n for n in before if self._left(n) == _FINISHED]
@@ -330,8 +330,8 @@ class RankMembership:
                     f"it ({self._card(finished[0]).pid}) had finished it, but not what the script "
                     "does afterwards, which is not done again. See that process's error; if it was "
                     "killed there is none, and its launcher names the signal (SIGKILL is sent by "
-                    "somebody, or by the kernel for lack of memory). Start the job anew, or that "
-                    "part alone."
+                    "somebody, or by the kernel for lack of memory). Start the job again, or "
+                    "that part alone."
                 )
             raise RunEnded(
                 "The run that this rank would join has ended, and all its ranks have left: nothing "

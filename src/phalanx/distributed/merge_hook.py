@@ -52,12 +52,12 @@ def merge_hook(
 
     If a weight is no finite number ≥ 0, or ``weight_fn`` raises, that rank's ``backward()`` raises
     when it has done its part in the merge, so that no other rank waits for it; theirs raise
-    `PeerError` on the CPU. Gradients are NaN then on every rank, and the next step can go on.
+    `PeerError` on the CPU. Gradients are NaN then on every rank, and training can continue.
 
     Args:
         weight_fn: Called once per merge on every rank, at its start and in the thread of the
             backward pass. Returns how many samples or tokens the gradients stand for that this
-            rank merges now: those of all passes since the last merge. It may start counting anew.
+            rank merges now: of all passes since the last merge. It may reset its count.
         reduction: ``"sum"`` or ``"mean"``, see above.
         process_group: The one that DDP was given, by default all ranks.
 

@@ -41,9 +41,9 @@ __all__ = ["DataParallel"]
 class DataParallel(Container, Unwrapped):
     """Run ``module`` on several devices of this host, each replica on its slice of the batch.
 
-    Output, input gradients and parameter gradients are those of the unwrapped module within float
-    rounding (sums are taken in another order); only what looks across the batch, such as batch norm
-    in training, sees its slice. Any optimizer over ``parameters()``, any
+    Output, input gradients and parameter gradients equal the unwrapped module's within float
+    rounding (sums are taken in another order); only layers that look across the batch, such as
+    batch norm in training, see a slice. Any optimizer over ``parameters()``, any
     loss, autograd as usual. `state_dict()` has the keys of the unwrapped module, and loads from
     either. Hooks on the module's children run in every replica.
 
@@ -55,7 +55,7 @@ class DataParallel(Container, Unwrapped):
         microbatches: Number of pieces that every batch is cut into, at least as many as there are
             replicas. It fixes the order of all sums, so the gradients are bitwise the same for any
             number of replicas; every operator on a CPU runs on one thread, for the same reason,
-            also those of the caller. Default: None, one slice for each replica.
+            also in the calling thread. Default: None, one slice for each replica.
         layout: Which dim of which input leaf is split; default dim 0 of all tensors with dims.
             Leaves are named by position, by the name of the module's argument, or by path
             (``0``, ``"mask"``, ``"0.items"``); None gives a leaf whole to all.
@@ -189,7 +189,7 @@ class DataParallel(Container, Unwrapped):
         sizes: Sequence[int] | None = None,
         check: Callable[[list[Nested]], object] | None = None,
     ) -> list[Nested]:
-        """Run the module on inputs that are cut already, and return those of every piece.
+        """Run the module on inputs that are cut already, and return the outputs of every piece.
 
         Nothing is merged, and outputs stay on their replica's device; gradients of the parameters
         are summed as ever.

@@ -120,7 +120,7 @@ class DistributedDataParallel(DataParallel):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Do nothing; scripts for torch's class may go on calling it.
+        """Do nothing; scripts for torch's class may keep calling it.
 
         Gradients are summed over all ranks in every backward pass, and accumulate in ``grad`` as
         everywhere in torch: partial sums of several batches would have to be kept for each

@@ -91,24 +91,24 @@ class Trainer:
         workloads: Each replica's relative share of a batch; equal by default. With microbatches, a
             replica that is free takes what is left.
         executor: "threads", or `Threads` with options: replicas are threads of this process.
-            "processes", or `Processes`: they are worker processes of this host, which take nothing
-            with them when they die. "inline": the one replica runs in the caller's thread, where a
-            debugger finds it. "ranks": every process of a `torch.distributed` job has such a
-            trainer, is given the same batches, and computes its share of them with its replicas.
-            `Ranks` survive the loss of others.
+            "processes", or `Processes`: they are worker processes of this host; a step is
+            completed without one that dies. "inline": the one replica runs in the caller's thread,
+            for a debugger. "ranks": every process of a `torch.distributed` job has such a trainer,
+            is given the same batches, and computes its share of them with its replicas. `Ranks`:
+            the same, and ranks continue without one that is lost.
         seed: Where dropout and its like start; each microbatch of each step has numbers of its own.
-        weight: microbatch -> what its mean loss stands for, such as its number of unmasked tokens;
-            default its rows.
+        weight: A function from a microbatch to its weight in the batch's loss, such as its number
+            of unmasked tokens. Default: its number of rows.
         forward: (module, microbatch) -> loss, (loss, outputs) or (loss, outputs, targets), for
             batches or models of another form; the latter two are for metrics.
         layout: Which dim of which leaf of (inputs, targets) is split; default dim 0 of all.
-        clip_norm: Largest 2-norm of all gradients together; `StepDone.grad_norm` tells what it was.
+        clip_norm: Largest 2-norm of all gradients together; `StepDone.grad_norm` has their norm.
         scheduler: A learning-rate scheduler, or a function that makes one from the optimizer.
         scheduler_interval: When :meth:`fit` steps it: after every "epoch" or every "step". An epoch
             steps `ReduceLROnPlateau` by the loss of its validation, or of its training without one.
         metrics: torchmetrics or functions by name, counted in :meth:`fit` and :meth:`evaluate`.
-        callbacks: Called with every event, in order. Those of `phalanx.callbacks`, and all that
-            have ``state_dict`` and ``load_state_dict``, have their state in checkpoints.
+        callbacks: Called with every event, in order. Checkpoints hold the state of each callback
+            that has ``state_dict`` and ``load_state_dict``.
 
     Raises:
         ConfigError: An argument cannot work.
@@ -496,7 +496,7 @@ class Trainer:
         self.join()
         if self.steps != steps:
             raise StateError(
-                f"A rank that comes later must go on from the step of the others, {self.steps}, "
+                f"A rank that joins later must continue from the others' step, {self.steps}, "
                 f"but is given a batch for step {steps}. Call `join()` first, and begin at `steps`."
             )
 
@@ -553,7 +553,7 @@ class Trainer:
         """Write everything that :meth:`resume` needs to ``folder``, as a whole or not at all.
 
         With executor="ranks" all ranks must call it; rank 0 writes. Weights are stored as they are
-        trained: those of a schedule-free optimizer are not its average.
+        trained: a schedule-free optimizer's are not its average.
 
         Raises:
             CheckpointError: It cannot be written there; what was there before is whole.
@@ -568,7 +568,7 @@ class Trainer:
     def resume(self, folder: str | Path) -> None:
         """Continue from a folder of :meth:`save`: weights, optimizer, data order and all else.
 
-        With the same `microbatches` and seed the run goes on bit for bit, on any number of
+        With the same `microbatches` and seed the run continues bit for bit, on any number of
         replicas. The optimizer's options are the saved ones: set another `lr` afterwards.
 
         Raises:

@@ -37,7 +37,7 @@ def test_an_empty_folder_may_be_there(tmp_path):
 
 def test_a_folder_that_holds_a_run_is_refused_with_the_way_to_go_on(tmp_path):
     (tmp_path / "checkpoint").mkdir()
-    with pytest.raises(ConfigError, match=rf"Go on with `--resume {tmp_path}`, or name another"):
+    with pytest.raises(ConfigError, match=rf"Continue with `--resume {tmp_path}`, or name another"):
         RunFolder.create(tmp_path)
 
 

@@ -380,7 +380,7 @@ def test_what_was_done_before_a_step_that_failed_is_saved(phalanx, fault, return
     Path("fault").write_text(fault)  # the model's, in the middle of step 10
     code, said = run_to_its_end("train", *words, "--replicas", "1", "--out", "failed")
     assert code == returned, said
-    assert "Saved after step 9. Go on with:" in said
+    assert "Saved after step 9. Continue with:" in said
     assert "phalanx train --resume failed --model own_code:Failing\n" in said
     assert ("KeyError: 'another'" in said) == (returned == 1)
     assert "In step 10: batch 10 of epoch 1." in said
@@ -438,7 +438,7 @@ def test_a_run_goes_on_behind_its_end_though_its_picture_cannot_be_written(
     Path("run/training.png").mkdir()  # where nobody can write a file
     code, out, _ = phalanx("train", "--resume", "run", "--epochs", 2)
     assert code == 0
-    assert "going on after step 6" in out
+    assert "continuing after step 6" in out
     assert "training.png is not written: " in out
     after = load_file("run/model.safetensors")
     assert not all(torch.equal(before[name], after[name]) for name in before)
