@@ -284,9 +284,9 @@ class SharedModule:
     def snapshot(self, directory: str | os.PathLike[str]) -> list[Path]:
         """Write the shared values and the outer step's state into ``directory``.
 
-        One worker is enough, and the others continue. Of a synchronous module, and between two barriers,
-        all of it is of one moment; else each of its tables is. Counters and the workers' optimizers
-        are not in it.
+        One worker is enough, and the others continue. Of a synchronous module, and between two
+        barriers, all of it is of one moment; else each of its tables is. Counters and the workers'
+        optimizers are not in it.
 
         Raises:
             CheckpointError: The directory cannot be written to. An older snapshot is intact.
