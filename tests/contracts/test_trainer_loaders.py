@@ -23,7 +23,10 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 import phalanx
 from tests.worlds import World, in_executor_worlds
 
-pytestmark = pytest.mark.promise("loaders-are-read-to-their-end", "resume-continues-the-data")
+pytestmark = [
+    pytest.mark.promise("loaders-are-read-to-their-end", "resume-continues-the-data"),
+    pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
+]
 
 Batch = tuple[Tensor, Tensor]
 ROWS = 6

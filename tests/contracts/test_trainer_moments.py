@@ -32,6 +32,9 @@ from tests.worlds import (
 pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
 
 
+in_this_process = pytest.mark.parametrize(("executor", "replicas"), EXECUTORS[:2])
+
+
 def batches() -> list[tuple[Tensor, Tensor]]:
     draw = torch.Generator().manual_seed(1)
     return [(torch.randn(7, 5, generator=draw), torch.randn(7, 3, generator=draw)) for _ in "abcde"]
@@ -67,15 +70,19 @@ class Calling(nn.Module):
 
     calls: ClassVar[list[Callable[[], object]]] = []  # of the class: replicas are copies
     heard: ClassVar[list[Exception]] = []
+    lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
         super().__init__()
         self.lin = nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        while self.calls:
+        with self.lock:  # one replica makes them all
+            calls = self.calls[:]
+            self.calls.clear()
+        for call in calls:
             try:
-                self.calls.pop()()
+                call()
             except StateError as error:
                 self.heard.append(error)
         out: Tensor = self.lin(x)
@@ -138,8 +145,12 @@ def test_going_back_in_a_callback_reads_the_data_from_there(
 # -- in the middle of a step --------------------------------------------
 
 
-def test_in_the_middle_of_a_step_nothing_is_saved_or_put_back(tmp_path: Path) -> None:
-    with make(Calling, replicas=1) as trainer:
+@in_this_process
+def test_in_the_middle_of_a_step_nothing_is_saved_or_put_back(
+    executor: str, replicas: int, tmp_path: Path
+) -> None:
+    Calling.heard.clear()
+    with make(Calling, executor=executor, replicas=replicas) as trainer:
         trainer.save(tmp_path / "before")
         Calling.calls += [
             lambda: trainer.save(tmp_path / "torn"),
@@ -152,11 +163,12 @@ def test_in_the_middle_of_a_step_nothing_is_saved_or_put_back(tmp_path: Path) ->
         trainer.save(tmp_path / "after")
 
 
-def test_closing_in_the_middle_of_a_step_lets_it_end() -> None:
+@in_this_process
+def test_closing_in_the_middle_of_a_step_lets_it_end(executor: str, replicas: int) -> None:
     with make(Calling) as twin:
         twin.fit(batches(), steps=2)
         expected = state_of(twin)
-    trainer = make(Calling, replicas=1)
+    trainer = make(Calling, executor=executor, replicas=replicas)
     trainer.fit(batches(), steps=1)
     Calling.calls.append(trainer.close)
     with pytest.raises(StateError, match="was closed"):
