@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
-from phalanx import ConfigError, DistributedDataParallel, PeerLost
+from phalanx import ConfigError, DistributedDataParallel, Layout, PeerLost
 from tests.multiprocess.ranks import Ranks
 from tests.zoo import (
     CASES,
+    CLASSES,
     CNN_NORM,
     GPT_DROPOUT,
     MLP,
@@ -166,6 +167,21 @@ def test_the_loss_is_that_of_torchs_class(two: Ranks, case: Case) -> None:
     assert ours == pytest.approx(theirs, abs=1e-6)
 
 
+def chained(rank: int, wrap: Callable[..., nn.Module]) -> list[float]:
+    """Return the gradients of one module whose outputs another takes, as a generator's are."""
+    first = MLP.build()
+    generator, critic = wrap(first), wrap(nn.Linear(CLASSES, 1))
+    inputs = vector_batch(8)[0][own_rows(rank, 8, 4)]
+    critic(generator(inputs)).square().mean().backward()
+    return [each.grad.double().sum().item() for each in first.parameters()]
+
+
+def test_wrapped_modules_can_be_chained(two: Ranks, alone: Ranks) -> None:
+    found = two.run(chained, DistributedDataParallel)
+    assert found == alone.run(chained, DistributedDataParallel) * 2
+    assert found[0] == pytest.approx(two.run(chained, TorchDDP)[0], abs=1e-6)
+
+
 # --- in the loops of others -----------------------------------------------------------------------
 
 
@@ -201,7 +217,60 @@ def one_step(rank: int, kind: str) -> str:
     return hash_of(model)
 
 
+def train_a_part(rank: int) -> str:
+    """Keep a module in evaluation, but for its dropout and its norms."""
+    model = DistributedDataParallel(dropped(seed=rank))
+    model.eval()
+    for each in model.modules():
+        if isinstance(each, (nn.Dropout, nn.BatchNorm2d)):
+            each.train()
+    optimizer = sgd(model.parameters())
+    for step in range(2):
+        inputs, targets = (each[own_rows(rank, 8, 4)] for each in image_batch(8, seed=step))
+        MODELS[1].loss(model(inputs), targets).backward()
+        optimizer.step()
+    return hash_of(model)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(3, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        outputs, (hidden, _) = self.inner(x)
+        return outputs, hidden
+
+
+def train_recurrent(rank: int) -> str:
+    """Train with the rows along dim 1, of inputs and of both outputs."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Recurrent(), layout=Layout(dim=1), output="cat(1)")
+    outputs, hidden = model(torch.randn(6, 8, 3)[:, own_rows(rank, 8, 4)])
+    (outputs.mean() + hidden.mean()).backward()
+    sgd(model.parameters()).step()
+    return hash_of(model)
+
+
+def weigh_two_passes(rank: int) -> str:
+    """Go back through two forward passes at once: one weight holds for both."""
+    model = DistributedDataParallel(nn.Linear(7, 1), reduction="sum", buffers="first")
+    with torch.no_grad():
+        model.module.weight.zero_()
+    inputs = torch.ones(8, 7)[own_rows(rank, 8, 4)]
+    total = model(inputs).sum() + model(inputs).sum()
+    model.set_weight(2 * len(inputs))
+    total.backward()
+    assert torch.equal(model.module.weight.grad, torch.ones(1, 7))
+    model(inputs).sum().backward()  # by rows again
+    assert torch.equal(model.module.weight.grad, torch.full((1, 7), 2.0))
+    return hash_of(model)
+
+
 LOOPS = [
+    pytest.param(train_a_part, (), id="partly in evaluation"),
+    pytest.param(train_recurrent, (), id="rows along dim 1"),
+    pytest.param(weigh_two_passes, (), id="two passes, one weight"),
     pytest.param(accumulate, (), id="accumulation"),
     pytest.param(one_step, ("autocast",), id="autocast"),
     pytest.param(one_step, ("checkpointed",), id="checkpointed"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -26,8 +26,9 @@ from phalanx.execution import (
 )
 from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.graph import Reduction, RunPart
-from phalanx.plan import check_argument, equal_sizes, ranges_of, read_count, read_number
+from phalanx.plan import Layout, check_argument, equal_sizes, ranges_of, read_count, read_number
 from phalanx.replicas import Statistics
+from phalanx.torch_internals import call_after_backward
 from phalanx.types import Nested
 
 __all__ = ["DistributedDataParallel"]
@@ -59,6 +60,9 @@ class DistributedDataParallel(DataParallel):
             the finished sum of gradients is divided by all ranks' weight (rows, or
             :meth:`set_weight`); any number of ranks.
         bucket_cap_mb: About how many MiB of gradients travel together.
+        layout: As for `DataParallel`: which dim of which input is split into microbatches.
+        output: As for `DataParallel`: how outputs of a rank's microbatches are merged.
+        buffers: As for `DataParallel`: what becomes of buffers that `forward` writes.
 
     Attributes:
         steps: Forward passes of training so far. Random numbers depend on it: save it, and set it
@@ -102,11 +106,16 @@ class DistributedDataParallel(DataParallel):
         process_group: ProcessGroup | None = None,
         reduction: str = "mean",
         bucket_cap_mb: float = 25,
+        layout: Layout | None = None,
+        output: str | Mapping[str | int, str] | None = None,
+        buffers: str | Mapping[str, str] = "mean",
     ) -> None:
         read_count("microbatches", microbatches, 1)
         wanted = "be 'mean' or 'sum'"
         check_argument(reduction in ("mean", "sum"), "reduction", wanted, reduction)
-        super().__init__(module, 1, microbatches=microbatches)
+        super().__init__(
+            module, 1, microbatches=microbatches, layout=layout, output=output, buffers=buffers
+        )
         self._is_mean = reduction == "mean"
         self._bucket_bytes = int(read_number("bucket_cap_mb", bucket_cap_mb) * 2**20)
         self._exchange = exchange = Exchange(process_group)
@@ -115,7 +124,8 @@ class DistributedDataParallel(DataParallel):
         self._num_microbatches = microbatches
         self._sums: tuple[object, RankReduction] | None = None
         self._weight: float | None = None
-        self._seed = self._agree(exchange, microbatches, reduction)
+        rules = repr((layout, output, buffers))
+        self._seed = self._agree(exchange, microbatches, reduction, rules)
         exchange.align((*module.parameters(), *module.buffers()))
 
     @contextlib.contextmanager
@@ -146,6 +156,9 @@ class DistributedDataParallel(DataParallel):
         check_argument(0 <= number < math.inf, "weight", "be finite and at least 0", weight)
         self._weight = number
 
+    def _forget_weight(self) -> None:
+        self._weight = None
+
     def extra_repr(self) -> str:
         exchange = self._exchange
         reduction = "mean" if self._is_mean else "sum"
@@ -174,8 +187,8 @@ class DistributedDataParallel(DataParallel):
             raise ConfigError(
                 "All ranks must wrap the same module in the same way, but rank "
                 f"{differing[0]} has other parameters, frozen parameters or devices than rank 0, "
-                "or other values of `microbatches` or `reduction`. Make it from the same arguments "
-                "in every process."
+                "or other values of `microbatches`, `reduction`, `layout`, `output` or `buffers`. "
+                "Make it from the same arguments in every process."
             )
         return int(told[0][0])
 
@@ -214,8 +227,11 @@ class DistributedDataParallel(DataParallel):
             self.steps += 1
         return outputs
 
+    def _in_training(self) -> bool:
+        return any(each.training for each in self.module.modules())
+
     def _in_step(self) -> bool:
-        return self.module.training and torch.is_grad_enabled()
+        return torch.is_grad_enabled() and self._in_training()
 
     def _reduction(self, sizes: Sequence[int]) -> Reduction:
         return _RankPasses(self, sizes)
@@ -250,7 +266,7 @@ class _RankPasses(Reduction):
         return self._seed
 
     def statistics(self, result: RunResult) -> Statistics:
-        if not self._owner.module.training or next(self._owner.module.buffers(), None) is None:
+        if next(self._owner.module.buffers(), None) is None or not self._owner._in_training():
             return super().statistics(result)
         own = {
             node: PartialSum([], each.statistics)
@@ -269,11 +285,18 @@ class _RankPasses(Reduction):
     def begin(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         owner, size = self._owner, self._exchange.size
         weight = sum(self._sizes) if owner._weight is None else owner._weight
-        owner._weight = None
+        call_after_backward(owner._forget_weight)  # it holds for all forward passes behind it
         self._told = self._exchange.begin_numbers([*self._sizes, weight])
         if not owner._is_mean or size == 1:
             return gradients
         return [None if each is None else each / size for each in gradients]
+
+    def of_inputs(self, gradients: Gradients) -> Gradients:
+        size = self._exchange.size
+        if not self._owner._is_mean or size == 1:
+            return gradients
+        # The caller's are those of its own loss: what computed the inputs may divide them, too.
+        return [None if each is None else each * size for each in gradients]
 
     def add_gradients(self, executor: ThreadExecutor, result: RunResult) -> Gradients:
         told = self._told()

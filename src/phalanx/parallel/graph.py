@@ -74,6 +74,10 @@ class Reduction:
         """Begin a backward pass; return the gradients of the outputs for it."""
         return gradients
 
+    def of_inputs(self, gradients: Gradients) -> Gradients:
+        """Return the gradients of the inputs, for the caller's graph."""
+        return gradients
+
     def add_gradients(self, executor: ThreadExecutor, result: RunResult) -> Gradients:
         """Return the sums of the parameters' gradients, as `ThreadExecutor.add_gradients`."""
         return executor.add_gradients(result)
@@ -295,6 +299,7 @@ class _Node:
         for own, devices in zip(result.results, self.devices, strict=True):
             pairs = zip(own or [None] * len(devices), devices, strict=True)
             gradients += [None if each is None else each.to(device) for each, device in pairs]
+        gradients = list(self.reduction.of_inputs(gradients))
         sums = self.reduction.add_gradients(self.executor, result)
         for parameter, total in zip(self.executor.parameters, sums, strict=True):
             if id(parameter) in self.trainable:
