@@ -55,12 +55,12 @@ def main() -> None:
     with make_trainer(2, [history, ema, best, stopping, *log]) as trainer:
         trainer.fit(train, epochs=40, validate=validation)
         print(f"stopped after {trainer.epochs} epochs: {trainer.stopped}")
-        for name, module in (("trained", None), ("averaged", ema)):
-            found = trainer.evaluate(validation, module=module)
+        for name in ("trained", "averaged"):
+            if name == "averaged":  # the training is over
+                trainer.module.load_state_dict(ema.module.state_dict())
+            found = trainer.evaluate(validation)
             print(f"{name}: loss {found['loss']:.3f}, accuracy {found['accuracy']:.1%}")
-        right = trainer.predict(validation, module=ema).argmax(1) == torch.cat(
-            [y for _, y in validation]
-        )
+        right = trainer.predict(validation).argmax(1) == torch.cat([y for _, y in validation])
         print(f"predicted right: {int(right.sum())} of {len(right)}")
     history.plot(OUT / "training.png")
 

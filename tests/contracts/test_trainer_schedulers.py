@@ -6,6 +6,7 @@ What is refused is refused when a trainer is made, before any executor has begun
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,12 @@ def test_a_schedule_free_optimizer_is_switched_around_validation(world: World, n
         assert_close(weights, state_of(twin), torch.float32)
 
 
+def failing(batches: list[Any], error: BaseException) -> Iterator[Any]:
+    """Yield one batch, and raise ``error``."""
+    yield batches[0]
+    raise error
+
+
 def looked_at(executor: str, replicas: int, folder: Path) -> list[State]:
     """Return the weights of a run, of one that is looked at on its way, and of one resumed."""
     rows, found = data(12), []
@@ -258,6 +265,10 @@ def looked_at(executor: str, replicas: int, folder: Path) -> list[State]:
         trainer.save(folder)
         trainer.evaluate(rows)
         trainer.predict(rows)
+        for error in (OSError, KeyboardInterrupt):
+            with pytest.raises(error):
+                trainer.evaluate(failing(rows, error()))
+        assert trainer.module.training
         with pytest.raises(ConfigError, match="`loader`"):
             trainer.evaluate([])
         trainer.fit(rows)

@@ -92,7 +92,6 @@ def everything(devices: list[str], folder: Path, **loading: Any) -> dict[str, An
         found: dict[str, Any] = {"train": {f"{each.epoch}": each.train for each in epochs}}
         found["validation"] = {f"{each.epoch}": each.validation for each in epochs}
         found["evaluated"] = trained.evaluate(data(**loading))
-        found["averaged"] = trained.evaluate(data(**loading), module=ema)
         found["predicted"] = trained.predict([x for x, _ in data(**loading)])
         found["losses"] = dict(enumerate(history.losses))
         found["average"] = dict(ema.module.state_dict())

@@ -20,8 +20,7 @@ class EMA:
 
     After the first step the average is the weights themselves, then
     ``average = decay * average + (1 - decay) * weights``. Buffers, such as the statistics of batch
-    norm, are the model's own. It is in checkpoints; ``trainer.evaluate(loader, module=ema)`` looks
-    at it.
+    norm, are the model's own. The average is in checkpoints.
 
     Args:
         decay: What is kept of the average, at least 0 and below 1.

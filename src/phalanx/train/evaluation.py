@@ -56,12 +56,10 @@ class Evaluation:
     engine: Engine
     seed: tuple[int, ...]
 
-    # Any, here and below: a module, or what has one; see `_find_weights`.
-    def evaluate(self, loader: Iterable[Nested], lender: Any, metrics: Metrics) -> dict[str, float]:
+    def evaluate(self, loader: Iterable[Nested], metrics: Metrics) -> dict[str, float]:
         """Return the weighted mean loss and the metrics over all of ``loader``.
 
         Args:
-            lender: Whose weights are looked at.
             metrics: Counted in a copy.
 
         Raises:
@@ -70,7 +68,7 @@ class Evaluation:
         task = EvaluateTask(self.engine.spec.objective, keep_outputs=bool(metrics))
         metrics = metrics.fresh()
         total = weight = 0.0
-        with self._evaluating(lender) as begin:
+        with self._evaluating() as begin:
             for microbatches, result in self._results(loader, task, begin):
                 if metrics:
                     metrics.update(*microbatches.outputs_of(result.results, metrics.joining))
@@ -78,11 +76,8 @@ class Evaluation:
                 weight += microbatches.weight
         return {"loss": total / weight, **metrics.compute()}
 
-    def predict(self, loader: Iterable[Nested], lender: Any, home: torch.device) -> Nested:
+    def predict(self, loader: Iterable[Nested], home: torch.device) -> Nested:
         """Return the module's outputs for all of ``loader``, on ``home``.
-
-        Args:
-            lender: As for :meth:`evaluate`.
 
         Raises:
             ConfigError: As :meth:`evaluate`; or outputs have no rows that could be joined.
@@ -90,7 +85,7 @@ class Evaluation:
         spec = self.engine.spec
         task, layout = PredictTask(spec.objective), spec.layout
         parts, sizes = [], []
-        with self._evaluating(lender) as begin:
+        with self._evaluating() as begin:
             for microbatches, result in self._results(loader, task, begin):
                 for each, size in zip(result.results, microbatches.sizes, strict=True):
                     if each is not None:
@@ -101,15 +96,15 @@ class Evaluation:
         return merging.merge(parts, sizes, home)
 
     @contextlib.contextmanager
-    def _evaluating(self, lender: Any) -> Iterator[Callable[[], None]]:
-        """Give a function that puts the module into eval mode, with the weights of ``lender``.
+    def _evaluating(self) -> Iterator[Callable[[], None]]:
+        """Give a function that puts the module into eval mode.
 
-        It is to be called when the engine is open: ranks have one another's weights then. The
-        weights are copied into the module's own memory, where replicas of every kind find them, and
-        back bit for bit, also after an error. A schedule-free optimizer shows its average.
+        It is to be called when the engine is open: ranks have one another's weights then. A
+        schedule-free optimizer shows its average; the trained weights are copied back bit for bit,
+        also after an error.
         """
         spec, write = self.engine.spec, self.engine.write
-        lent = _find_weights(spec.module, lender)
+        # Any: one that has `eval` and `train`, too.
         optimizer: Any = spec.optimizer if hasattr(spec.optimizer, "eval") else None
         modes = [(child, child.training) for child in spec.module.modules()]
         own: dict[str, Tensor] = {}
@@ -117,20 +112,15 @@ class Evaluation:
         def begin() -> None:
             if optimizer is not None:
                 write(optimizer.train)  # where the caller has called `eval()`
-            if lent is not None or optimizer is not None:
                 own.update({k: each.clone() for k, each in _tensors_of(spec.module).items()})
-            if optimizer is not None:
                 write(optimizer.eval)
-            if lent is not None:
-                write(lambda: _copy_to(spec.module, lent))
             spec.module.eval()
 
         try:
             yield begin
         finally:
-            if own and optimizer is not None:
-                write(optimizer.train)  # it computes the weights from the average, and rounds
             if own:
+                write(optimizer.train)  # it computes the weights from the average, and rounds
                 write(lambda: _copy_to(spec.module, own))
             for child, training in modes:
                 child.training = training
@@ -165,30 +155,6 @@ class Evaluation:
         microbatches = self.engine.split(batch, weighs=weighs)
         with torch.no_grad():
             return microbatches, self.engine.run(task, microbatches, seed)
-
-
-def _find_weights(trained: nn.Module, lender: Any) -> dict[str, Tensor] | None:
-    """Return the weights and buffers of ``lender``, which are to be looked at as ``trained``'s.
-
-    Args:
-        lender: A module, or something with one as its ``module``, such as an `EMA` or torch's
-            `AveragedModel`; None for none.
-
-    Raises:
-        ConfigError: It is neither, or of other parameters.
-    """
-    if lender is None:
-        return None
-    ours = {name: (each.dtype, each.shape) for name, each in _tensors_of(trained).items()}
-    for module in (lender, getattr(lender, "module", None)):
-        lent = _tensors_of(module) if isinstance(module, nn.Module) else {}
-        if {name: (each.dtype, each.shape) for name, each in lent.items()} == ours:
-            return lent
-    raise ConfigError(
-        "`module` must be a module, or have one as its `module`, with the parameters and buffers "
-        f"of the trained one, in name, dtype and shape, but is {lender!r:.200}. Give an `EMA`, or "
-        "a copy of the trained module."
-    )
 
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:

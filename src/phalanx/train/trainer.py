@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from phalanx.callbacks import EMA, Callback, EpochDone, FitBegun, FitEnded, StepDone
+from phalanx.callbacks import Callback, EpochDone, FitBegun, FitEnded, StepDone
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError, StateError
 from phalanx.execution import (
@@ -381,32 +381,23 @@ class Trainer:
         check_moment(closed=self._closed, in_step=self._in_step)
         self._engine.refresh()
 
-    def evaluate(
-        self, loader: Iterable[Nested], *, module: nn.Module | EMA | None = None
-    ) -> dict[str, float]:
+    def evaluate(self, loader: Iterable[Nested]) -> dict[str, float]:
         """Return the loss and the metrics over all of ``loader``, in eval mode, without gradients.
 
         The loss is the weighted mean over everything; metrics are exact however batches were cut.
 
-        Args:
-            module: Whose weights and buffers are looked at: an `EMA`, a copy of the trained module,
-                or anything with one as its ``module``. The trained ones are as before afterwards.
-
         Raises:
-            ConfigError: The loader yields nothing; or ``module`` is of other parameters.
+            ConfigError: The loader yields nothing.
         """
         with self._passing() as running:
-            return running.evaluate(loader, module, self._metrics)
+            return running.evaluate(loader, self._metrics)
 
-    def predict(self, loader: Iterable[Nested], *, module: nn.Module | EMA | None = None) -> Nested:
+    def predict(self, loader: Iterable[Nested]) -> Nested:
         """Return the module's outputs for all rows of ``loader``, in eval mode, without gradients.
 
         Batches are as in :meth:`fit`, or inputs alone. A pair is (inputs, targets), whose targets
         are left aside: for two inputs give ((first, second), None). With ``forward=`` the outputs
         are what that returns beside the loss.
-
-        Args:
-            module: As in :meth:`evaluate`.
 
         Returns:
             What the module returns, with the rows of all batches in order: tensors and arrays are
@@ -416,7 +407,7 @@ class Trainer:
             ConfigError: As :meth:`evaluate`; or an output has not a row for each of its inputs'.
         """
         with self._passing() as running:
-            return running.predict(loader, module, self._home)
+            return running.predict(loader, self._home)
 
     @contextmanager
     def _passing(self) -> Iterator[Evaluation]:
