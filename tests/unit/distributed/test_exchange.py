@@ -29,8 +29,8 @@ def test_an_exchange_ends_after_the_backend_has_let_go_of_all(
     seen: list[bool] = []
     real, really_wait = dist.all_gather, exchange.wait_until
 
-    def lets_go_late(found: list[Tensor], own: Tensor) -> None:
-        real(found, own)
+    def lets_go_late(found: list[Tensor], own: Tensor, group: dist.ProcessGroup | None) -> None:
+        real(found, own, group=group)
         kept.extend([*found, own])
 
     def wait_until(ready: Callable[[], bool], timeout_s: float) -> None:
