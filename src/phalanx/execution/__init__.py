@@ -7,19 +7,18 @@ from phalanx.execution.contract import (
 )
 from phalanx.execution.executor_options import Processes, Ranks, Threads
 from phalanx.execution.failures import FailureLog, WorkerLost
-from phalanx.execution.opening import EXECUTORS, ExecutorChoice, open_executor
+from phalanx.execution.opening import ExecutorChoice, open_executor
 from phalanx.execution.processes import ProcessExecutor
 from phalanx.execution.rank_messages import RankMessage
 from phalanx.execution.rank_reduction import RankReduction, add_nodes
 from phalanx.execution.ranks import describe_rank
 from phalanx.execution.run import Gradients, PartialSum, RunResult, Span, add_sums
-from phalanx.execution.shards import Shards, is_cut
+from phalanx.execution.shards import Shards
 from phalanx.execution.task import MicrobatchContext, MicrobatchResult, Task
 from phalanx.execution.thread_pool import ThreadPool
 from phalanx.execution.threads import ThreadExecutor
 
 __all__ = [
-    "EXECUTORS",
     "Executor",
     "ExecutorChoice",
     "FailureLog",
@@ -44,7 +43,6 @@ __all__ = [
     "add_sums",
     "default_intra_op",
     "describe_rank",
-    "is_cut",
     "open_executor",
     "repeated",
 ]

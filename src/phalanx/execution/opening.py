@@ -19,9 +19,9 @@ from phalanx.execution.ranks import RankExecutor, write_once
 from phalanx.execution.threads import ThreadExecutor
 from phalanx.plan import check_argument
 
-__all__ = ["EXECUTORS", "ExecutorChoice", "open_executor"]
+__all__ = ["ExecutorChoice", "open_executor"]
 
-EXECUTORS = ("threads", "processes", "inline", "ranks")
+_EXECUTORS = ("threads", "processes", "inline", "ranks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +49,9 @@ class ExecutorChoice:
             ConfigError: It is neither.
         """
         known = isinstance(given, (Threads, Processes, Ranks)) or (
-            isinstance(given, str) and given in EXECUTORS
+            isinstance(given, str) and given in _EXECUTORS
         )
-        named = ", ".join(map(repr, EXECUTORS))
+        named = ", ".join(map(repr, _EXECUTORS))
         others = "`Threads(…)`, `Processes(…)` or `Ranks(…)`"
         check_argument(known, "executor", f"be one of {named}, or {others}", given)
         if isinstance(given, str):

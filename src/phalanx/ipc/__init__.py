@@ -4,19 +4,17 @@ from phalanx.ipc.at_fork import register_at_fork
 from phalanx.ipc.available_memory import available_memory_bytes
 from phalanx.ipc.changes import Changes
 from phalanx.ipc.control_groups import cores_allowed
-from phalanx.ipc.fail_points import Fault, fail_point, inject
+from phalanx.ipc.fail_points import fail_point, inject
 from phalanx.ipc.forks import flush_output, fork, fork_apart, let_go, take_signals
 from phalanx.ipc.liveness import LivenessTimer, Waiting, late_peers, wait_until
 from phalanx.ipc.memory_order import fence
 from phalanx.ipc.mutex import Mutex
 from phalanx.ipc.process import ProcessIdentity, die_with_parent, signal_main_thread
-from phalanx.ipc.region import ALIGN_BYTES, Region, aligned, check_room
+from phalanx.ipc.region import Region, aligned, check_room
 from phalanx.ipc.run_directory import RunDirectory
 
 __all__ = [
-    "ALIGN_BYTES",
     "Changes",
-    "Fault",
     "LivenessTimer",
     "Mutex",
     "ProcessIdentity",

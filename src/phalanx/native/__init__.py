@@ -9,7 +9,6 @@ from phalanx.native.library import (
     PartView,
     address_of,
     compiled_for,
-    compiled_function,
     is_compiled,
     require_library,
 )
@@ -23,7 +22,6 @@ __all__ = [
     "PartView",
     "address_of",
     "compiled_for",
-    "compiled_function",
     "is_compiled",
     "require_library",
 ]

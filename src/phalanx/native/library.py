@@ -24,7 +24,6 @@ __all__ = [
     "PartView",
     "address_of",
     "compiled_for",
-    "compiled_function",
     "is_compiled",
     "require_library",
 ]
@@ -136,16 +135,6 @@ def require_library(what: str) -> None:
             "installed. Install a C compiler (on Debian and Ubuntu: apt install gcc), then "
             "phalanx again."
         )
-
-
-def compiled_function(name: str) -> Function | None:
-    """Return the function of that name, if there is one.
-
-    Example:
-        >>> compiled_function("no such") is None
-        True
-    """
-    return FUNCTIONS.get(name)
 
 
 def compiled_for(name: str, dtype: torch.dtype) -> Function | None:
