@@ -144,8 +144,8 @@ class Executor(ABC):
             seed: Where the random numbers of this run start; each microbatch appends its index.
             owners: The replica that computes each microbatch; another one does only if that one
                 is lost. Default: whoever is free.
-            only: The microbatches that run here, while others run elsewhere. Default: all. It is
-                for executors of ranks, which choose it themselves.
+            only: The microbatches that run here, while others run on other ranks. Default: all.
+                `DistributedDataParallel` gives it; `RankExecutor` chooses it itself.
 
         Returns:
             The results by microbatch, and the sums along the tree of the gradients that ``task``
