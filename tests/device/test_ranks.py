@@ -51,7 +51,7 @@ def test_a_module_where_the_group_cannot_reach_is_refused_before_the_first_step(
 def test_ranks_that_hold_the_module_on_different_devices_hear_of_it(two: Ranks) -> None:
     for name, told in two.run(trained, ["cpu", "dev:1"], "ranks"):
         assert name == "ConfigError"
-        assert "rank 0 has it on cpu and rank 1 on dev" in told
+        assert "rank 1 differs from rank 0 in device types (dev, not cpu)" in told
 
 
 def test_replicas_on_accelerators_train_a_module_on_the_cpu(two: Ranks) -> None:

@@ -274,7 +274,7 @@ LOOPS = [
     pytest.param(accumulate, (), id="accumulation"),
     pytest.param(one_step, ("autocast",), id="autocast"),
     pytest.param(one_step, ("checkpointed",), id="checkpointed"),
-    pytest.param(one_step, ("compiled",), id="compiled"),
+    pytest.param(one_step, ("compiled",), id="compiled", marks=pytest.mark.night),
 ]
 
 

@@ -33,6 +33,7 @@ ProcessGroup = dist.ProcessGroup
 
 _LENGTH = 8  # bytes that a document's length takes
 _ABOUT = 24  # and those of what it is about
+_FEW = 4  # words that a message shows of each of two ranks
 # Its name since torch 2.13, and before.
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _LET_GO_S = 0.2  # a thread that is about to do it needs none; a failed operation may keep them
@@ -270,9 +271,19 @@ def _await_return(lent: Sequence[weakref.ref[Tensor]]) -> None:
 
 # Any: JSON.
 def differing_names(about: Mapping[str, Any], first: Mapping[str, Any]) -> str:
-    """Name what one rank would train otherwise than another."""
+    """Name what one rank would train otherwise than another, and both values of a few words."""
     names = [name for name in first if name != "workloads" and about.get(name) != first[name]]
-    return ", ".join(names)
+    return ", ".join(_difference(name, about.get(name), first[name]) for name in names)
+
+
+def _difference(name: str, value: object, first: object) -> str:
+    name = name.replace("_", " ")
+    are_short = all(isinstance(each, list) and 0 < len(each) <= _FEW for each in (value, first))
+    return f"{name} ({_joined(value)}, not {_joined(first)})" if are_short else name
+
+
+def _joined(values: Any) -> str:  # Any: a list, from JSON
+    return " and ".join(map(str, values))
 
 
 def num_ranks_here() -> int:
