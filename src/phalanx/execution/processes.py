@@ -172,6 +172,10 @@ class ProcessExecutor(Executor):
     def refresh(self) -> None:
         """Fork other workers before the next run, which see everything as it is then."""
         self._bury()
+        # In another thread: a Ctrl-C in between would leave dismissed ones here, to count as lost.
+        self._forks.each(lambda _: self._dismiss_workers())
+
+    def _dismiss_workers(self) -> None:
         dismiss_all(self._workers)
         self._workers[:] = [None] * len(self)
 
