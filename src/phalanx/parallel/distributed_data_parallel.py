@@ -75,13 +75,14 @@ class DistributedDataParallel(DataParallel):
     Raises:
         StateError: `torch.distributed` has no process group.
         ConfigError: The ranks differ in the module or in these arguments; there are more of them
-            than microbatches; "mean" does not allow their number; or, in the first step, they do
-            not have the rows of their microbatches.
+            than microbatches; "mean" does not allow their number; or, in a step, they do not have
+            the rows of their microbatches.
         PeerLost: A rank is gone.
 
     Determinism: the weights are bitwise identical for any number of ranks that is allowed, on the
-    same kind of device, with dropout, batch norm, clipping and accumulation. Operators run on one
-    thread on a CPU.
+    same kind of device, with dropout, batch norm, clipping and accumulation, where the ranks'
+    rows are those that `ExactSampler` deals out, and a row does not depend on the rank that loads
+    it. Operators run on one thread on a CPU.
 
     Example:
         >>> import tempfile
@@ -321,20 +322,20 @@ class _RankPasses(Reduction):
         total, count = sum(rows), len(rows)
         wanted = equal_sizes(total, count)
         have = [sum(each) for each in by_rank]
-        is_mean = self._owner._is_mean
-        if rows == wanted and not (is_mean and len({*have}) > 1):
-            return rows
-        needed = [sum(wanted[place] for place in own) for own in ranges_of(count, len(have))]
-        way_out = (
-            f"With reduction='mean', a batch must have a multiple of {count} rows: drop the last "
-            "batch of an epoch (`drop_last=True`), or give reduction='sum'."
-            if is_mean
-            else "Let `ExactSampler` deal out the rows."
-        )
-        raise ConfigError(
-            f"Ranks must have the rows of their microbatches, {_told(needed)} for a batch of "
-            f"{total} in {count} microbatches, but have {_told(have)}. {way_out}"
-        )
+        if self._owner._is_mean and len(have) > 1 and total % count:
+            raise ConfigError(
+                f"A batch must have a multiple of {count} rows, its microbatches, with "
+                f"reduction='mean' on several ranks, but has {total}. Leave out the last batch of "
+                "an epoch (`ExactSampler(…, drop_last=True)`), or give reduction='sum'."
+            )
+        if rows != wanted:
+            needed = [sum(wanted[place] for place in own) for own in ranges_of(count, len(have))]
+            raise ConfigError(
+                f"Ranks must have the rows of their microbatches, {_told(needed)} for a batch of "
+                f"{total} in {count} microbatches, but have {_told(have)}. Let `ExactSampler` deal "
+                "out the rows."
+            )
+        return rows
 
 
 def _told(rows: Sequence[int]) -> str:

@@ -35,7 +35,8 @@ class ExactSampler(Sampler[list[int]]):
 
     Attributes:
         epoch: The epoch that is running, or comes next.
-        position: Rows of the epoch that all ranks together were given.
+        position: Rows of the epoch that all ranks together were given. A loader with workers of its
+            own asks for batches early: there, count the rows of the steps that are done.
 
     Raises:
         ConfigError: There are no rows, no such rank, or more ranks than microbatches.
