@@ -31,7 +31,6 @@ class Promise:
     sentence: str
     page: str
     section: str = ""
-    planned: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,12 +84,10 @@ def mistakes(promises: list[Promise], holders: list[Holder]) -> list[str]:
     """List promises without a test, and markers without a promise."""
     held = {id: holder for holder in holders for id in holder.ids}
     known = {promise.id: promise for promise in promises}
-    found = [f"{each.id}: no test" for each in promises if not each.planned and each.id not in held]
+    found = [f"{each.id}: no test" for each in promises if each.id not in held]
     for id, holder in held.items():
         if id not in known:
             found.append(f"{id}: unknown, in {holder.path}")
-        elif known[id].planned:
-            found.append(f"{id}: planned, but {holder.path} holds it: remove `planned`")
     if len(known) < len(promises):
         found.append("an id stands twice")
     return found
@@ -105,9 +102,8 @@ def write_page(promises: list[Promise], holders: list[Holder]) -> str:
     for promise in promises:
         if promise.section:
             lines += [f"## {promise.section}", "", "| promise | tests |", "|---|---|"]
-        if not promise.planned:
-            cells = " ".join(_cell(path, names) for path, names in tests[promise.id].items())
-            lines.append(f"| {promise.sentence} [More]({promise.page}) | {cells} |")
+        cells = " ".join(_cell(path, names) for path, names in tests[promise.id].items())
+        lines.append(f"| {promise.sentence} [More]({promise.page}) | {cells} |")
     page = "\n".join(lines) + "\n"
     return page.replace("|\n## ", "|\n\n## ")
 
