@@ -25,7 +25,7 @@ class EMA:
     Args:
         decay: What is kept of the average, at least 0 and below 1.
 
-    Determinism: the same bits in every configuration, as the weights are.
+    Determinism: bitwise identical in every configuration, as the weights are.
 
     Example:
         >>> ema = EMA(decay=0.5)

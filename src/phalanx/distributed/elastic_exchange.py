@@ -142,7 +142,7 @@ class ElasticExchange(Exchange):
 
     @property
     def newcomers_wait(self) -> bool:
-        """Whether others want to come in, as far as this rank knows."""
+        """True if processes wait to join, as far as this rank knows."""
         return self._membership.newcomers_wait
 
     def settle(self) -> None:

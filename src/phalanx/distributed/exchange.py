@@ -87,7 +87,7 @@ class Exchange:
 
     @property
     def newcomers_wait(self) -> bool:
-        """Whether others want to come in, as far as this rank knows."""
+        """True if processes wait to join, as far as this rank knows."""
         return False
 
     def begin(self, about: Mapping[str, Any]) -> None:
