@@ -389,6 +389,7 @@ def test_an_expanded_tensor_is_refused_as_output_and_taken_as_input(ranks):
 def destroyed_too_early(rank: int) -> list[str]:
     """Rank 0 goes before its call has ended; the others, who never made it, go after it."""
     group = make()
+    dist.barrier()  # else rank 0 may be gone while another still connects
     if rank != 0:
         dist.barrier()
     work = dist.all_reduce(torch.ones(600_001), group=group, async_op=True) if rank == 0 else None
