@@ -145,14 +145,6 @@ def forget_races() -> None:
     torch.ops.dev.forget_races()
 
 
-def take_time(seconds: float) -> None:
-    """Let work on the current device's current stream take so long, as its events tell it.
-
-    The host does not wait, and its clock shows nothing of it.
-    """
-    torch.ops.dev.take_time(seconds)
-
-
 def scale_at(address: int, number: int, factor: float) -> None:
     """Scale doubles with a kernel of a user's own: it goes to the current device and stream."""
     torch.ops.dev.scale_at(address, number, factor)

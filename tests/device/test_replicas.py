@@ -168,12 +168,6 @@ def on_side_streams(run: Callable[[], Any]) -> Any:
     return found
 
 
-def test_replicas_work_on_the_callers_streams() -> None:
-    net = Net().to("dev:0")
-    on_side_streams(lambda: by_container(net, ["dev:0", "dev:1"], None, OPTIMIZERS["SGD-fused"]))
-    assert equals_plain(net, OPTIMIZERS["SGD-fused"])
-
-
 @pytest.mark.parametrize("planted", [False, True])
 def test_gradients_of_inputs_are_ready_on_the_callers_stream(
     planted: bool, monkeypatch: pytest.MonkeyPatch, raises_race: Any
@@ -280,23 +274,6 @@ def test_buffers_travel_once_each_way() -> None:
 # -- other ways to run -----------------------------------------------
 
 
-def test_a_group_joins_batches_of_which_the_first_device_has_no_rows() -> None:
-    net, x = Net().to("dev:0").eval(), batch(0, "dev:0")[0]
-    options = {"data_shapes": [desc("data", ROWS, 5)], "workload": [1, 5]}
-    with DataParallelExecutorGroup(net, ["dev:0", "dev:1"], **options) as group:
-        for each in (x, x[:1]):
-            group.forward({"data": each}, is_train=False)
-            assert_close(group.get_outputs()[0], net(each).detach(), F64)
-
-
-def test_pinned_inputs_may_be_on_their_way() -> None:
-    net = Net().to("dev:0")
-    with phalanx.DataParallel(net.eval(), ["dev:0", "dev:1"]) as model, torch.no_grad():
-        x = batch(0, "cpu")[0].pin_memory()
-        assert_close(model(x.to("dev:0", non_blocking=True)), net(x.to("dev:0")), F64)
-        assert_close(model(x), net(x.to("dev:0")), F64)
-
-
 @pytest.mark.parametrize("way", ["group", "trainer"])
 def test_pinned_batches_on_their_way_train_the_same(way: str) -> None:
     """The caller must not write to them until they have arrived, as without replicas."""
@@ -358,31 +335,6 @@ def test_the_callers_device_and_streams_are_put_back(way: str, fails: str) -> No
             assert equals_plain(net, OPTIMIZERS["SGD-fused"])
 
     on_side_streams(run)
-
-
-def test_autocast_of_the_caller_is_a_groups_and_a_trainers() -> None:
-    """The pass of a group is the caller's; a trainer's loss is computed in his autocast, too."""
-    seen: list[torch.dtype] = []
-
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        seen.append(output.dtype)
-        return F.mse_loss(output.float(), target)
-
-    net = Net().float().to("dev:0")
-    x, y = (each.float() for each in batch(0, "dev:0"))
-    data = [desc("data", ROWS, 5, dtype=torch.float32)]
-    optimizer, options = OPTIMIZERS["SGD-fused"], {"replicas": ["dev:0", "dev:1"]}
-    with (
-        DataParallelExecutorGroup(net, ["dev:0", "dev:1"], data_shapes=data) as group,
-        phalanx.Trainer(net, loss, optimizer, **{"microbatches": None, **options}) as trainer,
-        torch.autocast("dev", dtype=torch.bfloat16),
-    ):
-        group.forward({"data": x}, is_train=True)
-        assert group.get_outputs()[0].dtype == torch.bfloat16
-        group.backward([torch.ones(ROWS, 6, device="dev:0", dtype=torch.bfloat16)])
-        assert all(parameter.grad.dtype == torch.float32 for parameter in net.parameters())
-        trainer.step((x, y))
-    assert set(seen) == {torch.bfloat16}
 
 
 def test_autocast_of_the_caller_is_that_of_all_replicas() -> None:

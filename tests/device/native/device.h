@@ -99,7 +99,6 @@ uint64_t count_of(int stream);                        /* call with the book held
 void synchronize_device(int device);
 const std::vector<std::string> &races();
 void forget_races();
-void take_time(double seconds); /* of the current stream, as events tell it; nobody waits */
 
 const at::Generator &default_generator(int device);
 at::Generator on_cpu(const at::Generator &generator); /* what plays a device's generator */

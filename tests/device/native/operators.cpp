@@ -509,7 +509,6 @@ TORCH_LIBRARY(dev, m) {
     m.def("default_generator", [](int64_t device) { return default_generator(int(device)); });
     m.def("races", [] { return races(); });
     m.def("forget_races", forget_races);
-    m.def("take_time", take_time);
     m.def("kernels", [](int64_t device) { return kernels(int(device)).load(); });
     m.def("copies", [](int64_t from, int64_t to) {
         auto &found = copies(int(from), int(to));

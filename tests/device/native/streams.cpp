@@ -29,7 +29,6 @@ struct Stream {
     std::mutex running; /* held while a kernel of the stream runs */
     Clock clock;
     uint64_t asked = 0; /* the count at which somebody asked in vain whether it was done */
-    Seconds later{0}; /* than the host, by what tests say that work takes */
 };
 
 /* A copy between a device and pinned memory of which the host has not heard yet. */
@@ -238,7 +237,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         found->count = found->clock[found->stream];
         found->asked = false;
         found->at = Seconds(std::chrono::steady_clock::now().time_since_epoch());
-        found->at += state().streams[found->stream].later;
     }
     void block(void *event, const c10::Stream &stream) const override {
         if (!event) return;
@@ -271,9 +269,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 int current_device() { return current; }
 bool is_forked() { return forked; }
-void take_time(double seconds) {
-    state().streams[index_of(current_stream(current))].later += Seconds(seconds);
-}
 uint64_t count_of(int stream) { return state().streams[stream].clock[stream]; }
 std::atomic<int64_t> &kernels(int device) { return state().kernels[device]; }
 
