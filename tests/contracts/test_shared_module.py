@@ -191,25 +191,6 @@ def test_synchronous_rounds_are_what_one_process_works_out(world, n, every, merg
         )
 
 
-def test_mean_of_every_step_is_sgd_with_the_averaged_gradient(run):
-    n, steps = 3, 10
-    found = THREADS.run(
-        partial(train_plain, every=1, merge="mean", outer=None, steps=steps), n, run=run, sync=True
-    )
-    net = Plain()
-    optimizer = sgd(net)
-    for step in range(steps):
-        optimizer.zero_grad()
-        for worker in range(n):
-            x, y = batch_of(worker, step)
-            ((net(x) - y).square().mean() / n).backward()
-        optimizer.step()
-    for name, value in net.state_dict().items():
-        torch.testing.assert_close(
-            torch.tensor(found[0][name], dtype=torch.float64), value, rtol=1e-12, atol=1e-14
-        )
-
-
 def train_with_statistics(world: tables.TableGroup) -> list[tuple[list, list, list, int]]:
     net = seeded_net(0)
     shared = tables.SharedModule(net, world, merge="sum")
@@ -579,24 +560,20 @@ def test_another_workers_module_of_another_shape_is_refused():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_floats_lose_no_small_changes(dtype):
-    """Each change is below half of the last bit at 256; alone none of them would count."""
-    step = torch.finfo(dtype).eps * 256 / 4
-    with tables.join(num_workers=2) as world, world.thread_worker() as other:
+    """A worker's share of each change is a quarter of the last bit at 256, and eight count."""
+    last_bit = torch.finfo(dtype).eps * 256
+    with tables.join(num_workers=4) as world, world.thread_worker() as other:
         nets = [nn.Linear(1, 1, bias=False).to(dtype) for _ in range(2)]
-        for net in nets:
-            nn.init.constant_(net.weight, 0.0)
-        still = tables.SharedModule(nets[0], world, merge="sum", name="net")
-        small = tables.SharedModule(nets[1], other, merge="sum", name="net")
-        with torch.no_grad():
-            nets[0].weight += 256
+        nn.init.constant_(nets[0].weight, 256.0)
+        still, moving = (
+            tables.SharedModule(net, w, name="net")
+            for net, w in zip(nets, (world, other), strict=True)
+        )
+        for _ in range(8):
+            nets[1].weight.data += last_bit
+            moving.sync()
         still.sync()
-        for turn in range(8):
-            nets[1].weight.data.zero_()
-            small._exchanges[0]._base.zero_()
-            nets[1].weight.data += step
-            small.sync()
-            still.sync()
-            assert nets[0].weight.item() == torch.tensor(256 + step * (turn + 1)).to(dtype).item()
+        assert nets[0].weight.item() == 256 + 2 * last_bit
 
 
 def test_complex_parameters_and_odd_buffers_are_shared():

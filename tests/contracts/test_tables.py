@@ -220,6 +220,12 @@ def edges(world: tables.TableGroup) -> None:
     few.add([], rows=[])
     world.barrier()
     assert few.get([1, 0, 1]).tolist() == [[4.0 * n] * 3, [2.0 * n] * 3, [4.0 * n] * 3]
+    keyed = world.keys(2, name="keyed", init=[3.0, 4.0])
+    keyed.add([], rows=[])
+    keyed.add(torch.zeros(2, 2), rows=[8, 8])
+    world.barrier()
+    assert keyed.get([9, 8]).tolist() == [[3.0, 4.0]] * 2
+    assert keyed.keys().tolist() == [8]  # an add brings a key, a get does not
 
 
 @in_table_worlds()

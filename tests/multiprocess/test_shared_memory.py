@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.errors import OutOfSpace, StateError
+from phalanx.errors import OutOfSpace
 from phalanx.ipc import ProcessIdentity, Region, RunDirectory, die_with_parent
 from tests.multiprocess.children import Children, Parent, wait_for_exit
 
@@ -47,49 +47,6 @@ def small(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
-# --- regions --------------------------------------------------------------------------------------
-
-
-def fill_a_row(parent: Parent, rank: int) -> None:
-    region = Region.receive(parent.connection)
-    rows = region.tensor(torch.float32, NUM_WORKERS * 5).view(NUM_WORKERS, 5)
-    rows[rank] = rank + 1
-    later = Region.receive(parent.connection)
-    later.tensor(torch.int64, 1, 64 * rank)[0] = 10 * (rank + 1)
-    parent.tell((os.get_inheritable(region.fd), region.nbytes, repr(later)))
-    made = Region.create(64)
-    made.buffer[0] = rank + 100
-    made.send(parent.connection)
-    parent.hear()
-
-
-def test_three_workers_share_regions_that_are_sent(start):
-    region = Region.create(4 * NUM_WORKERS * 5)
-    children = [start.start(fill_a_row, rank) for rank in range(NUM_WORKERS)]
-    for child in children:
-        region.send(child.connection)
-    later = Region.create(64 * NUM_WORKERS)
-    for rank, child in enumerate(children):
-        later.send(child.connection)
-        assert child.get() == (False, region.nbytes, "Region('region', 192 bytes)")
-        made = Region.receive(child.connection)
-        child.kill()
-        assert made.buffer[0] == rank + 100  # it outlives its maker
-    rows = region.tensor(torch.float32, NUM_WORKERS * 5).view(NUM_WORKERS, 5)
-    assert rows.tolist() == [[rank + 1.0] * 5 for rank in range(NUM_WORKERS)]
-    assert later.tensor(torch.int64, 8 * NUM_WORKERS)[::8].tolist() == [10, 20, 30]
-
-
-def test_a_forked_child_simply_has_it():
-    region = Region.create(100)
-    pid = os.fork()
-    if pid == 0:
-        region.buffer[3] = 7
-        os._exit(0)
-    os.waitpid(pid, 0)
-    assert region.buffer[3] == 7
-
-
 # --- memory that is full --------------------------------------------------------------------------
 
 
@@ -116,14 +73,6 @@ def test_a_full_run_directory_is_an_error_with_a_way_out(small):
         assert os.listdir(run.path) == []
         run.open_region("w", 1 << 19).tensor(torch.uint8, 1 << 19).fill_(1)
     assert os.listdir(small) == []
-
-
-def test_no_room_for_a_directory_is_an_error_with_a_way_out(small):
-    subprocess.run(["mount", "-o", "remount,nr_inodes=1", str(small)], check=False)
-    if os.statvfs(small).f_ffree:
-        pytest.skip("this kernel does not take inodes away")
-    with pytest.raises(OutOfSpace, match="give `base` a folder on another disk"):
-        RunDirectory.join("a", base=small)
 
 
 # --- run directories ------------------------------------------------------------------------------
@@ -161,26 +110,6 @@ def kill_all_members(start: Children, base: Path) -> None:
     assert path.exists()  # nobody was left to remove it
     assert RunDirectory.sweep(base=base) == [name]
     assert not path.exists()
-
-
-def test_who_joins_after_a_crash_starts_afresh_and_who_joins_the_living_does_not(start, tmp_path):
-    name = "run"
-    member = start.start(be_a_member, name, tmp_path)
-    member.get()
-    member.put(5)
-    member.get()
-    with RunDirectory.join(name, base=tmp_path) as run:
-        assert run.open_region("counts", 64, create=False).buffer[5] == 1
-        member.kill()
-        assert run.open_region("counts", 64, create=False).buffer[5] == 1
-    member = start.start(be_a_member, name, tmp_path)
-    member.get()
-    member.kill()
-    with (
-        RunDirectory.join(name, base=tmp_path) as run,
-        pytest.raises(StateError),
-    ):
-        run.open_region("counts", 64, create=False)
 
 
 def leave_to_a_forked_child(parent: Parent, name: str, base: Path, buggy: bool) -> None:
@@ -252,18 +181,3 @@ def test_a_child_dies_with_its_parent_if_it_asked_to(start, obedient):
         os.kill(grandchild.pid, signal.SIGKILL)
         wait_for_exit(grandchild.pid)
     assert not grandchild.alive()
-
-
-def wait_to_be_killed(parent: Parent) -> None:
-    parent.tell(tuple(ProcessIdentity.current()))
-    parent.hear()
-
-
-def test_a_killed_process_is_not_alive(start):
-    child = start.start(wait_to_be_killed)
-    identity = ProcessIdentity(*child.get())
-    assert identity == ProcessIdentity.of(child.pid)
-    assert identity.alive()
-    os.kill(child.pid, signal.SIGKILL)
-    wait_for_exit(child.pid)
-    assert not identity.alive()

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from phalanx import tables
-from phalanx.ipc import fail_points
-from phalanx.tables import module_exchange, part
+from phalanx.tables import module_exchange
 from tests.multiprocess.children import Children, Parent, wait_for_exit
 from tests.products import in_pairs
 
@@ -111,53 +110,6 @@ def test_the_others_go_on_when_a_worker_is_killed_in_the_middle_of_a_sync(run, h
         for child in others:
             child.put()
             child.process.join(DEADLINE_S)
-
-
-def taker(parent: Parent, run: str, outer: str | None, point: str) -> None:
-    """Come last, take the round in, and die of it."""
-    part.BLOCK_ROWS = 2  # so that an add of everything has a middle
-    with tables.join(run, num_workers=2, sync=True, timeout_s=DEADLINE_S) as world:
-        net = make_net()
-        shared = tables.SharedModule(net, world, merge="mean", outer=outer, name="net")
-        parent.tell(world.worker_id)
-        parent.hear()
-        move(net, 3.0)
-
-        def fault(reached: str, worker: int) -> None:
-            if reached == point:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        fail_points.inject(fault)
-        shared.sync()
-
-
-@pytest.mark.parametrize("outer", [None, "nesterov"])
-@pytest.mark.parametrize("point", ["lock held", "undo written", "half the rows written"])
-def test_a_merged_round_is_taken_once_though_its_taker_is_killed(run, outer, point):
-    with (
-        Children() as children,
-        tables.join(run, num_workers=2, sync=True, timeout_s=DEADLINE_S) as world,
-    ):
-        net = make_net()
-        child = children.start(taker, run, outer, point)
-        shared = tables.SharedModule(net, world, merge="mean", outer=outer, name="net")
-        assert child.get() == 1 - world.worker_id
-        move(net, 1.0)
-        for each in shared._exchanges:  # come to the round, and do not look whether it is in
-            each.note()
-            each.give(2)
-            each.ask()
-        child.put()
-        child.process.join(DEADLINE_S)
-        assert child.process.exitcode == -signal.SIGKILL
-        shared._receive()
-        change = (1.0 + 3.0) / 2 if outer is None else 0.7 * (1 + 0.9) * (1.0 + 3.0) / 2
-        if outer is None:
-            assert values(net) == [{1.0 + change}] * 5
-        else:
-            for found in values(net)[:-1]:
-                assert len(found) == 1
-                assert found.pop() == pytest.approx(1.0 + change, rel=1e-6)
 
 
 def forgetful(parent: Parent, run: str, how: dict) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from typing import NoReturn
 
 import pytest
 import torch
 
 from phalanx import tables
-from phalanx.cluster import PendingCall
 from phalanx.errors import OutOfSpace, UnsupportedError
 from phalanx.ipc import inject, wait_until
 from phalanx.tables.remote_part import RemoteHost
@@ -113,61 +111,6 @@ def join_again_and_again(world: tables.TableGroup) -> None:
         assert wait_until(lambda: left_behind() <= (0, before), DEADLINE_S), left_behind()
     world.barrier()
     assert table.get().tolist() == [12.0] * 6
-
-
-def add_twice_after_one_that_failed(world: tables.TableGroup) -> list:
-    """Add to a round over a link that loses the answer, after one that was refused."""
-    table = world.array(9, torch.int64, name="t", sync=True)
-    world.barrier()
-    if world.worker_id == 0:
-        remote = world._context.membership._others.of(0)[2]
-        refuse_once(remote)
-        with pytest.raises(OutOfSpace, match="refused"):
-            table.add([1], rows=[8])
-        connection, answer = remote.connection, remote.connection._answer
-
-        def lose_answer(pending: PendingCall) -> NoReturn:
-            connection._answer = answer  # type: ignore[method-assign]
-            answer(pending)
-            pending.answered = False
-            raise ConnectionResetError("the answer is lost")
-
-        connection._answer = lose_answer  # type: ignore[method-assign]
-        table.add([1], rows=[8])
-    found = table.get().tolist()
-    world.barrier()
-    return found
-
-
-def test_a_repeated_add_to_a_round_counts_once_behind_one_that_failed(run):
-    assert HOSTS.run(add_twice_after_one_that_failed, run=run) == [[0] * 8 + [1]] * 3
-
-
-def get_and_be_interrupted(world: tables.TableGroup) -> list:
-    table = world.array(9, torch.int64, name="t", init=5)
-    world.barrier()
-    if world.worker_id == 0:
-        out = torch.zeros(9, dtype=torch.int64)
-        remotes = world._context.membership._others.of(0)
-        connection, answer = remotes[1].connection, remotes[1].connection._answer
-
-        def interrupt(_: PendingCall) -> NoReturn:
-            connection._answer = answer  # type: ignore[method-assign]
-            raise KeyboardInterrupt
-
-        connection._answer = interrupt  # type: ignore[method-assign]
-        with pytest.raises(KeyboardInterrupt):
-            table.get(out=out)
-        out.fill_(-1)  # the caller's again
-        for row in (4, 8):  # takes in what has come from those hosts
-            assert table.get([row]).item() == 5
-        assert out.tolist() == [-1] * 9
-    world.barrier()
-    return table.get().tolist()
-
-
-def test_an_interrupted_get_writes_nothing_later(run):
-    assert HOSTS.run(get_and_be_interrupted, run=run) == [[5] * 9] * 3
 
 
 @in_table_worlds(only="hosts")

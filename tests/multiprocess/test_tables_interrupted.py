@@ -112,22 +112,3 @@ def miss_the_end_of_a_barrier(world: tables.TableGroup) -> None:
 
 def test_after_an_interrupted_barrier_the_next_one_waits(run):
     run_hosts(2, run, 2, miss_the_end_of_a_barrier)
-
-
-def assign_for_one_that_has_left(world: tables.TableGroup) -> list:
-    table = world.array(9, torch.int64, name="t")
-    world.barrier()
-    if world.worker_id == 0:
-        with world.thread_worker() as other:
-            theirs = other.array(9, torch.int64, name="t")
-            world.leave()
-            while not other.is_master:
-                other.workers  # noqa: B018 - looks who is there
-            theirs.assign([7] * 9)
-            assert theirs.get().tolist() == [7] * 9
-        return []
-    return table.name
-
-
-def test_the_master_assigns_though_another_worker_of_its_process_has_left(run):
-    run_hosts(3, run, 3, assign_for_one_that_has_left)

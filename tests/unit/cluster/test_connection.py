@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import socket
 import ssl
 import threading
@@ -21,7 +20,6 @@ from phalanx.cluster import (
     Request,
     Secret,
     Server,
-    WorkerSession,
     frames,
     server,
     tag_of,
@@ -31,7 +29,6 @@ from phalanx.cluster.secret import make_secret
 from phalanx.errors import ConfigError, InternalError, PeerTimeout, StateError
 from phalanx.ipc import wait_until
 from tests.chaos.proxy import Proxy, replay
-from tests.unit.cluster.mutations import mutated
 
 pytestmark = pytest.mark.promise("files-and-messages-hold-no-code")
 
@@ -147,45 +144,6 @@ def test_a_call_that_is_not_answered_ends_at_its_deadline_with_the_hosts_name(se
         with pytest.raises(PeerTimeout, match=r"Host 1 \(b\) \(server at 127\.0\.0\.1:\d+\) did n"):
             connection.call(WAIT, "a wait", 0.3)
         there_and_back(connection, 5)
-
-
-def test_who_was_cut_off_asks_again(secret):
-    with serving(secret) as served, Proxy(served.server.address) as proxy:
-        connection = served.connect(address=proxy.address)
-        replies: list[str] = []
-        asking = threading.Thread(
-            target=lambda: replies.append(connection.call(WAIT, "a wait", 5.0, text="w").text)
-        )
-        asking.start()
-        assert wait_until(lambda: served.echo.answered == [WAIT], DEADLINE_S)
-        proxy.cut()
-        assert wait_until(lambda: served.echo.answered == [WAIT, WAIT], DEADLINE_S)
-        served.echo.go_on.set()
-        asking.join()
-        assert replies == ["W"]
-
-
-def test_calls_go_on_with_the_next_server_at_the_same_address(secret):
-    with serving(secret) as served:
-        address, connection = served.server.address, served.connect()
-        there_and_back(connection, 5)
-        pending = connection.begin(WAIT, "a wait", DEADLINE_S, text="w")
-    with serving(secret, address) as served:
-        served.echo.go_on.set()
-        assert connection.wait(pending).text == "W"
-        there_and_back(connection, 5)
-
-
-def test_a_session_is_opened_again_and_ends_with_its_worker(secret):
-    with serving(secret) as served, Proxy(served.server.address) as proxy:
-        session = WorkerSession(served.endpoint(address=proxy.address), ENTER)
-        assert session.open(DEADLINE_S, (-1, 0))[:2] == (7, 8)
-        first = served.echo.sessions[0]
-        proxy.cut()
-        assert wait_until(lambda: served.echo.sessions not in ([], [first]), DEADLINE_S)
-        assert served.echo.answered == [ENTER, ENTER]
-        session.close()
-        assert wait_until(lambda: not served.echo.sessions, DEADLINE_S)
 
 
 def test_a_closed_connection_asks_nothing(secret):
@@ -311,24 +269,3 @@ def test_what_is_announced_beyond_the_cap_is_not_allocated_and_ends_the_connecti
         stream.send(Head(Kind.REQUEST, ECHO, 3, 0, 0, 0, (nbytes, 0, 0, 0), nbytes), [])
         stream.wait_for_end()
         assert served.server.num_dropped == 1
-
-
-def test_mutated_messages_do_no_harm_to_good_clients():
-    """Two thousand of them, from a peer that is admitted."""
-    chance = random.Random(1)
-    head = Head(Kind.REQUEST, ECHO, 3, 0, 0, 0, (8, 0, 0, 0), 8, "abc")
-    with serving(None) as served:
-        connection = served.connect()
-        for number in range(2000):
-            send_and_hang_up(served.endpoint(), mutated(chance, head.encode(TAG) + bytes(8)))
-            if number % 500 == 0:
-                there_and_back(connection, 100)
-        there_and_back(connection, 100)
-        assert wait_until(lambda: served.server.num_dropped > 200, DEADLINE_S)
-        assert wait_until(lambda: served.server._num_bytes == 0, DEADLINE_S)
-
-
-def send_and_hang_up(endpoint: Endpoint, content: bytes) -> None:
-    stream: Stream = endpoint.connect(DEADLINE_S)
-    stream._socket.sendall(content)
-    stream.close()

@@ -92,12 +92,6 @@ def test_it_is_free_at_once_when_its_holder_is_killed(lock):
         waiter.result(LONG_S)
 
 
-def test_who_dies_again_and_again_holds_nobody_up(lock):
-    for _ in range(20):
-        os.waitpid(child(lock, die=True), 0)
-        pass_through(lock, SHORT_S)
-
-
 def test_a_forked_child_does_not_keep_a_dead_holders_lock(lock):
     read, write = os.pipe()
     pid = os.fork()
@@ -115,27 +109,6 @@ def test_a_forked_child_does_not_keep_a_dead_holders_lock(lock):
         os.kill(int(os.read(read, 100)), signal.SIGKILL)
         os.close(read)
         os.close(write)
-
-
-def test_a_thread_that_ends_with_it_frees_it(lock):
-    thread = threading.Thread(target=lock.take, args=(SHORT_S,))
-    thread.start()
-    thread.join(LONG_S)
-    pass_through(lock, SHORT_S)
-
-
-def test_an_exception_frees_it(lock):
-    with pytest.raises(ZeroDivisionError), lock.held():
-        raise ZeroDivisionError
-    elsewhere(lock)
-
-
-def test_it_may_be_made_again_while_it_is_held(region, lock):
-    with lock.held():
-        again = Mutex(region.buffer, "rows")
-        with pytest.raises(PeerTimeout):
-            elsewhere(again)
-    elsewhere(again)
 
 
 def test_who_lets_go_and_comes_again_is_behind_who_waits(lock):
@@ -172,21 +145,3 @@ def test_wherever_an_interrupt_comes_its_thread_finds_the_lock_free(lock):
             assert number > 5
             return
     raise AssertionError("the block never ended without an interrupt")
-
-
-def test_threads_that_write_lose_nothing(region):
-    """Six threads over two views: the count, and never half of an addition."""
-    locks = [Mutex(region.buffer, "rows") for _ in range(2)]
-    count = [0, 0]
-
-    def work(lock: Mutex) -> None:
-        for _ in range(100):
-            with lock.held(LONG_S):
-                first, second = count
-                count[0] = first + 1
-                count[1] = second + 1
-
-    with ThreadPoolExecutor(6) as pool:
-        for future in [pool.submit(work, locks[index % 2]) for index in range(6)]:
-            future.result(LONG_S)
-    assert count == [600, 600]

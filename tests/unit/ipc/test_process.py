@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import signal
 import subprocess
@@ -59,12 +58,6 @@ def test_the_same_number_at_another_time_is_another_process():
     assert ProcessIdentity.of(os.getppid()) != me
 
 
-def test_an_identity_is_two_integers_and_comes_back_from_them():
-    me = ProcessIdentity.current()
-    assert ProcessIdentity(*[int(number) for number in me]) == me
-    assert pickle.loads(pickle.dumps(me)) == me
-
-
 def test_a_name_with_blanks_and_parentheses_confuses_nobody():
     def rename() -> None:
         Path("/proc/self/comm").write_text("a) Z 1 (b) X")
@@ -110,11 +103,3 @@ def test_a_signal_for_the_main_thread_waits_for_the_main_thread(send, waits):
     pending = {k: int(v, 16) for k, v in re.findall(r"^(SigPnd|ShdPnd):\s*(\w+)$", status, re.M)}
     mask = 1 << (signal.SIGUSR1 - 1)
     assert [name for name, signals in pending.items() if signals & mask] == [waits]
-
-
-def test_a_process_that_is_gone_gets_no_signal():
-    pid, writer = forked()
-    os.close(writer)
-    os.waitpid(pid, 0)
-    with pytest.raises(ProcessLookupError):
-        signal_main_thread(pid, signal.SIGUSR1)

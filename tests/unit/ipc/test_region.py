@@ -33,23 +33,6 @@ def test_a_region_holds_zeros_and_every_view_shows_the_same_bytes():
     assert repr(region) == "Region('weights', 1000 bytes, closed)"
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.complex128])
-def test_a_tensor_may_fill_the_region_to_its_last_byte(dtype):
-    region = Region.create(64 + 3 * dtype.itemsize)
-    tensor = region.tensor(dtype, 3, 64)
-    tensor.fill_(1)
-    assert tensor.dtype == dtype
-    assert tensor.tolist() == [1, 1, 1]
-    assert not any(region.buffer[:64])
-
-
-@pytest.mark.parametrize("offset_bytes", [0, 64, 128])
-def test_a_tensor_without_elements_may_begin_anywhere_even_at_the_end(offset_bytes):
-    tensor = Region.create(128).tensor(torch.float64, 0, offset_bytes)
-    assert tensor.shape == (0,)
-    assert tensor.dtype == torch.float64
-
-
 def test_tensors_and_buffers_outlive_close():
     region = Region.create(4096)
     tensor, buffer = region.tensor(torch.int64, 512), region.buffer
@@ -73,34 +56,11 @@ def test_no_descriptor_is_left_behind():
     assert open_files() == before
 
 
-def test_a_child_program_does_not_inherit_it():
-    region = Region.create(64)
-    assert not os.get_inheritable(region.fd)
-    fd = os.dup(region.fd)
-    os.set_inheritable(fd, True)
-    assert not os.get_inheritable(Region.attach(fd).fd)
-
-
 @pytest.mark.parametrize("nbytes", [0, 10, 1 << 20])
 def test_nobody_can_pull_the_memory_away(nbytes):
     region = Region.create(4096)
     with pytest.raises(PermissionError):
         os.ftruncate(region.fd, nbytes)
-
-
-# --- attach ---------------------------------------------------------------------------------------
-
-
-def test_attach_maps_the_same_bytes_and_takes_the_descriptor_over():
-    region = Region.create(100)
-    fd = os.dup(region.fd)
-    with Region.attach(fd, 100, label="twin") as twin:
-        twin.buffer[99] = 3
-        assert twin.fd == fd
-        assert twin.label == "twin"
-    assert region.buffer[99] == 3
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
 
 
 # --- lack of room ---------------------------------------------------------------------------------

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from phalanx import PeerTimeout, tables
-from phalanx.tables.membership import Membership
 
 pytestmark = pytest.mark.promise("every-wait-ends")
 
@@ -45,20 +43,6 @@ def test_rounds_are_counted_by_name_and_those_who_come_later_count_on(request):
         assert world.barrier("new") == 2
 
 
-def test_who_comes_to_another_barrier_has_not_come(request):
-    with tables.join(name_of_run(request)) as world, world.thread_worker() as other:
-        elsewhere = threading.Thread(target=lambda: other.barrier("right"))
-        elsewhere.start()
-        with pytest.raises(
-            PeerTimeout, match="Worker 1 of 2 did not come to barrier 'left'"
-        ) as told:
-            world.barrier("left", timeout_s=0.2)
-        assert told.value.rank == 1
-        assert world.barrier("right") == 1
-        elsewhere.join(10)
-        assert not elsewhere.is_alive()
-
-
 def test_who_gave_a_barrier_up_is_not_named_in_place_of_who_stayed_away(request):
     with (
         tables.join(name_of_run(request), num_workers=3, timeout_s=0.05) as world,
@@ -74,17 +58,3 @@ def test_who_gave_a_barrier_up_is_not_named_in_place_of_who_stayed_away(request)
         with pytest.raises(PeerTimeout, match="They had come before, and given up") as raised:
             third.barrier("end")
         assert raised.value.rank == 0
-
-
-def test_the_last_one_may_leave_just_before_the_deadline(request, monkeypatch):
-    """So may the one that a worker names: nobody is late then, and the barrier is over."""
-    with tables.join(name_of_run(request)) as world:
-        other = world.thread_worker()
-        looks = iter([lambda: None, other.close])
-
-        def look(*_: object) -> bool:
-            next(looks)()
-            return False  # another waiting worker has looked a moment ago
-
-        monkeypatch.setattr(Membership, "look_for_dead", look)
-        assert world.barrier("end", timeout_s=0.0) == 1

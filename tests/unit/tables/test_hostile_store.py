@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -141,3 +142,11 @@ def test_values_of_an_older_start_are_refused_though_the_secret_has_signed_them(
     assert all("must be signed with the secret of this run" in str(each) for each in told)
     if RUN in keys:
         assert len(told) == SIZE
+
+
+def test_who_believes_the_store_would_take_a_changed_place(trust, monkeypatch):
+    """The mutation: whatever is signed fits."""
+    believing = SimpleNamespace(compare_digest=lambda one, other: True)
+    monkeypatch.setattr(host_rendezvous, "hmac", believing)
+    store = HostileStore(lambda at, value: value.replace("host-1", "host-0"))
+    assert [place.host for place in meet(store, trust, monkeypatch)] == [0, 0, 1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from uuid import uuid4
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from phalanx import tables
-from phalanx.ipc import fail_points, mutex
+from phalanx.ipc import mutex
 from phalanx.tables import part
 from tests.interrupts import interrupt_at
 
@@ -55,44 +54,3 @@ def test_an_interrupted_add_is_whole_or_absent_and_its_thread_goes_on(worlds, up
         with ThreadPoolExecutor(1) as pool:
             pool.submit(theirs.add, torch.ones(3, 3, dtype=torch.float64), ROWS).result(LONG_S)
     raise AssertionError("the add never ended")
-
-
-def test_an_add_ends_whole_though_its_world_is_closed_meanwhile(worlds, monkeypatch):
-    ours = worlds[0]
-    table, other = (world.matrix(5, 3, "float64", name="t") for world in worlds)
-    came, told = threading.Event(), threading.Event()
-    adding = threading.get_ident()
-
-    def stop(point: str, worker: int) -> None:
-        if point == "undo written" and threading.get_ident() == adding:
-            came.set()
-            assert told.wait(LONG_S)
-
-    def add() -> None:
-        nonlocal adding
-        adding = threading.get_ident()
-        table.add(torch.ones(3, 3, dtype=torch.float64), rows=ROWS)
-
-    monkeypatch.setattr(fail_points, "fault", stop)
-    with ThreadPoolExecutor(1) as pool:
-        adder = pool.submit(add)
-        assert came.wait(LONG_S)
-        ours.close()
-        told.set()
-        adder.result(LONG_S)
-    assert other.stats().undone == 0
-    assert other.get()[ROWS].eq(1).all()
-
-
-def test_an_add_ends_whole_though_it_closes_its_own_world(worlds, monkeypatch):
-    table, other = (world.matrix(5, 3, name="t") for world in worlds)
-
-    def close(point: str, worker: int) -> None:
-        if point == "undo written":
-            worlds[0].close()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fail_points, "fault", close)
-        table.add(torch.ones(3, 3), rows=ROWS)
-    assert worlds[0].closed
-    assert other.get()[ROWS].eq(1).all()

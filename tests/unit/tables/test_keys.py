@@ -8,89 +8,14 @@ import torch
 
 from phalanx import tables
 from phalanx.errors import ConfigError
-from phalanx.tables.cut import Cut
-from phalanx.tables.keys import KeyPart
-from phalanx.tables.part import UNSETTLED
 
 NAN = float("nan")
-EDGES = [0, -1, 7, (1 << 63) - 1, -(1 << 63), 10**18]
-KEYS_OF_5 = torch.tensor([5, -(1 << 63), 0, 123456789012345, -9])
 
 
 @pytest.fixture
 def world():
     with tables.join(timeout_s=20.0) as world:
         yield world
-
-
-def test_any_int64_is_a_key(world):
-    table = world.keys(1, torch.int64)
-    table.add([[i] for i in range(6)], rows=EDGES)
-    table.add([[10 * i] for i in range(6)], rows=np.array(EDGES))
-    assert table.get(torch.tensor(EDGES)).view(-1).tolist() == [11 * i for i in range(6)]
-    assert table.keys().tolist() == sorted(EDGES)
-    assert (len(table), table.shape) == (6, (6, 1))
-
-
-@pytest.mark.parametrize(
-    ("num_shards", "kind", "name"), [(1, KeyPart, "_add_once"), (3, Cut, "owners")]
-)
-def test_keys_that_the_caller_changes_meanwhile_come_once_and_in_their_place(
-    world, monkeypatch, num_shards, kind, name
-):
-    table = world.keys(1, torch.int64, num_shards=num_shards)
-    rows, ones = torch.arange(100), torch.ones(100, 1, dtype=torch.int64)
-    look_up = getattr(kind, name)
-
-    def look_up_and_change(self, *given):
-        found = look_up(self, *given)
-        rows.add_(1)  # as another thread may at this moment
-        return found
-
-    for _ in range(3):
-        rows.copy_(torch.arange(100))
-        with monkeypatch.context() as patch:
-            patch.setattr(kind, name, look_up_and_change)
-            table.add(ones, rows)
-    assert table.keys().tolist() == list(range(100))
-    assert table.get(range(100)).tolist() == [[3]] * 100
-
-
-def test_a_get_does_not_bring_a_key_and_reads_the_first_row(world):
-    table = world.keys(2, init=[3.0, 4.0])
-    assert table.get([8, 8]).tolist() == [[3.0, 4.0]] * 2
-    assert len(table) == 0
-    table.add([[1, 1]], rows=[8])
-    assert table.get([9, 8]).tolist() == [[3.0, 4.0], [4.0, 5.0]]
-    assert table.keys().tolist() == [8]
-
-
-def test_an_add_of_zeros_brings_its_keys_and_one_of_nothing_none(world):
-    table = world.keys(2, init=1.0)
-    table.add([], rows=[])
-    table.add(torch.zeros(3, 2), rows=[4, -4, 4])
-    assert table.keys().tolist() == [-4, 4]
-    assert table.get([]).shape == (0, 2)
-    assert table.get(table.keys()).tolist() == [[1.0, 1.0]] * 2
-
-
-@pytest.mark.parametrize("num_shards", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int32])
-def test_it_grows_and_keeps_every_row(world, dtype, num_shards):
-    table = world.keys(3, dtype, capacity=1, num_shards=num_shards)
-    keys = torch.randperm(3000) * 977 - 10**6
-    for some in keys.split(271):
-        table.add(torch.ones(len(some), 3, dtype=dtype), rows=some)
-        table.add((some % 5).to(dtype).view(-1, 1).expand(-1, 3), rows=some)
-    assert torch.equal(table.get(keys), (1 + keys % 5).to(dtype).view(-1, 1).expand(-1, 3))
-    assert torch.equal(table.keys(), keys.sort().values)
-
-
-def test_one_add_may_bring_more_keys_than_there_is_room_for(world):
-    table = world.keys(1, capacity=1)
-    keys = torch.arange(5000).repeat(2)
-    table.add(torch.ones(10_000, 1), rows=keys)
-    assert table.get(torch.arange(5001)).sum() == 10_000
 
 
 @pytest.mark.parametrize("updater", tables.updaters._BUILT_IN)
@@ -167,29 +92,6 @@ def test_what_a_uniform_table_holds_depends_on_key_and_seed_alone(world):
     assert not (other == first).any()
 
 
-@pytest.mark.parametrize("num_shards", [1, 3])
-def test_a_snapshot_brings_keys_values_and_state_back(tmp_path, num_shards):
-    def steps(table, k):
-        for i in range(k):
-            table.add(torch.full((5, 3), float(i + 1)), rows=KEYS_OF_5 + i)
-
-    with tables.join() as world:
-        kept = world.keys(3, name="t", updater="adam", init=1.0, capacity=1)
-        steps(kept, 3)
-        kept.snapshot(tmp_path)
-        steps(kept, 2)
-        after = kept.get(kept.keys())
-        keys = kept.keys()
-    with tables.join() as world:
-        back = world.keys(3, name="t", updater="adam", init=1.0, num_shards=num_shards)
-        back.add(torch.ones(1, 3), rows=[77])
-        back.restore(tmp_path)
-        assert 77 not in back.keys().tolist()
-        steps(back, 2)
-        assert torch.equal(back.keys(), keys)
-        assert torch.equal(back.get(keys), after)
-
-
 @pytest.mark.parametrize(
     ("delta", "rows", "message"),
     [
@@ -236,64 +138,7 @@ def test_a_large_add_that_is_refused_in_its_last_block_brings_no_key(world, upda
     assert len(table) == 20_002
 
 
-def test_gets_go_into_out(world):
-    table = world.keys(2)
-    table.add([[1, 2]], rows=[-1])
-    out = torch.empty(2, 2)
-    assert table.get([-1, 3], out=out) is out
-    assert out.tolist() == [[1.0, 2.0], [0.0, 0.0]]
-    with pytest.raises(ConfigError, match="`rows` must be keys of table"):
-        table.get()
-
-
 # --- readers that meet a writer -------------------------------------------------------------------
-
-
-@pytest.fixture
-def two():
-    with tables.join(num_workers=2) as one, one.thread_worker() as other:
-        yield tuple(w.keys(1, name="t") for w in (one, other))
-
-
-def after_each_look(monkeypatch, act):
-    """Call ``act`` between a reader's look at the rows and what it makes of it."""
-    read = KeyPart._read_with
-
-    def overtaken(part, index, keys, out):
-        answer = read(part, index, keys, out)
-        return UNSETTLED if not part.lock.owner and act() else answer
-
-    monkeypatch.setattr(KeyPart, "_read_with", overtaken)
-
-
-def test_a_reader_that_found_a_key_missing_reads_again_where_an_add_brings_it(two, monkeypatch):
-    reader, writer = two
-    writer.add([[1]], rows=[1])
-    overtaken = []
-
-    def act():
-        if overtaken:
-            return False
-        overtaken.append(True)
-        writer.add([[1], [2]], rows=[1, 2])
-        return True
-
-    after_each_look(monkeypatch, act)
-    assert reader.get([1, 2]).tolist() == [[2.0], [2.0]]
-
-
-def test_a_reader_whom_every_look_is_overtaken_takes_the_lock(two, monkeypatch):
-    reader, writer = two
-    came = []
-
-    def act():
-        came.append(-1 - len(came))
-        writer.add([[1]] * 9, rows=range(9 * came[-1], 9 * came[-1] + 9))
-        return True
-
-    after_each_look(monkeypatch, act)
-    assert reader.get([1, 2]).tolist() == [[0.0], [0.0]]
-    assert len(came) == 3
 
 
 def test_many_restores_leave_room_and_take_no_memory(tmp_path, world):

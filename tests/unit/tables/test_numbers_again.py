@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 
 import pytest
 import torch
 
 from phalanx import tables
 from phalanx.errors import ConfigError, PeerTimeout, StateError
-from phalanx.ipc import wait_until
 from phalanx.tables.membership import MAX_WORKERS
 from tests.multiprocess.children import Children, Parent
 
@@ -29,18 +27,6 @@ def full():
     with tables.join(timeout_s=5) as world:
         come_and_go(world)
         yield world
-
-
-def test_300_workers_come_and_go_by_name():
-    run = f"many-{os.getpid()}"
-    with tables.join(run, timeout_s=20) as world:
-        numbers = []
-        for _ in range(300):
-            with tables.join(run, timeout_s=20) as other:
-                numbers.append(other.worker_id)
-                assert world.num_workers == 2
-        assert numbers[:255] == list(range(1, 256))
-        assert set(numbers[255:]) == {1}
 
 
 def test_only_workers_that_are_here_use_numbers_up(full):
@@ -64,22 +50,6 @@ def test_who_has_left_does_not_speak_for_who_has_its_number(full):
         gone.leave()
         gone.close()
         assert full.workers == [0, 1]
-
-
-def test_a_barrier_waits_for_who_has_the_number_of_one_that_had_come(full):
-    gone = full.thread_worker()
-    coming = threading.Thread(target=gone.barrier)
-    coming.start()
-    words = full._context.barrier()._words
-    wait_until(lambda: words[2 + 4 * 1] == 1, 5)  # it has come to round 1
-    gone.leave()
-    with full.thread_worker() as other:
-        assert other.worker_id == 1
-        with pytest.raises(PeerTimeout) as caught:
-            full.barrier(timeout_s=0.05)
-        assert caught.value.rank == 1
-    assert full.barrier() == 1
-    coming.join(10)
 
 
 def test_a_round_waits_for_who_has_the_number_of_one_that_had_come(full):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 
 import pytest
 import torch
 
 from phalanx import tables
-from phalanx.errors import ConfigError, PeerTimeout
-from phalanx.ipc import fail_points
+from phalanx.errors import ConfigError
 from phalanx.native import FUNCTIONS
 from phalanx.tables import part
 from phalanx.tables.part import Entry
@@ -29,55 +27,6 @@ def small_blocks(monkeypatch):
 def two():
     with tables.join(num_workers=2, timeout_s=20.0) as one, one.thread_worker() as other:
         yield one.array(ROWS, name="t"), other.array(ROWS, name="t")
-
-
-def test_a_reader_waits_for_an_add_that_is_half_written(small_blocks, two):
-    reader, writer = two
-    half, go_on = threading.Event(), threading.Event()
-
-    def fault(point, worker):
-        if point == "half the rows written" and not half.is_set():
-            half.set()
-            assert go_on.wait(20)
-
-    fail_points.inject(fault)
-    thread = threading.Thread(
-        target=writer.add, args=(torch.ones(ROWS),), kwargs={"rows": list(range(ROWS))}
-    )
-    try:
-        thread.start()
-        assert half.wait(20)
-        reader._group.timeout_s = 0.05
-        for rows in (None, [0, 7]):
-            with pytest.raises(
-                PeerTimeout, match=r"shard 0 of table t' did not become free within"
-            ):
-                reader.get(rows)
-        reader._group.timeout_s = 20.0
-        go_on.set()
-        assert reader.get().tolist() == [1.0] * ROWS
-    finally:
-        go_on.set()
-        thread.join()
-        fail_points.inject(None)
-
-
-def test_an_add_that_is_interrupted_is_whole_in_the_next_read(small_blocks, two):
-    reader, writer = two
-
-    def fault(point, worker):
-        if point == "half the rows written":
-            raise KeyboardInterrupt
-
-    fail_points.inject(fault)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            writer.add(torch.ones(ROWS), rows=list(range(ROWS)))
-    finally:
-        fail_points.inject(None)
-    assert reader.get().tolist() == [1.0] * ROWS
-    writer.add(torch.ones(ROWS))
-    assert reader.get().tolist() == [2.0] * ROWS
 
 
 # --- looking whether a delta is finite ------------------------------------------------------------
@@ -120,30 +69,6 @@ def test_no_shard_has_an_add_that_another_shard_would_refuse(looking_late):
 
 
 # --- several shards -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("updater", ["sum", "sgd", "adam"])
-@pytest.mark.parametrize("block_rows", [2, 4096])
-@pytest.mark.parametrize("num_shards", [2, 3, 5])
-def test_rows_are_routed_to_shards_and_back_in_the_order_asked(
-    num_shards, block_rows, updater, monkeypatch
-):
-    """Repeated rows add up in the order given, to the bit, whoever asks."""
-    monkeypatch.setattr(part, "BLOCK_ROWS", block_rows)
-    rows = [26, 0, 13, 13, 40, 13, 39, 0]
-    delta = first_values(8 * 3).view(8, 3)
-    with tables.join(num_workers=2, timeout_s=20.0) as one, one.thread_worker() as other:
-        many = [
-            world.matrix(41, 3, name="many", num_shards=num_shards, updater=updater)
-            for world in (one, other)
-        ]
-        single = one.matrix(41, 3, name="single", updater=updater)
-        for made in (*many, single, single):
-            made.add(delta, rows=rows)
-        for made in many:
-            assert torch.equal(made.get(), single.get())
-            assert torch.equal(made.get(rows), single.get()[rows])
-            assert made.get([]).shape == (0, 3)
 
 
 @pytest.mark.parametrize("rows", [None, [0, 20, 40]])

@@ -131,41 +131,6 @@ def test_a_snapshot_with_a_key_twice_is_refused(tmp_path):
         assert table.keys().tolist() == [7, 9]
 
 
-def test_a_full_disk_is_an_error_and_leaves_the_older_snapshot(tmp_path):
-    """`/dev/full` in the place of the draft."""
-    with tables.join() as world:
-        table = world.matrix(4000, 3, name="t", init=1.0)
-        table.snapshot(tmp_path)
-        table.add(torch.ones(4000, 3))
-        save = torch.save
-
-        def save_to_a_full_disk(content: object, _: object) -> None:
-            with open("/dev/full", "wb", buffering=0) as full:
-                save(content, full)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "save", save_to_a_full_disk)
-            with pytest.raises(CheckpointError, match="`directory` must be a folder that"):
-                table.snapshot(tmp_path)
-        assert [entry.name for entry in tmp_path.iterdir()] == ["t.snapshot"]
-        table.restore(tmp_path)
-        assert table.get().unique().tolist() == [1.0]
-
-
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_a_link_or_pipe_with_the_name_of_a_draft_is_never_written_to(tmp_path, kind):
-    victim, folder = tmp_path / "victim", tmp_path / "folder"
-    victim.write_text("precious")
-    folder.mkdir()
-    draft = folder / "t.snapshot.new"
-    draft.symlink_to(victim) if kind == "link" else os.mkfifo(draft)
-    with tables.join() as world:
-        world.matrix(7, 3, name="t").snapshot(folder)
-    assert victim.read_text() == "precious"
-    assert [entry.name for entry in folder.iterdir()] == ["t.snapshot"]
-
-
 def test_workers_that_write_to_one_folder_at_once_leave_a_snapshot_that_counts(tmp_path):
     failures: list[BaseException] = []
 

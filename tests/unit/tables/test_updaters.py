@@ -109,25 +109,6 @@ def test_a_dense_updater_is_torchs_own(name):
         torch.testing.assert_close(table.get(), twin.detach(), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("num_shards", [1, 3])
-def test_rmsprop_has_the_bits_of_torchs_and_rows_that_are_not_given_stay(num_shards):
-    weight = torch.randn(ROWS, COLS)
-    twins = [row.clone().requires_grad_() for row in weight]
-    optimizers = [torch.optim.RMSprop([twin], lr=0.1, foreach=False) for twin in twins]
-    with tables.join() as world:
-        table = world.matrix(
-            ROWS, COLS, updater=tables.RmsProp(lr=0.1), init=weight, num_shards=num_shards
-        )
-        for step in range(STEPS):
-            rows = torch.randperm(ROWS)[: 1 + step % ROWS].tolist()
-            gradient = torch.randn(len(rows), COLS)
-            for row, its in zip(rows, gradient, strict=True):
-                twins[row].grad = its.clone()
-                optimizers[row].step()
-            table.add(gradient, rows=rows)
-            assert torch.equal(table.get(), torch.stack(twins).detach())
-
-
 def test_dc_asgd_follows_equation_10_of_the_paper():
     """Two workers; each one's copy is the model as it was when that worker pulled last."""
     lr, lam = 0.1, 0.5
