@@ -28,7 +28,7 @@ SLOW_FOLDERS = {"benchmarks", "chaos", "device", "examples", "meta", "multiproce
 SLOW_FILES = (  # of other folders
     *("test_backend", "test_compiled_models", "test_executors", "test_hugging_face"),
     *("test_launching", "test_process_executor", "test_worker_gradients"),
-    *("test_app", "test_parity", "test_resumed_bits", "test_same_bits", "test_shared_module"),
+    *("test_app", "test_parity", "test_shared_module"),
     "test_train_command",
 )
 NO_TESTS = 5  # what pytest returns where it finds none

@@ -65,17 +65,6 @@ class Keeping(Alike):
         return again
 
 
-class Repeating(Alike):
-    """Computes its activations again in the backward pass."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            found = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
-            assert isinstance(found, Tensor)
-            x = torch.tanh(found)
-        return x
-
-
 class Reentrant(Alike):
     """Computes its activations again in backward passes within the backward pass."""
 
@@ -86,14 +75,6 @@ class Reentrant(Alike):
             assert isinstance(found, Tensor)
             x = torch.tanh(found)
         return x
-
-
-class Half(Alike):
-    """Is computed in bfloat16."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return super().forward(x).float()
 
 
 class Strided(nn.Module):
@@ -155,7 +136,7 @@ def trained(model: Callable[[], nn.Module], executor: str, replicas: int) -> lis
 
 @pytest.mark.parametrize(
     "model",
-    [Alike, Shared, Changing, Repeating, Reentrant, Half, Strided, Viewing],
+    [Shared, Changing, Reentrant, Strided, Viewing],
     ids=lambda m: m.__name__,
 )
 def test_same_bits_as_threads(model: Callable[[], nn.Module]) -> None:

@@ -1,12 +1,13 @@
-"""The same bits in every configuration: executors, sizes, a stop and a resume."""
+"""The same bits in every configuration: executors, sizes, a stop and a resume. Tolerance: none."""
 
 from __future__ import annotations
 
-import copy
+import hashlib
 import math
-from collections.abc import Iterable
+import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,14 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import phalanx
-from tests.worlds import World, in_executor_worlds
+from phalanx.cli.data import open_data
+from phalanx.replicas import num_cores
+from tests.worlds import EXECUTORS, World, in_executor_worlds
+from tests.zoo import CNN_NORM, GPT_DROPOUT, MLP, Case, batches_of, sgd, state_of
 
 STEPS = 12
+MICROBATCHES = 7
+HANDOVER_S = 30.0  # a deadline, not a delay: the others need milliseconds
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
@@ -89,23 +95,25 @@ class Run:
     losses: list[float]
 
 
-def trainer(executor: str, replicas: int, losses: list[float], net: nn.Module) -> phalanx.Trainer:
+def trainer(
+    executor: str, replicas: int, losses: list[float], net: nn.Module, **options: Any
+) -> phalanx.Trainer:
     def note(event: object) -> None:
         if isinstance(event, phalanx.StepDone):
             losses.append(event.loss)
 
+    given = {"microbatches": MICROBATCHES, "seed": 11, **options}
     return phalanx.Trainer(
         net,
         nn.functional.cross_entropy,
         adamw,
         executor=executor,
         replicas=replicas,
-        microbatches=7,
-        seed=11,
         clip_norm=0.5,
         scheduler=schedule,
         scheduler_interval="step",
         callbacks=[note],
+        **given,
     )
 
 
@@ -130,11 +138,13 @@ def train(
     replicas: int,
     *,
     folder: Path | None = None,
+    net: nn.Module | None = None,
+    **options: Any,
 ) -> Run:
     losses: list[float] = []
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),
-        trainer(executor, replicas, losses, made()) as trained,
+        trainer(executor, replicas, losses, net or made(), **options) as trained,
     ):
         for _ in range(3):
             trained.fit(batches())
@@ -166,22 +176,170 @@ def test_weights_buffers_moments_and_losses_are_the_same_bits(
         assert_same_bits(run, expected)
 
 
+@pytest.mark.parametrize("case", [MLP, CNN_NORM, GPT_DROPOUT], ids=str)
+def test_models_of_other_kinds_train_to_the_same_bits(case: Case) -> None:
+    found = []
+    for executor, replicas in EXECUTORS:
+        net, losses = case.build(), []
+        with phalanx.Trainer(
+            net, case.loss, sgd, executor=executor, replicas=replicas, microbatches=8
+        ) as trained:
+            for batch in batches_of(case, 12, torch.float32, 5):
+                losses.append(trained.step(batch).loss)
+        found.append(Run(state_of(net), {}, [], losses))
+    for run in found[1:]:
+        assert_same_bits(run, found[0])
+
+
 @pytest.mark.parametrize(
-    ("first", "second"), [(("processes", 1), ("threads", 3)), (("inline", 1), ("processes", 2))]
+    ("first", "second", "stop"),
+    [
+        (("processes", 1), ("threads", 3), 7),
+        (("inline", 1), ("processes", 2), 4),  # at the end of an epoch
+        (("threads", 2), ("inline", 1), 1),
+    ],
 )
 def test_a_run_that_is_stopped_and_resumed_on_another_executor_gives_the_same_bits(
-    first: tuple[str, int], second: tuple[str, int], expected: Run, tmp_path: Path
+    first: tuple[str, int], second: tuple[str, int], stop: int, expected: Run, tmp_path: Path
 ) -> None:
     losses: list[float] = []
     folder = tmp_path / "checkpoint"
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with trainer(*first, losses, made()) as trained:
-            trained.fit(batches())
-            trained.fit(batches(), epochs=2, steps=3)  # in the middle of an epoch
+            trained.fit(batches(), epochs=3, steps=stop)
             trained.save(folder)
-        with trainer(*second, losses, copy.deepcopy(made())) as trained:
+        with trainer(*second, losses, made()) as trained:
             trained.resume(folder)
-            rest: Iterable[tuple[Tensor, Tensor]] = batches()
-            trained.fit(rest, epochs=3)
+            trained.fit(batches(), epochs=3)
             assert trained.steps == STEPS
             assert_same_bits(result(trained, losses), expected)
+
+
+# --- who computes what ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workloads", [[3, 1], [0, 1], [1, 100]])
+def test_workloads_do_not_show(workloads: list[float], expected: Run) -> None:
+    assert_same_bits(train("threads", 2, workloads=workloads), expected)
+
+
+class Laggard:
+    """A hook that holds one replica back until the others have begun all else in the step.
+
+    So the replica `slow` computes at most one microbatch of every step: the most unequal division
+    there can be, without a clock.
+    """
+
+    def __init__(self, slow: int) -> None:
+        self.name = f"phalanx-replica-{slow}"
+        self.held = 0
+        self._begun = 0
+        self._condition = threading.Condition()
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        with self._condition:
+            self._begun += 1
+            self._condition.notify_all()
+            if threading.current_thread().name != self.name:
+                return
+            self.held += 1
+            last_of_step = -(-self._begun // MICROBATCHES) * MICROBATCHES
+            if not self._condition.wait_for(lambda: self._begun >= last_of_step, HANDOVER_S):
+                raise TimeoutError(f"nobody took over the microbatches of {self.name}")
+
+
+@pytest.mark.parametrize(("replicas", "slow"), [(2, 0), (3, 1)])
+def test_a_slow_replica_does_not_show(replicas: int, slow: int, expected: Run) -> None:
+    laggard, net = Laggard(slow), made()
+    net.register_forward_pre_hook(laggard)
+    data = batches()[:1] * STEPS  # without empty microbatches
+    runs = []
+    for each, count in ((net, replicas), (made(), 1)):
+        losses: list[float] = []
+        with trainer("threads", count, losses, each) as trained:
+            trained.fit(data)
+            runs.append(result(trained, losses))
+    assert 0 < laggard.held <= STEPS
+    assert_same_bits(*runs)
+
+
+# --- what a default chooses -----------------------------------------------------------------------
+
+
+@pytest.mark.promise("automatic-choices-change-no-bit")
+def test_fresh_runs_that_fix_nothing_and_runs_on_fixed_replicas_have_one_hash() -> None:
+    """The README's example."""
+
+    def digest(**options: Any) -> str:
+        torch.manual_seed(0)
+        digits = open_data("digits", batch_size=64, seed=0)
+        layers = nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2)
+        net = nn.Sequential(*layers, nn.Linear(16 * 36, 10))
+        with phalanx.Trainer(net, nn.CrossEntropyLoss(), adamw, **options) as trainer:
+            trainer.fit(digits.train, steps=4)
+        weights = b"".join(each.numpy().tobytes() for each in net.state_dict().values())
+        return hashlib.sha256(weights).hexdigest()
+
+    runs = [{}, {}, {}, {"replicas": "auto"}, {"replicas": 1}, {"replicas": 2}, {"replicas": 4}]
+    assert len({digest(**options) for options in runs}) == 1
+
+
+def test_without_microbatches_one_replica_computes_on_all_cores() -> None:
+    with phalanx.Trainer(MLP.build(), MLP.loss, sgd, microbatches=None) as trainer:
+        assert len(trainer.devices) == 1
+        assert trainer.intra_op == num_cores()
+    with phalanx.Trainer(MLP.build(), MLP.loss, sgd) as trainer:
+        assert len(trainer.devices) == min(4, num_cores())
+        assert trainer.intra_op == 1
+
+
+@pytest.mark.promise("fast-mode-repeats")
+def test_a_run_without_microbatches_repeats() -> None:
+    first, second = (train("threads", 3, microbatches=None) for _ in range(2))
+    assert_same_bits(second, first)
+
+
+# --- autocast -------------------------------------------------------------------------------------
+
+
+def adafactor(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Multiplies matrices in its step, so an autocast around it would show."""
+    return torch.optim.Adafactor(parameters, lr=0.1)
+
+
+def in_bfloat16(module: nn.Module, batch: Any) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return MLP.loss(module(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(("executor", "replicas"), [("threads", 3), ("inline", 1)])
+def test_autocast_around_a_step_is_around_the_forward_pass_alone(
+    executor: str, replicas: int
+) -> None:
+    options: dict[str, Any] = {"replicas": replicas, "executor": executor}
+    with (
+        phalanx.Trainer(MLP.build(), MLP.loss, adafactor, **options) as trained,
+        phalanx.Trainer(MLP.build(), None, adafactor, forward=in_bfloat16, **options) as other,
+    ):
+        for seed in range(3):
+            batch = MLP.batch(12, seed=seed)
+            other.step(batch)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                trained.step(batch)
+        for name, value in state_of(trained.module).items():
+            assert torch.equal(value, state_of(other.module)[name])
+
+
+# --- controls: what must show does, or the tests above compare nothing with nothing ---------------
+
+
+@pytest.mark.parametrize("change", [{"microbatches": 3}, {"seed": 1}], ids=str)
+def test_the_number_of_microbatches_and_the_seed_show(change: Any, expected: Run) -> None:
+    found = train("threads", 2, **change)
+    assert not torch.equal(found.state["head.weight"], expected.state["head.weight"])
+
+
+def test_the_process_own_generator_does_not_show(expected: Run) -> None:
+    net = made()
+    torch.manual_seed(77)
+    assert_same_bits(train("threads", 2, net=net), expected)
