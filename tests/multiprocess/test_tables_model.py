@@ -1,9 +1,11 @@
-"""A table against a plain numpy array, whatever its workers do, in whatever order."""
+"""A table against a plain dictionary, whatever its workers do, in whatever order."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import tempfile
+from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
@@ -13,81 +15,139 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from phalanx import tables
-from phalanx.tables import part
+from phalanx.errors import ConfigError
+from phalanx.tables import keys, part
 from tests.multiprocess.children import Children, Parent, wait_for_exit
 from tests.multiprocess.test_tables import die_at
 from tests.run_directories import wait_until_removed
 
 pytestmark = pytest.mark.promise("tables-one-contract")
 
-ROWS, COLS = 7, 3
+ROWS, COLS = 25, 2
+FIRST = 5
 DEADLINE_S = 60.0
 _numbers = itertools.count()
 
-row_lists = st.lists(st.integers(0, ROWS - 1), max_size=2 * ROWS)
+a_key = st.integers(-12, 12) | st.sampled_from([(1 << 63) - 1, -(1 << 63), 1 << 40])
+a_row = st.integers(0, ROWS - 1)
 values = st.integers(-1000, 1000)
+POINTS = (*part.POINTS, *keys.POINTS)
 
 
-def open_table(world: tables.TableGroup, num_shards: int) -> tables.Table:
-    return world.matrix(ROWS, COLS, torch.int64, name="t", num_shards=num_shards)
+def open_table(world: tables.TableGroup, by_key: bool, num_shards: int) -> tables.Table:
+    if by_key:
+        how = {"init": FIRST, "num_shards": num_shards, "capacity": 1}
+        return world.keys(COLS, torch.int64, name="t", **how)
+    return world.matrix(ROWS, COLS, torch.int64, name="t", init=FIRST, num_shards=num_shards)
 
 
-def die_adding(parent: Parent, run: str, shards: int, point: str, rows: list | None) -> None:
+def die_adding(parent: Parent, run: str, how: tuple, point: str, rows: list[int]) -> None:
     part.BLOCK_ROWS = 2
     with tables.join(run, timeout_s=DEADLINE_S) as world:
-        table = open_table(world, shards)
+        table = open_table(world, *how)
         die_at(point, 1)
-        num_rows = ROWS if rows is None else len(rows)
-        table.add(torch.full((num_rows, COLS), 12345), rows=rows)
+        table.add(torch.full((len(rows), COLS), 12345), rows=rows)
 
 
 class TableMachine(RuleBasedStateMachine):
-    """Workers of one process, and others that die; integers, so that every sum is exact."""
+    """Workers of one process, and others that die; integers, so that every sum is exact.
 
-    @initialize(num_shards=st.sampled_from([1, 1, 3, 10]))
-    def begin(self, num_shards: int) -> None:
+    The model has the rows of a matrix, or those keys that have come.
+    """
+
+    @initialize(by_key=st.booleans(), num_shards=st.sampled_from([1, 1, 3, 10]))
+    def begin(self, by_key: bool, num_shards: int) -> None:
         self.run = f"m{os.getpid()}-{next(_numbers)}"
-        self.shards = num_shards
+        self.by_key, self.how = by_key, (by_key, num_shards)
         first = tables.join(self.run, timeout_s=DEADLINE_S)
         self.worlds = [first]
-        self.tables = [open_table(first, num_shards)]
-        self.model = np.zeros((ROWS, COLS), dtype=np.int64)
+        self.tables = [open_table(first, *self.how)]
+        there = () if by_key else range(ROWS)
+        self.model = {row: np.full(COLS, FIRST) for row in there}
+        self.saved: dict[int, np.ndarray] | None = None
+        self.folder = tempfile.TemporaryDirectory()
+
+    def drawn(self, data: st.DataObject, least: int = 0, most: int = 14) -> list[int]:
+        """Draw keys, or rows of a matrix."""
+        return data.draw(st.lists(a_key if self.by_key else a_row, min_size=least, max_size=most))
 
     def pick(self, k: int) -> tables.Table:
         return self.tables[k % len(self.tables)]
 
-    @rule(k=st.integers(0, 5), rows=row_lists, value=values, as_numpy=st.booleans())
-    def add_rows(self, k: int, rows: list[int], value: int, as_numpy: bool) -> None:
+    @property
+    def master(self) -> tables.Table:
+        lowest = min(range(len(self.worlds)), key=lambda i: self.worlds[i].worker_id)
+        return self.tables[lowest]
+
+    @staticmethod
+    def put(model: dict[int, np.ndarray], rows: list[int], delta: np.ndarray) -> None:
+        for each, change in zip(rows, delta, strict=True):
+            model[each] = model.get(each, np.full(COLS, FIRST)) + change
+
+    @rule(k=st.integers(0, 5), data=st.data(), value=values, as_numpy=st.booleans())
+    def add(self, k: int, data: st.DataObject, value: int, as_numpy: bool) -> None:
+        rows = self.drawn(data)
         delta = value + np.arange(len(rows) * COLS, dtype=np.int64).reshape(len(rows), COLS)
-        np.add.at(self.model, rows, delta)
+        self.put(self.model, rows, delta)
         given = np.array(rows, dtype=np.int64) if as_numpy else rows
         self.pick(k).add(delta if as_numpy else torch.from_numpy(delta), rows=given)
 
-    @rule(k=st.integers(0, 5), value=values)
-    def add_all(self, k: int, value: int) -> None:
-        self.model += value
-        self.pick(k).add(torch.full((ROWS, COLS), value))
+    @rule(k=st.integers(0, 5), first=st.integers(20, 400), value=values)
+    def add_many(self, k: int, first: int, value: int) -> None:
+        """Add to 40 keys, so that the table grows, or to the whole matrix."""
+        rows = list(range(first, first + 40) if self.by_key else range(ROWS))
+        delta = np.full((len(rows), COLS), value)
+        self.put(self.model, rows, delta)
+        self.pick(k).add(torch.from_numpy(delta), rows=rows if self.by_key else None)
 
-    @rule(value=values)
-    def assign(self, value: int) -> None:
-        master = min(range(len(self.worlds)), key=lambda i: self.worlds[i].worker_id)
-        self.model[:] = value
-        self.tables[master].assign(torch.full((ROWS, COLS), value))
+    @rule(k=st.integers(0, 5), data=st.data())
+    def refuse(self, k: int, data: st.DataObject) -> None:
+        rows = self.drawn(data, least=1)
+        with pytest.raises(ConfigError):
+            self.pick(k).add(torch.ones(len(rows), COLS + 1, dtype=torch.int64), rows=rows)
 
-    @rule(k=st.integers(0, 5), rows=row_lists)
-    def get_rows(self, k: int, rows: list[int]) -> None:
-        np.testing.assert_array_equal(self.pick(k).get(rows).numpy(), self.model[rows])
+    @rule(keys=st.lists(a_key, max_size=8, unique=True), value=values)
+    def assign(self, keys: list[int], value: int) -> None:
+        rows = keys if self.by_key else list(range(ROWS))
+        given = {"rows": keys} if self.by_key else {}
+        self.master.assign(torch.full((len(rows), COLS), value), **given)
+        self.model.update({row: np.full(COLS, value) for row in rows})
+
+    @rule(k=st.integers(0, 5), data=st.data())
+    def get(self, k: int, data: st.DataObject) -> None:
+        rows = self.drawn(data)
+        expected = [self.model.get(row, np.full(COLS, FIRST)).tolist() for row in rows]
+        assert self.pick(k).get(rows).tolist() == expected
 
     @rule(k=st.integers(0, 5))
     def get_all(self, k: int) -> None:
-        np.testing.assert_array_equal(self.pick(k).get().numpy(), self.model)
+        table, rows = self.pick(k), None
+        if self.by_key:
+            rows = table.keys()
+            assert rows.tolist() == sorted(self.model)
+            assert len(table) == len(self.model)
+        if self.model:
+            expected = np.stack([self.model[row] for row in sorted(self.model)])
+            np.testing.assert_array_equal(table.get(rows).numpy(), expected)
+
+    @rule(k=st.integers(0, 5))
+    def save(self, k: int) -> None:
+        self.pick(k).snapshot(Path(self.folder.name))
+        self.saved = dict(self.model)
+
+    @precondition(lambda self: self.saved is not None)
+    @rule()
+    def restore(self) -> None:
+        self.master.restore(Path(self.folder.name))
+        assert self.saved is not None
+        self.model = dict(self.saved)
 
     @precondition(lambda self: len(self.worlds) < 5)
     @rule(thread=st.booleans())
     def come(self, thread: bool) -> None:
         how = self.worlds[0].thread_worker if thread else lambda: tables.join(self.run)
         self.worlds.append(how())
-        self.tables.append(open_table(self.worlds[-1], self.shards))
+        self.tables.append(open_table(self.worlds[-1], *self.how))
 
     @precondition(lambda self: len(self.worlds) > 1)
     @rule(k=st.integers(0, 5))
@@ -96,32 +156,37 @@ class TableMachine(RuleBasedStateMachine):
         self.worlds.pop(k).close()
         self.tables.pop(k)
 
-    @rule(
-        point=st.sampled_from(part.POINTS),
-        rows=st.none() | st.lists(st.integers(0, ROWS - 1), min_size=5, max_size=9),
-    )
-    def die(self, point: str, rows: list[int] | None) -> None:
+    @rule(point=st.sampled_from(POINTS), data=st.data())
+    def die(self, point: str, data: st.DataObject) -> None:
+        rows = self.drawn(data, least=5, most=40)
         with Children() as children:
-            child = children.start(die_adding, self.run, self.shards, point, rows)
+            child = children.start(die_adding, self.run, self.how, point, rows)
             wait_for_exit(child.pid)
-        now = self.tables[0].get().numpy()
-        added = now - self.model
-        assert set(np.unique(added)) <= set(range(0, 12345 * 10, 12345))
-        where = slice(None) if rows is None else rows
-        full = np.zeros_like(self.model)
-        np.add.at(full, where, 12345)
-        assert np.array_equal(added, full) or not added.any()
-        self.model = now.copy()
+        after = dict(self.model)
+        self.put(after, rows, np.full((len(rows), COLS), 12345))
+        mine = sorted(set(rows))
+        there = set(self.tables[0].keys().tolist()) if self.by_key else set(mine)
+        now = dict(zip(mine, self.tables[0].get(mine).numpy(), strict=True))
+        is_taken = [row in there and np.array_equal(now[row], after[row]) for row in mine]
+        is_as_before = [
+            (row in there) == (row in self.model)
+            and np.array_equal(now[row], self.model.get(row, np.full(COLS, FIRST)))
+            for row in mine
+        ]
+        assert all(is_taken) or all(is_as_before)
+        if all(is_taken):
+            self.model = after
 
     def teardown(self) -> None:
         for world in getattr(self, "worlds", []):
             world.close()
         if hasattr(self, "run"):
+            self.folder.cleanup()
             wait_until_removed(self.run)
 
 
 HOW = settings(
-    max_examples=5,
+    max_examples=8,
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
