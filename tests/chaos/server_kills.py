@@ -166,7 +166,7 @@ class Target:
         self._page = ServerPage(self._regions, create=False)
         address = self._page.address
         assert address is not None
-        tls = secret.tls(cluster, server=False)
+        tls = secret.tls(server=False)
         endpoint = Endpoint(host, f"Host {host}", address, cluster, tls)
         self._connection = Connection(endpoint, 0)
         self.ask()

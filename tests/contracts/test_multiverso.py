@@ -56,7 +56,8 @@ def in_this_process(run: str, n: int, body: Callable[[], Any], sync: bool = Fals
 
 def _worker(parent: Parent, run: str, rank: int, n: int, body: Callable, sync: bool) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(n), "TORCHELASTIC_RUN_ID": run}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
+    os.environ["TORCHELASTIC_RUN_ID"] = run
     init(sync)
     result = body()
     shutdown()
@@ -224,6 +225,7 @@ def test_the_names_are_those_of_the_bindings():
 def test_calls_wait_for_as_long_as_init_was_told(run, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
     init(timeout_s=0.2)
     with pytest.raises(PeerTimeout, match=r"within 0\.2 s") as caught:

@@ -22,9 +22,9 @@ from phalanx.tables.run_regions import RunRegions
 from tests.multiprocess.children import DEADLINE_S, Children, Parent, wait_for_exit
 from tests.multiprocess.hosts import become_worker, variables
 
+pytestmark = pytest.mark.promise("files-and-messages-hold-no-code")
+
 SIZE = 3
-PLACES = [f"phalanx/tables/place/{rank}" for rank in range(SIZE)]
-RUN = "phalanx/tables/run"
 
 
 @pytest.fixture
@@ -39,12 +39,15 @@ def secret_file(tmp_path: Path) -> str:
     return str(tmp_path / "secret")
 
 
-def work(parent: Parent, given: dict[str, str], secret_file: str) -> None:
+def work(parent: Parent, given: dict[str, str], secret_file: str | None) -> None:
     """Add before and after the parent says so; tell what the table holds, or what `join` said."""
     given["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the parent keeps the store
     become_worker(given)
+    trusted_network = secret_file is None
     try:
-        with tables.join(timeout_s=DEADLINE_S, secret_file=secret_file) as world:
+        with tables.join(
+            timeout_s=DEADLINE_S, secret_file=secret_file, trusted_network=trusted_network
+        ) as world:
             table = world.matrix(5, 3, name="t")
             table.add(torch.ones(5, 3))
             world.barrier()
@@ -66,6 +69,10 @@ def keep_store() -> TCPStore:
     )
 
 
+def key(run: str, name: str) -> str:
+    return f"phalanx/tables/torchrun-{run}-0/{name}"
+
+
 def test_who_reads_and_writes_the_store_gets_nothing_and_disturbs_nobody(
     children: Children, tmp_path: Path, secret_file: str
 ) -> None:
@@ -78,45 +85,69 @@ def test_who_reads_and_writes_the_store_gets_nothing_and_disturbs_nobody(
 
     seen = TCPStore("127.0.0.1", store.port, wait_for_workers=False)
     values = {key: seen.get(key).decode() for key in seen.list_keys() if "/" in key}
-    secret, cluster = Secret.read(secret_file), content(values[RUN])[0]
     everything = "".join(values.values())
-    assert len(everything) > 500
-    assert secret.content.hex() not in everything
+    assert len(everything) > 100
+    assert not any(line in everything for line in Path(secret_file).read_text().splitlines())
     make_secret(tmp_path / "another")
-    another = Secret.read(tmp_path / "another")
+    another = Secret.read(tmp_path / "another").tls(server=False)
+    ours = Secret.read(secret_file).tls(server=False)
     for host in range(SIZE):
-        name, address = content(values[f"phalanx/tables/server/{host}"])
-        for tls in (None, another.tls(cluster, server=False)):
-            stranger = Connection(Endpoint(host, name, address, cluster, tls), worker=0)
+        address = json.loads(values[key("r", f"server/{host}")])
+        for tls in (None, another):
+            stranger = Connection(Endpoint(host, "it", address, "torchrun-r-0", tls), worker=0)
             with pytest.raises((PeerTimeout, ConfigError)):
                 stranger.call(Operation.COUNTS, "`stats`", 0.3, text="t")
-        endpoint = Endpoint(host, name, address, cluster, secret.tls(cluster, server=False))
-        holder = Connection(endpoint, worker=0)
+        holder = Connection(Endpoint(host, "it", address, "torchrun-r-0", ours), worker=0)
         assert holder.call(Operation.COUNTS, "`stats`", DEADLINE_S, text="t").args == (0, 0, 0, 0)
         holder.close()
 
-    for key in values:
-        seen.set(key, signed(another, key, ["lies", "lies"]))
+    for each in values:
+        seen.set(each, json.dumps(["lies", "lies", True]))
     for worker in workers:
         worker.put()
     expected = torch.full((5, 3), 2.0 * SIZE).tolist()
     assert [worker.get() for worker in workers] == [expected] * SIZE
 
 
-def write_place(store: TCPStore, secret: Secret, place: str) -> None:
-    """Say what rank 1 says of its place."""
-    store.set(PLACES[1], signed(secret, "place/1", [place, "one", "1"]))
+def test_a_rank_without_the_secret_is_named_on_all_hosts(
+    children: Children, secret_file: str
+) -> None:
+    store = keep_store()
+    workers = [
+        children.start(work, variables("n", rank, 2, 2, store.port), file)
+        for rank, file in enumerate((secret_file, None))
+    ]
+    way_out = " Bring the secret file to all hosts, and name it there by PHALANX_SECRET_FILE"
+    rule = "All processes of a run must have its secret, or none, but rank"
+    told = [worker.get() for worker in workers]
+    assert told[0].startswith(f"{rule} 1 has none and this one has one.{way_out}")
+    assert told[1].startswith(f"{rule} 0 has one and this one has none.{way_out}")
 
 
-def signed(secret: Secret, key: str, value: list[str]) -> str:
-    """Return what a process writes to the store before it knows of a start."""
-    text = json.dumps(value)
-    tag = secret.sign("\n".join((key, "", text)).encode())
-    return f"{tag.hex()}\n{text}"
+def join_again(parent: Parent, given: dict[str, str], secret_file: str) -> None:
+    become_worker(given)
+    for _ in range(2):
+        with tables.join(timeout_s=DEADLINE_S, secret_file=secret_file) as world:
+            table = world.array(5, name="t")
+            table.add(torch.ones(5))
+            world.barrier()
+            parent.tell(table.get().tolist())
+            world.barrier()
 
 
-def content(value: str) -> list[str]:
-    return json.loads(value.partition("\n")[2])
+def test_the_processes_of_a_run_may_join_again_when_it_is_over(
+    children: Children, secret_file: str
+) -> None:
+    store = keep_store()
+    workers = []
+    for rank in range(2):
+        given = {
+            **variables("again", rank, 2, 2, store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        workers.append(children.start(join_again, given, secret_file))
+    for _ in range(2):
+        assert [worker.get() for worker in workers] == [[2.0] * 5] * 2
 
 
 def join_alone(parent: Parent, given: dict[str, str], secret_file: str) -> None:
@@ -135,7 +166,7 @@ def test_a_host_whose_server_does_not_come_is_named_and_nothing_outlives_the_att
 ) -> None:
     store = keep_store()
     run = f"late{os.getpid()}"
-    write_place(store, Secret.read(secret_file), "elsewhere")
+    store.set(key(run, "place/1"), json.dumps(["elsewhere", "one", True]))
     worker = children.start(join_alone, variables(run, 0, 2, 2, store.port), secret_file)
     told = worker.get()
     assert told.startswith("The store of the job has no 'server/1': ")

@@ -46,7 +46,7 @@ from urllib.parse import urlsplit
 
 from phalanx.clock import pause
 from phalanx.cluster.ray_worker import Ended, RayWorker
-from phalanx.cluster.secret import Secret
+from phalanx.cluster.secret import Secret, draw_secret
 from phalanx.distributed import (
     STORE,
     RankFailed,
@@ -63,7 +63,6 @@ from phalanx.plan import check_function, read_count
 
 __all__ = ["RankPlace", "RayJob", "launch_script_on_ray", "on_ray", "plan_ranks"]
 
-_SECRET_BYTES = 32
 _GRACE_S = 10.0  # for what a worker does on SIGTERM
 _ENDED_S = 10.0  # and for Ray, to tell the driver
 _KILLED = -9
@@ -356,7 +355,7 @@ def _place(ray: Any, group: Any, job: RayJob) -> list[RankPlace]:
 
 def _run(job: RayJob, function: Callable[..., Any], args: Sequence[object]) -> list[bytes]:
     """Call the function in every worker; return what they return, pickled, by rank."""
-    secret = Secret.read(job.secret_file).content if job.secret_file else None
+    secret = Secret.read(job.secret_file).content if job.secret_file else draw_secret()
     with _connected(job.address) as ray:
         workers = job.workers
         if workers is None:
@@ -374,7 +373,6 @@ def _run(job: RayJob, function: Callable[..., Any], args: Sequence[object]) -> l
             "TORCHELASTIC_RUN_ID": f"ray-{secrets.token_hex(8)}",
             "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
         }
-        secret = secret or secrets.token_bytes(_SECRET_BYTES)
         count = 0
         while True:
             variables["TORCHELASTIC_RESTART_COUNT"] = str(count)

@@ -1,37 +1,33 @@
-"""What the hosts of a run share so that nobody else can speak to their servers.
+"""The credential that the hosts of a run share: a private key and its certificate, in one file.
 
-    secret ──HKDF──► key and certificate of the run    the only ones that both ends of TLS take
-           ──HMAC──► signature of a server's address   which travels through a store open to others
-
-The secret itself never travels: the user's own means bring the file to each host.
+Both ends of a connection show this certificate and take no other. The file never travels by
+itself: the user brings it to each host.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import os
-import secrets
 import ssl
 import stat
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from phalanx.cluster.certificate import certificate_and_key
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.files import open_regular
 
-__all__ = ["Secret", "make_secret"]
+__all__ = ["Secret", "draw_secret", "make_secret"]
 
-_SECRET_BYTES = 32
-_SHORTEST, _LONGEST = 32, 4096
+_OPENSSL = "openssl req -x509 -newkey ed25519 -nodes -subj /CN=phalanx -days 36500 -keyout - -out -"
+_LONGEST = 64 << 10
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_NO_CHECK_TIME = 0x200000  # OpenSSL's X509_V_FLAG_NO_CHECK_TIME: hosts' clocks may differ
 
 
 @dataclass(frozen=True)
 class Secret:
-    """The bytes of a secret; made by :meth:`read`."""
+    """The content of a secret file; made by :meth:`read`."""
 
     content: bytes
 
@@ -43,62 +39,65 @@ class Secret:
         """Read the file that :func:`make_secret` made.
 
         Raises:
-            ConfigError: It is no file, others may read it, or it is too short or too long.
+            ConfigError: It is no such file, or others may read it.
         """
         try:
             with open_regular(Path(path)) as file:
                 status = os.fstat(file.fileno())
-                content = file.read(_LONGEST + 1)
+                secret = cls(file.read(_LONGEST))
         except (OSError, ValueError) as exc:
-            raise ConfigError(
-                f"`secret_file` must be a file made by `phalanx secret`, but {str(path)!r} is not: "
-                f"{exc}."
-            ) from exc
+            raise _no_secret(path, exc) from exc
         if status.st_mode & _OTHERS or status.st_uid not in (os.geteuid(), 0):
             raise ConfigError(
                 f"`secret_file` must be yours and closed to others (mode 0600), but {str(path)!r} "
                 f"has mode {stat.S_IMODE(status.st_mode):04o}. Say `chmod 600` and make a new "
                 "secret if somebody may have read it."
             )
-        if not _SHORTEST <= len(content) <= _LONGEST:
-            raise ConfigError(
-                f"`secret_file` must hold {_SHORTEST} to {_LONGEST} bytes, but {str(path)!r} holds "
-                f"{'more' if len(content) > _LONGEST else len(content)}. Make one with "
-                "`phalanx secret`."
-            )
-        return cls(content)
+        try:
+            secret.tls(server=False)
+        except ssl.SSLError as exc:
+            raise _no_secret(path, exc) from exc
+        return secret
 
-    def tls(self, run: str, *, server: bool) -> ssl.SSLContext:
-        """Return what one end of a run's connections is encrypted with.
-
-        Both ends show the run's certificate, and take no other.
-        """
-        side = ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT
-        context = ssl.SSLContext(side)
+    def tls(self, *, server: bool) -> ssl.SSLContext:
+        """Return what one end of the run's connections is encrypted with."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False  # hosts are known by the certificate, not by a name
         context.verify_mode = ssl.CERT_REQUIRED
+        context.verify_flags |= _NO_CHECK_TIME
         if server:
             context.num_tickets = 0
-        certificate, key = certificate_and_key(self._derive(f"tls {run}"), "phalanx tables")
-        context.load_verify_locations(cadata=certificate)
         # OpenSSL reads keys from files alone; this one has no name and is gone when it is closed.
         descriptor = os.memfd_create("phalanx-key", os.MFD_CLOEXEC)
         try:
-            os.write(descriptor, (certificate + key).encode())
+            os.write(descriptor, self.content)
             context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+            context.load_verify_locations(f"/proc/self/fd/{descriptor}")
         finally:
             os.close(descriptor)
         return context
 
-    def sign(self, message: bytes) -> bytes:
-        """Return 32 bytes that only holders of the secret can make of a message."""
-        return hmac.digest(self._derive("sign"), message, hashlib.sha256)
 
-    def _derive(self, purpose: str) -> bytes:
-        """Derive 32 bytes: HKDF (RFC 5869) with SHA-256 and one block of output."""
-        extracted = hmac.digest(b"phalanx secret 1", self.content, hashlib.sha256)
-        return hmac.digest(extracted, purpose.encode() + b"\x01", hashlib.sha256)
+def _no_secret(path: Path | str, exc: Exception) -> ConfigError:
+    return ConfigError(
+        f"`secret_file` must be a file made by `phalanx secret`, but {str(path)!r} is not: {exc}."
+    )
+
+
+def draw_secret() -> bytes:
+    """Return the content of a new secret: a key and its certificate as PEM.
+
+    Raises:
+        UnsupportedError: The program ``openssl``, which makes it, is missing or failed.
+    """
+    try:
+        return subprocess.run(_OPENSSL.split(), check=True, capture_output=True).stdout
+    except (OSError, subprocess.CalledProcessError) as exc:
+        raise UnsupportedError(
+            f"A secret is made by the program `openssl` (1.1.1 or later), but: {exc}. Install it, "
+            "or make the secret on another machine."
+        ) from exc
 
 
 def make_secret(path: Path | str) -> None:
@@ -106,7 +105,9 @@ def make_secret(path: Path | str) -> None:
 
     Raises:
         ConfigError: There is such a file, or it cannot be made.
+        UnsupportedError: The program ``openssl`` is missing.
     """
+    content = draw_secret()
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, 0o600)
@@ -116,6 +117,6 @@ def make_secret(path: Path | str) -> None:
             f"{exc.strerror}. An older secret stays valid; remove it to make another."
         ) from exc
     with os.fdopen(descriptor, "wb") as file:
-        file.write(secrets.token_bytes(_SECRET_BYTES))
+        file.write(content)
         file.flush()
         os.fsync(descriptor)

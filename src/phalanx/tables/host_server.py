@@ -239,7 +239,7 @@ def _serve(spec: ServerSpec, context: RunContext, page: ServerPage) -> None:
     service, address = HostService(context), page.address
     if address is None:
         address = f"[{spec.bind}]:0" if ":" in spec.bind else f"{spec.bind}:0"
-    tls = None if spec.secret is None else spec.secret.tls(spec.cluster, server=True)
+    tls = None if spec.secret is None else spec.secret.tls(server=True)
     server = Server(service, address, tag=tag_of(spec.cluster, spec.host), tls=tls)
     try:
         page.begin(server.address)

@@ -18,14 +18,14 @@ from typing import NamedTuple
 from phalanx.errors import ConfigError
 from phalanx.ipc import ProcessIdentity
 
-__all__ = ["JoinRequest", "read_join_request", "read_master", "read_trust_of_network"]
+__all__ = ["JoinRequest", "read_join_request", "read_master", "read_trust"]
 
 
 class JoinRequest(NamedTuple):
     """What to join.
 
     Attributes:
-        run: Name of the run on this host, or None for this process alone.
+        run: Name of the run, or None for this process alone.
         worker: Our number, or None for the next one.
         num_workers: How many are expected, or None if nobody knows.
         is_spread: Whether they are on several hosts.
@@ -38,36 +38,43 @@ class JoinRequest(NamedTuple):
 
 
 class _Launcher(NamedTuple):
-    """How a launcher tells processes their numbers.
+    """The variables by which a launcher gives processes their numbers.
 
     Attributes:
-        name: As messages call it, and as runs are called.
-        rank: The variable with a process's number.
-        size: That with the number of processes.
-        here: That with the number of those on this host.
-        job: Those that tell one start from another; none for the process that started us.
+        name: As runs are called.
+        rank: A process's number.
+        size: The number of processes.
+        here: The number of those on this host.
+        job: What tells one start from another, if it has such a variable.
     """
 
     name: str
     rank: str
     size: str
     here: str
-    job: tuple[str, ...]
+    job: str
 
 
+_TORCHRUN = _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 _LAUNCHERS = (
     _Launcher(
         "openmpi",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
-        ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"),
+        "PMIX_NAMESPACE",
     ),
-    _Launcher("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", ()),
-    _Launcher("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", ()),
+    _Launcher("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", ""),
+    _Launcher(
+        "slurm",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_STEP_TASKS_PER_NODE",
+        "SLURM_JOB_ID",
+    ),
+    _TORCHRUN,  # last, as a script may have copied the numbers of another
 )
 _WAY_OUT = "Start them with `phalanx launch`, or give `join` a `run`, which names what they share."
-_TORCH = ("RANK", "WORLD_SIZE")
 _LONGEST_NAME = 100
 _LARGEST_STEP = 4_000_000_000  # beyond, Slurm numbers batch scripts and the like
 
@@ -83,13 +90,12 @@ def read_join_request(
         environment: The variables; None for this process's.
 
     Raises:
-        ConfigError: The variables contradict each other or the caller, or do not say enough.
+        ConfigError: The variables contradict the caller, or do not say enough.
 
     Example:
-        >>> read_join_request(
-        ...     None, None, {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a"}
-        ... )
-        JoinRequest(run='torchrun-a-0', worker=1, num_workers=2, is_spread=False)
+        >>> found = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "7"}
+        >>> read_join_request(None, None, found)
+        JoinRequest(run='torchrun-port-7-0', worker=1, num_workers=2, is_spread=False)
         >>> read_join_request(None, None, {})
         JoinRequest(run=None, worker=None, num_workers=None, is_spread=False)
     """
@@ -101,50 +107,34 @@ def read_join_request(
             )
         return JoinRequest(run, None, num_workers)
     found = os.environ if environment is None else environment
-    request = _torchs(found, num_workers) or _others(found, num_workers)
-    return request or JoinRequest(None, None, num_workers)
-
-
-def _torchs(found: Mapping[str, str], num_workers: int | None) -> JoinRequest | None:
-    """Read torchrun's variables; None where they are not there, or set by hand for torch alone."""
-    numbers = _rank_and_size(found, *_TORCH)
-    if numbers is None:
-        return None
-    rank, size = numbers
-    _check_expected(num_workers, size, "torchrun's `WORLD_SIZE`")
-    here = _number(found, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in found else None
-    if here is None and "TORCHELASTIC_RUN_ID" not in found:
-        other = _others(found, num_workers)  # whose numbers a script has copied, say
-        if other is not None and (other.worker, other.num_workers) == (rank, size):
-            return other
+    launcher = _launcher_of(found)
+    if launcher is None:
+        return JoinRequest(None, None, num_workers)
+    rank, size = (_number(found, name) for name in (launcher.rank, launcher.size))
+    if num_workers not in (None, size):
         raise ConfigError(
-            f"`LOCAL_WORLD_SIZE` must say how many of the {size} workers are on this host where "
-            f"`RANK` and `WORLD_SIZE` are set, but is not set. Set it to {size} if all are. "
-            + _WAY_OUT
+            f"`num_workers` must be `{launcher.size}` ({size}), but is {num_workers}."
         )
-    return JoinRequest(_torchs_run(found), rank, size, here not in (None, size))
+    if size == 1:
+        return JoinRequest(None, None, num_workers)
+    if launcher.here not in found:
+        raise ConfigError(
+            f"`{launcher.here}` must say how many of the {size} workers are on this host where "
+            f"`{launcher.rank}` is set, but is not set. {_WAY_OUT}"
+        )
+    is_spread = found[launcher.here] != str(size)  # Slurm says 2(x3) of three hosts
+    job = _clean(f"{launcher.name}-{_job(found, launcher, is_spread=is_spread)}")
+    return JoinRequest(job, rank, size, is_spread)
 
 
-def _others(found: Mapping[str, str], num_workers: int | None) -> JoinRequest | None:
+def _launcher_of(found: Mapping[str, str]) -> _Launcher | None:
+    """Return the launcher that has started this process, if one has."""
+    if "TORCHELASTIC_RUN_ID" in found or "LOCAL_WORLD_SIZE" in found:
+        return _TORCHRUN
     for launcher in _LAUNCHERS:
-        if launcher.name == "slurm" and not _is_step(found):
-            continue
-        numbers = _rank_and_size(found, launcher.rank, launcher.size)
-        if numbers is None:
-            continue
-        rank, size = numbers
-        _check_expected(num_workers, size, f"`{launcher.size}`")
-        if size == 1:
-            return JoinRequest(None, None, num_workers)
-        if launcher.here not in found:
-            raise ConfigError(
-                f"`{launcher.here}` must say how many of the {size} workers are on this host where "
-                f"`{launcher.rank}` is set, but is not set. {_WAY_OUT}"
-            )
-        text = found[launcher.here]
-        here = int(text) if text.isdecimal() else None  # Slurm says 2(x3) of three hosts
-        run = _clean(f"{launcher.name}-{_job(found, launcher)}")
-        return JoinRequest(run, rank, size, here != size)
+        is_set = launcher.rank in found or launcher.size in found
+        if is_set and (launcher.name != "slurm" or _is_step(found)):
+            return launcher
     return None
 
 
@@ -153,46 +143,38 @@ def _is_step(found: Mapping[str, str]) -> bool:
     return step.isdecimal() and int(step) < _LARGEST_STEP
 
 
-def _job(found: Mapping[str, str], launcher: _Launcher) -> str:
-    if launcher.name == "slurm":
-        return f"{found.get('SLURM_JOB_ID', '')}-{found['SLURM_STEP_ID']}"
-    for name in launcher.job:
-        if name in found:
-            return found[name]
-    parent = ProcessIdentity.of(os.getppid())  # on one host one process has started them all
-    return f"{parent.pid}-{parent.start_ticks}"
+def _job(found: Mapping[str, str], launcher: _Launcher, *, is_spread: bool) -> str:
+    """Name a start of the launcher: the same in all its processes, another after a restart."""
+    job = found.get(launcher.job, "none")
+    if job == "none":  # torchrun was given no id, or the launcher has no such variable
+        parent = ProcessIdentity.of(os.getppid())  # on one host one process has started them all
+        job = f"{parent.pid}-{parent.start_ticks}"
+        if is_spread or launcher is _TORCHRUN:
+            job = f"port-{found.get('MASTER_PORT', '0')}"
+    if launcher is _TORCHRUN:
+        return f"{job}-{found.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return f"{job}-{found['SLURM_STEP_ID']}" if launcher.name == "slurm" else job
 
 
-def _rank_and_size(found: Mapping[str, str], rank: str, size: str) -> tuple[int, int] | None:
-    there = [name for name in (rank, size) if name in found]
-    if not there:
-        return None
-    for name in (rank, size):
-        if name not in found:
-            raise ConfigError(
-                f"`{name}` must be set where `{there[0]}` is, but is not. Set both or neither. "
-                + _WAY_OUT
-            )
-    numbers = _number(found, rank), _number(found, size)
-    if not numbers[0] < numbers[1]:
-        raise ConfigError(f"`{rank}` must be below `{size}` ({numbers[1]}), but is {numbers[0]}.")
-    return numbers
-
-
-def _check_expected(num_workers: int | None, size: int, what: str) -> None:
-    if num_workers not in (None, size):
-        raise ConfigError(f"`num_workers` must be {what} ({size}), but is {num_workers}.")
-
-
-def read_trust_of_network(
+def read_trust(
     secret_file: str | None,
     trusted_network: bool | None,
     environment: Mapping[str, str] | None = None,
 ) -> tuple[str | None, bool]:
-    """Return the secret's file and whether the network is trusted: as given, or by variables."""
+    """Return the secret's file and whether the network is trusted: as given, or by variables.
+
+    Raises:
+        ConfigError: Both are given.
+    """
     found = os.environ if environment is None else environment
     if secret_file is None and trusted_network is None:
-        return found.get("PHALANX_SECRET_FILE") or None, bool(found.get("PHALANX_TRUSTED_NETWORK"))
+        secret_file = found.get("PHALANX_SECRET_FILE") or None
+        trusted_network = bool(found.get("PHALANX_TRUSTED_NETWORK"))
+    if secret_file and trusted_network:
+        raise ConfigError(
+            "`trusted_network` must be False where `secret_file` is given, but both are set. With "
+            "a secret everything between hosts is encrypted, and no network needs to be trusted."
+        )
     return secret_file, bool(trusted_network)
 
 
@@ -214,18 +196,9 @@ def read_master(environment: Mapping[str, str] | None = None) -> tuple[str, int]
 
 
 def _number(found: Mapping[str, str], name: str) -> int:
-    if not found[name].isdecimal():
-        raise ConfigError(f"`{name}` must be a number, but is {found[name]!r}.")
+    if not found.get(name, "").isdecimal():
+        raise ConfigError(f"`{name}` must be a number, but is {found.get(name)!r}. {_WAY_OUT}")
     return int(found[name])
-
-
-def _torchs_run(found: Mapping[str, str]) -> str:
-    """Name this start of the run: the same in all its workers, another after a restart."""
-    run = found.get("TORCHELASTIC_RUN_ID", "none")
-    if run == "none":  # torchrun was given no id; then the port tells runs apart
-        run = "port-" + found.get("MASTER_PORT", "0")
-    restart = found.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return _clean(f"torchrun-{run}-{restart}")
 
 
 def _clean(name: str) -> str:

@@ -18,7 +18,7 @@ from phalanx.tables.joining import (
     JoinRequest,
     read_join_request,
     read_master,
-    read_trust_of_network,
+    read_trust,
 )
 from phalanx.tables.keys import MAX_KEYS
 from phalanx.tables.router import Router
@@ -452,22 +452,25 @@ def _context_of(
     create: bool,
     timeout_s: float,
 ) -> RunContext:
-    if not request.is_spread:
-        return RunContext(request.run, create=create)
+    run, worker, num_workers, is_spread = request
+    if not is_spread:
+        return RunContext(run, create=create)
     # Late: the modules between hosts take a tenth of a second, which runs on one host do without.
-    from phalanx.tables.host_rendezvous import find_place, meet_hosts, read_trust
+    from phalanx.cluster import Secret
+    from phalanx.tables.host_rendezvous import Meeting, address_to_serve_at
     from phalanx.tables.run_on_hosts import ContextOnHosts
 
-    trust = read_trust(*read_trust_of_network(secret_file, trusted_network))
-    assert request.run is not None
-    assert request.worker is not None
-    assert request.num_workers is not None
-    (address, port), size = read_master(), request.num_workers
-    store = open_store(address, port, request.worker, size, timeout_s)
-    place = find_place(store, trust, request.run, request.worker, size)
+    assert run is not None
+    assert worker is not None
+    assert num_workers is not None
+    secret_file, is_trusted = read_trust(secret_file, trusted_network)
+    secret = None if secret_file is None else Secret.read(secret_file)
+    address, port = read_master()
+    bind = address_to_serve_at(address, secret, trusted_network=is_trusted)
+    store = open_store(address, port, worker, num_workers, timeout_s)
+    meeting = Meeting(store, secret, run, worker, num_workers)
     return ContextOnHosts(
-        place.run,
-        lambda regions: meet_hosts(store, trust, place, address, regions, timeout_s),
+        meeting.run_here, lambda regions: meeting.meet_hosts(bind, regions, timeout_s)
     )
 
 

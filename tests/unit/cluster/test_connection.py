@@ -74,7 +74,7 @@ class Served:
 
     def endpoint(self, secret: Secret | None = None, address: str | None = None) -> Endpoint:
         secret = secret or self._secret
-        tls = None if secret is None else secret.tls("run", server=False)
+        tls = None if secret is None else secret.tls(server=False)
         return Endpoint(1, "Host 1 (b)", address or self.server.address, "run", tls)
 
     def connect(self, secret: Secret | None = None, address: str | None = None) -> Connection:
@@ -84,7 +84,7 @@ class Served:
 @contextmanager
 def serving(secret: Secret | None, address: str = "127.0.0.1:0") -> Iterator[Served]:
     echo, ended = Echo(), threading.Event()
-    tls = None if secret is None else secret.tls("run", server=True)
+    tls = None if secret is None else secret.tls(server=True)
     server = Server(echo, address, tag=TAG, tls=tls)
     thread = threading.Thread(target=server.serve, args=(lambda: not ended.is_set(),))
     thread.start()
