@@ -98,6 +98,7 @@ class Watched:
 
     def __init__(self, executor: str, replicas: int, timeout_s: float = DEADLINE_S) -> None:
         torch.manual_seed(3)
+        self.replicas = replicas
         self.losses: list[float] = []
         self.lost: list[phalanx.WorkerLost] = []
         self.trainer = phalanx.Trainer(
@@ -194,6 +195,9 @@ class Course:
         worker = self.executor._workers[index]
         assert worker is not None
         return worker
+
+    def are_all_there(self) -> bool:
+        return None not in self.executor._workers
 
     # -- updates -----------------------------------------------------
 

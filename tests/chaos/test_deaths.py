@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.execution import PartialSum, run
-from phalanx.train import checkpoint
-from tests.chaos.course import DEADLINE_S, MICROBATCHES, Course, batches
+from tests.chaos.course import DEADLINE_S, Course, batches
 from tests.chaos.saboteur import MODULE_POINTS, POINTS, Order
 
 pytestmark = [
@@ -81,80 +79,6 @@ def test_a_replacement_that_dies_while_it_starts_is_replaced(course: Course, dee
     course.compare()
     first, second = course.disturbed.lost
     assert (first.worker, first.microbatch, second.worker) == (0, None, 0)
-
-
-def test_a_death_while_partial_sums_are_added_changes_nothing(
-    course: Course, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At both levels of the tree that threads add: additions 1 and 4 of 5."""
-    real = run.add_sums
-    done = itertools.count(1)
-    kill_at: dict[int, int] = {}
-
-    def add(left: PartialSum, right: PartialSum) -> PartialSum:
-        victim = kill_at.pop(next(done), None)
-        if victim is not None:
-            course.kill(victim)
-        return real(left, right)
-
-    monkeypatch.setattr(run, "add_sums", add)
-    course.disturbed.lost.clear()
-    assert MICROBATCHES == 7
-    for addition, victim in ((1, 0), (4, 1)):
-        course.step()
-        kill_at[addition] = victim
-        done = itertools.count(1)
-        course.disturbed.step()
-        assert not kill_at
-        course.undisturbed.step()
-        course.step()
-        course.compare()
-    assert [lost.worker for lost in course.disturbed.lost] == [0, 1]
-
-
-WRITES = [
-    {"sync model.safetensors": 0, "rename run.writing": 1},
-    {"sync state.pt": 0, "sync run.writing": 1},
-    {"sync state.pt": 0, "rename run": 1},
-    {"sync checkpoint.json": 0, "sync above": 1},
-]
-
-
-@pytest.mark.parametrize(
-    "victims",
-    [WRITES[0], *(pytest.param(each, marks=pytest.mark.night) for each in WRITES[1:])],
-    ids=" and ".join,
-)
-def test_a_death_while_a_checkpoint_is_written_changes_neither_run_nor_checkpoint(
-    course: Course, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victims: dict[str, int]
-) -> None:
-    """``victims`` says which worker dies just before which write step."""
-    folder = tmp_path / "above" / "run"
-    real_sync, real_rename = checkpoint.sync_to_disk, Path.rename
-    left = dict(victims)
-
-    def pass_by(step: str) -> None:
-        victim = left.pop(step, None)
-        if victim is not None:
-            course.kill(victim)
-
-    def sync(path: Path) -> None:
-        pass_by(f"sync {path.name}")
-        real_sync(path)
-
-    def rename(path: Path, target: Path) -> Path:
-        pass_by(f"rename {path.name}")
-        return real_rename(path, target)
-
-    course.disturbed.trainer.save(folder)  # so that there is one to replace
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "sync_to_disk", sync)
-        patch.setattr(Path, "rename", rename)
-        course.disturbed.trainer.save(folder)
-    assert not left, "write steps that were not met"
-    course.disturbed.trainer.resume(folder)
-    course.step()
-    course.compare()
 
 
 def test_the_only_worker_may_die(tmp_path: Path) -> None:
