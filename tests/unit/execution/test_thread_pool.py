@@ -28,54 +28,6 @@ def test_context_variables_are_the_callers() -> None:
     pool.close()
 
 
-def test_a_second_interrupt_does_not_wait_for_a_thread_that_hangs() -> None:
-    release = threading.Event()
-
-    def hang(index: int) -> None:
-        for _ in range(2):
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            heard.acquire(timeout=DEADLINE_S)
-        release.wait(DEADLINE_S)
-
-    heard = threading.Semaphore(0)
-
-    def hear(*_: object) -> None:
-        heard.release()
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, hear)
-    pool = ThreadPool(1, intra_op=1)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            pool.each(hang)
-    finally:
-        signal.signal(signal.SIGINT, before)
-        release.set()
-    with pytest.raises(StateError):
-        pool.each(lambda index: index)
-    for thread in pool._threads:
-        thread.join(DEADLINE_S)
-
-
-@pytest.mark.parametrize("round_", range(20))
-def test_an_interrupt_waits_for_the_threads(round_: int) -> None:
-    """Whenever it strikes: the tasks end, it is raised once, and the pool goes on."""
-    finished: list[int] = []
-
-    def task(index: int) -> None:
-        if index == round_ % 2:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        finished.append(index)
-
-    pool = ThreadPool(2, intra_op=1)
-    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it may come after the last wait
-        pool.each(task)
-        pool.each(lambda index: index)
-    assert sorted(finished) == [0, 1]
-    assert pool.each(lambda index: index) == [0, 1]
-    pool.close()
-
-
 def test_threads_that_cannot_be_had_are_told_and_the_others_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -95,29 +47,6 @@ def test_threads_that_cannot_be_had_are_told_and_the_others_end(
         thread.join(DEADLINE_S)
     assert len(started) == 2
     assert not any(thread.is_alive() for thread in started)
-
-
-def test_closing_from_another_thread_waits_for_the_call() -> None:
-    pool = ThreadPool(2, intra_op=1)
-    inside, go_on = threading.Barrier(3), threading.Event()
-
-    def task(index: int) -> int:
-        inside.wait(DEADLINE_S)
-        assert go_on.wait(DEADLINE_S)
-        return index
-
-    results: list[list[int]] = []
-    caller = threading.Thread(target=lambda: results.append(pool.each(task)))
-    caller.start()
-    inside.wait(DEADLINE_S)
-    closer = threading.Thread(target=pool.close)
-    closer.start()
-    go_on.set()
-    caller.join(DEADLINE_S)
-    closer.join(DEADLINE_S)
-    assert results == [[0, 1]]
-    assert pool.closed
-    assert not closer.is_alive()
 
 
 def test_calls_and_closings_from_two_threads_never_hang() -> None:

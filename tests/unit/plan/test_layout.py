@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, UserDict, namedtuple
-from collections.abc import Mapping
+from collections import OrderedDict, namedtuple
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -68,24 +66,6 @@ def test_what_is_cut_along_any_dim_comes_together_again(
     assert [part.shape[dim] for part in parts] == sizes
     assert torch.equal(torch.cat(parts, dim), x)
     assert torch.equal(join(parts, sizes, dim), x)
-
-
-def test_parts_are_views() -> None:
-    x = rows(5, 2)
-    first, second = cut(x, [3, 2], Layout())
-    second.fill_(-1)
-    assert (x[3:] == -1).all()
-    assert first.data_ptr() == x.data_ptr()
-
-
-def test_an_axis_other_than_the_first() -> None:
-    parts = cut(torch.zeros(3, 8, 7), [4, 4], Layout(dim=1))
-    assert [tuple(part.shape) for part in parts] == [(3, 4, 7), (3, 4, 7)]
-
-
-def test_a_negative_dim_counts_from_the_end() -> None:
-    parts = cut(rows(2, 6), [4, 2], Layout(dim=-1))
-    assert [tuple(part.shape) for part in parts] == [(2, 4), (2, 2)]
 
 
 @pytest.mark.parametrize(
@@ -157,19 +137,6 @@ def test_a_leaf_may_have_its_own_dim() -> None:
     assert tuple(parts[1]["steps"][0].shape) == (7, 1)
 
 
-def test_leaves_are_named_by_place_in_tuples_and_by_field_elsewhere() -> None:
-    batch = (rows(4), Pair(rows(6), Sample(rows(4), rows(9))))
-    layout = Layout(dims={"1.left": None, "1.right.mask": None})
-    assert num_rows(batch, layout) == 4
-    assert num_rows((rows(4), [rows(6)]), Layout(dims={"1.0": None})) == 4
-
-
-def test_gradients_flow_through_cut_and_join() -> None:
-    x = torch.randn(5, 2, requires_grad=True)
-    join(cut(x, [2, 0, 3], Layout()), [2, 0, 3]).square().sum().backward()
-    assert torch.equal(x.grad, 2 * x)
-
-
 # --- paths ----------------------------------------------------------------------------------------
 
 NEST = {
@@ -227,14 +194,6 @@ def test_positions_are_paths() -> None:
     assert num_rows(batch, layout) == 4
     second = cut(batch, [3, 1], layout)[1]
     assert [len(second[0]), len(second[1][0]), tuple(second[2].shape)] == [1, 9, (3, 1)]
-
-
-def test_a_field_that_is_none_this_time_is_no_wrong_path() -> None:
-    """As an item of a dict that is None, and as an argument that is not given."""
-    layout = Layout(dims={"mask": None})
-    assert Rows({"tokens": rows(4), "mask": None}, layout).dims == [0, None]
-    assert Rows(Sample(rows(4), rows(9)), layout).dims == [0, None, None]
-    assert Rows(Sample(rows(4), None), layout).dims == [0, None]
 
 
 def test_a_batch_of_which_all_is_given_whole() -> None:
@@ -314,86 +273,3 @@ def test_other_lists_are_given_whole(values: Any) -> None:
     batch = {"x": rows(5), "more": values}
     assert num_rows(batch, Layout()) == 5
     assert all(part["more"] == values for part in cut(batch, [1, 4], Layout()))
-
-
-def test_columns_in_a_list_are_named_each() -> None:
-    batch = ((WORDS, [1, 2, 3, 4, 5]), rows(2, 5))
-    layout = Layout(1, dims={"0.0": 0, "0.1": 0})
-    assert num_rows(batch, layout) == 5
-    second = cut(batch, [2, 3], layout)[1]
-    assert second[0] == (WORDS[2:], [3, 4, 5])
-    assert second[1].shape == (2, 3)
-
-
-def test_a_batch_may_be_one_list() -> None:
-    assert cut(WORDS, [2, 3], Layout(dims={"": 0})) == [WORDS[:2], WORDS[2:]]
-
-
-@pytest.mark.parametrize(("dim", "shape"), [(0, (5, 2)), (1, (2, 5)), (-1, (3, 5))])
-def test_arrays_are_split_as_views(dim: int, shape: tuple[int, ...]) -> None:
-    array = np.zeros(shape)
-    parts = cut({"x": array}, [2, 0, 3], Layout(dim=dim))
-    assert [part["x"].shape[dim] for part in parts] == [2, 0, 3]
-    assert all(part["x"].base is not None for part in parts)
-    assert np.concatenate([part["x"] for part in parts], dim).shape == shape
-
-
-class Batch(dict[str, Any]):
-    """As EasyDict and its like: attributes are keys."""
-
-    def __getattr__(self, name: str) -> Any:
-        return self[name]
-
-
-class Fixed(Mapping[str, Any]):
-    def __init__(self, items: Mapping[str, Any]) -> None:
-        self._items = dict(items)
-
-    def __getitem__(self, key: str) -> Any:
-        return self._items[key]
-
-    def __iter__(self) -> Any:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-
-@pytest.mark.parametrize("kind", [Batch, UserDict, Fixed])
-def test_mappings_of_any_class_are_split_and_merged_by_their_values(kind: Any) -> None:
-    batch = kind({"x": rows(5, 2), "words": WORDS})
-    first, second = cut(batch, [3, 2], Layout(dims={"words": 0}))
-    assert type(first) is kind
-    assert (first["x"].shape, second["words"]) == ((3, 2), WORDS[3:])
-    assert torch.equal(
-        join([kind({"x": first["x"]}), kind({"x": second["x"]})], [3, 2])["x"], batch["x"]
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Counted:
-    x: Tensor
-    words: list[str]
-    count: int = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "count", len(self.x))
-
-
-def test_a_dataclass_derives_fields_from_its_part() -> None:
-    first, second = cut(Counted(rows(5, 2), WORDS), [2, 3], Layout(dims={"words": 0}))
-    assert (first.count, second.count, second.words) == (2, 3, WORDS[2:])
-
-
-def test_the_users_own_functions_take_a_batch_apart_and_put_it_together() -> None:
-    layout = Layout(split=lambda text: text.split(), collate=" ".join)
-    assert num_rows("a b c", layout) == 3
-    assert cut("a b c", [2, 0, 1], layout) == ["a b", None, "c"]
-    assert cut("", [0, 0], layout) == ["", ""]
-
-
-def test_arrays_that_replicas_return_are_concatenated_as_tensors_are() -> None:
-    joined = join([{"a": np.zeros((3, 2))}, {"a": np.ones((2, 2))}], [3, 2])
-    assert np.array_equal(joined["a"], np.repeat([[0.0, 0.0], [1.0, 1.0]], [3, 2], 0))
-    with pytest.raises(ConfigError, match=r"Output `a` .* must have its slice's 3 rows"):
-        join([{"a": np.zeros(1)}, {"a": np.ones(1)}], [3, 2])

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from phalanx.plan import (
     equal_sizes,
-    read_sizes,
     read_workloads,
     workload_sizes,
 )
@@ -22,31 +21,6 @@ counts = st.integers(1, 40)
 workloads = st.lists(
     st.one_of(st.integers(0, 50), st.floats(0, 1e6, allow_subnormal=False)), min_size=1, max_size=12
 ).filter(any)
-
-
-EQUAL = [
-    (0, 1, [0]),
-    (0, 3, [0, 0, 0]),
-    (1, 1, [1]),
-    (1, 3, [1, 0, 0]),
-    (2, 3, [1, 1, 0]),
-    (3, 3, [1, 1, 1]),
-    (6, 4, [2, 2, 1, 1]),
-    (7, 3, [3, 2, 2]),
-    (8, 4, [2, 2, 2, 2]),
-    (9, 2, [5, 4]),
-    (15, 3, [5, 5, 5]),
-    (20, 8, [3, 3, 3, 3, 2, 2, 2, 2]),  # torch.chunk would fill only seven of eight
-    (36, 7, [6, 5, 5, 5, 5, 5, 5]),  # torch.chunk: only six parts
-    (64, 3, [22, 21, 21]),
-]
-
-
-@pytest.mark.parametrize(("total", "parts", "sizes"), EQUAL)
-def test_equal_sizes_give_the_first_parts_one_more(
-    total: int, parts: int, sizes: list[int]
-) -> None:
-    assert equal_sizes(total, parts) == sizes
 
 
 @given(totals, counts)
@@ -120,14 +94,6 @@ def test_only_the_ratio_of_workloads_counts(total: int, shares: list[int], power
 
 
 # --- explicit sizes and shares --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("sizes", "total"),
-    [([7], 7), ([3, 2, 2], 7), ([0, 0, 7], 7), ([0, 7, 0], 7), ([0, 0], 0), ((1, 1), 2)],
-)
-def test_sizes_that_make_the_batch(sizes: list[int], total: int) -> None:
-    assert read_sizes(sizes, total, len(sizes)) == list(sizes)
 
 
 @pytest.mark.parametrize(

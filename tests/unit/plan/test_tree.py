@@ -101,16 +101,3 @@ def test_the_order_of_arrival_does_not_show(data: st.DataObject) -> None:
     num_leaves = data.draw(leaf_counts)
     order = data.draw(st.permutations(range(num_leaves)))
     assert as_they_come(num_leaves, order) == written_out(num_leaves)
-
-
-@given(leaf_counts, st.data())
-def test_siblings_are_each_others_and_share_a_parent(num_leaves: int, data: st.DataObject) -> None:
-    tree = SummationTree(num_leaves)
-    level = data.draw(st.integers(0, tree.root.level))
-    node = Node(level, data.draw(st.integers(0, tree.width(level) - 1)))
-    sibling = tree.sibling(node)
-    if sibling is None:
-        assert node.index == tree.width(level) - 1
-    else:
-        assert tree.sibling(sibling) == node
-        assert tree.parent(sibling) == tree.parent(node)
