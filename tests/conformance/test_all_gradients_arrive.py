@@ -241,39 +241,3 @@ def test_replicas_on_one_gpu_bring_what_reaches_the_module_itself(
     with phalanx.Trainer(net, of(net), sgd, replicas=[gpu] * 2, microbatches=3) as trainer:
         trainer.fit(batches())
     torch.testing.assert_close(net.cpu().state_dict(), expected)
-
-
-@pytest.mark.gpu
-def test_a_container_on_one_gpu_brings_what_reaches_the_module_itself(gpu: torch.device) -> None:
-    net = HoldsLambda()
-    x, y = batches(1)[0]
-    mse(net(x), y).backward()
-    expected = [parameter.grad for parameter in net.parameters()]
-    net.zero_grad()
-    with phalanx.DataParallel(net.to(gpu), devices=[gpu] * 2) as model:
-        mse(model(x.to(gpu)), y.to(gpu)).backward()
-    found = [parameter.grad for parameter in net.cpu().parameters()]
-    torch.testing.assert_close(found, expected)
-
-
-def test_a_container_asked_for_some_gradients_adds_to_none() -> None:
-    net = HoldsLambda()
-    x, y = batches(1)[0]
-    wanted = list(net.parameters())
-    with phalanx.DataParallel(net, devices=2) as model:
-        found = torch.autograd.grad(mse(model(x), y), wanted)
-    assert all(parameter.grad is None for parameter in net.parameters())
-    torch.testing.assert_close(found, torch.autograd.grad(mse(net(x), y), wanted))
-
-
-def test_the_modules_own_gradients_are_the_users_outside_of_a_step() -> None:
-    net = Net()
-    x, y = batches(1)[0]
-    with phalanx.Trainer(net, mse, sgd, microbatches=None, replicas=2) as trainer:
-        trainer.fit(batches())
-        copied = copy.deepcopy(net)
-        net.zero_grad()
-        mse(net(x), y).backward()
-        mse(copied(x), y).backward()
-        grads = [parameter.grad for parameter in net.parameters()]
-    torch.testing.assert_close(grads, [parameter.grad for parameter in copied.parameters()])

@@ -146,32 +146,6 @@ def test_metrics_of_a_batch_that_is_no_pair_see_the_targets_that_forward_returns
     assert found["mse"] == pytest.approx(MSE(net(x), y).item(), rel=1e-5)
 
 
-class Halving(nn.Module):
-    """Writes to its input, an array."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.last = nn.Linear(4, 3)
-
-    def forward(self, x: Any) -> Tensor:
-        x *= 0.5
-        return self.last(torch.as_tensor(x, dtype=torch.float32))
-
-
-@pytest.mark.parametrize("executor", ["threads", "inline", "processes"])
-def test_what_a_model_writes_to_an_array_does_not_reach_the_users(executor: str) -> None:
-    x, y = data()
-    given = x.double().numpy()
-    replicas = 2 if executor == "threads" else 1
-    with phalanx.Trainer(
-        Halving(), MSE, sgd, replicas=replicas, microbatches=2, executor=executor
-    ) as trainer:
-        for _ in range(3):
-            trainer.step((given, y))
-    assert np.array_equal(given, x.double().numpy())
-
-
 def take_apart(batch: Any) -> list[Any]:
     images, targets = batch
     return list(zip(images, targets, strict=True))

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import phalanx
-from tests.contracts.containers import assert_equal_pass, draw
-from tests.zoo import assert_close, assert_same_bits, sgd, state_of, twin_of
+from tests.contracts.containers import draw
+from tests.zoo import assert_close, assert_same_bits, sgd, state_of
 
 pytestmark = pytest.mark.promise("compiled-models")
 
@@ -121,11 +121,6 @@ def test_a_trainer_runs_the_graphs_with_the_bits_of_the_model_as_it_is(
     assert_others_are_compiled(log, model)
 
 
-def test_threads_compile_once(log: Log) -> None:
-    trained(torch.compile(Net(), backend=log.backend), replicas=3, microbatches=None)
-    assert log.take() == (1, 3 * STEPS)
-
-
 @EXECUTORS
 def test_a_model_that_draws_has_the_same_numbers(executor: str, replicas: int, log: Log) -> None:
     model = torch.compile(Net(0.5), backend=log.backend)
@@ -194,15 +189,6 @@ def test_a_compiled_loss_and_a_global_compiled_function_have_the_right_numbers(l
     assert_close(state_of(found), state_of(expected), F64)
     assert log.take()[1] > 0
     assert_others_are_compiled(log)
-
-
-def test_a_container_inside_a_compiled_model_stays_as_it_is(log: Log) -> None:
-    net = Net()
-    twin = twin_of(net)
-    whole = nn.Sequential(phalanx.DataParallel(net, 2), nn.Tanh())
-    assert_equal_pass(
-        torch.compile(whole, backend=log.backend), nn.Sequential(twin, nn.Tanh()), draw(7, 4)
-    )
 
 
 @pytest.mark.night

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -179,35 +178,6 @@ def test_parameters_that_are_added_up_get_the_right_gradient(executor: str) -> N
         trainer.step((x, y))
     for own, value in zip(net.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(own, value, rtol=0, atol=1e-12)
-
-
-def test_a_loss_of_one_element_is_a_loss() -> None:
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        return mse(outputs, targets).reshape(1)
-
-    with phalanx.Trainer(net(), loss, sgd, microbatches=None, replicas=2) as t:
-        assert t.step(batch()).step == 1
-
-
-def test_freezing_between_forward_and_backward_is_fine() -> None:
-    module = net()
-    with phalanx.DataParallel(module, ["cpu", "cpu"]) as model:
-        out = model(batch()[0])
-        next(module.parameters()).requires_grad_(False)
-        out.sum().backward()
-    assert module[3].weight.grad is not None  # type: ignore[index]
-
-
-def test_overlapping_wrappers_give_the_callers_threads_back_with_the_last() -> None:
-    torch.set_num_threads(2)
-    first, second = (phalanx.DataParallel(net(), ["cpu", "cpu"]) for _ in range(2))
-    for model in (first, second):
-        model(batch()[0])
-    first.close()
-    assert torch.get_num_threads() == 1
-    del second, model
-    gc.collect()
-    assert torch.get_num_threads() == 2
 
 
 @pytest.mark.parametrize("first", ["evaluate", "predict"])

@@ -265,30 +265,6 @@ def test_outputs_of_replicas_are_merged_in_their_own_class(case: Case) -> None:
     assert found.loss.dim() == 0
 
 
-@pytest.mark.parametrize("make", [gpt2, llama])
-def test_losses_that_are_divided_by_all_tokens_are_added(make: Any) -> None:
-    (batch,) = make_loader("causal", len(LINES))
-    loss, expected = gradients(seeded(make, 0.0), batch)
-    module = seeded(make, 0.0)
-    count = int(num_predicted(batch))
-    with phalanx.DataParallel(module, 2, output={"loss": "sum"}) as parallel:
-        found = parallel(**batch, num_items_in_batch=count, use_cache=False).loss
-        found.backward()
-    assert found.item() == pytest.approx(loss, abs=1e-6)
-    for parameter, gradient in zip(module.parameters(), expected, strict=True):
-        assert torch.allclose(parameter.grad, gradient, atol=1e-6, rtol=0)
-
-
-def test_hidden_states_arrive_once_where_the_model_was_asked_for_them_before() -> None:
-    module = seeded(llama).eval()
-    (batch,) = make_loader("causal", len(LINES))
-    expected: Any = module(**batch, output_hidden_states=True).hidden_states
-    with phalanx.DataParallel(module, 2, output={"loss": "mean"}) as parallel:
-        found = parallel(**batch, output_hidden_states=True).hidden_states
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.allclose(ours, theirs, atol=1e-6)
-
-
 def test_a_model_predicts_as_one(tmp_path: Path) -> None:
     module = seeded(masked).eval()
     loader = make_loader("masked", len(LINES))

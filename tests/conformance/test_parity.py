@@ -192,29 +192,6 @@ def nested_items(rows: int) -> dict[str, Any]:
     }
 
 
-@REPLICAS
-@pytest.mark.parametrize("rows", [1, 9])
-def test_keywords_and_nested_inputs_and_outputs_come_through(rows: int, replicas: int) -> None:
-    net = Nest().double()
-    twin = twin_of(net)
-    items = nested_items(rows)
-    mask = (torch.arange(rows).unsqueeze(1) % 2).double()
-    scale = torch.tensor(3.0, dtype=torch.float64)  # without dims: given whole
-    with parallel(net, replicas) as model:
-        outputs = model(items, mask=mask, scale=scale, swapped=True)
-        outputs["sum"].square().sum().backward()
-    expected = twin(items, mask=mask, scale=scale, swapped=True)
-    expected["sum"].square().sum().backward()
-    assert list(outputs) == ["sum", "sides"]
-    assert isinstance(outputs["sides"], list)
-    assert isinstance(outputs["sides"][1], tuple)
-    assert outputs["sides"][1][1] == "text"
-    assert_close(outputs["sum"], expected["sum"], torch.float64)
-    assert_close(outputs["sides"][0], expected["sides"][0], torch.float64)
-    assert_close(outputs["sides"][1][0], expected["sides"][1][0], torch.float64)
-    assert_close(gradients_of(net), gradients_of(twin), torch.float64)
-
-
 # --- parameters of other kinds --------------------------------------------------------------------
 
 
@@ -292,40 +269,6 @@ def test_the_trainer_notices_freezing_and_thawing_between_steps(
 
 
 # --- what a module can do -------------------------------------------------------------------------
-
-
-class TestDropout:
-    def test_replicas_draw_different_numbers_and_so_do_calls(self) -> None:
-        x = torch.ones(8, 50)
-        with parallel(nn.Dropout(0.5), 2) as model:
-            first, second = model(x), model(x)
-        assert not torch.equal(first[:4], first[4:])
-        assert not torch.equal(first, second)
-        assert set(first.unique().tolist()) == {0.0, 2.0}
-
-
-def test_load_state_dict_tells_missing_and_unexpected_keys_as_the_unwrapped_module_does() -> None:
-    state = mlp().state_dict()
-    state["extra"] = state.pop("0.bias")
-    with parallel(mlp()) as model:
-        with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "0.bias"'):
-            model.load_state_dict(state)
-        missing, unexpected = model.load_state_dict(state, strict=False)
-    assert (list(missing), list(unexpected)) == (["0.bias"], ["extra"])
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_the_replicas_record_none(mode: Any) -> None:
-    net = mlp(torch.float64)
-    x, targets = vector_batch(7, torch.float64)
-    with parallel(net, 3) as model:
-        with mode():
-            outputs = model(x)
-        assert not outputs.requires_grad
-        assert outputs.is_inference() == (mode is torch.inference_mode)
-        assert_close(outputs.clone(), net(x), torch.float64)
-        MLP.loss(model(x), targets).backward()  # and afterwards they do again
-    assert all(gradient is not None for gradient in gradients_of(net))
 
 
 @REPLICAS

@@ -228,23 +228,6 @@ def test_each_batch_of_an_evaluation_draws_numbers_of_its_own() -> None:
     assert means[0] != means[1] == means[2]
 
 
-@pytest.mark.parametrize("preserve", [{}, {"context_fn": phalanx.preserve_rng}])
-def test_a_checkpointed_part_may_draw_where_nothing_goes_back(preserve: dict[str, Any]) -> None:
-    class Samples(Net):
-        def hidden(self, x: Tensor) -> Tensor:
-            found: Tensor = checkpoint(F.dropout, x, use_reentrant=False, **preserve)
-            return found
-
-    losses = []
-    for executor, replicas in (("inline", 1), ("threads", 2)):
-        torch.manual_seed(0)
-        with phalanx.Trainer(
-            Samples(), F.cross_entropy, sgd, replicas=replicas, microbatches=4, executor=executor
-        ) as trainer:
-            losses.append(trainer.evaluate(batches())["loss"])
-    assert losses[0] == losses[1]
-
-
 # --- what no configuration can repeat ----------------------------------------------------------
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from tests.contracts.groups import desc, group_of
 from tests.worlds import EXECUTORS
 from tests.zoo import simple_sgd as sgd
 
@@ -71,17 +70,6 @@ def test_inputs_that_are_changed_in_place_stay_the_users_in_every_executor() -> 
     torch.testing.assert_close(found[0], plain.state_dict())
     for state in found[1:]:
         torch.testing.assert_close(state, found[0], rtol=0.0, atol=0.0)
-
-
-def test_a_groups_inputs_stay_the_users() -> None:
-    net, x = InPlace(), batch()[0]
-    before, expected = x.clone(), net(x.clone())
-    shape = desc("x", 12, 9, dtype=torch.float32)
-    with group_of(net, shape, devices=["cpu"] * 2, workload=[1, 1]) as group:
-        for trains in (True, True, False, False):
-            group.forward(x, is_train=trains)
-            torch.testing.assert_close(group.get_outputs()[0], expected.detach())
-            assert torch.equal(x, before)
 
 
 def test_a_containers_inputs_stay_the_callers() -> None:

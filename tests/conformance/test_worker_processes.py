@@ -382,18 +382,3 @@ def test_they_hold_none_of_the_programs_pipes_and_end_with_it() -> None:
         assert os.read(reads, 1) == b""  # nobody else can write
     os.close(reads)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-
-
-@pytest.mark.promise("state-is-shared")
-@pytest.mark.parametrize("executor", ["inline", "threads", "processes"])
-def test_a_step_after_an_evaluation_trains(executor: str) -> None:
-    def run(*, evaluates: bool) -> Tensor:
-        net = linear()
-        with trainer_of(executor, net, F.cross_entropy) as trainer:
-            for batch in batches():
-                trainer.step(batch)
-                if evaluates:
-                    trainer.evaluate(batches())
-        return weights_of(net)
-
-    assert torch.equal(run(evaluates=True), run(evaluates=False))

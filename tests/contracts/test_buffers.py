@@ -49,18 +49,6 @@ def test_a_module_at_two_places_is_counted_once() -> None:
     assert module.first.running_mean.abs().max() > 0
 
 
-def test_running_statistics_are_the_mean_weighted_by_rows() -> None:
-    module, x = nn.BatchNorm1d(3), torch.randn(9, 3)
-    slices = x.split([5, 4])
-    with phalanx.DataParallel(module, ["cpu", "cpu"]) as model:
-        model(x)
-    means = torch.stack([0.1 * part.mean(dim=0) for part in slices])
-    expected = (5 * means[0] + 4 * means[1]) / 9
-    torch.testing.assert_close(module.running_mean, expected, rtol=1e-6, atol=1e-7)
-    assert module.num_batches_tracked is not None
-    assert module.num_batches_tracked.item() == 1
-
-
 def test_a_reassigned_buffer_reaches_the_module() -> None:
     module, x = Reassigns(), torch.arange(12.0).view(6, 2)
     with phalanx.DataParallel(module, ["cpu", "cpu", "cpu"]) as model:
@@ -129,22 +117,6 @@ def test_a_sum_adds_what_each_piece_has_added(microbatches: int | None) -> None:
     assert module.phase.item() == 1 + 1j + 2 * len(pieces) * 2j
 
 
-def test_the_first_replica_counts_under_first() -> None:
-    module = Several()
-    with phalanx.DataParallel(module, 3, buffers="first") as model:
-        model(X)
-    torch.testing.assert_close(module.mean, 1 + X[:3].mean(0))
-    assert module.count.item() == 4 + 3
-
-
-def test_rules_by_name() -> None:
-    module = Several()
-    with phalanx.DataParallel(module, 3, buffers={"count": "sum", "*": "first"}) as model:
-        model(X)
-    torch.testing.assert_close(module.mean, 1 + X[:3].mean(0))
-    assert module.count.item() == 4 + 7
-
-
 def test_a_shared_buffer_is_brought_by_whoever_trains() -> None:
     """Batch norm's kernel tells nobody that it writes, so only a training owner can be asked."""
     net = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
@@ -188,12 +160,3 @@ def test_in_evaluation_a_batch_norm_keeps_its_statistics(rule: str) -> None:
         model(torch.randn(7, 2))
     assert module.running_mean.tolist() == [0.0, 0.0]
     assert module.num_batches_tracked.item() == 0
-
-
-def test_a_rule_by_pattern_goes_by_the_modules_own_names() -> None:
-    net = nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm1d(2)))
-    x = torch.arange(14.0).view(7, 2)
-    with phalanx.DataParallel(net, 3, buffers={"1.0.*": "sum"}) as model:
-        model(x)
-    assert net[0].num_batches_tracked.item() == 1
-    assert net[1][0].num_batches_tracked.item() == 3

@@ -278,16 +278,6 @@ def test_a_link_beside_a_checkpoint_is_not_followed(
     assert names_in(tmp_path) == ["mine", f"mine.{suffix}", "victim"]
 
 
-def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "disk")
-    for number in (1, 2):
-        save(number, tmp_path / "link")
-        assert saved_in(tmp_path / "link") == number
-    assert (tmp_path / "link").is_symlink()
-    assert names_in(tmp_path / "disk") == FILES
-
-
 def test_the_current_directory_is_not_pulled_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

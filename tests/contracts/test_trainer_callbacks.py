@@ -189,60 +189,6 @@ def test_a_metric_that_is_not_there_is_told_before_anything_is_done() -> None:
     assert trainer.steps == 0
 
 
-# --- an average in the module's place -----------------------------------------------------------
-
-
-def plain_loss(module: nn.Module, batches: Sequence[tuple[Tensor, Tensor]]) -> float:
-    module = copy.deepcopy(module).eval()
-    with torch.no_grad():
-        losses = [F.cross_entropy(module(x), y).item() * len(x) for x, y in batches]
-    return sum(losses) / sum(len(x) for x, _ in batches)
-
-
-@in_every_executor
-def test_an_average_is_evaluated_in_the_modules_place(executor: str, replicas: int) -> None:
-    ema = EMA(decay=0.5)
-    with make(executor, replicas, [ema]) as trainer, make() as twin:
-        for each in (trainer, twin):
-            each.fit(TRAIN)
-        trained = copy.deepcopy(trainer.module.state_dict())
-        own = trainer.evaluate(VALIDATION)["loss"]
-        trainer.module.load_state_dict(ema.module.state_dict())
-        other = trainer.evaluate(VALIDATION)["loss"]
-        trainer.module.load_state_dict(trained)
-        assert own == pytest.approx(plain_loss(trainer.module, VALIDATION), rel=1e-6)
-        assert other == pytest.approx(plain_loss(ema.module, VALIDATION), rel=1e-6)
-        assert abs(own - other) > 1e-4
-        assert trainer.evaluate(VALIDATION)["loss"] == own
-        for each in (trainer, twin):
-            each.fit(TRAIN)
-        assert_same(trainer.module, twin.module)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"n_averaged": torch.tensor(-1)},
-        {"n_averaged": torch.tensor(1.0)},
-        {"n_averaged": torch.tensor([1])},
-        {"n_averaged": 1},
-        {"module.inner.0.weight": torch.zeros(5, 8)},
-        {"module.inner.0.weight": torch.zeros(8, 5, dtype=torch.float64)},
-        {"module.calls": None},
-        {"other": torch.zeros(1)},
-    ],
-    ids=str,
-)
-def test_an_average_of_another_module_is_refused_and_changes_nothing(change: Any) -> None:
-    ema = EMA()
-    with make(callbacks=[ema]) as trainer:
-        trainer.step(TRAIN[0])
-    before = tensors_of(ema.module)
-    with pytest.raises(ValueError, match="average"):
-        ema.load_state_dict({**ema.state_dict(), **change})
-    assert_same(ema.module, before)
-
-
 # --- predict ------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,6 @@ A failing step is tried in `test_executors`, and what the other ranks of a faili
 from __future__ import annotations
 
 import copy
-import gc
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -31,7 +30,6 @@ from tests.zoo import (
     adamw,
     assert_same_bits,
     batches_of,
-    gradients_of,
     mlp,
     sgd,
     state_of,
@@ -140,10 +138,6 @@ def traceback_of(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def functions_in(error: BaseException) -> list[str]:
-    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-
-
 def notes_of(error: BaseException) -> str:
     return "\n".join(getattr(error, "__notes__", []))
 
@@ -168,16 +162,6 @@ def test_a_failure_in_evaluation_arrives_too_and_training_mode_comes_back(
         assert "replica" in notes_of(caught.value)
         assert_same_bits(whole_state(trainer), before)
         assert torch.isfinite(torch.tensor(trainer.evaluate(Loader([vector_batch(ROWS)]))["loss"]))
-
-
-@in_every_executor
-def test_when_all_replicas_fail_one_exception_arrives(executor: str, replicas: int) -> None:
-    x, targets = vector_batch(ROWS)
-    with trainer_of((executor, replicas), Fused("forward"), loss_for("forward")) as trainer:
-        with pytest.raises(Boom) as caught:
-            trainer.step((torch.full_like(x, MARKER), targets))
-        assert "microbatch" in notes_of(caught.value)
-        trainer.step((x, targets))
 
 
 @in_pairs("executor, where", EXECUTORS, ["weight", "callback", "loader"])
@@ -231,45 +215,6 @@ def test_batches_without_labels_are_predicted_and_not_evaluated(world: World, n:
         assert torch.allclose(scores, mlp().eval()(vector_batch(8)[0]))
 
 
-# --- DataParallel ---------------------------------------------------------------------------------
-
-
-class TestDataParallel:
-    def model(self, net: nn.Module, replicas: int = 3) -> phalanx.DataParallel:
-        return phalanx.DataParallel(net, devices=["cpu"] * replicas)
-
-    def test_forward_raises_what_the_replica_raised(self) -> None:
-        net = Fused("forward")
-        before = state_of(net)
-        with self.model(net) as model:
-            with pytest.raises(Boom) as caught:
-                model(marked_batch(7)[0])  # 16 rows are cut 6, 5, 5: row 7 is replica 1's
-            assert "explode" in functions_in(caught.value)
-            assert "replica 1" in notes_of(caught.value)
-            assert "microbatch 1" in notes_of(caught.value)
-            assert_same_bits(state_of(net), before)
-            model(vector_batch(ROWS)[0]).sum().backward()
-        assert all(gradient is not None for gradient in gradients_of(net))
-
-    def test_backward_raises_what_the_replica_raised_and_adds_no_gradient(self) -> None:
-        net = Fused("backward")
-        x, targets = marked_batch(12)
-        loss = loss_for("backward")
-        with self.model(net) as model:
-            loss(model(vector_batch(ROWS)[0]), vector_batch(ROWS)[1]).backward()
-            before = gradients_of(net)
-            outputs = model(x)
-            with pytest.raises(Boom) as caught:
-                loss(outputs, targets).backward()
-            assert (caught.value.code, caught.value.where) == (7, "backward")
-            assert "explode" in functions_in(caught.value)
-            assert "replica 2" in notes_of(caught.value)
-            assert_same_bits(gradients_of(net), before)
-            model.zero_grad()
-            loss(model(vector_batch(ROWS)[0]), vector_batch(ROWS)[1]).backward()
-        assert all(gradient is not None for gradient in gradients_of(net))
-
-
 # --- stopping -------------------------------------------------------------------------------------
 
 
@@ -306,18 +251,6 @@ def test_no_thread_and_no_process_is_left_after_close(
     assert house_threads() == threads_before
     assert children() <= processes_before
     trainer.close()
-
-
-def test_a_container_that_is_dropped_ends_its_threads(threads_before: list[str]) -> None:
-    model = phalanx.DataParallel(mlp(), devices=3)
-    model(vector_batch(ROWS)[0])
-    threads = [each for each in threading.enumerate() if each.name.startswith("phalanx")]
-    assert len(threads) == 3 + len(threads_before)
-    del model
-    gc.collect()
-    for thread in threads:
-        thread.join(60)
-    assert house_threads() == threads_before
 
 
 @in_every_executor

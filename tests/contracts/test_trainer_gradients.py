@@ -16,13 +16,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 import phalanx
 from phalanx.callbacks import EpochDone, StepDone
 from tests.worlds import World, in_executor_worlds
 from tests.zoo import (
-    CLASSES,
     MLP,
     Loader,
     adamw,
@@ -248,45 +246,6 @@ def test_steps_by_hand_take_nothing_from_a_loader() -> None:
         assert_close(state_of(trainer.module), state_of(twin), F64)
 
 
-# --- evaluation -----------------------------------------------------------------------------------
-
-
-def exact_metrics() -> dict[str, Any]:
-    return {
-        "accuracy": MulticlassAccuracy(CLASSES, average="micro"),
-        "f1": MulticlassF1Score(CLASSES, average="macro"),
-    }
-
-
-def plain_evaluation(net: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Evaluate all rows at once, by plain PyTorch and torchmetrics."""
-    twin = twin_of(net).eval()
-    inputs = torch.cat([batch[0] for batch in batches])
-    targets = torch.cat([batch[1] for batch in batches])
-    with torch.no_grad():
-        outputs = twin(inputs)
-        found = {"loss": F.cross_entropy(outputs, targets).item()}
-    for name, metric in exact_metrics().items():
-        found[name] = metric(outputs, targets).item()
-    return found
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"workloads": [1, 2, 3]}, {"microbatches": 3}], ids=["equal", "unequal", "cut"]
-)
-def test_evaluation_and_validation_equal_plain_pytorch(options: dict[str, Any]) -> None:
-    """A mean over batches, or macro F1 per replica, would be off by per cents here."""
-    batches = [vector_batch(number, F64, seed=number) for number in (9, 7)]
-    held_out = [vector_batch(number, F64, seed=number) for number in (15, 6, 2)]
-    options = {"microbatches": None, "replicas": 3, "metrics": exact_metrics(), **options}
-    with phalanx.Trainer(mlp(F64), MLP.loss, sgd, **options) as trainer:
-        (done,) = trainer.fit(Loader(batches), validate=Loader(held_out))
-        expected = plain_evaluation(trainer.module, held_out)
-        for found in (done.validation, trainer.evaluate(held_out), trainer.evaluate(held_out)):
-            assert found == pytest.approx(expected, rel=1e-6)  # torchmetrics counts in float32
-    assert set(done.train) == {"loss", "accuracy", "f1"}
-
-
 # --- what a step tells ----------------------------------------------------------------------------
 
 
@@ -371,8 +330,3 @@ def test_clipping_equals_torchs_and_a_step_tells_norm_and_learning_rates(
 def test_gradients_below_the_norm_are_left_as_they_are(microbatches: int | None) -> None:
     found = clipped("threads", 2, "groups", 1e6, microbatches)
     assert_told(found, clipped_by_torch("groups", 1e6))
-
-
-def test_without_clipping_a_step_tells_no_norm() -> None:
-    with phalanx.Trainer(mlp(), MLP.loss, sgd, replicas=1) as trainer:
-        assert trainer.step(vector_batch(9)).grad_norm is None

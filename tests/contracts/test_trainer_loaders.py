@@ -201,14 +201,6 @@ class AnnouncedBatches(Announced):
         return iter([order[:3], order[3:]])
 
 
-class AnnouncedLoader(DataLoader[Batch]):
-    def __init__(self) -> None:
-        super().__init__(Rows(), batch_size=3, sampler=AnnouncedSampler())
-
-    def set_epoch(self, epoch: int) -> None:
-        self.sampler.heard.append(10 + epoch)  # type: ignore[attr-defined]
-
-
 MAKERS: dict[str, Callable[[Announced], Any]] = {
     "sampler": lambda it: DataLoader(Rows(), batch_size=3, sampler=it),
     "batch_sampler": lambda it: DataLoader(Rows(), batch_sampler=it),
@@ -226,12 +218,6 @@ def test_every_part_of_a_loader_hears_of_the_epoch(place: str) -> None:
     rows = trained(loader, 3)
     assert part.heard == [0, 1, 2]
     assert rows == looped(loader, 3, part.set_epoch)
-
-
-def test_a_loader_hears_of_the_epoch_beside_its_parts() -> None:
-    loader = AnnouncedLoader()
-    trained(loader, 2)
-    assert sorted(loader.sampler.heard) == [0, 1, 10, 11]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("place", MAKERS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, Running
 
 from phalanx import Layout, Trainer
 from phalanx.callbacks import CSV, BestCheckpoint, History
-from phalanx.errors import CheckpointError, ConfigError, UnsupportedError
+from phalanx.errors import CheckpointError, ConfigError
 from tests.worlds import World, in_executor_worlds
 
 pytestmark = pytest.mark.promise("whole-batch-metrics")
@@ -268,44 +267,6 @@ def test_each_number_of_a_metric_has_its_name(tmp_path: Path) -> None:
     assert best.best is not None
 
 
-class Texts(Metric):
-    """Lists hold tuples of a tensor and what is no tensor."""
-
-    full_state_update = False
-    seen: list[Any]
-
-    def __init__(self, kind: Callable[[int], Any]) -> None:
-        super().__init__()
-        self.add_state("seen", [], dist_reduce_fx=None)
-        self.kind = kind
-
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        self.seen.append((outputs.sum(), self.kind(len(targets))))
-
-    def compute(self) -> float:
-        return sum(float(total) * int(str(rows)) for total, rows in self.seen)
-
-
-def test_lists_of_what_is_no_tensor_are_resumed(tmp_path: Path) -> None:
-    with trainer(metrics={"m": Texts(str)}) as run:
-        whole = run.fit(BATCHES)[0].train["m"]
-    with trainer(metrics={"m": Texts(str)}) as run:
-        run.fit(BATCHES, steps=2)
-        run.save(tmp_path / "c")
-    with trainer(metrics={"m": Texts(str)}) as run:
-        run.resume(tmp_path / "c")
-        assert run.fit(BATCHES)[0].train["m"] == whole
-
-
-def test_lists_of_what_no_checkpoint_can_hold_are_refused_in_the_first_step() -> None:
-    match = r"`metrics.state_dict\(\)` must hold only tensors"
-    with (
-        trainer(metrics={"m": Texts(Fraction)}) as run,
-        pytest.raises(UnsupportedError, match=match),
-    ):
-        run.fit(BATCHES, steps=1)
-
-
 # --- how pieces become one ------------------------------------------------------------------------
 
 
@@ -366,36 +327,3 @@ def test_targets_become_one_as_the_layout_has_split_them() -> None:
 def test_pieces_of_several_structures_are_refused() -> None:
     with pytest.raises(ConfigError, match="of one structure for all microbatches"):
         joined([{"a": torch.ones(2)}, {"b": torch.ones(1)}], torch.zeros(3))
-
-
-def test_a_function_gets_outputs_of_any_structure(tmp_path: Path) -> None:
-    class Both(Scaled):
-        def forward(self, x: Tensor) -> dict[str, Any]:
-            scores = super().forward(x)
-            return {"scores": scores, "names": [str(row) for row in scores.argmax(1).tolist()]}
-
-    def right(outputs: dict[str, Any], targets: Tensor) -> float:
-        return sum(map(str.__eq__, outputs["names"], map(str, targets.tolist()))) / len(targets)
-
-    def forward(module: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Any]:
-        outputs = module(batch[0])
-        return nn.functional.cross_entropy(outputs["scores"], batch[1]), outputs
-
-    def make() -> Trainer:
-        sgd = torch.optim.SGD
-        metrics = {"right": right}
-        return Trainer(
-            Both(), None, sgd, forward=forward, replicas=2, microbatches=3, metrics=metrics
-        )
-
-    with make() as run:
-        run.fit(BATCHES, steps=1)
-        run.save(tmp_path / "c")
-        expected = run.fit(BATCHES)[0].train["right"]
-    with make() as run:
-        run.resume(tmp_path / "c")
-        assert run.fit(BATCHES)[0].train["right"] == expected
-        found = run.evaluate(BATCHES)["right"]
-    x, y = (torch.cat(each) for each in zip(*BATCHES, strict=True))
-    with torch.no_grad():
-        assert found == (run.module(x)["scores"].argmax(1) == y).double().mean().item()

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 import phalanx
 from tests.multiprocess.children import Children, Parent
-from tests.worlds import EXECUTOR_WORLDS, World, in_executor_worlds
+from tests.worlds import EXECUTOR_WORLDS, World
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
@@ -215,38 +215,7 @@ def test_a_step_equals_a_plain_loops_in_other_dtypes(
     assert_same(trained("threads", 2, name, dtype, tmp_path), plain(name, dtype))
 
 
-HOOKED = range(3, 6)
 """The steps in which the optimizer has a hook, which wants to see all of it."""
-
-
-def hooked(executor: str, replicas: int, folder: Path) -> tuple[Left, list[int]]:
-    module = Given(torch.float32)
-    seen: list[int] = []
-    with phalanx.Trainer(
-        module, loss, OPTIMIZERS["nadam"], executor=executor, replicas=replicas
-    ) as trainer:
-        for step in range(STEPS):
-            if step == HOOKED.start:
-                handle = trainer.optimizer.register_step_post_hook(
-                    lambda own, *_: seen.append(len(own.state))
-                )
-            elif step == HOOKED.stop:
-                handle.remove()
-            if step == CHANGED:
-                change_options(trainer.optimizer)
-            trainer.step((torch.full((8,), step), torch.zeros(8)))
-        trainer.save(folder / "checkpoint")
-        return left_by(module, trainer.optimizer), seen
-
-
-@in_executor_worlds
-def test_a_hook_sees_the_whole_optimizer_and_costs_no_bit(
-    world: World, n: int, tmp_path: Path
-) -> None:
-    expected = plain("nadam", torch.float32)
-    for left, seen in world.run(hooked, n, folder=tmp_path):
-        assert_same(left, expected)
-        assert seen == [len(SHAPES)] * len(HOOKED)
 
 
 def test_momentum_may_begin_later_for_some_parameters() -> None:

@@ -30,7 +30,6 @@ from tests.worlds import (
     INLINE,
     WORLDS_BY_DAY,
     World,
-    in_every_executor,
     in_executor_worlds,
 )
 from tests.zoo import simple_sgd as sgd
@@ -131,41 +130,6 @@ def test_a_parameter_without_a_gradient_in_some_step_does_not_show(
 
 
 # -- state of another dtype ----------------------------------------------
-
-
-class KeepsPlainValues(torch.optim.SGD):
-    """It keeps a text, a tuple with one, and a list of counts for each parameter."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step(closure)
-        for parameter in self.param_groups[0]["params"]:
-            counts = self.state[parameter].get("counts", [torch.tensor(0)])
-            self.state[parameter].update(
-                text="warm", pair=("of", 1.5), counts=[count + 1 for count in counts]
-            )
-
-
-def keeping(parameters: list[nn.Parameter]) -> Optimizer:
-    return KeepsPlainValues(parameters, lr=0.1)
-
-
-@in_every_executor
-def test_plain_values_in_an_optimizers_state_are_restored(
-    executor: str, replicas: int, tmp_path: Path
-) -> None:
-    def trainer() -> phalanx.Trainer:
-        return phalanx.Trainer(
-            nn.Linear(4, 2), F.mse_loss, keeping, executor=executor, replicas=replicas
-        )
-
-    with trainer() as first, trainer() as second:
-        first.step((torch.ones(4, 4), torch.ones(4, 2)))
-        first.save(tmp_path / "c")
-        second.resume(tmp_path / "c")
-        (kept, *_), (found, *_) = (each.optimizer.state.values() for each in (first, second))
-    assert (found["text"], found["pair"]) == ("warm", ("of", 1.5)) == (kept["text"], kept["pair"])
-    assert found["counts"][0].dtype == kept["counts"][0].dtype == torch.int64
-    assert torch.equal(found["counts"][0], kept["counts"][0])
 
 
 def nadam(parameters: list[nn.Parameter]) -> Optimizer:
@@ -289,29 +253,6 @@ def test_whatever_an_optimizers_state_dict_holds_comes_back(
     torch.manual_seed(0)
     how = {"data": expert_data(), "make": kind, "folder": tmp_path / "c", "middle": 4}
     check(*world, net=nn.Linear(37, 19), **how)
-
-
-class Refusing(nn.Linear):
-    """Takes no state, after everything else has taken its own."""
-
-    def load_state_dict(self, *args: Any, **options: Any) -> Any:
-        raise ValueError("no state here")
-
-
-@pytest.mark.parametrize("kind", [Averaging, Bare])
-def test_a_refused_resume_puts_back_what_an_optimizer_keeps(
-    kind: type[Counting], tmp_path: Path
-) -> None:
-    data, options = expert_data(), {"replicas": 1, "microbatches": 2}
-    with phalanx.Trainer(nn.Linear(37, 19), F.mse_loss, kind, **options) as trainer:
-        trainer.fit(data, steps=3)
-        trainer.save(tmp_path / "c")
-    with phalanx.Trainer(Refusing(37, 19), F.mse_loss, kind, **options) as trainer:
-        trainer.fit(data, steps=1)
-        with pytest.raises(CheckpointError, match="no state here"):
-            trainer.resume(tmp_path / "c")
-        trainer.fit(data, steps=1)
-        assert trainer.optimizer.count == 2  # type: ignore[attr-defined]
 
 
 class Unsaveable(Counting):
@@ -448,33 +389,6 @@ def test_a_buffer_outside_of_the_state_dict_is_saved_if_training_writes_it(
 ) -> None:
     how = {"data": centering_data(), "make": sgd, "folder": tmp_path / "c", "middle": 3}
     check(world, n, net=Centering(), **how)
-
-
-def test_a_buffer_outside_of_the_state_dict_that_nobody_writes_is_the_models(
-    tmp_path: Path,
-) -> None:
-    with phalanx.Trainer(Centering(), F.mse_loss, sgd, microbatches=None, replicas=1) as trainer:
-        trainer.fit(centering_data())
-        trainer.save(tmp_path / "c")
-    other = Centering()
-    other.scale.fill_(3.0)
-    with phalanx.Trainer(other, F.mse_loss, sgd, microbatches=None, replicas=1) as trainer:
-        trainer.resume(tmp_path / "c")
-    assert other.scale.tolist() == [3.0] * 5
-
-
-def test_a_checkpoint_with_a_buffer_that_the_model_lacks_changes_nothing(tmp_path: Path) -> None:
-    with phalanx.Trainer(Centering(), F.mse_loss, sgd, microbatches=None, replicas=1) as trainer:
-        trainer.fit(centering_data())
-        trainer.save(tmp_path / "c")
-    other = Centering()
-    other.mean = torch.zeros(5, dtype=torch.float64)
-    before = copy.deepcopy(other)
-    with phalanx.Trainer(other, F.mse_loss, sgd, microbatches=None, replicas=1) as trainer:
-        refusal = pytest.raises(CheckpointError, match=r"`mean` as float64 .* but holds float32")
-        with refusal:
-            trainer.resume(tmp_path / "c")
-    assert_same_bits(other, before)
 
 
 # -- a failure in an epoch's first batch ---------------------------------

@@ -151,20 +151,6 @@ def test_what_is_written_to_the_optimizers_state_counts(
     assert_alike(trained(adamw, between, executor, replicas), plain(adamw, between))
 
 
-def test_what_is_kept_in_the_optimizers_state_for_each_parameter_stays_there() -> None:
-    with trainer_of(adamw, "threads", 2) as trainer:
-        trainer.step(data()[0])
-        parameters = trainer.optimizer.param_groups[0]["params"][:2]
-        for index, parameter in enumerate(parameters):
-            trainer.optimizer.state[parameter]["mine"] = index
-        trainer.fit(data())
-        assert [trainer.optimizer.state[each]["mine"] for each in parameters] == [0, 1]
-        state = trainer.optimizer.state_dict()
-        trainer.optimizer.load_state_dict(copy.deepcopy(state))  # the trainer looks at it anew
-        trainer.fit(data())
-        assert [trainer.optimizer.state[each]["mine"] for each in parameters] == [0, 1]
-
-
 # -- gradients ----------------------------------------------------------
 
 
