@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 VOCABULARY = 11
 WIDTH = 8
@@ -177,16 +176,6 @@ class Loader:
 
     def __iter__(self) -> Any:
         return iter(self.batches)
-
-
-def shuffled_loader(case: Case, rows: int, batch_size: int, *, seed: int = 7) -> DataLoader[Any]:
-    """Return a loader that shuffles with its own generator."""
-    return DataLoader(
-        TensorDataset(*case.batch(rows)),
-        batch_size=batch_size,
-        shuffle=True,
-        generator=torch.Generator().manual_seed(seed),
-    )
 
 
 def batches_of(

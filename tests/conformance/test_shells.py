@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 import phalanx
 from phalanx import UnsupportedError
-from tests.contracts.groups import desc, group_of
 from tests.worlds import EXECUTORS, in_every_executor
 from tests.zoo import assert_close, assert_same_bits, plain_steps, sgd
 
@@ -358,14 +357,6 @@ def test_nothing_is_said_of_attributes_that_are_computed_again(
 # --- hooks ----------------------------------------------------------------------------------------
 
 
-def test_hooks_on_the_container_itself_run_once() -> None:
-    seen: list[tuple[int, ...]] = []
-    with phalanx.DataParallel(nn.Linear(3, 2), 3) as model:
-        model.register_forward_hook(lambda _, __, output: seen.append(tuple(output.shape)))
-        model(torch.randn(5, 3))
-    assert seen == [(5, 2)]
-
-
 def test_hooks_on_parameters_run_once_on_the_whole_gradient() -> None:
     net, seen = nn.Linear(3, 2), []
     net.bias.register_hook(lambda gradient: seen.append(gradient.tolist()))
@@ -404,30 +395,6 @@ def test_hooks_on_parameters_without_a_gradient_do_not_run(register: str, penali
 
 
 # --- recurrent layers with another's parameters ---------------------------------------------------
-
-
-class Bucketed(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
-        super().__init__()
-        self.rnn = kind(4, 3, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.rnn(x)[0]
-        return out
-
-
-@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
-def test_recurrent_layers_may_share_their_parameters(kind: type[nn.RNNBase]) -> None:
-    x = torch.randn(6, 5, 4)
-    first, second = Bucketed(kind), Bucketed(kind)
-    one = group_of(first, desc("x", 6, 5, 4, dtype=torch.float32))
-    two = group_of(second, desc("x", 6, 3, 4, dtype=torch.float32), shared_group=one)
-    with one, two:
-        two.forward(x[:, :3])
-        torch.testing.assert_close(two.get_outputs()[0], first(x[:, :3]).detach())
-    with phalanx.Trainer(second, F.mse_loss, sgd, replicas=2, microbatches=2) as trainer:
-        trainer.step((x, torch.zeros(6, 5, 3)))
-    torch.testing.assert_close(second(x), first(x))
 
 
 class Reaching(nn.Module):

@@ -6,7 +6,6 @@ What is refused is refused when a trainer is made, before any executor has begun
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -245,45 +244,3 @@ def test_a_schedule_free_optimizer_is_switched_around_validation(world: World, n
     for losses, weights in world.run(validated, n):
         assert losses == pytest.approx(expected)
         assert_close(weights, state_of(twin), torch.float32)
-
-
-def failing(batches: list[Any], error: BaseException) -> Iterator[Any]:
-    """Yield one batch, and raise ``error``."""
-    yield batches[0]
-    raise error
-
-
-def looked_at(executor: str, replicas: int, folder: Path) -> list[State]:
-    """Return the weights of a run, of one that is looked at on its way, and of one resumed."""
-    rows, found = data(12), []
-    how = {"optimizer": ScheduleFree, "executor": executor, "replicas": replicas}
-    with make(mlp(), **how) as trainer:
-        trainer.fit(rows)
-        found.append(state_of(trainer.module))
-    with make(mlp(), **how) as trainer:
-        trainer.fit(rows, steps=5)
-        trainer.save(folder)
-        trainer.evaluate(rows)
-        trainer.predict(rows)
-        for error in (OSError, KeyboardInterrupt):
-            with pytest.raises(error):
-                trainer.evaluate(failing(rows, error()))
-        assert trainer.module.training
-        with pytest.raises(ConfigError, match="`loader`"):
-            trainer.evaluate([])
-        trainer.fit(rows)
-        found.append(state_of(trainer.module))
-    with make(mlp(seed=1), **how) as trainer:
-        trainer.resume(folder)
-        trainer.evaluate(rows)
-        trainer.fit(rows)
-        return [*found, state_of(trainer.module)]
-
-
-@in_executor_worlds
-def test_looking_at_a_schedule_free_run_changes_no_bit(
-    world: World, n: int, tmp_path: Path
-) -> None:
-    for whole, *others in world.run(looked_at, n, folder=tmp_path / "c"):
-        for other in others:
-            assert_same_bits(other, whole)

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 import phalanx
 from phalanx.compat.mxnet import DataParallelExecutorGroup
-from phalanx.plan import workload_sizes
 from phalanx.replicas import DeviceCopies, Replica, modes
 from tests.contracts.groups import desc
 from tests.products import in_pairs
@@ -219,122 +218,7 @@ def test_a_replicas_device_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -
             model(x)
 
 
-# -- what travels ----------------------------------------------------
-
-
-def copied_bytes(run: Callable[[], Any]) -> int:
-    """Return how many bytes go from the first device to the second."""
-    before = torch.dev.copies("dev:0", "dev:1")[1]
-    run()
-    return torch.dev.copies("dev:0", "dev:1")[1] - before
-
-
-PARAMETERS = sum(parameter.nbytes for parameter in Net().parameters())
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("devices", [["dev:0", "dev:1"], ["dev:0", "dev:1", "dev:1"]])
-def test_a_step_copies_the_parameters_once_for_each_device(
-    devices: list[str], optimizer: str
-) -> None:
-    net = Net().to("dev:0")
-    x, y = batch(0, "dev:0")
-    others = len(devices) - 1
-    rows = sum(workload_sizes(ROWS, [1.0] * len(devices))[1:])
-    with phalanx.DataParallel(net, devices) as model:
-        stepper = OPTIMIZERS[optimizer](model.parameters())
-
-        def step() -> None:
-            F.mse_loss(model(x), y).backward()
-            stepper.step()
-
-        step()
-        inputs = x[:rows].nbytes + y[:rows].nbytes + others * net.seen.nbytes  # `y`: gradients
-        assert copied_bytes(step) == PARAMETERS + inputs
-
-
-def test_buffers_travel_once_each_way() -> None:
-    """Batch norm's running statistics, which its kernel writes without a word, and their count."""
-
-    def travelled(source: str, target: str, *, tracks: bool) -> int:
-        norm = nn.BatchNorm1d(5, track_running_stats=tracks, dtype=F64, device="dev:0")
-        with phalanx.Trainer(
-            norm, F.mse_loss, torch.optim.SGD, microbatches=None, replicas=["dev:0", "dev:1"]
-        ) as t:
-            x = batch(0, "dev:0")[0]
-            t.step((x, x))
-            before = torch.dev.copies(source, target)[1]
-            t.step((x, x))
-            return torch.dev.copies(source, target)[1] - before
-
-    for way in (("dev:0", "dev:1"), ("dev:1", "dev:0")):
-        assert travelled(*way, tracks=True) - travelled(*way, tracks=False) == 8 * (5 + 5 + 1)
-
-
 # -- other ways to run -----------------------------------------------
-
-
-@pytest.mark.parametrize("way", ["group", "trainer"])
-def test_pinned_batches_on_their_way_train_the_same(way: str) -> None:
-    """The caller must not write to them until they have arrived, as without replicas."""
-    net, twin = Net().to("dev:0"), Net()
-    pinned = [each.pin_memory() for each in batch(0, "cpu")]
-    x, y = (each.to("dev:0", non_blocking=True) for each in pinned)
-    make = OPTIMIZERS["SGD-fused"]
-    if way == "trainer":
-        with phalanx.Trainer(
-            net, F.mse_loss, make, microbatches=None, replicas=["dev:0", "dev:1"]
-        ) as trainer:
-            trainer.step((x, y))
-            trainer.step(tuple(pinned))
-    else:
-        data, stepper = [desc("data", ROWS, 5)], make(net.parameters())
-        with DataParallelExecutorGroup(net, ["dev:0", "dev:1"], data_shapes=data) as group:
-            for given in (x, pinned[0]):
-                group.forward({"data": given}, is_train=True)
-                group.backward([2 * (group.get_outputs()[0] - y) / y.numel()])
-                stepper.step()
-    other = make(twin.parameters())
-    for _ in range(2):
-        other.zero_grad()
-        F.mse_loss(twin(pinned[0]), pinned[1]).backward()
-        other.step()
-    found = [parameter.detach().cpu() for parameter in net.parameters()]
-    assert_close(found, [parameter.detach() for parameter in twin.parameters()], F64)
-
-
-class Failing(Net):
-    """Fails where it is told to, after it has changed the current device."""
-
-    fails = ""
-
-    def forward(self, data: Tensor) -> Tensor:
-        out = super().forward(data)
-        if str(data.device) == self.fails:
-            torch.dev.set_device(1 - data.device.index)
-            raise ZeroDivisionError
-        return out
-
-
-@pytest.mark.parametrize("fails", ["", "dev:0", "dev:1"])
-@pytest.mark.parametrize("way", WAYS)
-def test_the_callers_device_and_streams_are_put_back(way: str, fails: str) -> None:
-    def here() -> tuple[int, list[torch.Stream]]:
-        count = torch.dev.device_count()
-        return torch.dev.current_device(), [torch.dev.current_stream(i) for i in range(count)]
-
-    def run() -> None:
-        net = Failing().to("dev:0")
-        net.fails = fails
-        with torch.dev.device("dev:1"):
-            before = here()
-            with pytest.raises(ZeroDivisionError) if fails else nullcontext():
-                WAYS[way](net, ["dev:0", "dev:1"], None, OPTIMIZERS["SGD-fused"])
-            assert here() == before
-        if not fails:
-            assert equals_plain(net, OPTIMIZERS["SGD-fused"])
-
-    on_side_streams(run)
 
 
 def test_autocast_of_the_caller_is_that_of_all_replicas() -> None:

@@ -86,24 +86,6 @@ def test_on_side_streams_of_the_caller(way: Callable[..., None]) -> None:
 # -- the sums --------------------------------------------------------
 
 
-def trained(devices: list[str], **options: Any) -> list[Tensor]:
-    net = Net().float().to(devices[0])
-    with phalanx.Trainer(
-        net, F.mse_loss, SGD, replicas=devices, **{"microbatches": None, **options}
-    ) as trainer:
-        for step in range(3):
-            trainer.step(tuple(each.float() for each in batch(step, devices[0])))
-    return [parameter.detach().cpu() for parameter in net.parameters()]
-
-
-@pytest.mark.parametrize(
-    "devices", [["dev:0", "dev:1"], ["dev:1", "dev:0", "dev:1"], ["dev:0", "cpu", "dev:0"]]
-)
-def test_the_bits_are_those_of_the_tree_whichever_device_computes(devices: list[str]) -> None:
-    expected = trained(["cpu"], microbatches=5)
-    assert all(map(torch.equal, trained(devices, microbatches=5), expected))
-
-
 def test_all_that_a_trainer_does_on_side_streams() -> None:
     def everything(devices: list[str]) -> list[Any]:
         torch.manual_seed(0)

@@ -129,14 +129,6 @@ def test_the_gradient_is_the_mean_of_what_comes_out(ranks: Ranks, codec: str) ->
     assert not torch.allclose(answers[0][0][0]["3.weight"], sum(plain) / SIZE, rtol=0.1)
 
 
-def test_buckets_do_not_show_in_the_bits(ranks: Ranks) -> None:
-    (small, _), (large, _) = (
-        ranks.run(merge_steps, "one_bit", mb, [[0], [1], [2]])[0] for mb in (SMALL_BUCKETS_MB, 25.0)
-    )
-    for mine, other in zip(small, large, strict=True):
-        assert_same_bits(mine, other)
-
-
 @pytest.mark.parametrize(("codec", "epsilon"), [("fp16", 2**-11), ("bf16", 2**-8)])
 def test_casts_are_the_mean_within_rounding(ranks: Ranks, codec: str, epsilon: float) -> None:
     """Three casts and two sums round, each by half an epsilon of at most the largest value."""
@@ -356,38 +348,3 @@ def merge_with_another_module(rank: int) -> str:
 def test_a_hook_of_another_module_is_told(ranks: Ranks) -> None:
     for told in ranks.run(merge_with_another_module):
         assert told.startswith("`module` must be the one that DDP wraps, but has no parameter of ")
-
-
-class Mixed(nn.Module):
-    """Complex parameters, of two dims and one, beside a real one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.wave = nn.Parameter(torch.randn(6, 5, dtype=torch.cfloat))
-        self.phase = nn.Parameter(torch.randn(5, dtype=torch.cfloat))
-        self.scale = nn.Parameter(torch.randn(5, 7))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return ((inputs.to(torch.cfloat) @ self.wave + self.phase).abs() @ self.scale).square()
-
-
-def merge_complex(rank: int, codec: str) -> list[tuple[Tensor, Tensor]]:
-    """Return what DDP made of each gradient, and the mean over all ranks taken by hand."""
-    net, judge = Mixed(), Mixed()
-    ddp, _ = make_ddp(net, codec, bucket_cap_mb=25)
-    batches = [torch.randn(4, 6, generator=torch.Generator().manual_seed(r)) for r in range(SIZE)]
-    ddp(batches[rank]).sum().backward()
-    for batch in batches:
-        (judge(batch).sum() / SIZE).backward()
-    pairs = zip(net.parameters(), judge.parameters(), strict=True)
-    return [(own.grad, each.grad) for own, each in pairs]
-
-
-@pytest.mark.parametrize("codec", ["one_bit", "top_k(1.0)"])
-def test_complex_gradients_travel_whole(ranks: Ranks, codec: str) -> None:
-    for merged in ranks.run(merge_complex, codec):
-        assert len(merged) == 3
-        for own, expected in merged:
-            if own.is_complex() or codec == "top_k(1.0)":
-                torch.testing.assert_close(own, expected)

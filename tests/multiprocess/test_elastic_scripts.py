@@ -21,7 +21,6 @@ from phalanx.errors import ConfigError, PeerTimeout, StateError, UnsupportedErro
 from phalanx.ipc import wait_until
 from tests.contracts.test_executors_same_bits import (
     Run,
-    adamw,
     assert_same_bits,
     made,
     result,
@@ -130,32 +129,6 @@ def test_who_closes_because_of_an_error_has_not_finished(
     assert [outcome(each) for each in ranks] == [f"{len(batches())}"] * 2
 
 
-def twice(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> str:
-    trained.fit(batches())
-    trained.close()
-    parent.tell("first")
-    parent.hear()
-    again = phalanx.Trainer(
-        made(), torch.nn.functional.cross_entropy, adamw, executor=phalanx.Ranks(timeout_s=5.0)
-    )
-    try:
-        with again:
-            again.fit(batches())
-    except StateError as error:
-        return f"{type(error).__name__}: {error}"
-    return f"{again.steps}"
-
-
-def test_a_second_trainer_is_no_end_of_the_run(children: Children, tmp_path: Path) -> None:
-    ranks = Job(children, tmp_path, size=2).start_all({}, twice)
-    for each in ranks:
-        assert each.get() == "first"
-    for each in ranks:
-        each.put()
-    for each in ranks:
-        assert outcome(each).startswith("StateError: ")
-
-
 def tried_again(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> int | str:
     with pytest.raises(PeerTimeout):
         trained.fit(batches())
@@ -175,23 +148,6 @@ def test_a_fit_whose_ranks_did_not_come_trains_nothing_alone(
     assert rank.get() == "refused"
     rank.put()
     assert "2 ranks must come" in outcome(rank)
-
-
-@pytest.mark.night
-def test_a_fit_whose_ranks_did_not_come_may_be_tried_again(
-    children: Children, tmp_path: Path
-) -> None:
-    job = Job(children, tmp_path, size=2)
-    rank = job.start(0, None, tried_again, 5.0)
-    assert rank.get() == "refused"
-    other = job.start(1, None, lambda_fit)
-    rank.put()
-    assert [outcome(rank), outcome(other)] == [len(batches())] * 2
-
-
-def lambda_fit(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> int:
-    trained.fit(batches())
-    return trained.steps
 
 
 def told_of_the_timeout(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> str:
@@ -234,33 +190,9 @@ def test_who_dies_as_the_next_group_is_made_is_not_waited_for(
     assert_same_bits(outcome(job.start(1 - rank, None, one_epoch, told)), undisturbed(one_epoch))
 
 
-def halts_as_it_decides(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> None:
-    membership = RankMembership
-
-    def decide(self: RankMembership, *, late: bool) -> None:
-        if trained.steps > 0:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        real(self, late=late)
-
-    real = membership._decide
-    membership._decide = decide  # type: ignore[method-assign]
-    trained.fit(batches(9))
-
-
 def one_epoch(parent: Parent | None, trained: phalanx.Trainer, losses: list[float]) -> Run:
     trained.fit(batches(9))
     return result(trained, losses)
-
-
-@pytest.mark.night  # three deadlines of 2 s
-def test_who_halts_when_it_is_its_turn_to_decide_is_left_behind(
-    children: Children, tmp_path: Path
-) -> None:
-    job = Job(children, tmp_path)
-    job.start(0, None, halts_as_it_decides, 2.0)
-    rank = job.start(1, None, one_epoch, 2.0)
-    job.start(2, Plan("before the slices"), one_epoch, 2.0)
-    assert_same_bits(outcome(rank), undisturbed(one_epoch))
 
 
 def test_one_of_another_host_that_never_showed_life_is_lost_too() -> None:
@@ -316,25 +248,6 @@ def test_no_rank_begins_where_the_first_cannot_give_its_state(
     ]
     assert first.startswith("UnsupportedError: `module.state_dict()` must hold")
     assert "rank 0 says why" in second
-
-
-def saved_at_first(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> int:
-    trained.save(parent.hear())
-    trained.fit(batches())
-    return trained.steps
-
-
-def test_a_checkpoint_before_the_first_step_is_written_once(
-    children: Children, tmp_path: Path
-) -> None:
-    ranks = Job(children, tmp_path, size=2).start_all({}, saved_at_first)
-    for rank, each in enumerate(ranks):
-        each.put(tmp_path / f"checkpoint {rank}")
-    assert [outcome(each) for each in ranks] == [len(batches())] * 2
-    assert not (tmp_path / "checkpoint 1").exists()
-    with trainer("threads", 1, [], made()) as trained:
-        trained.resume(tmp_path / "checkpoint 0")
-        assert trained.steps == 0
 
 
 def stopped_in_one(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> str:

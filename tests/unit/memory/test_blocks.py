@@ -31,23 +31,6 @@ def test_bytes_are_copied_wherever_they_begin(way, dtype, size, start):
     assert not target[start + size :].any()
 
 
-@pytest.mark.parametrize("start", [0, 1, 63])
-@pytest.mark.parametrize("threads", [1, 3])
-def test_what_is_larger_than_caches_is_copied_wherever_it_begins(way, start, threads):
-    size = PAST_CACHE_BYTES + ODD
-    source = torch.arange(size + 1, dtype=torch.int32).to(torch.uint8)[1:]
-    target = torch.zeros(start + size + 2, dtype=torch.uint8)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        copy_to(source, target[start : start + size])
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(target[start : start + size], source)
-    assert not target[:start].any()
-    assert not target[start + size :].any()
-
-
 @pytest.mark.parametrize("whole_bytes", [0, PAST_CACHE_BYTES])
 @pytest.mark.parametrize("rows", [130, 257])
 def test_a_part_of_a_whole_is_copied_in_the_order_of_its_memory(way, rows, whole_bytes):
@@ -85,10 +68,6 @@ def test_what_is_not_finite_is_seen_while_it_is_copied(way, dtype, size):
         assert not copy_finite_to(source, target)
         assert torch.equal(target, source)
         source[place] = 1.0
-
-
-def test_a_sum_that_overflows_is_finite_numbers_still(way):
-    assert all_finite(torch.full((ODD,), torch.finfo(torch.float32).max))
 
 
 @pytest.mark.parametrize("numbers", [torch.ones(3, dtype=torch.int64), torch.empty(0), np.pi])

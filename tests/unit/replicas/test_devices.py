@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,14 +95,6 @@ def test_without_an_accelerator_the_cpu_is_all_there_is() -> None:
 @pytest.mark.usefixtures("two_gpus")
 def test_accelerators_are_all_there_is_where_there_are_any() -> None:
     assert known_devices() == (cuda(0), cuda(1))
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_devices_that_are_present_stay_without_a_word() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert present_devices([cuda(1), CPU, cuda(0)]) == (cuda(1), CPU, cuda(0))
-        assert present_devices([]) == ()
 
 
 @pytest.mark.usefixtures("no_gpu")
