@@ -78,14 +78,6 @@ def test_columns_are_counted_found_and_named() -> None:
     assert repr(one).startswith("ModelParallel(\n  devices=[cpu], dim=1\n  (0): Linear(")
 
 
-def test_a_column_may_be_added_between_passes() -> None:
-    x = draw(5, 4)
-    with of(ToAll, nn.Tanh(), nn.ReLU(), dim=1) as model:
-        model(x)
-        model.add(nn.Sigmoid(), "cpu")
-        assert_close(model(x), torch.cat([x.tanh(), x.relu(), x.sigmoid()], 1), F64)
-
-
 def test_one_module_as_several_columns_gets_the_sum_of_their_gradients() -> None:
     shared = nn.Linear(4, 2).double()
     with of(Slices, shared, shared, shared, dim=0) as model:
@@ -103,16 +95,6 @@ def test_parameters_tied_across_columns_get_the_sum() -> None:
         assert container.get(2).weight is container.get(0).weight
     loss_of([twin(piece) for twin, piece in zip(twins, x.split(3), strict=True)]).backward()
     assert_close(got["parameters"], gradients_of(twins), F64)
-
-
-def test_buffers_of_columns_are_written() -> None:
-    norms = [nn.BatchNorm1d(4).double() for _ in range(2)]
-    x = draw(7, 4)
-    with of(ToAll, *norms) as model:
-        model(x)
-    for norm in norms:
-        assert_close(norm.running_mean, 0.1 * x.mean(0), F64)
-        assert norm.num_batches_tracked.item() == 1
 
 
 def test_a_column_whose_output_is_not_used_gets_no_gradient() -> None:
@@ -144,15 +126,6 @@ def test_a_column_whose_output_is_not_used_gets_no_gradient() -> None:
 )
 def test_the_next_device_is_the_least_loaded(placed: list[tuple[str, int]], expected: str) -> None:
     assert least_loaded(["a", "b", "c"], placed) == expected
-
-
-def test_columns_without_a_device_go_to_the_next_one() -> None:
-    with Slices() as container:
-        for _ in range(3):
-            expected = container.next_device()
-            assert container.add(nn.Linear(4, 4)) is container
-            assert container.devices[-1] == container.get(-1).weight.device == expected
-    assert len(container.devices) == 3
 
 
 @pytest.mark.gpu

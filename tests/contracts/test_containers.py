@@ -465,26 +465,6 @@ def test_workers_enter_the_callers_modes_and_the_caller_gets_them_back(
         assert settings() == before
 
 
-@faces.in_ours
-def test_what_a_module_switches_stays_in_its_pass(face: Face, device: torch.device) -> None:
-    class Switches(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            found = x * torch.is_grad_enabled()
-            torch.set_grad_enabled(False)
-            if x.numel() and bool((x < 0).any()):
-                raise ZeroDivisionError("negative")
-            return found
-
-    x = torch.ones(7, 2, device=device, requires_grad=True)
-    with face.open(always(Switches), device) as (model, _):
-        for _ in range(2):
-            assert model(x).any()
-            assert torch.is_grad_enabled()
-            with pytest.raises(ZeroDivisionError):
-                model(-x)
-            assert torch.is_grad_enabled()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
 def test_the_callers_device_and_stream_are_as_before(fails: bool, gpu: torch.device) -> None:
@@ -760,27 +740,6 @@ def test_every_thread_is_prepared_once_before_it_works(face: Face) -> None:
         model(draw(7, 7))
         assert seen[6:] == ["abc"] * 3
     assert not hasattr(here, "words")
-
-
-@faces.in_ours
-def test_a_preparation_that_fails_keeps_its_type_and_leaves_no_thread(face: Face) -> None:
-    fails = [True]
-
-    def prepare() -> None:
-        if fails and threading.current_thread().name.endswith("1"):
-            raise KeyError("prepare")
-
-    x = draw(5, 7)
-    with face.open(net, torch.device("cpu")) as (model, twin):
-        model.threads(prepare)
-        for _ in range(2):
-            with pytest.raises(KeyError, match="prepare"):
-                model(x)
-            assert worker_names() == []
-        with stored(model) as other:  # what no file can hold is left out of it
-            other(x)
-        fails.clear()
-        assert_equal_pass(model, twin, x)
 
 
 @faces.in_ours

@@ -455,18 +455,6 @@ def test_forward_reshapes_by_itself():
             assert_close(gradients_of(net), gradients_of(twin), F64)
 
 
-def test_binding_again_always_binds():
-    net = Loss()
-    with loss_group(net) as group:
-        forward(group)
-        group.bindExec([desc("data", 9, 5)], [labels_desc(9)], None)
-        assert group.getBatchSize() == 9
-        group.bind_exec([desc("data", 8, 5)], [labels_desc(8)], None, reshape=True)
-        assert group.batch_size == 8
-        with pytest.raises(StateError, match="forward"):
-            group.backward()
-
-
 @pytest.mark.skipif(hasattr(torch, "dev"), reason="weighs what lies on the CPU")
 def test_reshape_back_and_forth_does_not_grow_memory():
     # In a process of its own: what other tests have left comes and goes at any moment.
@@ -782,22 +770,6 @@ def test_backward_needs_a_training_pass():
         forward(group)
         group.backward()
         assert all(gradient is not None for gradient in gradients_of(net))
-
-
-def test_backward_after_a_forward_in_inference_mode_is_refused_and_changes_nothing():
-    net, x, g = Net(), draw(7, 5), draw(7, CLASSES, seed=1)
-    with group_of(net, desc("data", 7, 5), inputs_need_grad=True) as group:
-        group.forward(x)
-        group.backward([g])
-        before = [parameter.grad for parameter in net.parameters()]
-        with torch.inference_mode():
-            group.forward(x)
-        with pytest.raises(StateError, match="inference_mode"):
-            group.backward([g])
-        with pytest.raises(StateError, match="backward"):
-            group.get_input_grads()
-        after = [parameter.grad for parameter in net.parameters()]
-        assert all(a is b for a, b in zip(before, after, strict=True))
 
 
 # --- both languages' names and keywords -----------------------------------------------------------

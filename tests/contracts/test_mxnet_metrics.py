@@ -9,7 +9,7 @@ import pytest
 import torch
 import torchmetrics
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, classification, regression, text
+from torchmetrics import MeanMetric, classification, text
 
 from phalanx.compat import mxnet
 from phalanx.compat.mxnet import DataBatch
@@ -48,28 +48,12 @@ def scores(seed: int, *shape: int) -> Tensor:
 
 
 METRICS = {
-    "accuracy": (
-        lambda: classification.MulticlassAccuracy(KINDS, average="micro"),
-        lambda seed: (scores(seed, ROWS, KINDS), classes(ROWS, seed)),
-    ),
-    "macro F1": (
-        lambda: classification.MulticlassF1Score(KINDS, average="macro"),
-        lambda seed: (scores(seed, ROWS, KINDS), classes(ROWS, seed)),
-    ),
-    "AUROC": (
-        lambda: classification.BinaryAUROC(),
-        lambda seed: (draw(ROWS, seed=seed).sigmoid(), classes(ROWS, seed, 2)),
-    ),
     "AUROC of logits": (  # normalized where an update is outside of [0, 1]
         lambda: classification.MulticlassAUROC(KINDS),
         lambda seed: (
             torch.cat([scores(seed, ROWS - 9, KINDS), draw(9, KINDS, seed=seed)]),
             classes(ROWS, seed),
         ),
-    ),
-    "MSE": (
-        lambda: regression.MeanSquaredError(),
-        lambda seed: (draw(ROWS, seed=seed), draw(ROWS, seed=seed + 50)),
     ),
     "perplexity": (
         lambda: text.Perplexity(ignore_index=-100),
@@ -286,33 +270,9 @@ def test_a_metric_chooses_outputs_and_labels_by_name_without_padded_rows() -> No
             assert metric.found == [[(7,)], [(), (7, 3)][-len(outputs) :]]
 
 
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 3)
-
-    def forward(self, data: Tensor) -> tuple[Tensor, Tensor]:
-        scores = self.fc(data)
-        return scores, scores[:, 0]
-
-
 class Shapes(mxnet.EvalMetric):
     def update(self, labels: list[Any], preds: list[Any]) -> None:
         self.found = [[tuple(each.shape) for each in given] for given in (labels, preds)]
-
-
-def test_several_outputs_and_labels_are_whole_in_a_metric() -> None:
-    shapes = Shapes("shapes")
-    labels = [torch.ones(NUM), torch.ones(NUM, 2)]
-    with mxnet.DataParallelExecutorGroup(
-        Pair(),
-        2,
-        data_shapes=[("data", (NUM, 4))],
-        label_shapes=[("a", (NUM,)), ("b", (NUM, 2))],
-    ) as group:
-        group.forward(mxnet.DataBatch([X], labels))
-        group.update_metric(shapes, labels)
-    assert shapes.found == [[(NUM,), (NUM, 2)], [(NUM, 3), (NUM,)]]
 
 
 def test_labels_are_left_out_where_none_are_bound() -> None:

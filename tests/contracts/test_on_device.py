@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_sequence
 
 from phalanx import OnDevice
 from phalanx.errors import ConfigError
@@ -101,12 +100,6 @@ class TestMoving:
         assert all(leaf.device.type == "meta" for leaf in leaves)
         assert outputs["args"][1]["a"][1] == 1
 
-    def test_the_sizes_of_a_packed_sequence_stay_on_the_cpu(self):
-        packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
-        output, _ = OnDevice(nn.GRU(2, 4), "meta")(packed)
-        assert output.data.device.type == "meta"
-        assert output.batch_sizes.device.type == "cpu"
-
     def test_its_device_is_the_current_one_inside_and_the_callers_one_after(self, monkeypatch):
         entered = []
 
@@ -125,11 +118,6 @@ class TestMoving:
             with pytest.raises(error) if error else contextlib.nullcontext():
                 wrapped(word)
         assert entered == [99, "left"] * 2
-
-    def test_lazy_modules_can_be_wrapped(self):
-        wrapped = OnDevice(nn.LazyLinear(2), "cpu")
-        nn.Sequential(wrapped).to("meta", torch.float64)
-        assert wrapped(torch.ones(3, 4, dtype=torch.float64)).dtype == torch.float64
 
     def test_unknown_devices_are_refused(self):
         net = nn.Linear(3, 2)
@@ -158,11 +146,6 @@ class TestPinned:
         assert torch.equal(net[1].weight, values.double())
         assert net.half()[1].weight.dtype == torch.float16
 
-    def test_its_own_to_does_not_move_it_either(self):
-        wrapped = OnDevice(nn.BatchNorm1d(2), "cpu").to("meta").to_empty(device="meta")
-        assert devices(wrapped) == {"cpu"}
-        assert torch.equal(wrapped.running_var, torch.ones(2))
-
     def test_no_copy_is_made_where_it_does_not_belong(self):
         """The module may be pinned because it fits nowhere else."""
         largest = 0
@@ -174,10 +157,6 @@ class TestPinned:
 
         OnDevice(nn.Linear(100, 100), "cpu")._apply(move)
         assert largest <= 4
-
-    def test_what_does_not_move_is_applied_as_it_is(self):
-        wrapped = OnDevice(nn.Linear(3, 2), "cpu").share_memory()
-        assert wrapped.weight.is_shared()
 
     def test_a_wrapper_in_a_wrapper_runs_on_the_inner_device(self):
         spy = Spy()
@@ -228,28 +207,6 @@ class TestWrapping:
         for name, parameter in wrapped.named_parameters():
             assert wrapped.get_parameter(name) is parameter
 
-    def test_keys_that_do_not_fit_are_told_by_their_unwrapped_names(self):
-        net = nn.Sequential(OnDevice(OnDevice(nn.Linear(3, 2), "cpu"), "cpu"))
-        result = net.load_state_dict({"0.weight": torch.ones(2, 3), "0.more": torch.ones(1)}, False)
-        assert result.missing_keys == ["0.bias"]
-        assert result.unexpected_keys == ["0.more"]
-        assert torch.equal(net[0].weight, torch.ones(2, 3))
-
-    def test_a_module_inside_learns_which_version_of_it_wrote_the_file(self):
-        class Versioned(nn.Linear):
-            _version = 7
-
-            def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
-                self.told = local_metadata.get("version")
-                super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-
-        net = nn.Sequential(OnDevice(OnDevice(nn.Sequential(Versioned(3, 2)), "cpu"), "cpu"))
-        net.load_state_dict(net.state_dict())
-        assert net[0].module.module[0].told == 7
-        alone = OnDevice(Versioned(3, 2), "cpu")
-        alone.load_state_dict(alone.module.state_dict())
-        assert alone.told == 7
-
     def test_attributes_of_the_module_can_be_read_and_its_tensors_set(self):
         net = OnDevice(nn.Linear(3, 2), "cpu")
         assert net.in_features == 3
@@ -269,20 +226,6 @@ class TestWrapping:
         assert not hasattr(net.module, "note")
         net.eval()
         assert not net.module.training
-
-    def test_functional_calls_use_the_values_given_or_refuse_them(self):
-        net = nn.Sequential(OnDevice(nn.Sequential(nn.Linear(3, 2)), "cpu"))
-        zeros = {name: torch.zeros_like(value) for name, value in net.named_parameters()}
-        assert torch.func.functional_call(net, zeros, torch.ones(1, 3)).tolist() == [[0.0, 0.0]]
-        net = nn.Sequential(OnDevice(nn.Linear(3, 2), "cpu"))
-        zeros = {name: torch.zeros_like(value) for name, value in net.named_parameters()}
-        with pytest.raises(TypeError, match="as parameter"):
-            torch.func.functional_call(net, zeros, torch.ones(1, 3))
-
-    def test_it_shows_where_it_runs(self):
-        assert "cpu → meta" in repr(OnDevice(nn.Linear(3, 2), "cpu", "meta"))
-        assert repr(OnDevice(nn.Tanh(), "meta")) == "OnDevice(\n  meta\n  (module): Tanh()\n)"
-        assert "cuda:99 → cpu, runs on cpu" in repr(absent(nn.Linear(3, 2), "cpu"))
 
 
 @pytest.mark.gpu
@@ -310,15 +253,6 @@ class TestGpu:
         assert devices(loaded) == {"cpu"}
         assert devices(loaded.to(gpu.type)) == {str(gpu)}
         assert devices(stored(net)) == {str(gpu)}
-
-
-def test_a_table_that_shrinks_from_call_to_call_is_moved_as_it_is(device: torch.device) -> None:
-    net = Total()
-    twin = copy.deepcopy(net).to(device)
-    model = OnDevice(net, device)
-    for count in (3, 1, 2):
-        table = [draw(2, 3, seed=seed, device=device) for seed in range(count)]
-        assert_equal_pass(model, twin, table)
 
 
 @pytest.mark.gpu

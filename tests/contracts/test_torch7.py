@@ -13,7 +13,6 @@ import itertools
 import pickle
 import re
 import threading
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -203,18 +202,6 @@ def test_an_immediate_update_leaves_gradients_alone(pair):
     assert all((gradient == 7).all() for gradient in gradients(made))
 
 
-def test_gradients_are_zeroed_where_they_lie(pair):
-    made, _ = pair
-    made.zeroGradParameters()
-    places = [gradient.data_ptr() for gradient in gradients(made)]
-    made.forward(draw(5, 4))
-    made.backward(draw(5, 4), g_for(made))
-    assert any(gradient.any() for gradient in gradients(made))
-    made.zeroGradParameters()
-    assert [gradient.data_ptr() for gradient in gradients(made)] == places
-    assert all(not gradient.any() for gradient in gradients(made))
-
-
 class TwoInTwoOut(nn.Module):
     """Nested inputs, one of integers; nested outputs, one of integers."""
 
@@ -311,39 +298,6 @@ def test_a_pass_back_for_another_input_is_refused(pair):
     made.backward(x.clone(), g_for(made))  # of the same values
 
 
-class Kept:
-    """Lives as long as the graph that holds it."""
-
-
-class Noted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, graphs):
-        ctx.kept = Kept()
-        graphs.append(weakref.ref(ctx.kept))
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        return g, None
-
-
-def test_there_is_one_graph_at_a_time():
-    graphs, alive = [], []
-    net = torch7.Explicit(nn.Identity())
-
-    def run(x):
-        alive.append(sum(graph() is not None for graph in graphs))
-        return Noted.apply(x, graphs)
-
-    net.module.forward = run
-    for _ in range(3):
-        net.forward(torch.ones(2))
-        net.backward(torch.ones(2), torch.ones(2))
-    assert alive == [0, 0, 0]
-    net.clearState()
-    assert not any(graph() for graph in graphs)
-
-
 def test_a_criterion_has_two_calls():
     criterion = torch7.Criterion(nn.MSELoss())
     x, y = draw(5, 3), draw(5, 3, seed=1)
@@ -358,19 +312,6 @@ def test_a_criterion_has_two_calls():
     with pytest.raises(StateError, match="`target` must be that of the last forward pass"):
         criterion.backward(x, x)
     assert criterion(leaf, y).requires_grad
-
-
-def test_explicit_passes_reach_a_container_inside_a_sequential():
-    net = nn.Sequential(nn.Linear(4, 4).double(), phalanx.DataParallel(mlp(), THREE), nn.Tanh())
-    twin = nn.Sequential(copy.deepcopy(net[0]), mlp(), nn.Tanh())
-    x, g = draw(5, 4), draw(5, 3)
-    leaf = x.clone().requires_grad_()
-    twin(leaf).backward(g)
-    explicit = torch7.Explicit(net)
-    explicit.forward(x)
-    close(explicit.backward(x, g), leaf.grad)
-    close(gradients(explicit), gradients(twin))
-    net[1].close()
 
 
 class Doubled(nn.Module):
@@ -661,34 +602,6 @@ def test_every_column_of_replicas_is_the_module() -> None:
 # --- clones, modes, reset -------------------------------------------------------------------------
 
 
-def test_modes_are_switched_in_all_modules_inside(pair):
-    made, _ = pair
-    assert made.training
-    assert made.evaluate() is made
-    assert not made.training
-    assert not any(module.training for module in made.modules())
-    assert made.train() is made
-    assert all(module.training for module in made.modules())
-
-
-def test_a_clone_is_equal_and_independent(pair):
-    made, _ = pair
-    x = draw(5, 4)
-    expected = made.forward(x)
-    made.backward(x, g_for(made))
-    made.gradInput = None
-    twin = made.clone()
-    assert type(twin) is type(made)
-    assert torch.equal(twin.forward(x), expected)
-    assert twin.gradInput is None
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.zero_()
-    assert torch.equal(twin.forward(x), expected)
-    if hasattr(type(twin), "close"):
-        twin.close()
-
-
 def test_a_shared_clone_trains_with_its_model(pair):
     made, _ = pair
     x, g = draw(5, 4), g_for(made)
@@ -777,27 +690,6 @@ def test_reset_reaches_every_parameter(make: Any) -> None:
             nn.init.constant_(parameter, 7.0)
         (wrap(module) if wrap is table else wrap(module, "cpu")).reset()
         assert not any(bool((parameter == 7).any()) for parameter in module.parameters())
-
-
-def test_reset_by_a_deviation_reaches_weights_of_ones_own() -> None:
-    net = torch7.DataParallelTable(0).add(mlp(), cpu_and_others(2))
-    net.module.register_parameter("extra", nn.Parameter(torch.full((5, 5), 7.0)))
-    net.reset(0.5)
-    assert float(net.module.extra.detach().abs().max()) <= 0.5 * 3**0.5
-
-
-class Weighed(torch7.AbstractParallel):
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.gate = nn.Parameter(torch.full((2,), 7.0))
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.gate)
-
-
-def test_a_container_of_ones_own_draws_its_parameters_by_itself() -> None:
-    net = Weighed().add(mlp(), "cpu")
-    assert net.reset().gate.tolist() == [0.0, 0.0]
 
 
 # --- flat parameters ------------------------------------------------------------------------------
@@ -935,13 +827,6 @@ def test_flat_tensors_follow_parameters_that_were_exchanged(change):
     assert torch.equal(values, torch.cat(expected))
     values.zero_()
     assert not any(parameter.any() for parameter in net.parameters())
-
-
-def test_a_module_without_parameters_has_empty_flat_tensors():
-    values, grads = torch7.Explicit(nn.Tanh()).getParameters()
-    assert values.numel() == grads.numel() == 0
-    with torch7.DataParallelTable(0, True).add(nn.Tanh(), THREE) as net:
-        assert net.forward(torch.zeros(5, 2)).eq(0).all()
 
 
 @pytest.mark.parametrize("flatten", [False, True])
