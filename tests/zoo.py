@@ -209,31 +209,6 @@ class PartlyUsed(nn.Module):
         return self.used(x)
 
 
-class Nest(nn.Module):
-    """Nested inputs, keyword arguments that are no tensors, and a nested output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.Linear(7, CLASSES)
-        self.right = nn.Linear(3, CLASSES)
-
-    def forward(
-        self,
-        items: dict[str, Any],
-        *,
-        mask: Tensor | None = None,
-        scale: float = 1.0,
-        swapped: bool = False,
-    ) -> Any:
-        left = self.left(items["left"]) * scale
-        right = self.right(items["rest"][0]) * items["rest"][1]
-        if mask is not None:
-            left = left * mask
-        if swapped:
-            left, right = right, left
-        return {"sum": left + right, "sides": [left, (right, "text")]}
-
-
 class Named(nn.Module):
     """Takes its inputs by name."""
 

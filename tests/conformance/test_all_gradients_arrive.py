@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import phalanx
 from tests.worlds import EXECUTORS
@@ -48,18 +47,6 @@ class HoldsLambda(Net):
         return self.b(self.first(x)) * (-self.log_variance).exp()
 
 
-class Mapped(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mapped = torch.vmap(self.one)
-
-    def one(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x).tanh()) * (-self.log_variance).exp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mapped(x)
-
-
 class ByGlobal(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -70,18 +57,6 @@ class ByGlobal(Net):
 
 
 HERE: dict[str, Net] = {}
-
-
-needs_newer_torch = pytest.mark.skipif(
-    not hasattr(TorchDispatchMode, "ignore_compile_internals"),
-    reason="this torch compiles nothing within a TorchDispatchMode, which replicas run in",
-)
-
-
-def compiled() -> nn.Module:
-    net: Any = Net()
-    net.forward = torch.compile(net.forward, backend="eager")
-    return net
 
 
 def wrapped() -> nn.Module:
@@ -167,9 +142,7 @@ class Twice(Net):
     ("make", "of"),
     [
         (HoldsLambda, plain_loss),
-        (Mapped, plain_loss),
         (ByGlobal, plain_loss),
-        pytest.param(compiled, plain_loss, marks=[needs_newer_torch, pytest.mark.night]),
         (wrapped, plain_loss),
         (hooked, plain_loss),
         (Net, Penalised),

@@ -130,15 +130,6 @@ def test_a_model_that_draws_has_the_same_numbers(executor: str, replicas: int, l
     assert_others_are_compiled(log, model)
 
 
-def test_batches_of_several_sizes_in_threads(log: Log) -> None:
-    model, twin = torch.compile(Net(), backend=log.backend), Net()
-    options: dict[str, Any] = {"replicas": 3, "microbatches": None}
-    for rows in (7, 12, 5, 8):
-        found = trained(model, rows, **options)
-        assert_close(found, trained(twin, rows, **options), F64)
-    assert log.take()[1] == 4 * 3 * STEPS
-
-
 @pytest.mark.parametrize("p", [0.0, 0.5])
 def test_a_container_runs_the_graphs(p: float, log: Log) -> None:
     model = torch.compile(Net(p), backend=log.backend)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -122,62 +121,6 @@ def test_a_step_that_clipping_refuses_changes_nothing(executor: str, tmp_path: P
         return tuple(each.read_bytes() for each in sorted(tmp_path.iterdir()))
 
     assert train(with_refused=True) == train(with_refused=False)
-
-
-@pytest.mark.parametrize("kind", ["gaps", "expanded"])
-def test_parameters_with_gaps_or_repeats_get_the_right_gradient(kind: str) -> None:
-    value = torch.randn(4, 8)[:, ::2] if kind == "gaps" else torch.randn(1, 4).expand(4, 4)
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(value)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x @ self.w).square()
-
-    model, x = Model(), batch()[0]
-    model(x).sum().backward()
-    expected = model.w.grad
-    model.w.grad = None
-    with phalanx.DataParallel(model, ["cpu", "cpu"]) as wrapped:
-        wrapped(x).sum().backward()
-    torch.testing.assert_close(model.w.grad, expected)
-
-
-class Summed(nn.Module):
-    """Autograd gives both operands of a sum one tensor, or parts of it, for their gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.square, self.flat = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(64))
-        self.low, self.high = nn.Parameter(torch.randn(50)), nn.Parameter(torch.randn(30))
-
-    def forward(self, x: Tensor) -> Tensor:
-        padded = nn.functional.pad(self.low, (0, 14)) + nn.functional.pad(self.high, (34, 0))
-        weight = self.square.view(-1) + self.flat.view(64) + padded
-        return torch.tanh(x @ weight.view(8, 8))
-
-
-@pytest.mark.parametrize("executor", ["inline", "threads", "processes"])
-def test_parameters_that_are_added_up_get_the_right_gradient(executor: str) -> None:
-    torch.manual_seed(0)
-    net = Summed().double()
-    x, y = torch.randn(13, 8, dtype=torch.float64), torch.randn(13, 8, dtype=torch.float64)
-    twin = copy.deepcopy(net)
-    nn.functional.mse_loss(twin(x), y).backward()
-    torch.optim.SGD(twin.parameters(), lr=1.0).step()
-    with phalanx.Trainer(
-        net,
-        nn.functional.mse_loss,
-        lambda parameters: torch.optim.SGD(parameters, lr=1.0),
-        executor=executor,
-        replicas=1 if executor == "inline" else 2,
-        microbatches=5,
-    ) as trainer:
-        trainer.step((x, y))
-    for own, value in zip(net.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(own, value, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("first", ["evaluate", "predict"])

@@ -263,17 +263,3 @@ def test_outputs_of_replicas_are_merged_in_their_own_class(case: Case) -> None:
     assert list(found) == list(expected)
     assert torch.allclose(found.logits, expected.logits, atol=1e-6)
     assert found.loss.dim() == 0
-
-
-def test_a_model_predicts_as_one(tmp_path: Path) -> None:
-    module = seeded(masked).eval()
-    loader = make_loader("masked", len(LINES))
-    (batch,) = loader
-    expected: Any = module(**batch)
-    with phalanx.Trainer(
-        module, optimizer=adam, forward=forward, weight=num_masked, replicas=2, microbatches=3
-    ) as trainer:
-        found: Any = trainer.predict([batch])
-        means = trainer.evaluate([batch])
-    assert torch.allclose(found.logits, expected.logits, atol=1e-6)
-    assert means["loss"] == pytest.approx(expected.loss.item(), abs=1e-6)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import phalanx
-from phalanx import Layout
 from phalanx.compat import torch7
 from tests.zoo import plain_sgd
 
@@ -218,14 +217,6 @@ def failing_step(stack: ExitStack) -> Call:
 
 MAKERS: dict[str, Made] = {
     "tensor": replicated(lambda model, batch: model(batch.x)),
-    "list": replicated(
-        lambda model, batch: model([batch.x, ["name"] * ROWS]), layout=Layout(dims={"0.1": 0})
-    ),
-    "nested": replicated(lambda model, batch: model({"deep": [batch.x, "text"]}, y=batch.y)),
-    "layout": replicated(
-        lambda model, batch: model(batch.x, y=batch.y), layout=Layout(dims={"y": None})
-    ),
-    "rules of outputs": replicated(lambda model, batch: model(batch.x), output={"out": "cat"}),
     "forward_parts": replicated(
         lambda model, batch: model.forward_parts(list(batch.x.split([3, 4])))[0]
     ),
@@ -248,13 +239,6 @@ MAKERS: dict[str, Made] = {
         lambda model, batch: model({"deep": [batch.x]}, y=batch.y),
     ),
     "torch7.DataParallelTable": explicit(lambda: torch7.DataParallelTable(0).add(linear(), CPUS)),
-    "torch7.DataParallelTable, flat": explicit(
-        lambda: torch7.DataParallelTable(0, True).add(linear(), CPUS)
-    ),
-    "torch7.DataParallel": explicit(lambda: torch7.DataParallel(0).add(linear(), "cpu")),
-    "torch7.ModelParallel": explicit(
-        lambda: torch7.ModelParallel(1).add(linear(), "cpu").add(linear(), "cpu")
-    ),
     "torch7.GPU": explicit(lambda: torch7.GPU(linear(), "cpu")),
     "torch7.Explicit": explicit(lambda: torch7.Explicit(linear())),
     "torch7.Criterion": criterion,

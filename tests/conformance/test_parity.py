@@ -24,7 +24,6 @@ from tests.zoo import (
     MLP,
     OPTIMIZERS,
     Case,
-    Nest,
     PartlyUsed,
     adamw,
     assert_close,
@@ -172,26 +171,6 @@ def test_two_graphs_live_at_once_and_run_back_in_any_order() -> None:
     assert_close(gradients_of(net), gradients_of(twin), torch.float64)
 
 
-def test_a_part_of_the_output_may_stay_unused() -> None:
-    net = Nest().double()
-    twin = twin_of(net)
-    items = nested_items(9)
-    with parallel(net, 3) as model:
-        model(items)["sides"][0].square().sum().backward()
-    twin(items)["sides"][0].square().sum().backward()
-    assert_close(gradients_of(net), gradients_of(twin), torch.float64)
-    assert net.right.weight.grad is None
-    assert twin.right.weight.grad is None
-
-
-def nested_items(rows: int) -> dict[str, Any]:
-    draw = torch.Generator().manual_seed(rows)
-    return {
-        "left": torch.randn(rows, 7, generator=draw, dtype=torch.float64),
-        "rest": (torch.randn(rows, 3, generator=draw, dtype=torch.float64), 0.5),
-    }
-
-
 # --- parameters of other kinds --------------------------------------------------------------------
 
 
@@ -232,19 +211,6 @@ def test_frozen_and_unused_parameters_stay_as_they_are(build: Any, optimizer: st
         assert torch.equal(state_of(net)[name], start[name])
 
 
-def test_a_parameter_may_be_frozen_and_thawed_between_calls() -> None:
-    net = mlp(torch.float64)
-    twin = twin_of(net)
-    x, targets = vector_batch(9, torch.float64)
-    with parallel(net) as model:
-        for frozen in (True, False, True, False):
-            for each in (model, twin):
-                next(each.parameters()).requires_grad_(not frozen)
-                each.zero_grad()
-                MLP.loss(each(x), targets).backward()
-            assert_close(gradients_of(net), gradients_of(twin), torch.float64)
-
-
 @pytest.mark.parametrize("frozen_at", [{0, 1, 2}, {3, 4}, {1, 3}], ids=["thawed", "frozen", "both"])
 @OPTIMIZER
 def test_the_trainer_notices_freezing_and_thawing_between_steps(
@@ -269,25 +235,6 @@ def test_the_trainer_notices_freezing_and_thawing_between_steps(
 
 
 # --- what a module can do -------------------------------------------------------------------------
-
-
-@REPLICAS
-def test_autocast_reaches_the_replicas(replicas: int) -> None:
-    """bfloat16 keeps 8 bits, so one rounding is 4e-3; three layers in another order: 2e-2."""
-    net = mlp()
-    twin = twin_of(net)
-    x, targets = vector_batch(15)
-    with phalanx.DataParallel(net, devices=["cpu"] * replicas) as model:
-        for each in (model, twin):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = MLP.loss(each(x), targets)
-            loss.backward()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            outputs, expected = model(x), twin(x)
-    assert outputs.dtype == expected.dtype == torch.bfloat16
-    torch.testing.assert_close(outputs, expected, rtol=2e-2, atol=2e-2)
-    assert {gradient.dtype for gradient in gradients_of(net)} == {torch.float32}
-    torch.testing.assert_close(gradients_of(net), gradients_of(twin), rtol=2e-2, atol=2e-2)
 
 
 def gradient_penalty(model: nn.Module, x: Tensor) -> None:

@@ -218,16 +218,6 @@ def drawn(_: nn.Module, batch: Tensor) -> Tensor:
     return torch.rand_like(batch).mean()
 
 
-def test_each_batch_of_an_evaluation_draws_numbers_of_its_own() -> None:
-    """Not those of the batch before, nor those of the next step."""
-    one, batch = nn.Linear(1, 1), torch.zeros(6, 1)
-    with phalanx.Trainer(
-        one, None, sgd, forward=drawn, replicas=1, microbatches=2, executor="inline"
-    ) as trainer:
-        means = [trainer.evaluate([batch] * count)["loss"] for count in (1, 2, 2)]
-    assert means[0] != means[1] == means[2]
-
-
 # --- what no configuration can repeat ----------------------------------------------------------
 
 
@@ -349,30 +339,6 @@ def test_generators_made_where_they_are_drawn_from_are_as_in_plain_torch() -> No
     expected = F.cross_entropy(net(x), y).item()
     with phalanx.Trainer(net, F.cross_entropy, sgd, executor="inline") as trainer:
         assert trainer.step((x, y)).loss == pytest.approx(expected, rel=1e-5)
-
-
-# --- containers -----------------------------------------------------------------------------------
-
-
-def test_noise_in_a_containers_backward_pass_goes_by_the_processes_seed() -> None:
-    x = batches()[1][0]
-
-    def gradients(devices: int) -> list[Tensor]:
-        torch.manual_seed(0)
-        net = DrawsInBackward()
-        torch.manual_seed(11)
-        found = []
-        with phalanx.DataParallel(net, devices=devices) as model:
-            for _ in range(2):
-                model.zero_grad()
-                model(x).sum().backward()
-                assert net.first.weight.grad is not None
-                found.append(net.first.weight.grad.clone())
-        return found
-
-    first, again = gradients(2), gradients(2)
-    assert all(map(torch.equal, first, again))
-    assert not torch.equal(*first)
 
 
 # --- the process's generators, across a stop ------------------------------------------------------

@@ -100,16 +100,6 @@ def equal_nests(left: Any, right: Any) -> bool:
     return left is right or left == right
 
 
-def test_dataclasses_are_cut_by_their_fields() -> None:
-    sample = Sample(rows(5, 2), rows(5), 0.5)
-    first, second = cut(sample, [3, 2], Layout())
-    assert isinstance(first, Sample)
-    assert (len(first.tokens), len(second.mask), second.scale) == (3, 2, 0.5)
-    joined = join([first, second], [3, 2])
-    assert torch.equal(joined.tokens, sample.tokens)
-    assert torch.equal(joined.mask, sample.mask)
-
-
 @pytest.mark.parametrize(
     "value",
     ["text", 3, 2.5, True, None, object(), torch.float64, torch.tensor(4.0)],
@@ -256,20 +246,3 @@ def test_a_list_that_the_layout_names_is_split_by_its_items(values: Any) -> None
     assert type(parts[0]["more"]) is type(values)
     with pytest.raises(ConfigError, match=r"`more` must have 5 rows .* like `x`, but has 4"):
         num_rows({"x": rows(5, 2), "more": values[:4]}, Layout(dims={"more": 0}))
-
-
-@pytest.mark.parametrize("values", [WORDS, tuple(WORDS), [1.0] * 5, [{"a": 1}] * 5], ids=repr)
-def test_a_list_with_an_item_for_each_row_is_split_or_whole_by_a_word(values: Any) -> None:
-    batch = {"x": rows(5), "more": {"deep": values}}
-    with pytest.raises(ConfigError, match=r"`more\.deep` has an item for each of the 5 rows"):
-        num_rows(batch, Layout())
-    whole = Layout(dims={"more": None})
-    assert num_rows(batch, whole) == 5
-    assert [part["more"]["deep"] for part in cut(batch, [2, 3], whole)] == [values, values]
-
-
-@pytest.mark.parametrize("values", [(1, 2, 3, 4, 5), [1, 2], ["a"], [], torch.Size([5])], ids=repr)
-def test_other_lists_are_given_whole(values: Any) -> None:
-    batch = {"x": rows(5), "more": values}
-    assert num_rows(batch, Layout()) == 5
-    assert all(part["more"] == values for part in cut(batch, [1, 4], Layout()))
