@@ -31,12 +31,12 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
 from phalanx.ipc import wait_until
+from tests.contracts.test_executors_same_bits import adamw, made, schedule
 
 RANKS = 3
 ROWS, BATCH = 65, 13
@@ -50,31 +50,8 @@ TRAINED, CAME, CHANGED, STARTED, DIGEST = "trained", "came", "changed", "started
 # --- in the ranks ---------------------------------------------------------------------------------
 
 
-class Net(nn.Module):
-    """Batch norm, dropout, and a parameter that is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(6, 24), nn.BatchNorm1d(24), nn.ReLU())
-        self.second = nn.Sequential(nn.Dropout(0.2), nn.Linear(24, 24), nn.ReLU())
-        self.frozen = nn.Linear(24, 24).requires_grad_(False)
-        self.last = nn.Linear(24, 3)
-
-    def forward(self, x_NI: Tensor) -> Tensor:
-        scores: Tensor = self.last(self.frozen(self.second(self.first(x_NI))))
-        return scores
-
-
 def right(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs.argmax(1) == targets).float().mean()
-
-
-def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=3e-3)
-
-
-def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    return torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9)
 
 
 def train(
@@ -86,7 +63,7 @@ def train(
     """Train, and return a digest of all that came of it."""
     torch.set_num_threads(1)
     torch.manual_seed(3)
-    data = TensorDataset(torch.randn(ROWS, 6), torch.randint(0, 3, (ROWS,)))
+    data = TensorDataset(torch.randn(ROWS, 3, 9), torch.randint(0, 5, (ROWS,)))
     last: list[phalanx.EpochDone] = []
 
     def tell(event: object) -> None:
@@ -97,7 +74,7 @@ def train(
                 trainer.save(checkpoint)
 
     trainer = phalanx.Trainer(
-        Net(),
+        made(),
         nn.functional.cross_entropy,
         adamw,
         executor=executor,
@@ -296,15 +273,6 @@ def _kill(
             result.noticed_after_s.append(line[1] - max(before))
 
 
-def table_of(result: Result, seed: int) -> Table:
-    table = Table(title=f"{result.moments.total()} kills of {RANKS} ranks, seed {seed}")
-    table.add_column("killed", no_wrap=True)
-    table.add_column("number", justify="right")
-    for what, number in sorted(result.moments.items()):
-        table.add_row(what, str(number))
-    return table
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
@@ -321,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.seed,
             lambda n: status.update(f"kill {n} of {options.kills}"),
         )
-    console.print(table_of(result, options.seed))
+    console.print(f"{dict(result.moments)} killed of {RANKS} ranks, seed {options.seed}")
     after_ms = sorted(1e3 * seconds for seconds in result.noticed_after_s)
     if len(after_ms) > 1:
         p50, p99 = statistics.median(after_ms), statistics.quantiles(after_ms, n=100)[-1]

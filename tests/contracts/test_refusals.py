@@ -440,6 +440,7 @@ ROWS: list[Row] = [
     # calls of containers
     Row(CONTAINER, lambda m: m(X, mask=X[:7]), "`mask` must have 8 rows .* like `(0|x)`"),
     Row(CONTAINER, lambda m: m(3), "at least one tensor"),
+    Row(CONTAINER, lambda m: m(X, mask=[1.0] * 8), "`mask` has an item for each of the 8 rows"),
     Row(
         NOTHING,
         lambda _: DataParallel(nn.Tanh(), 2, layout=Layout(split=list, collate=torch.stack)),
