@@ -1,4 +1,4 @@
-"""Replicas on the test device equal plain PyTorch, in every container, on mixed devices."""
+"""Replicas on the test device equal plain PyTorch, in containers and trainers, on mixed devices."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import phalanx
-from phalanx.compat.mxnet import DataParallelExecutorGroup
 from phalanx.replicas import DeviceCopies, Replica, modes
-from tests.contracts.groups import desc
 from tests.products import in_pairs
 from tests.zoo import assert_close
 
@@ -84,18 +82,6 @@ def by_container(net: nn.Module, devices: list[str], workloads: Any, optimizer: 
             stepper.step()
 
 
-def by_group(net: nn.Module, devices: list[str], workloads: Any, optimizer: Any) -> None:
-    stepper = optimizer(net.parameters())
-    data = [desc("data", ROWS, 5)]
-    with DataParallelExecutorGroup(net, devices, data_shapes=data, workload=workloads) as group:
-        for step in range(STEPS):
-            x, y = batch(step, devices[0])
-            group.forward({"data": x}, is_train=True)
-            out = group.get_outputs()[0]
-            group.backward([2 * (out - y) / y.numel()])
-            stepper.step()
-
-
 def by_trainer(net: nn.Module, devices: list[str], workloads: Any, optimizer: Any) -> None:
     options = {"replicas": devices, "workloads": workloads}
     with phalanx.Trainer(
@@ -105,7 +91,7 @@ def by_trainer(net: nn.Module, devices: list[str], workloads: Any, optimizer: An
             trainer.step(batch(step, devices[0]))
 
 
-WAYS = {"container": by_container, "group": by_group, "trainer": by_trainer}
+WAYS = {"container": by_container, "trainer": by_trainer}
 
 
 @in_pairs("way, configuration, optimizer", list(WAYS), list(CONFIGURATIONS), list(OPTIMIZERS))
