@@ -312,33 +312,6 @@ def test_a_slice_is_normed_by_itself(device: torch.device) -> None:
     assert (output - twin(x)).abs().max() > 1e-2
 
 
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros((), dtype=F64))
-        self.inner = nn.Module()
-        self.inner.register_buffer("again", self.seen)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        self.inner.again += len(inputs)
-        return inputs + self.seen
-
-
-@pytest.mark.parametrize("rule", ["mean", "sum", "first"])
-def test_a_buffer_under_two_names_is_one(rule: str) -> None:
-    net = Twice()
-    with parallel(net, replicas=2, buffers=rule) as model:
-        for step in range(3):
-            before = float(net.seen)
-            found = model(draw(6, 1)) - draw(6, 1)
-            assert_close(found, torch.full((6, 1), before + 3, dtype=F64), F64)
-            assert net.seen is net.inner.again
-            assert float(net.seen) == before + (6 if rule == "sum" else 3), step
-        net.inner.again = torch.zeros((), dtype=F64)  # no longer one
-        model(draw(6, 1))
-        assert float(net.seen) > float(net.inner.again)
-
-
 # --- gradients ------------------------------------------------------------------------------------
 
 
@@ -461,12 +434,6 @@ def test_a_replica_without_a_part_takes_no_part() -> None:
     assert outputs[2] is None
     assert outputs[1].tolist() == [1.0, 1.0]
     assert seen == [1]
-
-
-def test_parts_may_differ_in_everything() -> None:
-    with DataParallel(nn.Identity(), 2) as model:
-        outputs = model.forward_parts([torch.ones(2, 3), {"input": torch.zeros(0, 7)}])
-    assert [tuple(out.shape) for out in outputs] == [(2, 3), (0, 7)]
 
 
 # --- drawing in inference mode --------------------------------------------------------------------

@@ -111,22 +111,6 @@ def test_only_every_third_batch_is_watched() -> None:
     assert len(seen) == 3 * (5 + 4)
 
 
-def test_nothing_is_seen_outside_of_tic_and_toc() -> None:
-    net = make_net()
-    monitor = Monitor(pattern=".*output")
-    monitor.install(net)
-    net(draw(3, 4))
-    monitor.tic()
-    assert monitor.toc() == []
-    net(draw(3, 4))
-    monitor.tic()
-    net(draw(2, 4))
-    monitor.tic()  # begins again
-    net(draw(2, 4))
-    assert len(monitor.toc()) == 5
-    assert monitor.toc() == []
-
-
 def test_names_are_chosen_by_pattern_and_sorted_if_asked() -> None:
     net = nn.Sequential()
     for name in ("b", "a", "ab"):

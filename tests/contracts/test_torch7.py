@@ -481,17 +481,6 @@ def test_threads_run_the_function_before_or_after_add():
         assert len(set(ran)) == 4
 
 
-def test_what_was_set_before_add_stays():
-    seen = []
-    net = torch7.DataParallelTable(0).evaluate()
-    net.register_forward_hook(lambda *_: seen.append(1))
-    with net.add(mlp(), THREE):
-        assert not net.training
-        net.forward(draw(5, 4))
-        assert seen == [1]
-        assert list(net.state_dict()) == list(mlp().state_dict())
-
-
 def test_use_nccl_is_taken_and_changes_nothing():
     with torch7.DataParallelTable(0, True, True).add(mlp(), THREE) as net:
         close(net.forward(draw(5, 4)), mlp()(draw(5, 4)).detach())
@@ -592,11 +581,6 @@ def test_a_rule_of_ones_own_goes_by_its_old_name() -> None:
         output = net.forward(x)
         close(output, expected.detach())
         close(net.backward(x, torch.ones_like(output)), plain.grad)
-
-
-def test_every_column_of_replicas_is_the_module() -> None:
-    for net in (two(torch7.DataParallel(0)), table(mlp())):
-        assert all(net.get(index) is net.module for index in (0, 1, -1, -2))
 
 
 # --- clones, modes, reset -------------------------------------------------------------------------
@@ -759,64 +743,6 @@ def test_zeroing_keeps_gradients_flat(zero):
         assert net.getParameters()[1].data_ptr() == grads.data_ptr()
 
 
-def three_layers():
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
-
-
-def apart(net):
-    """Parameters of one memory that do not lie side by side."""
-    _, grads = torch7.Explicit(net).getParameters()
-    grads.copy_(torch.arange(1.0, 19.0))
-    return nn.Sequential(net[0], net[2])
-
-
-def elsewhere(net):
-    """Parameters of two memories, the second where it would lie in the first."""
-    for memory in (torch.zeros(99), torch.zeros(99)):
-        for parameter, start in zip(net[0].parameters(), (0, 4), strict=True):
-            place = memory[start : start + parameter.numel()].view_as(parameter)
-            parameter.data = place.copy_(parameter.data)
-            parameter.grad = torch.ones(99)[start : start + parameter.numel()].view_as(parameter)
-            memory = torch.zeros(99)
-    return net[0]
-
-
-def without_some_gradients(net):
-    torch7.Explicit(net).getParameters()
-    net = stored(net)
-    net[0].weight.grad = torch.ones(2, 2)
-    return net
-
-
-def converted(net):
-    torch7.Explicit(net).getParameters()
-    return net.double()
-
-
-def in_another_order(_):
-    net = nn.Conv2d(2, 3, 2, bias=False)
-    net.weight.data = net.weight.data.contiguous(memory_format=torch.channels_last)
-    net.weight.grad = torch.arange(24.0).reshape(3, 2, 2, 2)
-    return net
-
-
-@pytest.mark.parametrize(
-    "make", [apart, elsewhere, without_some_gradients, converted, in_another_order]
-)
-def test_flat_tensors_are_right_wherever_parameters_lay(make):
-    net = torch7.Explicit(make(three_layers()))
-    before = [parameter.detach().clone() for parameter in net.parameters()]
-    grads_before = [None if g is None else g.clone() for g in gradients_of(net)]
-    values, grads = net.getParameters()
-    assert values.numel() == grads.numel() == sum(value.numel() for value in before)
-    for own, old in zip(gradients_of(net), grads_before, strict=True):
-        assert torch.equal(own, torch.zeros_like(own) if old is None else old)
-    values.sub_(grads)
-    for own, old, gradient in zip(net.parameters(), before, gradients_of(net), strict=True):
-        assert torch.equal(own, old - gradient)
-
-
 @pytest.mark.parametrize("change", ["share", "double"])
 def test_flat_tensors_follow_parameters_that_were_exchanged(change):
     net, other = torch7.Explicit(zoo_mlp(F64)), zoo_mlp(F64, seed=1)
@@ -862,16 +788,6 @@ def test_flat_tensors_of_a_model_and_of_a_part_stay_right_in_either_order():
         assert inner.eq(0.5).all()
         assert outer.forward(x).eq(0.5 + 10 * 0.5 * 5.5).all()
         net[1].close()
-
-
-@pytest.mark.gpu
-def test_what_is_written_into_a_flat_tensor_reaches_other_devices(gpu):
-    with torch7.DataParallelTable(0, True).add(net_of(4, 3), [gpu, "cpu"]) as net:
-        assert {parameter.device.type for parameter in net.parameters()} == {gpu.type}
-        values, _ = net.getParameters()
-        assert net.forward(draw(6, 4)).any()
-        values.zero_()
-        assert not net.forward(draw(6, 4)).any()
 
 
 def test_pinning_a_module_keeps_what_is_shared_or_flat():
