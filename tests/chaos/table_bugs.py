@@ -16,10 +16,8 @@ from typing import Any
 from phalanx.errors import PeerTimeout
 from phalanx.ipc import Mutex, Waiting
 from phalanx.tables import keys, part
-from phalanx.tables.keys import KeyPart, OwnKeys
-from phalanx.tables.log import WorkerLog
+from phalanx.tables.keys import KeyPart
 from phalanx.tables.membership import Membership
-from phalanx.tables.own_parts import OwnParts
 from phalanx.tables.part import TablePart
 from phalanx.tables.table import Table
 
@@ -141,8 +139,8 @@ def key_before_its_add(patch: Patch) -> None:
     """A key counts as soon as it is written down."""
     bring = KeyPart._bring
 
-    def at_once(self: KeyPart, new: Any, worker: int) -> None:
-        bring(self, new, worker)
+    def at_once(self: KeyPart, new: Any) -> None:
+        bring(self, new)
         self._commit()
 
     patch(KeyPart, "_bring", at_once)
@@ -152,10 +150,10 @@ def key_without_its_add(patch: Patch) -> None:
     """The keys of an add that was put back count when the next one ends."""
     bring = KeyPart._bring
 
-    def behind_others(self: KeyPart, new: Any, worker: int) -> None:
+    def behind_others(self: KeyPart, new: Any) -> None:
         counts = self._counts
         counts[keys._STOP] = max(counts[keys._STOP], counts[keys._NEXT_STOP])
-        bring(self, new, worker)
+        bring(self, new)
 
     patch(KeyPart, "_bring", behind_others)
 
@@ -163,16 +161,6 @@ def key_without_its_add(patch: Patch) -> None:
 def index_not_followed(patch: Patch) -> None:
     """A process takes note of new keys, and does not find them."""
     patch(keys._KeyIndex, "follow", lambda self, stop: setattr(self._view, "stop", stop))
-
-
-def room_not_made(patch: Patch) -> None:
-    """An add to several shards looks for room where it has come to."""
-    patch(OwnKeys, "_make_room", OwnParts._make_room)
-
-
-def room_given_away(patch: Patch) -> None:
-    """Nobody looks at what others have claimed."""
-    patch(WorkerLog, "claim", lambda self, num_keys: None)
 
 
 BUGS: dict[str, Callable[[Patch], None]] = {
@@ -191,8 +179,6 @@ BUGS: dict[str, Callable[[Patch], None]] = {
         key_before_its_add,
         key_without_its_add,
         index_not_followed,
-        room_not_made,
-        room_given_away,
     )
 }
 

@@ -6,20 +6,17 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
 from phalanx import tables
-from phalanx.errors import OutOfSpace, PeerTimeout
+from phalanx.errors import PeerTimeout
 from phalanx.ipc import fail_points
 from phalanx.tables import keys, part
-from phalanx.tables.keys import KeyPart
 from tests.chaos.table_bugs import BUGS, plant_in_child
 from tests.multiprocess.children import Children, Parent, wait_for_exit
 from tests.multiprocess.test_tables import die_at
@@ -247,67 +244,6 @@ def adds_of_new_keys_by_two(run: str, bug: str | None, folder: Path) -> None:
         assert theirs.get([1, 39]).tolist() == [[4, 4], [1, 1]], "an add is not seen"
 
 
-@contextmanager
-def no_memory_for(*shards: int) -> Iterator[None]:
-    """Let these shards of keys tables find no memory to grow."""
-    take = KeyPart._take_memory
-
-    def find_none(self: KeyPart, start: int, stop: int) -> None:
-        if int(self._region.label.split("-")[1]) in shards:
-            raise OutOfSpace("There is no memory.", None, None)
-        take(self, start, stop)
-
-    with patch.object(KeyPart, "_take_memory", find_none):
-        yield
-
-
-def an_add_without_memory_in_one_shard(run: str, bug: str | None, folder: Path) -> None:
-    with tables.join(run, timeout_s=DEADLINE_S) as world:
-        table = world.keys(2, torch.int64, name="t", num_shards=3, capacity=1)
-        table.add(ones(30), rows=range(30))
-        for without in range(3):
-            before = table._storage.copy_all(DEADLINE_S)
-            with no_memory_for(without), pytest.raises(OutOfSpace):
-                table.add(ones(600), rows=range(600))  # more than any of them has room for
-            for part, was in zip(table._storage.copy_all(DEADLINE_S), before, strict=True):
-                assert torch.equal(part, was), "part of an add that was refused"
-        table.add(ones(600), rows=range(600))
-        assert table.get(table.keys()).sum() == 2 * 630
-
-
-def keys_of_shards(table: tables.KeyTable, num_keys: int) -> list[list[int]]:
-    """Return as many keys of each shard."""
-    keys = torch.arange(100 * num_keys)
-    owners = torch.from_numpy(table._storage.here.cut.owners(keys.numpy()))
-    return [keys[owners == k][:num_keys].tolist() for k in range(table._spec.num_shards)]
-
-
-def adds_that_meet_where_memory_is_short(run: str, bug: str | None, folder: Path) -> None:
-    with tables.join(num_workers=2, timeout_s=DEADLINE_S) as one, one.thread_worker() as two:
-        ours, theirs = (
-            w.keys(2, torch.int64, name="t", num_shards=2, capacity=32) for w in (one, two)
-        )
-        firsts, seconds = keys_of_shards(ours, 20)
-
-        def meet(point: str, worker: int) -> None:
-            if point == "after unlock":  # of the first shard
-                fail_points.inject(None)
-                with suppress(OutOfSpace):
-                    theirs.add(ones(10), rows=seconds[10:])
-
-        fail_points.inject(meet)
-        try:
-            with no_memory_for(0, 1):
-                ours.add(ones(20), rows=firsts[:10] + seconds[:10])
-        except OutOfSpace as exc:
-            raise AssertionError("an add did not find the room it was promised") from exc
-        finally:
-            fail_points.inject(None)
-        assert ours.keys().tolist() == sorted(firsts[:10] + seconds[:10])
-        theirs.add(ones(10), rows=seconds[10:])  # there is memory again
-        assert ours.get(seconds).tolist() == [[1, 1]] * 20
-
-
 SCENES: dict[str, tuple[Scene, str]] = {
     "undo_not_applied": (death_within_an_add, "half of an add"),
     "undo_applied_twice": (death_after_an_add, "an acknowledged add is lost"),
@@ -322,8 +258,6 @@ SCENES: dict[str, tuple[Scene, str]] = {
     "key_before_its_add": (death_with_new_keys, "a key "),
     "key_without_its_add": (death_with_new_keys, "an add is lost"),
     "index_not_followed": (adds_of_new_keys_by_two, "an add is "),
-    "room_not_made": (an_add_without_memory_in_one_shard, "part of an add that was refused"),
-    "room_given_away": (adds_that_meet_where_memory_is_short, "did not find the room"),
 }
 
 

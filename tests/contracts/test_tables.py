@@ -410,12 +410,12 @@ def test_several_gets_may_be_open(world, n, run):
 # --- rows found by key ----------------------------------------------------------------------------
 
 
-def keys_law(world: tables.TableGroup, num_shards: int) -> None:
+def keys_law(world: tables.TableGroup) -> None:
     """The law of matrices, with keys that come in the second half too; the table grows."""
     n = world.num_workers  # before anybody leaves
     rows, cols, some = 11, 10, [0, 1, 5, 10]
     keys = torch.arange(rows) * 10**17 - 4 * 10**17
-    table = world.keys(cols, name="law", num_shards=num_shards, init=0.5, capacity=1)
+    table = world.keys(cols, name="law", init=0.5, capacity=1)
     delta = torch.arange(1, rows * cols + 1, dtype=torch.float32).view(rows, cols)
     expected = torch.full((rows, cols), 0.5)
     for i in range(20):
@@ -434,9 +434,9 @@ def keys_law(world: tables.TableGroup, num_shards: int) -> None:
     assert torch.equal(table.keys(), torch.cat([keys, keys + 1]).sort().values)
 
 
-@in_table_worlds(num_shards=[1, 4])
-def test_after_each_barrier_a_keys_table_holds_everybodys_rows(world, n, num_shards, run):
-    world.run(partial(keys_law, num_shards=num_shards), n, run=run)
+@in_table_worlds()
+def test_after_each_barrier_a_keys_table_holds_everybodys_rows(world, n, run):
+    world.run(keys_law, n, run=run)
 
 
 def master_rule(world: tables.TableGroup) -> tuple[list, list]:
@@ -458,8 +458,8 @@ def test_the_masters_rule_makes_the_same_first_rows_for_everybody(world, n, run)
         assert torch.allclose(torch.tensor(after), expected, atol=1e-6)  # 1 was added n times
 
 
-def bulk_keys(world: tables.TableGroup, num_shards: int) -> list[tuple[list, list]]:
-    table = world.keys(3, name="bulk", num_shards=num_shards, init=1.0, capacity=1)
+def bulk_keys(world: tables.TableGroup) -> list[tuple[list, list]]:
+    table = world.keys(3, name="bulk", init=1.0, capacity=1)
     generator = torch.Generator().manual_seed(world.worker_id)
     seen = []
     for i in range(12):
@@ -498,10 +498,10 @@ def bulk_keys_by_one(n: int) -> list[tuple[list, list]]:
     return seen
 
 
-@in_table_worlds(num_shards=[1, 3])
-def test_in_bulk_synchronous_mode_keys_come_with_their_round(world, n, num_shards, run):
+@in_table_worlds()
+def test_in_bulk_synchronous_mode_keys_come_with_their_round(world, n, run):
     expected = bulk_keys_by_one(n)
-    for seen in world.run(partial(bulk_keys, num_shards=num_shards), n, run=run, sync=True):
+    for seen in world.run(bulk_keys, n, run=run, sync=True):
         assert seen == expected
 
 

@@ -265,12 +265,12 @@ def test_what_a_worker_put_down_before_it_died_is_in_the_next_round(run, point, 
 NUM_KEYS = 1500
 
 
-def pair_adder(parent: Parent, run: str, worker: int, num_shards: int) -> None:
+def pair_adder(parent: Parent, run: str, worker: int) -> None:
     """Add to k and −k at once, so that whoever reads both sees the same row twice."""
     torch.set_num_threads(1)
     draw = torch.Generator().manual_seed(worker)
     with tables.join(run, num_workers=3, timeout_s=DEADLINE_S) as world:
-        table = world.keys(2, torch.int64, name="t", capacity=1, num_shards=num_shards)
+        table = world.keys(2, torch.int64, name="t", capacity=1)
         world.barrier("begin")
         keys = 1 + torch.randperm(NUM_KEYS, generator=draw)
         halves = 0
@@ -287,12 +287,11 @@ def pair_adder(parent: Parent, run: str, worker: int, num_shards: int) -> None:
         parent.tell((halves, len(table), table.get(table.keys())[:, 1].sum().item()))
 
 
-@pytest.mark.parametrize("num_shards", [1, 3])
-def test_while_it_grows_nobody_loses_an_add_or_sees_half_of_one(run, num_shards):
+def test_while_it_grows_nobody_loses_an_add_or_sees_half_of_one(run):
     with Children() as children:
-        started = [children.start(pair_adder, run, worker, num_shards) for worker in range(3)]
+        started = [children.start(pair_adder, run, worker) for worker in range(3)]
         for halves, num_keys, adds in [child.get() for child in started]:
-            assert halves == 0 or num_shards > 1  # whole per shard
+            assert halves == 0
             assert num_keys == 2 * NUM_KEYS
             assert adds == 3 * 2 * NUM_KEYS
         for child in started:

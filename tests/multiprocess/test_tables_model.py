@@ -36,8 +36,7 @@ POINTS = (*part.POINTS, *keys.POINTS)
 
 def open_table(world: tables.TableGroup, by_key: bool, num_shards: int) -> tables.Table:
     if by_key:
-        how = {"init": FIRST, "num_shards": num_shards, "capacity": 1}
-        return world.keys(COLS, torch.int64, name="t", **how)
+        return world.keys(COLS, torch.int64, name="t", init=FIRST, capacity=1)
     return world.matrix(ROWS, COLS, torch.int64, name="t", init=FIRST, num_shards=num_shards)
 
 

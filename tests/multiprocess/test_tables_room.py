@@ -32,11 +32,9 @@ def fill(table, add, read):
 
 
 with tables.join("full", timeout_s=5.0) as world:
-    sharded = world.keys(64, name="sharded", num_shards=3, capacity=1)
     by_key = world.keys(64, name="keys", updater="adam", capacity=1)
     bulk = world.matrix(50, 64, name="bulk", sync=True)
     some = torch.ones(48, 64)
-    sharded.add(some, rows=range(48))  # from then on it has room to spare
     came = fill(
         by_key,
         lambda i: by_key.add(some, rows=range(48 * i, 48 * i + 48)),
@@ -56,13 +54,6 @@ with tables.join("full", timeout_s=5.0) as world:
         raise AssertionError("there is no room for it")
     except OutOfSpace as exc:
         assert "large-too" in str(exc), exc
-
-    came = fill(
-        sharded,
-        lambda i: sharded.add(some, rows=range(48 * i + 48, 48 * i + 96)),
-        lambda: sharded._storage.copy_all(1.0),
-    )
-    assert len(sharded) == 48 * came + 48 > 48
 
     put = fill(bulk, lambda i: bulk.add(torch.ones(50, 64)), lambda: bulk._storage.copy_all(1.0))
     assert bulk.get().unique().tolist() == [put]  # those that it took are in the round

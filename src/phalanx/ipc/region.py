@@ -242,6 +242,8 @@ class Region:
             OutOfSpace: There is not so much.
         """
         if nbytes:
+            if self._directory is None:
+                check_room(nbytes, self.label)
             reserve(self.fd, nbytes, self.label, self._directory, start=start)
 
     def release_part(self, start: int, nbytes: int) -> None:

@@ -4,7 +4,7 @@ from phalanx.tables.embedding import TableEmbedding, TableEmbeddingBag
 from phalanx.tables.row_initializer import Uniform
 from phalanx.tables.shared_module import SharedModule
 from phalanx.tables.table import KeyTable, PendingGet, Table, TableStats
-from phalanx.tables.table_group import TableGroup, join
+from phalanx.tables.table_group import TableGroup, TableOptions, join
 from phalanx.tables.updaters import (
     AdaGrad,
     Adam,
@@ -37,6 +37,7 @@ __all__ = [
     "TableEmbedding",
     "TableEmbeddingBag",
     "TableGroup",
+    "TableOptions",
     "TableStats",
     "Uniform",
     "Updater",

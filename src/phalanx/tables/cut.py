@@ -24,11 +24,10 @@ from phalanx.memory import all_within
 from phalanx.plan import equal_sizes
 from phalanx.tables.row_initializer import mix
 from phalanx.tables.spec import TableSpec
-from phalanx.tables.table_page import SEED
 
 __all__ = ["Cut", "Piece", "part_of"]
 
-_KEYS_SEED = np.int64(0x5DEECE66D)  # of hosts; those of shards are drawn
+_KEYS_SEED = np.int64(0x5DEECE66D)
 
 
 class Piece(NamedTuple):
@@ -52,18 +51,15 @@ class Cut:
         spec: The table, of all hosts.
         host: This host's number.
         num_hosts: How many there are.
-        line: The table's line of its page, which has the seed of its keys.
 
     Attributes:
         num_parts: How many parts there are.
         own: The indices of this host's parts.
     """
 
-    def __init__(self, spec: TableSpec, host: int, num_hosts: int, line: memoryview) -> None:
+    def __init__(self, spec: TableSpec, host: int, num_hosts: int) -> None:
         self._spec = spec
-        self._host = host
         self._num_hosts = num_hosts
-        self._line = line
         self.num_parts = num_hosts - 1 + spec.num_shards
         self.own = range(host, host + spec.num_shards)
         sizes = equal_sizes(spec.rows, num_hosts)
@@ -112,12 +108,8 @@ class Cut:
         """Return the part of each row."""
         if not self._spec.has_keys:
             return np.searchsorted(self._bounds, rows, side="right").astype(np.uint16)
-        shards = _hashed(rows, np.int64(self._line[SEED]), len(self.own))
-        if self._num_hosts == 1:
-            return shards
-        hosts = _hashed(rows, _KEYS_SEED, self._num_hosts)
-        others = np.where(hosts > self._host, hosts + np.uint16(len(self.own) - 1), hosts)
-        return np.where(hosts == self._host, hosts + shards, others)
+        mixed = mix(rows ^ _KEYS_SEED) >> np.uint64(32)
+        return (mixed % np.uint64(self._num_hosts)).astype(np.uint16)
 
     def route(self, rows: Tensor, worker: int) -> tuple[Tensor, list[Piece]]:
         """Sort rows by part, those of one part as they came.
@@ -141,11 +133,6 @@ class Cut:
                 own = torch.from_numpy(sorted_rows[start:stop])
                 pieces.append(Piece(index, own, slice(start, stop)))
         return torch.from_numpy(order), pieces
-
-
-def _hashed(keys: NDArray[np.int64], seed: np.int64, count: int) -> NDArray[np.uint16]:
-    mixed = mix(keys ^ seed) >> np.uint64(32)
-    return (mixed % np.uint64(count)).astype(np.uint16)
 
 
 def part_of(spec: TableSpec, host: int, num_hosts: int) -> TableSpec:

@@ -36,14 +36,14 @@ from phalanx.memory import copy_finite_to, copy_to
 from phalanx.tables.part import Entry, NotFinite
 from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.spec import TableSpec
-from phalanx.tables.table_page import (
-    CLAIMED,
+from phalanx.tables.table_memory import (
     FINISHED,
     LOGGED_AS,
     LOGS,
     NUMBER,
     RESTORED,
     TAIL,
+    TableMemory,
 )
 from phalanx.tables.updaters import state_dtype
 
@@ -62,26 +62,17 @@ class WorkerLog:
     """The log of one worker for one table, as one process sees it.
 
     Args:
-        spec: The table.
+        memory: The table's.
         worker: Whose log.
-        line: The worker's line of the table's page.
-        unfinished: Its byte of that page.
         lock: Held to write.
         regions: Where its memory comes from.
     """
 
-    def __init__(
-        self,
-        spec: TableSpec,
-        worker: int,
-        line: memoryview,
-        unfinished: memoryview,
-        lock: Mutex,
-        regions: RunRegions,
-    ) -> None:
+    def __init__(self, memory: TableMemory, worker: int, lock: Mutex, regions: RunRegions) -> None:
+        spec = memory.spec
         self.lock = lock
-        self._line = line
-        self._unfinished = unfinished
+        self._line = line = memory.worker(worker)
+        self._unfinished = memory.unfinished[worker : worker + 1]
         self._has_rounds = spec.staleness.is_bulk_synchronous and worker != RESTORED
         self._chapters = [
             _Chapter(spec, worker, index, line[LOGS + 2 * index : LOGS + 2 * index + 2], regions)
@@ -96,7 +87,6 @@ class WorkerLog:
         incarnation: int,
         make: Callable[[Entry], None],
         has_begun: Callable[[Entry], bool],
-        make_room: Callable[[list[Entry]], None],
     ) -> None:
         """Write adds down, and make them; those that have been asked for before, not again.
 
@@ -105,7 +95,6 @@ class WorkerLog:
             incarnation: Of this worker.
             make: Makes an add that counts, in all parts; does nothing in those that have it.
             has_begun: Tells whether an add is in any part.
-            make_room: Has room in all parts for what adds bring.
 
         The lock is held. Where a part cannot be had in time, and no other has changed, the adds do
         not count any more. What ``make`` raises leaves the add finished: the parts that raised are
@@ -120,14 +109,9 @@ class WorkerLog:
         numbered = [self._numbered(entry) for entry in entries]
         numbered = [entry for entry in numbered if entry.number > line[FINISHED]]
         if numbered:
-            try:
-                make_room(numbered)
-                chapter.begin(0)
-                for entry in numbered:
-                    chapter.put(entry)
-            except BaseException:
-                self._note_finished()
-                raise
+            chapter.begin(0)
+            for entry in numbered:
+                chapter.put(entry)
             self._unfinished[0] = 1
             line[TAIL] = numbered[-1].number
             try:
@@ -135,7 +119,7 @@ class WorkerLog:
             except PeerTimeout:
                 if not has_begun(numbered[0]):
                     line[TAIL] = line[FINISHED]
-                    self._note_finished()
+                    self._unfinished[0] = 0
                 raise
 
     def finish(self, make: Callable[[Entry], None]) -> None:
@@ -151,18 +135,9 @@ class WorkerLog:
                 except Exception as exc:  # in a part that is as it was
                     failed = failed or exc
         line[FINISHED] = line[TAIL]
-        self._note_finished()
+        self._unfinished[0] = 0
         if failed is not None:
             raise failed
-
-    def claim(self, num_keys: int) -> None:
-        """Claim room for new keys, until what is logged is finished."""
-        self._unfinished[0] = 1  # first: whoever sees it ends the claim, should we die
-        self._line[CLAIMED] = num_keys
-
-    def _note_finished(self) -> None:
-        self._line[CLAIMED] = 0
-        self._unfinished[0] = 0
 
     @property
     def incarnation(self) -> int:

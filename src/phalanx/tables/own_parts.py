@@ -1,39 +1,36 @@
-"""The parts of a table on this host, and the logs from which adds to several of them are made.
-
-`OwnRows` has rows by number, cut into ranges; keys.py has rows by key.
-"""
+"""The parts of a table on this host, and the logs from which adds to several of them are made."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import pairwise
 from threading import get_ident
 from typing import Any
 
 from torch import Tensor
 
 from phalanx.errors import PeerTimeout
-from phalanx.ipc import Mutex, Waiting
+from phalanx.ipc import Waiting
 from phalanx.tables.cut import Cut, part_of
+from phalanx.tables.keys import KeyPart
 from phalanx.tables.log import WorkerLog
 from phalanx.tables.membership import MAX_WORKERS, Membership
-from phalanx.tables.part import Entry, RecordMemory, TablePart, checked
+from phalanx.tables.part import Entry, TablePart
 from phalanx.tables.rounds import Rounds
 from phalanx.tables.run_regions import RunRegions
-from phalanx.tables.spec import TableLayout, TableSpec, view_parts, view_record
-from phalanx.tables.table_page import MERGED, NUM_LOGS, READY, RESTORED, TablePage
+from phalanx.tables.spec import TableSpec
+from phalanx.tables.table_memory import MERGED, NUM_LOGS, READY, RESTORED, TableMemory
 from phalanx.tables.values import outside
 
-__all__ = ["ALL_FINISHED", "OwnParts", "OwnRows"]
+__all__ = ["ALL_FINISHED", "OwnParts"]
 
 ALL_FINISHED = bytes(NUM_LOGS)
 """The bytes UNFINISHED where no log holds an add that is not in all parts."""
 
 
 class OwnParts:
-    """This host's parts of a table; the subclass makes them.
+    """This host's parts of a table.
 
     Args:
         spec: The table, of all hosts.
@@ -48,10 +45,8 @@ class OwnParts:
         cut: Which part has which row.
         rounds: The table's, on this host.
         lock: Held to make a round's adds.
-        page: The words that processes share.
+        memory: What processes share.
     """
-
-    parts: Sequence[TablePart]
 
     def __init__(
         self,
@@ -63,55 +58,43 @@ class OwnParts:
         num_hosts: int = 1,
     ) -> None:
         self.spec = own = part_of(spec, host, num_hosts)
-        self.region = region = regions.open_region(f"table-{spec.name}", self.page_bytes(own))
+        self.memory = memory = TableMemory(own, regions)
         self.membership = membership
-        self.page = TablePage(region, spec.num_shards)
-        self.lock = self.page.lock(f"rounds of table {spec.name}", membership.worker_of)
-        self.cut = Cut(spec, host, num_hosts, self.page.table)
+        self.lock = memory.lock(membership.worker_of)
+        self.cut = Cut(spec, host, num_hosts)
         self._regions = regions
         self._logs: dict[int, WorkerLog] = {}
         self._logging: set[int] = set()  # threads that have a log's lock
         self.rounds = Rounds(
             spec=own,
-            page=self.page,
+            memory=memory,
             lock=self.lock,
             membership=membership,
             log_of=self._log_of,
             take_in=self._take_in,
         )
-
-    @staticmethod
-    def page_bytes(spec: TableSpec) -> int:
-        """Return the size of the region that has the table's page."""
-        raise NotImplementedError
-
-    @classmethod
-    def take_memory(cls, spec: TableSpec, regions: RunRegions) -> None:
-        """Make the regions of a new table.
-
-        Raises:
-            OutOfSpace: There is not so much memory.
-        """
-        regions.open_region(f"table-{spec.name}", cls.page_bytes(spec))
-
-    @property
-    def nbytes(self) -> int:
-        """How much memory the parts take, logs apart."""
-        return self.region.nbytes
+        kind = KeyPart if own.has_keys else TablePart
+        self.parts: Sequence[TablePart] = [
+            kind(
+                memory,
+                index,
+                memory.lock_of_shard(index, membership.worker_of),
+                self._logged_for(index),
+            )
+            for index in range(own.num_shards)
+        ]
 
     @property
     def is_ready(self) -> bool:
         """Whether the table has its first values."""
-        return bool(self.page.table[READY])
+        return bool(self.memory.table[READY])
 
     def _log_of(self, worker: int, *, again: bool = False) -> WorkerLog:
         """Return a worker's log; opened again where another process may have written in it."""
         log = None if again else self._logs.get(worker)
         if log is None:
-            label = f"log of worker {worker} of table {self.spec.name}"
-            lock = self.page.lock_of_log(worker, label, self.membership.worker_of)
-            line, flag = self.page.worker(worker), self.page.unfinished[worker : worker + 1]
-            log = WorkerLog(self.spec, worker, line, flag, lock, self._regions)
+            lock = self.memory.lock_of_log(worker, self.membership.worker_of)
+            log = WorkerLog(self.memory, worker, lock, self._regions)
             self._logs[worker] = log
         return log
 
@@ -125,10 +108,6 @@ class OwnParts:
 
         return find
 
-    def _lock_of(self, index: int) -> Mutex:
-        label = f"shard {index} of table {self.spec.name}"
-        return self.page.lock_of_shard(index, label, self.membership.worker_of)
-
     # --- the first value --------------------------------------------------------------------------
 
     def open(self, worker: int, init: Any, timeout_s: float) -> None:  # Any: as `_begin` takes it
@@ -137,7 +116,7 @@ class OwnParts:
         Raises:
             PeerTimeout: The master did not open the table; ``.rank`` is its number.
         """
-        line, membership = self.page.table, self.membership
+        line, membership = self.memory.table, self.membership
 
         def ready() -> bool:
             if not line[READY] and min(membership.awaited(), default=worker) == worker:
@@ -164,7 +143,9 @@ class OwnParts:
 
     def _begin(self, init: Any) -> None:
         """Give all parts their first values; the table is not open yet."""
-        raise NotImplementedError
+        for index, part in enumerate(self.parts):
+            whole = self.spec.has_keys or not init.dim()
+            part.begin(init if whole else init[self.cut.own_span(index)])
 
     # --- changing ---------------------------------------------------------------------------------
 
@@ -182,9 +163,7 @@ class OwnParts:
                 self._add_logged(entry.worker, [], timeout_s)
             part.add(entry, timeout_s)
             return
-        if self.spec.has_keys:  # before there is room for new ones
-            entry = checked(entry)
-        elif not self.cut.is_own(entry.rows) and entry.rows is not None:
+        if entry.rows is not None and not (self.spec.has_keys or self.cut.is_own(entry.rows)):
             raise outside(entry.rows, self.spec)
         self._add_logged(entry.worker, [entry], timeout_s)
 
@@ -206,13 +185,9 @@ class OwnParts:
                     self.membership.incarnation(worker) if worker < MAX_WORKERS else 0,
                     partial(self._make, waiting=waiting),
                     lambda entry: any(part.has(worker, entry.number) for part in self.parts),
-                    lambda numbered: self._make_room(log, numbered, waiting),
                 )
             finally:
                 self._logging.discard(get_ident())
-
-    def _make_room(self, log: WorkerLog, entries: list[Entry], waiting: Waiting) -> None:
-        """Have room in every part for what adds bring; rows that have numbers are there."""
 
     def _make(self, entry: Entry, waiting: Waiting) -> None:
         """Make an add that is in its worker's log, in every part that has not made it."""
@@ -232,10 +207,10 @@ class OwnParts:
 
         Where another process makes it, wait: what this one reads next must have it.
         """
-        if get_ident() in self._logging or self.page.unfinished.tobytes() == ALL_FINISHED:
+        if get_ident() in self._logging or self.memory.unfinished.tobytes() == ALL_FINISHED:
             return
         waiting = Waiting(timeout_s)
-        for worker, unfinished in enumerate(self.page.unfinished.tolist()):
+        for worker, unfinished in enumerate(self.memory.unfinished.tolist()):
             if not unfinished:
                 continue
             log = self._log_of(worker, again=True)
@@ -282,38 +257,6 @@ class OwnParts:
             (parts[index - first], entry._replace(rows=rows, delta_rows=order[span]))
             for index, rows, span in pieces
         ]
-
-
-class OwnRows(OwnParts):
-    """This host's parts of a table of numbered rows: one region, cut into shards."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:  # Any: as `OwnParts` takes them
-        super().__init__(*args, **options)
-        spec = self.spec
-        layout = TableLayout.of(spec)
-        parts = view_parts(self.region, spec, layout)
-        self.parts = [
-            TablePart(
-                lock=self._lock_of(index),
-                header=self.page.shard(index),
-                done=self.page.done(index),
-                parts=[part[first:stop] for part in parts],
-                record=RecordMemory(*view_record(self.region, spec, layout, index)),
-                spec=spec,
-                first_row=spec.first_row + first,
-                logged=self._logged_for(index),
-            )
-            for index, (first, stop) in enumerate(pairwise(layout.shard_starts))
-        ]
-
-    @staticmethod
-    def page_bytes(spec: TableSpec) -> int:
-        """Return the size of the table's region, which has the page and the rows."""
-        return TableLayout.of(spec).nbytes
-
-    def _begin(self, init: Tensor) -> None:
-        for index, part in enumerate(self.parts):
-            part.begin(init[self.cut.own_span(index)] if init.dim() else init)
 
 
 def _merge(entries: list[Entry], how: str) -> Entry:

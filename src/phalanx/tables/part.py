@@ -40,7 +40,7 @@ calls of C around it elsewhere: each block is saved and changed by one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -50,7 +50,7 @@ from phalanx.errors import StateError
 from phalanx.ipc import Mutex, Waiting, fail_point, fail_points
 from phalanx.memory import MatrixRows, all_finite, all_within, copy_to
 from phalanx.native import DTYPES, FUNCTIONS, PartView, address_of
-from phalanx.tables.spec import TableSpec
+from phalanx.tables.table_memory import TableMemory
 from phalanx.tables.updaters import Change
 from phalanx.tables.values import outside
 
@@ -61,7 +61,6 @@ __all__ = [
     "UNSETTLED",
     "Entry",
     "NotFinite",
-    "RecordMemory",
     "TablePart",
     "add_up_repeats",
     "checked",
@@ -118,69 +117,46 @@ class NotFinite(Exception):
     """A delta that had to be finite is not; the table is as it was."""
 
 
-class RecordMemory(NamedTuple):
-    """Where one block's old rows lie.
-
-    Attributes:
-        parts: Old values, and for each state the old ones.
-        rows: The numbers of these rows.
-    """
-
-    parts: list[Tensor]
-    rows: Tensor
-
-
 class TablePart:
     """One range of rows, as one process sees it.
 
     Args:
+        memory: The table's.
+        index: Which of its shards.
         lock: Held to change anything.
-        header: Its words.
-        done: For each worker the number of its last add that is in.
-        parts: Its values, and for each state its rows.
-        record: Where the old rows of a block go.
-        spec: The table, of which errors speak, and which has the updater.
-        first_row: Its first row's number in the table.
         logged: Returns what of a logged add is this part's, by worker and number.
     """
 
     def __init__(
         self,
-        *,
+        memory: TableMemory,
+        index: int,
         lock: Mutex,
-        header: memoryview,
-        done: memoryview,
-        parts: Sequence[Tensor],
-        record: RecordMemory,
-        spec: TableSpec,
-        first_row: int,
         logged: Callable[[int, int], Entry],
     ) -> None:
+        spec, span = memory.spec, memory.span(index)
         self.lock = lock
-        self.parts = list(parts)
-        self.first_row = first_row
+        self.parts = parts = [column[span] for column in memory.columns]
+        self.first_row = spec.first_row + span.start
         self.num_rows, num_cols = parts[0].shape
-        self.most_rows = min(len(record.rows), BLOCK_ROWS)
-        self._header = header
-        self._done = done
-        self._record = record
+        self._old_parts, self._old_numbers = memory.record(index)
+        self.most_rows = min(len(self._old_numbers), BLOCK_ROWS)
+        self._header, self._done = memory.shard(index), memory.done(index)
         self._rows = [MatrixRows(part) for part in parts]
-        self._old_rows = [MatrixRows(part) for part in record.parts]
         self._spec = spec
         self._updater = updater = spec.updater
         self._logged = logged
         self._updating = 0  # the thread that is in the updater's code
-        self._row_bytes = num_cols * parts[0].itemsize
         self._view = PartView(
-            address_of(header),
-            address_of(done),
+            address_of(self._header),
+            address_of(self._done),
             lock.address,
             parts[0].data_ptr(),
-            record.parts[0].data_ptr(),
-            record.rows.data_ptr(),
+            self._old_parts[0].data_ptr(),
+            self._old_numbers.data_ptr(),
             self.num_rows,
             num_cols,
-            first_row,
+            self.first_row,
             list(DTYPES).index(parts[0].dtype),
             1.0 if updater.scale is None else updater.scale,
         )
@@ -370,11 +346,11 @@ class TablePart:
 
     def _put_back(self) -> None:
         count, first = self._header[_COUNT], self._header[_AT] >> 1
-        for part, old in zip(self.parts, self._record.parts, strict=True):
+        for part, old in zip(self.parts, self._old_parts, strict=True):
             if count < 0:
                 part[first : first - count] = old[:-count]
             else:
-                part.index_copy_(0, self._record.rows[:count], old[:count])
+                part.index_copy_(0, self._old_numbers[:count], old[:count])
 
     def _prepared(self, entry: Entry) -> Entry:
         """Return an add with its rows counted from the part's first, each once if it must be."""
@@ -443,14 +419,14 @@ class TablePart:
         """Copy old rows into the record, and return their numbers, which stay as they are."""
         count = stop - first
         if rows is None:
-            for part, old in zip(self.parts, self._record.parts, strict=True):
+            for part, old in zip(self.parts, self._old_parts, strict=True):
                 copy_to(part[first:stop], old[:count])
             self._header[_COUNT] = -count
             return None
-        numbers = self._record.rows[:count]
+        numbers = self._old_numbers[:count]
         # Brought within, so that no other memory is written, whatever happens to `rows`.
         torch.clamp(rows[first:stop], 0, self.num_rows - 1, out=numbers)
-        for matrix, old in zip(self._rows, self._record.parts, strict=True):
+        for matrix, old in zip(self._rows, self._old_parts, strict=True):
             matrix.take(numbers, old[:count])
         self._header[_COUNT] = count
         return numbers

@@ -5,7 +5,7 @@
     worker 2       add get │       │  all have arrived: the first to see it applies the adds of
                ────────────┴───────┴─ worker 0, then 1, then 2; then all read the same bits
 
-The words are those of table_page.py. CLOCK is the last round at which the worker has arrived, in
+The words are those of table_memory.py. CLOCK is the last round at which the worker has arrived, in
 this table; the clocks of membership.py count ticks.
 
 A worker's adds stay in its own log (log.py) until their round is applied. A dead worker loses no
@@ -29,7 +29,7 @@ from phalanx.tables.log import WorkerLog
 from phalanx.tables.membership import GAVE_UP_EARLIER, Membership
 from phalanx.tables.part import Entry
 from phalanx.tables.spec import TableSpec
-from phalanx.tables.table_page import APPLIED, ARRIVED_AS, CLOCK, LOGS, TAKEN, TablePage
+from phalanx.tables.table_memory import APPLIED, ARRIVED_AS, CLOCK, LOGS, TAKEN, TableMemory
 
 __all__ = ["Arrival", "Rounds"]
 
@@ -49,7 +49,7 @@ class Rounds:
 
     Args:
         spec: The table.
-        page: The table's.
+        memory: The table's.
         lock: Held to take a round in.
         membership: The workers that must arrive.
         log_of: Returns a worker's log.
@@ -60,15 +60,15 @@ class Rounds:
         self,
         *,
         spec: TableSpec,
-        page: TablePage,
+        memory: TableMemory,
         lock: Mutex,
         membership: Membership,
         log_of: Callable[[int], WorkerLog],
         take_in: Callable[[int, list[Entry], float], None],
     ) -> None:
         self._spec = spec
-        self._page = page
-        self._line = page.table
+        self._memory = memory
+        self._line = memory.table
         self._lock = lock
         self._membership = membership
         self._log_of = log_of
@@ -80,7 +80,7 @@ class Rounds:
         with self._lock.held(timeout_s):
             if self._line[TAKEN] > self._line[APPLIED]:
                 self._take(self._line[TAKEN], timeout_s)
-            line = self._page.worker(worker)
+            line = self._memory.worker(worker)
             line[CLOCK] = self._line[APPLIED]
             # last: from now on the clock counts
             line[ARRIVED_AS] = self._membership.incarnation(worker)
@@ -99,11 +99,11 @@ class Rounds:
 
     def clock_of(self, worker: int) -> int:
         """Return the last round that ``worker`` has arrived at."""
-        return self._page.worker(worker)[CLOCK]
+        return self._memory.worker(worker)[CLOCK]
 
     def arrive(self, worker: int, number: int | None = None) -> Arrival:
         """Say that ``worker`` has logged all adds of its round, or of all up to ``number``."""
-        line = self._page.worker(worker)
+        line = self._memory.worker(worker)
         with self._mutex:
             number = line[CLOCK] + 1 if number is None else number
             line[ARRIVED_AS] = abs(line[ARRIVED_AS])
@@ -121,7 +121,7 @@ class Rounds:
             PeerTimeout: Somebody stayed away; ``.rank`` is the first. The arrival is taken back,
                 unless the worker has arrived at a later round, too.
         """
-        number, line = arrival.number, self._page.worker(arrival.worker)
+        number, line = arrival.number, self._memory.worker(arrival.worker)
         with self._mutex:
             if line[CLOCK] < number and self._is_its_own(arrival):
                 line[ARRIVED_AS] = arrival.incarnation
@@ -146,18 +146,18 @@ class Rounds:
         return [each for each in self._membership.awaited() if not self._has(each, number)]
 
     def _has(self, worker: int, number: int) -> bool:
-        line = self._page.worker(worker)
+        line = self._memory.worker(worker)
         arrived_as = self._membership.incarnation(worker)
         return line[CLOCK] >= number and abs(line[ARRIVED_AS]) == arrived_as
 
     def _has_given_up(self, worker: int, number: int) -> bool:
         """Tell whether a worker had come to a round, and given it up at its deadline."""
-        line, arrived_as = self._page.worker(worker), self._membership.incarnation(worker)
+        line, arrived_as = self._memory.worker(worker), self._membership.incarnation(worker)
         return line[CLOCK] == number - 1 and line[ARRIVED_AS] == -arrived_as
 
     def _is_its_own(self, arrival: Arrival) -> bool:
         """Tell whether the line still belongs to this worker, not to a later one of its number."""
-        return abs(self._page.worker(arrival.worker)[ARRIVED_AS]) == arrival.incarnation
+        return abs(self._memory.worker(arrival.worker)[ARRIVED_AS]) == arrival.incarnation
 
     def _apply(self, number: int, timeout_s: float) -> None:
         """Apply all rounds up to ``number``; an abandoned get leaves its round open."""
@@ -170,7 +170,7 @@ class Rounds:
 
     def _take(self, number: int, timeout_s: float) -> None:
         """Apply the logged adds of a round. The lock is held."""
-        rounds = [self._page.of_workers(LOGS + 2 * index) for index in range(_NUM_LOGS)]
+        rounds = [self._memory.of_workers(LOGS + 2 * index) for index in range(_NUM_LOGS)]
         entries = [
             entry
             for worker, numbers in enumerate(zip(*rounds, strict=True))
@@ -187,7 +187,7 @@ class Rounds:
         with self._lock.held(timeout_s):
             missing = self._missing(number)
             if self._line[APPLIED] < number and missing:
-                line = self._page.worker(worker)
+                line = self._memory.worker(worker)
                 with self._mutex:
                     if line[CLOCK] == number and self._is_its_own(arrival):
                         line[CLOCK] = number - 1

@@ -11,12 +11,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from phalanx.errors import PhalanxError, StateError
+from phalanx.errors import PhalanxError
 from phalanx.ipc import Waiting, fail_point, fail_points
 from phalanx.memory import MatrixRows, all_within
 from phalanx.tables.asking import Pending, abandon, ask, wait_for, with_all
@@ -41,24 +41,6 @@ READ_POINTS = ("before read", "reader's lock held", "rows read")
 _CALL_S = 30.0  # where a caller gives no deadline
 
 
-class _Closed:
-    """Stands in for each attribute of a closed table; any use of it raises.
-
-    A ``__getattr__`` of the table itself would slow down every access before that, by a
-    twentieth of a get.
-    """
-
-    def __init__(self, table: str) -> None:
-        self._table = table
-
-    def _refuse(self, *_: object) -> NoReturn:
-        raise StateError(
-            f"Table {self._table!r} must belong to an open group, but its group is closed."
-        )
-
-    __getattr__ = __getitem__ = __iter__ = __len__ = __call__ = _refuse
-
-
 class Router:
     """All parts of a table, for the workers of one process.
 
@@ -71,13 +53,11 @@ class Router:
     def __init__(self, spec: TableSpec, here: OwnParts, remote: RemoteParts | None = None) -> None:
         self.spec = spec
         self.here = here
-        self._closed = False
-        self._last_undone = 0
         self._remote = remote
         self._cut = here.cut
         self._others: dict[int, dict[int, RemotePart]] = {}  # by worker, then by index
         self._turns: dict[int, threading.Lock] = {}  # by worker
-        self._unfinished = here.page.unfinished
+        self._unfinished = here.memory.unfinished
         own = here.parts[0] if len(here.parts) == 1 else None
         self._only = own if remote is None else None  # the part, where there is one in all
         self._own = own if remote is not None else None  # this host's, where it is one of several
@@ -399,34 +379,20 @@ class Router:
 
     @property
     def num_undone(self) -> int:
-        """How many interrupted adds were undone, by anybody, on all hosts."""
-        if self._closed:
-            return self._last_undone
+        """How many interrupted adds were undone or completed, by anybody, on all hosts."""
         others = self._any_remote_parts().values()
-        return self._own_undone() + sum(part.num_undone(_CALL_S) for part in others)
-
-    def _own_undone(self) -> int:
-        return sum(part.num_undone for part in self.here.parts)
+        own = sum(part.num_undone for part in self.here.parts)
+        return own + sum(part.num_undone(_CALL_S) for part in others)
 
     @property
     def nbytes(self) -> int:
         """How much memory this host's parts take, logs apart."""
-        return 0 if self._closed else self.here.nbytes
+        return self.here.memory.nbytes
 
     def close(self) -> None:
-        """Let go of the memory, also where somebody keeps a handle of the table.
-
-        A call that another thread is in keeps what it uses until it returns.
-        """
-        if self._closed:
-            return
-        self._last_undone = self._own_undone()
-        self._closed = True
-        closed, here = _Closed(self.spec.name), self.here
-        for name in vars(self).keys() - {"spec", "_closed", "_last_undone"}:
-            setattr(self, name, closed)
-        for name in vars(here):  # its parts refer to it, and would keep each other
-            setattr(here, name, closed)
+        """Let go of the memory, also where somebody keeps a handle of the table."""
+        for each in (self.here, self):  # the parts refer to `here`, and would keep each other
+            vars(each).clear()
 
 
 def _count(rows: Tensor | None, part: TablePart) -> int:

@@ -7,12 +7,12 @@ import threading
 
 from phalanx.errors import StateError
 from phalanx.tables.cut import part_of
-from phalanx.tables.keys import OwnKeys
 from phalanx.tables.membership import Barrier, Membership
-from phalanx.tables.own_parts import OwnRows
+from phalanx.tables.own_parts import OwnParts
 from phalanx.tables.router import RemoteParts, Router
 from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.spec import TableSpec
+from phalanx.tables.table_memory import TableMemory
 
 __all__ = ["RunContext"]
 
@@ -60,12 +60,11 @@ class RunContext:
         Raises:
             ConfigError: Another worker made a table of this name and of another kind.
         """
-        kind = OwnKeys if spec.has_keys else OwnRows
         host, num_hosts = self._host, self._num_hosts
-        self._agree_on(kind, part_of(spec, host, num_hosts), timeout_s)
+        self._agree_on(part_of(spec, host, num_hosts), timeout_s)
         with self._mutex:
             if spec.name not in self._storages:
-                own = kind(spec, self.regions, self.membership, host=host, num_hosts=num_hosts)
+                own = OwnParts(spec, self.regions, self.membership, host=host, num_hosts=num_hosts)
                 self._storages[spec.name] = Router(spec, own, self._remote_parts(spec))
             return self._storages[spec.name]
 
@@ -73,7 +72,7 @@ class RunContext:
         """Return what returns a table's parts on other hosts, where there are others."""
         return None
 
-    def _agree_on(self, kind: type[OwnKeys | OwnRows], spec: TableSpec, timeout_s: float) -> None:
+    def _agree_on(self, spec: TableSpec, timeout_s: float) -> None:
         """Write the spec down as the table's first worker, or compare it with what that one gave.
 
         The table's memory is taken first: where there is not enough, the name stays free.
@@ -84,7 +83,9 @@ class RunContext:
             if length[0]:
                 spec.refuse_other(json.loads(bytes(words[8 : 8 + length[0]])))
                 return
-            kind.take_memory(spec, self.regions)
+            memory = TableMemory(spec, self.regions)
+            if spec.has_keys:
+                memory.reserve_rows(0, spec.capacity)
             text = json.dumps(spec.as_mapping()).encode()
             words[8 : 8 + len(text)] = text
             length[0] = len(text)

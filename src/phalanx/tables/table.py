@@ -380,7 +380,7 @@ class Table:
 
     def stats(self) -> TableStats:
         """Return what this worker has done so far."""
-        self._check_process()
+        self._check_open()
         stats = TableStats(**vars(self._stats))
         stats.undone = self._storage.num_undone
         return stats

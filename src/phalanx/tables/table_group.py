@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -20,8 +20,6 @@ from phalanx.tables.joining import (
     read_master,
     read_trust,
 )
-from phalanx.tables.keys import MAX_KEYS
-from phalanx.tables.router import Router
 from phalanx.tables.row_initializer import Uniform, read_row_init
 from phalanx.tables.run_context import RunContext
 from phalanx.tables.spec import TableSpec, read_dtype
@@ -29,9 +27,33 @@ from phalanx.tables.table import KeyTable, Numbers, Table, wait_for_clocks
 from phalanx.tables.updaters import Updater, parse_updater
 from phalanx.tables.values import read_init
 
-__all__ = ["TableGroup", "join", "read_mode"]
+__all__ = ["TableGroup", "TableOptions", "join", "read_mode"]
 
 _LONGEST_S = 1e6
+_MAX_KEYS = 1 << 30
+
+
+class TableOptions(TypedDict, total=False):
+    """Options of every table; see :meth:`TableGroup.matrix`.
+
+    Attributes:
+        updater: A name, a mapping of name and options, or an updater. Default: ``"sum"``.
+        name: Default: the next number, counted by each worker: then all open their tables in the
+            same order.
+        sync: True for bulk-synchronous; False for asynchronous. Default: the group's mode.
+        staleness: k for bounded staleness; 0 is bulk-synchronous. Default: the group's mode.
+        num_shards: Ranges of rows that are locked apart, 1 if not given. More let more workers add
+            at once; an add then costs several times as much where it has few rows.
+        nonfinite: What becomes of an add with NaN or infinity: ``"reject"``, the default, refuses
+            it, ``"allow"`` takes it.
+    """
+
+    updater: str | dict[str, object] | Updater
+    name: str | None
+    sync: bool | None
+    staleness: int | None
+    num_shards: int
+    nonfinite: str
 
 
 class TableGroup:
@@ -209,13 +231,8 @@ class TableGroup:
         size: int,
         dtype: torch.dtype | str = torch.float32,
         *,
-        updater: str | dict[str, object] | Updater = "sum",
         init: Numbers | float | None = None,
-        name: str | None = None,
-        sync: bool | None = None,
-        staleness: int | None = None,
-        num_shards: int = 1,
-        nonfinite: str = "reject",
+        **options: Unpack[TableOptions],
     ) -> Table:
         """Open a table of one dimension; see :meth:`matrix`.
 
@@ -226,10 +243,7 @@ class TableGroup:
             ...     table.get().tolist()
             [11.0, 22.0, 33.0]
         """
-        options = (dtype, updater, name, sync, staleness, num_shards, nonfinite)
-        with self._numbered(name):
-            spec = self._spec(size, 1, *options, is_array=True)
-            return Table(spec, self._open(spec, read_init(init, spec), name), self)
+        return self._open(size, 1, dtype, init, True, 0, **options)
 
     def matrix(
         self,
@@ -237,13 +251,8 @@ class TableGroup:
         cols: int,
         dtype: torch.dtype | str = torch.float32,
         *,
-        updater: str | dict[str, object] | Updater = "sum",
         init: Numbers | float | None = None,
-        name: str | None = None,
-        sync: bool | None = None,
-        staleness: int | None = None,
-        num_shards: int = 1,
-        nonfinite: str = "reject",
+        **options: Unpack[TableOptions],
     ) -> Table:
         """Open a table of rows; all workers that give its name have the same one.
 
@@ -253,16 +262,8 @@ class TableGroup:
             rows: How many, 0 or more.
             cols: Row width, at least 1.
             dtype: float32, float64, bfloat16, int32 or int64.
-            updater: A name, a mapping of name and options, or an updater.
             init: What it holds at first: one number or all of them; 0 if None.
-            name: None for the next number, counted by each worker: then all open their tables in
-                the same order.
-            sync: True for bulk-synchronous; False for asynchronous; None for the group's mode.
-            staleness: k for bounded staleness; 0 is bulk-synchronous.
-            num_shards: Ranges of rows that are locked apart. More let more workers add at once;
-                an add then costs several times as much where it has few rows.
-            nonfinite: What becomes of an add with NaN or infinity: "reject" refuses it, "allow"
-                takes it.
+            options: See :class:`TableOptions`.
 
         Raises:
             ConfigError: An argument cannot be, or another worker opened it otherwise.
@@ -271,35 +272,27 @@ class TableGroup:
 
         Collective: All workers, in bulk-synchronous tables. Blocks: Until the master has opened it.
         """
-        options = (dtype, updater, name, sync, staleness, num_shards, nonfinite)
-        with self._numbered(name):
-            spec = self._spec(rows, cols, *options)
-            return Table(spec, self._open(spec, read_init(init, spec), name), self)
+        return self._open(rows, cols, dtype, init, False, 0, **options)
 
     def keys(
         self,
         cols: int,
         dtype: torch.dtype | str = torch.float32,
         *,
-        updater: str | dict[str, object] | Updater = "sum",
         init: Uniform | Numbers | float | None = None,
-        name: str | None = None,
-        sync: bool | None = None,
-        staleness: int | None = None,
-        num_shards: int = 1,
-        nonfinite: str = "reject",
         capacity: int = 1024,
+        **options: Unpack[TableOptions],
     ) -> KeyTable:
         """Open a table of rows that are found by key and come as keys come; see :meth:`matrix`.
 
         Args:
             cols: Row width, at least 1.
-            dtype, updater, name, sync, staleness, nonfinite: As for :meth:`matrix`.
+            dtype: As for :meth:`matrix`.
             init: What every row holds at first, and what keys read as that are not there: a number,
                 a row, or :class:`~phalanx.tables.Uniform`. The master's counts.
-            num_shards: Shards, by key, that are locked apart and grow apart.
             capacity: For how many keys there is memory at first; where they are more, it takes
                 more.
+            options: See :class:`TableOptions`; ``num_shards`` is 1.
 
         Raises:
             ConfigError: An argument cannot be, or another worker opened it otherwise.
@@ -314,56 +307,50 @@ class TableGroup:
             ...     table
             KeyTable('table-0', keys x 3 float32, updater=Sum())
         """
-        fits = type(capacity) is int and 1 <= capacity <= MAX_KEYS
-        check_argument(fits, "capacity", f"be an integer from 1 to {MAX_KEYS}", capacity)
-        options = (dtype, updater, name, sync, staleness, num_shards, nonfinite)
-        with self._numbered(name):
-            spec = self._spec(0, cols, *options, capacity=capacity)
-            storage = self._open(spec, read_row_init(init, spec), name)
-            return KeyTable(spec, storage, self)
+        fits = type(capacity) is int and 1 <= capacity <= _MAX_KEYS
+        check_argument(fits, "capacity", f"be an integer from 1 to {_MAX_KEYS}", capacity)
+        table = self._open(0, cols, dtype, init, False, capacity, **options)
+        assert isinstance(table, KeyTable)
+        return table
 
-    def _numbered(self, name: str | None) -> AbstractContextManager[object]:
-        """Return what is held while a table is opened: one without a name has the next number."""
-        self._check_open()
-        return self._numbering if name is None else nullcontext()
-
-    def _spec(
+    def _open(
         self,
         rows: int,
         cols: int,
         dtype: torch.dtype | str,
-        updater: str | dict[str, object] | Updater,
-        name: str | None,
-        sync: bool | None,
-        staleness: int | None,
-        num_shards: int,
-        nonfinite: str,
+        init: object,
+        is_array: bool,
+        capacity: int,
         *,
-        is_array: bool = False,
-        capacity: int = 0,
-    ) -> TableSpec:
-        rule = parse_updater(updater)
-        return TableSpec(
-            name=f"table-{self._num_tables}" if name is None else name,
-            rows=rows,
-            cols=cols,
-            is_array=is_array,
-            dtype=read_dtype(dtype),
-            updater=rule,
-            num_shards=num_shards,
-            staleness=read_mode(sync, staleness, self.staleness),
-            nonfinite=nonfinite,
-            capacity=capacity,
-        )
-
-    def _open(self, spec: TableSpec, init: Any, name: str | None) -> Router:
-        storage = self._context.storage(spec, self.timeout_s)
-        storage.open(self.worker_id, init, self.timeout_s)
-        self._num_tables += name is None
+        updater: str | dict[str, object] | Updater = "sum",
+        name: str | None = None,
+        sync: bool | None = None,
+        staleness: int | None = None,
+        num_shards: int = 1,
+        nonfinite: str = "reject",
+    ) -> Table:
+        self._check_open()
+        with self._numbering if name is None else nullcontext():
+            spec = TableSpec(
+                name=f"table-{self._num_tables}" if name is None else name,
+                rows=rows,
+                cols=cols,
+                is_array=is_array,
+                dtype=read_dtype(dtype),
+                updater=parse_updater(updater),
+                num_shards=num_shards,
+                staleness=read_mode(sync, staleness, self.staleness),
+                nonfinite=nonfinite,
+                capacity=capacity,
+            )
+            first = read_row_init(init, spec) if capacity else read_init(init, spec)
+            storage = self._context.storage(spec, self.timeout_s)
+            storage.open(self.worker_id, first, self.timeout_s)
+            self._num_tables += name is None
         if spec.staleness.is_bounded:
             bounds = [b for b in (self._tick_bound, spec.staleness.bound) if b is not None]
             self._tick_bound = min(bounds)
-        return storage
+        return (KeyTable if capacity else Table)(spec, storage, self)
 
     def is_counted(self) -> bool:
         """Tell whether this worker has not left; another may have its number since."""

@@ -100,8 +100,10 @@ KEYS_OF_5 = torch.tensor([5, -(1 << 63), 0, 123456789012345, -9])
 @pytest.mark.parametrize("kind", ["matrix", "keys"])
 def test_a_snapshot_restores_values_and_state(tmp_path, kind):
     def open_one(world, num_shards=1):
-        how = {"name": "t", "updater": "adam", "init": 1.0, "num_shards": num_shards}
-        return world.matrix(5, 3, **how) if kind == "matrix" else world.keys(3, **how)
+        how = {"name": "t", "updater": "adam", "init": 1.0}
+        if kind == "keys":
+            return world.keys(3, **how)
+        return world.matrix(5, 3, num_shards=num_shards, **how)
 
     def steps(table, numbers):
         for i in numbers:

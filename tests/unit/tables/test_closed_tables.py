@@ -51,7 +51,7 @@ def use_rounds(world: tables.TableGroup) -> tables.Table:
 
 
 def use_keys(world: tables.TableGroup) -> tables.Table:
-    table = world.keys(8, capacity=16, num_shards=2)
+    table = world.keys(8, capacity=16)
     table.add(torch.ones(500, 8), rows=torch.arange(500))  # grows
     table.get([1, 499, 1 << 40])
     return table
@@ -79,8 +79,6 @@ def test_closing_a_world_frees_its_tables_though_handles_are_kept(use, run):
     assert held()[0] - before[0] <= PAGE_BYTES
     with pytest.raises(StateError, match="its group is closed"):
         table.get([1])
-    assert table.stats().adds == 1
-    assert table.stats().undone == 0
     del table, world
     assert held() == before
 

@@ -23,7 +23,7 @@ def test_every_updater_does_to_keys_what_it_does_to_rows(world, updater):
     size = 200
     draw = torch.Generator().manual_seed(1)
     keys = torch.randperm(size, generator=draw) * 7919 - 10**5
-    ours = world.keys(3, init=1.0, updater=updater, capacity=8, num_shards=2)
+    ours = world.keys(3, init=1.0, updater=updater, capacity=8)
     plain = world.matrix(size, 3, init=1.0, updater=updater)
     for _ in range(12):
         rows = torch.randperm(size, generator=draw)[:60]  # of repeats the sums may differ
@@ -81,7 +81,7 @@ def test_what_a_uniform_table_holds_depends_on_key_and_seed_alone(world):
     keys = torch.arange(-500, 500)
     rule = tables.Uniform(-0.25, 0.5, seed=11)
     first = world.keys(8, init=rule).get(keys)
-    grown = world.keys(8, init=rule, capacity=1, num_shards=3)
+    grown = world.keys(8, init=rule, capacity=1)
     grown.add(torch.zeros(1000, 8), rows=keys.flip(0))
     assert torch.equal(grown.get(keys), first)
     assert first.unique().numel() > 7990

@@ -1,0 +1,244 @@
+"""The memory of a table on one host: the words and locks that its processes share, and the rows.
+
+    table      READY | APPLIED | TAKEN | · | · | · | · | ·                   8 bytes each
+    shard i    its header (part.py)
+    worker w   CLOCK | ARRIVED_AS | NUMBER | TAIL | FINISHED | ROUND, COUNT | ROUND, COUNT |
+               LOGGED_AS | ·
+    DONE       of each shard, a word for each worker (part.py)
+    UNFINISHED a byte for each log: it may hold adds that are not in all shards (log.py)
+    locks      of the table; of each shard; of each worker's log
+    of keys    the counts (keys.py), and what a row holds at first (row_initializer.py)
+    records    for each shard the old rows of one block of an add, and their numbers (part.py)
+    rows       [keys], values, states
+
+Words of the table are written with its lock held, those of a worker by this worker alone, or with
+its log's lock held. LOGGED_AS is the incarnation that wrote the log, ARRIVED_AS the one that wrote
+CLOCK; where it is negative, the worker came to round CLOCK + 1 as well, and gave it up. Behind the
+workers' lines are two of logs of the table's own.
+
+A keys table's region is as long as the table may ever become; its memory is taken as keys come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from phalanx.errors import OutOfSpace
+from phalanx.ipc import Mutex
+from phalanx.plan import equal_sizes
+from phalanx.tables.membership import MAX_WORKERS
+from phalanx.tables.run_regions import RunRegions
+from phalanx.tables.spec import TableSpec
+from phalanx.tables.updaters import state_dtype
+
+__all__ = [
+    "APPLIED",
+    "ARRIVED_AS",
+    "CLOCK",
+    "FINISHED",
+    "LOGGED_AS",
+    "LOGS",
+    "MERGED",
+    "NUMBER",
+    "NUM_LOGS",
+    "READY",
+    "RESERVED",
+    "RESTORED",
+    "TAIL",
+    "TAKEN",
+    "TableMemory",
+]
+
+MERGED, RESTORED = MAX_WORKERS, MAX_WORKERS + 1
+"""Under which numbers adds are made that no worker makes alone: merged rounds, and restores."""
+READY, APPLIED, TAKEN = range(3)
+"""Whether the table has its first values; the last round applied, and the last begun."""
+CLOCK, ARRIVED_AS, NUMBER, TAIL, FINISHED, LOGS = range(6)
+"""A worker's last round, as whom it came there, and its log's words (log.py)."""
+LOGGED_AS = 9
+RESERVED = 4
+"""Of the counts of keys: for how many there is memory."""
+NUM_LOGS = MAX_WORKERS + 2
+
+BLOCK_ELEMENTS = 1 << 18  # changed at once, so that what was saved is still in the cache
+_BLOCK_KEYS = 1 << 14
+_MOST_KEYS = 1 << 30  # an index has places in 32 bits
+_MOST_BYTES = 1 << 39  # of a keys table: addresses that are kept for it, not memory
+_LINE, _WORKER_LINE, _COUNTS = 8, 16, 8  # words
+_RULE_BYTES = 64  # before the first row, see row_initializer.py
+_PAGE = 4096
+
+_Kinds = list[tuple[torch.dtype, int]]  # of columns: dtype, and numbers in a row
+
+
+class TableMemory:
+    """The memory of a table, as one process sees it.
+
+    Args:
+        spec: The table, or a host's part of it.
+        regions: Where its region comes from, zeros at first.
+
+    Attributes:
+        region: All of it.
+        table: The table's words.
+        unfinished: A byte for each log.
+        columns: Values and each state, as (rows, width).
+        keys: Of a keys table: the key of each row.
+        counts: Of a keys table: see keys.py.
+        first_row_at: Of a keys table: where row_initializer.py has its memory.
+        most_rows: For how many rows there are addresses.
+
+    Raises:
+        OutOfSpace: There is not so much memory.
+    """
+
+    def __init__(self, spec: TableSpec, regions: RunRegions) -> None:
+        self.spec = spec
+        states = [spec.cols if kind == "element" else 1 for kind in spec.updater.states]
+        values = [(spec.dtype, spec.cols), *((state_dtype(spec.dtype), each) for each in states)]
+        self._recorded: _Kinds = [*values, (torch.int64, 1)]
+        kinds: _Kinds = [(torch.int64, 1), *values] if spec.has_keys else values
+        self._row_bytes = [dtype.itemsize * width for dtype, width in kinds]
+        self.most_rows = spec.rows
+        if spec.has_keys:
+            self.most_rows = min(_MOST_KEYS, max(1, _MOST_BYTES // self.row_bytes))
+        self._record_rows = _record_rows(spec)
+        self._place()
+        self.region = regions.open_region(
+            f"table-{spec.name}", self._end, reserved=self._head if spec.has_keys else None
+        )
+        buffer = self.region.buffer
+        self._words = buffer[: self._flags].cast("q")
+        self.unfinished = buffer[self._flags : self._flags + NUM_LOGS]
+        self.table = self._words[:_LINE]
+        self.counts = buffer[self._counts : self._counts + 8 * _COUNTS].cast("q")
+        self.columns = self._views(kinds, self._starts, self.most_rows)
+        self.keys = self.columns.pop(0).view(-1) if spec.has_keys else torch.empty(0)
+
+    def _place(self) -> None:
+        """Find where everything begins, in bytes."""
+        spec, at = self.spec, 0
+
+        def take(nbytes: int, unit: int = 64) -> int:
+            nonlocal at
+            start = -(-at // unit) * unit
+            at = start + nbytes
+            return start
+
+        take(8 * _LINE * (1 + spec.num_shards))
+        self._workers = take(8 * _WORKER_LINE * NUM_LOGS) // 8
+        self._done = take(8 * NUM_LOGS * spec.num_shards) // 8
+        self._flags = take(NUM_LOGS)
+        self._locks = take(Mutex.NBYTES * (1 + spec.num_shards + NUM_LOGS))
+        self._counts = take(8 * _COUNTS * spec.has_keys)
+        self.first_row_at = take((_RULE_BYTES + spec.cols * spec.dtype.itemsize) * spec.has_keys)
+        self._records = [
+            [take(self._record_rows * width * dtype.itemsize) for dtype, width in self._recorded]
+            for _ in range(spec.num_shards)
+        ]
+        self._head = take(0, _PAGE)  # what is there from the beginning
+        self._starts = [
+            take(self.most_rows * size, _PAGE if spec.has_keys else 64) for size in self._row_bytes
+        ]
+        self._end = at
+
+    def _views(self, kinds: _Kinds, starts: list[int], num_rows: int) -> list[Tensor]:
+        return [
+            self.region.tensor(dtype, num_rows * width, start).view(num_rows, width)
+            for (dtype, width), start in zip(kinds, starts, strict=True)
+        ]
+
+    # --- words and locks --------------------------------------------------------------------------
+
+    def shard(self, index: int) -> memoryview:
+        """Return the words of a shard."""
+        return self._words[_LINE * (1 + index) : _LINE * (2 + index)]
+
+    def done(self, index: int) -> memoryview:
+        """Return the words of a shard that say which numbered adds are in."""
+        start = self._done + NUM_LOGS * index
+        return self._words[start : start + NUM_LOGS]
+
+    def worker(self, worker: int) -> memoryview:
+        """Return the words of a worker."""
+        start = self._workers + _WORKER_LINE * worker
+        return self._words[start : start + _WORKER_LINE]
+
+    def of_workers(self, word: int) -> list[int]:
+        """Return one word of every worker."""
+        stop = self._workers + _WORKER_LINE * MAX_WORKERS
+        return self._words[self._workers + word : stop : _WORKER_LINE].tolist()
+
+    def lock(self, rank_of: Callable[[int], int | None]) -> Mutex:
+        """Return the table's lock."""
+        return self._lock(0, "rounds", rank_of)
+
+    def lock_of_shard(self, index: int, rank_of: Callable[[int], int | None]) -> Mutex:
+        """Return the lock of a shard."""
+        return self._lock(1 + index, f"shard {index}", rank_of)
+
+    def lock_of_log(self, worker: int, rank_of: Callable[[int], int | None]) -> Mutex:
+        """Return the lock of a worker's log."""
+        return self._lock(1 + self.spec.num_shards + worker, f"log of worker {worker}", rank_of)
+
+    def _lock(self, index: int, what: str, rank_of: Callable[[int], int | None]) -> Mutex:
+        at = self._locks + Mutex.NBYTES * index
+        memory = self.region.buffer[at : at + Mutex.NBYTES]
+        return Mutex(memory, f"{what} of table {self.spec.name}", rank_of)
+
+    # --- rows -------------------------------------------------------------------------------------
+
+    def span(self, index: int) -> slice:
+        """Return which rows a shard has."""
+        sizes = equal_sizes(self.most_rows, self.spec.num_shards)
+        starts = list(accumulate(sizes, initial=0))
+        return slice(starts[index], starts[index + 1])
+
+    def record(self, index: int) -> tuple[list[Tensor], Tensor]:
+        """Return where a shard's old values and states go, and the numbers of their rows."""
+        *parts, rows = self._views(self._recorded, self._records[index], self._record_rows)
+        return parts, rows.view(-1)
+
+    @property
+    def row_bytes(self) -> int:
+        """How many bytes a row has, in all columns."""
+        return sum(self._row_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory the table takes now, logs apart."""
+        if not self.spec.has_keys:
+            return self.region.nbytes
+        return self._head + self.row_bytes * self.counts[RESERVED]
+
+    def reserve_rows(self, start: int, stop: int) -> None:
+        """Take the memory of rows of a keys table.
+
+        Raises:
+            OutOfSpace: There is not so much, or there cannot be so many rows.
+        """
+        if stop > self.most_rows:
+            raise OutOfSpace(
+                f"Table {self.spec.name!r} must have at most {self.most_rows} keys on a host, but "
+                f"{stop} are to come.",
+                None,
+                None,
+            )
+        for begin, size in zip(self._starts, self._row_bytes, strict=True):
+            self.region.reserve_part(begin + start * size, (stop - start) * size)
+        self.counts[RESERVED] = stop
+
+    def release_rows(self, start: int, stop: int) -> None:
+        """Give the memory of rows of a keys table back."""
+        for begin, size in zip(self._starts, self._row_bytes, strict=True):
+            self.region.release_part(begin + start * size, (stop - start) * size)
+
+
+def _record_rows(spec: TableSpec) -> int:
+    """Return how many rows are changed at once: so many that the record stays in the cache."""
+    rows = _BLOCK_KEYS if spec.has_keys else -(-spec.rows // spec.num_shards)
+    return max(1, min(rows, BLOCK_ELEMENTS // spec.cols))
