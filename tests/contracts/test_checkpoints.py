@@ -201,17 +201,6 @@ def test_two_that_write_the_same_folder_do_not_mix(
     assert names_in(tmp_path) == ["checkpoint"]
 
 
-def test_what_one_that_was_killed_has_left_is_written_over(tmp_path: Path) -> None:
-    folder, left = tmp_path / "mine", tmp_path / "mine.writing"
-    left.mkdir()
-    for name in ("model.safetensors", ".tmpPrrcqP"):  # the latter safetensors has left
-        (left / name).write_text("half")
-    save(1, folder)
-    assert saved_in(folder) == 1
-    assert names_in(folder) == FILES
-    assert names_in(tmp_path) == ["mine"]
-
-
 # --- what is not ours -----------------------------------------------------------------------------
 
 

@@ -717,32 +717,6 @@ def test_columns_and_replicas_run_at_the_same_time(face: Face) -> None:
 
 
 @faces.in_ours
-def test_every_thread_is_prepared_once_before_it_works(face: Face) -> None:
-    here, seen = threading.local(), []
-
-    def prepare(word: str) -> Callable[[], None]:
-        def note() -> None:
-            here.words = [*getattr(here, "words", []), word]
-
-        return note
-
-    with face.open(net, torch.device("cpu")) as (model, _):
-        for module in model.modules():
-            if isinstance(module, nn.Sequential):
-                module.register_forward_hook(lambda *_: seen.append("".join(here.words)))
-        assert model.threads(prepare("a")) is model
-        model.threads(prepare("b"))  # a second time before the first pass: cunn's crash
-        for _ in range(2):
-            model(draw(7, 7))
-        assert seen == ["ab"] * 6
-        model.threads(prepare("c"))  # new threads, which run all again
-        assert worker_names() == []
-        model(draw(7, 7))
-        assert seen[6:] == ["abc"] * 3
-    assert not hasattr(here, "words")
-
-
-@faces.in_ours
 def test_operators_run_on_as_many_threads_as_asked_for(face: Face) -> None:
     seen: list[int] = []
     before = torch.get_num_threads()

@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.codecs import Feedback
 from phalanx.distributed import CodecHook, codec_hook
-from phalanx.errors import ConfigError
 from tests.multiprocess.ranks import Ranks
 
 pytestmark = pytest.mark.promise("ddp-hooks")
@@ -194,19 +193,6 @@ def test_a_gradient_that_is_not_finite_is_seen_on_every_rank(
         assert same == (rank == 1)  # the others' gradients were good, and so is their error
 
 
-def merge_narrow(rank: int) -> Tensor | None:
-    net = Scale(3, 7).bfloat16()
-    ddp, _ = make_ddp(net, "top_k(1)")
-    ddp(torch.full((3, 7), 256.0 if rank == 0 else 1.0).bfloat16()).sum().backward()
-    return net.scale.grad
-
-
-def test_narrow_gradients_are_added_in_float32(ranks: Ranks) -> None:
-    """In bfloat16, 256 + 1 is 256."""
-    for merged in ranks.run(merge_narrow):
-        assert torch.equal(merged, torch.full((3, 7), (256 + 1 + 1) / 3).bfloat16())
-
-
 def count_bytes(rank: int, codec: str) -> tuple[int, int]:
     """Return how many bytes this rank hands to collectives in one merge, and how many DDP would."""
     net = nn.Sequential(nn.Linear(255, 65), nn.Linear(65, 3))
@@ -333,18 +319,3 @@ def test_a_group_of_some_ranks(ranks: Ranks) -> None:
     assert merged[1] is None
     for rank in (0, 2):
         assert torch.equal(merged[rank], torch.full((3, 7), 2.0))
-
-
-def merge_with_another_module(rank: int) -> str:
-    ddp = DistributedDataParallel(make_net())
-    ddp.register_comm_hook(None, codec_hook("one_bit", make_net()).merge)
-    try:
-        ddp(make_batch(rank, 0)[0]).sum().backward()
-    except ConfigError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_hook_of_another_module_is_told(ranks: Ranks) -> None:
-    for told in ranks.run(merge_with_another_module):
-        assert told.startswith("`module` must be the one that DDP wraps, but has no parameter of ")

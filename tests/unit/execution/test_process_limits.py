@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import pytest
@@ -11,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx.errors import OutOfSpace, PeerLost
-from phalanx.execution import processes
-from phalanx.execution.worker_process import WorkerProcess
+from phalanx.errors import OutOfSpace
 from phalanx.ipc import Region
 from phalanx.memory.shared_memory_pool import SharedMemoryPool
 from tests.zoo import adamw
@@ -103,25 +100,3 @@ def step_once(trainer: Any, batch: tuple[Tensor, Tensor], ration: Ration) -> int
             allocations = 0 if size_of_pool(trainer) > size else allocations + 1
     ration.left = math.inf
     return refused
-
-
-def test_workers_that_did_start_serve_when_another_one_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    started: list[WorkerProcess] = []
-
-    def start(index: int, *details: Any) -> WorkerProcess:
-        if index == 1:
-            raise PeerLost("Worker 1 must be started as a process, but is not.", 1)
-        started.append(WorkerProcess(index, *details))
-        return started[0]
-
-    with make("processes", adamw) as trainer:
-        with monkeypatch.context() as patch:
-            patch.setattr(processes, "WorkerProcess", start)
-            with pytest.raises(PeerLost, match="Worker 1"):
-                trainer.step(make_batch())
-        trainer.step(make_batch())
-        assert (trainer.steps, trainer.worker_pids[0]) == (1, started[0].pid)
-    with pytest.raises(ProcessLookupError):
-        os.kill(started[0].pid, 0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.memory import PAST_CACHE_BYTES, MatrixRows, all_within
+from phalanx.memory import MatrixRows, all_within
 from tests.products import in_pairs
 from tests.unit.memory.numbers import DTYPES, drawn
 
@@ -48,42 +48,6 @@ def test_rows_are_taken_and_added_to(dtype, cols, count, scale):
     assert torch.equal(values, added(before, numbers, delta, scale))
 
 
-@pytest.mark.parametrize("cols", [3, 4, 333])
-@pytest.mark.parametrize("start", [0, 1])  # of vectors, or not
-def test_more_than_caches_hold_is_taken_as_well(cols, start):
-    count = PAST_CACHE_BYTES // (4 * cols) + ODD
-    values, numbers = drawn(torch.float32, ROWS, cols), some_rows(count)
-    room = torch.zeros(start + count * cols + 1)
-    MatrixRows(values).take(numbers, room[start : start + count * cols].view(count, cols))
-    assert torch.equal(room[start:-1].view(count, cols), values[numbers])
-    assert not room[:start].any()
-    assert not room[-1]
-
-
-@pytest.mark.parametrize("scale", [1.0, -0.5])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("count", [0, 1, ODD, 65, 999])
-def test_rows_of_a_delta_may_be_picked(dtype, count, scale):
-    values, numbers = drawn(dtype, ROWS, 5), some_rows(count)
-    delta, places = drawn(dtype, ROWS, 5, seed=1), some_rows(count, seed=2)
-    one, other = MatrixRows(values), MatrixRows(values.clone())
-    scale = scale if dtype.is_floating_point else 1.0
-    one.add(numbers, delta, scale, places)
-    other.add(numbers, delta[places], scale)
-    assert torch.equal(values, other.values)
-
-
-@pytest.mark.parametrize("scale", [1.0, -0.5])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_that_follow_one_another_are_added_to_at_once(dtype, scale):
-    values, delta = drawn(dtype, ROWS, 5), drawn(dtype, ODD, 5, seed=1)
-    one, other = MatrixRows(values), MatrixRows(values.clone())
-    scale = scale if dtype.is_floating_point else 1.0
-    one.add_span(100, delta, scale)
-    other.add(torch.arange(100, 100 + ODD), delta, scale)
-    assert torch.equal(values, other.values)
-
-
 def test_integers_wrap_around():
     values = torch.full((2, 1), torch.iinfo(torch.int32).max, dtype=torch.int32)
     MatrixRows(values).add(torch.tensor([1]), torch.ones(1, 1, dtype=torch.int32))
@@ -111,11 +75,3 @@ def test_a_row_outside_is_seen_wherever_it_is(count, bad, first):
         spoilt = numbers.clone()
         spoilt[place] = bad + first
         assert not all_within(spoilt, ROWS, first)
-
-
-@pytest.mark.parametrize("count", [0, 1, ODD, 1001])
-def test_rows_of_a_part_keep_the_numbers_of_the_whole(count):
-    whole, numbers = drawn(torch.float32, 2 * ROWS, 5), some_rows(count) + ROWS
-    out = torch.empty(count, 5)
-    MatrixRows(whole[ROWS:]).take(numbers, out, ROWS)
-    assert torch.equal(out, whole[numbers])
