@@ -177,7 +177,7 @@ def test_rows_that_equal_the_steps_need_a_rule_in_the_first_batch(device: torch.
     equal, other = (draw(rows, 3, 4, device=device).float() for rows in (6, 4))
     with DataParallel(net, places(device, 2)) as model:
         with pytest.raises(
-            ConfigError, match=r"its slice's 3 along dim 0 and along dim 1.*output='cat\(0\)'"
+            ConfigError, match=r"its slice's 3 along dim 0 and the next.*output='cat\(0\)'"
         ):
             model(equal)
         assert_same_bits(state_of(net), state_of(before))

@@ -325,5 +325,5 @@ def test_targets_become_one_as_the_layout_has_split_them() -> None:
 
 
 def test_pieces_of_several_structures_are_refused() -> None:
-    with pytest.raises(ConfigError, match="of one structure for all microbatches"):
+    with pytest.raises(ConfigError, match="of one structure for every microbatch"):
         joined([{"a": torch.ones(2)}, {"b": torch.ones(1)}], torch.zeros(3))

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.errors import ConfigError
-from phalanx.plan import Layout, flatten, leaf_paths, unflatten
+from phalanx.plan import Layout, merge_leaves
 from phalanx.types import Nested
 
 __all__ = ["Joining"]
@@ -49,22 +48,12 @@ class Joining:
         layout = self.layout if are_targets else Layout(self.layout.dim)
         if len(parts) == 1:
             return parts[0]
+
+        def joined(path: str, leaves: Sequence[Any]) -> Any:
+            return _joined(leaves, layout.dim_of(f"1.{path}" if path else "1", layout.dim), weights)
+
         tests = [_test_of_rows(size, collated=self.layout.split is not None) for size in sizes]
-        flat = [flatten(part, is_rows) for part, is_rows in zip(parts, tests, strict=True)]
-        spec = flat[0][1]
-        if any(other != spec for _, other in flat):
-            shown = " and ".join(dict.fromkeys(str(each)[:120] for _, each in flat))
-            raise ConfigError(
-                "`metrics` must be given outputs and targets of one structure for all microbatches "
-                f"of a batch, but are given {shown}. Return tensors with a row for each sample."
-            )
-        paths = [f"1.{path}" if path else "1" for path in leaf_paths(parts[0], tests[0])]
-        columns = zip(*(leaves for leaves, _ in flat), strict=True)
-        joined = [
-            _joined(column, dim, weights)
-            for column, dim in zip(columns, layout.chosen(paths), strict=True)
-        ]
-        return unflatten(joined, spec)
+        return merge_leaves(parts, joined, "microbatch", tests)
 
 
 # Any, here and below: leaves and nodes of the user's own outputs.

@@ -137,7 +137,7 @@ class DataParallel(Container, Unwrapped):
                 "and give the pieces to `forward_parts()`."
             )
         noun = "replica" if microbatches is None else "microbatch"
-        self._merging = Merging(output, self._layout.dim, noun=noun)
+        self._merging = Merging(output, self._layout.dim, noun=noun, doubts=True)
         self._rules = BufferRules(buffers)
         self._rules.check(_buffer_names(module))
         self._arguments = _arguments_of(module)
@@ -175,10 +175,7 @@ class DataParallel(Container, Unwrapped):
 
         def merge(outputs: list[Nested]) -> Nested:
             checked = rows if self._checks_rows and call.leaves else None
-            merged = self._merging.merge(outputs, checked, self._home())
-            if checked is not None and len(outputs) > 1:
-                self._merging.refuse_ambiguous(outputs, checked)
-            return merged
+            return self._merging.merge(outputs, checked, self._home())
 
         taken = [part if weight else None for part, weight in zip(parts, used, strict=True)]
         return self._run(taken, sizes, run, merge)

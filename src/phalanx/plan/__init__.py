@@ -14,7 +14,7 @@ from phalanx.plan.arguments import (
 from phalanx.plan.buffer_rules import BufferRules
 from phalanx.plan.layout import Layout, Rows, cut, open_rows
 from phalanx.plan.leaves import copy_rows, flatten, leaf_paths, unflatten
-from phalanx.plan.merging import Merging
+from phalanx.plan.merging import Merging, merge_leaves
 from phalanx.plan.placement import least_loaded
 from phalanx.plan.slices import (
     Shares,
@@ -50,6 +50,7 @@ __all__ = [
     "flatten",
     "leaf_paths",
     "least_loaded",
+    "merge_leaves",
     "open_rows",
     "ranges_of",
     "read_count",

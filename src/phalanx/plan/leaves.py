@@ -29,13 +29,12 @@ def flatten(
 ) -> tuple[list[Any], pytree.TreeSpec]:
     """Return the leaves of ``value`` and the structure that puts them back.
 
-    The fields of dataclasses are leaves too, and so are the values of mappings of any class
-    (`BatchEncoding`, `UserDict`, subclasses of dict): torch's pytree is taught a class when it is
-    first met. Parts are made as ``kind(**fields)`` and ``kind(mapping)``.
+    Torch's pytree is taught dataclasses, and mappings of any class (`BatchEncoding`, `UserDict`),
+    when it first meets them. Parts are made as ``kind(**fields)`` and ``kind(mapping)``.
 
     Args:
-        is_leaf: A test of a node: whether it is a leaf. Torch keeps it until the cyclic collector
-            runs, so it must hold no tensors.
+        is_leaf: A test of a node. Torch keeps it until the cyclic collector runs, so it must hold
+            no tensors.
     """
     # A tensor, and a pair of tensors, are most of what is flattened; torch's own way takes longer.
     if isinstance(value, Tensor):
@@ -91,11 +90,6 @@ def leaf_paths(value: Nested, is_leaf: Callable[[Any], bool] | None = None) -> l
     """Return the name of every leaf, in the order of :func:`flatten`, as errors print them."""
     if isinstance(value, Tensor):
         return [""]
-    # Flat values are most of what is named; torch's own way takes ten times as long.
-    children = dict(enumerate(value)) if type(value) in (tuple, list) else value
-    flat = type(children) is dict and all(isinstance(each, Tensor) for each in children.values())
-    if flat and (is_leaf is None or not is_leaf(value)):
-        return list(map(str, children))
     flatten(value, is_leaf)  # so that dataclasses are known
     with_paths, _ = pytree.tree_flatten_with_path(value, is_leaf)
     return [".".join(_key(key) for key in path) for path, _ in with_paths]
@@ -136,25 +130,29 @@ def _is_strange(kind: type) -> bool:
     return kind not in _taught and (dataclasses.is_dataclass(kind) or issubclass(kind, Mapping))
 
 
-# Any: a mapping of the user's own.
+# Any: an object of the user's own.
 def _teach(kind: type[Any]) -> None:
     """Teach torch's pytree a class, once, whichever thread meets it first."""
+    make = (lambda fields: kind(**fields)) if dataclasses.is_dataclass(kind) else kind
     with _teaching:
-        if kind in _taught:
-            return
-        if dataclasses.is_dataclass(kind):
-            pytree.register_dataclass(kind)
-        else:
+        if kind not in _taught:
             pytree.register_pytree_node(
                 kind,
-                lambda value: (list(value.values()), list(value)),
-                lambda values, keys: kind(dict(zip(keys, values, strict=True))),
+                lambda value: (list(_fields(value).values()), list(_fields(value))),
+                lambda values, names: make(dict(zip(names, values, strict=True))),
                 flatten_with_keys_fn=lambda value: (
-                    [(pytree.MappingKey(key), each) for key, each in value.items()],
-                    list(value),
+                    [(pytree.MappingKey(name), each) for name, each in _fields(value).items()],
+                    list(_fields(value)),
                 ),
             )
-        _taught.add(kind)
+            _taught.add(kind)
+
+
+def _fields(value: Any) -> dict[Any, Any]:
+    """Return the fields that a dataclass is made of, or the items of a mapping."""
+    if not dataclasses.is_dataclass(value):
+        return dict(value)
+    return {each.name: getattr(value, each.name) for each in dataclasses.fields(value) if each.init}
 
 
 def _key(key: object) -> str:

@@ -145,7 +145,8 @@ def test_leaves_have_the_paths_that_errors_print() -> None:
         "items.1.b.c",
         "pair.left",
         "pair.right.tokens",
-        "pair.right.scale",  # a field that is None is no leaf
+        "pair.right.mask",
+        "pair.right.scale",
         "none",
     ]
     assert leaf_paths(rows(3)) == [""]
@@ -154,18 +155,18 @@ def test_leaves_have_the_paths_that_errors_print() -> None:
 
 
 DIMS = [
-    ({}, [0, 0, 0, 0, 0, 0, None, None]),
-    ({"x": None}, [None, 0, 0, 0, 0, 0, None, None]),
-    ({"items": None}, [0, None, None, None, 0, 0, None, None]),
-    ({"items.1": None}, [0, 0, None, None, 0, 0, None, None]),
-    ({"items.1.a": 1}, [0, 0, 1, 0, 0, 0, None, None]),
-    ({"items": None, "items.1.a": 1}, [0, None, 1, None, 0, 0, None, None]),
-    ({"items.1.a": 1, "items": None}, [0, None, 1, None, 0, 0, None, None]),
-    ({"items": None, "items.0": 0, "items.1": 0}, [0, 0, 0, 0, 0, 0, None, None]),
-    ({"items.1.b.c": None}, [0, 0, 0, None, 0, 0, None, None]),
-    ({"pair": -1}, [0, 0, 0, 0, -1, -1, None, None]),
-    ({"pair.right": None}, [0, 0, 0, 0, 0, None, None, None]),
-    ({"none": 3, "pair.right.scale": 7}, [0, 0, 0, 0, 0, 0, None, None]),  # no tensors
+    ({}, [0, 0, 0, 0, 0, 0, None, None, None]),
+    ({"x": None}, [None, 0, 0, 0, 0, 0, None, None, None]),
+    ({"items": None}, [0, None, None, None, 0, 0, None, None, None]),
+    ({"items.1": None}, [0, 0, None, None, 0, 0, None, None, None]),
+    ({"items.1.a": 1}, [0, 0, 1, 0, 0, 0, None, None, None]),
+    ({"items": None, "items.1.a": 1}, [0, None, 1, None, 0, 0, None, None, None]),
+    ({"items.1.a": 1, "items": None}, [0, None, 1, None, 0, 0, None, None, None]),
+    ({"items": None, "items.0": 0, "items.1": 0}, [0, 0, 0, 0, 0, 0, None, None, None]),
+    ({"items.1.b.c": None}, [0, 0, 0, None, 0, 0, None, None, None]),
+    ({"pair": -1}, [0, 0, 0, 0, -1, -1, None, None, None]),
+    ({"pair.right": None}, [0, 0, 0, 0, 0, None, None, None, None]),
+    ({"none": 3, "pair.right.scale": 7}, [0, 0, 0, 0, 0, 0, None, None, None]),  # no tensors
 ]
 
 
