@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 
-from phalanx.cluster import Connection, Server, WorkerSession
+from phalanx.cluster import Connection, WorkerSession
 from phalanx.tables.host_operations import Operation
 from phalanx.tables.host_service import HostService
 from phalanx.tables.part import TablePart, checked
@@ -68,14 +68,14 @@ def session_stays_broken() -> None:
 
 def one_at_a_time() -> None:
     """A server makes one get or add after the other."""
-    ask, turn = Server._ask, threading.Lock()
+    answer, turn = HostService.answer, threading.Lock()
 
-    def ask_in_turn(self, request):
+    def answer_in_turn(self, request):
         waits_its_turn = request.head.operation in (Operation.ADD, Operation.GET)
         with turn if waits_its_turn else nullcontext():
-            return ask(self, request)
+            return answer(self, request)
 
-    Server._ask = ask_in_turn  # type: ignore[method-assign]
+    HostService.answer = answer_in_turn  # type: ignore[method-assign]
 
 
 BUGS: dict[str, Callable[[], None]] = {

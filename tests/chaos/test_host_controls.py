@@ -82,13 +82,13 @@ def lose(what: str, folder: Path) -> None:
             raise ConnectionResetError("lost by the test")
 
     if what == "requests":
-        answer = Server._answer
+        answer = Server._ask
 
         def answer_but_first(self, stream, head, link):
             lose_first(head)
             return answer(self, stream, head, link)
 
-        Server._answer = answer_but_first  # type: ignore[method-assign]
+        Server._ask = answer_but_first  # type: ignore[method-assign]
     else:
         send = Server._send
 

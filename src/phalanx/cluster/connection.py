@@ -17,7 +17,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from phalanx import errors
 from phalanx.clock import now_s, pause
@@ -135,30 +135,9 @@ class Connection:
         self.is_closed = False
         self._idle: list[Stream] = []
 
-    def call(
-        self,
-        operation: int,
-        title: str,
-        timeout_s: float,
-        *,
-        args: Sequence[int] = (),
-        number: int = 0,
-        text: str = "",
-        payload: Sequence[memoryview] = (),
-        out: Sequence[memoryview] | None = (),
-    ) -> Reply:
+    def call(self, operation: int, title: str, timeout_s: float, **asked: Any) -> Reply:
         """Ask, and wait for the answer; see :meth:`begin`."""
-        pending = self.begin(
-            operation,
-            title,
-            timeout_s,
-            args=args,
-            number=number,
-            text=text,
-            payload=payload,
-            out=out,
-        )
-        return self.wait(pending)
+        return self.wait(self.begin(operation, title, timeout_s, **asked))
 
     def begin(
         self,

@@ -1,7 +1,7 @@
 """The end of the network at which a host's server is: takes requests in, sends answers out.
 
-    listener ──► a thread for each connection: TLS ──► head checked ──► service: how long must the
-                 payload be? ──► payload ──► service: answer ──► sent, and the next head
+    listener ──► a thread for each connection: TLS ──► head checked ──► payload, up to a cap ──►
+                 service: answer ──► sent, and the next head
 
 A request that waits, for other workers or for a lock, holds up its own connection alone; so does a
 client that reads nothing. Strangers get no further than TLS, which admits holders of the run's
@@ -65,11 +65,8 @@ class Answer(NamedTuple):
 class Service(Protocol):
     """Requests that a server answers; many threads call its methods."""
 
-    def payload_bytes(self, head: Head) -> int:
-        """Return how long the payload of a request must be; raise if it is refused."""
-
     def answer(self, request: Request) -> Answer:
-        """Do what is asked, and return the answer."""
+        """Do what is asked, and return the answer; the payload may have any length."""
 
     def ended(self, link: Link) -> None:
         """Note that a connection has ended."""
@@ -179,44 +176,26 @@ class Server:
         head = stream.read_head(MAX_PAYLOAD_BYTES)
         if head.kind != Kind.REQUEST:
             raise BadFrame("no request")
-        try:
-            expected = self._service.payload_bytes(head)
-            if expected != head.payload_bytes:
-                raise errors.ConfigError(
-                    f"The payload must have {expected} bytes, but {head.payload_bytes} are "
-                    "announced."
-                )
-        except Exception as exc:
-            stream.set_timeout(_SILENT_S)
-            stream.skip(head.payload_bytes)
-            self._send(stream, head, exc)
-            return
-        self._send(stream, head, self._answer(stream, head, link))
-
-    def _answer(self, stream: Stream, head: Head, link: Link) -> Answer | BaseException:
         if head.payload_bytes <= stream.num_received:
-            payload = self._payload(stream, head)
-            return self._ask(Request(head, payload, link))
+            self._send(stream, head, self._ask(stream, head, link))
+            return
         with self._room:
             self._room.wait_for(lambda: self._num_bytes + head.payload_bytes <= _MOST_BYTES)
             self._num_bytes += head.payload_bytes
         try:
             stream.set_timeout(_SILENT_S)
-            return self._ask(Request(head, self._payload(stream, head), link))
+            answer = self._ask(stream, head, link)
         finally:
             with self._room:
                 self._num_bytes -= head.payload_bytes
                 self._room.notify_all()
+        self._send(stream, head, answer)
 
-    @staticmethod
-    def _payload(stream: Stream, head: Head) -> memoryview:
+    def _ask(self, stream: Stream, head: Head, link: Link) -> Answer | BaseException:
         payload = memoryview(bytearray(head.payload_bytes))
         stream.read_into(payload)
-        return payload
-
-    def _ask(self, request: Request) -> Answer | BaseException:
         try:
-            return self._service.answer(request)
+            return self._service.answer(Request(head, payload, link))
         except Exception as exc:
             return exc
 

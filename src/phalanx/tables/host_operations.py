@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import struct
+import math
 from collections.abc import Sequence
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
+from phalanx.errors import ConfigError
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.updaters import state_dtype
 
 __all__ = [
-    "RULE",
     "UNKNOWN",
     "Operation",
     "as_memory",
     "from_memory",
-    "sizes_of_all",
+    "read_all",
 ]
-
-
-RULE = struct.Struct("<ddq")
-"""How `tables.Uniform` is sent: low, high, seed."""
 
 UNKNOWN = -1
 """Sent with a barrier in place of how many were finished before: the request is a new one."""
@@ -39,7 +35,7 @@ class Operation(IntEnum):
     LEAVE = 2
     TICK = 3  # the clock
     BARRIER = 4  # barriers finished before, text: name [round, barriers finished]
-    OPEN = 5  # whether `init` is there, its bytes, form  text: spec  payload: init  [done, clock]
+    OPEN = 5  # whether `init` is there, its form  text: spec  payload: init  [done, clock]
     GET = 6  # K  payload: rows  [payload: their values]
     ADD = 7  # adds, K of all, round or 0, whether they assign  number: of the first
     # payload: of several adds the rows of each; rows, deltas
@@ -62,10 +58,17 @@ def as_memory(tensor: Tensor) -> memoryview:
 def from_memory(
     payload: memoryview, offset: int, dtype: torch.dtype, shape: Sequence[int]
 ) -> tuple[Tensor, int]:
-    """Return a tensor over bytes of ``payload``, and where the next one begins."""
-    count = 1
-    for size in shape:
-        count *= size
+    """Return a tensor over bytes of ``payload``, and where the next one begins.
+
+    Raises:
+        ConfigError: The payload is too short.
+    """
+    count = math.prod(shape)
+    if min(shape, default=0) < 0 or offset + count * dtype.itemsize > len(payload):
+        raise ConfigError(
+            f"The payload must hold {tuple(shape)} numbers of {dtype} from byte {offset} on, but "
+            f"has {len(payload)} bytes."
+        )
     if count == 0:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu"), offset
     tensor = torch.frombuffer(payload, dtype=dtype, count=count, offset=offset)
@@ -74,10 +77,17 @@ def from_memory(
     return tensor, offset + count * dtype.itemsize
 
 
-def sizes_of_all(spec: TableSpec, num_rows: int) -> list[tuple[torch.dtype, tuple[int, int]]]:
-    """Return dtype and shape of the values and of each state."""
+def read_all(
+    payload: memoryview, spec: TableSpec, num_rows: int, num_parts: int | None = None
+) -> list[Tensor]:
+    """Return the values and so many of the states, None for all; of a keys table keys first."""
     widths = [spec.cols if kind == "element" else 1 for kind in spec.updater.states]
-    return [
-        (spec.dtype, (num_rows, spec.cols)),
-        *((state_dtype(spec.dtype), (num_rows, width)) for width in widths),
-    ]
+    kinds = [(spec.dtype, spec.cols), *((state_dtype(spec.dtype), width) for width in widths)]
+    offset, parts = 0, []
+    if spec.has_keys:
+        keys, offset = from_memory(payload, 0, torch.int64, (num_rows,))
+        parts.append(keys)
+    for dtype, cols in kinds[:num_parts]:
+        part, offset = from_memory(payload, offset, dtype, (num_rows, cols))
+        parts.append(part)
+    return parts

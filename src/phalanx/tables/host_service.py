@@ -29,14 +29,12 @@ from phalanx.clock import now_s
 from phalanx.cluster import MAX_PAYLOAD_BYTES, Answer, Head, Link, Request
 from phalanx.errors import ConfigError, StateError
 from phalanx.memory import all_within
-from phalanx.tables.deferred_adds import MOST_TOGETHER
 from phalanx.tables.host_operations import (
-    RULE,
     UNKNOWN,
     Operation,
     as_memory,
     from_memory,
-    sizes_of_all,
+    read_all,
 )
 from phalanx.tables.membership import MAX_WORKERS
 from phalanx.tables.part import Entry
@@ -90,36 +88,6 @@ class HostService:
         }
 
     # --- as a Service -----------------------------------------------------------------------------
-
-    def payload_bytes(self, head: Head) -> int:
-        """Return how long the payload must be, by the table's own sizes."""
-        operation, args = head.operation, head.args
-        if operation == Operation.OPEN:
-            limit = TableSpec.from_mapping(_parsed(head.text))
-            whole = max(1, limit.rows) * limit.cols * limit.dtype.itemsize
-            return _checked(args[1], 0, max(RULE.size, whole), "bytes of `init`")
-        if operation == Operation.GET:
-            if args[0] == -1:
-                return 0
-            spec = self._storage(head.text).spec
-            row_bytes = spec.cols * spec.dtype.itemsize
-            most = max(MAX_PAYLOAD_BYTES // row_bytes, spec.rows)
-            return 8 * _checked(args[0], 0, most, "rows")
-        if operation == Operation.ADD:
-            spec, (num_adds, num_rows, _, assigns) = self._storage(head.text).spec, args
-            row_bytes = spec.entry_cols(bool(assigns)) * spec.dtype.itemsize
-            if num_rows == -1:
-                return spec.rows * row_bytes
-            counts = 8 * _checked(num_adds, 1, MOST_TOGETHER, "adds") * (num_adds > 1)
-            return counts + _checked(num_rows, 0, None, "rows") * (8 + row_bytes)
-        if operation == Operation.REPLACE_ALL:
-            spec = self._storage(head.text).spec
-            num_rows = _checked(args[0], 0, None, "keys") if spec.has_keys else spec.rows
-            num_parts = _checked(args[1], 1, 1 + len(spec.updater.states), "parts")
-            sizes = sizes_of_all(spec, num_rows)[:num_parts]
-            keys = 8 * num_rows if spec.has_keys else 0
-            return keys + sum(dtype.itemsize * rows * cols for dtype, (rows, cols) in sizes)
-        return 0
 
     def answer(self, request: Request) -> Answer:
         """Do what is asked."""
@@ -244,7 +212,7 @@ class HostService:
         storage = self._storages[spec.name] = self._context.storage(spec, _LOCK_S)
         init = None
         if head.args[0]:
-            init = _read_init(request.payload, spec, head.args[2])
+            init = _read_init(request.payload, spec, head.args[1])
         else:
 
             def somebody_else_fills_it() -> bool:
@@ -281,6 +249,9 @@ class HostService:
         spec = storage.spec
         rows, _ = self._rows_at(0, head.args[0], request, spec)
         num_rows = spec.rows if rows is None else rows.numel()
+        most = max(spec.rows, MAX_PAYLOAD_BYTES // (spec.cols * spec.dtype.itemsize))
+        if num_rows > most:
+            raise ConfigError(f"A get must be of at most {most} rows, but is of {num_rows}.")
         out = torch.empty((num_rows, spec.cols), dtype=spec.dtype, device="cpu")
         storage.read(rows, out, head.worker, _seconds(head.timeout_ms))
         return Answer(payload=[as_memory(out)])
@@ -302,7 +273,7 @@ class HostService:
         if num_adds > 1 and num_rows != -1:
             counted, offset = from_memory(request.payload, 0, torch.int64, (num_adds,))
             counts = counted.tolist()
-            if min(counts) < 0 or sum(counts) != num_rows:
+            if min(counts) < 0 or sum(counts) != num_rows:  # else `split` makes no adds of them
                 raise ConfigError(
                     f"The rows of each add must make {num_rows} together, but make {sum(counts)}."
                 )
@@ -336,15 +307,8 @@ class HostService:
 
     def _replace_all(self, request: Request) -> Answer:
         storage, (num_keys, num_parts, *_) = self._storage(request.head.text), request.head.args
-        spec, offset, parts = storage.spec, 0, []
-        if spec.has_keys:
-            keys, offset = from_memory(request.payload, 0, torch.int64, (num_keys,))
-            parts.append(keys)
-        for dtype, shape in sizes_of_all(spec, num_keys if spec.has_keys else spec.rows)[
-            :num_parts
-        ]:
-            part, offset = from_memory(request.payload, offset, dtype, shape)
-            parts.append(part)
+        num_rows = num_keys if storage.spec.has_keys else storage.spec.rows
+        parts = read_all(request.payload, storage.spec, num_rows, max(1, num_parts))
         storage.replace_all(parts, _seconds(request.head.timeout_ms))
         return Answer()
 
@@ -362,17 +326,10 @@ class HostService:
 
 def _first_number(head: Head, num_adds: int) -> int:
     """Return the number of the first add that is asked for, over all incarnations."""
-    most = (1 << _INCARNATION_BITS) - num_adds
+    most = (1 << _INCARNATION_BITS) - max(1, num_adds)
     if not 1 <= head.number <= most:
         raise ConfigError(f"`number` must be 1 to {most} for an add, but is {head.number}.")
     return head.incarnation << _INCARNATION_BITS | head.number
-
-
-def _checked(value: int, low: int, high: int | None, what: str) -> int:
-    if value < low or (high is not None and value > high):
-        limit = "or more" if high is None else f"to {high}"
-        raise ConfigError(f"The number of {what} must be {low} {limit}, but is {value}.")
-    return value
 
 
 def _seconds(milliseconds: int) -> float:
@@ -389,7 +346,10 @@ def _parsed(text: str) -> object:
 def _read_init(payload: memoryview, spec: TableSpec, form: int) -> Tensor | Uniform:
     """Return what a master sends as a table's first values; see `RemotePart.open`."""
     if form == 2:  # a rule for the rows of keys
-        return Uniform(*RULE.unpack(payload))
+        bounds, offset = from_memory(payload, 0, torch.float64, (2,))
+        seed, _ = from_memory(payload, offset, torch.int64, ())
+        low, high = bounds.tolist()
+        return Uniform(low, high, seed=int(seed))
     if form == 1:  # one number
         return from_memory(payload, 0, spec.dtype, ())[0]
     num_rows = 1 if spec.has_keys else spec.rows

@@ -14,20 +14,17 @@ from phalanx.cluster import Connection, Endpoint, PendingCall, Reply, WorkerSess
 from phalanx.ipc import Waiting, register_at_fork
 from phalanx.tables.deferred_adds import DeferredAdds
 from phalanx.tables.host_operations import (
-    RULE,
     UNKNOWN,
     Operation,
     as_memory,
     from_memory,
-    sizes_of_all,
+    read_all,
 )
 from phalanx.tables.part import Entry
 from phalanx.tables.row_initializer import Uniform
 from phalanx.tables.spec import TableSpec
 
 __all__ = ["RemoteHost", "RemotePart"]
-
-_SMALL_INIT_BYTES = 1 << 16
 
 
 class RemoteHost:
@@ -55,10 +52,6 @@ class RemoteHost:
         self.deferred = DeferredAdds(f"{endpoint.name} (server at {endpoint.address})")
         self._session = WorkerSession(endpoint, Operation.ENTER)
         register_at_fork(self._forget)
-
-    def call(self, operation: Operation, what: str, timeout_s: float, **asked: Any) -> Reply:
-        """Ask and wait; see :meth:`Connection.begin`."""
-        return self.connection.call(operation, what, timeout_s, **asked)
 
     def enter(self, worker: int | None, num_expected: int | None, timeout_s: float) -> int:
         """Become a worker there, and return the number.
@@ -88,7 +81,7 @@ class RemoteHost:
     def wait_at_barrier(self, name: str, timeout_s: float) -> int:
         """Come to the barrier of that name, wait, and return its round."""
         finished, self.num_barriers = self.num_barriers, UNKNOWN
-        reply = self.call(
+        reply = self.connection.call(
             Operation.BARRIER, f"barrier {name!r}", timeout_s, args=(finished,), text=name
         )
         round_, self.num_barriers, *_ = reply.args
@@ -133,31 +126,29 @@ class RemotePart:
     def _call(self, operation: Operation, verb: str, timeout_s: float, **asked: Any) -> Reply:
         return self.wait(self._begin(operation, verb, timeout_s, **asked))
 
-    def open(self, init: Tensor | Uniform | None, fills: bool, timeout_s: float) -> int:
+    def open(self, init: Tensor | Uniform, timeout_s: float) -> int:
         """Open the part there; return the round that this worker has arrived at.
 
         Args:
-            init: What it holds at first: all rows, one number, a row, or a rule; None to wait for
-                another worker that fills it.
-            fills: Whether this worker is the master, so that its ``init`` counts.
-            timeout_s: How long to wait for the master.
+            init: What it holds at first: all rows, one number, a row, or a rule. It is sent where
+                this worker turns out to be the one that fills it.
+            timeout_s: How long to wait for the worker that does.
         """
-        form, payload = _written(init)
         waiting = Waiting(timeout_s)
-        given = fills or payload.nbytes <= _SMALL_INIT_BYTES
-        while True:
-            sent = payload if given else memoryview(b"")
-            reply = self.remote.call(
+        form, sent = _written(init)
+
+        def ask(given: bool) -> tuple[int, ...]:
+            return self.remote.connection.call(
                 Operation.OPEN,
                 f"the opening of {self._title}",
                 waiting.remaining_s(),
-                args=(int(given), sent.nbytes, form),
+                args=(int(given), form),
                 text=json.dumps(self.spec.as_mapping()),
-                payload=[sent],
-            )
-            if reply.args[0]:
-                return reply.args[1]
-            given = True  # the master is gone, and this worker in its place
+                payload=[as_memory(part) for part in sent] if given else [],
+            ).args
+
+        is_open, clock, *_ = ask(given=False)
+        return clock if is_open else ask(given=True)[1]
 
     # --- reading and changing -----------------------------------------------------------------
 
@@ -217,15 +208,7 @@ class RemotePart:
     def copy_all(self, timeout_s: float) -> list[Tensor]:
         """Return copies of the values and of each state; of a keys table the keys before them."""
         reply = self._call(Operation.COPY_ALL, "a snapshot", timeout_s, out=None)
-        num_rows, offset, parts = reply.args[0], 0, []
-        sizes = sizes_of_all(self.spec, num_rows)
-        if self.spec.has_keys:
-            keys, offset = from_memory(reply.payload, 0, torch.int64, (num_rows,))
-            parts.append(keys)
-        for dtype, shape in sizes:
-            part, offset = from_memory(reply.payload, offset, dtype, shape)
-            parts.append(part)
-        return parts
+        return read_all(reply.payload, self.spec, reply.args[0])
 
     def replace_all(self, parts: list[Tensor], timeout_s: float) -> None:
         """Replace everything by these parts, as :meth:`copy_all` returns them."""
@@ -256,10 +239,9 @@ def _count(rows: Tensor | None) -> int:
     return -1 if rows is None else rows.numel()
 
 
-def _written(init: Tensor | Uniform | None) -> tuple[int, memoryview]:
-    """Return how first values are sent, and their bytes; see `host_service._read_init`."""
-    if init is None:
-        return 0, memoryview(b"")
+def _written(init: Tensor | Uniform) -> tuple[int, list[Tensor]]:
+    """Return how first values are sent; see `host_service._read_init`."""
     if isinstance(init, Uniform):
-        return 2, memoryview(RULE.pack(init.low, init.high, init.seed))
-    return (1 if init.dim() == 0 else 0), as_memory(init.contiguous())
+        bounds = torch.tensor([init.low, init.high], dtype=torch.float64, device="cpu")
+        return 2, [bounds, torch.tensor(init.seed, dtype=torch.int64, device="cpu")]
+    return (1 if init.dim() == 0 else 0), [init.contiguous()]

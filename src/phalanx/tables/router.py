@@ -103,9 +103,8 @@ class Router:
         others = self.remote_parts(worker)
         if not others:
             return
-        fills = here.membership.master(worker, _CALL_S) == worker
         clocks = {
-            index: part.open(init if whole else init[cut.span(index)], fills, waiting.remaining_s())
+            index: part.open(init if whole else init[cut.span(index)], waiting.remaining_s())
             for index, part in others.items()
         }
         if self.spec.staleness.is_bulk_synchronous:

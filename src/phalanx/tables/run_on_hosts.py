@@ -70,7 +70,7 @@ class OtherHosts:
     ) -> None:
         """Ask the same of all hosts."""
         for remote in self._remotes.get(worker, {}).values():
-            remote.call(operation, what, timeout_s, **asked)
+            remote.connection.call(operation, what, timeout_s, **asked)
 
     def finish_adds(self, worker: int, timeout_s: float, *, last: bool = False) -> None:
         """Wait until what ``worker`` has added is in on all hosts; ``last``: it adds no more."""
@@ -147,7 +147,7 @@ class MembershipOnHosts(Membership):
             super().leave(worker, incarnation, timeout_s)
             for remote in self._others.of(worker).values():
                 with suppress(PhalanxError):
-                    remote.call(Operation.LEAVE, "`leave`", min(timeout_s, _LEAVE_S))
+                    remote.connection.call(Operation.LEAVE, "`leave`", min(timeout_s, _LEAVE_S))
                 remote.has_left = True
                 remote.deferred.end()  # not with the process: threads may join again and again
 

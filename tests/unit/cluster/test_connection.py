@@ -45,13 +45,10 @@ class Echo:
         self.sessions: list[Link] = []
         self.go_on = threading.Event()
 
-    def payload_bytes(self, head: Head) -> int:
-        if head.operation == REFUSE:
-            raise ConfigError("`x` must be y, but is z.")
-        return head.args[0] if head.operation == ECHO else 0
-
     def answer(self, request: Request) -> Answer:
         self.answered.append(request.head.operation)
+        if request.head.operation == REFUSE:
+            raise ConfigError("`x` must be y, but is z.")
         if request.head.operation == FAIL:
             raise ZeroDivisionError("with a path /srv/models in it")
         if request.head.operation == WAIT:
