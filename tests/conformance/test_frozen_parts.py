@@ -17,15 +17,6 @@ F64 = torch.float64
 loss = nn.functional.mse_loss
 
 
-class FreezesItself(nn.Sequential):
-    """Batch norm is frozen in `train()`, as detection models do it."""
-
-    def train(self, mode: bool = True) -> FreezesItself:
-        super().train(mode)
-        self[1].eval()
-        return self
-
-
 def net(kind: type[nn.Sequential] = nn.Sequential) -> nn.Sequential:
     torch.manual_seed(0)
     return kind(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
@@ -55,15 +46,6 @@ def test_a_frozen_part_stays_frozen_in_fit_and_evaluate(executor: str, replicas:
     assert_close(state_of(module), state_of(twin), F64)
 
 
-def test_a_model_that_freezes_its_parts_in_train_is_let() -> None:
-    module = net(FreezesItself)
-    twin = twin_of(module).train()
-    with phalanx.Trainer(module, loss, sgd, microbatches=None, replicas=2) as trainer:
-        trainer.fit(batches())
-    plain_steps(twin, loss, sgd, batches())
-    assert_close(state_of(module), state_of(twin), F64)
-
-
 @pytest.mark.parametrize("method", ["fit", "step"])
 def test_a_model_in_eval_mode_as_a_whole_is_put_into_training_mode(method: str) -> None:
     module = net().eval()
@@ -73,11 +55,3 @@ def test_a_model_in_eval_mode_as_a_whole_is_put_into_training_mode(method: str) 
         else:
             trainer.step(batches()[0])
     assert all(modes(module))
-
-
-def test_only_a_head_that_trains_is_trained() -> None:
-    module = net().eval()
-    module[2].train()
-    with phalanx.Trainer(module, loss, sgd, microbatches=None, replicas=2) as trainer:
-        trainer.fit(batches())
-    assert modes(module) == [False, False, False, True]

@@ -153,14 +153,3 @@ def test_dropout_between_recurrent_layers_wants_another_kernel(gpu: torch.device
     with torch.backends.cudnn.flags(enabled=False):
         one = trained(Recurrent(0.5).to(gpu), batch, [gpu])
         assert_same_bits(trained(Recurrent(0.5).to(gpu), batch, [gpu, gpu]), one)
-
-
-def test_a_transformer_in_a_container_under_autocast(gpu: torch.device) -> None:
-    tokens, targets = (each.to(gpu) for each in token_batch(13))
-    module = gpt_dropout().to(gpu)
-    with (
-        phalanx.DataParallel(module, devices=[gpu]) as model,
-        torch.autocast(gpu.type, dtype=torch.bfloat16),
-    ):
-        loss_of(model(tokens).float(), targets).backward()
-    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in module.parameters())

@@ -20,7 +20,6 @@ from tests.contracts.containers import cpu_and_others
 from tests.products import in_pairs
 from tests.zoo import (
     CASES,
-    GPT,
     MLP,
     OPTIMIZERS,
     Case,
@@ -28,7 +27,6 @@ from tests.zoo import (
     adamw,
     assert_close,
     batches_of,
-    gpt,
     gradients_of,
     mlp,
     plain_steps,
@@ -41,7 +39,6 @@ from tests.zoo import (
 pytestmark = pytest.mark.promise("wrapped-equals-unwrapped")
 
 STEPS = 10
-REPLICAS = pytest.mark.parametrize("replicas", [1, 2, 3])
 CONFIGURATIONS = CASES, [1, 2, 7, 9, 15, 64], [1, 2, 3], [torch.float32, torch.float64]
 MATRIX_OF_OPTIMIZERS = in_pairs(
     "case, rows, replicas, dtype, optimizer", *CONFIGURATIONS, list(OPTIMIZERS)
@@ -138,37 +135,6 @@ def test_only_the_input_needs_a_gradient() -> None:
         model(x).square().sum().backward()
     twin(other).square().sum().backward()
     assert_close(x.grad, other.grad, torch.float64)
-
-
-@REPLICAS
-def test_the_trainer_keeps_shared_weights_one_weight(replicas: int) -> None:
-    twin = gpt(torch.float64, tied=True)
-    batches = batches_of(GPT, 9, torch.float64, STEPS)
-    plain_steps(twin, GPT.loss, adamw, batches)
-    with phalanx.Trainer(
-        gpt(torch.float64, tied=True),
-        GPT.loss,
-        adamw,
-        microbatches=None,
-        replicas=cpu_and_others(replicas),
-    ) as trainer:
-        for batch in batches:
-            trainer.step(batch)
-        assert trainer.module.head.weight is trainer.module.embed.weight
-        assert_close(state_of(trainer.module), state_of(twin), torch.float64)
-
-
-def test_two_graphs_live_at_once_and_run_back_in_any_order() -> None:
-    net = mlp(torch.float64)
-    twin = twin_of(net)
-    (x, x_targets), (y, y_targets) = vector_batch(9, torch.float64), vector_batch(7, torch.float64)
-    with parallel(net) as model:
-        for each in (model, twin):
-            first, second = each(x), each(y)
-            MLP.loss(first, x_targets).backward()
-            MLP.loss(second, y_targets).backward()
-            (MLP.loss(each(x), x_targets) * 2 + MLP.loss(each(y), y_targets)).backward()
-    assert_close(gradients_of(net), gradients_of(twin), torch.float64)
 
 
 # --- parameters of other kinds --------------------------------------------------------------------

@@ -94,24 +94,6 @@ def test_too_many_losses_end_the_run() -> None:
         trainer.step(batch())
 
 
-class OnlyInWorkers(nn.Linear):
-    """Refuses to run in the program."""
-
-    home = os.getpid()
-
-    def forward(self, rows: Tensor) -> Tensor:
-        assert os.getpid() != self.home
-        return super().forward(rows)
-
-
-def test_automatic_replicas_compute_nothing_in_the_program() -> None:
-    """Autograd would refuse to work in forks afterwards, where torch sees a GPU."""
-    with make(OnlyInWorkers(5, 3), replicas="auto") as trainer:
-        trainer.fit([batch()])
-        count = len(trainer.worker_pids)
-    assert count == min(3, len(os.sched_getaffinity(0)))
-
-
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fork_cannot_use_the_workers() -> None:
     with make() as trainer:
@@ -128,15 +110,6 @@ def test_a_fork_cannot_use_the_workers() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         trainer.step(batch())
         assert trainer.steps == 2
-
-
-def test_more_workers_than_cores_are_warned_of() -> None:
-    count = len(os.sched_getaffinity(0)) + 1
-    with (
-        make(replicas=count, microbatches=count) as trainer,
-        pytest.warns(UserWarning, match="`replicas` should be at most"),
-    ):
-        trainer.step(batch())
 
 
 # -- a system that gives no more -------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -70,19 +69,3 @@ def test_inputs_that_are_changed_in_place_stay_the_users_in_every_executor() -> 
     torch.testing.assert_close(found[0], plain.state_dict())
     for state in found[1:]:
         torch.testing.assert_close(state, found[0], rtol=0.0, atol=0.0)
-
-
-def test_a_containers_inputs_stay_the_callers() -> None:
-    net, x = InPlace(), batch()[0]
-    before, expected = x.clone(), net(x.clone())
-    with phalanx.DataParallel(net, devices=2) as model:
-        torch.testing.assert_close(model(x), expected)
-    assert torch.equal(x, before)
-
-
-def test_calls_by_several_threads_write_statistics_as_they_may() -> None:
-    net = nn.Sequential(nn.Linear(9, 4), nn.BatchNorm1d(4))
-    x = batch()[0]
-    with phalanx.DataParallel(net, devices=2) as model, ThreadPoolExecutor(4) as callers:
-        model(x)
-        assert len(list(callers.map(model, [x] * 40))) == 40

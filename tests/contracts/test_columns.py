@@ -270,18 +270,6 @@ def test_a_rule_of_ones_own_gets_outputs_as_they_are() -> None:
     assert_same_bits(got, [{"y": A}, "word", None])
 
 
-def test_a_rule_that_fails_keeps_its_error_and_buffers_stay_as_they_were() -> None:
-    class Breaks(ToAll):
-        def merge(self, outputs: list[Tensor]) -> Tensor:
-            raise KeyError("merge")
-
-    norm = nn.BatchNorm1d(4).double()
-    with of(Breaks, norm, nn.Identity()) as model, pytest.raises(KeyError, match="merge"):
-        model(draw(5, 4))
-    assert norm.num_batches_tracked.item() == 0
-    assert not norm.running_mean.any()
-
-
 # --- whole containers -----------------------------------------------------------------------------
 
 

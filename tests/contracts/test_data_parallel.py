@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx import DataParallel, Layout
@@ -434,28 +433,3 @@ def test_a_replica_without_a_part_takes_no_part() -> None:
     assert outputs[2] is None
     assert outputs[1].tolist() == [1.0, 1.0]
     assert seen == [1]
-
-
-# --- drawing in inference mode --------------------------------------------------------------------
-
-
-class RngMode(nn.Module):
-    def forward(self, inputs: Tensor) -> Tensor:
-        drawn = F.dropout(inputs, 0.3) + torch.randn_like(inputs) + torch.rand(inputs.shape)
-        F.dropout(drawn, 0.1, inplace=True)
-        return F.rrelu(drawn + F.alpha_dropout(inputs, 0.5, training=True), training=True)
-
-
-@pytest.mark.parametrize("make", [RngMode, lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout())])
-def test_layers_draw_the_same_numbers_in_inference_mode(make: Callable[[], nn.Module]) -> None:
-    net, x, found = make().float(), draw(6, 4, dtype=torch.float32), []
-    with parallel(net) as model:
-        for mode in (torch.no_grad, torch.inference_mode):
-            torch.manual_seed(2)
-            with mode():
-                found.append(model(x))
-        with torch.inference_mode():
-            other = model(x)
-        model(x)  # and it trains on
-    assert_close(found[1], found[0], torch.float32)  # operators taken apart round otherwise
-    assert not torch.equal(other, found[1])

@@ -235,28 +235,6 @@ def test_predictions_are_the_modules_own(executor: str, replicas: int) -> None:
     assert not found["scores"].requires_grad
 
 
-def test_batches_to_be_predicted_may_be_of_any_form_of_inputs() -> None:
-    x, scale = VALIDATION[0][0], torch.full((9, 1), 2.0)
-    with several("threads", 2) as trainer, several("inline", 1) as other:
-        expected = trainer.predict([(x, None)])["scores"]
-        scaled = trainer.predict([((x, scale), None)])["scores"]
-        for batch, wanted in [
-            (x, expected),
-            ((x,), expected),
-            ({"x": x}, expected),
-            ((x, VALIDATION[0][1]), expected),
-            ({"x": x, "scale": scale}, scaled),
-        ]:
-            assert torch.equal(trainer.predict([batch])["scores"], wanted)
-            assert torch.equal(other.predict([batch])["scores"], wanted)
-        assert not torch.equal(expected, scaled)
-        assert trainer.steps == 0
-        assert trainer.evaluate(VALIDATION) == other.evaluate(VALIDATION)
-        for each in (trainer, other):
-            each.fit(TRAIN)
-        assert_same(trainer.module, other.module)
-
-
 def test_a_function_of_the_users_own_predicts_too() -> None:
     def forward(module: nn.Module, batch: Any) -> Any:
         outputs = module(batch["x"])

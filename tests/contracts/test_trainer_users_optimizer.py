@@ -90,17 +90,6 @@ def test_a_step_replaced_on_the_optimizer_is_called(executor: str, replicas: int
     assert_alike(trained(make, nothing, executor, replicas), plain(make, nothing))
 
 
-@in_every_executor
-def test_a_step_replaced_after_some_steps_is_called_from_then_on(
-    executor: str, replicas: int
-) -> None:
-    def between(optimizer: Optimizer, index: int) -> None:
-        if index == 3:
-            centralize(optimizer)
-
-    assert_alike(trained(adamw, between, executor, replicas), plain(adamw, between))
-
-
 # -- hooks --------------------------------------------------------------
 
 

@@ -173,18 +173,6 @@ def test_mixed_precision_of_the_callers_is_the_same_on_one_device_and_two() -> N
     assert_same_bits(trained(["dev:0", "dev:1"]), trained(["dev:0"]))
 
 
-@pytest.mark.night  # half a minute, most of it torch's compiler's
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_model_trains_on_two_devices(backend: str) -> None:
-    def trained(devices: list[str]) -> dict[str, Any]:
-        module = net()
-        with trainer(devices, module=torch.compile(module, backend=backend)) as made:
-            made.fit(data(), progress=False)
-        return on_cpu(dict(module.state_dict()))
-
-    assert_same_bits(trained(["dev:0", "dev:1"]), trained(["cpu"]))
-
-
 def test_worker_processes_are_refused_with_the_way_out() -> None:
     for devices in (["dev:0", "dev:1"], ["cpu", "dev:0"]):
         with pytest.raises(UnsupportedError, match=r"executor='processes', but hold.*'threads'"):

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
 from phalanx.distributed.elastic_membership import RankMembership, Report
-from phalanx.errors import ConfigError, PeerTimeout, StateError, UnsupportedError
+from phalanx.errors import ConfigError, PeerTimeout
 from phalanx.ipc import wait_until
 from tests.contracts.test_executors_same_bits import (
     Run,
@@ -228,26 +228,6 @@ def test_who_was_let_in_since_the_last_beat_is_no_newcomer() -> None:
         goes_on.set()
         membership.leave()  # after the beat
     assert not membership.newcomers_wait
-
-
-def unpackable(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> str:
-    type(trained.module).get_extra_state = lambda _: {"a": object()}  # type: ignore[method-assign]
-    type(trained.module).set_extra_state = lambda *_: None  # type: ignore[method-assign]
-    try:
-        trained.fit(batches())
-    except (StateError, UnsupportedError) as error:
-        return f"{type(error).__name__}: {error}"
-    return f"{trained.steps}"
-
-
-def test_no_rank_begins_where_the_first_cannot_give_its_state(
-    children: Children, tmp_path: Path
-) -> None:
-    first, second = [
-        outcome(each) for each in Job(children, tmp_path, size=2).start_all({}, unpackable)
-    ]
-    assert first.startswith("UnsupportedError: `module.state_dict()` must hold")
-    assert "rank 0 says why" in second
 
 
 def stopped_in_one(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> str:

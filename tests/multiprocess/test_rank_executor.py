@@ -21,6 +21,7 @@ from tests.contracts.test_executors_same_bits import (
 )
 from tests.multiprocess.ranks import Ranks
 from tests.multiprocess.two_epochs import EPOCHS, batches, train_in_one_process
+from tests.zoo import simple_sgd as sgd
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
@@ -97,9 +98,6 @@ def test_a_stopped_process_is_resumed_by_a_job(two: Ranks, expected: Run, tmp_pa
         assert_same_bits(run, expected)
 
 
-# -- one slice per replica, metrics, other optimizers --------------------
-
-
 class Partly(nn.Module):
     """A part of it is used for some batches only, so its parameters get no gradient in others."""
 
@@ -121,12 +119,6 @@ def rows(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-OPTIMIZERS = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
-    "amsgrad": lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True),
-}
-
-
 # -- what goes wrong -----------------------------------------------------
 
 
@@ -142,7 +134,7 @@ def refused(rank: int, kind: str) -> tuple[str, str, bool]:
         batch = (good[0] + 1, good[1])
     kept = [p.clone() for p in net.parameters()]
     with phalanx.Trainer(
-        net, nn.functional.cross_entropy, OPTIMIZERS["sgd"], executor="ranks", microbatches=4
+        net, nn.functional.cross_entropy, sgd, executor="ranks", microbatches=4
     ) as trained:
         try:
             trained.step(batch)
@@ -263,7 +255,7 @@ def test_ranks_that_drift_apart_are_told(
 def stepped(rank: int, dies: bool) -> None:
     net = nn.Linear(5, 4)
     with phalanx.Trainer(
-        net, nn.functional.cross_entropy, OPTIMIZERS["sgd"], executor="ranks", microbatches=4
+        net, nn.functional.cross_entropy, sgd, executor="ranks", microbatches=4
     ) as trained:
         trained.step(rows([8])[0])
         if rank == 1 and dies:
@@ -282,9 +274,7 @@ def test_a_rank_that_dies_is_told_to_the_others(backend: str) -> None:
 def test_without_a_group_it_is_refused() -> None:
     net = nn.Linear(5, 4)
     with (
-        phalanx.Trainer(
-            net, nn.functional.cross_entropy, OPTIMIZERS["sgd"], executor="ranks"
-        ) as trained,
+        phalanx.Trainer(net, nn.functional.cross_entropy, sgd, executor="ranks") as trained,
         pytest.raises(StateError, match="process group"),
     ):
         trained.step(rows([8])[0])
