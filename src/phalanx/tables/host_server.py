@@ -5,7 +5,7 @@
       └─────is killed────┘
 
 The memory belongs to the host: a server that is killed loses nothing. Each worker process of the
-host waits for the server's death; the first to notice forks the next one, which maps the same
+host looks whether the server lives; the first to miss it forks the next one, which maps the same
 memory and takes the same address, so nobody has to be told. A fork needs no import of torch, so it
 listens after some milliseconds. It keeps the memory that its parent had at that moment, as far as
 the parent writes there later.
@@ -15,10 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import select
 import threading
-from array import array
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -39,10 +36,10 @@ _log = logging.getLogger(__name__)
 _NOBODY_HERE_S = 120.0
 _OVER_S = 1.0
 _LOCK_S = 10.0
-_AGAIN_MS = 1000.0
+_LOOK_S, _AGAIN_S = 0.05, 1.0
 _BEGIN_S = 10.0  # a fork that does not listen by then is replaced by another
 _PAGE_BYTES = 4096
-_LOCKS = _PAGE_BYTES - 3 * Mutex.NBYTES
+_LOCKS = _PAGE_BYTES - 2 * Mutex.NBYTES
 _SERVER, _OVER, _ADDRESS = 0, 2, 3  # words
 _ADDRESS_AT = 64
 
@@ -72,7 +69,7 @@ class ServerPage:
 
         words of 8 bytes   | server, 2 | OVER | length of the address |
         from byte 64       the address of the server
-        at the end         three locks
+        at the end         two locks
 
     The address counts when its length is written, and is written once.
 
@@ -91,13 +88,11 @@ class ServerPage:
         self._words = region.buffer[:_ADDRESS_AT].cast("q")
         self.serving = Mutex(region.buffer[_LOCKS:], "serving")
         self.starting = Mutex(region.buffer[_LOCKS + Mutex.NBYTES :], "starting a server")
-        self._writing = Mutex(region.buffer[_LOCKS + 2 * Mutex.NBYTES :], "server page")
 
     @property
     def server(self) -> ProcessIdentity | None:
         """The process that serves, or served last."""
-        with self._writing.held(_LOCK_S):
-            pid, start_ticks = self._words[_SERVER : _SERVER + 2]
+        pid, start_ticks = self._words[_SERVER : _SERVER + 2]
         return ProcessIdentity(pid, start_ticks) if pid else None
 
     @property
@@ -118,12 +113,13 @@ class ServerPage:
         return bytes(self._buffer[_ADDRESS_AT : _ADDRESS_AT + length]).decode() if length else None
 
     def begin(self, address: str) -> None:
-        """Say that this process serves."""
-        encoded = address.encode()
-        with self._writing.held(_LOCK_S):
-            self._buffer[_ADDRESS_AT : _ADDRESS_AT + len(encoded)] = encoded
-            self._words[_ADDRESS] = len(encoded)
-            self._words[_SERVER : _SERVER + 2] = memoryview(array("q", ProcessIdentity.current()))
+        """Say that this process serves; it holds :attr:`serving`."""
+        encoded, me = address.encode(), ProcessIdentity.current()
+        self._buffer[_ADDRESS_AT : _ADDRESS_AT + len(encoded)] = encoded
+        self._words[_ADDRESS] = len(encoded)
+        # Who reads between the two finds no process that lives, and looks again.
+        self._words[_SERVER + 1] = me.start_ticks
+        self._words[_SERVER] = me.pid
 
     def end(self) -> None:
         """Say that nobody needs to serve any more."""
@@ -144,7 +140,7 @@ class ServerWatch:
     def __init__(self, page: ServerPage, spec: ServerSpec) -> None:
         self._page = page
         self._spec = spec
-        self._ended = os.eventfd(0, os.EFD_CLOEXEC)
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="phalanx server", daemon=True)
         self._thread.start()
 
@@ -162,69 +158,37 @@ class ServerWatch:
         return str(self._page.address)
 
     def _run(self) -> None:
-        while not self._page.is_over:
+        rest_s = 0.0
+        while not (self._ended.wait(rest_s) or self._page.is_over):
+            rest_s = _LOOK_S
             try:
-                if self._wait_for_its_death():
-                    return
-                with self._page.starting.held(_BEGIN_S + _LOCK_S):
-                    self._start()
+                if not self._page.is_served:
+                    with self._page.starting.held(_BEGIN_S + _LOCK_S):
+                        self._start()
             except (PhalanxError, OSError) as exc:  # the system starts no process, say
                 _log.error("Host %d has no server yet: %s", self._spec.host, exc)
-                if _readable(_AGAIN_MS, self._ended):
-                    return
+                rest_s = _AGAIN_S
 
     def _start(self) -> None:
         """Fork a server, unless another process has. This thread has never run OpenMP."""
         page = self._page
         if page.is_over or page.is_served:
             return
-        start_server(self._spec)
-        wait_until(lambda: page.is_over or page.is_served or self._is_ended(), _BEGIN_S)
-
-    def _is_ended(self) -> bool:
-        return bool(_readable(0.0, self._ended))
-
-    def _wait_for_its_death(self) -> bool:
-        """Wait until the server is gone; return True if the watch is to end before."""
-        server = self._page.server
-        descriptor = None if server is None else server.open_descriptor()
-        if descriptor is None:
-            return self._is_ended()
-        try:
-            return self._ended in _readable(None, descriptor, self._ended)
-        finally:
-            os.close(descriptor)
+        fork_apart(lambda: serve(self._spec))  # it outlives this process
+        wait_until(lambda: page.is_over or page.is_served or self._ended.is_set(), _BEGIN_S)
 
     def close(self, timeout_s: float) -> None:
         """End the watch."""
-        os.eventfd_write(self._ended, 1)
+        self._ended.set()
         self._thread.join(timeout_s)
-        if not self._thread.is_alive():
-            os.close(self._ended)
-
-
-def _readable(timeout_ms: float | None, *descriptors: int) -> list[int]:
-    poll = select.poll()
-    for descriptor in descriptors:
-        poll.register(descriptor, select.POLLIN)
-    return [descriptor for descriptor, _ in poll.poll(timeout_ms)]
-
-
-def start_server(spec: ServerSpec) -> None:
-    """Fork a server, which outlives this process."""
-    fork_apart(lambda: _be_server(spec))
 
 
 # --- the process ----------------------------------------------------------------------------------
 
 
-def _be_server(spec: ServerSpec) -> None:
-    torch.set_num_threads(1)
-    serve(spec)
-
-
 def serve(spec: ServerSpec) -> None:
     """Serve this host's rows until all workers have left."""
+    torch.set_num_threads(1)
     context = RunContext(spec.run, create=True)
     try:
         page = ServerPage(context.regions)
