@@ -199,12 +199,6 @@ def test_the_bits_are_the_same_for_one_replica_and_two(case: Case) -> None:
     assert same(one, two)
 
 
-def test_the_bits_are_the_same_in_worker_processes() -> None:
-    threads = train(seeded(gpt2), make_loader("causal"), num_predicted)
-    processes = train(seeded(gpt2), make_loader("causal"), num_predicted, executor="processes")
-    assert same(threads, processes)
-
-
 @pytest.mark.parametrize(
     ("make", "kind", "weight"),
     [(gpt2, "causal", num_predicted), (masked, "masked", num_masked)],

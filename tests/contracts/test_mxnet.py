@@ -314,18 +314,6 @@ def test_the_gradient_of_an_output_without_rows_is_counted_once():
     assert_close(net.body.weight.grad, twin.body.weight.grad, F64)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_the_module_keeps_its_mode_and_that_of_its_parts(training):
-    net = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(5)).double().train(training)
-    net[1].eval()
-    before = [each.training for each in net.modules()]
-    with group_of(net, desc("input", 9, 5), devices=2) as group:
-        group.forward(draw(9, 5))
-        assert [each.training for each in net.modules()] == before
-        group.forward(draw(9, 5), is_train=False)
-        assert [each.training for each in net.modules()] == before
-
-
 class Repeated(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -117,28 +115,6 @@ def test_names_are_chosen_by_pattern_and_sorted_if_asked() -> None:
         net.add_module(name, nn.Linear(4, 4))
     (records,) = watch(Monitor(pattern="a.*output", sort=True), net, draw(3, 4))
     assert [name for _, name, _ in records] == ["a.output", "ab.output"]
-
-
-class Nested(nn.Module):
-    """Takes words and keys, and returns a dict with a tuple and a number that is no tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(5, 3)
-
-    def forward(self, tokens: Tensor, *, scale: Tensor, empty: Tensor | None = None) -> Any:
-        words = self.words(tokens)
-        return {"all": (words * scale, words[:0]), "count": len(tokens)}
-
-
-def test_nested_values_are_told_by_their_paths() -> None:
-    net, tokens, scale = Nested(), torch.tensor([1, 4]), torch.tensor(2.0, dtype=torch.float16)
-    monitor = Monitor(1, norm)
-    monitor.install(net)
-    monitor.tic()
-    net(tokens, scale=scale)
-    names = [name for _, name, _ in monitor.toc()]
-    assert names == ["words.output", "output.all.0", "words.weight"]
 
 
 # -- replicas --------------------------------------------------------

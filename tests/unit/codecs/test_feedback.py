@@ -57,22 +57,3 @@ def test_finite_values_whose_sum_is_not_leave_the_error_as_it_was() -> None:
     committed(feedback, torch.tensor([3.3e38, 3.2e38]))
     assert committed(feedback, torch.tensor([0.0, 3.2e38])).tolist() == [0.0, math.inf]
     assert feedback.state_dict()["weight"].tolist() == torch.tensor([0.0, 3.2e38]).tolist()
-
-
-def test_what_was_handed_out_and_taken_in_stays_apart() -> None:
-    feedback = Feedback("top_k(0.5)")
-    committed(feedback, torch.tensor([3.0, 2.0]))
-    state = feedback.state_dict()
-    other = Feedback("top_k(0.5)")
-    other.load_state_dict(state)
-    committed(feedback, torch.tensor([0.0, 5.0]))
-    assert state["weight"].tolist() == [0.0, 2.0]
-    state["weight"].zero_()
-    assert other.state_dict()["weight"].tolist() == [0.0, 2.0]
-
-
-def test_loading_forgets_what_is_pending() -> None:
-    feedback = Feedback("top_k(0.5)")
-    sent(feedback, torch.tensor([3.0, 2.0]))
-    feedback.load_state_dict({})
-    assert committed(feedback, torch.zeros(2)).tolist() == [0.0, 0.0]

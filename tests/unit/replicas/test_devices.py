@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from phalanx.errors import ConfigError
-from phalanx.replicas import known_devices, present_devices, resolve_device, resolve_devices
+from phalanx.replicas import known_devices, resolve_device, resolve_devices
 
 CPU = torch.device("cpu")
 
@@ -95,19 +95,3 @@ def test_without_an_accelerator_the_cpu_is_all_there_is() -> None:
 @pytest.mark.usefixtures("two_gpus")
 def test_accelerators_are_all_there_is_where_there_are_any() -> None:
     assert known_devices() == (cuda(0), cuda(1))
-
-
-@pytest.mark.usefixtures("no_gpu")
-def test_devices_that_are_gone_are_replaced_with_one_warning() -> None:
-    with pytest.warns(
-        UserWarning, match=r"made for cuda:0, cuda:3, which .* they run on cpu"
-    ) as told:
-        assert present_devices([cuda(0), CPU, cuda(3)]) == (CPU, CPU, CPU)
-    assert len(told) == 1
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_devices_that_are_gone_are_dealt_out_over_those_there_are() -> None:
-    with pytest.warns(UserWarning, match=r"made for cuda:4, cuda:5, cuda:6, .* on cuda:0, cuda:1"):
-        found = present_devices([cuda(4), cuda(5), cuda(6), CPU])
-    assert found == (cuda(0), cuda(1), cuda(0), CPU)
