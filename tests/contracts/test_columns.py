@@ -18,13 +18,11 @@ from tests.contracts.containers import (
     Columns,
     PlainMixture,
     Slices,
-    Weighed,
     assert_equal_pass,
     draw,
     fresh,
     loss_of,
     one_pass,
-    places,
     spread,
 )
 from tests.zoo import assert_close, assert_same_bits, gradients_of, sgd
@@ -128,16 +126,6 @@ def test_the_next_device_is_the_least_loaded(placed: list[tuple[str, int]], expe
     assert least_loaded(["a", "b", "c"], placed) == expected
 
 
-@pytest.mark.gpu
-def test_columns_spread_over_the_gpus_there_are(gpu: torch.device) -> None:
-    count = torch.accelerator.device_count()
-    with Slices() as container:
-        for index in range(2 * count):
-            container.add(nn.Linear(4, 4))
-            assert container.devices[index] == torch.device(gpu.type, index % count)
-    assert list(container.devices[:3]) == places(gpu, 3)[: 2 * count]
-
-
 # --- distribute -----------------------------------------------------------------------------------
 
 CALLS: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = [
@@ -192,34 +180,6 @@ def test_parts_may_be_of_any_shape_and_structure() -> None:
         assert_same_bits(model(x), [x[:1], {"input": x[1:]}, None])
 
 
-def test_several_inputs_come_as_a_tuple_and_keywords_go_whole_to_all(device: torch.device) -> None:
-    class Pairs(phalanx.AbstractParallel):
-        def distribute(self, inputs: Any) -> list[Any]:
-            x, weights = inputs
-            return [(piece, weights * (1 + place)) for place, piece in enumerate(x.split(4))]
-
-    class Shifted(Weighed):
-        def forward(self, x: Tensor, weights: Tensor, shift: Tensor | float = 0.0) -> Tensor:
-            return super().forward(x, weights) + shift
-
-    columns = [Shifted().double().to(device) for _ in range(2)]
-    twins = copy.deepcopy(columns)
-    inputs = [draw(7, 7, device=device), draw(7, device=device), draw(4, device=device)]
-    (x, weights, shift), mine = fresh(inputs), fresh(inputs)
-    with spread(columns, device, Pairs(dim=0)) as container:
-        output = container(mine[0], mine[1], shift=mine[2])
-        loss_of(output).backward()
-    pieces = [
-        twin(piece, weights * (1 + place), shift=shift)
-        for place, (twin, piece) in enumerate(zip(twins, x.split(4), strict=True))
-    ]
-    loss_of(torch.cat(pieces)).backward()
-    assert_close(output.to(device), torch.cat(pieces), F64)
-    assert_close([each.grad for each in mine], [x.grad, weights.grad, shift.grad], F64)
-    for column, twin in zip(columns, twins, strict=True):
-        assert_close(gradients_of(column.to(device)), gradients_of(twin), F64)
-
-
 # --- merge ----------------------------------------------------------------------------------------
 
 
@@ -255,19 +215,6 @@ def test_by_default_outputs_are_concatenated_leaf_by_leaf(
 ) -> None:
     with of(kind, *map(Returns, outputs), dim=dim) as model:
         assert_same_bits(model(draw(5, 4)), expected)
-
-
-def test_a_rule_of_ones_own_gets_outputs_as_they_are() -> None:
-    got: list[Any] = []
-
-    class Takes(ToAll):
-        def merge(self, outputs: list[Any]) -> str:
-            got.extend(outputs)
-            return "merged"
-
-    with of(Takes, Returns({"y": A}), Returns("word"), Returns(None)) as model:
-        assert model(draw(5, 4)) == "merged"
-    assert_same_bits(got, [{"y": A}, "word", None])
 
 
 # --- whole containers -----------------------------------------------------------------------------

@@ -217,17 +217,6 @@ def test_stacked_and_left_apart(device: torch.device) -> None:
     assert_close(x.grad, shares[:, None].expand(8, 3), F64)
 
 
-def test_whole_outputs_left_apart_may_differ_in_structure(device: torch.device) -> None:
-    class Odd(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return x.sum() if len(x) == 2 else {"rows": x}
-
-    with parallel(Odd(), device, output="per_replica") as model:
-        found = model(draw(5, 3, device=device))
-        assert [type(each) for each in found] == [Tensor, Tensor, dict]
-        assert [len(model(draw(rows, 3, device=device))) for rows in (1, 2, 5, 0)] == [1, 2, 3, 1]
-
-
 # --- buffers --------------------------------------------------------------------------------------
 
 

@@ -42,7 +42,7 @@ from tests.contracts.groups import (
     labels_desc,
 )
 from tests.multiprocess.fork_server import context
-from tests.zoo import assert_close, gradients_of, state_of, twin_of
+from tests.zoo import assert_close, gradients_of, state_of
 
 pytestmark = [pytest.mark.devices, pytest.mark.promise("executor-groups", "mxnet")]
 
@@ -155,18 +155,6 @@ def test_layout_merged_and_per_device():
         assert [tuple(grad.shape) for grad in grads] == [(3, 4, 7)] * 2
         assert group.get_input_grads()[0].shape == (3, 8, 7)
         assert_close(group.get_input_grads()[0], 1 - x.tanh().square(), F64)
-
-
-def test_layout_of_an_uneven_batch():
-    """What the original refused: 8 rows over three devices, and unequal ones."""
-    data, out = desc("input", 3, 15, 7, layout="TNC"), desc("output", 3, 15, 7, layout="TNC")
-    x = draw(3, 15, 7)
-    with group_of(nn.Tanh(), data, output_shapes=[out]) as group:
-        group.forward(x)
-        (parts,) = group.get_outputs(False)
-        assert [tuple(part.shape) for part in parts] == [(3, 1, 7), (3, 5, 7), (3, 9, 7)]
-        assert torch.equal(group.get_outputs()[0].cpu(), x.tanh())
-        assert list(group.get_output_shapes()) == [("output", (3, 15, 7))]
 
 
 # --- outputs and gradients ------------------------------------------------------------------------
@@ -284,22 +272,6 @@ def test_out_grads_by_name_leave_others_without_gradient():
     assert_close(gradients_of(net), gradients_of(twin), F64)
 
 
-def test_statistics_weigh_by_rows_wherever_the_batch_axis_is():
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("mean", torch.zeros(2, dtype=F64))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.mean = x.mean((0, 1)).detach()
-            return x
-
-    net, x = Counting(), draw(3, 15, 2)
-    with group_of(net, desc("x", 3, 15, 2, layout="TNC")) as group:
-        group.forward(x)
-    assert_close(net.mean, x.mean((0, 1)), F64)
-
-
 def test_the_gradient_of_an_output_without_rows_is_counted_once():
     class Sums(Net):
         def forward(self, data: Tensor) -> tuple[Tensor, Tensor]:
@@ -403,44 +375,6 @@ def test_reshape_notices_a_change_of_dtype_or_layout_alone():
         group.forward(x.float())
         assert {part.dtype for part in group.get_outputs(False)[0]} == {torch.float32}
     assert out
-
-
-class Convolved(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv_1 = nn.Conv2d(3, 4, 3)
-        self.conv_2 = nn.Conv2d(3, 2, 2)
-        self.fc = nn.Linear(6, 4)
-        self.double()
-
-    def forward(self, data_1: Tensor, data_2: Tensor, label: Tensor) -> Tensor:
-        seen = [
-            self.conv_1(data_1).tanh().mean((2, 3)),
-            self.conv_2(data_2).tanh().mean((2, 3)),
-        ]
-        return F.cross_entropy(self.fc(torch.cat(seen, 1)), label)
-
-
-def test_forward_reshapes_by_itself():
-    net = Convolved()
-    descs = [desc("data_1", 10, 3, 9, 9), desc("data_2", 10, 3, 8, 8)]
-    with group_of(net, *descs, devices=TWO, label_shapes=[labels_desc(10)]) as group:
-        for rows, side in [(10, 9), (3, 9), (20, 9), (20, 12), (5, 12), (10, 9)]:
-            values = {
-                "data_1": draw(rows, 3, side, side),
-                "data_2": draw(rows, 3, side + 1, side - 1, seed=1),
-            }
-            twin = twin_of(net)
-            for parameter in twin.parameters():
-                parameter.grad = None
-            expected = twin(**values, label=classes(rows))
-            expected.backward()
-            group.forward(DataBatch(values, classes(rows)))
-            assert group.batch_size == rows
-            assert_close(group.get_outputs()[0], expected.detach(), F64)
-            group.backward()
-            assert_close(gradients_of(net), gradients_of(twin), F64)
 
 
 @pytest.mark.skipif(hasattr(torch, "dev"), reason="weighs what lies on the CPU")

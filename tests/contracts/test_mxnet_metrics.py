@@ -142,38 +142,6 @@ def test_outputs_have_no_padded_rows():
 # --- several outputs, MXNet's own metrics ---------------------------------------------------------
 
 
-class Difference(torchmetrics.Metric):
-    """Takes two outputs and two labels, and makes its own tensors where it is."""
-
-    full_state_update = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-
-    def update(self, outputs: list[Tensor], labels: list[Tensor]) -> None:
-        for output, label in zip(outputs, labels, strict=True):
-            self.total += (output - label).sum()
-
-    def compute(self) -> Tensor:
-        return self.total
-
-
-class Two(nn.Module):
-    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        return input, input * 2
-
-
-def test_labels_and_the_metric_come_to_where_several_outputs_lie():
-    x, y, z, metric = draw(15, 5), draw(15, 5, seed=1), draw(15, 5, seed=2), Difference()
-    labels = [desc("y", 15, 5), desc("z", 15, 5)]
-    with group_of(Two(), desc("input", 15, 5), label_shapes=labels) as group:
-        group.forward(x)
-        group.update_metric(metric, (y, z))
-    assert_close(metric.compute(), (x * 3 - y - z).sum(), F64)
-    assert metric.device == torch.device("cpu")
-
-
 def test_a_loss_stands_for_its_rows_where_labels_have_them_in_another_dim():
     class Mean(nn.Module):
         def forward(self, data: Tensor, label: Tensor) -> Tensor:

@@ -162,15 +162,6 @@ def test_monitor_records_each_thing_once_on_one_device():
     assert found == counts
 
 
-def test_a_replica_without_rows_tells_nothing() -> None:
-    monitor = Monitor(pattern="output")
-    with DataParallel(make_net(), THREE) as model:
-        monitor.install(model)
-        monitor.tic()
-        model(draw(2, 4))
-        assert [name for _, name, _ in monitor.toc()] == ["output@0", "output@1"]
-
-
 @pytest.mark.parametrize("devices", [None, THREE])
 def test_a_monitor_does_not_show_in_the_bits(devices: list[str] | None) -> None:
     def run(monitor: Monitor | None) -> list[Tensor]:

@@ -42,16 +42,6 @@ def samples(count: int) -> list[DistributedTrainingSample]:
 TRAINER = DataParallelTrainer()
 
 
-def test_split_even():
-    assert [len(bucket) for bucket in TRAINER.split_batch(samples(8), 4)] == [2, 2, 2, 2]
-
-
-def test_split_uneven():
-    buckets = TRAINER.split_batch(samples(10), 3)
-    assert len(buckets) == 3
-    assert sum(len(bucket) for bucket in buckets) == 10
-
-
 def test_split_over_no_workers():
     assert TRAINER.split_batch(samples(5), 0) == []
 

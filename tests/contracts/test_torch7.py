@@ -173,21 +173,6 @@ def test_passes_accumulate_and_are_scaled(pair):
     close(gradients(made), gradients(twin))
 
 
-def test_an_update_is_plain_gradient_descent(pair):
-    made, twin = pair
-    optimizer = torch.optim.SGD(twin.parameters(), lr=LR)
-    for seed in range(3):
-        x, g = draw(5, 4, seed=seed), g_for(made, seed=seed + 9)
-        optimizer.zero_grad()
-        twin(x).backward(g)
-        optimizer.step()
-        made.zeroGradParameters()
-        made.forward(x)
-        made.backward(x, g)
-        made.updateParameters(LR)
-    close(values(made), values(twin))
-
-
 def test_an_immediate_update_leaves_gradients_alone(pair):
     made, twin = pair
     x, g = draw(5, 4), g_for(made, seed=1)
@@ -404,69 +389,7 @@ def test_outputs_of_any_size_are_joined(kind, make, shape, sizes):
         close(gradients(net), gradients(twin))
 
 
-@pytest.mark.parametrize("kind", [torch7.DataParallel, torch7.DataParallelTable])
-def test_an_empty_tensor_of_a_table_is_given_whole(kind):
-    class Second(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = mlp()
-
-        def forward(self, table: list[Tensor]) -> Tensor:
-            assert table[0].shape == (0,)
-            return self.layers(table[1])
-
-    twin, x = mlp(), draw(7, 4).requires_grad_()
-    expected, table = twin(x), [torch.empty(0), x]
-    expected.backward(torch.ones(7, 3))
-    with kind(0) as net:
-        for place in THREE:
-            net.add(Second(), place)
-        close(net.forward(table), expected.detach())
-        empty, found = net.backward(table, torch.ones(7, 3))
-        assert empty.shape == (0,)
-        close(found, x.grad)
-
-
 # --- columns and devices --------------------------------------------------------------------------
-
-
-def test_children_are_counted_from_zero(pair):
-    made, _ = pair
-    assert isinstance(made.get(0), nn.Module)
-    with pytest.raises(StateError, match="needs a module"):
-        torch7.DataParallelTable(0).get(0)
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda net: torch7.DataParallelTable(0).add(net, "cpu"),
-        lambda net: torch7.DataParallel(0).add(net, "cpu"),
-        lambda net: torch7.ModelParallel(0).add(net, "cpu"),
-        lambda net: torch7.GPU(net, "cpu"),
-    ],
-)
-def test_containers_take_the_module_out_of_its_wrapper(wrap):
-    net = mlp()
-    assert wrap(torch7.Explicit(net)).get(0) is net
-
-
-def test_a_wrapped_module_inside_a_wrapped_model_shows_its_names():
-    def build():
-        inner = [torch7.Explicit(nn.Linear(3, 2)), torch7.Explicit(nn.Sequential(nn.Linear(2, 2)))]
-        return torch7.Explicit(nn.Sequential(*inner))
-
-    first, second = build(), build()
-    names = ["0.weight", "0.bias", "1.0.weight", "1.0.bias"]
-    assert list(first.state_dict()) == names
-    assert [name for name, _ in first.named_parameters()] == names
-    second.share(first, "weight")
-    for one, other in zip(first.modules(), second.modules(), strict=True):
-        if isinstance(one, nn.Linear):
-            assert other.weight is one.weight
-            assert other.bias is not one.bias
-    assert [name for name, _ in second.named_parameters()] == names
-    assert first.get(0).in_features == 3  # an attribute of the module inside
 
 
 def test_threads_run_the_function_before_or_after_add():
@@ -499,24 +422,6 @@ def test_the_first_device_may_be_any(first, gpu):
         assert_close(net.forward(x).cpu(), twin(x).detach(), F64)
         assert_close(net.backward(x, g), leaf.grad, F64)
         assert_close([p.grad.cpu() for p in net.parameters()], gradients_of(twin), F64)
-
-
-@pytest.mark.parametrize("way", [lambda net: net.clone(), stored])
-def test_columns_keep_their_devices_when_stored(way):
-    made = torch7.ModelParallel(1).add(net_of(4, 2), "cpu").add(net_of(4, 3), "cpu")
-    x, g = draw(5, 4), draw(5, 5)
-    expected = made.forward(x)
-    gradient = made.backward(x, g)
-    other = way(made.float()).double()
-    assert other.devices == made.devices
-    assert other.gradInput.numel() == 0
-    made.double()
-    assert_close(other.forward(x), made.forward(x), F64)
-    assert_close(other.backward(x, g), made.backward(x, g), F64)
-    assert (expected - other.output).abs().max() < 1e-6  # weights have been float32 meanwhile
-    assert (gradient - other.gradInput).abs().max() < 1e-6
-    made.close()
-    other.close()
 
 
 @pytest.mark.parametrize("make", [torch7.DataParallel, torch7.DataParallelTable])
@@ -741,18 +646,6 @@ def test_zeroing_keeps_gradients_flat(zero):
         torch.optim.SGD(net.parameters(), lr=LR).zero_grad()
         assert not net.getParameters()[1].any()
         assert net.getParameters()[1].data_ptr() == grads.data_ptr()
-
-
-@pytest.mark.parametrize("change", ["share", "double"])
-def test_flat_tensors_follow_parameters_that_were_exchanged(change):
-    net, other = torch7.Explicit(zoo_mlp(F64)), zoo_mlp(F64, seed=1)
-    net.getParameters()
-    net.float() if change == "double" else net.share(other)
-    values, _ = net.getParameters()
-    expected = [parameter.detach().flatten() for parameter in net.parameters()]
-    assert torch.equal(values, torch.cat(expected))
-    values.zero_()
-    assert not any(parameter.any() for parameter in net.parameters())
 
 
 @pytest.mark.parametrize("flatten", [False, True])
