@@ -261,11 +261,12 @@ class GroupRendezvous:
         assert hello is not None
         fd = _read(f"card/{first}", self._wait_for(f"card/{first}", first), _is_number)
         try:
-            region = Region.borrow(hello.pid, fd, needed_bytes, label="group")
+            region = Region.borrow(hello.pid, fd, label="group")
         except PeerLost:
             self._rest([first])  # its maker gave up: because a rank died, as a rule
             raise
-        if not StatusPages.is_in(region, 0, size, ProcessIdentity(hello.pid, hello.start_ticks)):
+        maker = ProcessIdentity(hello.pid, hello.start_ticks)
+        if region.nbytes < needed_bytes or not StatusPages.is_in(region, 0, size, maker):
             region.close()
             raise _not_ours(f"card/{first}", str(fd))
         return region

@@ -11,20 +11,17 @@ compared, once it is locked, with what the path leads to; if they differ we star
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
 import shutil
-import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
 
-from phalanx.errors import ConfigError, OutOfSpace, PeerTimeout, StateError
+from phalanx.errors import ConfigError, PeerTimeout, StateError
 from phalanx.ipc.at_fork import register_at_fork
 from phalanx.ipc.liveness import Waiting
-from phalanx.ipc.region import NO_DESCRIPTOR, Region, check_room, reserve, telling_of_descriptors
+from phalanx.ipc.region import Region, check_room, reserve
 
 __all__ = ["RunDirectory"]
 
@@ -67,21 +64,18 @@ class RunDirectory:
             base: Where the directory is made.
 
         Raises:
-            ConfigError: The name is none, or the directory cannot be trusted: it is a link,
-                another user's, or open to others.
-            OutOfSpace: ``base`` is full, or there is no descriptor left.
+            ConfigError: The name is none, or the directory is another user's, or open to others.
         """
         path = Path(base) / f"{_prefix()}{_checked(name)}"
         waiting = Waiting(_OPEN_S)
-        with telling_of_descriptors(f"run directory {str(path)!r}"):
-            cls.sweep(base=base)
-            while (fd := _become_member(path)) is None:
-                if waiting.over():
-                    raise PeerTimeout(
-                        f"Run directory {str(path)!r} was locked or removed by others for "
-                        f"{_OPEN_S:g} s. End the process that does it, or use another name."
-                    )
-                waiting.rest()
+        cls.sweep(base=base)
+        while (fd := _become_member(path)) is None:
+            if waiting.over():
+                raise PeerTimeout(
+                    f"Run directory {str(path)!r} was locked or removed by others for "
+                    f"{_OPEN_S:g} s. End the process that does it, or use another name."
+                )
+            waiting.rest()
         return cls(path, fd)
 
     @staticmethod
@@ -119,91 +113,71 @@ class RunDirectory:
                 :meth:`Region.reserve_part` gives others memory, before anybody touches them.
 
         Raises:
-            ConfigError: There is such a region of another size, or a file that is no region.
+            ConfigError: There is such a region of another size.
             StateError: It is not there and ``create`` is False; this membership has ended; or the
                 directory was removed.
-            OutOfSpace: There is not so much room, or no descriptor left.
+            OutOfSpace: There is not so much room.
         """
         if self.closed:
             raise StateError(
                 f"Run directory {self.path.name!r} must be joined by this process, but is closed. "
                 "After a fork, call `RunDirectory.join` again."
             )
-        _checked(name)
-        if type(nbytes) is not int or nbytes < 1:
-            raise ConfigError(f"`nbytes` must be a positive integer, but is {nbytes!r}.")
-        with telling_of_descriptors(f"region {name!r}"):
-            region = self._existing(name, nbytes)
-            if region is None and create:
-                region = self._new(name, nbytes, reserved) or self._existing(name, nbytes)
+        region = self._existing(_checked(name))
+        if region is None and create:
+            region = self._new(name, nbytes, reserved) or self._existing(name)
         if region is None:
             raise StateError(
                 f"Region {name!r} must be made by a member of the run first, but is not there."
             )
-        return region
-
-    def _existing(self, name: str, nbytes: int) -> Region | None:
-        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        try:
-            fd = os.open(f"{name}.region", flags, dir_fd=self._fd)
-        except FileNotFoundError:
-            return None
-        except OSError as exc:
-            if exc.errno in NO_DESCRIPTOR:
-                raise
-            raise ConfigError(
-                f"Region {name!r} must be a file of ours, but is not ({exc.strerror})."
-            ) from exc
-        region = Region.attach(fd, label=name, directory=self.path.parent)
         if region.nbytes != nbytes:
-            size = region.nbytes
             region.close()
             raise ConfigError(
-                f"`nbytes` must be the size that region {name!r} was made with ({size}), but is "
-                f"{nbytes!r}. Let all members use one version of Phalanx."
+                f"`nbytes` must be the size that region {name!r} was made with ({region.nbytes}), "
+                f"but is {nbytes!r}. Let all members use one version of Phalanx."
             )
         return region
+
+    def _existing(self, name: str) -> Region | None:
+        try:
+            fd = os.open(f"{name}.region", os.O_RDWR | os.O_CLOEXEC, dir_fd=self._fd)
+        except FileNotFoundError:
+            return None
+        return Region.attach(fd, label=name, directory=self.path.parent)
 
     def _new(self, name: str, nbytes: int, reserved: int | None) -> Region | None:
         """Make a region without a name and name it when it is whole; None if another was first."""
         reserved = nbytes if reserved is None else reserved
         check_room(reserved, name)
-        flags = os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC
-        if not _leads_to(self.path, self._fd):
-            raise StateError(
-                f"Run directory {str(self.path)!r} was removed before its last member has left. "
-                "What is open stays usable; for anything new, let all members leave, "
-                "and join again."
-            )
         try:
-            fd = os.open(".", flags, 0o600, dir_fd=self._fd)
+            fd = os.open(".", os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
         except OSError as exc:
-            _refuse_base(self.path.parent, exc)
+            if _leads_to(self.path, self._fd):
+                raise
+            raise StateError(
+                f"Run directory {str(self.path)!r} was removed before its last member left. Open "
+                "regions stay usable; for anything new, let all members leave, and join again."
+            ) from exc
         try:
             reserve(fd, reserved, name, self.path.parent)
             os.ftruncate(fd, nbytes)
             source, target = f"/proc/self/fd/{fd}", f"{name}.region"
             os.link(source, target, dst_dir_fd=self._fd, follow_symlinks=True)
-        except FileExistsError:
+        except BaseException as exc:
             os.close(fd)
-            return None
-        except BaseException:
-            os.close(fd)
+            if isinstance(exc, FileExistsError):
+                return None
             raise
-        return Region.attach(fd, nbytes, label=name, directory=self.path.parent)
+        return Region.attach(fd, label=name, directory=self.path.parent)
 
     def close(self) -> None:
         """Leave the run; the last member removes the directory. Open regions stay usable."""
         if self.closed:
             return
         fd, self._fd = self._fd, -1
-        try:
+        with suppress(OSError):  # then it is left for the next `sweep`
             _remove_if_alone(self.path, fd)
-        except OSError as exc:
-            if exc.errno not in NO_DESCRIPTOR:  # without one, it is left for the next `sweep`
-                raise
-        finally:
-            os.close(fd)
+        os.close(fd)
 
     def forget(self) -> None:
         """Stop being a member in a forked child, which leaves the parent's membership alone."""
@@ -239,20 +213,18 @@ def _checked(name: str) -> str:
 
 def _become_member(path: Path) -> int | None:
     """Return the directory's descriptor, locked; None where others sweep or remove it."""
-    try:
-        with suppress(FileExistsError):
-            os.mkdir(path, 0o700)
-    except OSError as exc:
-        _refuse_base(path.parent, exc)
+    with suppress(FileExistsError):
+        os.mkdir(path, 0o700)
     try:
         fd = _open_directory(path)
     except FileNotFoundError:
         return None
     try:
-        if _try_lock(fd, fcntl.LOCK_EX) and _leads_to(path, fd):
-            _remove_contents(fd)  # of a run that crashed
+        has_crashed = _is_alone(path, fd) and bool(os.listdir(fd))
+        if has_crashed:
+            shutil.rmtree(path)
         # A lock cannot be turned from exclusive to shared in one step, hence the look afterwards.
-        if _try_lock(fd, fcntl.LOCK_SH) and _leads_to(path, fd):
+        elif _try_lock(fd, fcntl.LOCK_SH) and _leads_to(path, fd):
             return fd
     except BaseException:
         os.close(fd)
@@ -261,43 +233,18 @@ def _become_member(path: Path) -> int | None:
     return None
 
 
-def _refuse_base(base: Path, exc: OSError) -> NoReturn:
-    if exc.errno in NO_DESCRIPTOR:
-        raise exc
-    if exc.errno in (errno.ENOSPC, errno.EDQUOT):
-        raise OutOfSpace(
-            f"No space is left in {str(base)!r}. Make room there, or give `base` a folder on "
-            "another disk."
-        ) from exc
-    raise ConfigError(
-        f"`base` must be a folder for temporary files of ours, but {str(base)!r} is not "
-        f"({exc.strerror}). Give `base` another, on a local disk."
-    ) from exc
-
-
 def _open_directory(path: Path) -> int:
     """Open a run directory, if it is as we make them."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        fd = os.open(path, flags)
-    except OSError as exc:
-        if exc.errno in (errno.ELOOP, errno.ENOTDIR, errno.EACCES):
-            raise _untrusted(path, str(exc.strerror)) from exc
-        raise
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     found = os.fstat(fd)
-    mode = stat.S_IMODE(found.st_mode)
-    # A base with the setgid bit hands it down; it opens the directory to nobody.
-    if found.st_uid != os.geteuid() or mode & ~stat.S_ISGID != 0o700:
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
         os.close(fd)
-        raise _untrusted(path, f"it is user {found.st_uid}'s, of mode {mode:#o}")
+        raise ConfigError(
+            f"Run directory {str(path)!r} must be a directory of this user ({os.geteuid()}) and of "
+            f"mode 0o700, but is user {found.st_uid}'s, of mode {found.st_mode & 0o777:#o}. Remove "
+            "it, or use another name or `base`."
+        )
     return fd
-
-
-def _untrusted(path: Path, why: str) -> ConfigError:
-    return ConfigError(
-        f"Run directory {str(path)!r} must be a directory of this user ({os.geteuid()}) and of "
-        f"mode 0o700, but is not: {why}. Remove it, or use another name or `base`."
-    )
 
 
 def _try_lock(fd: int, kind: int) -> bool:
@@ -315,18 +262,14 @@ def _leads_to(path: Path, fd: int) -> bool:
         return False
 
 
+def _is_alone(path: Path, fd: int) -> bool:
+    """Tell whether the directory has no member but us, and lock others out if so."""
+    return _try_lock(fd, fcntl.LOCK_EX) and _leads_to(path, fd)
+
+
 def _remove_if_alone(path: Path, fd: int) -> bool:
     """Remove a directory that has no member but us; tell whether it had none."""
-    if not (_try_lock(fd, fcntl.LOCK_EX) and _leads_to(path, fd)):
+    if not _is_alone(path, fd):
         return False
-    _remove_contents(fd)
-    os.rmdir(path)
+    shutil.rmtree(path)
     return True
-
-
-def _remove_contents(fd: int) -> None:
-    for name in os.listdir(fd):
-        if stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
-            shutil.rmtree(name, dir_fd=fd)
-        else:
-            os.unlink(name, dir_fd=fd)

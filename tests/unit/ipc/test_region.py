@@ -5,12 +5,11 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import resource
 
 import pytest
 import torch
 
-from phalanx.errors import OutOfSpace
+from phalanx.errors import OutOfSpace, PeerLost
 from phalanx.ipc import Region
 
 
@@ -74,27 +73,6 @@ def test_more_memory_than_there_is_is_refused_before_it_is_taken():
     assert isinstance(e.value, OSError)
 
 
-@pytest.mark.parametrize("left", [0, 1])
-def test_too_few_descriptors_are_told(left):
-    """The mapping needs one of its own until Python 3.13."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    before = open_files()
-    lowest = os.open(os.devnull, os.O_RDONLY)
-    os.close(lowest)
-    highest = max(map(int, os.listdir("/proc/self/fd")))
-    gaps = [os.open(os.devnull, os.O_RDONLY) for _ in range(highest - lowest + 1)]
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(gaps) + 1 + left, limits[1]))
-        told = r"file descriptors are left for region 'weights'.*`ulimit -n`"
-        with pytest.raises(OutOfSpace, match=told):
-            [Region.create(1 << 12, label="weights") for _ in range(2)]
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        for fd in gaps:
-            os.close(fd)
-    assert open_files() == before
-
-
 # --- on the way to another process ----------------------------------------------------------------
 
 
@@ -133,5 +111,18 @@ def test_a_region_travels_over_a_pipe_between_other_messages(ends):
 def test_a_region_of_another_process_is_borrowed():
     with Region.create(4096) as region:
         region.buffer[7] = 3
-        with Region.borrow(os.getpid(), region.fd, 4096) as twin:
+        with Region.borrow(os.getpid(), region.fd) as twin:
             assert twin.buffer[7] == 3
+
+
+@pytest.mark.parametrize("kind", ["closed", "file", "pipe"])
+def test_what_is_no_region_is_not_borrowed(kind):
+    before = open_files()
+    ends = os.pipe() if kind == "pipe" else [os.open(__file__, os.O_RDONLY)]
+    if kind == "closed":
+        os.close(ends[0])
+    with pytest.raises(PeerLost, match="Region 'x' of process"):
+        Region.borrow(os.getpid(), ends[0], label="x")
+    for fd in ends if kind != "closed" else ():
+        os.close(fd)
+    assert open_files() == before

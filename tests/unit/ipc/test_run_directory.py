@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import shutil
 import stat
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.errors import ConfigError, OutOfSpace, StateError
+from phalanx.errors import ConfigError, StateError
 from phalanx.ipc import RunDirectory, run_directory
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
@@ -174,17 +173,12 @@ def test_a_forked_child_is_no_member(tmp_path):
 # --- what is not to be trusted --------------------------------------------------------------------
 
 
-def join_is_refused(base: Path, why: str) -> None:
-    with pytest.raises(ConfigError, match=why) as caught:
-        RunDirectory.join("a", base=base)
-    assert "Remove it, or use another name or `base`." in str(caught.value)
-
-
 def test_a_link_is_not_followed(tmp_path):
     target = tmp_path / "target"
     target.mkdir(mode=0o700)
     (tmp_path / (PREFIX + "a")).symlink_to(target)
-    join_is_refused(tmp_path, "of mode 0o700, but is not")
+    with pytest.raises(NotADirectoryError):
+        RunDirectory.join("a", base=tmp_path)
     assert list(target.iterdir()) == []
 
 
@@ -193,70 +187,8 @@ def test_another_users_directory_is_refused(tmp_path):
     path = tmp_path / (PREFIX + "a")
     path.mkdir(mode=0o700)
     os.chown(path, 12345, 12345)
-    join_is_refused(tmp_path, "it is user 12345's")
-
-
-def file_of(run: RunDirectory, nbytes: int = 64) -> Path:
-    run.open_region("w", nbytes).close()
-    return run.path / "w.region"
-
-
-def empty(path: Path) -> None:
-    os.truncate(path, 0)
-
-
-def link_away(path: Path) -> None:
-    path.rename(path.with_name("x"))
-    path.symlink_to("x")
-
-
-def pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path, 0o600)
-
-
-@pytest.mark.parametrize(
-    ("damage", "why"),
-    [
-        (empty, "must be within the file of region 'w'"),
-        (link_away, "must be a file of ours"),
-        (pipe, "must be a file of this user"),
-    ],
-)
-def test_a_damaged_region_is_refused_before_it_is_mapped(tmp_path, damage, why):
-    with RunDirectory.join("a", base=tmp_path) as run:
-        damage(file_of(run))
-        before = set(os.listdir("/proc/self/fd"))
-        with pytest.raises(ConfigError, match=why):
-            run.open_region("w", 64)
-        assert set(os.listdir("/proc/self/fd")) == before
-
-
-@pytest.mark.parametrize("left", range(4))
-def test_too_few_descriptors_are_told(tmp_path, left):
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    before = os.listdir("/proc/self/fd")
-    lowest = os.open(os.devnull, os.O_RDONLY)
-    os.close(lowest)
-    gaps = [os.open(os.devnull, os.O_RDONLY) for _ in range(max(map(int, before)) - lowest + 1)]
-    run, held = None, []
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(gaps) + 1 + left, limits[1]))
-        with pytest.raises(OutOfSpace, match=r"descriptors are left for r.*`ulimit -n`"):  # noqa: PT012
-            run = RunDirectory.join("a", base=tmp_path)  # takes one
-            for name in "wvu":  # takes one, and until Python 3.13 its mapping another
-                held.append(run.open_region(name, 64))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        for fd in gaps:
-            os.close(fd)
-        for region in held:
-            region.close()
-        if run is not None:
-            run.close()
-    with RunDirectory.join("a", base=tmp_path) as run:
-        run.open_region("w", 64).close()
-    assert os.listdir("/proc/self/fd") == before
+    with pytest.raises(ConfigError, match=r"but is user 12345's.*Remove it, or use another name"):
+        RunDirectory.join("a", base=tmp_path)
 
 
 def test_a_directory_that_was_removed_is_told_and_what_is_open_stays(tmp_path):
