@@ -1,7 +1,7 @@
 """Wrapped equals unwrapped: what plain PyTorch computes, `DataParallel` and `Trainer` compute too.
 
 Batches of 1, 2, 7, 9, 15 and 64 rows over 1, 2 and 3 replicas: fewer rows than replicas, one row
-more or less than even, and plain even ones. The tolerance is argued in `models.py`.
+more or less than even, and plain even ones. The tolerance is argued in `zoo.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A run that was stopped or failed on the way has the bits of one that was not.
 
-What `test_same_bits` does not meet: parameters without a gradient, optimizers whose state is not of
-the parameters' dtype, buffers outside of the state dict, failures in an epoch's first batch. What
-a loader draws, and what a resume refuses, happens before a batch comes to any executor.
+What `test_executors_same_bits` does not meet: parameters without a gradient, optimizers whose state
+is not of the parameters' dtype, buffers outside of the state dict, failures in an epoch's first
+batch. What a loader draws, and what a resume refuses, happens before a batch comes to any executor.
 """
 
 from __future__ import annotations

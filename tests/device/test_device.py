@@ -1,4 +1,4 @@
-"""The test device computes what the CPU computes, and is an accelerator in all that torch asks."""
+"""The test device computes, copies and draws as the CPU does."""
 
 from __future__ import annotations
 

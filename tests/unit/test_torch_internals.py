@@ -1,4 +1,4 @@
-"""What is private to torch does what we use it for."""
+"""The private parts of torch that we use were tried on this version."""
 
 from __future__ import annotations
 
