@@ -241,3 +241,16 @@ def test_the_callers_threads_inside_operators_come_back() -> None:
     ) as trainer:
         trainer.step((x, targets))
         assert torch.get_num_threads() == 2
+
+
+def test_two_graphs_live_at_once_and_run_back_in_any_order() -> None:
+    net = mlp(torch.float64)
+    twin = twin_of(net)
+    (x, x_targets), (y, y_targets) = vector_batch(9, torch.float64), vector_batch(7, torch.float64)
+    with parallel(net) as model:
+        for each in (model, twin):
+            first, second = each(x), each(y)
+            MLP.loss(first, x_targets).backward()
+            MLP.loss(second, y_targets).backward()
+            (MLP.loss(each(x), x_targets) * 2 + MLP.loss(each(y), y_targets)).backward()
+    assert_close(gradients_of(net), gradients_of(twin), torch.float64)

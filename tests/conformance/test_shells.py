@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import phalanx
+from phalanx import UnsupportedError
 from tests.worlds import EXECUTORS, in_every_executor
 from tests.zoo import assert_close, assert_same_bits, plain_steps, sgd
 
@@ -391,3 +392,27 @@ def test_hooks_on_parameters_without_a_gradient_do_not_run(register: str, penali
     expected = run(net)
     with phalanx.DataParallel(net, 3) as model:
         assert run(model) == expected
+
+
+class Reaching(nn.Module):
+    """Holds a container whose module reads a parameter of this module by a kept reference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        scaled = nn.Linear(4, 4)
+        scaled.register_forward_hook(lambda _, __, output: output * self.weight)
+        self.inner = phalanx.DataParallel(scaled, devices=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+def test_an_inner_container_that_reaches_the_outer_module_is_refused() -> None:
+    """Its threads know no replica of the outer one: the gradient would be lost."""
+    x = torch.ones(6, 4)
+    with (
+        phalanx.Trainer(Reaching(), nn.functional.mse_loss, sgd, replicas=2) as trainer,
+        pytest.raises(UnsupportedError, match="A container inside of another must not reach"),
+    ):
+        trainer.step((x, x))
