@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 from phalanx import errors
-from phalanx.clock import pause
+from phalanx.clock import now_s, pause
 from phalanx.cluster.frames import MAX_PAYLOAD_BYTES, BadFrame, Head, Kind, Stream, prepare
 from phalanx.errors import PeerError, PhalanxError
 
@@ -29,6 +29,7 @@ __all__ = ["Answer", "Link", "Request", "Server", "Service"]
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
+_TAKEN_S = 5.0
 _HANDSHAKES, _HANDSHAKE_S = 64, 10.0
 _SILENT_S = 30.0  # within a payload
 _LONGEST_ERROR = 4000
@@ -104,12 +105,19 @@ class Server:
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self._listener = socket.create_server((host, int(port)), family=family, backlog=256)
-        except OSError as exc:
-            raise errors.StateError(
-                f"A server must have its address for itself, but {address} cannot be taken: {exc}."
-            ) from exc
+        taken_s = now_s()
+        while True:
+            try:
+                self._listener = socket.create_server((host, int(port)), family=family, backlog=256)
+                break
+            except OSError as exc:
+                # Threads of a server that was killed may hold its socket a little longer.
+                if now_s() > taken_s + _TAKEN_S:
+                    raise errors.StateError(
+                        f"A server must have its address for itself, but {address} cannot be "
+                        f"taken: {exc}."
+                    ) from exc
+                pause(0.01)
         port = self._listener.getsockname()[1]
         self.address = f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
 

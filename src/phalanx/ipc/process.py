@@ -68,20 +68,6 @@ class ProcessIdentity(NamedTuple):
             and int(fields[_START]) == self.start_ticks
         )
 
-    def open_descriptor(self) -> int | None:
-        """Return a descriptor that becomes readable when the process ends; None if it has.
-
-        The caller closes it.
-        """
-        try:
-            descriptor = os.pidfd_open(self.pid)
-        except ProcessLookupError:
-            return None
-        if self.alive():  # so the descriptor is its, and no later process's
-            return descriptor
-        os.close(descriptor)
-        return None
-
     def stopped(self) -> bool:
         """Tell whether the process is halted, by SIGSTOP or a debugger."""
         fields = _stat_fields(self.pid)

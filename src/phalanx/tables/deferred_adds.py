@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx.errors import PeerTimeout, StateError
 from phalanx.ipc import Waiting
 from phalanx.tables.part import Entry
+
+if TYPE_CHECKING:  # else runs on one host would import what speaks to others
+    from phalanx.tables.remote_part import RemotePart
 
 __all__ = ["DeferredAdds", "finish_all"]
 
@@ -29,15 +32,8 @@ _KEPT_BYTES = 16 << 20  # beyond, an add waits for those before it
 _LATER_S = 1.0  # the deadline of a message comes first, whose error says more
 
 
-class AddedTo(Protocol):
-    """A table's part on another host."""
-
-    def add(self, entries: Sequence[Entry], timeout_s: float) -> None:
-        """Add, one after the other, and return when all have been taken."""
-
-
 class _Kept(NamedTuple):
-    part: AddedTo
+    part: RemotePart
     entry: Entry
     nbytes: int
     timeout_s: float
@@ -80,7 +76,7 @@ class DeferredAdds:
                 thread.start()
                 self._thread = thread
 
-    def put(self, part: AddedTo, entry: Entry, timeout_s: float) -> None:
+    def put(self, part: RemotePart, entry: Entry, timeout_s: float) -> None:
         """Keep an add, whose memory must not change, after :meth:`wait_for_room`.
 
         Where an earlier add has failed since, and the error was not raised yet, this one is dropped

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
 
 from phalanx.cluster import Endpoint
 from phalanx.errors import PhalanxError, StateError, UnsupportedError
@@ -64,13 +63,6 @@ class OtherHosts:
                 "before `close()`."
             )
         return remotes
-
-    def all_call(
-        self, worker: int, operation: Operation, what: str, timeout_s: float, **asked: Any
-    ) -> None:
-        """Ask the same of all hosts."""
-        for remote in self._remotes.get(worker, {}).values():
-            remote.connection.call(operation, what, timeout_s, **asked)
 
     def finish_adds(self, worker: int, timeout_s: float, *, last: bool = False) -> None:
         """Wait until what ``worker`` has added is in on all hosts; ``last``: it adds no more."""
@@ -155,7 +147,8 @@ class MembershipOnHosts(Membership):
         """Count a tick of ``worker`` on all hosts."""
         self._others.finish_adds(worker, _LOCK_S)
         clock = super().advance(worker)
-        self._others.all_call(worker, Operation.TICK, "a tick", _LOCK_S, args=(clock,))
+        for remote in self._others.of(worker).values():
+            remote.connection.call(Operation.TICK, "a tick", _LOCK_S, args=(clock,))
         return clock
 
 
