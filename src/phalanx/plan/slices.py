@@ -80,11 +80,7 @@ def _workload_sizes(total: int, workloads: tuple[float, ...]) -> list[int]:
     whole = math.fsum(scaled)
     shares = [total * (workload / whole) for workload in scaled]
     sizes = [math.floor(share) for share in shares]
-    # Rounding may carry a share a hair above its exact value; never hand out more than there is.
     left = total - sum(sizes)
-    while left < 0:
-        sizes[sizes.index(max(sizes))] -= 1
-        left += 1
     served = [index for index, workload in enumerate(scaled) if workload > 0]
     by_remainder = sorted(served, key=lambda index: (sizes[index] - shares[index], index))
     for index in by_remainder[:left]:

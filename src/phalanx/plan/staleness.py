@@ -8,6 +8,7 @@ slowest    ─ ─ ● ← waits for this one
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from phalanx.errors import ConfigError
@@ -29,6 +30,7 @@ class Verdict(NamedTuple):
     needed_clock: int
 
 
+@dataclass(frozen=True)
 class Staleness:
     """How many rounds a worker may be ahead of the slowest.
 
@@ -48,12 +50,13 @@ class Staleness:
     server", NIPS 2013, §3; bound ``max_delay`` of the first Multiverso.
     """
 
-    def __init__(self, bound: int | None) -> None:
-        if bound is not None and (type(bound) is not int or bound < 0):
+    bound: int | None
+
+    def __post_init__(self) -> None:
+        if self.bound is not None and (type(self.bound) is not int or self.bound < 0):
             raise ConfigError(
-                f"`staleness` must be a number of rounds from 0 on, or None, but is {bound!r}."
+                f"`staleness` must be a number of rounds from 0 on, or None, but is {self.bound!r}."
             )
-        self.bound = bound
 
     @property
     def is_bulk_synchronous(self) -> bool:
@@ -95,12 +98,3 @@ class Staleness:
         clock, slowest = min(others)
         needed = clock_by_worker[worker] - bound
         return Verdict(clock >= needed, slowest, needed)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Staleness) and self.bound == other.bound
-
-    def __hash__(self) -> int:
-        return hash(self.bound)
-
-    def __repr__(self) -> str:
-        return f"Staleness({self.bound!r})"
