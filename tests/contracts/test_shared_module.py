@@ -350,33 +350,6 @@ def test_asynchronous_statistics_go_a_share_of_the_way_to_each_workers(world, n,
         assert seen == pytest.approx(want, rel=1e-14)
 
 
-def unequal_paces(world: tables.TableGroup) -> list[float]:
-    """One worker syncs rarely; its old statistics must not push the others' below zero."""
-    net = nn.BatchNorm1d(1)
-    shared = tables.SharedModule(net, world)
-    net.running_var.fill_(10.0)
-    shared.sync()
-    world.barrier()
-    seen = []
-    for _ in range(12):
-        if world.is_master:
-            net.running_var.fill_(1.0)
-            shared.sync()
-            seen.append(net.running_var.item())
-    world.barrier()
-    net.running_var.fill_(1.0)
-    shared.sync()
-    seen.append(net.running_var.item())
-    world.barrier()
-    return seen
-
-
-@in_table_worlds()
-def test_asynchronous_statistics_stay_between_the_workers_values(world, n, run):
-    for seen in world.run(unequal_paces, n, run=run):
-        assert all(1.0 <= value <= 10.0 for value in seen)
-
-
 # --- what goes wrong ------------------------------------------------------------------------------
 
 
@@ -546,13 +519,6 @@ def test_what_cannot_be_shared_is_refused(change, message):
     net = nn.Linear(2, 2)
     with tables.join() as world, pytest.raises(ConfigError, match=message):
         tables.SharedModule(**{"module": net, "world": world, **change})
-
-
-def test_another_workers_module_of_another_shape_is_refused():
-    with tables.join(num_workers=2) as world, world.thread_worker() as other:
-        tables.SharedModule(nn.Linear(2, 3), world, name="net")
-        with pytest.raises(ConfigError, match=r"`shape` of table 'net.parameters.float32' must be"):
-            tables.SharedModule(nn.Linear(2, 2), other, name="net")
 
 
 # --- dtypes ---------------------------------------------------------------------------------------

@@ -69,14 +69,6 @@ def test_values_and_trained_rows_are_those_of_nn_embedding(shape, padding, dtype
             assert torch.equal(table.get(), twin.weight)
 
 
-def test_int32_indices_and_other_layouts_serve():
-    with tables.join() as world:
-        embedding = tables.TableEmbedding(open_table(world))
-        indices = torch.arange(6).view(2, 3).t()
-        assert torch.equal(embedding(indices), weights()[indices])
-        assert torch.equal(embedding(indices.int()), weights()[indices])
-
-
 def test_a_padding_row_has_no_part_in_an_updater_with_state():
     with tables.join() as world:
         table = open_table(world, updater="adam")
@@ -113,20 +105,6 @@ def test_every_backward_pass_pushes_once():
         out.sum().backward()
         assert table.stats().adds == 2
         torch.testing.assert_close(table.get([4])[0], weights()[4] - 4 * LR)
-
-
-def test_it_stands_within_a_module_and_has_nothing_for_its_optimizer():
-    with tables.join() as world:
-        table = open_table(world)
-        net = nn.Sequential(tables.TableEmbedding(table), nn.Linear(DIM, 2))
-        assert sum(parameter.numel() for parameter in net[0].parameters()) == 0
-        optimizer = torch.optim.Adam(net.parameters(), lr=1.0)
-        net(torch.tensor([5])).sum().backward()
-        trained = table.get([5])[0]
-        assert not torch.equal(trained, weights()[5])
-        optimizer.step()
-        assert torch.equal(table.get([5])[0], trained)
-        assert "TableEmbedding(Table('t', 11x3 float32" in repr(net)
 
 
 # --- freezing, several look-ups, copies -----------------------------------------------------------
@@ -332,19 +310,6 @@ def test_over_a_keys_table_indices_are_keys(padding):
             assert torch.equal(table.get(KEYS), twin.weight)
         come = {0, 1, 2, 4, 5} - {padding}
         assert table.keys().tolist() == sorted(int(KEYS[place]) for place in come)
-
-
-def test_bags_over_a_keys_table():
-    with tables.join() as world:
-        table = world.keys(DIM, init=tables.Uniform(-1.0, 1.0, seed=3), updater=tables.Sgd(lr=LR))
-        rows = table.get(KEYS)
-        bags = tables.TableEmbeddingBag(table, "mean")
-        out = bags(KEYS, torch.tensor([0, 2, 2]))
-        assert torch.equal(out, nn.functional.embedding_bag(
-            torch.arange(6), rows, torch.tensor([0, 2, 2]), mode="mean"
-        ))  # fmt: skip
-        out.sum().backward()
-        assert len(table) == len(KEYS)
 
 
 # --- several workers ------------------------------------------------------------------------------

@@ -349,10 +349,13 @@ def test_an_add_beside_the_get_that_ends_its_round_counts(world, n, run):
     assert world.run(add_to_rounds_beside_gets, n, run=run) == [[100 * n] * 9] * n
 
 
-def serve_under_another_default_device(world: tables.TableGroup, folder: Path) -> list:
+MODES = {"default device": lambda: torch.device("meta"), "inference": torch.inference_mode}
+
+
+def serve_in_mode(world: tables.TableGroup, mode: str, folder: Path) -> list:
     size = 3 * world.num_workers
     rows = list(range(size))[::-1]
-    with torch.device("meta"):
+    with MODES[mode]():
         matrix = world.matrix(size, 2, name="m", init=0.5)
         bulk = world.matrix(size, 2, name="b", sync=True)
         keys = world.keys(2, name="k")  # of few keys: some hosts have none
@@ -371,15 +374,13 @@ def serve_under_another_default_device(world: tables.TableGroup, folder: Path) -
     return [each[:, 0].tolist() for each in found]
 
 
-@in_table_worlds()
-def test_tables_serve_whatever_the_default_device_is(world, n, run, tmp_path):
+@in_table_worlds(mode=list(MODES))
+def test_tables_serve_in_every_mode_of_torchs(world, n, mode, run, tmp_path):
     twice = [2.0 * n * row for row in range(3 * n)]
     matrix = [0.5 + each for each in twice]
     found = [matrix[::-1], matrix, twice[::-1], [float(n), 0.0], []]
-    assert (
-        world.run(partial(serve_under_another_default_device, folder=tmp_path), n, run=run)
-        == [found] * n
-    )
+    body = partial(serve_in_mode, mode=mode, folder=tmp_path)
+    assert world.run(body, n, run=run) == [found] * n
 
 
 def several_gets(world: tables.TableGroup) -> None:
@@ -503,23 +504,3 @@ def test_in_bulk_synchronous_mode_keys_come_with_their_round(world, n, run):
     expected = bulk_keys_by_one(n)
     for seen in world.run(bulk_keys, n, run=run, sync=True):
         assert seen == expected
-
-
-def stale_keys(world: tables.TableGroup) -> list[tuple[int, list[float]]]:
-    n = world.num_workers
-    table = world.keys(1, name="clocks", capacity=1)
-    seen = []
-    for clock in range(1, 20):
-        table.add([[1.0]] * 2, rows=[world.worker_id, -clock])
-        world.tick()
-        seen.append((clock, table.get(range(n)).view(-1).tolist()))
-    world.leave()
-    return seen
-
-
-@in_table_worlds()
-def test_with_bounded_staleness_nobody_reads_keys_from_further_ahead(world, n, run):
-    for worker, gets in enumerate(world.run(stale_keys, n, run=run, staleness=2)):
-        for clock, columns in gets:
-            assert columns[worker] == clock
-            assert min(columns) >= clock - 2

@@ -26,7 +26,7 @@ from phalanx.cluster import (
 )
 from phalanx.cluster.frames import MAX_PAYLOAD_BYTES, Kind, Stream
 from phalanx.cluster.secret import make_secret
-from phalanx.errors import ConfigError, InternalError, PeerTimeout, StateError
+from phalanx.errors import ConfigError, InternalError, PeerTimeout
 from phalanx.ipc import wait_until
 from tests.chaos.proxy import Proxy, replay
 
@@ -141,15 +141,6 @@ def test_a_call_that_is_not_answered_ends_at_its_deadline_with_the_hosts_name(se
         with pytest.raises(PeerTimeout, match=r"Host 1 \(b\) \(server at 127\.0\.0\.1:\d+\) did n"):
             connection.call(WAIT, "a wait", 0.3)
         there_and_back(connection, 5)
-
-
-def test_a_closed_connection_asks_nothing(secret):
-    with serving(secret) as served:
-        connection = served.connect()
-        there_and_back(connection, 5)
-        connection.close()
-        with pytest.raises(StateError, match="has closed: an echo was not asked"):
-            connection.call(ECHO, "an echo", DEADLINE_S)
 
 
 def test_refusals_are_our_errors_and_faults_tell_nothing_of_the_server(secret):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import stat
 from pathlib import Path
 
@@ -189,16 +188,3 @@ def test_another_users_directory_is_refused(tmp_path):
     os.chown(path, 12345, 12345)
     with pytest.raises(ConfigError, match=r"but is user 12345's.*Remove it, or use another name"):
         RunDirectory.join("a", base=tmp_path)
-
-
-def test_a_directory_that_was_removed_is_told_and_what_is_open_stays(tmp_path):
-    with RunDirectory.join("a", base=tmp_path) as run:
-        region = run.open_region("w", 64)
-        shutil.rmtree(run.path)
-        with pytest.raises(StateError, match=r"was removed before its last member"):
-            run.open_region("v", 64)
-        region.buffer[0] = 7
-        assert region.buffer[0] == 7
-        region.close()
-    with RunDirectory.join("a", base=tmp_path) as run:
-        run.open_region("v", 64).close()
