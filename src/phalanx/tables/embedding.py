@@ -139,7 +139,8 @@ class _Rows(nn.Module):
         """Return the rows (U, D), where each index is in them, and where ``padding_idx`` is."""
         if self._original() is not self:  # each replica would make an update of its own
             raise self.table.copied()
-        _refuse_other_than_indices(indices)
+        if indices.dtype not in (torch.int64, torch.int32):
+            raise ConfigError(f"`indices` must be int64 or int32, but are {indices.dtype}.")
         unique_U, inverse = torch.unique(indices, return_inverse=True)
         unique_U = unique_U.cpu().long()
         rows_UD = self.table.get(unique_U).to(indices.device)
@@ -170,14 +171,6 @@ def _read_padding(padding_idx: int | None, table: Table) -> int | None:
             f"is {row}."
         )
     return row
-
-
-def _refuse_other_than_indices(indices: Tensor) -> None:
-    check_argument(isinstance(indices, Tensor), "indices", "be a tensor", indices)
-    if indices.dtype not in (torch.int64, torch.int32):
-        raise ConfigError(
-            f"`indices` must be int64 or int32, but are {indices.dtype}. Give `indices.long()`."
-        )
 
 
 class TableEmbedding(_Rows):
@@ -244,7 +237,8 @@ class TableEmbeddingBag(_Rows):
         "sum" only, like the indices and of the table's dtype. Empty bags are zeros.
 
     Raises:
-        ConfigError: As :class:`TableEmbedding`; in forward, the arguments do not fit each other.
+        ConfigError: As :class:`TableEmbedding`.
+        ValueError, RuntimeError: In forward, as ``nn.EmbeddingBag``, whose arguments these are.
 
     Example:
         >>> from phalanx import tables
@@ -275,7 +269,6 @@ class TableEmbeddingBag(_Rows):
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         """Return one row for each bag of ``indices``."""
-        self._refuse_misfits(indices, offsets, per_sample_weights)
         rows_UD, inverse, padding = self._pull(indices)
         if inverse.dim() == 2 and inverse.numel() == 0:  # which torch refuses, without a reason
             offsets, inverse = inverse.new_zeros(len(inverse)), inverse.view(-1)
@@ -288,48 +281,6 @@ class TableEmbeddingBag(_Rows):
             include_last_offset=self.include_last_offset,
             padding_idx=padding,
         )
-
-    def _refuse_misfits(
-        self, indices: Tensor, offsets: Tensor | None, weights: Tensor | None
-    ) -> None:
-        check_argument(isinstance(indices, Tensor), "indices", "be a tensor", indices)
-        if indices.dim() not in (1, 2) or (indices.dim() == 1) != (offsets is not None):
-            shown = "without" if offsets is None else "with"
-            raise ConfigError(
-                "`indices` must have shape (B, N), or (K,) with `offsets`, but have "
-                f"{tuple(indices.shape)} {shown} offsets."
-            )
-        if offsets is not None:
-            self._refuse_offsets(offsets, len(indices))
-        if weights is None:
-            return
-        if self.mode != "sum":
-            raise ConfigError(
-                f"`per_sample_weights` must be absent for mode {self.mode!r}, but are given. "
-                "Make the bag with `mode='sum'`."
-            )
-        check_argument(isinstance(weights, Tensor), "per_sample_weights", "be a tensor", weights)
-        if weights.shape != indices.shape or weights.dtype != self.table.dtype:
-            raise ConfigError(
-                f"`per_sample_weights` must be {self.table.dtype}, {tuple(indices.shape)} like the "
-                f"indices, but are {weights.dtype}, {tuple(weights.shape)}."
-            )
-
-    def _refuse_offsets(self, offsets: Tensor, num_indices: int) -> None:
-        check_argument(isinstance(offsets, Tensor), "offsets", "be a tensor", offsets)
-        ends = offsets.tolist() if offsets.dim() == 1 else []
-        rising = offsets.dtype in (torch.int64, torch.int32) and ends == sorted(ends)
-        starts_well = offsets.dim() == 1 and ends[:1] in ([], [0])
-        if not (rising and starts_well and ends[-1:] <= [num_indices]):
-            raise ConfigError(
-                "`offsets` must be a row of integers that rise from 0 to at most the number of "
-                f"indices ({num_indices}), but are {offsets!r:.80}."
-            )
-        if self.include_last_offset and ends[-1:] != [num_indices]:
-            raise ConfigError(
-                f"The last of `offsets` must be the number of indices ({num_indices}), but the "
-                f"offsets are {offsets!r:.80}."
-            )
 
     def extra_repr(self) -> str:
         """Say which table, which row counts for nothing, and how bags are made."""
