@@ -17,7 +17,7 @@ Payload = tuple[Tensor, ...]
 
 
 class Codec(ABC):
-    """How a gradient is made small before it travels, and what is made of it on arrival.
+    """A compression of gradients: encoded before they are sent, decoded on arrival.
 
     A codec is a value without state; what it loses is remembered by
     :class:`~phalanx.codecs.Feedback`. Gradients that it does not take pass unchanged. To write one,

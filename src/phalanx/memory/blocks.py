@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 PAST_CACHE_BYTES = 8 << 20
-"""What is larger is in no cache when somebody reads it."""
+"""Memory larger than this is in no cache when it is read."""
 
 _FINITE = {
     torch.float32: "finite_float32",

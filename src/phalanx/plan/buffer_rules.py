@@ -1,4 +1,4 @@
-"""What becomes of the buffers that replicas write, such as batch norm's running statistics."""
+"""Rules that merge the buffers that replicas write, such as batch norm's statistics."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class BufferRules:
                 )
 
     def check(self, names: Collection[str]) -> None:
-        """Refuse a pattern that no buffer's name matches, unless it is for all whatever there is.
+        """Refuse a pattern, other than "*", that no buffer's name matches.
 
         Raises:
             ConfigError: There is one.

@@ -79,7 +79,7 @@ class Staleness:
         """Tell whether ``worker`` may read now: nobody is more than the bound behind it.
 
         Args:
-            worker: Who asks. If its own clock is not in the mapping (it has left), it goes on.
+            worker: Who asks. If its own clock is not in the mapping (it has left), it may continue.
             clock_by_worker: Finished rounds of every worker who still counts.
         """
         return self._judge(worker, clock_by_worker, self.bound)

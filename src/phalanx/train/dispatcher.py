@@ -41,9 +41,9 @@ class EventDispatcher:
         self._failures = failures
 
     def tell(self, event: Event) -> None:
-        """Tell of ``event``, and before a step of the workers and ranks that were lost in it.
+        """Call all callbacks with ``event``; before a step, with the workers and ranks it lost.
 
-        Callbacks hear of every step that is done, whatever telling of a loss raises.
+        They are called with every step, also if one raises at the loss of a worker.
         """
         try:
             if isinstance(event, StepDone):
@@ -67,7 +67,7 @@ class EventDispatcher:
     def telling_of_fit(
         self, begun: FitBegun, shown: Callback | None, ended: Callable[[], FitEnded]
     ) -> Iterator[None]:
-        """Tell of a `fit`, which is the body: of its beginning, and of its end however it ends.
+        """Call callbacks at the beginning of a `fit`, the body, and at its end, after errors too.
 
         Args:
             shown: Called with the events of this `fit`, after the others.
@@ -90,12 +90,12 @@ class EventDispatcher:
             self._callbacks = callbacks
 
     def _tell_all(self, event: Event) -> None:
-        """Tell every callback, also after one that raises: each may have something to close."""
+        """Call every callback, also after one that raises: each may have something to close."""
         with ExitStack() as calls:
             for callback in reversed(self._callbacks):
                 calls.callback(callback, event)
 
     def tell_of_failures(self, step: int) -> None:
-        """Tell of the workers that were lost since the last time, in update ``step``."""
+        """Call callbacks with the workers lost since the last call, in update ``step``."""
         for lost in () if self._failures is None else self._failures.take(step):
             self.tell(lost)

@@ -1,4 +1,4 @@
-"""What is computed of a microbatch: forward, loss, backward."""
+"""The computation of a microbatch: forward, loss, backward."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class EvaluateTask(Task):
 
 @dataclass(frozen=True)
 class PredictTask(Task):
-    """Return what the module makes of a microbatch; otherwise as `TrainTask`."""
+    """Return the module's outputs for a microbatch; otherwise as `TrainTask`."""
 
     objective: Objective
 
