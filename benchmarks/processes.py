@@ -22,7 +22,7 @@ from typing import IO, Any, ClassVar, Protocol, Self
 
 import phalanx
 from phalanx.clock import now_s
-from phalanx.errors import PeerLost, PeerTimeout, UnsupportedError
+from phalanx.errors import PeerLost, PeerTimeout
 from phalanx.ipc import die_with_parent
 
 GRACE_S = 3.0  # for a child to end by itself when its stdin has ended
@@ -57,8 +57,7 @@ def claim_stdout() -> IO[str]:
 
     The kernel ends the child when its parent has ended: a stopped one would not see its stdin end.
     """
-    with contextlib.suppress(UnsupportedError):
-        die_with_parent(os.getppid())
+    die_with_parent(os.getppid())
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers

@@ -6,7 +6,7 @@ import ctypes
 import os
 from typing import NamedTuple
 
-from phalanx.errors import PeerLost, UnsupportedError
+from phalanx.errors import PeerLost
 
 __all__ = ["ProcessIdentity", "die_with_parent", "signal_main_thread"]
 
@@ -52,7 +52,6 @@ class ProcessIdentity(NamedTuple):
 
         Raises:
             PeerLost: There is no such process, or it has ended.
-            UnsupportedError: The system has no ``/proc``.
         """
         fields = _stat_fields(pid)
         if fields is None or fields[_STATE] in _DEAD:
@@ -79,11 +78,7 @@ def _stat_fields(pid: int) -> list[str] | None:
         with open(f"/proc/{pid}/stat", "rb") as file:
             line = file.read()
     except (FileNotFoundError, ProcessLookupError):
-        if os.path.exists("/proc/self/stat"):
-            return None
-        raise UnsupportedError(
-            "To tell processes apart needs /proc, which is not here. Mount it, or use threads."
-        ) from None
+        return None
     return line[line.rindex(b")") + 2 :].decode("ascii").split()
 
 
@@ -99,15 +94,10 @@ def die_with_parent(parent_pid: int) -> None:
 
     Raises:
         PeerLost: That parent has ended already.
-        UnsupportedError: The system cannot do it (it is not Linux).
+        OSError: The kernel does not do it.
     """
-    try:
-        prctl = ctypes.CDLL(None, use_errno=True).prctl
-    except (AttributeError, OSError, TypeError) as exc:
-        raise UnsupportedError("To die with its parent a process needs Linux.") from exc
-    if prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0) != 0:
-        reason = os.strerror(ctypes.get_errno())
-        raise UnsupportedError(f"The kernel does not let a process die with its parent: {reason}.")
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     # The parent may have ended before the line above; then this process was given another one.
     if os.getppid() != parent_pid:
         raise PeerLost(f"The parent, process {parent_pid}, has ended.")
