@@ -174,8 +174,10 @@ class ServerWatch:
         page = self._page
         if page.is_over or page.is_served:
             return
+        before = page.server
         fork_apart(lambda: serve(self._spec))  # it outlives this process
-        wait_until(lambda: page.is_over or page.is_served or self._ended.is_set(), _BEGIN_S)
+        # A server that has begun may be gone again by the time that this thread looks.
+        wait_until(lambda: page.is_over or page.server != before or self._ended.is_set(), _BEGIN_S)
 
     def close(self, timeout_s: float) -> None:
         """End the watch."""
