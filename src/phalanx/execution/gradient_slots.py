@@ -1,4 +1,4 @@
-"""Shared memory for the results of one microbatch: its gradients, and the statistics of buffers.
+"""Shared memory for the gradients of one microbatch.
 
 Every slot is one region with the same layout, so an answer only says which parts were written.
 """
@@ -11,17 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from phalanx.ipc import aligned, fail_point
 from phalanx.memory import SharedMemoryPool, TensorHandle, copy_to
-from phalanx.replicas import Statistic, Statistics, StatisticSpec
 from phalanx.torch_internals import foreach_copy
 
-__all__ = ["GradientSlot", "GradientSlots", "SlotLayout", "SlotWriter", "WrittenGradients"]
+__all__ = ["GradientSlot", "GradientSlots", "SlotLayout", "SlotWriter"]
 
-_LARGE_BYTES = 64 << 10  # smaller gradients are copied together; larger statistics have no place
+_LARGE_BYTES = 64 << 10  # smaller gradients are copied together
 _MOVED_BYTES = 1 << 20  # a hook takes 13 µs, which counts beside the copy of a smaller gradient
 
 
@@ -31,46 +29,36 @@ class GradientSlot:
 
     Attributes:
         gradients: By parameter, in memory order; None for those without elements.
-        statistics: In the order of the layout's specs.
     """
 
     region: int
     gradients: list[Tensor | None]
-    statistics: list[Tensor]
+
+    def written(self, present: Sequence[bool]) -> list[Tensor | None]:
+        """Return the gradients that are ``present``, by parameter."""
+        pairs = zip(self.gradients, present, strict=True)
+        return [gradient if there else None for gradient, there in pairs]
 
 
 class SlotLayout:
     """The places in every slot, as if it were region 0.
 
-    Args:
-        specs: The statistics that microbatches may leave in buffers.
-
     Attributes:
-        specs: Those that have a place: small ones, which are written at each microbatch.
         nbytes: The size of a slot.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], specs: Sequence[StatisticSpec]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.nbytes = 0
-        self._gradients = [self._place(p.dtype, (p.numel(),)) for p in parameters]
-        sizes = [torch.empty(s.shape, dtype=s.dtype, device="meta").nbytes for s in specs]
-        both = zip(specs, sizes, strict=True)
-        self.specs = [spec for spec, size in both if 0 < size <= _LARGE_BYTES]
-        self._statistics = [self._place(spec.dtype, spec.shape) for spec in self.specs]
-
-    def _place(self, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorHandle:
-        like = torch.empty(shape, dtype=dtype, device="meta")
-        start, self.nbytes = self.nbytes, self.nbytes + aligned(like.nbytes)
-        return TensorHandle(0, start, dtype, shape, like.stride())
+        self._places: list[TensorHandle] = []
+        for parameter in parameters:
+            shape = (parameter.numel(),)
+            self._places.append(TensorHandle(0, self.nbytes, parameter.dtype, shape, (1,)))
+            self.nbytes += aligned(parameter.nbytes)
 
     def slot(self, region: int, pool: SharedMemoryPool) -> GradientSlot:
         """Return the slot in this region of the pool."""
-
-        def at(place: TensorHandle) -> Tensor:
-            return pool.at(replace(place, region=region))
-
-        gradients = [at(place) if place.shape[0] else None for place in self._gradients]
-        return GradientSlot(region, gradients, [at(place) for place in self._statistics])
+        places = [replace(place, region=region) for place in self._places]
+        return GradientSlot(region, [pool.at(each) if each.shape[0] else None for each in places])
 
 
 class GradientSlots:
@@ -95,34 +83,6 @@ class GradientSlots:
         return self.layout.slot(place.region, self._pool)
 
 
-@dataclass(frozen=True)
-class WrittenGradients:
-    """The parts of a slot that a worker has written.
-
-    Attributes:
-        gradients: By parameter, whether it has got one.
-        statistics: The places of those that are there.
-        others: Those that had no place.
-    """
-
-    gradients: tuple[bool, ...]
-    statistics: tuple[int, ...]
-    others: Statistics
-
-    def read(
-        self, slot: GradientSlot | None, specs: Sequence[StatisticSpec], weight: float
-    ) -> tuple[list[Tensor | None], Statistics]:
-        """Return the gradients and statistics of a microbatch of this weight, in the slot."""
-        if slot is None:
-            return [None] * len(self.gradients), self.others
-        statistics = {
-            specs[place].name: Statistic(slot.statistics[place], weight, specs[place].rule)
-            for place in self.statistics
-        }
-        gradients = zip(slot.gradients, self.gradients, strict=True)
-        return [g if there else None for g, there in gradients], {**statistics, **self.others}
-
-
 class SlotWriter:
     """Writes to slots, in a worker process.
 
@@ -138,7 +98,6 @@ class SlotWriter:
     ) -> None:
         self._layout = layout
         self._pool = pool
-        self._places = {spec.name: place for place, spec in enumerate(layout.specs)}
         self._slots: dict[int, GradientSlot] = {}
         self._slot: GradientSlot | None = None
         for place, leaf in enumerate(leaves):
@@ -162,37 +121,26 @@ class SlotWriter:
                 copy_to(gradient, own)
                 leaf.grad = own
 
-    def finish(
-        self, gradients: Sequence[Tensor | None], statistics: Statistics
-    ) -> WrittenGradients:
-        """Write what is not in the slot yet.
+    def finish(self, gradients: Sequence[Tensor | None]) -> list[bool]:
+        """Write the gradients that are not in the slot yet; return which parameters have got one.
 
         Args:
             gradients: By parameter, in memory order.
         """
-        present = tuple([gradient is not None for gradient in gradients])
-        slot = self._slot
-        if slot is None:
-            return WrittenGradients(present, (), statistics)
-        pairs = [
-            (own, gradient)
-            for own, gradient in zip(slot.gradients, gradients, strict=True)
-            if own is not None and gradient is not None and own.data_ptr() != gradient.data_ptr()
-        ]
-        placed, others = [], {}
-        for name, statistic in statistics.items():
-            place = self._places.get(name)
-            if place is not None and self._layout.specs[place].fits(statistic):
-                placed.append(place)
-                pairs.append((slot.statistics[place], statistic.value))
-            else:
-                others[name] = statistic
-        half, whole_bytes = len(pairs) // 2, sum([own.nbytes for own, _ in pairs])
-        _copy(pairs[:half], whole_bytes)
-        fail_point("gradients half written")
-        _copy(pairs[half:], whole_bytes)
-        fail_point("gradients written")
-        return WrittenGradients(present, tuple(placed), others)
+        if self._slot is not None:
+            pairs = [
+                (own, gradient)
+                for own, gradient in zip(self._slot.gradients, gradients, strict=True)
+                if own is not None
+                and gradient is not None
+                and own.data_ptr() != gradient.data_ptr()
+            ]
+            half, whole_bytes = len(pairs) // 2, sum([own.nbytes for own, _ in pairs])
+            _copy(pairs[:half], whole_bytes)
+            fail_point("gradients half written")
+            _copy(pairs[half:], whole_bytes)
+            fail_point("gradients written")
+        return [gradient is not None for gradient in gradients]
 
 
 def _copy(pairs: list[tuple[Tensor, Tensor]], whole_bytes: int) -> None:

@@ -37,7 +37,7 @@ from phalanx.execution.contract import (
 from phalanx.execution.executor_options import Processes
 from phalanx.execution.failures import FailureLog, WorkerLost
 from phalanx.execution.gradient_slots import GradientSlot, GradientSlots, SlotLayout
-from phalanx.execution.run import PartialSum, RunState, Span
+from phalanx.execution.run import Gradients, PartialSum, RunState, Span
 from phalanx.execution.thread_pool import ThreadPool
 from phalanx.execution.worker import (
     Failed,
@@ -49,14 +49,12 @@ from phalanx.execution.worker import (
 )
 from phalanx.execution.worker_process import Lost, WorkerProcess, dismiss_all
 from phalanx.memory import SharedMemoryPool, has_memory, is_shared, return_freed_memory
-from phalanx.plan import BufferRules, Node, check_workloads
+from phalanx.plan import Node, check_workloads
 from phalanx.replicas import (
     AttributeFingerprint,
     CallerModes,
-    StatisticSpec,
     num_cores,
     refuse_compiled_in_place,
-    statistic_specs,
 )
 from phalanx.warning import warn_user
 
@@ -116,6 +114,7 @@ class ProcessExecutor(Executor):
         self._source = source
         self.sources = (source,)
         self.pool = SharedMemoryPool()
+        self._slots = GradientSlots(SlotLayout(self.parameters), self.pool)
         self._shared = list(shared)
         self._reads = list(reads)
         self._timeout_s = min(float(options.timeout_s), LONGEST_S)
@@ -123,7 +122,6 @@ class ProcessExecutor(Executor):
         self._pid = os.getpid()
         self._runs = 0
         self._moved: dict[int, Tensor] = {}
-        self._specs: list[StatisticSpec] | None = None
         # A worker's are its replacement's: the pool frees nothing.
         self._mail = [(Mailbox(self.pool), Mailbox(self.pool)) for _ in range(num_workers)]
         self._workers: list[WorkerProcess | None] = [None] * num_workers
@@ -206,10 +204,6 @@ class ProcessExecutor(Executor):
         self._fingerprint = AttributeFingerprint(self._source, *self._reads)  # where all lies now
         self._assigned: dict[tuple[int, str], None] = {}  # by object and name, since the fork
         self._places = places_of(self.parameters)
-        specs = statistic_specs(self._source, BufferRules())
-        if specs != self._specs:
-            self._specs = specs
-            self._slots = GradientSlots(SlotLayout(self.parameters, specs), self.pool)
 
     def _fork_missing(self) -> None:
         """Fork a worker in the place of each that is gone; nobody computes meanwhile."""
@@ -346,8 +340,9 @@ class ProcessExecutor(Executor):
         if isinstance(done, Failed):
             note = f"Raised by replica {index} in process {worker.pid}, microbatch {microbatch}."
             raise rebuilt(done, note)
-        specs, weight = self._slots.layout.specs, state.weights[microbatch]
-        gradients, statistics = done.written.read(message.slot, specs, weight)
+        gradients: Gradients = [None] * len(self.parameters)
+        if message.slot is not None:
+            gradients = message.slot.written(done.gradients)
         state.assigned.update(dict.fromkeys(done.assigned))
         state.result.results[microbatch] = done.result
         state.result.replica_of[microbatch] = index
@@ -359,7 +354,7 @@ class ProcessExecutor(Executor):
                 stop_s=done.stop_s,
             )
         )
-        own = PartialSum(gradients, statistics, owners=(message.slot,))
+        own = PartialSum(gradients, done.statistics, owners=(message.slot,))
         state.sums.put(Node(0, microbatch), own)
         state.count()
         return True

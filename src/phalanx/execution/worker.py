@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from phalanx.clock import now_s
 from phalanx.execution.channel import Outbox, load, pack
 from phalanx.execution.contract import explain_error
-from phalanx.execution.gradient_slots import SlotLayout, SlotWriter, WrittenGradients
+from phalanx.execution.gradient_slots import SlotLayout, SlotWriter
 from phalanx.execution.task import MicrobatchContext, Task
 from phalanx.ipc import fail_point, fail_points, flush_output, inject
 from phalanx.memory import SharedMemoryPool, TensorHandle, forget_memory
@@ -34,6 +34,7 @@ from phalanx.replicas import (
     PlainChanges,
     Replica,
     RngPlan,
+    Statistics,
     set_intra_op,
 )
 from phalanx.types import Nested
@@ -127,12 +128,14 @@ class Done:
 
     Attributes:
         result: The value that the task returned.
-        written: The parts of the slot that it has written.
+        gradients: By parameter, whether there is one in the slot.
+        statistics: What the microbatch left in the buffers.
         assigned: The attributes that `forward` has assigned; looked for in first runs.
     """
 
     result: Any  # Any: whatever the task returns
-    written: WrittenGradients
+    gradients: Sequence[bool]
+    statistics: Statistics
     assigned: Sequence[str]
     start_s: float
     stop_s: float
@@ -222,11 +225,12 @@ class Worker:
         with self._cleaned():
             result = self._run(spec, context)
             statistics = self._replica.statistics.collect(message.weight)
-            written = self._writer.finish(self._replica.take_gradients(), statistics)
+            gradients = self._writer.finish(self._replica.take_gradients())
         stop_s = now_s()
         return Done(
             result=result,
-            written=written,
+            gradients=gradients,
+            statistics=statistics,
             assigned=self._replica.assigned() if spec.rng.watched else (),
             start_s=start_s,
             stop_s=stop_s,

@@ -4,10 +4,8 @@ from phalanx.replicas.attribute_fingerprint import AttributeFingerprint, PlainCh
 from phalanx.replicas.buffers import (
     Statistic,
     Statistics,
-    StatisticSpec,
     check_statistics,
     merge_statistics,
-    statistic_specs,
     sum_statistics,
     write_statistics,
 )
@@ -68,7 +66,6 @@ __all__ = [
     "RngPlan",
     "SourceGradients",
     "Statistic",
-    "StatisticSpec",
     "Statistics",
     "accelerator_kind",
     "advance_process_generator",
@@ -97,7 +94,6 @@ __all__ = [
     "seed_of_process",
     "set_generators",
     "set_intra_op",
-    "statistic_specs",
     "sum_statistics",
     "uncompiled",
     "warn_of_assigned",

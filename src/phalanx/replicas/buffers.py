@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +21,9 @@ from phalanx.plan import BufferRules
 __all__ = [
     "ReplicaBuffers",
     "Statistic",
-    "StatisticSpec",
     "Statistics",
     "check_statistics",
     "merge_statistics",
-    "statistic_specs",
     "sum_statistics",
     "write_statistics",
 ]
@@ -60,43 +57,8 @@ class Statistic:
 Statistics = dict[str, Statistic]
 
 
-class StatisticSpec(NamedTuple):
-    """What a statistic is, its numbers aside."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    rule: str
-
-    def fits(self, statistic: Statistic) -> bool:
-        """Tell whether ``statistic`` is of this kind."""
-        value = statistic.value
-        return (value.dtype, tuple(value.shape), statistic.rule) == self[1:]
-
-
-def statistic_specs(source: nn.Module, rules: BufferRules) -> list[StatisticSpec]:
-    """Return what microbatches leave in buffers that keep their shape and dtype."""
-    found = []
-    for path, owner in source.named_modules():
-        for key, buffer in owner._buffers.items():
-            if buffer is not None:
-                name = _name_of(path, key)
-                rule, dtype = _brought(rules.of(name), buffer)
-                found.append(StatisticSpec(name, dtype, tuple(buffer.shape), rule))
-    return found
-
-
 def _name_of(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
-
-
-def _brought(rule: str, value: Tensor) -> tuple[str, torch.dtype]:
-    """Return the rule and the dtype of the statistic that ``value`` makes."""
-    if rule == "mean" and (value.is_floating_point() or value.is_complex()):
-        return "mean", torch.complex128 if value.is_complex() else torch.float64
-    if rule == "sum" and value.dtype != torch.bool:
-        return "sum", value.dtype
-    return "first", value.dtype
 
 
 def merge_statistics(left: Statistics, right: Statistics) -> Statistics:
@@ -233,9 +195,10 @@ class _Buffer:
 
     def statistic(self, value: Tensor, weight: float) -> Statistic:
         """Return what a microbatch that left ``value`` brings."""
-        rule, dtype = _brought(self._rule, value)
-        if rule == "mean":
-            return Statistic(value.to(dtype) * weight, weight, rule)
-        if rule == "sum" and value.shape == self._source.shape:
+        rule = self._rule
+        if rule == "mean" and (value.is_floating_point() or value.is_complex()):
+            wide = torch.complex128 if value.is_complex() else torch.float64
+            return Statistic(value.to(wide) * weight, weight, rule)
+        if rule == "sum" and value.dtype != torch.bool and value.shape == self._source.shape:
             return Statistic(value - self._source.detach(), weight, rule)
         return Statistic(value.clone(), weight, "first")
