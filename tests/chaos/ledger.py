@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from phalanx import tables
 from phalanx.native import FUNCTIONS
@@ -272,20 +271,6 @@ def soak(kills: int, seed: int, progress: Callable[[int], None] = lambda _: None
     return result
 
 
-def table_of(result: Result, seed: int) -> Table:
-    kills = sum(result.deaths.values())
-    table = Table(
-        title="Workers of tables, killed",
-        caption=f"{kills} kills in {result.seconds:.0f} s, {result.runs} runs of {CLERKS} workers, "
-        f"seed {seed}",
-    )
-    table.add_column("killed at", no_wrap=True)
-    table.add_column("number", justify="right")
-    for point in (*POINTS, _MOMENT):
-        table.add_row(point, str(result.deaths[point]))
-    return table
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=2000)
@@ -296,9 +281,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = soak(
             options.kills, options.seed, lambda n: status.update(f"kill {n} of {options.kills}")
         )
-    console.print(table_of(result, options.seed))
+    kills = ", ".join(f"{result.deaths[point]} at {point}" for point in (*POINTS, _MOMENT))
     adds = ", ".join(f"{result.adds[book]} {book}" for book in BOOKS)
     console.print(
+        f"killed in {result.seconds:.0f} s, {result.runs} runs, seed {options.seed}: {kills}\n"
         f"acknowledged adds: {adds}; every one is there once, and none is there by half\n"
         f"interrupted adds undone: {result.undone}; there, but not heard of: "
         f"{result.open_and_there}; longest add: {result.longest_s * 1e3:.0f} ms"
