@@ -39,8 +39,6 @@ class Shards:
         parameters: All parameters of the executor, in whose order it sums gradients.
         num_shards: Number of threads.
 
-    Attributes:
-
     Determinism: bitwise the same for any number of shards.
     """
 
