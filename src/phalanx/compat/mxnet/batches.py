@@ -63,20 +63,6 @@ class DataDesc:
             return 0 if self.shape else None
         return self.layout.find("N") if "N" in self.layout else None
 
-    @property
-    def rows(self) -> int | None:
-        """B, or None for what is given whole."""
-        axis = self.batch_axis
-        return None if axis is None else self.shape[axis]
-
-    def with_rows(self, rows: int) -> DataDesc:
-        """Return the description of ``rows`` rows."""
-        axis = self.batch_axis
-        if axis is None:
-            return self
-        shape = (*self.shape[:axis], rows, *self.shape[axis + 1 :])
-        return dataclasses.replace(self, shape=shape)
-
 
 class DataBatch:
     """One batch: inputs, and what belongs to them.

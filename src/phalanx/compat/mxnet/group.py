@@ -1,8 +1,8 @@
 """MXNet's executor group: a module on several devices behind named inputs.
 
-    batch ── binding: names, layouts ── parts ── DataParallel.forward_parts ── outputs, per device
-                                                        │                          │
-                     input gradients, per device ───────┴──── autograd ──── whole outputs
+    batch ── binding: names, layouts ── parts ── DataParallel.forward_parts ── outputs by device
+      │                                                                            │
+      └── input gradients ───────────────────── autograd ─────────────────── whole outputs
 
 Methods have MXNet's names: those of Python (``get_outputs``) and those of Scala (``getOutputs``).
 
@@ -19,8 +19,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from phalanx.compat.mxnet.batches import DataDesc, read_descs
-from phalanx.compat.mxnet.binding import Binding, Fed, cut_tensors
+from phalanx.compat.mxnet.batches import read_descs
+from phalanx.compat.mxnet.binding import Binding, BoundBatch
 from phalanx.compat.mxnet.monitor import Monitor
 from phalanx.compat.mxnet.outputs import Outputs
 from phalanx.compat.mxnet.parameters import copy_into, copy_out, share_tensors
@@ -41,19 +41,14 @@ class _Pass:
     """The last forward pass.
 
     Attributes:
-        fed: The whole batch.
         sizes: Each device's rows.
-        leaves: The data by device, as the module got them.
-        trained: Whether the module was in training mode.
         has_graph: Whether gradients can go back through it.
         went_back: Whether they have.
     """
 
-    fed: Fed
+    batch: BoundBatch
     sizes: list[int]
-    leaves: list[dict[str, Tensor]]
     outputs: Outputs
-    trained: bool
     has_graph: bool
     went_back: bool = False
 
@@ -103,6 +98,8 @@ class DataParallelExecutorGroup:
     one per device.
     """
 
+    _pass: _Pass | None
+
     def __init__(
         self,
         module: nn.Module,
@@ -120,19 +117,18 @@ class DataParallelExecutorGroup:
     ) -> None:
         self._model = DataParallel(module, contexts, workloads=workload, buffers=buffers)
         self._declared = read_descs(output_shapes, "output_shapes")
-        self._binding = Binding.of(module, data_shapes, label_shapes)
+        self._bind(Binding.of(module, data_shapes, label_shapes))
         wanted = "be 'write' or 'add'"
         check_argument(grad_req in ("write", "add"), "grad_req", wanted, grad_req)
         self._adds = grad_req == "add"
         self.for_training = for_training
         self.inputs_need_grad = inputs_need_grad
-        self._pass: _Pass | None = None
         if shared_group is not None:
             share_tensors(module, shared_group.module)
 
     def __repr__(self) -> str:
-        inputs = ", ".join(f"{each.name} {each.shape}" for each in self._binding.data)
-        return f"DataParallelExecutorGroup({self._model.extra_repr()}, {inputs})"
+        names = ", ".join(each.name for each in self._binding.data)
+        return f"DataParallelExecutorGroup({self._model.extra_repr()}, inputs {names})"
 
     def __enter__(self) -> Self:
         return self
@@ -162,11 +158,6 @@ class DataParallelExecutorGroup:
         """Each device's relative share of the next batch."""
         return self._model.workloads
 
-    @property
-    def batch_size(self) -> int:
-        """B, padded rows included."""
-        return self._binding.batch_size
-
     def getBatchSize(self) -> int:
         """Return B; see ``batch_size``."""
         return self.batch_size
@@ -178,24 +169,14 @@ class DataParallelExecutorGroup:
         starts = [sum(sizes[:place]) for place in range(len(sizes))]
         return [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
-    @property
-    def data_shapes(self) -> tuple[DataDesc, ...]:
-        """The inputs, as bound now."""
-        return self._binding.data
-
-    @property
-    def label_shapes(self) -> tuple[DataDesc, ...]:
-        """The labels, as bound now."""
-        return self._binding.labels
-
     def get_output_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Return names and shapes of the outputs for ``batch_size`` rows.
+        """Return names and shapes of the outputs of the last pass, without padded rows.
 
         Raises:
             StateError: There was no forward pass yet.
         """
-        outputs = self._last().outputs
-        return [(name, outputs.shape(name, self.batch_size)) for name in outputs.names]
+        outputs = self._last().outputs.whole
+        return [(name, tuple(getattr(each, "shape", ()))) for name, each in outputs.items()]
 
     getOutputShapes = get_output_shapes
 
@@ -222,20 +203,18 @@ class DataParallelExecutorGroup:
         binding = Binding.of(self.module, data_shapes, label_shapes)
         if shared_group is not None:
             share_tensors(self.module, shared_group.module)
-        self._binding, self._pass = binding, None
+        self._bind(binding)
 
     bindExec = bind_exec
 
     def reshape(self, data_shapes: Any, label_shapes: Any = None) -> None:
-        """Bind to other shapes, dtypes or layouts; labels that are not given follow the batch size.
+        """Bind to other shapes, dtypes or layouts; labels that are not given stay as they are.
 
         Nothing is allocated: shapes may alternate at no cost. A batch of another size needs no call
         of it at all.
         """
         if label_shapes is None:
-            given = read_descs(data_shapes, "data_shapes")
-            rows = next((each.rows for each in given if each.rows is not None), self.batch_size)
-            label_shapes = self._binding.of_rows(rows).labels
+            label_shapes = self._binding.labels
         self.bind_exec(data_shapes, label_shapes)
 
     # -- passes ------------------------------------------------------
@@ -255,35 +234,30 @@ class DataParallelExecutorGroup:
         """
         trains = self.for_training if is_train is None else bool(is_train)
         has_graph = trains and self.for_training and not torch.is_inference_mode_enabled()
-        binding, fed = self._binding.read(data_batch)
-        sizes = workload_sizes(fed.rows, self.workload)
-        leaves = cut_tensors(fed.data, binding.data, sizes)
-        if has_graph and self.inputs_need_grad:
-            leaves = [_differentiable(own) for own in leaves]
-        labels = cut_tensors(fed.labels, binding.labels, sizes)
-        used = sizes if any(sizes) else [1] + [0] * (len(sizes) - 1)
-        calls = zip(leaves, labels, used, strict=True)
-        parts = [binding.call(*own) if size else None for *own, size in calls]
-        axes = (each.batch_axis for each in binding.data if each.batch_axis is not None)
-        axis = next(axes, 0)
-
         read: list[Outputs] = []
-
-        def check(found: Sequence[Nested]) -> None:  # before the module's buffers change
-            read.append(Outputs(found, sizes, self._declared, axis))
-
         with _mode(self.module, trains, has_graph):
+            needs_grad = has_graph and self.inputs_need_grad
+            batch = self._binding.read(data_batch, needs_grad=needs_grad)
+            sizes = workload_sizes(batch.rows, self.workload)
+            used = sizes if any(sizes) else [1] + [0] * (len(sizes) - 1)  # an empty batch runs once
+            calls = self._binding.calls(batch, sizes)
+            parts = [call if size else None for call, size in zip(calls, used, strict=True)]
+
+            def check(found: Sequence[Nested]) -> None:  # before the module's buffers change
+                axis, home = self._binding.batch_axis, self.contexts[0]
+                read.append(Outputs(found, sizes, self._declared, axis, home))
+
             self._model.forward_parts(parts, sizes, check=check)
-        self._binding = binding
-        self._pass = _Pass(fed, sizes, leaves, read[0], trains, has_graph)
+        self.batch_size = batch.rows + batch.pad
+        self._pass = _Pass(batch, sizes, read[0], has_graph)
 
     def backward(self, out_grads: Nested = None) -> None:
         """Compute gradients of the last forward pass: of the whole batch, as on one device.
 
         Args:
             out_grads: One tensor or array for each output, in their order or by name, shaped like
-                the merged output; padded rows may be there or not. None for an output without one.
-                Default: losses are differentiated, other outputs have no gradient.
+                the merged output. None for an output without one. Default: losses are
+                differentiated, other outputs have no gradient.
 
         Raises:
             StateError: There is no forward pass to go back through, or it was none of training, or
@@ -292,12 +266,11 @@ class DataParallelExecutorGroup:
         """
         last = self._pass
         if last is None or not last.has_graph or torch.is_inference_mode_enabled():
-            told = "" if last is None or last.trained else " in training mode"
             raise StateError(
-                f"`backward()` needs a forward pass{told} before, of a group with "
+                "`backward()` needs a forward pass in training mode before, of a group with "
                 "for_training=True and outside of `torch.inference_mode()`. Call `forward()` first."
             )
-        pairs = last.outputs.gradients(out_grads, last.fed.pad, self.contexts[0])
+        pairs = last.outputs.gradients(out_grads)
         last.has_graph = False  # whatever becomes of it: torch frees a graph on the way back
         parameters = list(self.module.parameters())
         before = [parameter.grad for parameter in parameters]
@@ -328,8 +301,8 @@ class DataParallelExecutorGroup:
         """
         outputs = self._last().outputs
         if not merge_multi_context:
-            return [outputs.by_device(name) for name in outputs.names]
-        return [outputs.whole(name, self.contexts[0]) for name in outputs.names]
+            return outputs.by_device()
+        return list(outputs.detached(outputs.names).values())
 
     def getOutputs(self) -> list[Any]:
         """Return outputs by device; see ``get_outputs``."""
@@ -345,7 +318,7 @@ class DataParallelExecutorGroup:
         Args:
             merge_multi_context: Whole ones, on the first device: joined along the batch axis, with
                 zeros for padded rows; summed where the input was given whole. Otherwise a list per
-                input.
+                input; of one that was given whole, the first device has the sum.
 
         Raises:
             StateError: They are not computed, or there was no backward pass, or it failed.
@@ -357,14 +330,11 @@ class DataParallelExecutorGroup:
         last = self._last()
         if not last.went_back:
             raise StateError("`get_input_grads()` needs a backward pass. Call `backward()` first.")
-        found = [
-            (desc, [_gradient(own[desc.name]) for own in last.leaves])
-            for desc in self._binding.data
-        ]
-        if not merge_multi_context:
-            return [grads for _, grads in found]
-        home, pad = self.contexts[0], last.fed.pad
-        return [_merged_gradients(grads, desc.batch_axis, pad, home) for desc, grads in found]
+        grads = [_gradient(leaf) for leaf in last.batch.given.values()]
+        if merge_multi_context:
+            return [None if grad is None else grad.to(self.contexts[0]) for grad in grads]
+        axes = [each.batch_axis for each in self._binding.data]
+        return [self._by_device(last, *each) for each in zip(grads, axes, strict=True)]
 
     def getInputGrads(self) -> list[Any]:
         """Return gradients of the data by device; see ``get_input_grads``."""
@@ -436,14 +406,13 @@ class DataParallelExecutorGroup:
             StateError: There was no forward pass.
             ConfigError: Labels do not fit.
         """
-        last, home = self._last(), _device_of(eval_metric, self.contexts[0])
-        fed, outputs = last.fed, last.outputs
+        last = self._last()
+        outputs, batch, home = last.outputs, last.batch, self.contexts[0]
         picks = getattr(eval_metric, "output_names", None) is not None  # as MXNet's may
-        names = outputs.names if picks else outputs.measured
-        found = {name: outputs.whole(name, home) for name in names}
-        own = fed.labels
+        found = outputs.detached(outputs.names if picks else outputs.measured)
+        own = batch.labels
         if labels is not None:
-            own = self._binding.read_labels(labels, fed.rows, fed.pad)
+            own = self._binding.read_labels(labels, batch.rows, batch.pad)
         whole = {name: label.to(home) for name, label in own.items()}
         if hasattr(eval_metric, "update_dict"):
             eval_metric.update_dict(whole, found)
@@ -471,31 +440,24 @@ class DataParallelExecutorGroup:
             return self._pass.sizes
         return workload_sizes(self.batch_size, self.workload)
 
+    def _bind(self, binding: Binding) -> None:
+        self._binding = binding
+        self._pass = None
+        #: Rows of the last batch, padded ones included; before it, of the data as bound.
+        self.batch_size = binding.batch_size
 
-def _differentiable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    leaves = {name: tensor.detach() for name, tensor in tensors.items()}
-    for leaf in leaves.values():
-        leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
-    return leaves
+    def _by_device(self, last: _Pass, grad: Tensor | None, axis: int | None) -> list[Tensor | None]:
+        """Return an input's gradient as the devices had its rows."""
+        if grad is None or axis is None:
+            return [grad, *[None] * (len(last.sizes) - 1)]
+        parts = grad.split_with_sizes([*last.sizes, last.batch.pad], axis)
+        return [part.to(place) for part, place in zip(parts, self.contexts, strict=False)]
 
 
 def _gradient(leaf: Tensor) -> Tensor | None:
     if not leaf.requires_grad:
         return None
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-
-
-def _merged_gradients(
-    grads: Sequence[Tensor | None], axis: int | None, pad: int, home: torch.device
-) -> Tensor | None:
-    found = [grad.to(home) for grad in grads if grad is not None]
-    if not found:
-        return None
-    if axis is None:
-        return torch.stack(found).sum(0)
-    shape = list(found[0].shape)
-    shape[axis] = pad
-    return torch.cat([*found, found[0].new_zeros(shape)], axis)
 
 
 @contextlib.contextmanager
@@ -520,11 +482,3 @@ def _one_or_all(tensors: Mapping[str, Tensor]) -> Nested:
     """Return the one of ``tensors``, or a list of all; None without any."""
     values = list(tensors.values())
     return values[0] if len(values) == 1 else values or None
-
-
-# Any: a metric of the user's.
-def _device_of(metric: Any, default: torch.device) -> torch.device:
-    """Return where a metric, or the first of a collection, counts."""
-    first = next(iter(metric.values()), None) if isinstance(metric, nn.ModuleDict) else metric
-    device: torch.device = getattr(first, "device", default)
-    return device

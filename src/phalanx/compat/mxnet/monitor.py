@@ -73,11 +73,9 @@ class Monitor:
         *,
         statFunc: Callable[[Tensor], Tensor | float] | None = None,
     ) -> None:
-        stat_func = stat_func if statFunc is None else statFunc
         self._interval = read_count("interval", interval, 1, "batch")
-        if stat_func is not None:
-            check_function("stat_func", stat_func)
-        self._statistic = _norm_by_size if stat_func is None else stat_func
+        self._statistic = stat_func or statFunc or _norm_by_size
+        check_function("stat_func", self._statistic)
         self._pattern = re.compile(pattern)
         self._sort = sort
         self._installed: list[nn.Module] = []
@@ -159,14 +157,7 @@ class Monitor:
         if not tensor.numel() or not self._pattern.match(name):
             return
         with torch.no_grad():
-            value = self._statistic(_widened(tensor.detach()))
+            wide = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+            value = self._statistic(wide)
         with self._lock:
             self._seen.append((current_replica(), name, value))
-
-
-def _widened(values: Tensor) -> Tensor:
-    if values.is_sparse:
-        values = values.coalesce().values()
-    if values.dtype in (torch.float64, torch.complex128):
-        return values
-    return values.to(torch.complex64 if values.is_complex() else torch.float32)

@@ -1,6 +1,6 @@
 """The outputs of one forward pass, by device and whole.
 
-Shape legend: B rows without padded ones; device i has rows_i of them along an output's batch axis.
+Shape legend: device i has rows_i rows along an output's batch axis.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ class Outputs:
         sizes: Each device's rows.
         declared: The descriptions of all outputs, or none.
         axis: Where rows lie in outputs that are not declared.
+        home: Where whole outputs lie.
+
+    Attributes:
+        whole: Merged outputs by name, with the graph of the pass.
+        losses: The names of outputs that are losses.
 
     Raises:
         ConfigError: Devices returned different structures; there are more or fewer outputs than are
@@ -44,116 +49,68 @@ class Outputs:
         sizes: Sequence[int],
         declared: Sequence[DataDesc],
         axis: int,
+        home: torch.device,
     ) -> None:
-        self._used = [place for place, size in enumerate(sizes) if size] or [0]
-        self._sizes = [sizes[place] for place in self._used]
-        self._num_devices = len(sizes)
-        flat = [flatten(found[place]) for place in self._used]
-        if any(spec != flat[0][1] for _, spec in flat):
-            raise ConfigError(
-                "`module` must return the same structure on every device, but does not. Return the "
-                "same leaves whatever the rows."
-            )
-        paths = leaf_paths(found[self._used[0]])
+        used = [place for place, part in enumerate(found) if part is not None]
+        paths = leaf_paths(found[used[0]])
         if declared and len(declared) != len(paths):
             raise ConfigError(
                 f"`output_shapes` must declare all {len(paths)} outputs of the module, but "
                 f"declares {len(declared)}."
             )
-        own = [f"output{path or 0}" if path.isdigit() or not path else path for path in paths]
-        self.names = [each.name for each in declared] or own
-        axes = [each.batch_axis for each in declared] or [axis] * len(paths)
-        self._leaves = [dict(zip(self.names, leaves, strict=True)) for leaves, _ in flat]
-        self._axes: dict[str, int] = {}  # of outputs that have rows
-        self._rules: dict[str | int, str] = {}
-        for name, own_axis in zip(self.names, axes, strict=True):
-            self._rules[name] = self._rule(name, own_axis)
-        self._whole: dict[str, Any] | None = None
-
-    def _rule(self, name: str, axis: int | None) -> str:
-        """Return how an output is merged, and note where it has rows."""
-        first = self._leaves[0][name]
-        if not isinstance(first, Tensor) or (first.dim() and axis is None):
-            return "first"
-        if not first.dim():
-            return "mean" if first.is_floating_point() or first.is_complex() else "stack"
-        axis = axis or 0
-        for leaves, size in zip(self._leaves, self._sizes, strict=True):
-            shape = tuple(leaves[name].shape)
-            if len(shape) <= axis or shape[axis] != size:
-                raise ConfigError(
-                    f"Output `{name}` must have its device's {size} rows along dim {axis}, but has "
-                    f"shape {shape}. Declare its layout in `output_shapes`, without N for an "
-                    "output without rows."
-                )
-        self._axes[name] = axis
-        return f"cat({axis})"
-
-    @property
-    def losses(self) -> list[str]:
-        """The names of outputs that are losses: one number per device."""
-        return [name for name in self.names if self._rules[name] == "mean"]
+        rules: dict[str | int, str] = {}
+        for place, (path, leaf) in enumerate(zip(paths, flatten(found[used[0]])[0], strict=True)):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.dim():
+                rules[path] = "mean"
+            elif isinstance(leaf, Tensor) and leaf.dim() and declared:
+                own = declared[place].batch_axis
+                rules[path] = "first" if own is None else f"cat({own})"
+        way_out = "Declare its layout in `output_shapes`, without N for an output without rows."
+        merging = Merging(rules, axis, noun="device", way_out=way_out)
+        parts, rows = [found[place] for place in used], [sizes[place] for place in used]
+        own_names = [f"output{path or 0}" if path.isdigit() or not path else path for path in paths]
+        self.names = [each.name for each in declared] or own_names
+        leaves = flatten(merging.merge(parts, rows, home))[0]
+        self.whole: dict[str, Any] = dict(zip(self.names, leaves, strict=True))
+        self.losses = [
+            name for name, path in zip(self.names, paths, strict=True) if rules.get(path) == "mean"
+        ]
+        self._by_device = [None if part is None else flatten(part)[0] for part in found]
 
     @property
     def measured(self) -> list[str]:
         """The names of outputs that metrics see: tensors with dims; else the losses."""
-        first = self._leaves[0]
-        found = [name for name in self.names if isinstance(first[name], Tensor)]
-        return [name for name in found if first[name].dim()] or self.losses
+        return [
+            name for name, each in self.whole.items() if isinstance(each, Tensor) and each.dim()
+        ] or self.losses
 
-    def shape(self, name: str, rows: int) -> tuple[int, ...]:
-        """Return the merged shape of an output for ``rows`` rows."""
-        first = self._leaves[0][name]
-        shape = list(first.shape) if isinstance(first, Tensor) else []
-        if name in self._axes:
-            shape[self._axes[name]] = rows
-        elif self._rules[name] == "stack":
-            shape = [len(self._used)]
-        return tuple(shape)
+    def detached(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return whole outputs by name, without a graph."""
+        return {name: _detached(self.whole[name]) for name in names}
 
     # Any: a tensor, or whatever else the module returns.
-    def by_device(self, name: str) -> list[Any]:
-        """Return an output of every device, without a graph; None for those that had no part."""
-        parts: list[Any] = [None] * self._num_devices
-        for place, leaves in zip(self._used, self._leaves, strict=True):
-            parts[place] = _detached(leaves[name])
-        return parts
+    def by_device(self) -> list[list[Any]]:
+        """Return each output of every device, without a graph; None for those without a part."""
+        return [
+            [None if leaves is None else _detached(leaves[place]) for leaves in self._by_device]
+            for place in range(len(self.names))
+        ]
 
-    def merged(self, home: torch.device) -> dict[str, Any]:
-        """Return whole outputs by name, on ``home``, with the graph of the pass."""
-        if self._whole is None:
-            with torch.enable_grad():
-                merging = Merging(self._rules, noun="device")
-                self._whole = merging.merge(self._leaves, self._sizes, home)
-        return self._whole
-
-    def whole(self, name: str, home: torch.device) -> Any:
-        """Return one whole output on ``home``, without a graph."""
-        whole = _detached(self.merged(home)[name])
-        return whole.to(home) if isinstance(whole, Tensor) else whole
-
-    def gradients(self, given: Nested, pad: int, home: torch.device) -> list[tuple[Tensor, Tensor]]:
+    def gradients(self, given: Nested) -> list[tuple[Tensor, Tensor]]:
         """Return whole outputs and their gradients; of losses by default.
 
         Args:
             given: One for each output, or None, in their order or by name; or the one gradient.
-            pad: Padded rows, which gradients may have or not.
 
         Raises:
             ConfigError: They are not as many, or name others, or have another shape.
         """
         pairs = []
         for name, gradient in self._picked(given).items():
-            output = self.merged(home)[name]
+            output = self.whole[name]
             if gradient is None or not isinstance(output, Tensor) or not output.requires_grad:
                 continue
             tensor = torch.as_tensor(gradient).to(output)
-            axis = self._axes.get(name)
-            if axis is not None and tensor.dim() == output.dim():
-                rows = output.shape[axis]
-                tensor = (
-                    tensor.narrow(axis, 0, rows) if tensor.shape[axis] == rows + pad else tensor
-                )
             if tensor.shape != output.shape:
                 raise ConfigError(
                     f"`out_grads` must have shape {tuple(output.shape)} for output `{name}`, but "
