@@ -96,28 +96,28 @@ class Rows:
                     f"`layout` must name leaves of the input, but names {path!r}. The input has "
                     f"{', '.join(map(repr, paths)) or 'none'}."
                 )
-        self.dims = [self._dim(place, path) for place, path in enumerate(paths)]
-        self._rows = {
-            place: leaf.shape[dim] if isinstance(leaf, _ARRAYS) else len(leaf)
-            for place, (leaf, dim) in enumerate(zip(self._leaves, self.dims, strict=True))
-            if dim is not None
-        }
+        self.dims: list[int | None] = [
+            layout.dim if isinstance(leaf, _ARRAYS) and leaf.ndim else None for leaf in self._leaves
+        ]
+        if layout.dims:
+            self._take_named_dims(paths)
+        self._rows: dict[int, int] = {}
+        for place, (leaf, dim) in enumerate(zip(self._leaves, self.dims, strict=True)):
+            if dim is None:
+                continue
+            if isinstance(leaf, _ARRAYS) and not -leaf.ndim <= dim < leaf.ndim:
+                raise ConfigError(
+                    f"Input {named(self._paths()[place])} must have a dim {dim} to be split "
+                    f"along, but has shape {tuple(leaf.shape)}. Give its path with None in the "
+                    "layout to hand it over whole."
+                )
+            self._rows[place] = leaf.shape[dim] if isinstance(leaf, _ARRAYS) else len(leaf)
 
-    def _dim(self, place: int, path: str) -> int | None:
-        """Return the dim that a leaf is split along, if it is."""
-        leaf = self._leaves[place]
-        if type(leaf) in (list, tuple):
-            return self._layout.dim_of(path, None)
-        if not isinstance(leaf, _ARRAYS) or not leaf.ndim:
-            return None
-        dim = self._layout.dim_of(path, self._layout.dim)
-        if dim is not None and not -leaf.ndim <= dim < leaf.ndim:
-            raise ConfigError(
-                f"Input {named(self._paths()[place])} must have a dim {dim} to be split "
-                f"along, but has shape {tuple(leaf.shape)}. Give its path with None in the layout "
-                "to hand it over whole."
-            )
-        return dim
+    def _take_named_dims(self, paths: Sequence[str]) -> None:
+        """Set the dims of leaves that the layout names: arrays with rows, and lists."""
+        for place, (leaf, path) in enumerate(zip(self._leaves, paths, strict=True)):
+            if type(leaf) in (list, tuple) or (isinstance(leaf, _ARRAYS) and leaf.ndim):
+                self.dims[place] = self._layout.dim_of(path, self.dims[place])
 
     @property
     def first(self) -> int | None:
@@ -147,7 +147,7 @@ class Rows:
                     f"{count}. Give leaves that are not per sample whole, by None in "
                     "the layout, or say by Layout(split=..., collate=...) what the samples are."
                 )
-        if rows > 1:
+        if rows > 1 and len(self._rows) < len(self._leaves):
             self._refuse_unnamed_lists(rows)
         return rows
 

@@ -33,16 +33,16 @@ def flatten(
     when it first meets them. Parts are made as ``kind(**fields)`` and ``kind(mapping)``.
 
     Args:
-        is_leaf: A test of a node. Torch keeps it until the cyclic collector runs, so it must hold
-            no tensors.
+        is_leaf: A test of a node; a list or tuple of tensors with dims is none. Torch keeps it
+            until the cyclic collector runs, so it must hold no tensors.
     """
     # A tensor, and a pair of tensors, are most of what is flattened; torch's own way takes longer.
     if isinstance(value, Tensor):
         return [value], _ONE_LEAF
     kind = type(value)
-    if (kind is tuple or kind is list) and (is_leaf is None or not is_leaf(value)):
+    if (kind is tuple or kind is list) and value:
         for each in value:
-            if not isinstance(each, Tensor):
+            if not isinstance(each, Tensor) or not each.ndim:
                 break
         else:
             return list(value), _spec_of(list if kind is list else tuple, len(value))
