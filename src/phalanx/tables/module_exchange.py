@@ -14,7 +14,7 @@ Shapes:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -206,30 +206,6 @@ def split_by_dtype(tensors: Sequence[tuple[str, Tensor]]) -> list[FlatTensors]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _SumOfMean(Sum):
-    """w += the mean of a round's deltas."""
-
-    name: ClassVar[str] = "sum_of_mean"
-    merges_rounds: ClassVar[str | None] = "mean"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _NesterovOfMean(Nesterov):
-    """One outer step with the mean of a round's pseudo-gradients."""
-
-    name: ClassVar[str] = "nesterov_of_mean"
-    merges_rounds: ClassVar[str | None] = "mean"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _NesterovOfSum(Nesterov):
-    """One outer step with the sum of a round's pseudo-gradients."""
-
-    name: ClassVar[str] = "nesterov_of_sum"
-    merges_rounds: ClassVar[str | None] = "sum"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Blend(Updater):
     """w += weight · (v − w): moves the shared value towards a worker's, never beyond it.
 
@@ -238,7 +214,7 @@ class Blend(Updater):
     """
 
     name: ClassVar[str] = "blend"
-    merges_rounds: ClassVar[str | None] = "mean"
+    merge: str | None = field(default="mean", repr=False)
 
     def apply(self, change: Change) -> None:
         """Move; where both are equal, infinity among them, nothing changes."""
@@ -272,9 +248,4 @@ def read_outer(outer: object) -> Nesterov | None:
 
 def choose_updater(merge: str, outer: Nesterov | None, *, in_rounds: bool) -> Updater:
     """Return how the table takes deltas: a round's merged, or one by one as they come."""
-    if outer is None:
-        return _SumOfMean() if in_rounds and merge == "mean" else Sum()
-    if not in_rounds:
-        return outer
-    kind = _NesterovOfMean if merge == "mean" else _NesterovOfSum
-    return kind(lr=outer.lr, momentum=outer.momentum)
+    return replace(outer or Sum(), merge=merge if in_rounds else None)

@@ -231,8 +231,8 @@ class OwnParts:
 
     def _take_in(self, number: int, entries: list[Entry], timeout_s: float) -> None:
         """Make a round's adds."""
-        waiting, how = Waiting(timeout_s), self.spec.updater.merges_rounds
-        if how is not None and entries:
+        waiting, how = Waiting(timeout_s), self.spec.updater.merge
+        if how is not None and entries and all(entry.rows is None for entry in entries):
             log = self._log_of(MERGED)
             with log.lock.held(timeout_s):
                 if not log.entries_of_round(number):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from phalanx.errors import CheckpointError, ConfigError, StateError
+from phalanx.errors import ConfigError, StateError
 from phalanx.plan import check_argument, read_count
 from phalanx.tables.module_exchange import (
     Blend,
@@ -297,7 +297,7 @@ class SharedModule:
         """Go back to a snapshot: shared values, the outer step's state, and every worker's copy.
 
         What a worker has trained since its last sync is dropped. Give ``name`` when the module is
-        shared, so that the tables find theirs.
+        shared, so that the tables find theirs, and the same ``outer``.
 
         Raises:
             CheckpointError: It is missing, damaged or of another module. Nothing is changed.
@@ -310,14 +310,7 @@ class SharedModule:
         self._refuse_torn("restore")
         self._find_tensors()
         for exchange in self._exchanges:  # everybody looks, so that all go on or none
-            try:
-                load_parts(exchange.table._spec, read_directory(directory))
-            except CheckpointError as exc:
-                exc.add_note(
-                    "A shared module takes the snapshot of one with the same `name`, `merge` and "
-                    "`outer`, in the same mode (synchronous or not)."
-                )
-                raise
+            load_parts(exchange.table._spec, read_directory(directory))
         self._world.barrier("restore a module")
         if self._world.is_master:
             for exchange in self._exchanges:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import ClassVar, NamedTuple
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ __all__ = [
     "DcAsgd",
     "Momentum",
     "Nesterov",
-    "RmsProp",
     "RowwiseAdaGrad",
     "Sgd",
     "Sum",
@@ -61,8 +60,8 @@ class Updater:
         remembers: Whether it compares with what the worker read last: then a delta is (K, 2D), and
             beside what was added stand the rows as its worker read them last.
         any_dtype: Whether it serves tables of integers.
-        merges_rounds: How the adds of a bulk-synchronous round, all of them of the whole table,
-            become one before it is taken: "sum" or "mean". None takes one after the other.
+        merge: How the adds of a bulk-synchronous round become one before it is taken, if all are
+            of the whole table: "sum" or "mean". Else, and for None, one is taken after the other.
 
     A subclass of your own with a ``name`` and :meth:`apply` serves tables on one host, in processes
     that all import it. ``apply`` gets copies of the rows, each once, and what it raises leaves the
@@ -89,20 +88,20 @@ class Updater:
     states: ClassVar[tuple[str, ...]] = ()
     remembers: ClassVar[bool] = False
     any_dtype: ClassVar[bool] = False
-    merges_rounds: ClassVar[str | None] = None
+    merge: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        for option in fields(self):
-            value = getattr(self, option.name)
+        for option in _options_of(type(self)):
+            value = getattr(self, option)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigError(
-                    f"Option `{option.name}` of updater {self.name!r} must be a number, but is "
+                    f"Option `{option}` of updater {self.name!r} must be a number, but is "
                     f"{value!r}."
                 )
-            high = 1.0 if option.name in _BELOW_ONE else math.inf
+            high = 1.0 if option in _BELOW_ONE else math.inf
             if not 0 <= value < high:
                 raise ConfigError(
-                    f"Option `{option.name}` of updater {self.name!r} must be at least 0 and below "
+                    f"Option `{option}` of updater {self.name!r} must be at least 0 and below "
                     f"{high:g}, but is {value!r}."
                 )
 
@@ -139,11 +138,15 @@ class Updater:
         raise NotImplementedError
 
     def options(self) -> dict[str, object]:
-        """Return name and options, as :func:`parse_updater` reads them."""
+        """Return name and options, as :func:`stored_updater` reads them."""
         return {"name": self.name, **asdict(self)}
 
 
-_BELOW_ONE = ("momentum", "alpha", "beta1", "beta2")  # the share of the past that stays
+def _options_of(kind: type[Updater]) -> list[str]:
+    return [option.name for option in fields(kind) if option.name != "merge"]
+
+
+_BELOW_ONE = ("momentum", "beta1", "beta2")  # the share of the past that stays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,33 +276,6 @@ class RowwiseAdaGrad(AdaGrad):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RmsProp(Updater):
-    """v = α · v + (1 − α) · g²;  w −= lr · g / (√v + eps).
-
-    Unlike AdaGrad's sum, the average forgets: rows go on learning however often they were touched.
-
-    Args:
-        lr: The learning rate.
-        alpha: α, how much of the past stays, below 1.
-        eps: Keeps the division away from 0.
-
-    Source: Tieleman and Hinton, Coursera 2012, lecture 6.5; as ``torch.optim.RMSprop``.
-    """
-
-    name: ClassVar[str] = "rmsprop"
-    states: ClassVar[tuple[str, ...]] = ("element",)
-    lr: float = 0.01
-    alpha: float = 0.99
-    eps: float = 1e-8
-
-    def apply(self, change: Change) -> None:
-        (v,) = change.states
-        gradient = change.delta_KD.to(v.dtype)
-        v.mul_(self.alpha).addcmul_(gradient, gradient, value=1 - self.alpha)
-        change.rows_KD.addcdiv_(gradient, v.sqrt().add_(self.eps), value=-self.lr)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Adam(Updater):
     """m, v: moving averages of g and g², corrected by how often this row was touched.
 
@@ -364,7 +340,7 @@ class DcAsgd(Updater):
 
 _BUILT_IN: dict[str, type[Updater]] = {
     kind.name: kind
-    for kind in (Sum, Sgd, Momentum, Nesterov, AdaGrad, RowwiseAdaGrad, RmsProp, Adam, DcAsgd)
+    for kind in (Sum, Sgd, Momentum, Nesterov, AdaGrad, RowwiseAdaGrad, Adam, DcAsgd)
 }
 
 
@@ -394,7 +370,7 @@ def parse_updater(given: object) -> Updater:
     if kind is None:
         known = ", ".join(repr(n) for n in _BUILT_IN)
         raise ConfigError(f"`updater` must be one of {known}, but is {name!r}.")
-    known_options = [option.name for option in fields(kind)]
+    known_options = _options_of(kind)
     for option in options:
         if option not in known_options:
             known = ", ".join(f"`{o}`" for o in known_options) or "none"
@@ -404,19 +380,21 @@ def parse_updater(given: object) -> Updater:
     return kind(**options)
 
 
-def stored_updater(options: object) -> Updater:
+def stored_updater(options: Mapping[str, Any]) -> Updater:
     """Return the updater whose :meth:`Updater.options` these are, also one of our own use.
 
     Raises:
-        ConfigError: There is none of that name here, or it does not take these options.
+        ConfigError: There is none of that name in this process.
     """
-    if not isinstance(options, Mapping):
-        raise ConfigError(f"An updater must be described by a mapping, but is by {options!r}.")
-    name = options.get("name")
-    kinds = {kind.name: kind for kind in _kinds_below(Updater) if kind.name}
-    if name in kinds and name not in _BUILT_IN:
-        return kinds[str(name)](**{key: value for key, value in options.items() if key != "name"})
-    return parse_updater(options)
+    given = dict(options)
+    name = given.pop("name")
+    kinds = {kind.name: kind for kind in _kinds_below(Updater)} | _BUILT_IN
+    if name not in kinds:
+        raise ConfigError(
+            f"`updater` must be imported in every process that uses its tables, but {name!r} is "
+            "not known here."
+        )
+    return kinds[name](**given)
 
 
 def _kinds_below(kind: type[Updater]) -> list[type[Updater]]:

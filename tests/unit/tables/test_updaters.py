@@ -32,9 +32,6 @@ def closed_form(name: str, w: torch.Tensor, gradients: list) -> torch.Tensor:
                 elif name in ("adagrad", "rowwise_adagrad"):
                     h[r, c] += g**2 if name == "adagrad" else mean_square
                     w[r, c] -= 0.1 * g / (math.sqrt(h[r, c]) + 1e-6)
-                elif name == "rmsprop":
-                    v[r, c] = 0.9 * v[r, c] + 0.1 * g * g
-                    w[r, c] -= 0.1 * g / (math.sqrt(v[r, c]) + 1e-6)
                 elif name == "adam":
                     t[r, c] += 1
                     s[r, c] = 0.9 * s[r, c] + 0.1 * g
@@ -52,7 +49,6 @@ OPTIONS = {
     "nesterov": {"lr": 0.1, "momentum": 0.9},
     "adagrad": {"lr": 0.1, "eps": 1e-6},
     "rowwise_adagrad": {"lr": 0.1, "eps": 1e-6},
-    "rmsprop": {"lr": 0.1, "alpha": 0.9, "eps": 1e-6},
     "adam": {"lr": 0.1, "beta2": 0.99},
 }
 
@@ -85,7 +81,7 @@ def test_an_updater_follows_its_closed_form(name, num_shards):
         )
 
 
-@pytest.mark.parametrize("name", ["momentum", "nesterov", "adagrad", "rmsprop", "adam"])
+@pytest.mark.parametrize("name", ["momentum", "nesterov", "adagrad", "adam"])
 def test_a_dense_updater_is_torchs_own(name):
     weight = torch.randn(ROWS, COLS, dtype=torch.float64)
     twin = weight.clone().requires_grad_()
@@ -94,7 +90,6 @@ def test_a_dense_updater_is_torchs_own(name):
         "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
         "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-6),
-        "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, alpha=0.9, eps=1e-6),
         "adam": lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.9, 0.99)),
     }[name]([twin])
     with tables.join() as world:
