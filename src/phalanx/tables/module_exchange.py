@@ -51,11 +51,6 @@ class FlatTensors:
         self.size = sum(_real(tensor).numel() for tensor in tensors.values())
 
     @property
-    def shapes(self) -> list[list[int]]:
-        """The shape of each tensor."""
-        return [list(tensor.shape) for tensor in self._tensors.values()]
-
-    @property
     def layout(self) -> list[tuple[str, torch.dtype, torch.Size]]:
         """What lies where: name, dtype of the flat tensor and shape of each tensor."""
         return [(name, self.dtype, tensor.shape) for name, tensor in self._tensors.items()]

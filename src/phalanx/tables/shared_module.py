@@ -11,8 +11,6 @@ the same with outer="nesterov"       DiLoCo
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from itertools import zip_longest
 from pathlib import Path
@@ -73,7 +71,7 @@ class SharedModule:
 
     Raises:
         ConfigError: An argument cannot be; the module has no parameters, or one without memory; or
-            another worker's module is of another shape.
+            another worker's module has more or fewer numbers.
 
     Determinism: Synchronous: all copies have the same bits, whatever the timing; sums go in the
     order of workers. With one worker and no ``outer`` training is plain training, to the bit.
@@ -130,7 +128,6 @@ class SharedModule:
             *(self._open_parameters(name, flat) for flat in parameters),
             *(self._open_statistics(name, flat) for flat in statistics),
         ]
-        self._agree_on_shapes(name, [*parameters, *statistics, counters])
         self._take_counters(name, counters)
         self._receive()
 
@@ -173,19 +170,6 @@ class SharedModule:
             staleness=self._bound,
         )
         return StatisticsExchange(flat, table, in_rounds=in_rounds)
-
-    def _agree_on_shapes(self, name: str | None, groups: list[FlatTensors]) -> None:
-        """Raise if another worker's module has as many numbers, but in other shapes."""
-        shapes = [flat.shapes for flat in groups]
-        digest = hashlib.sha256(json.dumps(shapes).encode()).digest()
-        ours = torch.frombuffer(bytearray(digest), dtype=torch.int64)
-        table_name = self._table_name(name, "shapes", torch.int64)
-        table = self._world.array(len(ours), torch.int64, init=ours, name=table_name, sync=False)
-        if not torch.equal(table.get(), ours):
-            raise ConfigError(
-                f"`module` must have tensors of the same shapes, in the same order, in all workers "
-                f"that share {table.name!r}, but the master's has others."
-            )
 
     def _take_counters(self, name: str | None, flat: FlatTensors) -> None:
         if flat.size:
