@@ -12,7 +12,6 @@ docs/migrating_multiverso.md has the names, and what is different.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,18 +93,22 @@ def is_master_worker() -> bool:
     return _group().is_master
 
 
-class TableHandler(ABC):
+class TableHandler:
     """A table that workers add to and read: an :class:`ArrayTableHandler` or a
     :class:`MatrixTableHandler`.
     """
 
-    @abstractmethod
-    def get(self) -> Tensor:
-        """Return the value, float32, the caller's own."""
+    _table: tables.Table
 
-    @abstractmethod
-    def add(self, data: Data) -> None:
-        """Add ``data`` to the table."""
+    def get(self) -> Tensor:
+        """Return the value, float32, the caller's own: ``params.copy_(table.get())``."""
+        return self._table.get()
+
+    def _add(self, data: Data, rows: Sequence[int] | Tensor | None, sync: bool) -> None:
+        shape = self._table.shape
+        if rows is not None:
+            shape = (len(rows), *shape[1:])
+        self._table.add(_floats(data, shape, "data"), rows, wait=sync)
 
 
 class ArrayTableHandler(TableHandler):
@@ -134,10 +137,6 @@ class ArrayTableHandler(TableHandler):
         value = None if init_value is None else _floats(init_value, (size,), "init_value")
         self._table = _group().array(size, init=value)
 
-    def get(self) -> Tensor:
-        """Return the value, float32, the caller's own: ``params.copy_(table.get())``."""
-        return self._table.get()
-
     def add(self, data: Data, sync: bool = False) -> None:
         """Add ``data`` to the table.
 
@@ -149,7 +148,7 @@ class ArrayTableHandler(TableHandler):
         Raises:
             ConfigError: There are more or fewer numbers, or NaN or infinity among them.
         """
-        self._table.add(_floats(data, self._table.shape, "data"), wait=sync)
+        self._add(data, None, sync)
 
 
 class MatrixTableHandler(TableHandler):
@@ -177,9 +176,8 @@ class MatrixTableHandler(TableHandler):
     """
 
     def __init__(self, num_row: int, num_col: int, init_value: Data | None = None) -> None:
-        value = (
-            None if init_value is None else _floats(init_value, (num_row, num_col), "init_value")
-        )
+        shape = (num_row, num_col)
+        value = None if init_value is None else _floats(init_value, shape, "init_value")
         self._table = _group().matrix(num_row, num_col, init=value)
 
     def get(self, row_ids: Sequence[int] | Tensor | None = None) -> Tensor:
@@ -208,9 +206,7 @@ class MatrixTableHandler(TableHandler):
             ConfigError: A row is outside the table, there are more or fewer numbers, or NaN or
                 infinity is among them.
         """
-        num_row, num_col = self._table.shape
-        count = num_row if row_ids is None else len(row_ids)
-        self._table.add(_floats(data, (count, num_col), "data"), row_ids, wait=sync)
+        self._add(data, row_ids, sync)
 
 
 def _floats(given: Data, shape: tuple[int, ...], name: str) -> Tensor:
