@@ -1,11 +1,10 @@
 """What processes of one host share, and how they wait for each other."""
 
 from phalanx.ipc.at_fork import register_at_fork
-from phalanx.ipc.available_memory import available_memory_bytes
 from phalanx.ipc.changes import Changes
-from phalanx.ipc.control_groups import cores_allowed
 from phalanx.ipc.fail_points import fail_point, inject
 from phalanx.ipc.forks import flush_output, fork, fork_apart, let_go, take_signals
+from phalanx.ipc.limits import available_memory_bytes, cores_allowed
 from phalanx.ipc.liveness import LivenessTimer, Waiting, late_peers, wait_until
 from phalanx.ipc.memory_order import fence
 from phalanx.ipc.mutex import Mutex

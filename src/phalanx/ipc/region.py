@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from phalanx.errors import OutOfSpace, PeerLost, StateError
-from phalanx.ipc.available_memory import available_memory_bytes
+from phalanx.ipc.limits import available_memory_bytes
 
 __all__ = ["ALIGN_BYTES", "Region", "aligned", "check_room", "reserve"]
 
