@@ -97,6 +97,7 @@ SPEC = json.dumps(
         "dtype": "float32",
         "updater": {"name": "sum"},
         "num_shards": 1,
+        "first_row": 0,
         "staleness": None,
         "nonfinite": "allow",
     }
