@@ -1,13 +1,6 @@
 """Workers of parameter tables, killed at random, and the books that they keep: ``make chaos``.
 
-Each clerk adds, over and over, a line that counts itself: (1, q, q², ·) for its q-th add, into its
-own row of three tables. A lost add and a doubled one cannot cancel in the three sums. Every add
-changes other rows as well, by which half of an add would be seen:
-
-    rows     int64 matrix      the clerk's row twice over, and a row whose sum stays 0
-    whole    int64 array       the clerk's line, and a tail that every add raises by 1
-    keys     int64 by key      the clerk's row twice over, and a key of its own for each q
-
+Each clerk adds, over and over, to the three books of `tests/chaos/books.py`.
 A clerk says so when an add is acknowledged, and how long it took. It is killed at a random moment,
 or at a random point of its way, and another goes on where the books say that it was.
 """
@@ -32,83 +25,18 @@ from rich.console import Console
 from phalanx import tables
 from phalanx.native import FUNCTIONS
 from phalanx.tables import keys, part, router
+from tests.chaos.books import Books
 from tests.multiprocess.children import Child, Children, Parent
 from tests.multiprocess.test_tables import die_at
 from tests.run_directories import wait_until_removed
 
 CLERKS = 4
-TAIL = 40
 DEADLINE_S = 20.0  # far more than any wait; a clerk that waits longer raises
 KILLS_PER_RUN = 25  # then the books are closed, and new ones begun: small tables grow more often
 BOOKS = ("rows", "whole", "keys")
 POINTS = (*part.POINTS, *router.READ_POINTS, *keys.POINTS)
 _MOMENT = "a moment"
 _numbers = itertools.count()
-
-
-class Books:
-    """The three tables, as one worker has them open."""
-
-    def __init__(self, world: tables.TableGroup, num_shards: int) -> None:
-        self.rows = world.matrix(
-            CLERKS + 1, 4, torch.int64, name="rows", num_shards=num_shards, init=0
-        )
-        self.whole = world.array(3 * CLERKS + TAIL, torch.int64, name="whole")
-        self.keys = world.keys(3, torch.int64, name="keys", capacity=1)
-
-    def add(self, book: str, clerk: int, q: int) -> None:
-        """Add the clerk's q-th line."""
-        line = [1, q, q * q]
-        if book == "rows":
-            row = [*line, 7]
-            shares = [row, [0, 0, 0, 5], row, [0, 0, 0, -14], [0, 0, 0, -5]]
-            self.rows.add(shares, rows=[clerk, CLERKS, clerk, clerk, CLERKS])
-        elif book == "whole":
-            delta = torch.ones(3 * CLERKS + TAIL, dtype=torch.int64)
-            delta[: 3 * CLERKS] = 0
-            delta[3 * clerk : 3 * clerk + 3] = torch.tensor(line)
-            self.whole.add(delta)
-        else:
-            own = self.own_key(clerk, q)
-            self.keys.add([line, line, line, [0] * 3], rows=[-1 - clerk, own, -1 - clerk, own])
-
-    @staticmethod
-    def own_key(clerk: int, q: int) -> int:
-        return (clerk + 1 << 40) + 977 * q
-
-    def count(self, book: str, clerk: int) -> int:
-        """Return how many of the clerk's adds are there; fail unless each is, once and whole."""
-        times = 1
-        if book == "rows":
-            sums, times = self.rows.get([clerk, CLERKS]), 2
-            assert sums[0, 3] == 0, f"half of an add: {sums.tolist()}"
-            assert not sums[1].any(), f"half of an add: {sums.tolist()}"
-            line = sums[0, :3].tolist()
-        elif book == "whole":
-            values = self.whole.get()
-            tail = values[3 * CLERKS :]
-            counts = values[: 3 * CLERKS : 3].sum()
-            assert bool((tail == counts).all()), f"half of an add: {values.tolist()}"
-            line = values[3 * clerk : 3 * clerk + 3].tolist()
-        else:
-            line, times = self.keys.get([-1 - clerk])[0].tolist(), 2
-        n = line[0] // times
-        expected = [times * s for s in (n, n * (n + 1) // 2, n * (n + 1) * (2 * n + 1) // 6)]
-        assert line == expected, f"{book} of clerk {clerk}: an add is there twice, or another lost"
-        return n
-
-    def check_own_keys(self, counts: Sequence[int]) -> None:
-        """Fail unless every key is there that an add has brought, with its line, and no other."""
-        clerks = [-1 - clerk for clerk, n in enumerate(counts) if n]
-        own = {
-            self.own_key(clerk, q): [1, q, q * q]
-            for clerk, n in enumerate(counts)
-            for q in range(1, n + 1)
-        }
-        there = self.keys.keys().tolist()
-        assert there == sorted([*clerks, *own]), "a key is lost, or there without its add"
-        lines = self.keys.get(list(own)).tolist() if own else []
-        assert lines == list(own.values()), "a key's row is not what was added to it"
 
 
 def keep_books(
@@ -130,7 +58,7 @@ def keep_books(
         if death is not None and death[0] == "reader's lock held":
             # It is taken only where adds overtake a get.
             FUNCTIONS["part_get"] = lambda *_: part.UNSETTLED
-        books = Books(world, num_shards)
+        books = Books(world, CLERKS, num_shards=num_shards)
         if death is not None:
             die_at(*death)
         while True:
@@ -139,7 +67,7 @@ def keep_books(
                 began = time.perf_counter()
                 books.add(book, clerk, counts[book])
                 parent.tell((book, counts[book], time.perf_counter() - began))
-                read = books.count(book, clerk)
+                [read] = books.count(book, clerk)
                 assert read == counts[book], f"{book}: {read} of its adds are there"
 
 
@@ -217,7 +145,7 @@ def run_books(
     """Keep books in run ``name`` until so many clerks are dead; fail where they are not right."""
     num_shards = draw.choice((1, 2))
     with Children() as children, tables.join(name, timeout_s=DEADLINE_S) as world:
-        books = Books(world, num_shards)
+        books = Books(world, CLERKS, num_shards=num_shards)
 
         def start(clerk: int, counts: dict[str, int], death: tuple[str, int] | None) -> Child:
             return children.start(keep_books, name, clerk, counts, num_shards, death, begin)
@@ -251,7 +179,7 @@ def run_books(
 def _compare(books: Books, clerk: _Clerk, result: Result) -> None:
     """See that every acknowledged add is there, and at most the open one besides."""
     for book, acked in clerk.counts.items():
-        n = books.count(book, clerk.number)
+        [n] = books.count(book, clerk.number)
         assert n >= acked, f"{book} of clerk {clerk.number}: {acked} acknowledged, {n} there"
         assert n <= acked + 1, f"{book} of clerk {clerk.number}: {acked} acknowledged, {n} there"
         result.open_and_there += n - acked

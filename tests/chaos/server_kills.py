@@ -1,11 +1,7 @@
 """Servers of hosts, killed at random under workers that keep books: ``make chaos``.
 
-Eight clients on three hosts add, over and over, lines that count themselves: (1, q, q²) for a
-client's q-th add. A lost add and a doubled one cannot cancel in the three sums. Every second client
-waits for none of a burst, which its next get shows. Two books:
-
-    rows     int64 matrix; on each host a row per client, and a tail that every add raises by 1
-    keys     int64 by key: the client's key twice over, and a key of its own for each q
+Eight clients on three hosts add, over and over, to the rows and keys of `tests/chaos/books.py`.
+Every second client waits for none of a burst, which its next get shows.
 
 An add is whole or absent per host: there the tail's rows are always equal. Meanwhile a host's
 server is killed at a random moment, again and again. How long it takes until the host answers is
@@ -38,6 +34,7 @@ from phalanx.cluster import Connection, Endpoint, Secret, make_secret
 from phalanx.tables.host_operations import Operation
 from phalanx.tables.host_server import ServerPage
 from phalanx.tables.run_regions import RunRegions
+from tests.chaos.books import Books
 from tests.multiprocess.children import Child, Children, Parent, wait_for_exit
 from tests.multiprocess.hosts import free_port, variables
 from tests.run_directories import wait_until_removed
@@ -45,63 +42,24 @@ from tests.run_directories import wait_until_removed
 HOSTS = 3
 CLIENTS = 8
 TAIL = 301
-ROWS = CLIENTS + TAIL  # of a host
 LONGEST_GAP_S = 0.1
 BURST = 7  # adds that every second client makes without waiting
 DEADLINE_S = 60.0
 _numbers = itertools.count()
 
 
-class Books:
-    """Both tables, as one client has them open."""
-
-    def __init__(self, world: tables.TableGroup) -> None:
-        self.rows = world.matrix(HOSTS * ROWS, 3, torch.int64, name="rows", init=0)
-        self.keys = world.keys(3, torch.int64, name="keys", capacity=1)
-
-    def add(self, client: int, q: int, *, wait: bool) -> None:
-        """Add the client's q-th line to both."""
-        line = torch.tensor([1, q, q * q])
-        delta = torch.ones(HOSTS, 1 + TAIL, 3, dtype=torch.int64)
-        delta[:, 0] = line
-        rows = [
-            host * ROWS + row for host in range(HOSTS) for row in (client, *range(CLIENTS, ROWS))
-        ]
-        self.rows.add(delta.flatten(0, 1), rows=rows, wait=wait)
-        keys = [-1 - client, own_key(client, q), -1 - client]
-        self.keys.add(torch.stack([line] * 3), rows=keys, wait=wait)
-
-    def check(self, client: int, q: int) -> None:
-        """Fail unless exactly the first ``q`` adds of a client are there, each once and whole."""
-        line = sums(q)
-        there = self.rows.get([host * ROWS + client for host in range(HOSTS)])
-        assert there.tolist() == [line] * HOSTS, f"rows of client {client}: {there.tolist()}"
-        by_key = self.keys.get([-1 - client])[0]
-        assert by_key.tolist() == [2 * each for each in line], f"keys: {by_key.tolist()}"
-
-    def check_tail(self, host: int) -> int:
-        """Return how many adds the tail of a host shows; fail where it shows half of one."""
-        seen = self.rows.get(range(host * ROWS + CLIENTS, (host + 1) * ROWS)).unique()
-        assert len(seen) == 1, f"half of an add on host {host}: {seen.tolist()}"
-        return int(seen)
-
-    def check_all(self, counts: Sequence[int]) -> None:
-        """Fail unless so many adds of each client are there, and nothing else."""
-        for client, q in enumerate(counts):
-            self.check(client, q)
-        assert [self.check_tail(host) for host in range(HOSTS)] == [sum(counts)] * HOSTS
-        own = {own_key(c, q): [1, q, q * q] for c, n in enumerate(counts) for q in range(1, n + 1)}
-        expected = sorted([*own, *(-1 - client for client in range(CLIENTS))])
-        assert self.keys.keys().tolist() == expected, "a key is lost, or there without its add"
-        assert self.keys.get(list(own)).tolist() == list(own.values())
+def check_all(books: Books, counts: Sequence[int]) -> None:
+    """Fail unless so many adds of each client are there, and nothing else."""
+    for client, q in enumerate(counts):
+        check(books, client, q)
+    assert [books.count_tail(host) for host in range(HOSTS)] == [sum(counts)] * HOSTS
+    books.check_own_keys(counts)
 
 
-def own_key(client: int, q: int) -> int:
-    return (client + 1 << 40) + 977 * q
-
-
-def sums(n: int) -> list[int]:
-    return [n, n * (n + 1) // 2, n * (n + 1) * (2 * n + 1) // 6]
+def check(books: Books, client: int, q: int) -> None:
+    """Fail unless exactly the first ``q`` adds of a client are there."""
+    assert books.count("rows", client) == [q] * HOSTS
+    assert books.count("keys", client) == [q]
 
 
 def keep_books(parent: Parent, given: dict[str, str]) -> None:
@@ -109,18 +67,19 @@ def keep_books(parent: Parent, given: dict[str, str]) -> None:
     torch.set_num_threads(1)
     os.environ.update(given)
     with tables.join(timeout_s=DEADLINE_S) as world:
-        books, me, q = Books(world), world.worker_id, 0
+        books, me, q = Books(world, CLIENTS, HOSTS, TAIL), world.worker_id, 0
         world.barrier()
         parent.tell("here")
         while not parent.connection.poll():
             for _ in range(BURST if me % 2 else 1):
                 q += 1
-                books.add(me, q, wait=me % 2 == 0)
-            books.check(me, q)
-            books.check_tail(q % HOSTS)
+                for book in ("rows", "keys"):
+                    books.add(book, me, q, wait=me % 2 == 0)
+            check(books, me, q)
+            books.count_tail(q % HOSTS)
         assert parent.hear() == "enough"
         parent.tell(q)
-        books.check_all(parent.hear())
+        check_all(books, parent.hear())
         parent.tell(books.rows.stats().undone + books.keys.stats().undone)
         world.barrier()
     parent.tell("left")
