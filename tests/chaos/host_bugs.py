@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import torch
 
 from phalanx.cluster import Connection, WorkerSession
+from phalanx.errors import PeerTimeout
+from phalanx.tables import router, snapshots
+from phalanx.tables import table as table_module
 from phalanx.tables.host_operations import Operation
 from phalanx.tables.host_service import HostService
 from phalanx.tables.part import TablePart, checked
+from phalanx.tables.remote_part import RemotePart
 from phalanx.tables.rounds import Rounds
 
 
@@ -78,6 +86,60 @@ def one_at_a_time() -> None:
     HostService.answer = answer_in_turn  # type: ignore[method-assign]
 
 
+def written_in_place() -> None:
+    """What is written takes the place of the older snapshot as it is written."""
+
+    @contextmanager
+    def in_place(path: Path) -> Iterator[Path]:
+        path.write_bytes(b"")
+        yield path
+
+    snapshots.written_whole = in_place
+
+
+def lost_rows_are_zeros() -> None:
+    """Where a host does not answer, zeros are written for its rows."""
+    copy_all = RemotePart.copy_all
+
+    def copy_what_is_there(self: RemotePart, timeout_s: float):
+        try:
+            return copy_all(self, timeout_s)
+        except PeerTimeout:
+            if self.spec.has_keys:
+                return [torch.empty(0, dtype=torch.int64), torch.empty((0, 3), dtype=torch.int64)]
+            return [torch.zeros((self.spec.rows, 4), dtype=torch.int64)]
+
+    RemotePart.copy_all = copy_what_is_there  # type: ignore[method-assign]
+
+
+def first_copy_kept() -> None:
+    """Whatever is added, the first copy is written again."""
+    copies: dict[str, list[torch.Tensor]] = {}
+
+    def save_parts(spec, parts, directory: Path) -> Path:
+        return save(spec, copies.setdefault(spec.name, parts), directory)
+
+    save, table_module.save_parts = table_module.save_parts, save_parts
+
+
+def drafts_stay() -> None:
+    """Each writer has a name of its own for what it writes."""
+
+    @contextmanager
+    def with_a_name_of_its_own(path: Path) -> Iterator[Path]:
+        draft = path.with_name(f"{path.name}.{os.getpid()}")
+        draft.write_bytes(b"")
+        yield draft
+        draft.replace(path)
+
+    snapshots.written_whole = with_a_name_of_its_own
+
+
+def silence_unheard() -> None:
+    """Who waits for a round looks at the workers on its own host's page only."""
+    router.wait_for = lambda pendings: None
+
+
 BUGS: dict[str, Callable[[], None]] = {
     bug.__name__: bug
     for bug in (
@@ -88,5 +150,10 @@ BUGS: dict[str, Callable[[], None]] = {
         lost_host_awaited,
         session_stays_broken,
         one_at_a_time,
+        written_in_place,
+        lost_rows_are_zeros,
+        first_copy_kept,
+        drafts_stay,
+        silence_unheard,
     )
 }

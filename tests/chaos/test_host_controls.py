@@ -1,7 +1,8 @@
 """Faults between hosts, and a planted bug for each: a scene goes well, and each bug makes it fail.
 
 Three hosts. Connections break in the servers: at the first request of each kind, or the first
-answer. Workers are halted, cut off, and killed with all of their host.
+answer. Workers are halted, cut off, and killed with all of their host. Tables outlive a host by
+`snapshot` and `restore`: clients keep books, and go on with them on the hosts that are left.
 """
 
 from __future__ import annotations
@@ -13,26 +14,29 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from signal import SIGSTOP
+from signal import SIGKILL, SIGSTOP
 
 import pytest
 import torch
 
 from phalanx import tables
 from phalanx.cluster import Head, Server
-from phalanx.errors import PeerTimeout, StateError
+from phalanx.errors import CheckpointError, PeerTimeout, StateError
 from phalanx.ipc import ProcessIdentity, inject, wait_until
 from phalanx.tables import host_service
 from phalanx.tables.host_operations import Operation
+from phalanx.tables.snapshots import SNAPSHOT_POINTS
+from tests.chaos.books import Books
 from tests.chaos.host_bugs import BUGS
-from tests.multiprocess.children import Child, Children, Parent
+from tests.multiprocess.children import Child, Children, Parent, wait_for_exit
 from tests.multiprocess.hosts import become_worker, free_port, kill_server, variables
 from tests.run_directories import wait_until_removed
 
 pytestmark = pytest.mark.promise("adds-between-hosts-are-kept")
 
 NUM_HOSTS = 3
-DEADLINE_S = 30.0
+CLIENTS = 5  # on hosts 0, 0, 1, 1 and 2
+DEADLINE_S = 60.0
 SHORT_S = 3.0
 BACK_S = 0.5
 LATER = 50
@@ -43,13 +47,18 @@ Scene = Callable[[str, "str | None", Path], None]
 
 @contextmanager
 def workers(
-    run: str, num_workers: int, body: Callable[..., None], bug: str | None, *args: object
+    run: str,
+    num_workers: int,
+    body: Callable[..., None],
+    bug: str | None,
+    *args: object,
+    num_hosts: int = NUM_HOSTS,
 ) -> Iterator[list[Child]]:
     port = free_port()
     with Children() as children:
         yield [
             children.start(
-                be_worker, variables(run, worker, num_workers, NUM_HOSTS, port), bug, body, *args
+                be_worker, variables(run, worker, num_workers, num_hosts, port), bug, body, *args
             )
             for worker in range(num_workers)
         ]
@@ -325,6 +334,228 @@ def a_host_is_killed(run: str, bug: str | None, folder: Path) -> None:
                 assert f"did not answer {asked} of table 't' within 3" in told
 
 
+# --- snapshots outlive a host -------------------------------------------------------------------
+
+
+def add_line(books: Books, client: int, q: int) -> None:
+    books.add("rows", client, q)
+    books.add("keys", client, q)
+
+
+def write(books: Books, folder: Path) -> None:
+    books.rows.snapshot(folder)
+    books.keys.snapshot(folder)
+
+
+def written_again(path: Path, times: int) -> None:
+    """Wait until a snapshot has come so many times."""
+    for _ in range(times):
+        before = identity(path)
+        assert wait_until(lambda before=before: identity(path) != before, DEADLINE_S), (
+            "no snapshot is written"
+        )
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    with suppress(FileNotFoundError):
+        found = path.stat()
+        return found.st_ino, found.st_mtime_ns
+    return None
+
+
+def keep_books(parent: Parent, folder: Path) -> None:
+    """Add, with snapshots, until a host is lost; say how many adds were taken when asked."""
+    with tables.join(timeout_s=DEADLINE_S) as world:
+        books, q = Books(world, CLIENTS, NUM_HOSTS), 0
+        world.barrier()
+        try:
+            while True:
+                q += 1
+                add_line(books, world.worker_id, q)
+                if world.is_master:
+                    write(books, folder)
+                if parent.connection.poll():
+                    assert parent.hear() == "how many"
+                    world.timeout_s = SHORT_S
+                    parent.tell(q)
+        except PeerTimeout as exc:  # rows of the lost host
+            parent.tell(str(exc))
+        left = parent.hear()
+        assert wait_until(lambda: len(world.workers) == left, DEADLINE_S)
+        if world.is_master:
+            with suppress(PeerTimeout):  # rows of the lost host
+                write(books, folder)
+        parent.tell(world.is_master)
+        parent.hear()
+
+
+def go_on(parent: Parent, folder: Path) -> None:
+    """Restore, say what is there, and go on adding."""
+    with tables.join(timeout_s=DEADLINE_S) as world:
+        books, me = Books(world, CLIENTS, NUM_HOSTS), world.worker_id
+        world.barrier()
+        if world.is_master:
+            for table in (books.rows, books.keys):
+                table.restore(folder)
+        world.barrier()
+        found = [
+            min(n for book in ("rows", "keys") for n in books.count(book, client))
+            for client in range(CLIENTS)
+        ]
+        world.barrier()
+        parent.tell(found)
+        books.keys.add(torch.ones(1, 3, dtype=torch.int64), rows=[1000 + me])
+        before = books.keys.get([-1 - me])
+        books.keys.add(torch.ones(1, 3, dtype=torch.int64), rows=[-1 - me])
+        world.barrier()
+        assert torch.equal(books.keys.get([-1 - me]), before + 1)
+        assert books.keys.get([1000, 1001, 1002])[:, 0].tolist() == [1, 1, 1]
+        world.barrier()
+
+
+def a_host_is_lost(run: str, bug: str | None, folder: Path, host: int = 0) -> None:
+    with workers(run, CLIENTS, keep_books, bug, folder) as started:
+        for table in ("rows", "keys"):
+            written_again(folder / f"{table}.snapshot", 1)
+        for client in started:
+            client.put("how many")
+        taken = [client.get() for client in started]
+        for table in ("rows", "keys"):
+            written_again(folder / f"{table}.snapshot", 2)  # the second began when it was all there
+        lost = [client for n, client in enumerate(started) if n * NUM_HOSTS // CLIENTS == host]
+        for client in lost:
+            os.kill(client.pid, signal.SIGKILL)
+        for client in lost:
+            client.process.join()
+        kill_server(run, host)
+        others = [client for client in started if client not in lost]
+        for client in others:
+            assert f"Host {host} (" in client.get()
+        for client in others:
+            client.put(len(others))
+        assert sum(client.get() for client in others) == 1  # is master, and leaves what is there
+    with workers(f"{run}-again", 3, go_on, None, folder, num_hosts=NUM_HOSTS - 1) as started:
+        for client in started:
+            found = client.get()
+            for who, (acknowledged, counted) in enumerate(zip(taken, found, strict=True)):
+                assert counted >= acknowledged, f"adds of client {who} are lost: {counted}"
+        for client in started:
+            client.process.join(DEADLINE_S)
+            assert client.process.exitcode == 0
+
+
+# --- a round is on all hosts, or on none ----------------------------------------------------------
+
+
+def make_rounds(parent: Parent, folder: Path) -> None:
+    """Add 1 to everything, get, and so on; the master writes after each of its gets."""
+    with tables.join(timeout_s=DEADLINE_S) as world:
+        table = world.array(7, name="t", sync=True)
+        while True:
+            table.add(torch.ones(7))
+            if table.get()[0] == NUM_HOSTS:
+                parent.tell("begun")
+            if world.is_master:
+                table.snapshot(folder)
+
+
+def rounds_are_whole(run: str, bug: str | None, folder: Path) -> None:
+    with workers(run, NUM_HOSTS, make_rounds, bug, folder) as started:
+        for worker in started:
+            assert worker.get() == "begun"
+        for _ in range(3):
+            written_again(folder / "t.snapshot", 1)
+            with tables.join() as world:
+                table = world.array(7, name="t")
+                table.restore(folder)
+                (seen, *others) = table.get().unique().tolist()
+                assert not others, f"rounds of two moments: {[seen, *others]}"
+                assert seen > 0
+                assert seen % NUM_HOSTS == 0
+        for worker in started:
+            worker.kill()
+
+
+# --- a lost host is why others stay away ----------------------------------------------------------
+
+
+def miss_two(parent: Parent) -> None:
+    """Worker 0 gets of table a, worker 1 of b; worker 2, who gets of both, is lost."""
+    with tables.join(timeout_s=DEADLINE_S) as world:
+        table = {name: world.array(5, name=name, sync=True) for name in "ab"}
+        mine = {0: "a", 1: "b", 2: "ab"}[world.worker_id]
+        gets = [table[name].async_get() for name in mine]
+        world.barrier()
+        parent.tell("arrived")
+        assert parent.hear() == "go on"
+        world.timeout_s = SHORT_S
+        with pytest.raises(PeerTimeout) as raised:
+            gets[0].wait()
+        parent.tell(str(raised.value))
+        parent.hear()
+
+
+def survivors_are_not_blamed(run: str, bug: str | None, folder: Path) -> None:
+    with workers(run, NUM_HOSTS, miss_two, bug) as (*others, lost):
+        for worker in (*others, lost):
+            assert worker.get() == "arrived"
+        lost.kill()
+        kill_server(run, 2)
+        for worker in others:
+            worker.put("go on")
+        for worker in others:
+            said = worker.get()
+            assert said.startswith("Host 2 ("), f"a survivor is blamed: {said}"
+        for worker in others:
+            worker.kill()
+
+
+# --- a writer dies --------------------------------------------------------------------------------
+
+ROWS = 3000
+
+
+def write_one_after_the_other(parent: Parent, folder: Path, point: str) -> None:
+    """Worker 0 writes, adds, and dies at a point of its next snapshot; then worker 1 writes."""
+    with tables.join(timeout_s=DEADLINE_S) as world:
+        table = world.matrix(ROWS, 2, name="t", init=1.0)
+        if world.worker_id == 0:
+            table.snapshot(folder)
+            table.add(torch.ones(ROWS, 2))
+            inject(lambda where, worker: where == point and os.kill(os.getpid(), SIGKILL))
+        world.barrier()
+        parent.tell("ready")
+        assert parent.hear() == "write"
+        table.snapshot(folder)
+
+
+def value_of_all(folder: Path) -> list[float]:
+    with tables.join() as world:
+        table = world.matrix(ROWS, 2, name="t")
+        try:
+            table.restore(folder)
+        except CheckpointError as exc:
+            raise AssertionError(f"half of a snapshot counts: {exc}") from exc
+        return table.get().unique().tolist()
+
+
+def a_writer_dies(run: str, bug: str | None, folder: Path, point: str = "snapshot begun") -> None:
+    args = (write_one_after_the_other, bug, folder, point)
+    with workers(run, 2, *args, num_hosts=1) as (first, second):
+        for worker in (first, second):
+            assert worker.get() == "ready"
+        first.put("write")
+        wait_for_exit(first.pid)
+        assert value_of_all(folder) == [2.0 if point == SNAPSHOT_POINTS[-1] else 1.0]
+        second.put("write")
+        second.process.join(DEADLINE_S)
+    assert value_of_all(folder) == [2.0]
+    left = sorted(entry.name for entry in folder.iterdir())
+    assert left == ["t.snapshot"], f"something is left: {left}"
+
+
+# --- tests ----------------------------------------------------------------------------------------
+
 SCENES: dict[str, tuple[Scene, str]] = {
     "never_asked_again": (requests_are_lost, "did not answer"),
     "add_counted_twice": (answers_are_lost, "an add is lost, or there twice"),
@@ -333,6 +564,11 @@ SCENES: dict[str, tuple[Scene, str]] = {
     "lost_host_awaited": (a_host_is_killed, "somebody waits for the dead"),
     "session_stays_broken": (a_server_is_killed, "a worker that lives counts as lost"),
     "one_at_a_time": (a_holder_is_halted, "the halted one holds others up"),
+    "written_in_place": (a_writer_dies, "half of a snapshot counts"),
+    "lost_rows_are_zeros": (a_host_is_lost, "are lost"),
+    "first_copy_kept": (a_host_is_lost, "are lost"),
+    "drafts_stay": (a_writer_dies, "something is left"),
+    "silence_unheard": (survivors_are_not_blamed, "a survivor is blamed"),
 }
 
 
@@ -349,6 +585,21 @@ def nothing_is_left() -> Iterator[None]:
 @pytest.mark.parametrize("scene", {scene: 0 for scene, _ in SCENES.values()})
 def test_each_scene_goes_well(scene: Scene, tmp_path: Path) -> None:
     scene(a_run(), None, tmp_path)
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("host", [1, 2])
+def test_a_lost_host_that_does_not_write_costs_no_more(tmp_path, host):
+    a_host_is_lost(a_run(), None, tmp_path, host)
+
+
+@pytest.mark.parametrize("point", [point for point in SNAPSHOT_POINTS if point != "snapshot begun"])
+def test_a_writer_that_dies_leaves_the_older_snapshot_and_another_goes_on(tmp_path, point):
+    a_writer_dies(a_run(), None, tmp_path, point)
+
+
+def test_a_snapshot_holds_the_same_rounds_of_all_hosts(tmp_path):
+    rounds_are_whole(a_run(), None, tmp_path)
 
 
 @pytest.mark.night  # it is about the tests
