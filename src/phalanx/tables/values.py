@@ -5,12 +5,9 @@ Everything is checked here, before anything is locked or changed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from phalanx.errors import ConfigError
 from phalanx.memory import all_finite, has_memory
@@ -46,19 +43,21 @@ def _read_other_rows(given: object, spec: TableSpec) -> Tensor | None:
                 "`table.keys()` for all that are there."
             )
         return None
-    rows = _plain(given if isinstance(given, Tensor) else _rows_tensor(given), "rows")
-    if rows.dtype != torch.int64:
-        rows = _whole_numbers(rows)
+    rows = _numbers(given, "rows")
+    is_integer = not (rows.dtype.is_floating_point or rows.dtype.is_complex)
+    if rows.numel() and (rows.dtype is torch.bool or not is_integer):
+        raise ConfigError(
+            f"`rows` must hold integers, but holds {rows.dtype}. Give row numbers, 0-based."
+        )
     if rows.dim() != 1:
         raise ConfigError(
             f"`rows` must be a list of row numbers, but has shape {tuple(rows.shape)}."
         )
-    if not rows.is_cpu:
-        rows = rows.cpu()
-    if not rows.is_contiguous():
-        rows = rows.contiguous()
+    numbers = rows.to(torch.int64)
+    if rows.dtype is torch.uint64 and bool((numbers < 0).any()):
+        raise ConfigError("`rows` must be below 2^63, but one is not. Give int64 numbers.")
     # A copy: keys are looked up twice, and another thread may change the caller's between the two.
-    return rows.clone() if spec.has_keys else rows
+    return numbers.clone() if spec.has_keys else numbers
 
 
 def outside(rows: Tensor, spec: TableSpec) -> ConfigError:
@@ -72,58 +71,30 @@ def outside(rows: Tensor, spec: TableSpec) -> ConfigError:
     )
 
 
-def _plain(given: Tensor, name: str) -> Tensor:
-    """Return a tensor with numbers of its own, dense; some kinds have not even a shape."""
-    lazy = type(given) is not Tensor and is_lazy(given)
-    if lazy or given.is_meta or given.is_nested or given.is_quantized:
-        kind = (
-            "nested" if given.is_nested else "quantized" if given.is_quantized else "without data"
-        )
-        raise ConfigError(f"`{name}` must be a tensor of plain numbers, but is {kind}.")
-    if given.layout is not torch.strided:
-        given = given.to_dense()
-    if not has_memory(given):
-        kind = "without data" if type(given) is Tensor else f"a {type(given).__name__} without data"
-        raise ConfigError(
-            f"`{name}` must be a tensor of plain numbers, but is {kind}. Give the numbers "
-            "themselves, as `to_local()` does those of a DTensor."
-        )
-    return given.resolve_neg()  # a negative view's memory holds the numbers' opposites
+def _numbers(given: object, name: str, dtype: torch.dtype | None = None) -> Tensor:
+    """Return numbers as a dense tensor on the CPU, whose memory holds them as they are.
 
-
-def _rows_tensor(given: object) -> Tensor:
-    if isinstance(given, np.ndarray):
-        return _from_numpy(given, "rows")
-    if isinstance(given, Sequence) and not isinstance(given, str | bytes):
-        if len(given) == 0:
-            return torch.empty(0, dtype=torch.int64, device="cpu")
-        try:
-            return torch.tensor(list(given), device="cpu")
-        except (TypeError, ValueError, RuntimeError) as exc:
-            raise ConfigError(
-                f"`rows` must be a list of integers of 64 bits, but is {given!r}."
-            ) from exc
-    raise ConfigError(f"`rows` must be a list of integers, but is {given!r}.")
-
-
-def _whole_numbers(rows: Tensor) -> Tensor:
-    if rows.dtype == torch.bool or rows.dtype.is_floating_point or rows.dtype.is_complex:
-        raise ConfigError(
-            f"`rows` must hold integers, but holds {rows.dtype}. Give row numbers, 0-based."
-        )
-    numbers = rows.to(torch.int64)
-    if rows.dtype == torch.uint64 and bool((numbers < 0).any()):
-        raise ConfigError("`rows` must be below 2^63, but one is not. Give int64 numbers.")
-    return numbers
-
-
-def _from_numpy(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]], name: str) -> Tensor:
+    What has no dtype of its own, a list for instance, becomes of ``dtype`` if no number loses its
+    fraction.
+    """
     try:
-        return torch.as_tensor(array if array.flags.writeable else array.copy(), device="cpu")
-    except (TypeError, ValueError) as exc:
+        if isinstance(given, np.ndarray) and not given.flags.writeable:
+            given = given.copy()  # else torch warns
+        numbers = torch.as_tensor(given, device="cpu").detach()
+        is_untyped = dtype is not None and not isinstance(given, Tensor | np.ndarray)
+        if is_untyped and (numbers.numel() == 0 or torch.can_cast(numbers.dtype, dtype)):
+            numbers = torch.as_tensor(given, dtype=dtype, device="cpu")
+        if numbers.layout is not torch.strided:
+            numbers = numbers.to_dense()
+        numbers = numbers.contiguous().resolve_neg()
+        if not has_memory(numbers):
+            raise TypeError(f"a {type(given).__name__} without data of its own")
+        return numbers
+    except (TypeError, ValueError, RuntimeError, OverflowError) as exc:
+        reason = str(exc).partition("\n")[0]
         raise ConfigError(
-            f"`{name}` must be an array that torch can take over, but is not: {exc}. "
-            "Give `np.ascontiguousarray(…)` of a native number type."
+            f"`{name}` must hold plain numbers, in rows of equal length, but does not: {reason}. "
+            "Give a tensor, an array or a list of numbers."
         ) from exc
 
 
@@ -151,45 +122,20 @@ def read_delta(given: object, spec: TableSpec, num_rows: int | None, name: str =
 
 
 def _read_other_delta(given: object, spec: TableSpec, wanted: tuple[int, ...], name: str) -> Tensor:
-    numbers = given if isinstance(given, Tensor) else _delta_tensor(given, spec, name)
-    delta = _plain(numbers, name)
+    delta = _numbers(given, name, spec.dtype)
     if delta.dtype != spec.dtype:
         raise ConfigError(
             f"`{name}` must be of {spec.dtype} like table {spec.name!r}, but is of {delta.dtype}. "
             f"Give `{name}.to({spec.dtype})`."
         )
+    if delta.shape == (0,):  # as an empty list is
+        delta = delta.reshape(0, *wanted[1:])
     if delta.shape != wanted:
         raise ConfigError(
             f"`{name}` must have shape {wanted} for table {spec.name!r}, but has "
             f"{tuple(delta.shape)}."
         )
-    if not delta.is_cpu:
-        delta = delta.cpu()
-    if delta.requires_grad:
-        delta = delta.detach()
-    if not delta.is_contiguous():
-        delta = delta.contiguous()
     return delta.view(-1, 1) if spec.is_array else delta
-
-
-def _delta_tensor(given: object, spec: TableSpec, name: str) -> Tensor:
-    if isinstance(given, np.ndarray):
-        return _from_numpy(given, name)
-    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
-        raise ConfigError(
-            f"`{name}` must be a tensor, an array or a sequence of numbers, but is {given!r}."
-        )
-    try:
-        found = torch.tensor(given, device="cpu")
-        if len(given) == 0 or (found.numel() == 0 and found.dim() == len(spec.shape)):
-            found = found.to(spec.dtype)
-            return found.view(0, spec.cols) if found.shape == (0,) and not spec.is_array else found
-        fits = found.dtype.is_floating_point <= spec.dtype.is_floating_point
-        if fits and found.dtype != torch.bool and not found.dtype.is_complex:
-            return torch.tensor(given, dtype=spec.dtype, device="cpu")
-    except (TypeError, ValueError, RuntimeError, OverflowError) as exc:
-        raise ConfigError(f"`{name}` must hold numbers in rows of equal length: {exc}.") from exc
-    raise ConfigError(f"`{name}` must hold numbers that fit {spec.dtype}, but holds {found.dtype}.")
 
 
 def read_out(out: object, spec: TableSpec, num_rows: int) -> Tensor:
@@ -199,12 +145,14 @@ def read_out(out: object, spec: TableSpec, num_rows: int) -> Tensor:
         ConfigError: It is no dense CPU tensor of the result's shape and dtype.
     """
     wanted = (num_rows, *spec.shape[1:])
-    if isinstance(out, Tensor):
-        _plain(out, "out")
     if not isinstance(out, Tensor) or out.shape != wanted or out.dtype != spec.dtype:
         shown = f"{out.dtype}, {tuple(out.shape)}" if isinstance(out, Tensor) else repr(out)
         raise ConfigError(f"`out` must be a tensor of {spec.dtype}, {wanted}, but is {shown}.")
-    unwritable = out.is_neg() or (out.is_inference() and not torch.is_inference_mode_enabled())
+    unwritable = (
+        out.is_neg()
+        or not has_memory(out)
+        or (out.is_inference() and not torch.is_inference_mode_enabled())
+    )
     if not out.is_cpu or not out.is_contiguous() or out.requires_grad or unwritable:
         raise ConfigError(
             "`out` must be a contiguous tensor on the CPU that needs no gradient and may be "

@@ -102,7 +102,7 @@ def test_what_a_uniform_table_holds_depends_on_key_and_seed_alone(world):
         ),
         (torch.ones(2, 3), [0.5, 1.5], "`rows` must hold integers, but holds torch.float32"),
         (torch.ones(2, 3), [[1, 2]], r"`rows` must be a list of row numbers, but has shape"),
-        (torch.ones(1, 3), [1 << 63], "`rows` must be a list of integers"),
+        (torch.ones(1, 3), [1 << 63], "`rows` must hold plain numbers"),
         (torch.ones(1, 3), np.array([1 << 63], np.uint64), r"`rows` must be below 2\^63"),
         (torch.ones(2, 3), [1, 2, 3], r"`delta` must have shape \(3, 3\) for table 'embed'"),
         (torch.ones(2, 2), [1, 2], r"`delta` must have shape \(2, 3\)"),
