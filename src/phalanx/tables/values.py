@@ -81,9 +81,9 @@ def _numbers(given: object, name: str, dtype: torch.dtype | None = None) -> Tens
         if isinstance(given, np.ndarray) and not given.flags.writeable:
             given = given.copy()  # else torch warns
         numbers = torch.as_tensor(given, device="cpu").detach()
-        is_untyped = dtype is not None and not isinstance(given, Tensor | np.ndarray)
-        if is_untyped and (numbers.numel() == 0 or torch.can_cast(numbers.dtype, dtype)):
-            numbers = torch.as_tensor(given, dtype=dtype, device="cpu")
+        if dtype is not None and not isinstance(given, Tensor | np.ndarray):
+            fits = numbers.numel() == 0 or torch.can_cast(numbers.dtype, dtype)
+            numbers = torch.as_tensor(given, dtype=dtype, device="cpu") if fits else numbers
         if numbers.layout is not torch.strided:
             numbers = numbers.to_dense()
         numbers = numbers.contiguous().resolve_neg()
