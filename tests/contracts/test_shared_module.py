@@ -225,49 +225,6 @@ def test_statistics_are_averaged_whatever_merge_is_and_counters_are_not(world, n
 # --- asynchronous and bounded ---------------------------------------------------------------------
 
 
-def sync_in_turn(world: tables.TableGroup, merge: str, outer: object) -> list[float]:
-    """Everybody moves its copy by its own number and syncs, one after the other."""
-    net = nn.Linear(1, 1, bias=False).double()
-    nn.init.constant_(net.weight, 1.0)
-    shared = tables.SharedModule(net, world, merge=merge, outer=outer)
-    seen = []
-    for step in range(3):
-        for worker in range(world.num_workers):
-            world.barrier()
-            if worker == world.worker_id:
-                with torch.no_grad():
-                    net.weight += (worker + 1) * 0.25 + step
-                shared.sync()
-                seen.append(net.weight.item())
-    world.barrier()
-    return seen
-
-
-def turns_by_hand(n: int, merge: str, outer: bool) -> list[list[float]]:
-    value, velocity = 1.0, 0.0
-    copies, seen = [1.0] * n, [[] for _ in range(n)]
-    for step in range(3):
-        for worker in range(n):
-            change = ((worker + 1) * 0.25 + step) / (n if merge == "mean" else 1)
-            if outer:
-                velocity = 0.5 * velocity - change
-                change = -0.25 * (-change + 0.5 * velocity)
-            value += change
-            copies[worker] = value
-            seen[worker].append(value)
-    return seen
-
-
-@in_table_worlds()
-@pytest.mark.parametrize("merge", ["sum", "mean"])
-@pytest.mark.parametrize("outer", [None, {"name": "nesterov", "lr": 0.25, "momentum": 0.5}])
-def test_asynchronous_changes_are_taken_as_they_come(world, n, merge, outer, run):
-    found = world.run(partial(sync_in_turn, merge=merge, outer=outer), n, run=run)
-    wanted = turns_by_hand(n, merge, outer is not None)
-    for seen, want in zip(found, wanted, strict=True):
-        assert seen == pytest.approx(want, rel=1e-14)
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 1), st.integers(-64, 64), st.booleans()), max_size=30),
     st.sampled_from(["sum", "mean"]),

@@ -8,8 +8,6 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import phalanx
@@ -265,17 +263,6 @@ def test_weights_of_samples_count_and_get_their_gradient(offsets):
     compare_bags("sum", indices, offsets, given, padding_idx=0)
 
 
-@given(
-    st.lists(st.lists(st.integers(0, ROWS - 1), max_size=6), min_size=1, max_size=6),
-    st.sampled_from(["sum", "mean", "max"]),
-    st.one_of(st.none(), st.integers(0, ROWS - 1)),
-)
-def test_any_bags_are_those_of_nn_embedding_bag(bags, mode, padding):
-    flat = torch.tensor([row for bag in bags for row in bag], dtype=torch.int64)
-    sizes = torch.tensor([0, *(len(bag) for bag in bags[:-1])])
-    compare_bags(mode, flat, sizes.cumsum(0), None, padding_idx=padding)
-
-
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_rows_of_no_indices_are_bags_of_zeros(mode):
     """Here torch's own raises an error about a step."""
@@ -339,20 +326,3 @@ def test_synchronous_workers_train_the_rows_of_one_model(world, n, run):
             touched = part.abs().sum(1) > 0
             rows[touched] = torch.add(rows[touched], part[touched], alpha=-LR)
     assert world.run(train_bulk, n, run=run, sync=True) == [rows.tolist()] * n
-
-
-def train_async(world: tables.TableGroup) -> tuple[list, int]:
-    """Every worker adds to all rows; with a gradient that is constant, the order is no matter."""
-    table = open_table(world, init=0.0, updater=tables.Sgd(lr=1.0))
-    embedding = tables.TableEmbedding(table)
-    for _ in range(20):
-        embedding(torch.arange(ROWS).repeat(2)).sum().backward()
-    world.barrier()
-    return table.get().tolist(), table.stats().adds
-
-
-@in_table_worlds()
-def test_asynchronous_gradients_are_all_there(world, n, run):
-    for rows, adds in world.run(train_async, n, run=run):
-        assert rows == [[-40.0 * n] * DIM] * ROWS
-        assert adds == 20
