@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import gc
 import re
-from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -594,9 +593,6 @@ def test_buckets_of_several_lengths_train_one_set_of_parameters():
 # --- batches --------------------------------------------------------------------------------------
 
 
-Batch = namedtuple("Batch", ["data", "label", "pad"], defaults=[None, 0])
-
-
 def numpy_of(x: Tensor) -> Any:
     return x.numpy()
 
@@ -608,7 +604,6 @@ BATCHES = {
     "dict": lambda a, b: {"b": b, "a": a},
     "numpy": lambda a, b: (a.numpy(), b.numpy()),
     "dict of numpy": lambda a, b: {"a": a.numpy(), "b": b.numpy()},
-    "named tuple of a batch": lambda a, b: Batch([a, b]),
 }
 
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -118,15 +117,14 @@ class Binding:
         return Layout(dims={each.name: each.batch_axis for each in descs if each.name in names})
 
     def _as_batch(self, value: Any) -> DataBatch:
-        """Read a batch: one already, or an object alike, or its data, with labels if by name."""
-        if isinstance(value, Mapping):
-            targets = {each.name for each in self.labels}
-            labels = {name: each for name, each in value.items() if name in targets}
-            data = {name: each for name, each in value.items() if name not in targets}
-            return DataBatch(data, labels or None)
-        if isinstance(value, (Tensor, np.ndarray)) or not hasattr(value, "data"):
+        """Read a batch: one already, or its data, with labels if by name."""
+        if isinstance(value, DataBatch):
+            return value
+        if not isinstance(value, Mapping):
             return DataBatch(value)
-        return DataBatch(value.data, getattr(value, "label", None), getattr(value, "pad", None))
+        targets = {each.name for each in self.labels} & set(value)
+        data = {name: each for name, each in value.items() if name not in targets}
+        return DataBatch(data, {name: value[name] for name in targets} or None)
 
 
 def _read_tensors(

@@ -59,10 +59,9 @@ class EvalMetric:
 
     def update_dict(self, label: Mapping[str, Any], pred: Mapping[str, Any]) -> None:
         """Count one batch whose labels and outputs go by name."""
-        self.update(
-            _picked(self.label_names, label),
-            _picked(self.output_names, pred),
-        )
+        labels = label if self.label_names is None else self.label_names
+        outputs = pred if self.output_names is None else self.output_names
+        self.update([label[name] for name in labels], [pred[name] for name in outputs])
 
     def reset(self) -> None:
         """Forget everything."""
@@ -80,8 +79,3 @@ class EvalMetric:
         if isinstance(name, (list, tuple)):
             return list(zip(name, value, strict=True))
         return [(name, value)]
-
-
-# Any: tensors.
-def _picked(names: Sequence[str] | None, given: Mapping[str, Any]) -> list[Any]:
-    return [given[name] for name in given] if names is None else [given[name] for name in names]

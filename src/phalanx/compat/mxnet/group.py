@@ -4,7 +4,8 @@
       │                                                                            │
       └── input gradients ───────────────────── autograd ─────────────────── whole outputs
 
-Methods have MXNet's names: those of Python (``get_outputs``) and those of Scala (``getOutputs``).
+Methods have the names of MXNet in Python (``get_outputs``) and in Scala (``getOutputs``). In Scala
+the plain name returns tensors by device, and ``getOutputsMerged`` returns whole ones.
 
 Shape legend: B rows of the batch; device i has rows_i of them.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partialmethod
 from typing import Any, Self
 
 import torch
@@ -304,13 +306,8 @@ class DataParallelExecutorGroup:
             return outputs.by_device()
         return list(outputs.detached(outputs.names).values())
 
-    def getOutputs(self) -> list[Any]:
-        """Return outputs by device; see ``get_outputs``."""
-        return self.get_outputs(merge_multi_context=False)
-
-    def getOutputsMerged(self) -> list[Any]:
-        """Return whole outputs; see ``get_outputs``."""
-        return self.get_outputs()
+    getOutputs = partialmethod(get_outputs, merge_multi_context=False)
+    getOutputsMerged = get_outputs
 
     def get_input_grads(self, merge_multi_context: bool = True) -> list[Any]:
         """Return the gradients of the data in the order of their names, None for integers.
@@ -336,13 +333,8 @@ class DataParallelExecutorGroup:
         axes = [each.batch_axis for each in self._binding.data]
         return [self._by_device(last, *each) for each in zip(grads, axes, strict=True)]
 
-    def getInputGrads(self) -> list[Any]:
-        """Return gradients of the data by device; see ``get_input_grads``."""
-        return self.get_input_grads(merge_multi_context=False)
-
-    def getInputGradsMerged(self) -> list[Any]:
-        """Return whole gradients of the data; see ``get_input_grads``."""
-        return self.get_input_grads()
+    getInputGrads = partialmethod(get_input_grads, merge_multi_context=False)
+    getInputGradsMerged = get_input_grads
 
     # -- parameters --------------------------------------------------
 

@@ -20,16 +20,15 @@ def copy_out(known: Mapping[str, Tensor], into: MutableMapping[str, Any]) -> Non
     Raises:
         ConfigError: One has another shape; nothing is written then.
     """
-    targets = {name: into[name] for name in known if name in into}
-    _check_shapes(targets, known)
+    _check_shapes(into, known)
     for name, tensor in known.items():
-        target, own = targets.get(name), tensor.detach()
-        if target is None:
+        own = tensor.detach()
+        if name not in into:
             into[name] = own.clone()
-        elif isinstance(target, Tensor):
-            target.copy_(own)
+        elif isinstance(into[name], Tensor):
+            into[name].copy_(own)
         else:
-            target[...] = own.cpu().numpy()
+            into[name][...] = own.cpu().numpy()
 
 
 def copy_into(
@@ -45,34 +44,31 @@ def copy_into(
         ConfigError: Names are missing or extra and that is not allowed, or a shape differs; nothing
             is written then.
     """
-    missing = [name for name in known if name not in given]
-    extra = [name for name in given if name not in known]
+    missing, extra = sorted(known.keys() - given), sorted(given.keys() - known)
     for names, allowed, told in (
         (missing, allow_missing, "missing"),
         (extra, allow_extra, "extra"),
     ):
         if names and not allowed:
             raise ConfigError(
-                "`arg_params` and `aux_params` must hold the module's names, but "
-                f"{', '.join(map(repr, names))} {'is' if len(names) == 1 else 'are'} {told}. Give "
-                f"allow_{told}=True to let it be."
+                "`arg_params` and `aux_params` must hold the module's names, but of these are "
+                f"{told}: {names}. Give allow_{told}=True to let it be."
             )
-    tensors = {name: torch.as_tensor(given[name]) for name in known if name in given}
-    _check_shapes(tensors, known)
+    _check_shapes(given, known)
+    found = [name for name in known if name in given]
     # All are read before one is written: they may lie in one memory.
-    copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    copies = {name: torch.as_tensor(given[name]).detach().clone() for name in found}
     with torch.no_grad():
         for name, tensor in copies.items():
             known[name].copy_(tensor)
 
 
 def _check_shapes(given: Mapping[str, Any], known: Mapping[str, Tensor]) -> None:
-    for name, value in given.items():
-        if tuple(value.shape) != tuple(known[name].shape):
-            raise ConfigError(
-                f"`{name}` must have shape {tuple(known[name].shape)}, but has "
-                f"{tuple(value.shape)}."
-            )
+    for name, tensor in known.items():
+        expected = tuple(tensor.shape)
+        found = tuple(given[name].shape) if name in given else expected
+        if found != expected:
+            raise ConfigError(f"`{name}` must have shape {expected}, but has {found}.")
 
 
 def share_tensors(module: nn.Module, other: nn.Module) -> None:
@@ -81,22 +77,23 @@ def share_tensors(module: nn.Module, other: nn.Module) -> None:
     Raises:
         ConfigError: One has another shape, dtype or device; nothing is shared then.
     """
-    theirs: dict[str, Tensor] = dict(other.named_parameters(remove_duplicate=False))
-    theirs.update(other.named_buffers(remove_duplicate=False))
-    own: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    own.update(module.named_buffers(remove_duplicate=False))
-    for name, tensor in own.items():
-        found = theirs.get(name, tensor)
-        if _kind(found) != _kind(tensor):
+    own, theirs = _tensors_of(module), _tensors_of(other)
+    shared = [name for name in own if name in theirs]
+    for name in shared:
+        if _kind(theirs[name]) != _kind(own[name]):
             raise ConfigError(
-                f"`shared_group` must have `{name}` as the module has it, {_kind(tensor)}, but has "
-                f"it as {_kind(found)}."
+                f"`shared_group` must have `{name}` as the module has it, {_kind(own[name])}, but "
+                f"has it as {_kind(theirs[name])}."
             )
-    for name in own:
-        if name in theirs:
-            path, _, key = name.rpartition(".")
-            # Not by `_parameters`: recurrent layers keep a second list of their weights.
-            setattr(module.get_submodule(path), key, theirs[name])
+    for name in shared:
+        path, _, key = name.rpartition(".")
+        # Not by `_parameters`: recurrent layers keep a second list of their weights.
+        setattr(module.get_submodule(path), key, theirs[name])
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    parameters = module.named_parameters(remove_duplicate=False)
+    return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
 
 
 def _kind(tensor: Tensor) -> tuple[type, tuple[int, ...], torch.dtype, torch.device]:
