@@ -1,9 +1,9 @@
 """Messages between an executor and its worker processes: pickled, with tensors set aside.
 
-Large tensors are written once to shared memory and read once from there. The executor's process
-makes all memory, so it writes to a `Mailbox`, which grows. A worker writes to an `Outbox` in memory
-that it was lent; tensors that do not fit travel with the message, and the answer says how much room
-would have been enough, so that there is as much the next time.
+Large tensors are written once to shared memory, into a `Mailbox`. A worker reads a batch where it
+lies, because tasks copy their rows; the executor's process copies what it reads from an answer.
+That process makes all memory. What does not fit into the room that it lent a worker travels with
+the answer, and the mailbox has room for it the next time.
 
 This is the pickle of `multiprocessing`, between a process and its own forks; it crosses no host and
 reads no file (SECURITY.md). Torch's own sharing is not used: it would move the tensors' storage.
@@ -28,10 +28,10 @@ from torch import Tensor
 
 from phalanx.memory import SharedMemoryPool, TensorHandle
 
-__all__ = ["LONGEST_S", "Mailbox", "Outbox", "load", "pack", "set_timeouts"]
+__all__ = ["LONGEST_S", "Mailbox", "load", "pack", "set_timeouts"]
 
 LONGEST_S = 2e6  # 23 days: `poll` counts milliseconds in 31 bits, and infinity is no number to it
-_ALIGN_BYTES = 64  # kernels may choose by alignment, so a copy lies as its original lay
+_ALIGN_BYTES = 64  # as torch aligns: kernels may choose by it
 _LEAST_BYTES = 1 << 8  # smaller tensors travel with the message, which is more work over there
 _FIRST_BYTES = 1 << 16
 
@@ -92,7 +92,7 @@ def pack(value: Any, aside: Aside = _nothing) -> bytes:
     return file.getvalue()
 
 
-def load(data: bytes | memoryview, find: Aside = _nothing) -> Any:
+def load(data: bytes, find: Aside = _nothing) -> Any:
     """Undo :func:`pack`; ``find`` returns the object for a token that ``aside`` gave."""
     before = _finding.find
     _finding.find = find
@@ -105,29 +105,47 @@ def load(data: bytes | memoryview, find: Aside = _nothing) -> Any:
 # -- tensors in shared memory ----------------------------------------
 
 
-class Outbox:
-    """Room for the tensors of one message at a time.
+class Mailbox:
+    """Room for the tensors of one message at a time, which one side writes and the other reads.
 
     Whoever writes waits for the reader's answer before the next message, so nothing is overwritten
     that is still to be read.
 
     Args:
         room: Where the bytes to write to lie in the pool; None for none.
+        grows: Whether it makes more room when a tensor does not fit: the executor's process does,
+            and learns by reading how much room a worker lacked.
 
     Attributes:
         room: Where the bytes lie; None while there are none.
-        needed_bytes: The bytes that the tensors of this message take, with those that did not fit.
     """
 
-    def __init__(self, pool: SharedMemoryPool, room: TensorHandle | None = None) -> None:
+    def __init__(
+        self, pool: SharedMemoryPool, room: TensorHandle | None = None, *, grows: bool = True
+    ) -> None:
         self._pool = pool
+        self._grows = grows
         self.room = room
-        self._left_bytes = 0 if room is None else room.shape[0]
-        self.needed_bytes = 0
+        self._left_bytes = self._size_bytes
+        self._lacking_bytes = 0
+
+    @property
+    def _size_bytes(self) -> int:
+        return 0 if self.room is None else self.room.shape[0]
+
+    def begin(self) -> None:
+        """Begin another message, with room for what did not fit into the one that was read."""
+        if self._lacking_bytes:
+            self._grow(self._lacking_bytes)
+        self._left_bytes = self._size_bytes
+        self._lacking_bytes = 0
 
     # Any: a token of `pack`.
     def put(self, tensor: Any) -> Any:
-        """Write ``tensor`` and return its place; None if it shall travel with the message."""
+        """Write ``tensor`` and return its token: its place, or its bytes without room.
+
+        Small tensors, and what is no plain tensor, have no token.
+        """
         if not isinstance(tensor, Tensor) or tensor.numel() * tensor.itemsize < _LEAST_BYTES:
             return None
         parts = _parts_of(tensor)
@@ -135,10 +153,10 @@ class Outbox:
             return None
         content, form = parts
         size = -(-len(content) // _ALIGN_BYTES) * _ALIGN_BYTES
-        self.needed_bytes += size
-        if size > self._left_bytes and not self._grow(size):
-            return None
-        assert self.room is not None
+        if size > self._left_bytes and self._grows:
+            self._grow(size)
+        if self.room is None or size > self._left_bytes:
+            return content.numpy().tobytes(), form
         start = self.room.offset_bytes + self.room.shape[0] - self._left_bytes
         self._left_bytes -= size
         place = TensorHandle(self.room.region, start, torch.uint8, (len(content),), (1,))
@@ -149,52 +167,36 @@ class Outbox:
     def read(self, token: Any) -> Tensor:
         """Return a copy of a tensor that the other side has put; for :func:`load`."""
         place, form = token
-        found: Tensor = form.copy_of(self._pool.at(place))
-        return found
+        if isinstance(place, bytes):
+            self._lacking_bytes += len(place)
+            return _restored(place, form)
+        return _laid_out(self._pool.at(place).clone(), form)
 
-    def _grow(self, least: int) -> bool:  # noqa: ARG002 - see `Mailbox`
-        """Make room for ``least`` bytes, where that can be done."""
-        return False
+    # Any: a token of `put`.
+    def view(self, token: Any) -> Tensor:
+        """Return a tensor that the other side has put where it lies, until the next message."""
+        place, form = token
+        return _laid_out(self._pool.at(place), form)
 
-
-class Mailbox(Outbox):
-    """The same in the executor's process, where there is always room."""
-
-    def begin(self, expected_bytes: int = 0) -> None:
-        """Begin another message, with room for at least ``expected_bytes``."""
-        self._left_bytes = 0 if self.room is None else self.room.shape[0]
-        self.needed_bytes = 0
-        if expected_bytes > self._left_bytes:
-            self._grow(expected_bytes)
-
-    def _grow(self, least: int) -> bool:
+    def _grow(self, least: int) -> None:
         """Take a new region; tensors of this message in the old one are read from there."""
-        before = 0 if self.room is None else self.room.shape[0]
-        size = max(_FIRST_BYTES, 2 * before, 2 * least)
-        self.room = self._pool.allocate(size)
-        self._left_bytes = size
-        return True
+        self._left_bytes = max(_FIRST_BYTES, 2 * self._size_bytes, 2 * least)
+        self.room = self._pool.allocate(self._left_bytes)
 
 
 @dataclass(frozen=True)
 class _Form:
-    """The layout of a tensor in its memory.
-
-    Attributes:
-        alignment: Of its first byte, modulo 64.
-    """
+    """The layout of a tensor in its memory."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    alignment: int
 
-    def copy_of(self, content: Tensor) -> Tensor:
-        """Return the tensor of these bytes, in memory of its own, aligned as the original."""
-        room = torch.empty(len(content) + _ALIGN_BYTES, dtype=torch.uint8)
-        start = (self.alignment - room.data_ptr()) % _ALIGN_BYTES
-        own = room[start : start + len(content)].copy_(content).view(self.dtype)
-        return own.as_strided(self.shape, self.strides, own.storage_offset())
+
+def _laid_out(content: Tensor, form: _Form) -> Tensor:
+    """Return the tensor that these bytes are, in their memory."""
+    flat = content.view(form.dtype)
+    return flat.as_strided(form.shape, form.strides, flat.storage_offset())
 
 
 def _parts_of(tensor: Tensor) -> tuple[Tensor, _Form] | None:
@@ -215,15 +217,14 @@ def _parts_of(tensor: Tensor) -> tuple[Tensor, _Form] | None:
     last = sum([(n - 1) * s for n, s in zip(shape, strides, strict=True)])
     count = last + 1 if tensor.numel() else 0
     content = tensor.detach().as_strided((count,), (1,)).view(torch.uint8)
-    offset = tensor.data_ptr() % _ALIGN_BYTES if count else 0
-    alignment = offset - offset % tensor.itemsize  # of one between two elements, before it
-    return content, _Form(tensor.dtype, shape, strides, alignment)
+    return content, _Form(tensor.dtype, shape, strides)
 
 
 def _restored(content: bytes, form: _Form) -> Tensor:
     if not content:
         return torch.empty_strided(form.shape, form.strides, dtype=form.dtype)
-    return form.copy_of(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    # A clone, because it is aligned as torch's own tensors are.
+    return _laid_out(torch.frombuffer(bytearray(content), dtype=torch.uint8).clone(), form)
 
 
 # -- timeouts --------------------------------------------------------

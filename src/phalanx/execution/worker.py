@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.clock import now_s
-from phalanx.execution.channel import Outbox, load, pack
+from phalanx.execution.channel import Mailbox, load, pack
 from phalanx.execution.contract import explain_error
 from phalanx.execution.gradient_slots import SlotLayout, SlotWriter
 from phalanx.execution.task import MicrobatchContext, Task
@@ -40,7 +40,6 @@ from phalanx.replicas import (
 from phalanx.types import Nested
 
 __all__ = [
-    "NEEDED_BYTES",
     "Done",
     "Failed",
     "MicrobatchMessage",
@@ -51,8 +50,6 @@ __all__ = [
     "serve",
 ]
 
-NEEDED_BYTES = 8
-"""The length of the number that begins each answer."""
 _CPU = torch.device("cpu")
 
 
@@ -108,7 +105,7 @@ class MicrobatchMessage:
 
     Attributes:
         spec: A `RunSpec`, packed: most of the time it is that of the microbatch before.
-        rows: Its batch.
+        rows: Its batch, which a worker must copy before it returns it or keeps it.
         slot: The region that takes the gradients; -1 for none.
         reply: Bytes that take what is large in the result; None for none.
     """
@@ -163,10 +160,10 @@ def serve(world: World, index: int, connection: Connection, dump: Connection) ->
         _forget_state(world.optimizer)
     fail_point("born")
     worker: Worker | None = None
-    read = Outbox(world.pool).read
+    view = Mailbox(world.pool).view
     while True:
         try:
-            message = load(connection.recv_bytes(), read)
+            message = load(connection.recv_bytes(), view)
         except (EOFError, OSError):
             return
         if isinstance(message, RegionsFollow):
@@ -176,7 +173,7 @@ def serve(world: World, index: int, connection: Connection, dump: Connection) ->
             worker = worker or Worker(index, world)
             answer = worker.work(message)
         except BaseException as error:
-            answer = with_needed(0, pack(_failed(error)))
+            answer = pack(_failed(error))
         flush_output()
         try:
             connection.send_bytes(answer)
@@ -206,11 +203,10 @@ class Worker:
     def work(self, message: MicrobatchMessage) -> bytes:
         """Compute a microbatch and return the packed answer."""
         fail_point("microbatch taken")
-        outbox = Outbox(self._world.pool, message.reply)
+        answers = Mailbox(self._world.pool, message.reply, grows=False)
         done = self._compute(message)
         fail_point("before reply")
-        packed = pack(done, outbox.put)
-        return with_needed(outbox.needed_bytes, packed)
+        return pack(done, answers.put)
 
     def _compute(self, message: MicrobatchMessage) -> Done:
         spec = self._begin(message.spec)
@@ -263,11 +259,6 @@ class Worker:
             self._replica.drop_gradients()
             self._replica.outdate()
             raise
-
-
-def with_needed(needed_bytes: int, packed: bytes) -> bytes:
-    """Return an answer with the bytes of room that its tensors would take, which come first."""
-    return needed_bytes.to_bytes(NEEDED_BYTES, "little") + packed
 
 
 # -- errors ----------------------------------------------------------

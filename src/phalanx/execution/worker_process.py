@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from phalanx.clock import now_s
 from phalanx.errors import PeerLost
 from phalanx.execution.channel import LONGEST_S, Mailbox, load, pack, set_timeouts
-from phalanx.execution.worker import NEEDED_BYTES, RegionsFollow
+from phalanx.execution.worker import RegionsFollow
 from phalanx.ipc import (
     die_with_parent,
     flush_output,
@@ -158,8 +158,8 @@ class WorkerProcess:
             raise self._hung(self._timeout_s) from None
         except (EOFError, OSError):
             raise self._gone() from None
-        done = load(memoryview(answer)[NEEDED_BYTES:], self.answers.read)
-        self.answers.begin(int.from_bytes(answer[:NEEDED_BYTES], "little"))
+        done = load(answer, self.answers.read)
+        self.answers.begin()
         return done
 
     def _gone(self) -> Lost:
