@@ -59,22 +59,13 @@ def test_after_each_barrier_a_matrix_holds_everybodys_rows(world, n, num_shards,
 
 
 def master_init(world: tables.TableGroup) -> list[float]:
-    table = world.array(3, name="first", init=[1.0, 2.0, 3.0] if world.is_master else [9, 9, 9])
-    return table.get().tolist()
+    init = [1.0, 2.0, 3.0] if world.is_master else [9, 9, 9]
+    return world.array(3, init=init, updater={"name": "sgd", "lr": 1.0}).get().tolist()
 
 
 @in_table_worlds()
-def test_the_masters_initial_value_is_there_for_everybody_once(world, n, run):
+def test_everybody_begins_with_the_masters_values_past_the_updater(world, n, run):
     assert world.run(master_init, n, run=run) == [[1.0, 2.0, 3.0]] * n
-
-
-def shifted_by_momentum(world: tables.TableGroup) -> list[float]:
-    return world.array(2, name="m", init=5.0, updater={"name": "sgd", "lr": 1.0}).get().tolist()
-
-
-@in_table_worlds()
-def test_the_initial_value_never_goes_through_the_updater(world, n, run):
-    assert world.run(shifted_by_momentum, n, run=run) == [[5.0, 5.0]] * n
 
 
 # --- modes ----------------------------------------------------------------------------------------
