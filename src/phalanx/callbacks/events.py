@@ -75,7 +75,6 @@ class StepDone:
         samples: Rows of the batch.
         seconds: From the batch at hand to the updated weights.
         shares: Rows that each replica computed; with executor="ranks", here and below, this rank's.
-        busy_s: Seconds of each replica's spans: its microbatches, and its part of sum and step.
         spans: What each replica did when, by the monotonic clock.
         grad_norm: The 2-norm of all gradients before they were clipped; None without `clip_norm`.
         learning_rates: Of each of the optimizer's parameter groups, as the step was made with it;
@@ -89,10 +88,17 @@ class StepDone:
     samples: int
     seconds: float
     shares: tuple[int, ...]
-    busy_s: tuple[float, ...]
     spans: tuple[Span, ...]
     grad_norm: float | None = None
     learning_rates: tuple[float, ...] = ()
+
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        """Seconds of each replica's spans: its microbatches, and its part of sum and step."""
+        busy_s = [0.0] * len(self.shares)
+        for span in self.spans:
+            busy_s[span.replica] += span.stop_s - span.start_s
+        return tuple(busy_s)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,13 +111,12 @@ def open_executor(
         choice: Of which kind.
         module: The module to run.
         failures: Takes note of worker processes that were lost; needed for those alone.
-        devices: One per replica.
+        devices: One per replica; :meth:`ExecutorChoice.refuse_devices` has let them pass.
         workloads: Relative shares; equal by default.
         intra_op: Threads inside operators, per replica.
         shared: Objects that tasks refer to; worker processes have them from their fork.
         reads: Functions that tasks call beside the module, such as the loss.
     """
-    choice.refuse_devices(devices)
     if choice.kind == "processes":
         assert failures is not None
         return ProcessExecutor(

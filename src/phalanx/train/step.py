@@ -169,7 +169,6 @@ class Engine:
         if peers is not None and (before.steps + 1).bit_count() == 1:  # 1, 2, 4, 8, …: it costs
             peers.check_alike()  # a pass over all weights
         spans = [*result.spans, *sorted(stepped, key=attrgetter("replica"))]
-        rows, busy_s = _work_of_replicas(len(executor.devices), pieces.sizes, result, spans)
         return StepDone(
             step=before.steps + 1,
             epoch=before.epochs + 1,
@@ -177,8 +176,7 @@ class Engine:
             loss=loss.value,
             samples=loss.samples,
             seconds=now_s() - start_s,
-            shares=rows,
-            busy_s=busy_s,
+            shares=_rows_of_replicas(len(executor.devices), pieces.sizes, result),
             spans=tuple(spans),
             grad_norm=norm,
             learning_rates=rates,
@@ -372,17 +370,12 @@ def _half_stepped() -> StateError:
     )
 
 
-def _work_of_replicas(
-    count: int, sizes: Sequence[int], result: RunResult, spans: Sequence[Span]
-) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Return each replica's rows and its busy seconds."""
-    rows, busy_s = [0] * count, [0.0] * count
+def _rows_of_replicas(count: int, sizes: Sequence[int], result: RunResult) -> tuple[int, ...]:
+    rows = [0] * count
     for size, replica in zip(sizes, result.replica_of, strict=True):
         if replica >= 0:
             rows[replica] += size
-    for span in spans:
-        busy_s[span.replica] += span.stop_s - span.start_s
-    return tuple(rows), tuple(busy_s)
+    return tuple(rows)
 
 
 def _learning_rates(optimizer: Optimizer) -> tuple[float, ...]:

@@ -28,7 +28,6 @@ def step_done(
         "samples": 4 * replicas,
         "seconds": 0.1,
         "shares": (4,) * replicas,
-        "busy_s": (0.08,) * replicas,
         "spans": tuple(spans),
     }
     return StepDone(**{**fields, **changes})
