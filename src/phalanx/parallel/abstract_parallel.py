@@ -14,7 +14,7 @@ from phalanx.execution import ThreadExecutor
 from phalanx.parallel.container import Call, Container
 from phalanx.parallel.on_device import keeping
 from phalanx.plan import Merging, least_loaded, read_whole
-from phalanx.replicas import known_devices, present_devices, resolve_device, uncompiled
+from phalanx.replicas import known_devices, resolve_device, uncompiled
 from phalanx.types import Device, Nested
 
 __all__ = ["AbstractParallel", "ModelParallel", "join_columns"]
@@ -205,11 +205,6 @@ class AbstractParallel(Container):
                 "new container of the columns that shall stay."
             )
         return columns  # type: ignore[return-value]  # of modules alone, as was just seen
-
-    # Any: what nn.Module's own state holds.
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._placed = list(present_devices(self._placed))
 
     def _is_of(self, executor: ThreadExecutor) -> bool:
         return all(map(is_, executor.sources, self._columns()))

@@ -29,7 +29,6 @@ from phalanx.plan import (
 )
 from phalanx.replicas import (
     current_replica,
-    present_devices,
     resolve_devices,
     uncompiled,
 )
@@ -246,10 +245,6 @@ class DataParallel(Container, Unwrapped):
         kinds = ", ".join(f"{name}×{names.count(name)}" for name in dict.fromkeys(names))
         cut = "" if self._microbatches is None else f", microbatches={self._microbatches}"
         return f"{len(names)} replicas on {kinds}, dim={self._layout.dim}{cut}"
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._devices = present_devices(self._devices)
 
     def _trained(self) -> nn.Module:
         return self.module

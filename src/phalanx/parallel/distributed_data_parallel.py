@@ -175,7 +175,7 @@ class DistributedDataParallel(DataParallel):
         return {**state, "_sums": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._exchange = Exchange()
 
     def _agree(self, exchange: Exchange, *options: object) -> int:

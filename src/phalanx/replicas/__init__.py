@@ -20,7 +20,6 @@ from phalanx.replicas.devices import (
     accelerator_kind,
     known_devices,
     num_devices,
-    present_devices,
     resolve_device,
     resolve_devices,
 )
@@ -85,7 +84,6 @@ __all__ = [
     "num_cores",
     "num_devices",
     "placed_on",
-    "present_devices",
     "preserve_rng",
     "refuse_compiled_in_place",
     "refuse_scripts",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence, Set
 from numbers import Integral
 
@@ -15,7 +14,6 @@ __all__ = [
     "accelerator_kind",
     "known_devices",
     "num_devices",
-    "present_devices",
     "resolve_device",
     "resolve_devices",
 ]
@@ -69,25 +67,6 @@ def accelerator_kind() -> str:
     """Return what torch calls this machine's accelerators; "cuda" where there is none."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     return "cuda" if kind is None else kind.type
-
-
-def present_devices(devices: Sequence[torch.device]) -> tuple[torch.device, ...]:
-    """Return ``devices``, with those that this machine has not replaced by ones it has, in turn."""
-    known = known_devices()
-    found, missing = [], []
-    for index, device in enumerate(devices):
-        try:
-            found.append(resolve_device(device))
-        except ConfigError:
-            found.append(known[index % len(known)])
-            missing.append(str(device))
-    if missing:
-        warnings.warn(
-            f"Replicas were made for {', '.join(missing)}, which this machine has not; they run on "
-            f"{', '.join(map(str, dict.fromkeys(known)))}.",
-            stacklevel=2,
-        )
-    return tuple(found)
 
 
 def num_devices(kind: str) -> int:
