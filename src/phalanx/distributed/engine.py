@@ -83,7 +83,7 @@ class CallEngine:
         self._ended: deque[PendingOperation] = deque()  # whose futures have not been told yet
         self._advancing = False
         self._broken: BaseException | None = None
-        self._liveness = LivenessTimer(at_once=True)
+        self._liveness = LivenessTimer()
         # One caller moves the operations at a time: two would take each other's wake-ups.
         self._mover = threading.RLock()
         self._contention = contention

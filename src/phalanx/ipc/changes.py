@@ -48,8 +48,7 @@ class Changes:
         """
         if ready():
             return True
-        waiting, timer = Waiting(timeout_s), LivenessTimer(at_once=False)
-        check()
+        waiting, timer = Waiting(timeout_s), LivenessTimer()
         while True:
             seen = self._count(self._at)
             if timer.due():

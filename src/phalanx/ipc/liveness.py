@@ -62,19 +62,16 @@ class Waiting:
 
 
 class LivenessTimer:
-    """Says when to look again whether peers live.
-
-    Args:
-        at_once: Whether the first look is due now, and not in 20 ms.
+    """Says when to look whether peers live: at once, and every 20 ms from then on.
 
     Example:
-        >>> timer = LivenessTimer(at_once=True)
+        >>> timer = LivenessTimer()
         >>> timer.due(), timer.due()
         (True, False)
     """
 
-    def __init__(self, *, at_once: bool) -> None:
-        self._next_s = 0.0 if at_once else now_s() + CHECK_EVERY_S
+    def __init__(self) -> None:
+        self._next_s = 0.0
 
     def due(self) -> bool:
         """Tell whether it is time; if so, the next time is in 20 ms."""
@@ -99,16 +96,15 @@ def wait_until(
         >>> wait_until(lambda: False, timeout_s=0.0)
         False
     """
-    if ready():
-        return True
-    waiting, timer = Waiting(timeout_s), LivenessTimer(at_once=False)
-    check()
+    waiting, timer = Waiting(timeout_s), LivenessTimer()
     while not ready():
         if waiting.over():
             check()
             return ready()
-        if waiting.rest() and timer.due():
+        if timer.due():
             check()
+        else:
+            waiting.rest()
     return True
 
 
