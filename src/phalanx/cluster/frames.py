@@ -190,13 +190,6 @@ class Stream:
         """Number of bytes that were received and not read."""
         return self._end - self._start
 
-    def skip(self, count: int) -> None:
-        """Receive bytes that nobody wants."""
-        rest = memoryview(bytearray(min(count, _BUFFER_BYTES)))
-        while count:
-            self.read_into(rest[: min(count, len(rest))])
-            count -= min(count, len(rest))
-
     def _receive(self, target: memoryview) -> int:
         count = self._socket.recv_into(target)
         if not count:

@@ -89,7 +89,7 @@ class Merging:
         dim: int = 0,
         *,
         noun: str = "replica",
-        way_out: str = "Or give a rule for it, such as 'first', by `output=`.",
+        way_out: str = "Give a rule that fits, such as 'first', by `output=`.",
         doubts: bool = False,
     ) -> None:
         self._dim = dim

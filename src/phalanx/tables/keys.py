@@ -12,7 +12,6 @@ behind them, with their first rows; NEXT_STOP says how many there are. Then come
 Its end makes STOP = NEXT_STOP, so readers see the keys when they see the add; if it is put back,
 nobody has seen them. A restore writes its rows to free places, and its end moves BASE as well:
 the first place in use, and above it (32 bits) how often there was a restore.
-
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class TableMemory:
         self.table = self._words[:_LINE]
         self.counts = buffer[self._counts : self._counts + 8 * _COUNTS].cast("q")
         self.columns = self._views(kinds, self._starts, self.most_rows)
-        self.keys = self.columns.pop(0).view(-1) if spec.has_keys else torch.empty(0)
+        self.keys = self.columns.pop(0).view(-1) if spec.has_keys else torch.empty(0, device="cpu")
 
     def _place(self) -> None:
         """Find where everything begins, in bytes."""
