@@ -326,6 +326,20 @@ def test_bind_refuses_a_bad_shape_and_takes_a_good_one_after_it(shape):
         DataParallelExecutorGroup(net, TWO, data_shapes=[("data", shape)])
 
 
+def test_padded_rows_and_labels_that_do_not_fit_are_refused():
+    net = Net()
+    with group_of(net, desc("data", 5, 5), label_shapes=[labels_desc(5)]) as group:
+        x, labels = draw(5, 5), torch.zeros(5, dtype=torch.long)
+        with pytest.raises(ConfigError, match="`pad` must be at most the batch's 5 rows"):
+            group.forward(DataBatch(x, labels, pad=6))
+        group.forward(DataBatch(x, labels, pad=2))
+        metric = MulticlassAccuracy(CLASSES, average="micro")
+        with pytest.raises(ConfigError, match="`labels` must have 3 rows, or 5 with padded ones"):
+            group.update_metric(metric, [labels[:4]])
+        group.update_metric(metric, [labels])
+        assert metric.compute() == (net(x[:3]).argmax(1) == 0).float().mean()
+
+
 class MeanOfRows(nn.Module):
     """A loss: over the rows' mean, the sum of a layer's outputs."""
 

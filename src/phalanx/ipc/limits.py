@@ -100,7 +100,7 @@ def _enclosing_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple
 
 
 def _read_or_nothing(path: Path) -> str:
-    """Return what a file of the kernel's says; nothing where there is none."""
+    """Return the contents of a file of the kernel; an empty text if there is no such file."""
     try:
         return path.read_text()
     except OSError:

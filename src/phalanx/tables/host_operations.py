@@ -80,7 +80,14 @@ def from_memory(
 def read_all(
     payload: memoryview, spec: TableSpec, num_rows: int, num_parts: int | None = None
 ) -> list[Tensor]:
-    """Return the values and so many of the states, None for all; of a keys table keys first."""
+    """Return the keys of a keys table, then the values, then the states.
+
+    Args:
+        payload: The bytes of all of them.
+        spec: The table.
+        num_rows: The number of rows that each of them has.
+        num_parts: How many tensors to read, keys apart; None for the values and all states.
+    """
     widths = [spec.cols if kind == "element" else 1 for kind in spec.updater.states]
     kinds = [(spec.dtype, spec.cols), *((state_dtype(spec.dtype), width) for width in widths)]
     offset, parts = 0, []

@@ -483,8 +483,8 @@ class KeyTable(Table):
     def keys(self) -> Tensor:
         """Return the keys that are there, (K,) int64 in ascending order.
 
-        With several shards, each is of a moment of its own. In a bulk-synchronous table they are
-        those of the rounds that are in; this is no get, and ends no round.
+        On several hosts, those of each host are of a moment of their own. In a bulk-synchronous
+        table they are those of the rounds that are in; this is no get, and ends no round.
         """
         self.flush()
         return self._storage.keys(self._group.timeout_s)

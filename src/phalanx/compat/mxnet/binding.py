@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from phalanx.compat.mxnet.batches import DataBatch, DataDesc, read_descs
 from phalanx.errors import ConfigError
-from phalanx.plan import Layout, Rows, read_count
+from phalanx.plan import Layout, Rows, check_argument, read_count
 from phalanx.types import Nested
 
 __all__ = ["Binding", "BoundBatch"]
@@ -86,8 +86,10 @@ class Binding:
         has_labels = self.labels and batch.label is not None
         labels = _read_tensors(batch.label, self.labels, "labels", True) if has_labels else {}
         both = Rows({**data, **labels}, self._layout([*data, *labels]))
+        given_rows = self.batch_size if both.first is None else both.count()
         pad = read_count("pad", batch.pad, 0)
-        rows = (self.batch_size if both.first is None else both.count()) - pad
+        check_argument(pad <= given_rows, "pad", f"be at most the batch's {given_rows} rows", pad)
+        rows = given_rows - pad
         kept: Any = both.cut([rows, pad])[0] if pad else {**data, **labels}
         own, targets = ({name: kept[name] for name in names} for names in (data, labels))
         return BoundBatch(data, own, targets, rows, pad)
@@ -98,6 +100,11 @@ class Binding:
         found = Rows(labels, self._layout(labels))
         if found.first is None or found.count() == rows:
             return labels
+        if found.count() != rows + pad:
+            raise ConfigError(
+                f"`labels` must have {rows} rows, or {rows + pad} with padded ones, but have "
+                f"{found.count()}."
+            )
         kept: dict[str, Tensor] = found.cut([rows, pad])[0]
         return kept
 
