@@ -354,7 +354,7 @@ class Router:
     def replace_all(self, parts: list[Tensor], timeout_s: float) -> None:
         """Replace everything by what :meth:`copy_all` returned, or by as many states as are given.
 
-        Rows are whole on each host, whoever dies; keys in each part.
+        It is whole on each host, whoever dies.
         """
         if self.spec.has_keys:
             owners = self._cut.owners(parts[0].numpy())
