@@ -19,6 +19,7 @@ def secret(
 ) -> None:
     """Make a secret for tables on several hosts, in a file that only you can read.
 
+    The program `openssl` makes it, so it must be installed here; other hosts need only the file.
     Bring the same file to every host, by means that nobody else reads along, and name it there in
     PHALANX_SECRET_FILE.
     """

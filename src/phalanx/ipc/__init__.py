@@ -9,7 +9,7 @@ from phalanx.ipc.liveness import LivenessTimer, Waiting, late_peers, wait_until
 from phalanx.ipc.memory_order import fence
 from phalanx.ipc.mutex import Mutex
 from phalanx.ipc.process import ProcessIdentity, die_with_parent, signal_main_thread
-from phalanx.ipc.region import Region, aligned, check_room
+from phalanx.ipc.region import Region, aligned
 from phalanx.ipc.run_directory import RunDirectory
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "Waiting",
     "aligned",
     "available_memory_bytes",
-    "check_room",
     "cores_allowed",
     "die_with_parent",
     "fail_point",

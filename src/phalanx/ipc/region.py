@@ -274,7 +274,7 @@ def reserve(fd: int, nbytes: int, label: str, directory: Path | None, *, start: 
 def _out_of_space(
     needed: int, available: int | None, label: str, directory: Path | None
 ) -> OutOfSpace:
-    where, way_out = "memory", "Use fewer worker processes, or a smaller model."
+    where, way_out = "memory", "Use a smaller model or table, or fewer worker processes."
     if directory is not None:
         where, way_out = f"{str(directory)!r}", "Make room there, or name a folder on another disk."
     free = "less is" if available is None else f"only {available} bytes are"
