@@ -41,6 +41,7 @@ ARGUMENTS = {
 }
 NEEDS = {"09_on_ray.py": "ray", "11_hugging_face.py": "transformers"}
 BY_NIGHT = {
+    "04_unequal_ranks_with_ddp.py",  # test_merge_hook.py by day; gloo's threads and forks of forks
     "07_word_vectors.py",  # test_table_embedding.py trains one by day
     "10_callbacks.py",  # docs/callbacks.md runs by day
     "11_hugging_face.py",  # docs/huggingface.md
