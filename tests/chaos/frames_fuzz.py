@@ -187,7 +187,8 @@ class Peer:
             self._stream.set_timeout(ANSWER_S)
         try:
             self._stream._socket.sendall(content)
-            self._stream.skip(self._stream.read_head(MOST_BYTES).payload_bytes)
+            answered = self._stream.read_head(MOST_BYTES)
+            self._stream.read_into(memoryview(bytearray(answered.payload_bytes)))
         except (OSError, EOFError):  # closed, or bytes are missing
             self._stream.close()
             self._stream = None
