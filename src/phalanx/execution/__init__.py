@@ -15,7 +15,6 @@ from phalanx.execution.ranks import describe_rank
 from phalanx.execution.run import Gradients, PartialSum, RunResult, Span, add_sums
 from phalanx.execution.shards import Shards
 from phalanx.execution.task import MicrobatchContext, MicrobatchResult, Task
-from phalanx.execution.thread_pool import ThreadPool
 from phalanx.execution.threads import ThreadExecutor
 
 __all__ = [
@@ -36,7 +35,6 @@ __all__ = [
     "Span",
     "Task",
     "ThreadExecutor",
-    "ThreadPool",
     "Threads",
     "WorkerLost",
     "add_nodes",

@@ -1,4 +1,4 @@
-"""How much memory and how many cores the machine and its containers leave to this process."""
+"""Memory and cores that the machine and its containers leave to this process."""
 
 from __future__ import annotations
 

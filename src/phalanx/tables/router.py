@@ -378,7 +378,7 @@ class Router:
 
     @property
     def num_undone(self) -> int:
-        """How many interrupted adds were undone or completed, by anybody, on all hosts."""
+        """Number of interrupted adds that any worker undid or completed, on all hosts."""
         others = self._any_remote_parts().values()
         own = sum(part.num_undone for part in self.here.parts)
         return own + sum(part.num_undone(_CALL_S) for part in others)

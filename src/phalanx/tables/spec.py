@@ -1,4 +1,4 @@
-"""What a table is: what all its workers must agree on."""
+"""The description of a table, on which all its workers must agree."""
 
 from __future__ import annotations
 

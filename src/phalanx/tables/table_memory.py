@@ -56,7 +56,7 @@ __all__ = [
 MERGED, RESTORED = MAX_WORKERS, MAX_WORKERS + 1
 """Under which numbers adds are made that no worker makes alone: merged rounds, and restores."""
 READY, APPLIED, TAKEN = range(3)
-"""Whether the table has its first values; the last round applied, and the last begun."""
+"""Three words: 1 once the table has its first values, the last round applied, the last begun."""
 CLOCK, ARRIVED_AS, NUMBER, TAIL, FINISHED, LOGS = range(6)
 """A worker's last round, as whom it came there, and its log's words (log.py)."""
 LOGGED_AS = 9
@@ -64,7 +64,7 @@ RESERVED = 4
 """Of the counts of keys: for how many there is memory."""
 NUM_LOGS = MAX_WORKERS + 2
 
-BLOCK_ELEMENTS = 1 << 18  # changed at once, so that what was saved is still in the cache
+BLOCK_ELEMENTS = 1 << 18  # an add saves and changes one block at a time, while it is in the cache
 _BLOCK_KEYS = 1 << 14
 _MOST_KEYS = 1 << 30  # an index has places in 32 bits
 _MOST_BYTES = 1 << 39  # of a keys table: addresses that are kept for it, not memory
@@ -205,12 +205,12 @@ class TableMemory:
 
     @property
     def row_bytes(self) -> int:
-        """How many bytes a row has, in all columns."""
+        """Bytes of a row, all columns together."""
         return sum(self._row_bytes)
 
     @property
     def nbytes(self) -> int:
-        """How much memory the table takes now, logs apart."""
+        """Bytes of memory that the table takes now, without logs."""
         if not self.spec.has_keys:
             return self.region.nbytes
         return self._head + self.row_bytes * self.counts[RESERVED]

@@ -13,7 +13,7 @@ from torch import nn
 
 import phalanx
 from phalanx.errors import OutOfSpace, StateError
-from phalanx.execution import ThreadPool
+from phalanx.execution.thread_pool import ThreadPool
 
 DEADLINE_S = 30
 
