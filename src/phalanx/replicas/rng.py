@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from phalanx.errors import UnsupportedError
+from phalanx.replicas.recurrent import RECURRENT, run_layer_by_layer
 from phalanx.replicas.rng_mode import RngMode
 
 __all__ = [
@@ -75,7 +76,7 @@ _CALLS_DRAW_ONLY_WITH: dict[Any, _Needed] = {
     F.alpha_dropout: _ALPHA,
     F.feature_alpha_dropout: _ALPHA,
     F.scaled_dot_product_attention: ((4, "dropout_p", 0.0),),
-    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _RECURRENT),
+    **dict.fromkeys(RECURRENT, _RECURRENT),
     F.multi_head_attention_forward: ((10, "dropout_p", 0.0), (13, "training", True)),
 }
 # Of torch's functions that are written in Python, those that draw, or run a backward pass.
@@ -239,6 +240,8 @@ class MicrobatchRng(TorchFunctionMode):
         if not may_call_draw(func) or not _call_draws(func, args, kwargs):
             return func(*args, **kwargs)
         with self.mode:
+            if func in RECURRENT and args[0].device.type != "cpu":
+                return run_layer_by_layer(func, args)
             return func(*args, **kwargs)
 
 

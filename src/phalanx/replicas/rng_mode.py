@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,21 +34,25 @@ _WRAPPERS = {
 }
 
 
+_lending = threading.Lock()  # an accelerator's default generator has one borrower at a time
+
+
 @contextlib.contextmanager
 def _drawing_from(own: torch.Generator) -> Iterator[None]:
     """Let operators draw from ``own`` that would draw from its accelerator's default generator.
 
-    Nobody else may use that generator meanwhile, nor read or set it, as `torch.utils.checkpoint`
-    does: it is for replicas that have their device to themselves.
+    Fused kernels take no generator. The state is read on the host as the kernel is launched, so
+    that other threads wait for launches only. Nobody else may set that generator meanwhile.
     """
     default = torch.get_device_module(own.device).default_generators[own.device.index]
-    before = default.get_state()
-    default.set_state(own.get_state())
-    try:
-        yield
-    finally:
-        own.set_state(default.get_state())
-        default.set_state(before)
+    with _lending:
+        before = default.get_state()
+        default.set_state(own.get_state())
+        try:
+            yield
+        finally:
+            own.set_state(default.get_state())
+            default.set_state(before)
 
 
 class RngMode(TorchDispatchMode):
@@ -55,7 +60,7 @@ class RngMode(TorchDispatchMode):
 
     Args:
         seed: Where this microbatch's numbers start.
-        shared: Devices on which other threads run replicas, too; the CPU is one in any case.
+        shared: Accelerators on which other threads run replicas, too.
         goes_back: Whether a backward pass follows. Reentrant checkpointing hides it inside.
 
     Attributes:
@@ -63,9 +68,9 @@ class RngMode(TorchDispatchMode):
         num_preserved: How many checkpointed parts the thread is in that `preserve_rng` serves.
 
     Raises:
-        UnsupportedError: From the operator, when it draws but takes no generator (attention may do
-            so where its device is not shared), or when it draws under `torch.utils.checkpoint`
-            without :func:`preserve_rng`: the second forward would draw other numbers.
+        UnsupportedError: From the operator, when it draws on the CPU but takes no generator, or
+            when it draws under `torch.utils.checkpoint` without :func:`preserve_rng`, or on a
+            shared accelerator: the second forward would draw other numbers.
 
     Example:
         >>> with RngMode(1):
@@ -86,7 +91,7 @@ class RngMode(TorchDispatchMode):
         goes_back: bool = True,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._shared = {torch.device("cpu"), *shared}
+        self._shared = shared
         self.used = False
         self.num_preserved = 0
         self._seed = seed
@@ -146,24 +151,22 @@ class RngMode(TorchDispatchMode):
         self.used = True
         if self._goes_back or torch.is_grad_enabled():  # else no part is computed again
             _refuse_checkpointing(self.num_preserved)
-        if func in _WRITTEN_OUT:
-            return _WRITTEN_OUT[func](self._generator(args[0].device), *args, **kwargs)
-        if func in _ATTENTION and args[0].device not in self._shared:
-            with _drawing_from(self._generator(args[0].device)):
+        device = _device_of(args, kwargs)
+        if device.type != "cpu":
+            if self.num_preserved and device in self._shared:
+                raise _shared_under_checkpointing(device)
+            with _drawing_from(self._generator(device)):
                 return func(*args, **kwargs)
+        if func in _WRITTEN_OUT:
+            return _WRITTEN_OUT[func](self._generator(device), *args, **kwargs)
         overload = _with_generator(func)
         if overload is None:
+            way_out = "Train under `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`."
             raise UnsupportedError(
-                f"Operator `{func}` must take a generator to draw reproducibly in a replica, but "
-                f"takes none. {_WAYS_OUT.get(func, _WAY_OUT)}"
+                f"Operator `{func}` must take a generator to draw reproducibly in a replica on the "
+                f"CPU, but takes none. {way_out if func in _ATTENTION else _WAY_OUT}"
             )
-        known = next(
-            (each for each in (*args[:1], kwargs.get("out")) if isinstance(each, Tensor)), None
-        )
-        device = kwargs.get("device") if known is None else known.device
-        return overload(
-            *args, **{**kwargs, "generator": self._generator(torch.device(device or "cpu"))}
-        )
+        return overload(*args, **{**kwargs, "generator": self._generator(device)})
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
@@ -229,17 +232,6 @@ _TAKE_WHAT_WAS_DRAWN = set(
     )
 )
 _WAY_OUT = "Draw with another operator, such as `tensor.uniform_()` or `tensor.normal_()`."
-_WAYS_OUT = {
-    **dict.fromkeys(
-        _ATTENTION,
-        "Train under `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`, or with one replica on "
-        "each device.",
-    ),
-    **dict.fromkeys(
-        _RECURRENT,
-        "Train under `torch.backends.cudnn.flags(enabled=False)`, or give the layer no dropout.",
-    ),
-}
 
 
 @functools.cache
@@ -279,11 +271,32 @@ def _arguments(func: Any) -> list[tuple[str, str]]:
     return [each for each in arguments if each[0] != "generator"]
 
 
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Return where an operator draws: with its first tensor, or where it makes one."""
+    known = next(
+        (each for each in (*args[:1], kwargs.get("out")) if isinstance(each, Tensor)), None
+    )
+    if known is not None:
+        return known.device
+    device = torch.device(kwargs.get("device") or "cpu")
+    if device.type == "cpu" or device.index is not None:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
 def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
     if name in kwargs:
         return kwargs[name]
     position = [argument.name for argument in func._schema.arguments].index(name)
     return args[position] if position < len(args) else 0.0
+
+
+def _shared_under_checkpointing(device: torch.device) -> UnsupportedError:
+    return UnsupportedError(
+        "A model must not draw random numbers (dropout) inside `torch.utils.checkpoint` where "
+        f"several replicas share {device}, but does: checkpointing sets the generator that they "
+        "share. Give each replica a device of its own."
+    )
 
 
 def _refuse_checkpointing(num_preserved: int) -> None:

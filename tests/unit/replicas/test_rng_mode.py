@@ -7,22 +7,56 @@ from typing import Any
 
 import pytest
 import torch
-from torch.overrides import get_overridable_functions
+from torch import nn
+from torch.overrides import TorchFunctionMode, get_overridable_functions
+from torch.utils import _pytree as pytree
 
 from phalanx.errors import UnsupportedError
 from phalanx.replicas import derive_seed
+from phalanx.replicas.recurrent import RECURRENT, run_layer_by_layer
 from phalanx.replicas.rng import is_drawing_operator, may_call_draw
 from phalanx.replicas.rng_mode import RngMode
 
 
-def test_attention_is_refused_where_others_use_the_default_generator() -> None:
+def test_attention_that_takes_no_generator_is_refused_on_the_cpu() -> None:
     values = torch.ones(1, 2, 3, 10)
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    with RngMode(7, frozenset({values.device})) as draws:
+    with RngMode(7) as draws:
         attend(values, values, values, 0.0)
         with pytest.raises(UnsupportedError, match=r"sdpa_kernel\(SDPBackend\.MATH\)"):
             attend(values, values, values, 0.5)
     assert draws.used
+
+
+class LayerByLayer(TorchFunctionMode):
+    """Run recurrent functions as replicas on accelerators do."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in RECURRENT:
+            return run_layer_by_layer(func, args)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_recurrent_layer_is_computed_layer_by_layer(
+    kind: type[nn.RNNBase], both: bool, packs: bool
+) -> None:
+    torch.manual_seed(0)
+    layers = kind(7, 5, num_layers=3, dropout=0.5, bidirectional=both)
+    x: Any = torch.randn(4, 3, 7)
+    if packs:
+        x = nn.utils.rnn.pack_padded_sequence(x, [4, 3, 1])
+    with RngMode(7):
+        whole = pytree.tree_leaves(layers(x))
+    with RngMode(7), LayerByLayer():
+        found = pytree.tree_leaves(layers(x))
+    assert len(found) == len(whole)
+    tensors = [(one, other) for one, other in zip(found, whole, strict=True) if one is not None]
+    assert all(torch.equal(one, other) for one, other in tensors)
 
 
 def names_in(code: CodeType) -> set[str]:
