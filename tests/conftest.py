@@ -104,8 +104,8 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
     gc.freeze()
     gc.enable()
     server = sys.modules.get("tests.multiprocess.fork_server")
-    # Like CUDA, the test device cannot be used in forks of a process that knows it.
-    if server and session.config.getoption("--device") == "cpu":
+    # An accelerator cannot be used in forks of a process that knows it.
+    if server and torch.accelerator.current_accelerator(check_available=True) is None:
         server.start()
     return result
 

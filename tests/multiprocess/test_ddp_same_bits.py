@@ -36,6 +36,7 @@ from tests.zoo import (
 
 pytestmark = pytest.mark.promise("loops-of-your-own-on-ranks")
 
+CPU = torch.device("cpu")
 STEPS = 4
 SMALL_BUCKETS_MB = 1e-3
 
@@ -72,19 +73,32 @@ def own_rows(rank: int, rows: int, microbatches: int) -> slice:
 
 def hash_of(module: nn.Module) -> str:
     state = state_of(module).values()
-    return hashlib.sha256(b"".join(each.numpy().tobytes() for each in state)).hexdigest()[:16]
+    return hashlib.sha256(b"".join(each.cpu().numpy().tobytes() for each in state)).hexdigest()[:16]
 
 
-def train(rank: int, case: Case, reduction: str, microbatches: int, rows: int) -> str:
+def train(
+    rank: int,
+    case: Case,
+    reduction: str,
+    microbatches: int,
+    rows: int,
+    home: torch.device = CPU,
+    group: dist.ProcessGroup | None = None,
+) -> str:
     """Train a model, whose initial weights and seed are rank 0's; return a hash of its state."""
-    net = case.build(seed=rank)
+    net = case.build(seed=rank).to(home)
     model = DistributedDataParallel(
-        net, microbatches, reduction=reduction, bucket_cap_mb=SMALL_BUCKETS_MB
+        net,
+        microbatches,
+        reduction=reduction,
+        bucket_cap_mb=SMALL_BUCKETS_MB,
+        process_group=group,
     )
     optimizer = adamw(model.parameters())
     for step in range(STEPS):
         batch = case.batch(rows, seed=step)
-        inputs, targets = (each[own_rows(rank, rows, microbatches)] for each in batch)
+        own = own_rows(rank, rows, microbatches)
+        inputs, targets = (each[own].to(home) for each in batch)
         outputs = model(inputs)
         if reduction == "mean":
             loss = case.loss(outputs, targets)
@@ -100,11 +114,13 @@ def train(rank: int, case: Case, reduction: str, microbatches: int, rows: int) -
     return hash_of(model)
 
 
-def train_all(rank: int) -> dict[str, str]:
+def train_all(
+    rank: int, home: torch.device = CPU, group: dist.ProcessGroup | None = None
+) -> dict[str, str]:
     torch.manual_seed(3 + rank)
     cuts = [cut for cut in CUTS if cut[0] == "sum" or dist.get_world_size() != 3]
     return {
-        f"{case}, {cut}": train(rank, case, *cut)
+        f"{case}, {cut}": train(rank, case, *cut, home, group)
         for case in MODELS
         for cut in cuts
         if not (case.build is dropped and cut[2] == 3)  # batch norm wants two rows
@@ -147,16 +163,19 @@ def test_any_number_of_ranks_trains_the_same_bits(
 # --- beside torch's own class ---------------------------------------------------------------------
 
 
-def final_loss(rank: int, case: Case, wrap: Callable[..., nn.Module]) -> float:
-    model = wrap(case.build())
+def final_loss(
+    rank: int, case: Case, wrap: Callable[..., nn.Module], home: torch.device = CPU
+) -> float:
+    model = wrap(case.build().to(home))
     optimizer = sgd(model.parameters())
     for step in range(STEPS):
-        inputs, targets = (each[own_rows(rank, 24, 4)] for each in case.batch(24, seed=step))
+        own = own_rows(rank, 24, 4)
+        inputs, targets = (each[own].to(home) for each in case.batch(24, seed=step))
         optimizer.zero_grad()
         case.loss(model(inputs), targets).backward()
         optimizer.step()
     with torch.no_grad():
-        inputs, targets = case.batch(24, seed=STEPS)
+        inputs, targets = (each.to(home) for each in case.batch(24, seed=STEPS))
         return float(case.loss(model.module(inputs), targets))
 
 

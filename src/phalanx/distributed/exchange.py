@@ -71,7 +71,7 @@ class Exchange:
         self._process_group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self._device = _device_of_documents(group)
+        self._device = self._device_of_documents()
         self._lent: list[weakref.ref[Tensor]] = []
         weakref.finalize(self, _await_return, self._lent)
 
@@ -84,6 +84,13 @@ class Exchange:
         return frozenset(
             each.partition(":")[0] for each in dist.get_backend_config(group).split(",")
         )
+
+    def _device_of_documents(self) -> torch.device:
+        """Return where the ranks can exchange tensors: on the CPU, else on an accelerator."""
+        kinds = self.device_types
+        if "cpu" in kinds:
+            return torch.device("cpu")
+        return torch.device(min(kinds), torch.accelerator.current_device_index())
 
     @property
     def newcomers_wait(self) -> bool:
@@ -306,11 +313,3 @@ def _differing(places: Sequence[str]) -> ConfigError:
         f"{places[rank]} while rank 0 is about to {places[0]}. Freeze parameters and call "
         "`stop()` and `save()` in every rank, at the same step."
     )
-
-
-def _device_of_documents(group: ProcessGroup | None) -> torch.device:
-    """Return where this group takes tensors: on a CPU if it can."""
-    backend = dist.get_backend(group)
-    if backend == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

@@ -235,7 +235,7 @@ class DistributedDataParallel(DataParallel):
         return torch.is_grad_enabled() and self._in_training()
 
     def _reduction(self, sizes: Sequence[int]) -> Reduction:
-        return _RankPasses(self, sizes)
+        return (_Passes if self._exchange.size == 1 else _RankPasses)(self, sizes)
 
     def _sums_of(self, executor: ThreadExecutor) -> RankReduction:
         """Return the exchange of the gradients that are trained now."""
@@ -248,8 +248,8 @@ class DistributedDataParallel(DataParallel):
         return self._sums[1]
 
 
-class _RankPasses(Reduction):
-    """One forward pass on all ranks, and its backward passes.
+class _Passes(Reduction):
+    """One forward pass on the only rank, and its backward passes.
 
     Args:
         owner: The container.
@@ -259,12 +259,36 @@ class _RankPasses(Reduction):
     def __init__(self, owner: DistributedDataParallel, sizes: Sequence[int]) -> None:
         self.only = owner._own
         self._owner = owner
-        self._exchange = owner._exchange
         self._sizes = list(sizes)
         self._seed = (owner._seed, owner.steps) if owner._in_step() else super().seed()
 
     def seed(self) -> tuple[int, ...]:
         return self._seed
+
+    def begin(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        owner = self._owner
+        self._weight = sum(self._sizes) if owner._weight is None else owner._weight
+        call_after_backward(owner._forget_weight)  # it holds for all forward passes behind it
+        return gradients
+
+    def add_gradients(self, executor: ThreadExecutor, result: RunResult) -> Gradients:
+        return self._weighted(executor.add_gradients(result), self._weight)
+
+    def _weighted(self, sums: Gradients, weight: float) -> Gradients:
+        """Divide finished sums by the weight of all ranks."""
+        if not self._owner._is_mean and weight > 0:
+            for each in sums:
+                if each is not None:
+                    each /= weight
+        return sums
+
+
+class _RankPasses(_Passes):
+    """One forward pass on all ranks, and its backward passes."""
+
+    def __init__(self, owner: DistributedDataParallel, sizes: Sequence[int]) -> None:
+        super().__init__(owner, sizes)
+        self._exchange = owner._exchange
 
     def statistics(self, result: RunResult) -> Statistics:
         if next(self._owner.module.buffers(), None) is None or not self._owner._in_training():
@@ -284,37 +308,26 @@ class _RankPasses(Reduction):
         return {} if total is None else total.statistics
 
     def begin(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        owner, size = self._owner, self._exchange.size
-        weight = sum(self._sizes) if owner._weight is None else owner._weight
-        call_after_backward(owner._forget_weight)  # it holds for all forward passes behind it
-        self._told = self._exchange.begin_numbers([*self._sizes, weight])
-        if not owner._is_mean or size == 1:
+        gradients = super().begin(gradients)
+        self._told = self._exchange.begin_numbers([*self._sizes, self._weight])
+        if not self._owner._is_mean:
             return gradients
-        return [None if each is None else each / size for each in gradients]
+        return [None if each is None else each / self._exchange.size for each in gradients]
 
     def of_inputs(self, gradients: Gradients) -> Gradients:
-        size = self._exchange.size
-        if not self._owner._is_mean or size == 1:
+        if not self._owner._is_mean:
             return gradients
         # The caller's are those of its own loss: what computed the inputs may divide them, too.
-        return [None if each is None else each * size for each in gradients]
+        return [None if each is None else each * self._exchange.size for each in gradients]
 
     def add_gradients(self, executor: ThreadExecutor, result: RunResult) -> Gradients:
         told = self._told()
         rows = self._check([[int(size) for size in sizes] for *sizes, _ in told])
-        if self._exchange.size == 1:
-            sums = executor.add_gradients(result)
-        elif any(rows):
+        sums: Gradients = [None] * len(executor.parameters)
+        if any(rows):
             ranges = ranges_of(len(rows), self._exchange.size)
             sums = self._owner._sums_of(executor).add(result.sums, rows, ranges)
-        else:
-            sums = [None] * len(executor.parameters)
-        weight = sum(each[-1] for each in told)
-        if not self._owner._is_mean and weight > 0:
-            for each in sums:
-                if each is not None:
-                    each /= weight
-        return sums
+        return self._weighted(sums, sum(each[-1] for each in told))
 
     def _check(self, by_rank: Sequence[Sequence[int]]) -> list[int]:
         """Return the rows of all microbatches; refuse others than one rank would cut."""
@@ -322,7 +335,7 @@ class _RankPasses(Reduction):
         total, count = sum(rows), len(rows)
         wanted = equal_sizes(total, count)
         have = [sum(each) for each in by_rank]
-        if self._owner._is_mean and len(have) > 1 and total % count:
+        if self._owner._is_mean and total % count:
             raise ConfigError(
                 f"A batch must have a multiple of {count} rows, its microbatches, with "
                 f"reduction='mean' on several ranks, but has {total}. Leave out the last batch of "
