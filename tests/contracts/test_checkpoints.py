@@ -316,7 +316,9 @@ class Odd(Mean):
 
 
 def test_a_state_that_cannot_be_stored_is_refused_before_the_training() -> None:
-    with pytest.raises(UnsupportedError, match=r"`Odd.state_dict\(\)` must hold only tensors"):
+    with pytest.raises(
+        UnsupportedError, match=r"`state_dict\(\)` of the callback 'Odd' must hold only"
+    ):
         make(callbacks=[Odd()])
 
 
@@ -371,7 +373,7 @@ def test_a_harmed_file_is_named(checkpoint: Path, harm: str) -> None:
 @pytest.mark.parametrize(
     ("document", "match"),
     [
-        (json.dumps({"format": 4}), "of format 3, but is of format 4.* load `model.safetensors`"),
+        (json.dumps({"format": 5}), "of format 4, but is of format 5.* load `model.safetensors`"),
         (json.dumps({"digest": "", "content": {"format": 1}}), "but is of format 1"),
         ("[" * 100_000, "must be readable and whole"),
         (None, "checkpoint"),  # an empty folder

@@ -302,7 +302,7 @@ def test_extra_state_comes_back_and_is_put_back(tmp_path: Path) -> None:
 @pytest.mark.promise("checkpoints-are-complete")
 def test_a_state_that_cannot_be_saved_is_refused_before_the_training() -> None:
     with pytest.raises(
-        UnsupportedError, match=r"`optimizer.state_dict\(\)` must hold only tensors"
+        UnsupportedError, match=r"`state_dict\(\)` of the optimizer must hold only tensors"
     ):
         phalanx.Trainer(nn.Linear(3, 1), F.mse_loss, Unsaveable)
     net = Extra(3, 1)
@@ -361,9 +361,7 @@ def centering_data() -> Batches:
 
 
 @in_executor_worlds
-def test_a_buffer_outside_of_the_state_dict_is_saved_if_training_writes_it(
-    world: World, n: int, tmp_path: Path
-) -> None:
+def test_a_buffer_outside_of_the_state_dict_is_saved(world: World, n: int, tmp_path: Path) -> None:
     how = {"data": centering_data(), "make": sgd, "folder": tmp_path / "c", "middle": 3}
     check(world, n, net=Centering(), **how)
 

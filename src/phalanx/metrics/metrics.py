@@ -48,8 +48,7 @@ class Metrics:
         check_argument(fits, "metrics", "map names to metrics or functions", metrics, way_out)
         self.joining = joining
         self._metrics = dict(metrics)
-        self._counters = {name: _open_counter(name, each) for name, each in metrics.items()}
-        self._kept: dict[str, Any] = {}
+        self.reset()
 
     def __bool__(self) -> bool:
         return bool(self._counters)
@@ -58,6 +57,10 @@ class Metrics:
     def names(self) -> tuple[str, ...]:
         """The names that the metrics were given by."""
         return tuple(self._counters)
+
+    def reset(self) -> None:
+        """Forget everything counted."""
+        self._counters = {name: _open_counter(name, each) for name, each in self._metrics.items()}
 
     def fresh(self) -> Metrics:
         """Return the same metrics, which have counted nothing."""
@@ -69,32 +72,21 @@ class Metrics:
             counter.update(outputs, targets, rows)
             counter.num_batches += 1
 
-    def keep(self) -> None:
-        """Let :meth:`rollback` take back everything counted until :meth:`commit`."""
-        self._kept = self.capture()
-
-    def commit(self) -> None:
-        """Let everything counted since :meth:`keep` count for good."""
-        self._kept = {}
-
-    def rollback(self) -> None:
-        """Take back everything counted since :meth:`keep`, unless it was committed."""
-        self.restore(self._kept)
-        self._kept = {}
-
-    def capture(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return everything counted, by name; and of which kind each metric is."""
         return {
             name: (each.kind, each.num_batches, each.state())
             for name, each in self._counters.items()
+            if each.num_batches
         }
 
-    def restore(self, captured: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`capture` returned.
+    def load_state_dict(self, captured: Mapping[str, Any], /) -> None:
+        """Continue from what :meth:`state_dict` returned.
 
         Raises:
             CheckpointError: It was captured from other metrics.
         """
+        self.reset()
         for name in captured.keys() & self._counters.keys():
             counter, (kind, num_batches, state) = self._counters[name], captured[name]
             if counter.kind != kind:

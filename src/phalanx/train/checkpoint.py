@@ -44,10 +44,10 @@ __all__ = [
     "write_checkpoint",
 ]
 
-# What a checkpoint holds, by name; "model" is the module's state dict. Any: all kinds of state.
+# States by the name of their part; ["module"]["model"] is the module's state dict. Any: all kinds.
 Content = dict[str, Any]
 
-_FORMAT = 3
+_FORMAT = 4
 _DOCUMENT, _MODEL, _STATE = "checkpoint.json", "model.safetensors", "state.pt"
 _NAMES = {_DOCUMENT, _MODEL, _STATE}
 _MOST_DOCUMENT_BYTES = 1 << 16
@@ -60,7 +60,7 @@ def check_storable(name: str, state: Any) -> None:
     """Refuse a state that could be written, and then not be read without running code.
 
     Args:
-        name: Its source, such as "optimizer.state_dict()".
+        name: Its part, such as "optimizer".
 
     Raises:
         UnsupportedError: It holds more than tensors and plain values.
@@ -71,8 +71,8 @@ def check_storable(name: str, state: Any) -> None:
         unknown = re.search(r"GLOBAL (\S+)", str(error))  # in torch's long advice
         found = f"it holds `{unknown[1]}`" if unknown else _first_line(error)
         raise UnsupportedError(
-            f"`{name}` must hold only tensors, numbers, strings, lists and dicts, which a "
-            f"checkpoint can hold without code, but does not: {found:.300}. Convert the rest."
+            f"The `state_dict()` of the {name} must hold only tensors, numbers, strings, lists and "
+            f"dicts, which need no code, but does not: {found:.300}. Convert the rest."
         ) from error
 
 
@@ -189,15 +189,16 @@ def _lock(descriptor: int, draft: Path, folder: Path) -> None:
 
 def _write(content: Content, draft: Path) -> None:
     """Write all files to the empty folder ``draft``; they are on the disk afterwards."""
+    held = content["module"]
     model = {
         name: each
-        for name, each in content["model"].items()
+        for name, each in held["model"].items()
         if isinstance(each, Tensor) and each.dtype not in _UNKNOWN_TO_SAFETENSORS
     }
-    rest = {name: each for name, each in content["model"].items() if name not in model}
+    rest = {name: each for name, each in held["model"].items() if name not in model}
     plain = {name: _own(each).contiguous() for name, each in model.items()}
     save_tensors(plain, draft / _MODEL)
-    torch.save(copied({**content, "model": rest}), draft / _STATE)
+    torch.save(copied({**content, "module": {**held, "model": rest}}), draft / _STATE)
     digests = {name: _digest(draft / name) for name in (_MODEL, _STATE)}
     text = json.dumps({"format": _FORMAT, "files": digests}, indent=1)
     (draft / _DOCUMENT).write_text(text, encoding="utf-8")
@@ -243,7 +244,7 @@ def read_checkpoint(folder: Path) -> Content:
         model = safetensors.torch.load_file(f"/proc/self/fd/{file.fileno()}")
     with _opened(folder / _STATE, digests) as file:
         content: Content = torch.load(file, map_location="cpu", weights_only=True)
-        content["model"] |= model
+        content["module"]["model"] |= model
     return content
 
 

@@ -76,15 +76,10 @@ class EngineSpec:
 
 
 class Engine:
-    """Replicas of a module, and its optimizer in shards: opened and closed.
-
-    Attributes:
-        written: The names of the buffers that training has written.
-    """
+    """Replicas of a module, and its optimizer in shards: opened and closed."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
-        self.written: set[str] = set()
         self._executor: Executor | None = None
         self._shards: Shards
         self._trained_ids: list[list[int]] = []
@@ -131,7 +126,6 @@ class Engine:
         statistics, buffers = self._buffers_after(result) if self._buffer_homes else ({}, {})
         loss = Loss(pieces.loss_of(result.results), pieces.weight, sum(pieces.sizes))
         if metrics is not None:
-            metrics.keep()
             metrics.update(*pieces.outputs_of(result.results, metrics.joining))
 
         # The norm of the whole gradient, where that is to be clipped.
@@ -158,7 +152,6 @@ class Engine:
             shards.finish()
             if statistics:
                 write_statistics(buffers, statistics)
-                self.written.update(statistics)
             self._is_half_stepped = False
             if peers is not None:
                 peers.mark_done()

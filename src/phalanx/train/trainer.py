@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,23 +30,13 @@ from phalanx.execution import (
 from phalanx.metrics import Joining, Metrics
 from phalanx.plan import Layout, read_workloads
 from phalanx.replicas import caller_intra_op, refuse_scripts
-from phalanx.train.checkpoint import Content, read_checkpoint, write_checkpoint
+from phalanx.train.checkpoint import Content, pack, read_checkpoint, write_checkpoint
 from phalanx.train.dispatcher import EventDispatcher
 from phalanx.train.evaluation import Evaluation, enter_training, names_of_means
 from phalanx.train.objective import Objective
 from phalanx.train.order import Reader, length_of, options_of
-from phalanx.train.position import Loss, Position
-from phalanx.train.state import (
-    RunProgress,
-    TrainerState,
-    capture_state,
-    find_stateful,
-    join_ranks,
-    pack_state,
-    restore_state,
-    warn_of_changes,
-    warn_of_other_loader,
-)
+from phalanx.train.position import Loss, Position, RunProgress
+from phalanx.train.state import TrainerState, join_ranks
 from phalanx.train.step import Engine, EngineSpec
 from phalanx.train.trainer_arguments import (
     check_fit,
@@ -194,18 +183,27 @@ class Trainer:
             ),
         )
         self._engine = Engine(spec)
-        self._position = Position()
-        self._loader_options: dict[str, int] = {}
-        self._resumed_options: dict[str, int] | None = None  # until a `fit` has compared them
+        self._progress = RunProgress(seed=seed, microbatches=microbatches)
         self._last_step: int | None = None  # of the `fit` under way, here or where we have joined
         self._in_step = self._closed = self._stopped = self._in_fit = False
-        self._stateful = find_stateful(callbacks)
         for callback in callbacks:
             if hasattr(callback, "attach"):
                 callback.attach(self)
-        capture_state(self._state())  # what no checkpoint can hold is refused now
+        self._state = TrainerState(
+            module,
+            self.optimizer,
+            self.scheduler,
+            callbacks=callbacks,
+            metrics=self._metrics,
+            progress=self._progress,
+        )
+        self._state.capture()  # what no checkpoint can hold is refused now
 
     # -- properties --------------------------------------------------
+
+    @property
+    def _position(self) -> Position:
+        return self._progress.position
 
     @property
     def steps(self) -> int:
@@ -291,10 +289,7 @@ class Trainer:
         check_moment(closed=self._closed)
         shown = self._events.open_progress(progress, self)
         self.join()
-        self._loader_options = options_of(loader)
-        if self._resumed_options is not None:
-            warn_of_other_loader(self._resumed_options, self._loader_options)
-            self._resumed_options = None
+        self._progress.read_from(options_of(loader))
         if epochs is not None and self.epochs >= epochs:
             warn_of_epochs_done(epochs, self.epochs)
             return []
@@ -346,7 +341,9 @@ class Trainer:
         elastic = self._choice.elastic
         if elastic is not None and not elastic.entered:
             about = lambda: describe_rank(self.module, self.workloads)  # noqa: E731
-            give = lambda: pack_state(self._state(), self._last_step)  # noqa: E731
+            give = lambda: pack(  # noqa: E731
+                {"content": self._state.capture(), "last step": self._last_step}
+            )
             self._last_step = join_ranks(elastic, about, give, self._restore)
 
     def step(self, batch: Nested) -> StepDone:
@@ -444,8 +441,6 @@ class Trainer:
                 break
             if ends:
                 return None
-            if self._position.batch == 0:
-                self._metrics = self._metrics.fresh()
             self._step(batch, in_epoch=True)
         if self._position.batch == 0:
             raise ConfigError(
@@ -474,7 +469,8 @@ class Trainer:
                 self.scheduler.step((done.validation or done.train)["loss"])
             elif self.scheduler is not None and self._scheduler_interval == "epoch":
                 self.scheduler.step()
-            self._position = self._position.next_epoch()
+            self._progress.position = self._position.next_epoch()
+            self._metrics.reset()
             self._reader.forget()
 
         self._engine.write(finish)  # the scheduler must not be stepped twice for an epoch
@@ -503,7 +499,7 @@ class Trainer:
         else:
             done = self._update(batch, start_s, in_epoch=in_epoch)
         if done.step == 1:  # optimizers make their state in their first step
-            capture_state(self._state())
+            self._state.capture()
         self._events.tell(done)
         return done
 
@@ -512,14 +508,13 @@ class Trainer:
         check_moment(closed=self._closed)  # by a signal's handler, or in the attempt before
         before = self._position
         metrics = self._metrics if in_epoch and self._metrics else None
+        counted = metrics.state_dict() if metrics is not None else {}
 
         def commit(loss: Loss) -> None:
             if in_epoch:
-                self._position = before.next_batch(loss)
+                self._progress.position = before.next_batch(loss)
             else:
-                self._position = before._replace(steps=before.steps + 1)
-            if metrics is not None:
-                metrics.commit()
+                self._progress.position = before._replace(steps=before.steps + 1)
             if self.scheduler is not None and self._scheduler_interval == "step":
                 self.scheduler.step()
 
@@ -533,8 +528,8 @@ class Trainer:
             raise
         finally:
             self._in_step = False  # before any call, in which an interrupt may arrive
-            if metrics is not None:
-                metrics.rollback()  # after a commit this finds nothing to take back
+            if metrics is not None and self._position is before:
+                metrics.load_state_dict(counted)
             if self._closed:  # since it has begun
                 self.__exit__(StateError)
 
@@ -554,7 +549,7 @@ class Trainer:
         path = Path(folder)
         self.join()
         self._engine.check_whole()
-        self._choice.write_once(lambda: write_checkpoint(capture_state(self._state()), path))
+        self._choice.write_once(lambda: write_checkpoint(self._state.capture(), path))
 
     def resume(self, folder: str | Path) -> None:
         """Continue from a folder of :meth:`save`: weights, optimizer, data order and all else.
@@ -571,15 +566,11 @@ class Trainer:
         self._restore(read_checkpoint(Path(folder)), f"Checkpoint `{folder}`")
 
     def _restore(self, content: Content, source: str) -> None:
-        state = replace(self._state(), metrics=self._metrics.fresh())
-        restored = restore_state(state, content, source)
-        self._position = restored.position
-        self._loader_options = self._resumed_options = restored.loader
+        self._state.restore(content, source)
         self._reader.forget()
-        self._metrics = state.metrics
         self._engine.restore()
         # Last: where warnings are errors, all is in place.
-        warn_of_changes(restored, state.progress)
+        self._progress.warn_of_settings(content["progress"])
 
     def close(self) -> None:
         """Dismiss the replicas, and move parameters out of shared memory; idempotent.
@@ -597,20 +588,3 @@ class Trainer:
             self._reader.forget()
             self._engine.close()
             self._choice.leave(finished=kind is None and not self._in_fit)
-
-    def _state(self) -> TrainerState:
-        engine = self._engine
-        return TrainerState(
-            module=self.module,
-            optimizer=self.optimizer,
-            scheduler=self.scheduler,
-            written=engine.written,
-            callbacks=self._stateful,
-            metrics=self._metrics,
-            progress=RunProgress(
-                position=self._position,
-                loader=self._loader_options,
-                seed=self._seed,
-                microbatches=engine.spec.microbatches,
-            ),
-        )
