@@ -1,6 +1,6 @@
 """Shared memory for the gradients of one microbatch.
 
-Every slot is one region with the same layout, so an answer only says which parts were written.
+Every slot has the same layout, so an answer only says which parts were written.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from phalanx.ipc import aligned, fail_point
-from phalanx.memory import SharedMemoryPool, TensorHandle, copy_to
+from phalanx.memory import SharedMemoryPool, copy_to
 from phalanx.torch_internals import foreach_copy
 
 __all__ = ["GradientSlot", "GradientSlots", "SlotLayout", "SlotWriter"]
@@ -28,10 +29,11 @@ class GradientSlot:
     """Shared memory of one microbatch; free again when nobody holds it.
 
     Attributes:
+        start: Where it begins in the pool.
         gradients: By parameter, in memory order; None for those without elements.
     """
 
-    region: int
+    start: int
     gradients: list[Tensor | None]
 
     def written(self, present: Sequence[bool]) -> list[Tensor | None]:
@@ -41,7 +43,7 @@ class GradientSlot:
 
 
 class SlotLayout:
-    """The places in every slot, as if it were region 0.
+    """The places of the parameters' gradients in every slot.
 
     Attributes:
         nbytes: The size of a slot.
@@ -49,16 +51,15 @@ class SlotLayout:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.nbytes = 0
-        self._places: list[TensorHandle] = []
+        self._places: list[tuple[torch.dtype, int, int]] = []  # how many from where on
         for parameter in parameters:
-            shape = (parameter.numel(),)
-            self._places.append(TensorHandle(0, self.nbytes, parameter.dtype, shape, (1,)))
+            self._places.append((parameter.dtype, parameter.numel(), self.nbytes))
             self.nbytes += aligned(parameter.nbytes)
 
-    def slot(self, region: int, pool: SharedMemoryPool) -> GradientSlot:
-        """Return the slot in this region of the pool."""
-        places = [replace(place, region=region) for place in self._places]
-        return GradientSlot(region, [pool.at(each) if each.shape[0] else None for each in places])
+    def slot(self, start: int, pool: SharedMemoryPool) -> GradientSlot:
+        """Return the slot that begins there in the pool."""
+        places = [(dtype, count, start + offset) for dtype, count, offset in self._places]
+        return GradientSlot(start, [pool.tensor(*each) if each[1] else None for each in places])
 
 
 class GradientSlots:
@@ -79,8 +80,7 @@ class GradientSlots:
         return slot
 
     def _made(self) -> GradientSlot:
-        place = self._pool.allocate(max(1, self.layout.nbytes))
-        return self.layout.slot(place.region, self._pool)
+        return self.layout.slot(self._pool.allocate(self.layout.nbytes), self._pool)
 
 
 class SlotWriter:
@@ -104,11 +104,11 @@ class SlotWriter:
             if leaf.requires_grad and leaf.nbytes >= _MOVED_BYTES:
                 leaf.register_post_accumulate_grad_hook(partial(self._move, place))
 
-    def begin(self, region: int) -> None:
-        """Write to the slot in ``region`` from now on; below 0, nobody asks for gradients."""
-        if region >= 0 and region not in self._slots:
-            self._slots[region] = self._layout.slot(region, self._pool)
-        self._slot = self._slots.get(region)
+    def begin(self, start: int | None) -> None:
+        """Write to the slot that begins at ``start``; None where nobody asks for gradients."""
+        if start is not None and start not in self._slots:
+            self._slots[start] = self._layout.slot(start, self._pool)
+        self._slot = None if start is None else self._slots[start]
 
     def _move(self, place: int, leaf: Tensor) -> None:
         target = None if self._slot is None else self._slot.gradients[place]

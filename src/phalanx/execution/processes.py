@@ -4,7 +4,7 @@
     module ──── parameters and buffers ────────► the same memory
     thread i ── microbatch i ─────────────────►  forward, backward
              ◄─ loss, outputs, statistics ─────
-             ◄─ gradients, in a buffer in the pool
+             ◄─ gradients, in a slot in the pool
 
 Each worker has a thread here that hands it one microbatch after another, adds what comes back
 along the tree, and notices at once when the worker is gone. Everything that has come back lies
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError, PhalanxError, StateError, UnsupportedError
-from phalanx.execution.channel import LONGEST_S, Mailbox, pack
+from phalanx.execution.channel import Mailbox, pack
 from phalanx.execution.contract import (
     Executor,
     default_intra_op,
@@ -60,7 +60,7 @@ from phalanx.warning import warn_user
 
 __all__ = ["ProcessExecutor"]
 
-_LOOK_S = 0.02  # how often a thread whose worker has nothing to do looks how all is
+_LONGEST_S = 2e6  # 23 days: `poll` counts milliseconds in 31 bits, and infinity is no number to it
 _CPU = torch.device("cpu")
 
 
@@ -117,7 +117,7 @@ class ProcessExecutor(Executor):
         self._slots = GradientSlots(SlotLayout(self.parameters), self.pool)
         self._shared = list(shared)
         self._reads = list(reads)
-        self._timeout_s = min(float(options.timeout_s), LONGEST_S)
+        self._timeout_s = min(float(options.timeout_s), _LONGEST_S)
         self._failures = failures
         self._pid = os.getpid()
         self._runs = 0
@@ -232,9 +232,9 @@ class ProcessExecutor(Executor):
 
     def _fork(self, missing: Sequence[int], world: World) -> None:
         for index in missing:
-            _, answers = self._mail[index]
-            body = partial(serve, world, index)
-            self._workers[index] = WorkerProcess(index, answers, self.pool, body)
+            inbox, outbox = self._mail[index]
+            body = partial(serve, world, index, inbox, outbox)
+            self._workers[index] = WorkerProcess(index, outbox, body)
 
     def _lose(self, index: int, lost: Lost, microbatch: int | None = None) -> None:
         """Report a loss.
@@ -265,42 +265,31 @@ class ProcessExecutor(Executor):
         changes = [(index, name, vars(objects[index])[name]) for index, name in self._assigned]
         modes = CallerModes.capture(self.devices)
         self._runs += 1
-        places = {id(each): place for place, each in enumerate(self._shared)}
-        spec = pack(
-            RunSpec(self._runs, state.task, modes, state.rng, changes),
-            lambda obj: (places[id(obj)],) if id(obj) in places else None,
-        )
+        spec = pack(RunSpec(self._runs, state.task, modes, state.rng, changes), self._shared)
         run = _ProcessRun(state, spec, wants_gradients=modes.grad)
-        while not state.over:
+        while not state.over:  # what lost workers have left is done in another round
             self._fork_missing()
-            # Packed here: the workers' threads would wait for each other.
-            run.first[:] = [self._next_message(i, run) for i, _ in enumerate(self._workers)]
+            # Written here: the workers' threads would wait for each other.
+            run.first[:] = [self._send_next(i, run) for i, _ in enumerate(self._workers)]
             self._threads.each(partial(self._look_after, run), on_interrupt=state.fail)
         self._fork_missing()
 
     def _look_after(self, run: _ProcessRun, index: int) -> None:
-        """Keep worker ``index`` busy until the run is over, or the worker is lost."""
-        state = run.state
+        """Keep worker ``index`` busy until nothing is left for it, or it is lost."""
+        sent = run.first[index]
         try:
-            message = run.first[index]
-            while not state.over and self.workloads[index]:
-                if message is not None and not self._ask(index, message, run):
-                    return
-                message = self._next_message(index, run, _LOOK_S)
+            while sent is not None and self._ask(index, sent, run):
+                sent = self._send_next(index, run)
         except BaseException:
-            state.fail()
+            run.state.fail()
             raise
 
-    def _next_message(
-        self, index: int, run: _ProcessRun, wait_s: float = 0.0
-    ) -> _SentMicrobatch | None:
-        """Pack the next microbatch for worker ``index``; its rows go where that one reads them."""
+    def _send_next(self, index: int, run: _ProcessRun) -> _SentMicrobatch | None:
+        """Put the next microbatch into the mailbox of worker ``index``."""
         state = run.state
-        microbatch = state.take(index, wait_s)
+        microbatch = state.take(index)
         if microbatch is None:
             return None
-        mailbox, answers = self._mail[index]
-        mailbox.begin()
         slot = self._slots.take() if run.wants_gradients else None
         message = MicrobatchMessage(
             index=microbatch,
@@ -308,11 +297,11 @@ class ProcessExecutor(Executor):
             rows=state.pieces[microbatch],
             weight=state.weights[microbatch],
             seed=state.seed,
-            slot=-1 if slot is None else slot.region,
-            reply=answers.room,
+            slot=None if slot is None else slot.start,
         )
+        inbox, _ = self._mail[index]
         try:
-            packed = pack(message, mailbox.put)
+            inbox.write(message)
         except PhalanxError:
             raise
         except Exception as error:  # whatever the user's objects raise when pickled
@@ -320,29 +309,28 @@ class ProcessExecutor(Executor):
                 "What a batch holds must be picklable to be sent to worker processes, but is "
                 f"not: {error}. Give tensors and plain values, or use executor='threads'."
             ) from None
-        return _SentMicrobatch(microbatch, slot, packed)
+        return _SentMicrobatch(microbatch, slot)
 
-    def _ask(self, index: int, message: _SentMicrobatch, run: _ProcessRun) -> bool:
+    def _ask(self, index: int, sent: _SentMicrobatch, run: _ProcessRun) -> bool:
         """Let worker ``index`` compute a microbatch, and add the results to those of the run.
 
-        If the worker is lost, its microbatches are left to the others; return False then.
+        If the worker is lost, another one computes it; return False then.
         """
         worker = self._workers[index]
         assert worker is not None
-        state, microbatch = run.state, message.microbatch
+        state, microbatch = run.state, sent.microbatch
         try:
-            done = worker.ask(message.packed, self._timeout_s)
+            done = worker.ask(self._timeout_s)
         except Lost as lost:
             state.give_back(microbatch)
-            state.leave_to_others(index)
             self._lose(index, lost, microbatch)
             return False
         if isinstance(done, Failed):
             note = f"Raised by replica {index} in process {worker.pid}, microbatch {microbatch}."
             raise rebuilt(done, note)
         gradients: Gradients = [None] * len(self.parameters)
-        if message.slot is not None:
-            gradients = message.slot.written(done.gradients)
+        if sent.slot is not None:
+            gradients = sent.slot.written(done.gradients)
         state.assigned.update(dict.fromkeys(done.assigned))
         state.result.results[microbatch] = done.result
         state.result.replica_of[microbatch] = index
@@ -354,9 +342,8 @@ class ProcessExecutor(Executor):
                 stop_s=done.stop_s,
             )
         )
-        own = PartialSum(gradients, done.statistics, owners=(message.slot,))
+        own = PartialSum(gradients, done.statistics, owners=(sent.slot,))
         state.sums.put(Node(0, microbatch), own)
-        state.count()
         return True
 
 
@@ -372,11 +359,10 @@ class _ProcessRun:
 
 @dataclass(frozen=True)
 class _SentMicrobatch:
-    """A microbatch as it is sent to one worker."""
+    """A microbatch that lies in the mailbox of one worker."""
 
     microbatch: int
     slot: GradientSlot | None  # takes its gradients
-    packed: bytes
 
 
 def _dismiss(workers: list[WorkerProcess | None]) -> None:

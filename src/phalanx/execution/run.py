@@ -149,9 +149,6 @@ def add_sums(left: PartialSum, right: PartialSum) -> PartialSum:
 class RunState:
     """The state of one run, shared by the threads of the executor; arguments as `Executor.run`.
 
-    Threads only :meth:`take` and :meth:`fail`: a replica that takes a microbatch does it. The other
-    methods are for worker processes, which may be lost with one.
-
     Args:
         rng: How the microbatches get their random numbers.
         workloads: The replicas' relative shares.
@@ -195,53 +192,30 @@ class RunState:
             self._shares = Shares(sizes, stealing=False)
         self._own = left  # by place in the shares
         self._active = [workload > 0 for workload in workloads]  # others take nothing
-        self._changed = threading.Condition()
         self._returned: list[int] = []
-        self._left = len(left)
+        self._lock = threading.Lock()
         self._failed = False
 
     @property
     def over(self) -> bool:
-        """Whether all were counted as done, or something failed."""
-        return self._left == 0 or self._failed
+        """Whether all are done, or something failed."""
+        return self._failed or all(self.result.replica_of[each] >= 0 for each in self._own)
 
-    def take(self, replica: int, wait_s: float = 0.0) -> int | None:
-        """Return the next microbatch for ``replica``; None when none is left, or one failed.
-
-        Args:
-            wait_s: How long to wait for one that is brought back.
-        """
-        with self._changed:
-            place = None if self._failed else self._shares.take(replica)
+    def take(self, replica: int) -> int | None:
+        """Return the next microbatch for ``replica``; None when none is left, or one failed."""
+        with self._lock:
+            if self._failed:
+                return None
+            place = self._shares.take(replica)
             if place is not None:
                 return self._own[place]
-            returned = self._returned if self._active[replica] else []
-            if wait_s and not returned and not self.over:
-                self._changed.wait(wait_s)
-            return returned.pop(0) if returned and not self._failed else None
+            return self._returned.pop() if self._returned and self._active[replica] else None
 
     def give_back(self, microbatch: int) -> None:
-        """Let another one compute it."""
-        with self._changed:
+        """Let another one compute a microbatch whose worker process was lost."""
+        with self._lock:
             self._returned.append(microbatch)
-            self._changed.notify_all()
-
-    def leave_to_others(self, replica: int) -> None:
-        """Give the share of ``replica`` to whoever is free."""
-        with self._changed:
-            while (place := self._shares.take(replica)) is not None:
-                self._returned.append(self._own[place])
-                self._changed.notify_all()
-
-    def count(self) -> None:
-        """One more is done."""
-        with self._changed:
-            self._left -= 1
-            if self._left == 0:
-                self._changed.notify_all()
 
     def fail(self) -> None:
         """End the run."""
-        with self._changed:
-            self._failed = True
-            self._changed.notify_all()
+        self._failed = True

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import pickle
 import signal
 import traceback
 from collections.abc import Iterator, Sequence
@@ -22,12 +23,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.clock import now_s
-from phalanx.execution.channel import Mailbox, load, pack
+from phalanx.execution.channel import Mailbox, adopt, pack
 from phalanx.execution.contract import explain_error
 from phalanx.execution.gradient_slots import SlotLayout, SlotWriter
 from phalanx.execution.task import MicrobatchContext, Task
 from phalanx.ipc import fail_point, fail_points, flush_output, inject
-from phalanx.memory import SharedMemoryPool, TensorHandle, forget_memory
+from phalanx.memory import SharedMemoryPool, forget_memory
 from phalanx.replicas import (
     AttributeFingerprint,
     CallerModes,
@@ -43,7 +44,6 @@ __all__ = [
     "Done",
     "Failed",
     "MicrobatchMessage",
-    "RegionsFollow",
     "RunSpec",
     "World",
     "rebuilt",
@@ -61,6 +61,7 @@ class World:
         source: The module that the user trains.
         shared: Objects that tasks refer to, such as the loss.
         fingerprint: Where changes of their attributes go.
+        pool: Where batches, answers and gradients lie.
         layout: Of the slots that take gradients.
         optimizer: The program's, whose state workers have no use for.
     """
@@ -72,13 +73,6 @@ class World:
     layout: SlotLayout
     intra_op: int
     optimizer: Optimizer | None
-
-
-@dataclass(frozen=True)
-class RegionsFollow:
-    """The next ``count`` regions of the pool follow; there is no answer."""
-
-    count: int
 
 
 @dataclass(frozen=True)
@@ -106,8 +100,7 @@ class MicrobatchMessage:
     Attributes:
         spec: A `RunSpec`, packed: most of the time it is that of the microbatch before.
         rows: Its batch, which a worker must copy before it returns it or keeps it.
-        slot: The region that takes the gradients; -1 for none.
-        reply: Bytes that take what is large in the result; None for none.
+        slot: Where in the pool its gradients go; None for nowhere.
     """
 
     index: int
@@ -115,8 +108,7 @@ class MicrobatchMessage:
     rows: Nested
     weight: float
     seed: tuple[int, ...]
-    slot: int
-    reply: TensorHandle | None
+    slot: int | None
 
 
 @dataclass(frozen=True)
@@ -147,10 +139,18 @@ class Failed:
     text: str
 
 
-def serve(world: World, index: int, connection: Connection, dump: Connection) -> None:
+def serve(
+    world: World,
+    index: int,
+    inbox: Mailbox,
+    outbox: Mailbox,
+    connection: Connection,
+    dump: Connection,
+) -> None:
     """Work until the program closes the connection, in a fork of it.
 
     Args:
+        connection: An empty message says that there is one in the mailbox, in either direction.
         dump: Takes the stacks of all threads, when the program asks for them by SIGUSR1.
     """
     faulthandler.register(signal.SIGUSR1, file=dump.fileno(), all_threads=True)
@@ -159,26 +159,18 @@ def serve(world: World, index: int, connection: Connection, dump: Connection) ->
     if world.optimizer is not None:
         _forget_state(world.optimizer)
     fail_point("born")
+    adopt(world.shared)
     worker: Worker | None = None
-    view = Mailbox(world.pool).view
-    while True:
-        try:
-            message = load(connection.recv_bytes(), view)
-        except (EOFError, OSError):
-            return
-        if isinstance(message, RegionsFollow):
-            world.pool.receive(connection, message.count)
-            continue
-        try:
-            worker = worker or Worker(index, world)
-            answer = worker.work(message)
-        except BaseException as error:
-            answer = pack(_failed(error))
-        flush_output()
-        try:
-            connection.send_bytes(answer)
-        except OSError:  # the program is gone
-            return
+    with contextlib.suppress(EOFError, OSError):  # the program is gone
+        while True:
+            connection.recv_bytes()
+            try:
+                worker = worker or Worker(index, world)
+                worker.work(inbox.read(copies=False), outbox)
+            except BaseException as error:
+                outbox.write(_failed(error))
+            flush_output()
+            connection.send_bytes(b"")
 
 
 def _forget_state(optimizer: Optimizer) -> None:
@@ -200,13 +192,12 @@ class Worker:
         self._packed_spec = b""
         self._spec: RunSpec
 
-    def work(self, message: MicrobatchMessage) -> bytes:
-        """Compute a microbatch and return the packed answer."""
+    def work(self, message: MicrobatchMessage, outbox: Mailbox) -> None:
+        """Compute a microbatch and write the answer."""
         fail_point("microbatch taken")
-        answers = Mailbox(self._world.pool, message.reply, grows=False)
         done = self._compute(message)
         fail_point("before reply")
-        return pack(done, answers.put)
+        outbox.write(done)
 
     def _compute(self, message: MicrobatchMessage) -> Done:
         spec = self._begin(message.spec)
@@ -235,7 +226,7 @@ class Worker:
     def _begin(self, packed: bytes) -> RunSpec:
         """Be as the spec of a microbatch says, and return it."""
         if packed != self._packed_spec:
-            self._spec = load(packed, lambda token: self._world.shared[token[0]])
+            self._spec = pickle.loads(packed)
             self._packed_spec = packed
             self._world.fingerprint.apply(self._spec.changes)
             self._replica.outdate()  # the program may have written to the buffers
@@ -287,7 +278,7 @@ def rebuilt(failed: Failed, note: str) -> BaseException:
     kind = _class_of(failed.kind)
     if kind is not None and failed.contents is not None:
         with contextlib.suppress(Exception):  # the user's objects may not be unpickled
-            args, attributes = load(failed.contents)
+            args, attributes = pickle.loads(failed.contents)
             found = kind.__new__(kind, *args)
             _builtin_of(kind).__init__(found, *args)  # the user's may want other arguments
             found.__setstate__(attributes)  # the notes are among them

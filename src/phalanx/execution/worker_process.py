@@ -17,8 +17,7 @@ from typing import Any, NoReturn
 
 from phalanx.clock import now_s
 from phalanx.errors import PeerLost
-from phalanx.execution.channel import LONGEST_S, Mailbox, load, pack, set_timeouts
-from phalanx.execution.worker import RegionsFollow
+from phalanx.execution.channel import Mailbox
 from phalanx.ipc import (
     die_with_parent,
     flush_output,
@@ -27,7 +26,6 @@ from phalanx.ipc import (
     signal_main_thread,
     take_signals,
 )
-from phalanx.memory import SharedMemoryPool
 
 __all__ = ["Lost", "WorkerProcess", "dismiss_all"]
 
@@ -64,8 +62,7 @@ class WorkerProcess:
 
     Args:
         index: Which one.
-        answers: Where what is large in its answers goes; nobody else writes there any more.
-        pool: The executor's.
+        answers: Where it writes its answers; nobody else does any more.
         serve: Called in the worker.
 
     Raises:
@@ -73,15 +70,11 @@ class WorkerProcess:
 
     Attributes:
         pid: Its process number.
-        answers: Where it writes what is large in its answers.
     """
 
-    def __init__(self, index: int, answers: Mailbox, pool: SharedMemoryPool, serve: Serve) -> None:
-        self.index = index
-        self.answers = answers
+    def __init__(self, index: int, answers: Mailbox, serve: Serve) -> None:
         self.parent_pid = os.getpid()
-        self._pool = pool
-        self._regions = len(pool)
+        self._answers = answers
         self._exit_code: int | None = None
         self._reaping = threading.Lock()
         try:
@@ -93,10 +86,8 @@ class WorkerProcess:
                 "executor='threads'.",
                 index,
             ) from error
-        self._timeout_s = LONGEST_S
         self._poll = select.poll()  # kept: `multiprocessing.connection.wait` makes one each time
-        self._answers_fd = self._connection.fileno()
-        for source in (self._answers_fd, self._sentinel):
+        for source in (self._connection.fileno(), self._sentinel):
             self._poll.register(source, select.POLLIN)
 
     def _start(self, serve: Serve) -> None:
@@ -120,47 +111,23 @@ class WorkerProcess:
         if self._poll.poll(0):
             raise self._gone()
 
-    def ask(self, message: bytes, timeout_s: float) -> Any:  # Any: `Done` or `Failed`
-        """Send a packed message and return the answer.
+    def ask(self, timeout_s: float) -> Any:  # Any: `Done` or `Failed`
+        """Let it read the message in its mailbox, and return the answer.
 
         Raises:
             Lost: It ended, or did not answer in time and was killed.
         """
         try:
-            if timeout_s != self._timeout_s:
-                set_timeouts(self._connection, timeout_s)
-                self._timeout_s = timeout_s
-            if self._regions < len(self._pool):
-                self._send_regions()
-            self._connection.send_bytes(message)
-        except BlockingIOError:  # it does not read
-            raise self._hung(timeout_s) from None
-        except OSError:
-            raise self._gone() from None
-        spoken = dict(self._poll.poll(timeout_s * 1e3))
-        if not spoken:
-            raise self._hung(timeout_s)
-        if self._answers_fd not in spoken:  # only the sentinel has spoken
-            raise self._gone()
-        return self._receive()
-
-    def _send_regions(self) -> None:
-        """Send the memory that was made since it was forked."""
-        missing = range(self._regions, len(self._pool))
-        self._connection.send_bytes(pack(RegionsFollow(len(missing))))
-        self._pool.send(self._connection, missing)
-        self._regions = missing.stop
-
-    def _receive(self) -> Any:  # Any: as `ask`
-        try:
-            answer = self._connection.recv_bytes()
-        except BlockingIOError:  # it has stopped in the middle of its answer
-            raise self._hung(self._timeout_s) from None
+            self._connection.send_bytes(b"")
+            spoken = dict(self._poll.poll(timeout_s * 1e3))
+            if not spoken:
+                raise self._hung(timeout_s)
+            if self._connection.fileno() not in spoken:  # a child of its own may hold its end
+                raise self._gone()
+            self._connection.recv_bytes()
         except (EOFError, OSError):
             raise self._gone() from None
-        done = load(answer, self.answers.read)
-        self.answers.begin()
-        return done
+        return self._answers.read(copies=True)
 
     def _gone(self) -> Lost:
         at_s = now_s()

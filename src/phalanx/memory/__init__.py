@@ -14,7 +14,6 @@ from phalanx.memory.blocks import (
 from phalanx.memory.rows import MatrixRows, all_within
 from phalanx.memory.shared_memory_pool import (
     SharedMemoryPool,
-    TensorHandle,
     forget_memory,
     is_shared,
     return_freed_memory,
@@ -24,7 +23,6 @@ __all__ = [
     "PAST_CACHE_BYTES",
     "MatrixRows",
     "SharedMemoryPool",
-    "TensorHandle",
     "all_finite",
     "all_within",
     "copy_finite_to",

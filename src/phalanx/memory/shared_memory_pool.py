@@ -1,4 +1,4 @@
-"""Regions that an executor and its worker processes see at the same time, and what lies in them."""
+"""Memory that an executor and its worker processes see at the same time."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import mmap
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
 
 import torch
 from torch import Tensor
@@ -16,104 +14,82 @@ from torch import Tensor
 from phalanx.ipc import Region, aligned
 from phalanx.memory.blocks import dense_strides
 
-__all__ = ["SharedMemoryPool", "TensorHandle", "forget_memory", "is_shared", "return_freed_memory"]
+__all__ = ["SharedMemoryPool", "forget_memory", "is_shared", "return_freed_memory"]
+
+_ADDRESSES_BYTES = 1 << 44  # of the 47 bits that a process has; memory comes as it is needed
 
 _pools: weakref.WeakSet[SharedMemoryPool] = weakref.WeakSet()
 
 
-@dataclass(frozen=True)
-class TensorHandle:
-    """Where a tensor lies: in which region, from which byte on, and how."""
-
-    region: int
-    offset_bytes: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
 class SharedMemoryPool:
-    """Regions by number; the same numbers in the executor's process and in its workers.
+    """One region of addresses, in which memory is reserved piece by piece.
 
-    Regions are anonymous: the kernel frees them with the last process that holds them, however it
-    ends, so nothing can be left behind.
+    A fork has all addresses, so nothing is sent to it when memory comes later. The kernel frees the
+    memory with the last process that holds the region, however it ends: nothing is left behind.
     """
 
     def __init__(self) -> None:
-        self._regions: list[Region] = []
-        self._whole: list[Tensor] = []  # each region as bytes
-        self._typed: dict[tuple[int, torch.dtype], Tensor] = {}  # as numbers, by region and dtype
+        self._region = Region.create(_ADDRESSES_BYTES, label="worker processes", reserved=False)
+        self._first_address = self._region.tensor(torch.uint8, 1).data_ptr()
+        self._used_bytes = 0
         self._lock = threading.Lock()  # every worker's thread may need memory
         _pools.add(self)
 
-    def __len__(self) -> int:
-        return len(self._regions)
+    def take_addresses(self, nbytes: int) -> int:
+        """Return the offset of ``nbytes`` of addresses; :meth:`reserve` gives them memory."""
+        with self._lock:
+            start = self._used_bytes
+            self._used_bytes += aligned(nbytes)
+            return start
 
-    def allocate(self, nbytes: int) -> TensorHandle:
-        """Return where there are zeros, as bytes, in a new region."""
-        return TensorHandle(self._add(Region.create(nbytes)), 0, torch.uint8, (nbytes,), (1,))
+    def reserve(self, start: int, nbytes: int) -> None:
+        """Give addresses memory of zeros, where they have none yet.
+
+        Raises:
+            OutOfSpace: There is not so much.
+        """
+        self._region.reserve_part(start, nbytes)
+
+    def allocate(self, nbytes: int) -> int:
+        """Return the offset of ``nbytes`` zeros."""
+        start = self.take_addresses(nbytes)
+        self.reserve(start, nbytes)
+        return start
 
     def allocate_like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return memory in one new region for tensors like these, in the order of theirs."""
-        offsets, total = [], 0
-        for tensor in tensors:
-            offsets.append(total)
-            total += aligned(tensor.numel() * tensor.itemsize)
-        if total == 0:
-            return [torch.empty_like(tensor, device="cpu") for tensor in tensors]
-        region = Region.create(total)
-        self._add(region)
-        with torch.inference_mode(False):  # as in `at`
-            return [
-                # A storage for each: whoever saves or copies a tensor does so with all of it.
-                region.tensor(torch.uint8, tensor.numel() * tensor.itemsize, start)
-                .view(tensor.dtype)
-                .as_strided(tensor.shape, dense_strides(tensor))
-                for tensor, start in zip(tensors, offsets, strict=True)
-            ]
+        """Return memory for tensors like these, in the order of theirs."""
+        sizes = [tensor.numel() for tensor in tensors]
+        pairs = list(zip(tensors, sizes, strict=True))
+        start = self.allocate(sum([aligned(size * tensor.itemsize) for tensor, size in pairs]))
+        found = []
+        for tensor, size in pairs:
+            flat = self.tensor(tensor.dtype, size, start)
+            found.append(flat.as_strided(tensor.shape, dense_strides(tensor)))
+            start += aligned(size * tensor.itemsize)
+        return found
+
+    def tensor(self, dtype: torch.dtype, num_elements: int, start: int) -> Tensor:
+        """Return a 1-D tensor over memory that was reserved.
+
+        It has a storage of its own: whoever saves or copies a tensor does so with all of it.
+        """
+        flat = self._region.tensor(torch.uint8, num_elements * dtype.itemsize, start)
+        with torch.inference_mode(False):  # else nobody could write to it outside of that mode
+            return flat.view(dtype)
+
+    def view(self, start: int, nbytes: int) -> memoryview:
+        """Return the bytes from ``start`` on."""
+        return self._region.buffer[start : start + nbytes]
 
     def holds(self, tensor: Tensor) -> bool:
-        """Tell whether ``tensor`` lies in one of the regions."""
+        """Tell whether ``tensor`` lies in the pool."""
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
             return False
-        address = tensor.data_ptr()
-        return any(0 <= address - whole.data_ptr() < len(whole) for whole in self._whole)
-
-    def at(self, place: TensorHandle) -> Tensor:
-        """Return the tensor at ``place``, which begins at a whole number of elements."""
-        key = place.region, place.dtype
-        if key not in self._typed:
-            whole, size = self._whole[place.region], place.dtype.itemsize
-            with torch.inference_mode(False):  # else nobody could write to it outside of that mode
-                self._typed[key] = whole[: len(whole) // size * size].view(place.dtype)
-        start = place.offset_bytes // place.dtype.itemsize
-        return self._typed[key].as_strided(place.shape, place.strides, start)
-
-    def send(self, connection: Connection, numbers: range) -> None:
-        """Let the other side of ``connection`` see the regions of these numbers."""
-        for number in numbers:
-            self._regions[number].send(connection)
-
-    def receive(self, connection: Connection, count: int) -> None:
-        """Take over the next ``count`` regions that the other side sends."""
-        for _ in range(count):
-            self._add(Region.receive(connection))
-
-    def _add(self, region: Region) -> int:
-        with self._lock:
-            self._regions.append(region)
-            self._whole.append(region.tensor(torch.uint8, region.nbytes))
-            return len(self._whole) - 1
-
-    def close(self) -> None:
-        """Forget all regions; tensors that still lie in them stay valid."""
-        for region in self._regions:
-            region.close()
-        self._regions, self._whole, self._typed = [], [], {}
+        return 0 <= tensor.data_ptr() - self._first_address < _ADDRESSES_BYTES
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Tell whether ``tensor`` lies in a region of any pool of this process."""
+    """Tell whether ``tensor`` lies in any pool of this process."""
     return any(pool.holds(tensor) for pool in _pools)
 
 

@@ -1,33 +1,31 @@
-"""Messages to and from worker processes: tensors in shared memory, and waits that end."""
+"""Messages to and from worker processes: tensors and arrays in memory that both see."""
 
 from __future__ import annotations
 
 import multiprocessing
-import os
-import socket
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from phalanx.execution.channel import Mailbox, load, pack, set_timeouts
-from phalanx.memory.shared_memory_pool import SharedMemoryPool
+from phalanx.errors import OutOfSpace
+from phalanx.execution import channel
+from phalanx.execution.channel import Mailbox
+from phalanx.memory import SharedMemoryPool
 
-ROWS = 33  # of 64 floats: more than the 4096 bytes below which tensors travel with the message
+ROWS = 33
 
 
 @pytest.fixture
-def pool() -> Any:
-    pool = SharedMemoryPool()
-    yield pool
-    pool.close()
+def mailbox() -> Mailbox:
+    return Mailbox(SharedMemoryPool())
 
 
-def received(pool: SharedMemoryPool, message: bytes) -> Any:
-    return load(message, Mailbox(pool).read)
+def passed(mailbox: Mailbox, value: Any) -> Any:
+    mailbox.write(value)
+    return mailbox.read(copies=True)
 
 
 def big(seed: int = 0) -> Tensor:
@@ -43,76 +41,61 @@ def big(seed: int = 0) -> Tensor:
         lambda x: x.to(torch.bfloat16).repeat(2, 1),
         lambda x: x.view(torch.complex64),
         lambda x: x.flatten()[3:],  # begins where no cache's line does
-        lambda x: x.flatten()[16:],
+        lambda x: x[0, 0],
+        lambda x: x.bool(),
     ],
 )
-def test_tensors_come_out_as_they_lay(pool: SharedMemoryPool, lay_out: Any) -> None:
+def test_tensors_come_out_as_they_lay(mailbox: Mailbox, lay_out: Any) -> None:
     with torch.inference_mode():
         made_in_inference_mode = lay_out(big())
     for value in (lay_out(big()), made_in_inference_mode):
-        found = received(pool, pack(value, Mailbox(pool).put))
-        assert torch.equal(found, value)
-        assert (found.dtype, found.stride()) == (value.dtype, value.stride())
-        assert found.data_ptr() % 64 == 0
-        assert not found.is_inference()
+        mailbox.write(value)
+        for copies in (False, True):
+            found = mailbox.read(copies=copies)
+            assert torch.equal(found, value)
+            assert (found.dtype, found.stride()) == (value.dtype, value.stride())
+            assert found.data_ptr() % 64 == 0
+            assert not found.is_inference()
 
 
-def test_a_tensor_that_comes_twice_is_one_over_there(pool: SharedMemoryPool) -> None:
+def test_a_copy_stays_when_the_next_message_is_written(mailbox: Mailbox) -> None:
+    tensor, array, empty = passed(mailbox, [big(0), big(0).numpy(), torch.empty(0, 3)])
+    passed(mailbox, [big(1), big(1).numpy()])
+    assert torch.equal(tensor, big(0))
+    assert np.array_equal(array, big(0).numpy())
+    assert empty.shape == (0, 3)
+
+
+def test_a_tensor_that_comes_twice_is_one_over_there(mailbox: Mailbox) -> None:
     """As it is in a thread of the process that sends it."""
-    for value in (big(), torch.ones(3)):
-        first, second = received(pool, pack([value, value], Mailbox(pool).put))
-        assert first is second
+    first, second = passed(mailbox, [big(), value := torch.ones(3), value])[1:]
+    assert first is second
 
 
-def test_what_did_not_fit_into_the_room_fits_the_next_time(pool: SharedMemoryPool) -> None:
-    reader = Mailbox(pool)
-    lengths = []
-    for _ in range(2):
-        message = pack([big(0), big(1)], Mailbox(pool, reader.room, grows=False).put)
-        first, second = load(message, reader.read)
-        reader.begin()
-        assert torch.equal(first, big(0))
-        assert torch.equal(second, big(1))
-        lengths.append(len(message))
-    assert lengths[1] < ROWS * 64 < lengths[0]
+def test_another_process_reads_what_was_written_after_it_was_forked(mailbox: Mailbox) -> None:
+    pool = mailbox._pool
+    answers = Mailbox(pool)
+    ours, theirs = multiprocessing.Pipe()
+
+    def answer() -> None:
+        theirs.recv_bytes()
+        answers.write(mailbox.read(copies=False) * 2)
+        theirs.send_bytes(b"")
+
+    process = multiprocessing.get_context("fork").Process(target=answer)
+    process.start()
+    value = torch.ones(1 << 14)  # few enough for one thread
+    mailbox.write(value)
+    ours.send_bytes(b"")
+    ours.recv_bytes()
+    assert torch.equal(answers.read(copies=True), value * 2)
+    process.join()
 
 
-# -- timeouts --------------------------------------------------------
-
-PATIENCE_S = 0.05
-
-
-@pytest.fixture
-def ends() -> Iterator[tuple[Connection, Connection]]:
-    ours, theirs = multiprocessing.Pipe(duplex=True)
-    set_timeouts(ours, PATIENCE_S)
-    with ours, theirs:
-        yield ours, theirs
-
-
-@pytest.mark.promise("every-wait-ends")
-def test_a_message_that_nobody_reads_is_given_up(ends: tuple[Connection, Connection]) -> None:
-    with pytest.raises(BlockingIOError):
-        ends[0].send_bytes(bytes(1 << 24))
-
-
-@pytest.mark.promise("every-wait-ends")
-def test_half_a_message_is_given_up(ends: tuple[Connection, Connection]) -> None:
-    ours, theirs = ends
-    os.write(theirs.fileno(), (100).to_bytes(4, "big") + b"half")
-    assert ours.poll(1.0)
-    with pytest.raises(BlockingIOError):
-        ours.recv_bytes()
-
-
-def test_a_default_time_limit_of_sockets_leaves_the_connection_as_it_is(
-    ends: tuple[Connection, Connection],
+def test_a_message_without_end_is_refused(
+    mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours, _ = ends
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(1.0)
-    try:
-        set_timeouts(ours, PATIENCE_S)
-    finally:
-        socket.setdefaulttimeout(before)
-    assert os.get_blocking(ours.fileno())
+    monkeypatch.setattr(channel, "_ROOM_BYTES", 1 << 12)
+    with pytest.raises(OutOfSpace, match="at most 4096 bytes"):
+        mailbox.write(torch.ones(1 << 20))
+    assert passed(mailbox, "another") == "another"
