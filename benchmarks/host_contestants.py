@@ -91,12 +91,10 @@ def _access(job: HostsJob, access: Access, meet: Callable[[], object]) -> Steps:
             "get": remote.getting(access.get),
             "add": remote.adding(access.add),
             "flood": remote.adding(access.add),
-            "stream": remote.adding(access.add_later),
             "local get": local.getting(access.get),
             "local add": local.adding(access.add),
         },
         meet=meet,
-        finish=access.finish,
     )
 
 
@@ -150,8 +148,6 @@ def _of_table(matrix: tables.Table) -> Access:
     return Access(
         get=lambda rows, out: matrix.get(rows, out=out),
         add=lambda rows, delta: matrix.add(delta, rows),
-        add_later=lambda rows, delta: matrix.add(delta, rows, wait=False),
-        finish=matrix.flush,
     )
 
 
@@ -164,13 +160,13 @@ def _rpc(job: HostsJob) -> Iterator[Steps]:
         rpc_matrix(job.process, job.num_clients, job.rows, job.folder) as access,
         _meeting(job) as meet,
     ):
-        yield _only(_access(job, access, meet), "get", "add", "flood", "stream")
+        yield _only(_access(job, access, meet), "get", "add", "flood")
 
 
 @contextmanager
 def _ray(job: HostsJob) -> Iterator[Steps]:
     with ray_matrix(job.process, job.rows, job.folder) as access, _meeting(job) as meet:
-        yield _only(_access(job, access, meet), "get", "add", "flood", "stream")
+        yield _only(_access(job, access, meet), "get", "add", "flood")
 
 
 @contextmanager
@@ -191,7 +187,7 @@ def _socket(job: HostsJob) -> Iterator[Steps]:
             def get(ids: Tensor, out: Tensor) -> None:
                 _ask_for_bytes(connection, ids, out)
 
-            access = Access(get, get, get, lambda: None)
+            access = Access(get, get)
             yield _only(_access(job, access, meet), "get")
 
 

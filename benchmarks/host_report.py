@@ -23,8 +23,7 @@ TITLES = {
 }
 _OURS = ("phalanx", "encrypted", "one-host")
 _WAYS = {"": "the other host's", "local ": "its own host's"}
-_FLOOD, _STREAM = TASKS_OF_ALL
-_AWAITED = {_FLOOD: "each waited for", _STREAM: "waited for at the end"}
+(_FLOOD,) = TASKS_OF_ALL
 
 _MOST_US = 500.0  # of a get of 1,000 rows
 _LEAST_OVER_RPC = 3.0
@@ -54,10 +53,9 @@ def judge(medians: Medians) -> list[Row]:
         of_socket = _ratio(found("socket", "get", 100_000), found(name, "get", 100_000))
         what = f"get 100,000 rows, {TITLES[name]}: of the socket's bandwidth"
         rows.append(Row(what, (Judged(of_socket, aim, at_least=True), "×")))
-    for task, how in _AWAITED.items():
-        rate = adds_per_s(medians, "phalanx", task)
-        what = f"adds of {ADDED_ROWS} rows, all clients, {how}"
-        rows.append(Row(what, (Judged(rate, _LEAST_ADDS_PER_S, at_least=True), "1/s")))
+    rate = adds_per_s(medians, "phalanx")
+    what = f"adds of {ADDED_ROWS} rows, all clients"
+    rows.append(Row(what, (Judged(rate, _LEAST_ADDS_PER_S, at_least=True), "1/s")))
     for kind in ("get", "add"):
         for size in SIZES:
             local, one_host = (
@@ -68,9 +66,9 @@ def judge(medians: Medians) -> list[Row]:
     return rows
 
 
-def adds_per_s(medians: Medians, name: str, task: TableTask) -> float | None:
+def adds_per_s(medians: Medians, name: str) -> float | None:
     """Return how many small adds all clients together made per second."""
-    return _ratio(1.0, medians.get(name, {}).get(task))
+    return _ratio(1.0, medians.get(name, {}).get(_FLOOD))
 
 
 def _ratio(above: float | None, below: float | None) -> float | None:
@@ -104,7 +102,7 @@ def report_hosts(
         command=command,
         machine=machine,
         sheets=(_latencies_sheet(medians), _rates_sheet(medians, clients)),
-        panels=(_latencies_panel(medians), *(_adds_panel(medians, clients, t) for t in _AWAITED)),
+        panels=(_latencies_panel(medians), _adds_panel(medians, clients)),
         measured={
             "rows": rows,
             "clients": clients,
@@ -140,12 +138,10 @@ def _rates_sheet(medians: Medians, clients: int) -> Sheet:
     names, large = _names(medians), TableTask(kind="get", rows=SIZES[-1])
     gb = 4 * COLS * SIZES[-1] / 1e9
     rates = tuple(_ratio(gb, medians[name].get(large)) for name in names)
-    rows = [Row(f"get {SIZES[-1]:,}, GB/s", rates)]
-    for task, how in _AWAITED.items():
-        adds = tuple(adds_per_s(medians, name, task) for name in names)
-        rows.append(Row(f"adds of {ADDED_ROWS}, {how}, 1/s", adds))
+    adds = tuple(adds_per_s(medians, name) for name in names)
+    rows = (Row(f"get {SIZES[-1]:,}, GB/s", rates), Row(f"adds of {ADDED_ROWS}, 1/s", adds))
     title = f"How much per second; adds by {clients} clients at once"
-    return Sheet(title, tuple(Column(TITLES[name]) for name in names), tuple(rows))
+    return Sheet(title, tuple(Column(TITLES[name]) for name in names), rows)
 
 
 def _latencies_panel(medians: Medians) -> Lines:
@@ -165,12 +161,12 @@ def _latencies_panel(medians: Medians) -> Lines:
     )
 
 
-def _adds_panel(medians: Medians, clients: int, task: TableTask) -> Bars:
-    rates = {name: adds_per_s(medians, name, task) for name in _names(medians)}
+def _adds_panel(medians: Medians, clients: int) -> Bars:
+    rates = {name: adds_per_s(medians, name) for name in _names(medians)}
     bars = tuple(
         Bar(label=TITLES[name], parts=(rate,), text=f"{rate:,.0f}", ours=name in _OURS)
         for name, rate in rates.items()
         if rate is not None
     )
     note = f"per s, {clients} clients"
-    return Bars(title=f"adds of {ADDED_ROWS} rows, {_AWAITED[task]}", note=note, bars=bars)
+    return Bars(title=f"adds of {ADDED_ROWS} rows", note=note, bars=bars)

@@ -11,7 +11,7 @@ from benchmarks.turns import Step
 from phalanx.clock import now_s
 
 ADDED_ROWS = 10  # by a small add
-_ADDS_PER_S = {"flood": 1_000, "stream": 5_000}  # of each client, by the length of a turn
+_ADDS_PER_S = 1_000  # of each client, by the length of a turn
 _WARM_UP = 20
 
 TASKS_OF_ONE = tuple(
@@ -24,10 +24,9 @@ TASKS_OF_ONE = tuple(
 "get" and "add" are of rows of the other host, "local get" and "local add" of the client's own host.
 """
 
-TASKS_OF_ALL = tuple(TableTask(kind=kind, rows=ADDED_ROWS, both=True) for kind in _ADDS_PER_S)
-"""Equally many small adds by each client, from the first's beginning to the last's end.
-
-In a "flood" a client waits for each of its adds, in a "stream" only at the end, for all of them.
+TASKS_OF_ALL = (TableTask(kind="flood", rows=ADDED_ROWS, both=True),)
+"""Equally many small adds by each client, each waited for: from the first's beginning to the last's
+end.
 """
 
 TASKS = (*TASKS_OF_ONE, *TASKS_OF_ALL)
@@ -39,18 +38,15 @@ def take_turn(
     """Work for a turn, and return the seconds of what counts; of adds by all, those per add."""
     make = steps.makers.get(task.kind) if is_client else None
     step = None if make is None else make(task)
-    adds_per_s = _ADDS_PER_S.get(task.kind)
-    if adds_per_s is None:
+    if task not in TASKS_OF_ALL:
         return [] if step is None else repeat(step, turn_s)
-    num_adds = max(1, int(adds_per_s * turn_s))
+    num_adds = max(1, int(_ADDS_PER_S * turn_s))
     if step is not None:
         _repeat(step, _WARM_UP)
-        steps.finish()
     steps.meet()
     started_s = now_s()
     if step is not None:
         _repeat(step, num_adds)
-        steps.finish()
     steps.meet()
     return [] if step is None else [(now_s() - started_s) / (num_adds * num_clients)]
 

@@ -32,14 +32,10 @@ class Access(NamedTuple):
     Attributes:
         get: Of the rows, and of where they may go; returns them if they went elsewhere.
         add: Of the rows, and of the delta.
-        add_later: The same, without waiting for the answer.
-        finish: Waits for all answers that were not waited for.
     """
 
     get: Callable[[Tensor, Tensor], object]
     add: Callable[[Tensor, Tensor], object]
-    add_later: Callable[[Tensor, Tensor], object]
-    finish: Callable[[], object]
 
 
 def is_there(name: str) -> bool:
@@ -86,17 +82,8 @@ def rpc_matrix(rank: int, num_workers: int, num_rows: int, folder: str) -> Itera
     def add(ids: Tensor, delta: Tensor) -> None:
         rpc.rpc_sync(server, _rpc_add, (ids, delta))
 
-    begun: list[Any] = []
-
-    def add_later(ids: Tensor, delta: Tensor) -> None:
-        begun.append(rpc.rpc_async(server, _rpc_add, (ids, delta)))
-
-    def finish() -> None:
-        torch.futures.wait_all(begun)
-        begun.clear()
-
     try:
-        yield Access(get, add, add_later, finish)
+        yield Access(get, add)
     finally:
         rpc.shutdown(graceful=False)
 
@@ -145,17 +132,8 @@ def ray_matrix(rank: int, num_rows: int, folder: str) -> Iterator[Access]:
     def add(ids: Tensor, delta: Tensor) -> None:
         ray.get(owner.add.remote(ids.numpy(), delta.numpy()))
 
-    begun: list[Any] = []
-
-    def add_later(ids: Tensor, delta: Tensor) -> None:
-        begun.append(owner.add.remote(ids.numpy(), delta.numpy()))
-
-    def finish() -> None:
-        ray.get(begun)
-        begun.clear()
-
     try:
-        yield Access(get, add, add_later, finish)
+        yield Access(get, add)
     finally:
         ray.shutdown()
 

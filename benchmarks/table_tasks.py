@@ -78,13 +78,11 @@ class Steps:
     Args:
         makers: By kind of task, how to make what is then done over and over.
         meet: Waits until both workers have come.
-        finish: Waits for adds that were begun and not waited for.
         until: A file by which worker 0 tells the other one that it is done.
     """
 
     makers: Mapping[str, Callable[[TableTask], Step]]
     meet: Callable[[], object] = lambda: None
-    finish: Callable[[], object] = lambda: None
     until: Path = Path()
 
 

@@ -50,7 +50,7 @@ class Books:
         self.whole = world.array(3 * clients + WHOLE_TAIL, torch.int64, name="whole")
         self.keys = world.keys(3, torch.int64, name="keys", capacity=1)
 
-    def add(self, book: str, client: int, q: int, *, wait: bool = True) -> None:
+    def add(self, book: str, client: int, q: int) -> None:
         """Add the client's q-th line."""
         line = [1, q, q * q]
         if book == "rows":
@@ -59,16 +59,16 @@ class Books:
             places = [client, zero, client, client, zero, *range(zero + 1, self._size)]
             delta = torch.tensor(shares + [[1] * 4] * self._tail).repeat(len(self._starts), 1)
             rows = [start + place for start in self._starts for place in places]
-            self.rows.add(delta, rows=rows, wait=wait)
+            self.rows.add(delta, rows=rows)
         elif book == "whole":
             delta = torch.ones(3 * self._clients + WHOLE_TAIL, dtype=torch.int64)
             delta[: 3 * self._clients] = 0
             delta[3 * client : 3 * client + 3] = torch.tensor(line)
-            self.whole.add(delta, wait=wait)
+            self.whole.add(delta)
         else:
             own = own_key(client, q)
             keys = [-1 - client, own, -1 - client, own]
-            self.keys.add([line, line, line, [0] * 3], rows=keys, wait=wait)
+            self.keys.add([line, line, line, [0] * 3], rows=keys)
 
     def count(self, book: str, client: int) -> list[int]:
         """Return how many adds of a client are there, by host; fail unless each is once, whole."""

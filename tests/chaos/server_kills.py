@@ -1,7 +1,6 @@
 """Servers of hosts, killed at random under workers that keep books: ``make chaos``.
 
 Eight clients on three hosts add, over and over, to the rows and keys of `tests/chaos/books.py`.
-Every second client waits for none of a burst, which its next get shows.
 
 An add is whole or absent per host: there the tail's rows are always equal. Meanwhile a host's
 server is killed at a random moment, again and again. How long it takes until the host answers is
@@ -43,7 +42,6 @@ HOSTS = 3
 CLIENTS = 8
 TAIL = 301
 LONGEST_GAP_S = 0.1
-BURST = 7  # adds that every second client makes without waiting
 DEADLINE_S = 60.0
 _numbers = itertools.count()
 
@@ -71,10 +69,9 @@ def keep_books(parent: Parent, given: dict[str, str]) -> None:
         world.barrier()
         parent.tell("here")
         while not parent.connection.poll():
-            for _ in range(BURST if me % 2 else 1):
-                q += 1
-                for book in ("rows", "keys"):
-                    books.add(book, me, q, wait=me % 2 == 0)
+            q += 1
+            for book in ("rows", "keys"):
+                books.add(book, me, q)
             check(books, me, q)
             books.count_tail(q % HOSTS)
         assert parent.hear() == "enough"

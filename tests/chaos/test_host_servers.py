@@ -1,23 +1,21 @@
 """A host's server is killed in the middle of an add, at any point: the add counts once, and whole.
 
 Worker 0 is on host 0 and adds to rows of host 1, whose server kills itself at a fail point. Another
-one is forked, maps the same memory, and the worker, which has had no answer, asks again. Where it
-waits for none of its adds ("together"), the second and third are one message; "last" is the same,
-with a server that dies at the third. Where adds have several blocks ("blocks"), they are logged.
+one is forked, maps the same memory, and the worker, which has had no answer, asks again. Where adds
+have several blocks ("blocks"), they are logged.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
 from phalanx import tables
-from phalanx.ipc import inject, wait_until
+from phalanx.ipc import inject
 from phalanx.tables import host_server, part
 from phalanx.tables.keys import POINTS as NEW_KEYS
 from phalanx.tables.part import POINTS, TablePart
@@ -29,7 +27,7 @@ from tests.run_directories import wait_until_removed
 pytestmark = pytest.mark.promise("adds-between-hosts-are-kept")
 
 NUM_HOSTS = 2
-ADDS, SECOND, THIRD = 3, 1, 2
+ADDS, SECOND = 3, 1
 ONCE = [sum(10.0**number for number in range(ADDS))]
 
 
@@ -84,7 +82,7 @@ def work(
     if bug is not None:
         BUGS[bug]()
     if given["RANK"] == "1":
-        die_in_first_server(point, THIRD if kind == "last" else SECOND, died)
+        die_in_first_server(point, SECOND, died)
     with tables.join(timeout_s=DEADLINE_S) as world:
         if kind == "keys":
             table, rows = world.keys(2, name="t", capacity=4), list(range(6000))
@@ -92,15 +90,8 @@ def work(
             table, rows = world.matrix(6000, 2, name="t"), list(range(3100, 6000))
         world.barrier()
         if world.worker_id == 0:
-            [remote] = table._storage.remote_parts(0).values()
-            waits = kind not in ("together", "last")
-            with nullcontext() if waits else remote.adding:
-                for number in range(ADDS):
-                    delta = torch.full((len(rows), 2), 10.0**number)
-                    table.add(delta, rows=rows, wait=waits)
-                    if number == 0:  # it is a message of its own
-                        deferred = remote.remote.deferred
-                        assert wait_until(lambda d=deferred: not d._kept, DEADLINE_S)
+            for number in range(ADDS):
+                table.add(torch.full((len(rows), 2), 10.0**number), rows=rows)
         world.barrier()
         parent.tell(table.get(rows).unique().tolist())
 
@@ -131,9 +122,7 @@ def nothing_is_left(tmp_path: Path):
 
 
 @pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize(
-    "kind", ["rows", "blocks", "together", "last", pytest.param("keys", marks=pytest.mark.night)]
-)
+@pytest.mark.parametrize("kind", ["rows", "blocks", pytest.param("keys", marks=pytest.mark.night)])
 def test_an_add_counts_once_wherever_the_server_dies(tmp_path, kind, point):
     assert play(tmp_path, kind, point) == [ONCE] * 2
 
@@ -147,7 +136,6 @@ def test_keys_that_were_coming_when_the_server_died_come_once(tmp_path):
     ("bug", "kind", "point"),
     [
         ("counted_twice", "rows", "after unlock"),
-        ("counted_twice", "together", "after unlock"),
         ("undone_counts", "rows", "half the rows written"),
     ],
 )

@@ -26,7 +26,7 @@ def array_law(world: tables.TableGroup, rounds: int, size: int) -> None:
     n = world.num_workers
     for i in range(rounds):
         table.add(delta)
-        table.add(delta, wait=False)
+        table.add(delta)
         world.barrier()
         assert torch.equal(table.get(), delta * 2 * (i + 1) * n)
         world.barrier()
@@ -244,60 +244,6 @@ def test_rows_of_one_part_may_be_a_strided_tensor(world, n, run):
     world.run(every_second_row, n, run=run)
 
 
-NOT_AWAITED = 61
-
-
-def add_without_waiting(world: tables.TableGroup) -> list:
-    """Add many times without waiting, out of one buffer; what one has added, one reads."""
-    me, n = world.worker_id, world.num_workers
-    matrix = world.matrix(12, 2, dtype=torch.int64, name="m", num_shards=2)
-    keys = world.keys(2, torch.int64, name="k")
-    whole = world.array(5, name="a")
-    order = world.matrix(6 * n, 2, name="o", updater="momentum")
-    buffer = torch.empty(2, 2, dtype=torch.int64)
-    rows = torch.empty(2, dtype=torch.int64)
-    for number in range(NOT_AWAITED):
-        buffer.fill_(1 + number)
-        rows[0], rows[1] = number % 12, (number + 1) % 12  # of one host, but for the last
-        matrix.add(buffer, rows=rows, wait=False)
-        keys.add(buffer, rows=[-number, me], wait=False)
-        whole.add(torch.ones(5), wait=False)
-        # Momentum keeps what came before: another order gives other bits.
-        order.add([[0.1 * number, 0.3]] * 2, rows=[me, 5 * n + me], wait=number % 7 == 0)
-        if number == 31:
-            assert whole.get([4]).item() >= 32.0
-    own = order.get([me, 5 * n + me]).tolist()
-    world.barrier()
-    assert whole.get().tolist() == [float(n * NOT_AWAITED)] * 5
-    found = [matrix.get().tolist(), own, len(keys), keys.get([-5, 0]).tolist()]
-    world.barrier()
-    if world.is_master:
-        matrix.add(torch.ones(12, 2, dtype=torch.int64), wait=False)
-        matrix.flush()
-    world.barrier()
-    assert torch.equal(matrix.get(), torch.tensor(found[0]) + 1)
-    return found
-
-
-def added_by_one(n: int) -> list:
-    """Return the same by one process that waits each time."""
-    with tables.join() as world:
-        matrix = world.matrix(12, 2, dtype=torch.int64)
-        keys, order = world.keys(2, torch.int64), world.matrix(2, 2, updater="momentum")
-        for number in range(NOT_AWAITED):
-            delta = torch.full((2, 2), 1 + number)
-            for worker in range(n):
-                matrix.add(delta, rows=[number % 12, (number + 1) % 12])
-                keys.add(delta, rows=[-number, worker])
-            order.add([[0.1 * number, 0.3]] * 2, rows=[0, 1])
-        return [matrix.get().tolist(), order.get().tolist(), len(keys), keys.get([-5, 0]).tolist()]
-
-
-@in_table_worlds()
-def test_adds_that_nobody_waits_for_are_in_once_and_in_their_order(world, n, run):
-    assert world.run(add_without_waiting, n, run=run) == [added_by_one(n)] * n
-
-
 def add_to_a_round_by_threads(world: tables.TableGroup) -> list:
     table = world.array(9, torch.int64, name="t", sync=True)
     together = threading.Barrier(3)
@@ -351,8 +297,8 @@ def serve_in_mode(world: tables.TableGroup, mode: str, folder: Path) -> list:
         bulk = world.matrix(size, 2, name="b", sync=True)
         keys = world.keys(2, name="k")  # of few keys: some hosts have none
         for table in (matrix, bulk):
-            for wait in (True, False):
-                table.add([[float(row)] * 2 for row in rows], rows=rows, wait=wait)
+            for _ in range(2):
+                table.add([[float(row)] * 2 for row in rows], rows=rows)
         keys.add([[1.0, 1.0]], rows=[7])
         world.barrier()
         found = [matrix.get(rows), matrix.get(), bulk.get(rows), keys.get([7, 8]), matrix.get([])]

@@ -104,11 +104,11 @@ class TableHandler:
         """Return the value, float32, the caller's own: ``params.copy_(table.get())``."""
         return self._table.get()
 
-    def _add(self, data: Data, rows: Sequence[int] | Tensor | None, sync: bool) -> None:
+    def _add(self, data: Data, rows: Sequence[int] | Tensor | None) -> None:
         shape = self._table.shape
         if rows is not None:
             shape = (len(rows), *shape[1:])
-        self._table.add(_floats(data, shape, "data"), rows, wait=sync)
+        self._table.add(_floats(data, shape, "data"), rows)
 
 
 class ArrayTableHandler(TableHandler):
@@ -137,18 +137,17 @@ class ArrayTableHandler(TableHandler):
         value = None if init_value is None else _floats(init_value, (size,), "init_value")
         self._table = _group().array(size, init=value)
 
-    def add(self, data: Data, sync: bool = False) -> None:
+    def add(self, data: Data, sync: bool = False) -> None:  # noqa: ARG002 - Multiverso's
         """Add ``data`` to the table.
 
         Args:
             data: As many numbers as the table has; they may be changed afterwards.
-            sync: Whether it is in when this returns; rows of this host always are. An error of
-                one that is not waited for comes with a later call.
+            sync: Of Multiverso's; changes nothing, as each add is in when it returns.
 
         Raises:
             ConfigError: There are more or fewer numbers, or NaN or infinity among them.
         """
-        self._add(data, None, sync)
+        self._add(data, None)
 
 
 class MatrixTableHandler(TableHandler):
@@ -192,21 +191,23 @@ class MatrixTableHandler(TableHandler):
         return self._table.get(row_ids)
 
     def add(
-        self, data: Data, row_ids: Sequence[int] | Tensor | None = None, sync: bool = False
+        self,
+        data: Data,
+        row_ids: Sequence[int] | Tensor | None = None,
+        sync: bool = False,  # noqa: ARG002 - Multiverso's
     ) -> None:
         """Add ``data`` to the rows of ``row_ids``, or to all.
 
         Args:
             data: As many numbers as those rows have; they may be changed afterwards.
             row_ids: 0-based; a row may stand there twice, then both are added.
-            sync: Whether it is in when this returns; rows of this host always are. An error of
-                one that is not waited for comes with a later call.
+            sync: Of Multiverso's; changes nothing, as each add is in when it returns.
 
         Raises:
             ConfigError: A row is outside the table, there are more or fewer numbers, or NaN or
                 infinity is among them.
         """
-        self._add(data, row_ids, sync)
+        self._add(data, row_ids)
 
 
 def _floats(given: Data, shape: tuple[int, ...], name: str) -> Tensor:

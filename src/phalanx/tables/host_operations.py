@@ -37,8 +37,7 @@ class Operation(IntEnum):
     BARRIER = 4  # barriers finished before, text: name [round, barriers finished]
     OPEN = 5  # whether `init` is there, its form  text: spec  payload: init  [done, clock]
     GET = 6  # K  payload: rows  [payload: their values]
-    ADD = 7  # adds, K of all, round or 0, whether they assign  number: of the first
-    # payload: of several adds the rows of each; rows, deltas
+    ADD = 7  # K, round or 0, whether it assigns  number: its own  payload: rows, deltas
     ARRIVE = 8  # round
     FINISH = 9  # round
     COPY_ALL = 10  # [payload: each part; of a keys table the keys first, number of them]

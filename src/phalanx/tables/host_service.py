@@ -257,37 +257,19 @@ class HostService:
         return Answer(payload=[as_memory(out)])
 
     def _add(self, request: Request) -> Answer:
-        """Make adds, or write them down for a round; one that is refused ends them."""
-        head = request.head
+        """Make an add, or write it down for a round."""
+        head, (num_rows, round_number, assigns, _) = request.head, request.head.args
         storage, timeout_s = self._storage(head.text), _seconds(head.timeout_ms)
-        for entry in self._entries(request, storage.spec):
-            if head.args[2]:
-                storage.here.rounds.put(entry, timeout_s, head.args[2])
-            else:
-                storage.add(entry, timeout_s)
-        return Answer()
-
-    def _entries(self, request: Request, spec: TableSpec) -> list[Entry]:
-        head, offset, counts = request.head, 0, None
-        num_adds, num_rows, _, assigns = head.args
-        if num_adds > 1 and num_rows != -1:
-            counted, offset = from_memory(request.payload, 0, torch.int64, (num_adds,))
-            counts = counted.tolist()
-            if min(counts) < 0 or sum(counts) != num_rows:  # else `split` makes no adds of them
-                raise ConfigError(
-                    f"The rows of each add must make {num_rows} together, but make {sum(counts)}."
-                )
-        first = _first_number(head, num_adds)
-        rows, offset = self._rows_at(offset, num_rows, request, spec)
+        spec, number = storage.spec, _number_of_add(head)
+        rows, offset = self._rows_at(0, num_rows, request, spec)
         shape = (spec.rows if rows is None else num_rows, spec.entry_cols(bool(assigns)))
         delta, _ = from_memory(request.payload, offset, spec.dtype, shape)
-        if counts is None or rows is None:
-            return [Entry(rows, delta, head.worker, bool(assigns), number=first)]
-        each = zip(rows.split(counts), delta.split(counts), strict=True)
-        return [
-            Entry(its_rows, its_delta, head.worker, bool(assigns), number=number)
-            for number, (its_rows, its_delta) in enumerate(each, first)
-        ]
+        entry = Entry(rows, delta, head.worker, bool(assigns), number=number)
+        if round_number:
+            storage.here.rounds.put(entry, timeout_s, round_number)
+        else:
+            storage.add(entry, timeout_s)
+        return Answer()
 
     def _arrive(self, request: Request) -> Answer:
         rounds = self._storage(request.head.text).here.rounds
@@ -324,9 +306,9 @@ class HostService:
         return Answer(payload=[as_memory(storage.keys(_seconds(request.head.timeout_ms)))])
 
 
-def _first_number(head: Head, num_adds: int) -> int:
-    """Return the number of the first add that is asked for, over all incarnations."""
-    most = (1 << _INCARNATION_BITS) - max(1, num_adds)
+def _number_of_add(head: Head) -> int:
+    """Return the number of the add that is asked for, over all incarnations."""
+    most = (1 << _INCARNATION_BITS) - 1
     if not 1 <= head.number <= most:
         raise ConfigError(f"`number` must be 1 to {most} for an add, but is {head.number}.")
     return head.incarnation << _INCARNATION_BITS | head.number

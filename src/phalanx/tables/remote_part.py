@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from phalanx.cluster import Connection, Endpoint, PendingCall, Reply, WorkerSession
 from phalanx.ipc import Waiting, register_at_fork
-from phalanx.tables.deferred_adds import DeferredAdds
 from phalanx.tables.host_operations import (
     UNKNOWN,
     Operation,
@@ -39,7 +37,6 @@ class RemoteHost:
         connection: To its server.
         num_barriers: How many barriers were finished there when this worker last looked;
             `UNKNOWN` if it did not hear the end of its last one.
-        deferred: Adds that the worker does not wait for.
         has_left: Whether the worker was said to have left.
     """
 
@@ -49,7 +46,6 @@ class RemoteHost:
         self.connection = Connection(endpoint, 0)
         self.num_barriers = 0
         self.has_left = False
-        self.deferred = DeferredAdds(f"{endpoint.name} (server at {endpoint.address})")
         self._session = WorkerSession(endpoint, Operation.ENTER)
         register_at_fork(self._forget)
 
@@ -69,8 +65,7 @@ class RemoteHost:
         return entered
 
     def close(self) -> None:
-        """Let go of all connections; adds that are kept are dropped."""
-        self.deferred.close()
+        """Let go of all connections."""
         self._session.close()
         self.connection.close()
 
@@ -163,37 +158,24 @@ class RemotePart:
             out=[as_memory(out)],
         )
 
-    def begin_add(
-        self, entries: Sequence[Entry], timeout_s: float, round_number: int = 0
-    ) -> PendingCall:
-        """Send adds, each made on its own; of several, each is of rows. `adding` is held.
+    def begin_add(self, entry: Entry, timeout_s: float, round_number: int = 0) -> PendingCall:
+        """Send an add, checked. `adding` is held.
 
         Args:
-            entries: The adds, checked.
-            timeout_s: When they must have been taken.
-            round_number: For which round they are written down; 0 to make them.
+            entry: The add.
+            timeout_s: When it must have been taken.
+            round_number: For which round it is written down; 0 to make it.
         """
-        one = entries[0]
-        rows = [entry.rows for entry in entries if entry.rows is not None]
-        parts = [entry.delta for entry in entries]
-        if len(entries) > 1:
-            counts = torch.tensor([len(each) for each in rows], device="cpu")
-            parts, rows = [torch.cat(parts)], [counts, torch.cat(rows)]
-        first = self._num_adds + 1
-        self._num_adds += len(entries)
+        parts = [entry.delta] if entry.rows is None else [entry.rows, entry.delta]
+        self._num_adds += 1
         return self._begin(
             Operation.ADD,
-            "an add" if len(entries) == 1 else f"{len(entries)} adds",
+            "an add",
             timeout_s,
-            args=(len(entries), len(rows[-1]) if rows else -1, round_number, int(one.assigns)),
-            number=first,
-            payload=[as_memory(part.contiguous()) for part in (*rows, *parts)],
+            args=(_count(entry.rows), round_number, int(entry.assigns)),
+            number=self._num_adds,
+            payload=[as_memory(part.contiguous()) for part in parts],
         )
-
-    def add(self, entries: Sequence[Entry], timeout_s: float) -> None:
-        """Send adds, and wait until they have been taken."""
-        with self.adding:
-            self.wait(self.begin_add(entries, timeout_s))
 
     def begin_arrive(self, number: int, timeout_s: float) -> PendingCall:
         """Say that all of round ``number`` has been put down."""

@@ -20,7 +20,6 @@ from phalanx.errors import PhalanxError
 from phalanx.ipc import Waiting, fail_point, fail_points
 from phalanx.memory import MatrixRows, all_within
 from phalanx.tables.asking import Pending, abandon, ask, wait_for, with_all
-from phalanx.tables.deferred_adds import finish_all
 from phalanx.tables.own_parts import ALL_FINISHED, OwnParts
 from phalanx.tables.part import Entry, TablePart, checked
 from phalanx.tables.rounds import Arrival
@@ -182,7 +181,6 @@ class Router:
         def begin(part: RemotePart, rows: Tensor | None, out: Tensor) -> Pending:
             return part, part.begin_read(rows, out, waiting.remaining_s())
 
-        _finish_adds((part for part, *_ in asked), timeout_s)  # a worker reads what it has added
         ask([partial(begin, *each) for each in asked], read_here)
 
     # --- changing ---------------------------------------------------------------------------------
@@ -206,10 +204,9 @@ class Router:
     def _add_to_hosts(self, entry: Entry, timeout_s: float) -> None:
         mine, others = self._cut_add(entry)
         waiting, parts = Waiting(timeout_s), self._chosen(entry.worker, others)
-        _finish_adds(parts.values(), timeout_s)  # a worker's adds are taken in their order
 
         def begin(index: int) -> Pending:
-            return parts[index], parts[index].begin_add([others[index]], waiting.remaining_s())
+            return parts[index], parts[index].begin_add(others[index], waiting.remaining_s())
 
         def add_here() -> None:
             if mine is not None:
@@ -217,27 +214,6 @@ class Router:
 
         begins = [partial(begin, index) for index in others]
         with_all(_adding(parts), lambda: ask(begins, add_here))
-
-    def add_later(self, entry: Entry, timeout_s: float) -> None:
-        """Take one add, of which only this host's part is in when this returns."""
-        if self._remote is None or self._cut.is_own(entry.rows):
-            self.add(entry, timeout_s)
-            return
-        mine, others = self._cut_add(checked(entry))
-        parts, waiting = self._chosen(entry.worker, others), Waiting(timeout_s)
-        for part in parts.values():  # first: an earlier add's error must not leave half of this one
-            part.remote.deferred.wait_for_room(waiting.remaining_s())
-        if mine is not None:
-            self.here.add(mine, timeout_s)
-        for index, each in others.items():
-            # Copies: the caller may change what it gave as soon as this returns.
-            rows = None if each.rows is None else each.rows.clone()
-            kept = each._replace(delta=each.delta.clone(), rows=rows)
-            parts[index].remote.deferred.put(parts[index], kept, timeout_s)
-
-    def finish_adds(self, worker: int, timeout_s: float) -> None:
-        """Wait until what ``worker`` has added is in on all hosts."""
-        _finish_adds(self.remote_parts(worker).values(), timeout_s)
 
     def _chosen(self, worker: int, indices: Iterable[int]) -> dict[int, RemotePart]:
         """Return some of the parts on other hosts, in their order."""
@@ -281,7 +257,7 @@ class Router:
             number = rounds.clock_of(entry.worker) + 1
 
             def begin(index: int) -> Pending:
-                return parts[index], parts[index].begin_add([others[index]], timeout_s, number)
+                return parts[index], parts[index].begin_add(others[index], timeout_s, number)
 
             def put_here() -> None:
                 if mine is not None:
@@ -297,7 +273,6 @@ class Router:
         rounds, parts = self.here.rounds, list(self.remote_parts(worker).values())
         if not parts:
             return rounds.arrive(worker)
-        _finish_adds(parts, _CALL_S)  # adds to other tables are in before a round ends
         with self._turn_of(worker):  # no thread of the worker puts anything down meanwhile
             arrival = rounds.arrive(worker)
 
@@ -401,7 +376,3 @@ def _count(rows: Tensor | None, part: TablePart) -> int:
 def _adding(parts: Mapping[int, RemotePart]) -> list[threading.Lock]:
     """Return the locks of adds, in the order of hosts: two threads never hold them crosswise."""
     return [parts[index].adding for index in sorted(parts)]
-
-
-def _finish_adds(parts: Iterable[RemotePart], timeout_s: float) -> None:
-    finish_all((part.remote.deferred for part in parts), timeout_s)

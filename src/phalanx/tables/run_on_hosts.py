@@ -10,7 +10,6 @@ from phalanx.cluster import Endpoint
 from phalanx.errors import PhalanxError, StateError, UnsupportedError
 from phalanx.ipc import Region, Waiting
 from phalanx.tables.cut import part_of
-from phalanx.tables.deferred_adds import finish_all
 from phalanx.tables.host_operations import Operation
 from phalanx.tables.host_server import ServerWatch
 from phalanx.tables.membership import Membership
@@ -63,11 +62,6 @@ class OtherHosts:
                 "before `close()`."
             )
         return remotes
-
-    def finish_adds(self, worker: int, timeout_s: float, *, last: bool = False) -> None:
-        """Wait until what ``worker`` has added is in on all hosts; ``last``: it adds no more."""
-        remotes = self._remotes.get(worker, {}).values()
-        finish_all((remote.deferred for remote in remotes), timeout_s, last=last)
 
     def forget(self, worker: int) -> None:
         """Let go of the connections of a worker that has closed."""
@@ -128,24 +122,15 @@ class MembershipOnHosts(Membership):
         return number
 
     def leave(self, worker: int, incarnation: int, timeout_s: float) -> None:
-        """Stop counting ``worker`` on all hosts; one that does not answer finds out by itself.
-
-        Raises:
-            PhalanxError: An add that nobody waited for failed. The worker has left all the same.
-        """
-        try:
-            self._others.finish_adds(worker, timeout_s, last=True)
-        finally:
-            super().leave(worker, incarnation, timeout_s)
-            for remote in self._others.of(worker).values():
-                with suppress(PhalanxError):
-                    remote.connection.call(Operation.LEAVE, "`leave`", min(timeout_s, _LEAVE_S))
-                remote.has_left = True
-                remote.deferred.end()  # not with the process: threads may join again and again
+        """Stop counting ``worker`` on all hosts; one that does not answer finds out by itself."""
+        super().leave(worker, incarnation, timeout_s)
+        for remote in self._others.of(worker).values():
+            with suppress(PhalanxError):
+                remote.connection.call(Operation.LEAVE, "`leave`", min(timeout_s, _LEAVE_S))
+            remote.has_left = True
 
     def advance(self, worker: int) -> int:
         """Count a tick of ``worker`` on all hosts."""
-        self._others.finish_adds(worker, _LOCK_S)
         clock = super().advance(worker)
         for remote in self._others.of(worker).values():
             remote.connection.call(Operation.TICK, "a tick", _LOCK_S, args=(clock,))
@@ -198,7 +183,6 @@ class ContextOnHosts(RunContext):
 
     def wait_at_barrier(self, worker: int, name: str, timeout_s: float) -> int:
         """Come to the first host's barrier, where all workers come, and wait for the others."""
-        self._others.finish_adds(worker, timeout_s)  # before it comes: others count from there
         if self._host == 0:
             return super().wait_at_barrier(worker, name, timeout_s)
         return self._others.of(worker)[0].wait_at_barrier(name, timeout_s)

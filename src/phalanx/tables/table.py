@@ -125,21 +125,13 @@ class Table:
 
     # --- add --------------------------------------------------------------------------------------
 
-    def add(self, delta: Numbers, rows: Rows | None = None, *, wait: bool = True) -> None:
+    def add(self, delta: Numbers, rows: Rows | None = None) -> None:
         """Give the table a delta, which its updater takes; rows given twice add up.
 
         Args:
             delta: For ``rows``, or for the whole table. A tensor or array of the table's dtype, or
                 a sequence of numbers. It and ``rows`` may be changed as soon as this returns.
             rows: int64, 0-based; of an array, the elements; of a :class:`KeyTable`, the keys.
-            wait: Whether the add has been taken when this returns. This host's rows always have
-                it then, and so has a bulk-synchronous table. Adds to rows of other hosts are sent
-                by a thread, in their order, several in a message. :meth:`flush`, this worker's
-                gets from that host, ``barrier``, ``tick`` and ``leave`` wait for them. They, or
-                the worker's next add there, raise the error of one that failed; those behind it
-                are not made, nor is the add that raises it. The error is the worker's: whichever
-                of its threads calls next raises it. A thread with ``world.thread_worker()`` has
-                errors of its own.
 
         Shapes:
             matrix: rows (K,) with delta (K, cols), or delta (rows, cols).
@@ -162,8 +154,6 @@ class Table:
         more.
         """
         self._check_open()
-        if wait is not True and wait is not False:
-            raise ConfigError(f"`wait` must be True or False, but is {wait!r}.")
         spec = self._spec
         index = read_rows(rows, spec)
         self._storage.refuse_outside(index)
@@ -173,7 +163,7 @@ class Table:
             index, value = self._last_read.widened(index, value, self._read_now)
         entry = Entry(index, value, self._group.worker_id, unchecked=self._is_guarded)
         try:
-            self._take(entry, wait)
+            self._take(entry)
         except NotFinite:
             self._stats.rejected += 1
             raise ConfigError(
@@ -183,7 +173,7 @@ class Table:
         self._stats.adds += 1
         self._stats.rows_added += num_rows
 
-    def _take(self, entry: Entry, wait: bool = True) -> None:
+    def _take(self, entry: Entry) -> None:
         # An add of a worker outside the round would make the gets of that round differ.
         if self._group.left or (self._is_bulk and not self._group.is_counted()):
             raise StateError(
@@ -192,10 +182,8 @@ class Table:
             )
         if self._is_bulk:
             self._storage.put(entry, self._group.timeout_s)
-        elif wait:
-            self._storage.add(entry, self._group.timeout_s)
         else:
-            self._storage.add_later(entry, self._group.timeout_s)
+            self._storage.add(entry, self._group.timeout_s)
 
     def assign(self, value: Numbers) -> None:
         """Replace all values, past the updater, whose state stays; only the master may.
@@ -212,7 +200,6 @@ class Table:
         if self._is_bulk:
             self._take(Entry(None, delta, self._group.worker_id, assigns=True))
         else:
-            self.flush()
             self._storage.replace_all([delta], self._group.timeout_s)
 
     def _check_master(self, what: str) -> None:
@@ -327,16 +314,6 @@ class Table:
 
     # --- the rest ---------------------------------------------------------------------------------
 
-    def flush(self) -> None:
-        """Return when all adds of this worker are taken; on one host they are already.
-
-        Raises:
-            PhalanxError: One that was made with ``wait=False``, by any thread of this worker,
-                failed; raised once.
-        """
-        self._check_open()
-        self._storage.finish_adds(self._group.worker_id, self._group.timeout_s)
-
     def snapshot(self, directory: str | os.PathLike[str]) -> Path:
         """Write values and updater's state into ``directory``, synced.
 
@@ -357,8 +334,8 @@ class Table:
 
         Blocks: While an add to a shard is under way.
         """
+        self._check_open()
         folder = read_directory(directory)
-        self.flush()
         make_folder(folder)  # before anything is copied
         return save_parts(self._spec, self._storage.copy_all(self._group.timeout_s), folder)
 
@@ -374,7 +351,6 @@ class Table:
         """
         self._check_open()
         self._check_master("restore")
-        self.flush()
         parts = load_parts(self._spec, read_directory(directory))
         self._storage.replace_all(parts, self._group.timeout_s)
 
@@ -477,7 +453,7 @@ class KeyTable(Table):
 
     def __len__(self) -> int:
         """Return how many keys are there."""
-        self.flush()
+        self._check_open()
         return self._storage.num_keys()
 
     def keys(self) -> Tensor:
@@ -486,7 +462,7 @@ class KeyTable(Table):
         On several hosts, those of each host are of a moment of their own. In a bulk-synchronous
         table they are those of the rounds that are in; this is no get, and ends no round.
         """
-        self.flush()
+        self._check_open()
         return self._storage.keys(self._group.timeout_s)
 
     def assign(self, value: Numbers, rows: Rows | None = None) -> None:

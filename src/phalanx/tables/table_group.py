@@ -166,10 +166,6 @@ class TableGroup:
         """Stop counting as a worker: nobody waits for this one any more.
 
         Tables stay readable, but take no more adds of this worker.
-
-        Raises:
-            PhalanxError: An add that was made with ``wait=False`` failed. The worker has left all
-                the same.
         """
         self.left = True
         if not self.closed and self.is_counted():
@@ -179,9 +175,6 @@ class TableGroup:
         """Leave and let go of everything; the last one out removes what the run has shared.
 
         A call that another thread is in ends as if the group were open.
-
-        Raises:
-            PhalanxError: As :meth:`leave`; everything has been let go of.
 
         Blocks: Until the workers that were announced have come, else they would come to a run that
         is not there any more (a warning names those that have not); at most ``timeout_s``.
