@@ -387,21 +387,13 @@ def test_tensors_that_took_the_place_of_shared_ones_are_shared(change, run):
     assert first == second
 
 
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        (widen_layer, "1.weight"),
-        (add_layer, "2.weight"),
-        (drop_layer, "1.weight"),
-        (add_buffer, "0.mean"),
-    ],
-)
-def test_a_module_with_other_tensors_than_were_shared_is_refused(change, name, tmp_path):
+@pytest.mark.parametrize("change", [widen_layer, add_layer, drop_layer, add_buffer])
+def test_a_module_with_other_tensors_than_were_shared_is_refused(change, tmp_path):
     with tables.join() as world:
         net, shared = begin_and_change(world, change)
         before = state_of(net)
         for call in (shared.sync, partial(shared.restore, tmp_path)):
-            with pytest.raises(StateError, match=f"those of `{name}` have changed. Make another"):
+            with pytest.raises(StateError, match="they have changed"):
                 call()
         assert state_of(net) == before
 
@@ -462,9 +454,15 @@ def whole_number_net() -> nn.Module:
         ({"outer": "adam"}, "`outer` must be None, 'nesterov', .* but is 'adam'"),
         ({"outer": tables.Sgd()}, "`outer` must be None, 'nesterov'"),
         ({"outer": {"lr": 1.0}}, "`outer` must be None, 'nesterov'"),
-        ({"outer": {"name": "nesterov", "eps": 1}}, "Options of updater 'nesterov' must be among"),
-        ({"outer": {"name": "nesterov", "momentum": 1.0}}, "Option `momentum` .* below 1"),
-        ({"outer": {"name": "nesterov", "lr": -1}}, "Option `lr` of updater 'nesterov'"),
+        (
+            {"outer": {"name": "nesterov", "eps": 1}},
+            "`updater` must have options of .nesterov. .lr, momentum.",
+        ),
+        (
+            {"outer": {"name": "nesterov", "momentum": 1.0}},
+            "`momentum` must be a number from 0 to below 1",
+        ),
+        ({"outer": {"name": "nesterov", "lr": -1}}, "`lr` must be a number from 0"),
         ({"sync": 1}, "`sync` must be True or False, but is 1"),
         ({"staleness": -1}, "`staleness` must be a number of rounds"),
         ({"sync": True, "staleness": 2}, "`staleness` must be absent where `sync` is True"),

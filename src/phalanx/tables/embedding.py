@@ -14,6 +14,7 @@ Shapes:
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,85 +24,56 @@ from phalanx.errors import ConfigError
 from phalanx.plan import check_argument, read_whole
 from phalanx.tables.table import Table
 from phalanx.tables.updaters import Sum
-from phalanx.torch_internals import backward_id
+from phalanx.torch_internals import backward_id, call_after_backward
 
 __all__ = ["TableEmbedding", "TableEmbeddingBag"]
 
 _MODES = ("sum", "mean", "max")
+_Gradients = list[tuple[Tensor, Tensor]]  # rows, and a gradient for each
 
-
-_Gradients = dict[int, list[tuple[Tensor, Tensor]]]
-"""By backward pass, what the look-ups of a table have got: rows, and a gradient for each."""
-
-
-class _Add(torch.autograd.Function):
-    """The node that all look-ups of a step depend on: its backward pass comes after all of theirs.
-
-    There it gives the table the sum of their gradients.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, table: Table, gradients: _Gradients) -> Tensor:
-        ctx.table, ctx.gradients = weakref.ref(table), gradients  # a table keeps its last step
-        return anchor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[None, None, None]:
-        table = ctx.table()
-        if table in _steps and _steps[table][1] is ctx.gradients:
-            del _steps[table]  # look-ups from here on are of another step
-        unique_U, gradient_UD = _summed(ctx.gradients.pop(backward_id()))
-        table.add(gradient_UD, rows=unique_U)
-        return None, None, None
-
-
-_steps: weakref.WeakKeyDictionary[Table, tuple[Tensor, _Gradients]] = weakref.WeakKeyDictionary()
-"""For each table what `_Add` returned for the present step, and where its gradients go."""
-
-
-def _present_step(table: Table) -> tuple[Tensor, _Gradients]:
-    if table not in _steps:
-        gradients: _Gradients = {}
-        anchor = torch.empty(0, device="cpu", requires_grad=True)
-        _steps[table] = _Add.apply(anchor, table, gradients), gradients  # type: ignore[no-untyped-call]
-    return _steps[table]
-
-
-def _summed(given: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return each row once, with its gradients added up in the order of the look-ups' passes."""
-    if len(given) == 1:
-        return given[0]
-    rows_K = torch.cat([unique_U for unique_U, _ in given])
-    unique_U, inverse_K = rows_K.unique(return_inverse=True)
-    gradient_KD = torch.cat([gradient_UD.cpu() for _, gradient_UD in given])
-    total_UD = gradient_KD.new_zeros(len(unique_U), gradient_KD.shape[1])
-    return unique_U, total_UD.index_add_(0, inverse_K, gradient_KD)
+_pushed: weakref.WeakKeyDictionary[Table, dict[int, _Gradients]] = weakref.WeakKeyDictionary()
+"""For each table and backward pass that runs: the gradients of its look-ups so far."""
 
 
 class _Push(torch.autograd.Function):
-    """The rows as they are; their gradients go to the step's others."""
+    """The rows as they are; the table takes their gradients when the backward pass has ended."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        step: Tensor,  # noqa: ARG004 - so that `_Add` comes after this one
         parameter: Tensor,  # noqa: ARG004 - as DDP looks for those without a part in the loss
         rows_UD: Tensor,
-        kept_U: Tensor | None,
         unique_U: Tensor,
-        gradients: _Gradients,
+        padding_idx: int | None,
+        table: Table,
     ) -> Tensor:
-        ctx.kept_U, ctx.unique_U, ctx.gradients = kept_U, unique_U, gradients
+        ctx.unique_U, ctx.padding_idx, ctx.table = unique_U, padding_idx, table
         return rows_UD
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None, None, None, None]:
-        gradient_UD, unique_U = gradients[0], ctx.unique_U
-        if ctx.kept_U is not None:
-            unique_U = unique_U[ctx.kept_U]
-            gradient_UD = gradient_UD[ctx.kept_U.to(gradient_UD.device)]
-        ctx.gradients.setdefault(backward_id(), []).append((unique_U, gradient_UD))
-        return None, None, None, None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None, None, None]:
+        unique_U, gradient_UD = ctx.unique_U, gradients[0].cpu()
+        if ctx.padding_idx is not None:
+            kept_U = unique_U != ctx.padding_idx
+            unique_U, gradient_UD = unique_U[kept_U], gradient_UD[kept_U]
+        by_pass, number = _pushed.setdefault(ctx.table, {}), backward_id()
+        if number not in by_pass:
+            by_pass[number] = []
+            call_after_backward(partial(_add, ctx.table, number))
+        by_pass[number].append((unique_U, gradient_UD))
+        return None, None, None, None, None
+
+
+def _add(table: Table, number: int) -> None:
+    """Give a table each row of a backward pass once, with the sum of its gradients."""
+    given = _pushed[table].pop(number)
+    rows_U, gradient_UD = given[0]
+    if len(given) > 1:
+        rows_K, gradient_KD = (torch.cat(pieces) for pieces in zip(*given, strict=True))
+        rows_U, inverse_K = rows_K.unique(return_inverse=True)
+        gradient_UD = gradient_KD.new_zeros(len(rows_U), gradient_KD.shape[1])
+        gradient_UD.index_add_(0, inverse_K, gradient_KD)
+    table.add(gradient_UD, rows=rows_U)
 
 
 class _Rows(nn.Module):
@@ -135,8 +107,8 @@ class _Rows(nn.Module):
         """D, the width of a row."""
         return self.table.shape[1]
 
-    def _pull(self, indices: Tensor) -> tuple[Tensor, Tensor, int | None]:
-        """Return the rows (U, D), where each index is in them, and where ``padding_idx`` is."""
+    def _pull(self, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rows (U, D), where each index is in them, and their numbers (U,)."""
         if self._original() is not self:  # each replica would make an update of its own
             raise self.table.copied()
         if indices.dtype not in (torch.int64, torch.int32):
@@ -144,16 +116,11 @@ class _Rows(nn.Module):
         unique_U, inverse = torch.unique(indices, return_inverse=True)
         unique_U = unique_U.cpu().long()
         rows_UD = self.table.get(unique_U).to(indices.device)
-        padding, kept_U = None, None
-        if self.padding_idx is not None and bool((unique_U == self.padding_idx).any()):
-            kept_U = unique_U != self.padding_idx
-            padding = int((~kept_U).nonzero()[0])
         if torch.is_grad_enabled() and self.rows.requires_grad:
-            step, gradients = _present_step(self.table)
             rows_UD = _Push.apply(  # type: ignore[no-untyped-call]
-                step, self.rows, rows_UD, kept_U, unique_U, gradients
+                self.rows, rows_UD, unique_U, self.padding_idx, self.table
             )
-        return rows_UD, inverse, padding
+        return rows_UD, inverse, unique_U
 
     def extra_repr(self) -> str:
         """Say which table, and which row has no gradient."""
@@ -219,8 +186,8 @@ class TableEmbedding(_Rows):
 
     def forward(self, indices: Tensor) -> Tensor:
         """Return the rows of ``indices``."""
-        rows_UD, inverse, padding = self._pull(indices)
-        return nn.functional.embedding(inverse, rows_UD, padding)
+        rows_UD, inverse, _ = self._pull(indices)
+        return nn.functional.embedding(inverse, rows_UD)
 
 
 class TableEmbeddingBag(_Rows):
@@ -269,7 +236,9 @@ class TableEmbeddingBag(_Rows):
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         """Return one row for each bag of ``indices``."""
-        rows_UD, inverse, padding = self._pull(indices)
+        rows_UD, inverse, unique_U = self._pull(indices)
+        numbers = unique_U.tolist() if self.padding_idx is not None else []
+        padding = numbers.index(self.padding_idx) if self.padding_idx in numbers else None
         if inverse.dim() == 2 and inverse.numel() == 0:  # which torch refuses, without a reason
             offsets, inverse = inverse.new_zeros(len(inverse)), inverse.view(-1)
         return nn.functional.embedding_bag(

@@ -14,18 +14,16 @@ Shapes:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
 from phalanx.tables.table import Table
-from phalanx.tables.updaters import Change, Nesterov, Sum, Updater, parse_updater
+from phalanx.tables.updaters import Nesterov, Sum, Updater, parse_updater
 
 __all__ = [
-    "Blend",
     "FlatTensors",
     "ParameterExchange",
     "StatisticsExchange",
@@ -198,24 +196,6 @@ def split_by_dtype(tensors: Sequence[tuple[str, Tensor]]) -> list[FlatTensors]:
 
 
 # --- how the table takes what is given -----------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Blend(Updater):
-    """w += weight · (v − w): moves the shared value towards a worker's, never beyond it.
-
-    Unlike a sum of differences it stays between the workers' values however late one is, so that a
-    variance is never negative. Rows are (w, unused), deltas (v, weight).
-    """
-
-    name: ClassVar[str] = "blend"
-    merge: str | None = field(default="mean", repr=False)
-
-    def apply(self, change: Change) -> None:
-        """Move; where both are equal, infinity among them, nothing changes."""
-        shared, (value, weight) = change.rows_KD[:, 0], change.delta_KD.unbind(1)
-        moved = torch.where(value == shared, shared, torch.lerp(shared, value, weight))
-        shared.copy_(moved)
 
 
 def read_outer(outer: object) -> Nesterov | None:

@@ -12,7 +12,6 @@ the same with outer="nesterov"       DiLoCo
 from __future__ import annotations
 
 import os
-from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -22,7 +21,6 @@ from torch.nn.parameter import is_lazy
 from phalanx.errors import ConfigError, StateError
 from phalanx.plan import check_argument, read_count
 from phalanx.tables.module_exchange import (
-    Blend,
     FlatTensors,
     ParameterExchange,
     StatisticsExchange,
@@ -32,7 +30,7 @@ from phalanx.tables.module_exchange import (
 )
 from phalanx.tables.snapshots import load_parts, read_directory
 from phalanx.tables.table_group import TableGroup, read_mode
-from phalanx.tables.updaters import Nesterov
+from phalanx.tables.updaters import Blend, Nesterov
 
 __all__ = ["SharedModule"]
 
@@ -241,14 +239,10 @@ class SharedModule:
     def _find_tensors(self) -> None:
         """Share what the module holds by now under the names of what was shared."""
         found = [flat for group in _sort_tensors(self.module)[:2] for flat in group]
-        has = [item for flat in found for item in flat.layout]
-        had = [item for exchange in self._exchanges for item in exchange.flat.layout]
-        if has != had:
-            pairs = zip_longest(has, had)
-            changed = next(new or old for new, old in pairs if new != old)
+        if [flat.layout for flat in found] != [each.flat.layout for each in self._exchanges]:
             raise StateError(
                 "`module` must keep the names, shapes and dtypes that it had when it was shared, "
-                f"but those of `{changed[0]}` have changed. Make another `SharedModule` of it."
+                "but they have changed. Make another `SharedModule` of it."
             )
         for exchange, flat in zip(self._exchanges, found, strict=True):
             exchange.flat = flat

@@ -10,7 +10,7 @@ import torch
 
 from phalanx.errors import ConfigError
 from phalanx.plan import Staleness, check_argument
-from phalanx.tables.updaters import Updater, stored_updater
+from phalanx.tables.updaters import Updater, parse_updater
 
 __all__ = ["DTYPES", "TableSpec", "read_dtype"]
 
@@ -82,7 +82,8 @@ class TableSpec:
         fits = self.dtype.is_floating_point or self.updater.any_dtype
         wanted = f"be 'sum' for a table of {self.dtype}"
         check_argument(fits, "updater", wanted, self.updater.name)
-        self.updater.check_dtype(self.dtype)
+        fits = not (self.has_keys and self.updater.remembers)
+        check_argument(fits, "updater", "be another for a table of keys", self.updater.name)
         fits = self.nonfinite in ("reject", "allow")
         check_argument(fits, "nonfinite", "be 'reject' or 'allow'", self.nonfinite)
 
@@ -121,7 +122,7 @@ class TableSpec:
                 cols=shape[1] if len(shape) == 2 else 1,
                 is_array=len(shape) == 1,
                 dtype=read_dtype(found["dtype"]),
-                updater=stored_updater(found["updater"]),
+                updater=parse_updater(found["updater"]),
                 num_shards=found["num_shards"],
                 staleness=Staleness(found["staleness"]),
                 nonfinite=found["nonfinite"],

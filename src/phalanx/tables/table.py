@@ -62,21 +62,13 @@ class TableStats:
 
     Attributes:
         adds: Adds that were taken, or put down for a round.
-        gets: Gets that were answered.
-        rows_added: Rows in those adds.
-        rows_read: Rows in those gets.
-        rejected: Adds refused because they held NaN or infinity (``nonfinite="reject"``).
         undone: Adds, by anybody, that a death interrupted and the next worker undid, or ended.
-        nbytes: The table's shared memory.
+        nbytes: The table's shared memory, on this host.
     """
 
-    adds: int = 0
-    gets: int = 0
-    rows_added: int = 0
-    rows_read: int = 0
-    rejected: int = 0
-    undone: int = 0
-    nbytes: int = 0
+    adds: int
+    undone: int
+    nbytes: int
 
 
 class Table:
@@ -100,13 +92,13 @@ class Table:
         self._spec = spec
         self._storage = storage
         self._group = group
-        self._stats = TableStats(nbytes=storage.nbytes)
+        self._num_adds = 0
         self._is_bulk = spec.staleness.is_bulk_synchronous
         self._is_bounded = spec.staleness.is_bounded
         self._is_guarded = spec.nonfinite != "allow"
         self._seen_clock = -1  # lowest clock at the last staleness check
         self._no_rows = torch.empty((0, spec.cols), dtype=spec.dtype, device="cpu")
-        self._last_read = LastRead(spec) if spec.updater.remembers else None
+        self._last_read = LastRead(self._first_rows()) if spec.updater.remembers else None
 
     @property
     def name(self) -> str:
@@ -158,20 +150,17 @@ class Table:
         index = read_rows(rows, spec)
         self._storage.refuse_outside(index)
         value = read_delta(delta, spec, None if index is None else index.numel())
-        num_rows = value.shape[0]
         if self._last_read is not None:
-            index, value = self._last_read.widened(index, value, self._read_now)
+            index, value = self._last_read.widened(index, value)
         entry = Entry(index, value, self._group.worker_id, unchecked=self._is_guarded)
         try:
             self._take(entry)
         except NotFinite:
-            self._stats.rejected += 1
             raise ConfigError(
                 f"`delta` must be finite for table {self.name!r}, but holds NaN or infinity. Make "
                 "the table with `nonfinite='allow'` to take such adds."
             ) from None
-        self._stats.adds += 1
-        self._stats.rows_added += num_rows
+        self._num_adds += 1
 
     def _take(self, entry: Entry) -> None:
         # An add of a worker outside the round would make the gets of that round differ.
@@ -289,13 +278,14 @@ class Table:
         self._storage.read(rows, target, group.worker_id, group.timeout_s)
         if self._last_read is not None:
             self._last_read.remember(rows, target)
-        self._stats.gets += 1
-        self._stats.rows_read += target.shape[0]
 
-    def _read_now(self, rows: Tensor, target: Tensor) -> None:
-        """Read rows, checked, without waiting for anybody."""
-        group = self._group
-        self._storage.read(rows, target, group.worker_id, group.timeout_s)
+    def _first_rows(self) -> Tensor:
+        """Return the rows that the table has now, without waiting for anybody."""
+        spec, group = self._spec, self._group
+        with torch.inference_mode(False):  # else nobody could write to it outside of that mode
+            rows = torch.empty((spec.rows, spec.cols), dtype=spec.dtype, device="cpu")
+        self._storage.read(None, rows, group.worker_id, group.timeout_s)
+        return rows
 
     def _wait_for_slow(self) -> None:
         membership, worker = self._group.membership, self._group.worker_id
@@ -357,9 +347,7 @@ class Table:
     def stats(self) -> TableStats:
         """Return what this worker has done so far."""
         self._check_open()
-        stats = TableStats(**vars(self._stats))
-        stats.undone = self._storage.num_undone
-        return stats
+        return TableStats(self._num_adds, self._storage.num_undone, self._storage.nbytes)
 
     def _check_open(self) -> None:
         group = self._group
@@ -489,12 +477,6 @@ class KeyTable(Table):
             )
         given = read_value(value, self._spec, len(keys))
         self._take(Entry(keys, given, self._group.worker_id, assigns=True))
-
-    def stats(self) -> TableStats:
-        """Return what this worker has done so far, and how much memory the table has now."""
-        stats = super().stats()
-        stats.nbytes = self._storage.nbytes
-        return stats
 
 
 def wait_for_clocks(group: TableWorker, judge: Callable[[], Verdict], what: str) -> None:

@@ -14,16 +14,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
+from phalanx.plan import check_argument
 
 __all__ = [
     "AdaGrad",
     "Adam",
+    "Blend",
     "Change",
     "DcAsgd",
     "Momentum",
@@ -92,18 +94,9 @@ class Updater:
 
     def __post_init__(self) -> None:
         for option in _options_of(type(self)):
-            value = getattr(self, option)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ConfigError(
-                    f"Option `{option}` of updater {self.name!r} must be a number, but is "
-                    f"{value!r}."
-                )
-            high = 1.0 if option in _BELOW_ONE else math.inf
-            if not 0 <= value < high:
-                raise ConfigError(
-                    f"Option `{option}` of updater {self.name!r} must be at least 0 and below "
-                    f"{high:g}, but is {value!r}."
-                )
+            value, high = getattr(self, option), 1.0 if option in _BELOW_ONE else math.inf
+            fits = isinstance(value, int | float) and 0 <= value < high
+            check_argument(fits, option, f"be a number from 0 to below {high:g}", value)
 
     @property
     def scale(self) -> float | None:
@@ -115,20 +108,6 @@ class Updater:
         """Whether it is ours, and so raises nothing."""
         return type(self).__module__.startswith("phalanx.")
 
-    def check_dtype(self, dtype: torch.dtype) -> None:
-        """Look whether a table of ``dtype`` can compute with the options.
-
-        Raises:
-            ConfigError: An option is too large for it.
-        """
-        most = torch.finfo(dtype).max if dtype.is_floating_point else math.inf
-        for name, value in self.options().items():
-            if isinstance(value, int | float) and value > most:
-                raise ConfigError(
-                    f"Option `{name}` of updater {self.name!r} must be at most {most:.4g} for a "
-                    f"table of {dtype}, but is {value!r}."
-                )
-
     def first_states(self) -> list[float]:
         """Return the first value of each state."""
         return [0.0] * len(self.states)
@@ -138,7 +117,7 @@ class Updater:
         raise NotImplementedError
 
     def options(self) -> dict[str, object]:
-        """Return name and options, as :func:`stored_updater` reads them."""
+        """Return name and options, as :func:`parse_updater` reads them."""
         return {"name": self.name, **asdict(self)}
 
 
@@ -316,8 +295,8 @@ class DcAsgd(Updater):
     """w −= lr · (g + λ · g ⊙ g ⊙ (w − w_bak(k))), w_bak(k): the rows as worker k read them.
 
     It makes up for what the others have added since. Each worker keeps the rows that its last
-    ``get`` of them returned, in its own memory, and sends them with its gradient. Rows that it
-    never read are read when it first adds to them.
+    ``get`` of them returned, at first those that it found when it opened the table, in its own
+    memory, and sends them with its gradient. Keys tables do not have it.
 
     Args:
         lr: The learning rate η.
@@ -338,9 +317,28 @@ class DcAsgd(Updater):
         rows_KD.sub_(drift.mul_(self.compensation).add_(gradient_KD), alpha=self.lr)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Blend(Updater):
+    """w += weight · (v − w): moves the shared value towards a worker's, never beyond it.
+
+    For running statistics (shared_module.py). Unlike a sum of differences it stays between the
+    workers' values however late one is, so that a variance is never negative. Rows are (w, unused),
+    deltas (v, weight).
+    """
+
+    name: ClassVar[str] = "blend"
+    merge: str | None = field(default="mean", repr=False)
+
+    def apply(self, change: Change) -> None:
+        """Move; where both are equal, infinity among them, nothing changes."""
+        shared, (value, weight) = change.rows_KD[:, 0], change.delta_KD.unbind(1)
+        moved = torch.where(value == shared, shared, torch.lerp(shared, value, weight))
+        shared.copy_(moved)
+
+
 _BUILT_IN: dict[str, type[Updater]] = {
     kind.name: kind
-    for kind in (Sum, Sgd, Momentum, Nesterov, AdaGrad, RowwiseAdaGrad, Adam, DcAsgd)
+    for kind in (Sum, Sgd, Momentum, Nesterov, AdaGrad, RowwiseAdaGrad, Adam, DcAsgd, Blend)
 }
 
 
@@ -359,46 +357,20 @@ def parse_updater(given: object) -> Updater:
     """
     if isinstance(given, Updater):
         return given
-    if not isinstance(given, str | Mapping):
+    options = {"name": given} if isinstance(given, str) else given
+    fits = isinstance(options, Mapping) and options.get("name") in _BUILT_IN
+    wanted = f"be an updater, or one of {', '.join(map(repr, _BUILT_IN))}, or have its name"
+    check_argument(fits, "updater", wanted, given)
+    assert isinstance(options, Mapping)
+    values = dict(options)
+    kind = _BUILT_IN[values.pop("name")]
+    try:
+        return kind(**values)
+    except TypeError as exc:
+        known = ", ".join(_options_of(kind)) or "none"
         raise ConfigError(
-            "`updater` must be a name, a mapping with a name and options, or an updater, but is "
-            f"{given!r}."
-        )
-    options = {"name": given} if isinstance(given, str) else dict(given)
-    name = options.pop("name", None)
-    kind = _BUILT_IN.get(str(name))
-    if kind is None:
-        known = ", ".join(repr(n) for n in _BUILT_IN)
-        raise ConfigError(f"`updater` must be one of {known}, but is {name!r}.")
-    known_options = _options_of(kind)
-    for option in options:
-        if option not in known_options:
-            known = ", ".join(f"`{o}`" for o in known_options) or "none"
-            raise ConfigError(
-                f"Options of updater {name!r} must be among {known}, but {option!r} is not."
-            )
-    return kind(**options)
-
-
-def stored_updater(options: Mapping[str, Any]) -> Updater:
-    """Return the updater whose :meth:`Updater.options` these are, also one of our own use.
-
-    Raises:
-        ConfigError: There is none of that name in this process.
-    """
-    given = dict(options)
-    name = given.pop("name")
-    kinds = {kind.name: kind for kind in _kinds_below(Updater)} | _BUILT_IN
-    if name not in kinds:
-        raise ConfigError(
-            f"`updater` must be imported in every process that uses its tables, but {name!r} is "
-            "not known here."
-        )
-    return kinds[name](**given)
-
-
-def _kinds_below(kind: type[Updater]) -> list[type[Updater]]:
-    return [each for direct in kind.__subclasses__() for each in (direct, *_kinds_below(direct))]
+            f"`updater` must have options of {kind.name!r} ({known}), but is {given!r}."
+        ) from exc
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
