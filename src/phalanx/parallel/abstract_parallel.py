@@ -17,8 +17,6 @@ from phalanx.plan import Merging, least_loaded, read_whole
 from phalanx.replicas import known_devices, resolve_device, uncompiled
 from phalanx.types import Device, Nested
 
-__all__ = ["AbstractParallel", "ModelParallel", "join_columns"]
-
 _CPU = torch.device("cpu")
 
 

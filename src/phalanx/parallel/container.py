@@ -20,8 +20,6 @@ from phalanx.replicas import (
 )
 from phalanx.types import Nested
 
-__all__ = ["Call", "Container"]
-
 T = TypeVar("T")
 
 

@@ -34,8 +34,6 @@ from phalanx.replicas import (
 )
 from phalanx.types import Device, Nested
 
-__all__ = ["DataParallel"]
-
 
 class DataParallel(Container, Unwrapped):
     """Run ``module`` on several devices of this host, each replica on its slice of the batch.

@@ -39,15 +39,6 @@ from phalanx.torch_internals import (
 )
 from phalanx.types import Nested
 
-__all__ = [
-    "ForwardTask",
-    "Reduction",
-    "ReplicaGraph",
-    "RunPart",
-    "refuse_transforms",
-    "run_pieces",
-]
-
 RunPart = Callable[[int, nn.Module, Nested], Nested]  # (piece, module, inputs) -> outputs
 
 _BACKWARD = 1  # sets the seeds of backward passes apart from those of forward passes

@@ -23,8 +23,6 @@ from phalanx.replicas import num_devices
 from phalanx.torch_internals import pytree
 from phalanx.types import Device, Nested
 
-__all__ = ["OnDevice"]
-
 _EVERYWHERE = ("cpu", "meta")
 _CPU = torch.device("cpu")
 

@@ -9,8 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
-__all__ = ["Unwrapped"]
-
 _INNER = "module."
 
 

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from phalanx.memory import has_memory
 
-__all__ = ["AttributeFingerprint", "PlainChanges"]
-
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CALLED = (nn.Module, FunctionType, MethodType, functools.partial)
 

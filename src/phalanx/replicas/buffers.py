@@ -18,16 +18,6 @@ from torch import Tensor, nn
 from phalanx.errors import UnsupportedError
 from phalanx.plan import BufferRules
 
-__all__ = [
-    "ReplicaBuffers",
-    "Statistic",
-    "Statistics",
-    "check_statistics",
-    "merge_statistics",
-    "sum_statistics",
-    "write_statistics",
-]
-
 
 @dataclass
 class Statistic:

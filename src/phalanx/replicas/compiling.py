@@ -22,8 +22,6 @@ from phalanx.plan import flatten
 from phalanx.torch_internals import COMPILED_FROM, COMPILER, TorchDispatchMode
 from phalanx.types import Nested
 
-__all__ = ["CompileOnce", "has_compiled", "refuse_compiled_in_place", "uncompiled"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

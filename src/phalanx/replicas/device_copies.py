@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-__all__ = ["DeviceCopies"]
-
 
 class DeviceCopies:
     """Copies of a module's parameters, one for each other device.

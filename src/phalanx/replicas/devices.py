@@ -10,14 +10,6 @@ import torch
 from phalanx.errors import ConfigError
 from phalanx.types import Device
 
-__all__ = [
-    "accelerator_kind",
-    "known_devices",
-    "num_devices",
-    "resolve_device",
-    "resolve_devices",
-]
-
 
 def resolve_devices(
     devices: Sequence[Device] | int | None, home: torch.device, *, name: str = "devices"

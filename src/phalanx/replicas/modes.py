@@ -12,17 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = [
-    "CallerModes",
-    "autocast_off",
-    "caller_intra_op",
-    "callers_streams",
-    "current_streams",
-    "hold_caller_at_one_thread",
-    "num_cores",
-    "set_intra_op",
-]
-
 
 @dataclass(frozen=True)
 class CallerModes:

@@ -18,8 +18,6 @@ from phalanx.replicas.device_copies import DeviceCopies
 from phalanx.replicas.shell import Shell, alias_of
 from phalanx.replicas.source_gradients import SourceGradients
 
-__all__ = ["Replica", "refuse_scripts"]
-
 
 class Replica:
     """A shell of ``source`` that one thread runs.

@@ -40,18 +40,6 @@ from phalanx.errors import UnsupportedError
 from phalanx.replicas.recurrent import RECURRENT, run_layer_by_layer
 from phalanx.replicas.rng_mode import RngMode
 
-__all__ = [
-    "MicrobatchRng",
-    "RngPlan",
-    "advance_process_generator",
-    "derive_seed",
-    "generator_states",
-    "has_fused_evaluation",
-    "preserve_rng",
-    "seed_of_process",
-    "set_generators",
-]
-
 _DRAWS = torch.Tag.nondeterministic_seeded
 _PACKET, _OVERLOAD = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
 _WRITTEN_IN_C = (
@@ -349,6 +337,7 @@ def _is_tagged(overload: Any) -> bool:
 
 
 def is_drawing_operator(name: str) -> bool:
+    """Tell whether an operator of this name draws."""
     packet = getattr(torch.ops.aten, name, None)
     return isinstance(packet, _PACKET) and any(
         _DRAWS in getattr(packet, overload).tags for overload in packet.overloads()

@@ -22,8 +22,6 @@ from phalanx.errors import UnsupportedError
 from phalanx.replicas.compiling import uncompiled
 from phalanx.torch_internals import MADE_OF_OTHERS, TorchDispatchMode, is_made_of_others
 
-__all__ = ["RngMode"]
-
 aten = torch.ops.aten
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 _TORCH = os.path.dirname(torch.__file__)

@@ -26,8 +26,6 @@ from torch import Tensor, nn
 from phalanx.torch_internals import make_subclass
 from phalanx.warning import warn_user
 
-__all__ = ["OwnInShell", "Shell", "alias_of", "placed_on", "warn_of_assigned"]
-
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _TABLES = ("_parameters", "_buffers", "_modules")
 _FLAT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")  # torch's lists in recurrent layers

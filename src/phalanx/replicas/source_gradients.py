@@ -25,8 +25,6 @@ from torch import Tensor, nn
 
 from phalanx.errors import UnsupportedError
 
-__all__ = ["SourceGradients", "current_replica"]
-
 
 class _RunningReplicas(threading.local):
     """The replicas that this thread runs, the innermost last.

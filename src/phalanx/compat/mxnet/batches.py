@@ -15,8 +15,6 @@ import torch
 
 from phalanx.errors import ConfigError
 
-__all__ = ["DataBatch", "DataDesc", "read_descs"]
-
 
 @dataclasses.dataclass(frozen=True)
 class DataDesc:

@@ -18,8 +18,6 @@ from phalanx.errors import ConfigError
 from phalanx.plan import Layout, Rows, check_argument, read_count
 from phalanx.types import Nested
 
-__all__ = ["Binding", "BoundBatch"]
-
 
 @dataclass(frozen=True)
 class BoundBatch:

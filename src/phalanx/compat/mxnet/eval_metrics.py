@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["EvalMetric"]
-
 
 class EvalMetric:
     """The base of MXNet's metrics: a sum over what was counted, and how many that were.

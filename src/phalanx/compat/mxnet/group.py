@@ -32,8 +32,6 @@ from phalanx.parallel import DataParallel
 from phalanx.plan import check_argument, workload_sizes
 from phalanx.types import Device, Nested
 
-__all__ = ["DataParallelExecutorGroup"]
-
 # Any, in all signatures: descriptions, batches and labels in any of their forms; what a module
 # returns.
 

@@ -22,8 +22,6 @@ from phalanx.plan import check_function, flatten, leaf_paths, read_count
 from phalanx.replicas import current_replica
 from phalanx.types import Nested
 
-__all__ = ["Monitor"]
-
 
 def _norm_by_size(values: Tensor) -> Tensor:
     """Return MXNet's default statistic: the 2-norm over the root of the number of elements."""

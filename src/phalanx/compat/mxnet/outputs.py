@@ -17,8 +17,6 @@ from phalanx.errors import ConfigError
 from phalanx.plan import Merging, flatten, leaf_paths
 from phalanx.types import Nested
 
-__all__ = ["Outputs"]
-
 
 class Outputs:
     """The leaves of what the module returned on every device.

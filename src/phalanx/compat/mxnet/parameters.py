@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 
-__all__ = ["copy_into", "copy_out", "share_tensors"]
-
 
 # Any, here and below: tensors or arrays.
 def copy_out(known: Mapping[str, Tensor], into: MutableMapping[str, Any]) -> None:

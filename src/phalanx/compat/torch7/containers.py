@@ -23,8 +23,6 @@ from phalanx.plan import (
 from phalanx.replicas import accelerator_kind, known_devices, resolve_device
 from phalanx.types import Device
 
-__all__ = ["GPU", "AbstractParallel", "DataParallel", "DataParallelTable", "ModelParallel"]
-
 Gpu = Device | int
 
 

@@ -15,8 +15,6 @@ from phalanx.parallel import Unwrapped
 from phalanx.plan import check_argument
 from phalanx.types import Nested
 
-__all__ = ["Criterion", "Explicit"]
-
 
 class _Called(Unwrapped):
     """Runs the module that it holds."""

@@ -18,8 +18,6 @@ from phalanx.plan import flatten, leaf_paths, unflatten
 from phalanx.torch_internals import pytree
 from phalanx.types import Nested
 
-__all__ = ["ExplicitPass", "same_leaves"]
-
 
 class ExplicitPass:
     """What is kept of a module's last forward pass.

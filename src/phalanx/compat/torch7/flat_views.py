@@ -20,8 +20,6 @@ from torch.utils.hooks import RemovableHandle
 from phalanx.errors import UnsupportedError
 from phalanx.memory import dense_strides, refuse_overlap
 
-__all__ = ["Flat"]
-
 
 @dataclass(frozen=True)
 class _Place:

@@ -17,8 +17,6 @@ from phalanx.errors import ConfigError
 from phalanx.parallel import Unwrapped
 from phalanx.types import Nested
 
-__all__ = ["Torch7Module"]
-
 # Which module is being called as PyTorch calls modules; otherwise `forward()` is Torch7's. It is
 # not an attribute of the module, because several threads may call one module at a time.
 _CALLED: ContextVar[nn.Module | None] = ContextVar("_CALLED", default=None)
