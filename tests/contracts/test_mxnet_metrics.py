@@ -150,7 +150,7 @@ def test_a_loss_stands_for_its_rows_where_labels_have_them_in_another_dim():
     x, y, mean = draw(3, 15), draw(3, 15, seed=1), MeanMetric().set_dtype(F64)
     labels = [desc("mask", 3, layout="C"), desc("label", 3, 15, layout="TN")]
     with group_of(Mean(), desc("data", 3, 15, layout="TN"), label_shapes=labels) as group:
-        group.forward(DataBatch(x, {"label": y}))
+        group.forward(DataBatch(x, {"label": y, "mask": draw(3)}))
         group.update_metric(mean)
     assert_close(mean.compute(), (x * y).mean(), F64)
 

@@ -76,11 +76,10 @@ def test_outputs_come_in_the_order_of_the_forward_before_parameters_and_buffers(
         assert value[name] == pytest.approx(by_size(tensor))
 
 
-@pytest.mark.parametrize("argument", ["stat_func", "statFunc"])
-def test_records_are_step_name_and_value(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_are_step_name_and_value(capsys: pytest.CaptureFixture[str]) -> None:
     net, x = make_net(), draw(7, 4)
     expected = [value.norm().item() for value in layers(net, x)[1:]]
-    monitor = Monitor(1, pattern=".*output", **{argument: norm})  # type: ignore[arg-type]
+    monitor = Monitor(1, norm, pattern=".*output")
     (records,) = watch(monitor, net, x)
     pairs = zip(OUTPUTS, [*expected, expected[-1]], strict=True)
     assert records == [(1, name, value) for name, value in pairs]

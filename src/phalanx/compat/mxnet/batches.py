@@ -6,7 +6,7 @@ Shape legend: B rows of the batch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
@@ -71,21 +71,14 @@ class DataBatch:
         label: Likewise; None where there are none.
         pad: How many of the last rows only fill the batch up. They count nowhere: not in outputs,
             gradients, statistics or metrics.
-        index: MXNet's; taken and not used.
 
     Example:
         >>> DataBatch([torch.ones(4, 2)], [torch.tensor([0, 1, 1, 0])], pad=1).pad
         1
     """
 
-    # Any: tensors in any of their forms; what is not used.
-    def __init__(
-        self,
-        data: Any,
-        label: Any = None,
-        pad: int | None = None,
-        index: Any = None,  # noqa: ARG002
-    ) -> None:
+    # Any: tensors in any of their forms.
+    def __init__(self, data: Any, label: Any = None, pad: int | None = None) -> None:
         self.data, self.label = data, label
         self.pad = 0 if pad is None else pad
 
@@ -95,15 +88,12 @@ class DataBatch:
 
 # Any, here and below: whatever the user wrote.
 def read_descs(given: Any, noun: str) -> tuple[DataDesc, ...]:
-    """Read the descriptions of ``noun``: a sequence of `DataDesc`s or (name, shape, …), or one.
+    """Read the descriptions of ``noun``: a sequence of `DataDesc`s or (name, shape, …), or None.
 
     Raises:
         ConfigError: Two have one name.
     """
-    if isinstance(given, Mapping):
-        given = list(given.items())
-    given = [given] if isinstance(given, DataDesc) else [] if given is None else given
-    descs = [each if isinstance(each, DataDesc) else DataDesc(*each) for each in given]
+    descs = [each if isinstance(each, DataDesc) else DataDesc(*each) for each in given or ()]
     names = [each.name for each in descs]
     if len(set(names)) < len(names):
         raise ConfigError(f"`{noun}` must name each tensor once, but names {names}.")

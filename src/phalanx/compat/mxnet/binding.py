@@ -41,20 +41,21 @@ class Binding:
     """Descriptions of the inputs, and which of them the module's forward takes.
 
     Attributes:
-        arguments: The names of the forward's arguments; None where it has no names.
+        arguments: The names of the forward's arguments.
     """
 
     data: tuple[DataDesc, ...]
     labels: tuple[DataDesc, ...]
-    arguments: frozenset[str] | None
+    arguments: frozenset[str]
 
     # Any, here and below: descriptions and batches in any of their forms.
     @staticmethod
     def of(module: nn.Module, data: Any, labels: Any) -> Binding:
         """Read descriptions, and the arguments of the module's forward."""
-        targets = read_descs(labels, "label_shapes")
-        arguments = _arguments_of(module, targets)
-        return Binding(read_descs(data, "data_shapes"), targets, arguments)
+        arguments = frozenset(inspect.signature(module.forward).parameters)
+        return Binding(
+            read_descs(data, "data_shapes"), read_descs(labels, "label_shapes"), arguments
+        )
 
     @property
     def batch_size(self) -> int:
@@ -82,7 +83,7 @@ class Binding:
             for leaf in data.values():
                 leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
         has_labels = self.labels and batch.label is not None
-        labels = _read_tensors(batch.label, self.labels, "labels", True) if has_labels else {}
+        labels = _read_tensors(batch.label, self.labels, "labels") if has_labels else {}
         both = Rows({**data, **labels}, self._layout([*data, *labels]))
         given_rows = self.batch_size if both.first is None else both.count()
         pad = read_count("pad", batch.pad, 0)
@@ -94,7 +95,7 @@ class Binding:
 
     def read_labels(self, given: Any, rows: int, pad: int) -> dict[str, Tensor]:
         """Read labels alone, without padded rows, which may be there or not."""
-        labels = _read_tensors(given, self.labels, "labels", True)
+        labels = _read_tensors(given, self.labels, "labels")
         found = Rows(labels, self._layout(labels))
         if found.first is None or found.count() == rows:
             return labels
@@ -108,14 +109,9 @@ class Binding:
 
     def calls(self, batch: BoundBatch, sizes: Sequence[int]) -> list[Nested]:
         """Return the arguments of the module's forward for parts of ``sizes`` rows."""
-        taken = batch.data
-        if self.arguments is not None:
-            labels = batch.labels.items()
-            taken = taken | {name: each for name, each in labels if name in self.arguments}
-        parts: list[Any] = [{}] * len(sizes)
-        if taken:
-            parts = Rows(taken, self._layout(taken)).cut(sizes)
-        return parts if self.arguments is not None else [tuple(part.values()) for part in parts]
+        labels = {name: each for name, each in batch.labels.items() if name in self.arguments}
+        taken = batch.data | labels
+        return Rows(taken, self._layout(taken)).cut(sizes) if taken else [{}] * len(sizes)
 
     def _layout(self, names: Sequence[str] | Mapping[str, Tensor]) -> Layout:
         descs = (*self.data, *self.labels)
@@ -132,27 +128,21 @@ class Binding:
         return DataBatch(data, {name: value[name] for name in targets} or None)
 
 
-def _read_tensors(
-    given: Nested, descs: Sequence[DataDesc], noun: str, partly: bool = False
-) -> dict[str, Tensor]:
+def _read_tensors(given: Nested, descs: Sequence[DataDesc], noun: str) -> dict[str, Tensor]:
     """Return tensors by name, in the order of ``descs`` and with their dtypes, without a graph.
 
     Args:
         given: By name; or in the order of ``descs``; or the one tensor or array.
-        partly: Whether names may be missing.
     """
     names = [each.name for each in descs]
     if not isinstance(given, Mapping):
         values = list(given) if isinstance(given, (tuple, list)) else [given]
         if len(values) != len(names):
-            raise ConfigError(
-                f"`{noun}` must hold {len(names)} tensors ({', '.join(names) or 'none'}), but "
-                f"holds {len(values)}. Bind as many, or give them by name."
-            )
+            raise ConfigError(f"`{noun}` must hold {names} as bound, but holds {len(values)}.")
         given = dict(zip(names, values, strict=True))
-    if not set(given) <= set(names) or not (partly or len(given) == len(names)):
+    if set(given) != set(names):
         raise ConfigError(f"`{noun}` must hold {names} as bound, but holds {list(given)}.")
-    return {each.name: _read_tensor(given[each.name], each) for each in descs if each.name in given}
+    return {each.name: _read_tensor(given[each.name], each) for each in descs}
 
 
 def _read_tensor(value: Any, desc: DataDesc) -> Tensor:
@@ -168,16 +158,3 @@ def _read_tensor(value: Any, desc: DataDesc) -> Tensor:
             f"shape {tuple(tensor.shape)}. Call `reshape` to bind it to another."
         )
     return tensor
-
-
-def _arguments_of(module: nn.Module, labels: Sequence[DataDesc]) -> frozenset[str] | None:
-    """Return the names that the module's forward takes; None where it names none."""
-    try:
-        known = inspect.signature(module.forward).parameters.values()
-    except (TypeError, ValueError):  # a forward that does not say what it takes
-        return None
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    names = {each.name for each in known if each.kind in kinds}
-    if any(each.kind is each.VAR_KEYWORD for each in known):
-        return frozenset({*names, *(each.name for each in labels)})
-    return frozenset(names) or None

@@ -16,6 +16,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partialmethod
+from itertools import accumulate
 from typing import Any, Self
 
 import torch
@@ -41,13 +42,11 @@ class _Pass:
     """The last forward pass.
 
     Attributes:
-        sizes: Each device's rows.
         has_graph: Whether gradients can go back through it.
         went_back: Whether they have.
     """
 
     batch: BoundBatch
-    sizes: list[int]
     outputs: Outputs
     has_graph: bool
     went_back: bool = False
@@ -165,9 +164,8 @@ class DataParallelExecutorGroup:
     @property
     def slices(self) -> list[slice]:
         """Each device's rows in the last batch, without padded ones; of the next one before it."""
-        sizes = self._sizes()
-        starts = [sum(sizes[:place]) for place in range(len(sizes))]
-        return [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        stops = list(accumulate(self._sizes))
+        return [slice(stop - size, stop) for stop, size in zip(stops, self._sizes, strict=True)]
 
     def get_output_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return names and shapes of the outputs of the last pass, without padded rows.
@@ -187,7 +185,6 @@ class DataParallelExecutorGroup:
         data_shapes: Any,
         label_shapes: Any = None,
         shared_group: DataParallelExecutorGroup | None = None,
-        reshape: bool = False,  # noqa: ARG002 (nothing is allocated, so both ways are one)
     ) -> None:
         """Bind to other shapes, dtypes, layouts or names.
 
@@ -195,7 +192,6 @@ class DataParallelExecutorGroup:
             data_shapes: As for the class.
             label_shapes: Likewise; None for no labels.
             shared_group: As for the class.
-            reshape: MXNet's; taken and not used.
 
         Raises:
             ConfigError: They do not fit; the group stays bound as it was.
@@ -249,15 +245,16 @@ class DataParallelExecutorGroup:
 
             self._model.forward_parts(parts, sizes, check=check)
         self.batch_size = batch.rows + batch.pad
-        self._pass = _Pass(batch, sizes, read[0], has_graph)
+        self._sizes = sizes
+        self._pass = _Pass(batch, read[0], has_graph)
 
     def backward(self, out_grads: Nested = None) -> None:
         """Compute gradients of the last forward pass: of the whole batch, as on one device.
 
         Args:
-            out_grads: One tensor or array for each output, in their order or by name, shaped like
-                the merged output. None for an output without one. Default: losses are
-                differentiated, other outputs have no gradient.
+            out_grads: One tensor or array for each output, in their order, shaped like the merged
+                output. None for an output without one. Default: losses are differentiated, other
+                outputs have no gradient.
 
         Raises:
             StateError: There is no forward pass to go back through, or it was none of training, or
@@ -272,20 +269,11 @@ class DataParallelExecutorGroup:
             )
         pairs = last.outputs.gradients(out_grads)
         last.has_graph = False  # whatever becomes of it: torch frees a graph on the way back
-        parameters = list(self.module.parameters())
-        before = [parameter.grad for parameter in parameters]
-        # No context: Ctrl-C between its begin and its body would lose the gradients.
-        try:
-            if not self._adds:
-                self.module.zero_grad()
-            if pairs:
-                tensors, gradients = zip(*pairs, strict=True)
-                torch.autograd.backward(tensors, gradients)
-        except BaseException:
-            if not self._adds:
-                for parameter, gradient in zip(parameters, before, strict=True):
-                    parameter.grad = gradient
-            raise
+        if not self._adds:
+            self.module.zero_grad()
+        if pairs:
+            tensors, gradients = zip(*pairs, strict=True)
+            torch.autograd.backward(tensors, gradients)
         last.went_back = True
 
     def get_outputs(self, merge_multi_context: bool = True) -> list[Any]:
@@ -329,7 +317,8 @@ class DataParallelExecutorGroup:
         if merge_multi_context:
             return [None if grad is None else grad.to(self.contexts[0]) for grad in grads]
         axes = [each.batch_axis for each in self._binding.data]
-        return [self._by_device(last, *each) for each in zip(grads, axes, strict=True)]
+        pad = last.batch.pad
+        return [self._by_device(grad, axis, pad) for grad, axis in zip(grads, axes, strict=True)]
 
     getInputGrads = partialmethod(get_input_grads, merge_multi_context=False)
     getInputGradsMerged = get_input_grads
@@ -424,23 +413,18 @@ class DataParallelExecutorGroup:
             raise StateError("The group must have run, but has not. Call `forward()` first.")
         return self._pass
 
-    def _sizes(self) -> list[int]:
-        """Return each device's rows in the last batch; in the next one before it."""
-        if self._pass is not None:
-            return self._pass.sizes
-        return workload_sizes(self.batch_size, self.workload)
-
     def _bind(self, binding: Binding) -> None:
         self._binding = binding
         self._pass = None
         #: Rows of the last batch, padded ones included; before it, of the data as bound.
         self.batch_size = binding.batch_size
+        self._sizes = workload_sizes(binding.batch_size, self.workload)
 
-    def _by_device(self, last: _Pass, grad: Tensor | None, axis: int | None) -> list[Tensor | None]:
+    def _by_device(self, grad: Tensor | None, axis: int | None, pad: int) -> list[Tensor | None]:
         """Return an input's gradient as the devices had its rows."""
         if grad is None or axis is None:
-            return [grad, *[None] * (len(last.sizes) - 1)]
-        parts = grad.split_with_sizes([*last.sizes, last.batch.pad], axis)
+            return [grad, *[None] * (len(self._sizes) - 1)]
+        parts = grad.split_with_sizes([*self._sizes, pad], axis)
         return [part.to(place) for part, place in zip(parts, self.contexts, strict=False)]
 
 

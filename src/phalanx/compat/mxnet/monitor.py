@@ -9,7 +9,6 @@ tic ──── forward, backward, update ──── toc
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +43,6 @@ class Monitor:
             number of elements. Tensors without elements are left out.
         pattern: Regular expression for names, matched from their start.
         sort: By name; default: replica by replica, in the order of the forward.
-        statFunc: ``stat_func`` as Scala's scripts name it.
 
     Raises:
         ConfigError: An argument cannot work.
@@ -68,20 +66,18 @@ class Monitor:
         stat_func: Callable[[Tensor], Tensor | float] | None = None,
         pattern: str = ".*",
         sort: bool = False,
-        *,
-        statFunc: Callable[[Tensor], Tensor | float] | None = None,
     ) -> None:
         self._interval = read_count("interval", interval, 1, "batch")
-        self._statistic = stat_func or statFunc or _norm_by_size
+        self._statistic = stat_func or _norm_by_size
         check_function("stat_func", self._statistic)
         self._pattern = re.compile(pattern)
         self._sort = sort
         self._installed: list[nn.Module] = []
         self._handles: list[RemovableHandle] = []
-        self._lock = threading.Lock()
         self._step = 0
         self._active = False
-        # (replica, name, statistic), whose number is read later: no device is waited for.
+        # (replica, name, statistic), whose number is read later: no device is waited for. Replicas'
+        # threads append, which is atomic.
         self._seen: list[tuple[int | None, str, Tensor | float]] = []
 
     def __repr__(self) -> str:
@@ -157,5 +153,4 @@ class Monitor:
         with torch.no_grad():
             wide = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
             value = self._statistic(wide)
-        with self._lock:
-            self._seen.append((current_replica(), name, value))
+        self._seen.append((current_replica(), name, value))

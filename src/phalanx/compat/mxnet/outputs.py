@@ -5,7 +5,7 @@ Shape legend: device i has rows_i rows along an output's batch axis.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -98,14 +98,23 @@ class Outputs:
         """Return whole outputs and their gradients; of losses by default.
 
         Args:
-            given: One for each output, or None, in their order or by name; or the one gradient.
+            given: One for each output, or None, in their order; or the one gradient.
 
         Raises:
-            ConfigError: They are not as many, or name others, or have another shape.
+            ConfigError: They are not as many, or have another shape.
         """
+        if given is None and self.losses:
+            given = [1.0 if name in self.losses else None for name in self.names]
+        elif isinstance(given, (Tensor, np.ndarray)):
+            given = [given]
+        if not isinstance(given, (list, tuple)) or len(given) != len(self.names):
+            raise ConfigError(
+                f"`out_grads` must hold one tensor, or None, for each of {self.names}, but is "
+                f"{given!r:.80}. It may be left out where an output is a loss, one number per "
+                "device."
+            )
         pairs = []
-        for name, gradient in self._picked(given).items():
-            output = self.whole[name]
+        for (name, output), gradient in zip(self.whole.items(), given, strict=True):
             if gradient is None or not isinstance(output, Tensor) or not output.requires_grad:
                 continue
             tensor = torch.as_tensor(gradient).to(output)
@@ -116,26 +125,6 @@ class Outputs:
                 )
             pairs.append((output, tensor))
         return pairs
-
-    def _picked(self, given: Nested) -> Mapping[str, Any]:
-        """Return a gradient, or None, for each of the outputs that are to be differentiated."""
-        if given is None:
-            if not self.losses:
-                raise ConfigError(
-                    "`out_grads` must be given where no output is a loss, one number per device, "
-                    f"but is None. Give one gradient for each of {self.names}."
-                )
-            return dict.fromkeys(self.losses, 1.0)
-        if isinstance(given, (Tensor, np.ndarray)):
-            given = [given]
-        if isinstance(given, (list, tuple)) and len(given) == len(self.names):
-            given = dict(zip(self.names, given, strict=True))
-        if not isinstance(given, Mapping) or not set(given) <= set(self.names):
-            raise ConfigError(
-                f"`out_grads` must hold one tensor, or None, for each of {self.names}, but is "
-                f"{given!r:.80}."
-            )
-        return given
 
 
 def _detached(value: Any) -> Any:
