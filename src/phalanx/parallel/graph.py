@@ -76,26 +76,28 @@ class Reduction:
 
 @dataclass(frozen=True)
 class ReplicaGraph:
-    """The graph of one piece: inputs of its own, and the module's outputs.
+    """The graph of one piece, from leaves of its own to the module's outputs.
 
     Attributes:
-        wanted: By input leaf, whether it shall have a gradient.
-        spec: The structure of the outputs.
-        needing: The places of the output leaves that need a gradient.
+        inputs: The leaves in the place of the caller's that need a gradient.
+        homes: The devices of the caller's.
+        outputs: The leaves of what the module returned.
+        spec: Their structure.
+        needing: The places of the outputs that need a gradient.
         reached: The ids of the parameters that a backward pass comes to; None: not looked for.
     """
 
-    inputs: list[Any]  # Any: leaves of whatever the module takes and returns
-    wanted: list[bool]
-    outputs: list[Any]
+    inputs: list[Tensor]
+    homes: list[torch.device]
+    outputs: list[Any]  # Any: leaves of whatever the module returns
     spec: pytree.TreeSpec
-    needing: tuple[int, ...]
+    needing: list[int]
     reached: frozenset[int] | None
 
 
 @dataclass(frozen=True)
 class ForwardTask(Task):
-    """Run the module on (nested inputs, by leaf whether it shall have a gradient).
+    """Run the module on one piece.
 
     It returns the graph, and the leaves of the outputs cut off from it.
 
@@ -111,26 +113,25 @@ class ForwardTask(Task):
 
     def __call__(self, context: MicrobatchContext) -> tuple[ReplicaGraph, list[Any]]:
         """Do it, in the replica's thread."""
-        nested, wanted = context.batch
-        own, spec = flatten(copy_rows(nested, context.replica.device))
-        for leaf, wants in zip(own, wanted, strict=True):
-            if wants:
-                leaf.requires_grad_()
+        own = copy_rows(context.batch, context.replica.device)
+        pairs = zip(flatten(own)[0], flatten(context.batch)[0], strict=True)
+        home_of = {
+            leaf: given.device for leaf, given in pairs if self.records and _needs_gradient(given)
+        }
+        for leaf in home_of:
+            leaf.requires_grad_()
         with context.rng:
-            found = self.run(context.index, context.replica.module, unflatten(own, spec))
+            found = self.run(context.index, context.replica.module, own)
         outputs, spec = flatten(found)
-        needing = tuple(
-            place
-            for place, leaf in enumerate(outputs)
-            if self.records and isinstance(leaf, Tensor) and leaf.requires_grad
-        )
+        needing = [
+            place for place, leaf in enumerate(outputs) if self.records and _needs_gradient(leaf)
+        ]
         reached = None
         if self.hooked:
             leaves = _reached_leaves([outputs[place] for place in needing])
             reached = None if leaves is None else context.replica.originals_of(leaves)
-        return ReplicaGraph(own, wanted, outputs, spec, needing, reached), [
-            _detached(leaf) for leaf in outputs
-        ]
+        graph = ReplicaGraph(list(home_of), list(home_of.values()), outputs, spec, needing, reached)
+        return graph, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outputs]
 
 
 @dataclass(frozen=True)
@@ -147,21 +148,19 @@ class _BackwardTask(Task):
 
     keep_graph: bool
 
-    def __call__(self, context: MicrobatchContext) -> list[Tensor | None]:
+    def __call__(self, context: MicrobatchContext) -> Gradients:
         """Do it, in the replica's thread."""
         graph: ReplicaGraph
         given: dict[int, Tensor]
         graph, given = context.batch
-        wanted = [leaf for leaf, wants in zip(graph.inputs, graph.wanted, strict=True) if wants]
         outputs = [graph.outputs[place] for place in given]
         gradients = [given[place].to(graph.outputs[place].device) for place in given]
         try:
-            if outputs:
-                with context.rng:
-                    run_backward(outputs, gradients, keep_graph=self.keep_graph)
-            return [leaf.grad for leaf in wanted]
+            with context.rng:
+                run_backward(outputs, gradients, keep_graph=self.keep_graph)
+            return [leaf.grad for leaf in graph.inputs]
         finally:
-            for leaf in wanted:
+            for leaf in graph.inputs:
                 leaf.grad = None
 
 
@@ -191,11 +190,10 @@ def run_pieces(
     hooked = records and any(
         each._backward_hooks or each._post_accumulate_grad_hooks for each in executor.parameters
     )
-    cut_off = [(None, []) if part is None else _cut_off(part, records) for part in parts]
     modes = CallerModes.capture(executor.devices)
     result = executor.run(
         ForwardTask(run, records, hooked),
-        [batch for batch, _ in cut_off],
+        parts,
         weights=weights,
         seed=reduction.seed(),
         owners=owners,
@@ -210,13 +208,16 @@ def run_pieces(
         if len(reached) == len(graphs):
             trainable &= frozenset().union(*reached)
         parameters = [each for each in executor.parameters if id(each) in trainable]
-        leaves = [leaf for _, wanted in cut_off for leaf in wanted]
+        leaves = [
+            leaf
+            for part in parts
+            for leaf in dict.fromkeys(filter(_needs_gradient, flatten(part)[0]))
+        ]
         node = _Node(
             executor,
             reduction,
             modes,
             [None if each is None else each[0] for each in result.results],
-            [[leaf.device for leaf in wanted] for _, wanted in cut_off],
             trainable,
             [max(replica, 0) for replica in result.replica_of],
         )
@@ -229,15 +230,9 @@ def run_pieces(
     return [unflatten(own, graph.spec) for own, graph in pairs], result
 
 
-def _cut_off(part: Nested, records: bool) -> tuple[tuple[Nested, list[bool]], list[Tensor]]:
-    """Return a part without the caller's graph, with the marks of leaves that need a gradient.
-
-    And these leaves themselves.
-    """
-    leaves, spec = flatten(part)
-    marks = [records and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-    wanted = [leaf for leaf, mark in zip(leaves, marks, strict=True) if mark]
-    return (unflatten([_detached(leaf) for leaf in leaves], spec), marks), wanted
+# Any: a leaf of whatever the module takes or returns.
+def _needs_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 @dataclass
@@ -247,8 +242,7 @@ class _Node:
     Attributes:
         modes: The caller's in the forward pass.
         graphs: By piece; None for a part that was left out, and after a backward pass for all.
-        devices: By piece, those of the caller's leaves that need a gradient.
-        trainable: The ids of the parameters that need one.
+        trainable: The ids of the parameters that need a gradient.
         owners: The replica that has the graph of each piece.
     """
 
@@ -256,7 +250,6 @@ class _Node:
     reduction: Reduction
     modes: CallerModes
     graphs: list[ReplicaGraph | None]
-    devices: list[list[torch.device]]
     trainable: set[int]
     owners: list[int]
 
@@ -284,12 +277,13 @@ class _Node:
             )
         if result.drew:
             advance_process_generator()
+        gradients: Gradients = []
+        for graph, own in zip(self.graphs, result.results, strict=True):
+            homes = graph.homes if graph else []
+            pairs = zip(own or [None] * len(homes), homes, strict=True)
+            gradients += [None if each is None else each.to(home) for each, home in pairs]
         if not keep_graph:
             self.graphs = [None] * len(self.graphs)
-        gradients: Gradients = []
-        for own, devices in zip(result.results, self.devices, strict=True):
-            pairs = zip(own or [None] * len(devices), devices, strict=True)
-            gradients += [None if each is None else each.to(device) for each, device in pairs]
         gradients = list(self.reduction.of_inputs(gradients))
         sums = self.reduction.add_gradients(self.executor, result)
         for parameter, total in zip(self.executor.parameters, sums, strict=True):
@@ -322,11 +316,6 @@ class _Connect(torch.autograd.Function):
         keep_graph = keeps_graph()
         with ctx.node.modes.on_streams():
             return (None, None, *ctx.node.backward(grads, keep_graph))
-
-
-# Any: a leaf of whatever the module returns.
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def refuse_transforms() -> None:
