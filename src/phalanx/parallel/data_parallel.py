@@ -134,7 +134,7 @@ class DataParallel(Container, Unwrapped):
                 "and give the pieces to `forward_parts()`."
             )
         noun = "replica" if microbatches is None else "microbatch"
-        self._merging = Merging(output, self._layout.dim, noun=noun, doubts=True)
+        self._merging = Merging(output, self._layout.dim, noun=noun)
         self._rules = BufferRules(buffers)
         self._rules.check(_buffer_names(module))
         self._arguments = _arguments_of(module)

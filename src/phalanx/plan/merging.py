@@ -68,9 +68,6 @@ class Merging:
             stacked to a vector of the parts, other values taken from the first part.
         noun: A part's name in messages.
         way_out: What errors advise.
-        doubts: Refuse a leaf of three dims or more whose rows could lie along the next dim as well,
-            until sizes have shown where they lie: states of [layers, rows, width] have the shape of
-            [rows, steps, width] where a slice has as many rows as there are layers.
 
     Example:
         >>> merging = Merging({"loss": "mean"})
@@ -90,13 +87,10 @@ class Merging:
         *,
         noun: str = "replica",
         way_out: str = "Give a rule that fits, such as 'first', by `output=`.",
-        doubts: bool = False,
     ) -> None:
         self._dim = dim
         self._noun = noun
         self._way_out = way_out
-        self._doubts = doubts
-        self._certain: set[str] = set()  # paths of leaves that have shown where their rows lie
         self._whole: str | None = None
         self._rules: dict[str, str] = {}
         if isinstance(output, Mapping):
@@ -132,7 +126,7 @@ class Merging:
             if rule == "per_replica":
                 return list(leaves)
             try:
-                return self._merged(path, rule, leaves, sizes, home)
+                return self._merged(rule, leaves, sizes, home)
             except (AttributeError, RuntimeError, TypeError, ValueError) as error:
                 by_rule = "" if rule is None else f" by {rule!r}"
                 raise ConfigError(
@@ -144,7 +138,6 @@ class Merging:
 
     def _merged(
         self,
-        path: str,
         rule: str | None,
         leaves: Sequence[Any],
         sizes: Sequence[int] | None,
@@ -159,7 +152,7 @@ class Merging:
                 if any(isinstance(leaf, Tensor) for leaf in leaves):
                     raise TypeError("it is a tensor in some of them only")
                 return leaves[0]
-            rule = self._default(path, leaves, sizes or [])
+            rule = self._default(leaves, sizes or [])
             if not are_tensors:
                 return np.concatenate(leaves, self._dim) if rule != "stack" else leaves[0]
         if rule == "first":
@@ -175,7 +168,7 @@ class Merging:
             return leaves[0]
         return _sum(leaves) if rule == "sum" else _mean(leaves, sizes or [1] * len(leaves))
 
-    def _default(self, path: str, leaves: Sequence[Any], sizes: Sequence[int]) -> str:
+    def _default(self, leaves: Sequence[Any], sizes: Sequence[int]) -> str:
         """Stack scalars, concatenate leaves that have their slice's rows, refuse the rest."""
         if all(leaf.ndim == 0 for leaf in leaves):
             return "stack"
@@ -186,14 +179,6 @@ class Merging:
                     f"it must have its slice's {rows} rows along dim {dim}, but has shape "
                     f"{tuple(leaf.shape)}"
                 )
-        if self._doubts and len(sizes) > 1 and path not in self._certain:
-            following = leaves[0].shape[dim % leaves[0].ndim :][1:2]
-            if leaves[0].ndim > 2 and set(following) == set(sizes):
-                raise ValueError(
-                    f"it must show where its rows are, but has its slice's {sizes[0]} along dim "
-                    f"{dim} and the next. Give output='cat({dim})' if that is right"
-                )
-            self._certain.add(path)
         return f"cat({dim})"
 
 

@@ -149,43 +149,40 @@ def read_sizes(given: Any, total: int | None, parts: int) -> list[int]:
     return sizes
 
 
-def read_weights(name: str, weigh: Any, pieces: Sequence[Any], sizes: Sequence[int]) -> list[float]:
-    """Return how much the mean of each piece counts.
+def read_weights(weigh: Any, pieces: Sequence[Any], sizes: Sequence[int]) -> list[float]:
+    """Return how much the mean of each piece counts; one of no rows counts nothing.
 
     Args:
-        name: What the user calls ``weigh``.
-        weigh: Called with each piece that has rows; None: a piece counts by its rows.
+        weigh: Called with each piece that has rows.
         sizes: Rows of each piece.
 
     Raises:
         ConfigError: A weight is negative or no finite number, or all are 0.
 
     Example:
-        >>> read_weights("weight", len, ["ab", "", "c"], [2, 0, 1])
+        >>> read_weights(len, ["ab", "", "c"], [2, 0, 1])
         [2.0, 0.0, 1.0]
     """
-    if weigh is None:
-        return [float(size) for size in sizes]
     weights = [
-        _read_weight(name, weigh(piece), index) if size else 0.0
+        _read_weight(weigh(piece), index) if size else 0.0
         for index, (piece, size) in enumerate(zip(pieces, sizes, strict=True))
     ]
     if not any(weights):
         raise ConfigError(
-            f"`{name}` must be above 0 for at least one piece of the batch, but is 0 for all. "
+            "`weight` must be above 0 for at least one piece of the batch, but is 0 for all. "
             "Leave batches out that count nothing."
         )
     return weights
 
 
-def _read_weight(name: str, given: Any, index: int) -> float:
+def _read_weight(given: Any, index: int) -> float:
     try:
         value = float(given)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         value = math.nan
     if not math.isfinite(value) or value < 0:
         raise ConfigError(
-            f"`{name}` must return a finite number of at least 0, but returned {given!r:.80} for "
+            f"`weight` must return a finite number of at least 0, but returned {given!r:.80} for "
             f"piece {index} of the batch. Take a sum: lambda targets: (targets >= 0).sum(), say."
         )
     return value

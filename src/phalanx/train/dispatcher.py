@@ -11,7 +11,6 @@ from phalanx.callbacks import (
     Event,
     FitBegun,
     FitEnded,
-    Progress,
     StepDone,
     progress_for,
 )
@@ -56,25 +55,26 @@ class EventDispatcher:
             for callback in self._callbacks:
                 callback(event)
 
-    def open_progress(self, wanted: bool | None, trainer: AttachedTrainer) -> Progress | None:
-        """Return what shows a `fit` beside the callbacks, where that is ``wanted``."""
-        progress = progress_for(wanted, self._callbacks)
-        if progress is not None:
-            progress.attach(trainer)
-        return progress
-
     @contextmanager
     def telling_of_fit(
-        self, begun: FitBegun, shown: Callback | None, ended: Callable[[], FitEnded]
+        self,
+        begun: FitBegun,
+        ended: Callable[[], FitEnded],
+        *,
+        progress: bool | None,
+        trainer: AttachedTrainer,
     ) -> Iterator[None]:
         """Call callbacks at the beginning of a `fit`, the body, and at its end, after errors too.
 
         Args:
-            shown: Called with the events of this `fit`, after the others.
             ended: Returns the last event.
+            progress: Whether this `fit` is shown; None: where somebody looks on.
         """
         callbacks = self._callbacks
-        self._callbacks = callbacks if shown is None else (*callbacks, shown)
+        shown = progress_for(progress, callbacks)
+        if shown is not None:
+            shown.attach(trainer)
+            self._callbacks = (*callbacks, shown)
         try:
             self.tell(begun)
             yield

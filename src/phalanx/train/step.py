@@ -13,7 +13,6 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from operator import attrgetter
 from typing import Any
 
@@ -46,20 +45,7 @@ __all__ = ["Engine", "EngineSpec", "Microbatches"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """What a trainer was given, and an engine works with, on any number of replicas.
-
-    Attributes:
-        layout: Which dim of which leaf of a batch is split.
-        microbatches: Their number in each batch; None for one slice per replica.
-        weight: What a microbatch stands for; None for its rows.
-        objective: It computes the loss of one.
-        seed: Where all random numbers start.
-        devices: One for each replica.
-        intra_op: Threads inside operators, per replica.
-        workloads: Each replica's relative share of a batch.
-        clip_norm: Largest norm of the gradients.
-        open_executor: Makes the replicas.
-    """
+    """A trainer's arguments, read; each replica has one of ``devices`` and ``workloads``."""
 
     module: nn.Module
     optimizer: Optimizer
@@ -135,7 +121,8 @@ class Engine:
 
         # From here on nothing refuses: each thread makes the last addition for its shard and steps
         # it, and the last one commits.
-        rates = _learning_rates(spec.optimizer)  # now: the commit steps the scheduler
+        # The commit steps the scheduler, which changes the rates.
+        rates = tuple([_rate_of(group) for group in spec.optimizer.param_groups])
         stepped: list[Span] = []
         lock = threading.Lock()
 
@@ -161,7 +148,6 @@ class Engine:
 
         if peers is not None and (before.steps + 1).bit_count() == 1:  # 1, 2, 4, 8, …: it costs
             peers.check_alike()  # a pass over all weights
-        spans = [*result.spans, *sorted(stepped, key=attrgetter("replica"))]
         return StepDone(
             step=before.steps + 1,
             epoch=before.epochs + 1,
@@ -170,7 +156,7 @@ class Engine:
             samples=loss.samples,
             seconds=now_s() - start_s,
             shares=_rows_of_replicas(len(executor.devices), pieces.sizes, result),
-            spans=tuple(spans),
+            spans=(*result.spans, *sorted(stepped, key=attrgetter("replica"))),
             grad_norm=norm,
             learning_rates=rates,
         )
@@ -205,7 +191,7 @@ class Engine:
         weights = list(map(float, sizes))
         if weighs and spec.weight is not None:
             try:
-                weights = read_weights("weight", spec.weight, pieces, sizes)
+                weights = read_weights(spec.weight, pieces, sizes)
             except (KeyError, AttributeError) as error:  # a batch without labels, most likely
                 error.add_note("`weight` raised it. `predict()` asks for no weights.")
                 raise
@@ -371,16 +357,12 @@ def _rows_of_replicas(count: int, sizes: Sequence[int], result: RunResult) -> tu
     return tuple(rows)
 
 
-def _learning_rates(optimizer: Optimizer) -> tuple[float, ...]:
-    """Return each group's; nan where an optimizer of the user's own has none, or no number."""
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    return tuple([rate if type(rate) is float else _number(rate) for rate in rates])
-
-
-def _number(rate: object) -> float:
-    if isinstance(rate, Tensor):
-        return rate.item() if rate.numel() == 1 and not rate.is_complex() else math.nan
-    return float(rate) if isinstance(rate, Real) else math.nan
+def _rate_of(group: dict[str, Any]) -> float:
+    """Return a group's learning rate; nan where an optimizer of the user's own has none."""
+    try:
+        return float(group["lr"])
+    except (KeyError, TypeError, ValueError, RuntimeError):
+        return math.nan
 
 
 def _warn_of_kernels(devices: Sequence[torch.device]) -> None:

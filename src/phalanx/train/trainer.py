@@ -48,9 +48,9 @@ from phalanx.train.trainer_arguments import (
     read_layout,
     read_replicas,
     read_threads,
-    warn_of_epochs_done,
 )
 from phalanx.types import Device, ForwardFn, LossFn, Nested, WeightFn
+from phalanx.warning import warn_user
 
 __all__ = ["Trainer"]
 
@@ -287,11 +287,13 @@ class Trainer:
         """
         check_fit(loader, validate, epochs, steps)
         check_moment(closed=self._closed)
-        shown = self._events.open_progress(progress, self)
         self.join()
         self._progress.read_from(options_of(loader))
         if epochs is not None and self.epochs >= epochs:
-            warn_of_epochs_done(epochs, self.epochs)
+            warn_user(
+                f"`epochs` must be more than the {self.epochs} that the run has finished, counted "
+                f"from its start, but is {epochs}. Nothing was trained.",
+            )
             return []
         last_epoch = self.epochs + 1 if epochs is None and steps is None else epochs
         if self._last_step is None and steps is not None:
@@ -315,7 +317,10 @@ class Trainer:
 
         try:
             # The caller's idle pool must not spin beside the replicas.
-            with caller_intra_op(1), self._events.telling_of_fit(begun, shown, ended):
+            with (
+                caller_intra_op(1),
+                self._events.telling_of_fit(begun, ended, progress=progress, trainer=self),
+            ):
                 while not self._shall_end(last_epoch):
                     done = self._run_epoch(loader, validate)
                     if done is None:
@@ -506,15 +511,16 @@ class Trainer:
     def _update(self, batch: Nested, start_s: float, *, in_epoch: bool) -> StepDone:
         """Do one update, and move the position on; metrics are an epoch's, as its loss is."""
         check_moment(closed=self._closed)  # by a signal's handler, or in the attempt before
-        before = self._position
+        progress = self._progress
+        before = progress.position
         metrics = self._metrics if in_epoch and self._metrics else None
         counted = metrics.state_dict() if metrics is not None else {}
 
         def commit(loss: Loss) -> None:
             if in_epoch:
-                self._progress.position = before.next_batch(loss)
+                progress.position = before.next_batch(loss)
             else:
-                self._progress.position = before._replace(steps=before.steps + 1)
+                progress.position = before._replace(steps=before.steps + 1)
             if self.scheduler is not None and self._scheduler_interval == "step":
                 self.scheduler.step()
 
@@ -528,7 +534,7 @@ class Trainer:
             raise
         finally:
             self._in_step = False  # before any call, in which an interrupt may arrive
-            if metrics is not None and self._position is before:
+            if metrics is not None and progress.position is before:
                 metrics.load_state_dict(counted)
             if self._closed:  # since it has begun
                 self.__exit__(StateError)

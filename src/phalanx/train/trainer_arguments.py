@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from phalanx.plan import (
 )
 from phalanx.replicas import num_cores, resolve_devices
 from phalanx.types import Device
-from phalanx.warning import warn_user
 
 __all__ = [
     "check_fit",
@@ -34,13 +32,11 @@ __all__ = [
     "check_members",
     "check_moment",
     "check_options",
-    "check_replicas",
     "make_optimizer",
     "make_scheduler",
     "read_layout",
     "read_replicas",
     "read_threads",
-    "warn_of_epochs_done",
 ]
 
 
@@ -49,7 +45,7 @@ def check_options(
     microbatches: int | None,
     clip_norm: float | None,
     seed: int,
-    callbacks: Sequence[Any],
+    callbacks: Sequence[Any],  # Any: whatever the user wrote
 ) -> None:
     """Refuse values of a trainer's options that cannot work, before anything is made."""
     check_microbatches(microbatches, choice.intra_op)
@@ -58,22 +54,12 @@ def check_options(
             f"`clip_norm` must be above 0, but is {clip_norm!r}. Give None not to clip."
         )
     read_whole("seed", seed)
-    _check_callbacks(callbacks)
-
-
-def _check_callbacks(callbacks: Sequence[Any]) -> None:  # Any: whatever the user wrote
-    """Refuse what could not be called with an event, and half of a state."""
     for place, callback in enumerate(callbacks):
         name = f"callbacks[{place}]"
         check_function(name, callback)
-        if isinstance(callback, type):
+        if isinstance(callback, type):  # whose call would make an object of each event
             raise ConfigError(
                 f"`{name}` must be an object, but is a class. Write {callback.__name__}()."
-            )
-        if hasattr(callback, "state_dict") != hasattr(callback, "load_state_dict"):
-            raise ConfigError(
-                f"`{name}` must have both `state_dict` and `load_state_dict`, or neither, but has "
-                "one of them. Add the other."
             )
 
 
@@ -89,21 +75,35 @@ def read_replicas(
     "auto" is one for each core, as far as there are microbatches for them. It is one on an
     accelerator, in the caller's own thread, and for each rank.
     """
-    if replicas is None:
-        replicas = 1 if microbatches is None else "auto"
-    check_replicas(replicas, microbatches, choice.kind)
-    if isinstance(replicas, str):
+    if replicas is None and microbatches is not None:
+        replicas = "auto"
+    if replicas == "auto":
+        check_argument(
+            microbatches is not None,
+            "replicas",
+            "be a number or devices for microbatches=None, where each computes one slice",
+            replicas,
+        )
         if workloads is not None:
             replicas = len(workloads)
         elif choice.kind in ("ranks", "inline") or home.type != "cpu":
             replicas = 1
         else:
             replicas = min(microbatches or 1, num_cores())
-    devices = resolve_devices(replicas, home, name="replicas")
+    devices = resolve_devices(1 if replicas is None else replicas, home, name="replicas")
     choice.refuse_devices(devices)
     if workloads is not None:
         check_workloads(workloads, len(devices))
-        check_replicas(len(devices), microbatches, choice.kind)
+    if microbatches is not None and len(devices) > microbatches:
+        raise ConfigError(
+            f"`replicas` must be at most as many as there are microbatches ({microbatches}), but "
+            f"are {len(devices)}. Give microbatches={len(devices)} or more, or fewer replicas."
+        )
+    if choice.kind == "inline" and len(devices) != 1:
+        raise ConfigError(
+            "`replicas` must be 1 for executor='inline', which is the caller's own thread, but is "
+            f"{len(devices)}. Use executor='threads' for more."
+        )
     return devices
 
 
@@ -122,49 +122,11 @@ def read_threads(
     )
 
 
-def check_replicas(
-    replicas: int | str | Sequence[Device], microbatches: int | None, executor: str
-) -> None:
-    """Refuse a number of replicas that does not fit the microbatches or the executor."""
-    if isinstance(replicas, str) and replicas != "auto":
-        raise ConfigError(
-            f"`replicas` must be a number, a sequence of devices or 'auto', but is {replicas!r}. "
-            f"Give {replicas.split(',')!r} for a replica on each."
-        )
-    if replicas == "auto" and microbatches is None:
-        raise ConfigError(
-            "`replicas` must be a number or devices for microbatches=None, where each replica "
-            "computes one slice, but is 'auto'. Give replicas=2, say, or a number of microbatches."
-        )
-    given = len(replicas) if isinstance(replicas, (tuple, list)) else replicas
-    if not isinstance(given, Integral):
-        return
-    count = int(given)
-    if microbatches is not None and count > microbatches:
-        raise ConfigError(
-            f"`replicas` must be at most as many as there are microbatches ({microbatches}), but "
-            f"are {count}. Give microbatches={count} or more, or fewer replicas."
-        )
-    if executor == "inline" and count != 1:
-        raise ConfigError(
-            "`replicas` must be 1 for executor='inline', which is the caller's own thread, but is "
-            f"{count}. Use executor='threads' for more."
-        )
-
-
 def read_layout(layout: Layout | None) -> Layout:
     """Return the layout, by default one that splits dim 0 of everything."""
     layout = Layout() if layout is None else layout
     check_argument(isinstance(layout, Layout), "layout", "be a `Layout`", layout)
     return layout
-
-
-def warn_of_epochs_done(epochs: int, done: int) -> None:
-    """Warn that a `fit` trains nothing, as the run has finished so many epochs."""
-    warn_user(
-        f"`epochs` must be more than the {done} that the run has finished, counted from its start, "
-        f"but is {epochs}. Nothing was trained.",
-    )
 
 
 def check_moment(*, closed: bool, in_step: bool = False) -> None:
