@@ -18,7 +18,6 @@ import sys
 import tempfile
 import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -122,7 +121,6 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(arguments)
-    warnings.filterwarnings("ignore", message="`replicas` should be at most")
     console = Console()
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -16,8 +16,6 @@ from phalanx.train.position import Loss
 from tests.chaos.course import Course
 from tests.chaos.saboteur import Order
 
-pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
-
 
 def assert_caught(course: Course, name: str) -> None:
     """Fail unless the comparison fails, and names ``name``."""
@@ -104,7 +102,7 @@ def test_a_position_that_is_advanced_twice_is_caught(
         real(dispatcher, step)
         if len(course.disturbed.lost) > before:
             trainer = course.disturbed.trainer
-            trainer._position = trainer._position.next_batch(Loss(0.0, 0.0, 0))
+            trainer._progress.position = trainer._position.next_batch(Loss(0.0, 0.0, 0))
 
     monkeypatch.setattr(EventDispatcher, "tell_of_failures", tell)
     course.suffer({0: Order("inside backward")}, compared=False)

@@ -11,10 +11,7 @@ import pytest
 from tests.chaos.course import DEADLINE_S, Course, batches
 from tests.chaos.saboteur import MODULE_POINTS, POINTS, Order
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
-    pytest.mark.promise("killed-workers-cost-no-bit"),
-]
+pytestmark = pytest.mark.promise("killed-workers-cost-no-bit")
 
 ON_THE_WAY = [point for point in (*POINTS, *MODULE_POINTS) if point != "born"]
 WITH_A_MICROBATCH = {*POINTS[1:7], *MODULE_POINTS}

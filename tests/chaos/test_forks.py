@@ -19,10 +19,7 @@ from torch import Tensor, nn
 import phalanx
 from tests.zoo import simple_sgd as sgd
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
-    pytest.mark.promise("killed-workers-cost-no-bit"),
-]
+pytestmark = pytest.mark.promise("killed-workers-cost-no-bit")
 
 DEADLINE_S = 60.0
 AT_MOST_S = 0.1

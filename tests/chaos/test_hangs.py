@@ -11,10 +11,7 @@ import pytest
 from tests.chaos.course import Course
 from tests.chaos.saboteur import Order
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
-    pytest.mark.promise("killed-workers-cost-no-bit"),
-]
+pytestmark = pytest.mark.promise("killed-workers-cost-no-bit")
 
 TIMEOUT_S = 3.0
 

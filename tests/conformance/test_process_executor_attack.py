@@ -234,12 +234,3 @@ def test_workers_that_a_ctrl_c_meets_as_they_leave_are_not_lost() -> None:
             trainer.refresh()
         trainer.refresh()
         trainer.step(batch())
-
-
-def test_more_workers_than_cores_are_warned_of() -> None:
-    count = len(os.sched_getaffinity(0)) + 1
-    with (
-        make(replicas=count, microbatches=count) as trainer,
-        pytest.warns(UserWarning, match="`replicas` should be at most"),
-    ):
-        trainer.step(batch())

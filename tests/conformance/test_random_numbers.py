@@ -27,10 +27,7 @@ CONFIGURATIONS = [
 ]
 EXECUTORS = [("inline", 1), ("threads", 2), ("processes", 1)]
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
-    pytest.mark.promise("random-numbers-repeat", "foreign-random-numbers"),
-]
+pytestmark = pytest.mark.promise("random-numbers-repeat", "foreign-random-numbers")
 
 
 class NoisyGradient(torch.autograd.Function):

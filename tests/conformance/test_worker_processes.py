@@ -27,8 +27,6 @@ ROOT = Path(__file__).parents[2]
 PATIENCE_S = 200.0
 gain = [1.0]
 
-pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
-
 Change = Callable[[int], object]  # of the number of the step
 
 

@@ -17,8 +17,6 @@ import phalanx
 from tests.worlds import INLINE, World, in_executor_worlds
 from tests.zoo import MLP, adamw, assert_same_bits, mlp, state_of, vector_batch
 
-pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
-
 ROWS, MICROBATCHES, FAILING = 12, 6, 7.5
 
 

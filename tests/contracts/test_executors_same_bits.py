@@ -24,10 +24,7 @@ STEPS = 12
 MICROBATCHES = 7
 HANDOVER_S = 30.0  # a deadline, not a delay: the others need milliseconds
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
-    pytest.mark.promise("replicas-change-no-bit", "whole-training-loops"),
-]
+pytestmark = pytest.mark.promise("replicas-change-no-bit", "whole-training-loops")
 
 
 class Everything(nn.Module):

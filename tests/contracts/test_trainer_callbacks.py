@@ -121,7 +121,6 @@ def with_callbacks(executor: str, replicas: int, folder: Path) -> tuple[Any, ...
         return tensors_of(trainer.module), tensors_of(ema.module)
 
 
-@pytest.mark.filterwarnings("ignore:`replicas` should be at most")
 @in_executor_worlds
 def test_callbacks_change_no_bit_and_the_average_is_torchs_own(
     world: World, n: int, alone: nn.Module, averaged: nn.Module, tmp_path: Path

@@ -36,10 +36,7 @@ from tests.zoo import (
     vector_batch,
 )
 
-pytestmark = [
-    pytest.mark.promise("errors-arrive-as-raised"),
-    pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
-]
+pytestmark = pytest.mark.promise("errors-arrive-as-raised")
 
 MARKER = 1e6  # a row that holds this makes the code under test raise
 MICROBATCHES = 8

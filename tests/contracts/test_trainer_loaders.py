@@ -23,10 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 import phalanx
 from tests.worlds import World, in_executor_worlds
 
-pytestmark = [
-    pytest.mark.promise("loaders-are-read-to-their-end", "resume-continues-the-data"),
-    pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
-]
+pytestmark = pytest.mark.promise("loaders-are-read-to-their-end", "resume-continues-the-data")
 
 Batch = tuple[Tensor, Tensor]
 ROWS = 6

@@ -120,7 +120,6 @@ def counted(executor: str, replicas: int, **options: Any) -> list[dict[str, floa
     return [{name: each[name] for name in MAKE} for each in found]
 
 
-@pytest.mark.filterwarnings("ignore:`replicas` should be at most")
 @in_executor_worlds
 def test_fit_and_evaluate_give_the_values_of_a_plain_loop(world: World, n: int) -> None:
     for found in world.run(counted, n, microbatches=5):

@@ -29,9 +29,6 @@ from tests.worlds import (
     in_executor_worlds,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:`replicas` should be at most")
-
-
 in_this_process = pytest.mark.parametrize(("executor", "replicas"), EXECUTORS[:2])
 
 

@@ -18,10 +18,7 @@ import phalanx
 from tests.multiprocess.children import Children, Parent
 from tests.worlds import EXECUTOR_WORLDS, World
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
-    pytest.mark.promise("replicas-change-no-bit", "whole-training-loops"),
-]
+pytestmark = pytest.mark.promise("replicas-change-no-bit", "whole-training-loops")
 
 STEPS = 8
 SHAPES = ((7, 5), (300, 9), (9,), (64,), (3, 2, 4, 4), ())

@@ -34,10 +34,7 @@ from tests.worlds import (
 )
 from tests.zoo import simple_sgd as sgd
 
-pytestmark = [
-    pytest.mark.promise("resuming-changes-no-bit", "resume-continues-the-data"),
-    pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
-]
+pytestmark = pytest.mark.promise("resuming-changes-no-bit", "resume-continues-the-data")
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 Batches = list[tuple[Tensor, Tensor]]

@@ -21,10 +21,7 @@ from tests.products import in_pairs
 from tests.worlds import WORLDS_BY_DAY, World, in_executor_worlds
 from tests.zoo import MLP, assert_close, assert_same_bits, batches_of, mlp, state_of
 
-pytestmark = [
-    pytest.mark.promise("schedulers"),
-    pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
-]
+pytestmark = pytest.mark.promise("schedulers")
 
 EPOCHS = 3
 

@@ -46,10 +46,7 @@ PLACES = [
 DIES_AT = 8  # whose step ends with a comparison of all weights
 DONE_AT = 7  # whose step ends with the sharing of the sums
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
-    pytest.mark.promise("killed-ranks-cost-no-bit"),
-]
+pytestmark = pytest.mark.promise("killed-ranks-cost-no-bit")
 
 
 class Plan(NamedTuple):

@@ -30,10 +30,7 @@ from tests.multiprocess.children import DEADLINE_S, Child, Children, Parent, wai
 from tests.multiprocess.test_elastic_ranks import Job, Plan, elastic_of, outcome
 from tests.multiprocess.two_epochs import batches
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
-    pytest.mark.promise("launchers-change-no-bit", "killed-ranks-cost-no-bit"),
-]
+pytestmark = pytest.mark.promise("launchers-change-no-bit", "killed-ranks-cost-no-bit")
 
 
 @pytest.fixture

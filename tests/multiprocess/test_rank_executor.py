@@ -23,10 +23,7 @@ from tests.multiprocess.ranks import Ranks
 from tests.multiprocess.two_epochs import EPOCHS, batches, train_in_one_process
 from tests.zoo import simple_sgd as sgd
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
-    pytest.mark.promise("replicas-change-no-bit", "launchers-change-no-bit"),
-]
+pytestmark = pytest.mark.promise("replicas-change-no-bit", "launchers-change-no-bit")
 
 
 @pytest.fixture(scope="module")

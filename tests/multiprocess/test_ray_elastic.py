@@ -21,10 +21,7 @@ from tests.contracts.test_executors_same_bits import adamw, made, schedule
 ray = pytest.importorskip("ray", reason="needs ray, of the extra `ray`")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`replicas` should be at most"),
-    pytest.mark.promise("killed-ranks-cost-no-bit"),
-]
+pytestmark = pytest.mark.promise("killed-ranks-cost-no-bit")
 
 SIZE = 3
 STEPS = 40

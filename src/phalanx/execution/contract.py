@@ -18,6 +18,7 @@ from phalanx.execution.run import RunResult, RunState
 from phalanx.execution.shards import Shards
 from phalanx.execution.task import Task
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
+from phalanx.plan import check_workloads, read_intra_op
 from phalanx.replicas import (
     Replica,
     RngPlan,
@@ -26,6 +27,7 @@ from phalanx.replicas import (
     has_compiled,
     has_fused_evaluation,
     num_cores,
+    refuse_scripts,
     warn_of_assigned,
 )
 from phalanx.types import Nested
@@ -42,7 +44,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_THREADS_AT_FORK = "Unable to handle autograd's threading"  # what torch says
 _ONE_VALUE = "Expected more than 1 value per channel when training"  # what torch says
 
 
@@ -78,10 +79,13 @@ def repeated(attempt: Callable[[], T]) -> T:
 class Executor(ABC):
     """Replicas that run microbatches, each with a thread of this process that looks after it.
 
-    Attributes:
-        workloads: Relative shares of the replicas.
-        devices: Each replica's.
+    Args:
         sources: Each replica's module, or the one that all are replicas of.
+        devices: One per replica.
+        workloads: Relative shares; equal by default; 0 switches a replica off.
+        intra_op: Threads inside operators, per replica. Default: cores divided by CPU replicas.
+
+    Attributes:
         parameters: All parameters, each once, in whose order gradients are summed.
         owns_generator: Whether each replica has a process of its own, whose generator is seeded.
         worker_pids: The worker processes' numbers; empty without any.
@@ -89,24 +93,35 @@ class Executor(ABC):
         peers: The other processes of the job; None without any.
     """
 
-    workloads: list[float]
-    devices: tuple[torch.device, ...]
-    sources: tuple[nn.Module, ...]
-    parameters: list[nn.Parameter]
     _threads: ThreadPool | CallerThread
     owns_generator = False
     worker_pids: Sequence[int] = ()
     optimizer: Optimizer | None = None
     peers: Peers | None = None
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        sources: Sequence[nn.Module],
+        devices: Sequence[torch.device],
+        workloads: Sequence[float] | None,
+        intra_op: int | None,
+    ) -> None:
+        for source in dict.fromkeys(sources):
+            refuse_scripts(source)
+        self.sources = tuple(sources)
+        self.devices = tuple(devices)
+        self.workloads = [1.0] * len(devices) if workloads is None else list(workloads)
+        check_workloads(self.workloads, len(devices))
+        self.intra_op = read_intra_op(intra_op) or default_intra_op(devices)
+        self.parameters = parameters_of(sources)
+        self._places = places_of(self.parameters)
         self._plans: dict[object, RngPlan] = {}  # by kind of run, of those that were watched
         self._warned: set[str] = set()  # attributes that `forward` was seen to assign
 
     def each(self, function: Callable[[int], T], *, uninterrupted: bool = False) -> list[T]:
         """Call ``function(replica index)`` in every replica's thread, on the caller's streams.
 
-        After :meth:`close`, for a backward pass that is still to come, on threads of its own.
+        After :meth:`close`, for a backward pass that is still to come, in the caller's thread.
 
         Args:
             uninterrupted: A Ctrl-C arrives after it, also where the one replica is the caller's
@@ -120,10 +135,10 @@ class Executor(ABC):
                 return function(index)
 
         run = on_streams if streams else function
-        if not self._threads.closed:
-            return self._threads.each(run, uninterrupted=uninterrupted)
-        with contextlib.closing(ThreadPool(len(self), intra_op=self.intra_op)) as pool:
-            return pool.each(run)
+        threads = self._threads
+        if threads.closed:
+            threads = CallerThread(self.devices, intra_op=self.intra_op)
+        return threads.each(run, uninterrupted=uninterrupted)
 
     def run(
         self,
@@ -162,7 +177,7 @@ class Executor(ABC):
         self._compute(state)
         if plan.watched:
             self._keep_plan(kind, state)
-        state.result.sums = state.sums.waiting()
+        state.result.sums = state.sums.waiting
         state.result.spans.sort(key=attrgetter("start_s"))
         return state.result
 
@@ -188,14 +203,9 @@ class Executor(ABC):
         """Return the optimizer in shards, one for each replica's thread."""
         return Shards(optimizer, self.parameters, len(self))
 
-    @property
-    @abstractmethod
-    def intra_op(self) -> int:
-        """Threads inside operators, per replica."""
-
-    @abstractmethod
     def __len__(self) -> int:
         """Return the number of replicas."""
+        return len(self.devices)
 
     @abstractmethod
     def follow(self) -> bool:
@@ -243,16 +253,10 @@ def annotate_error(error: BaseException, replica: Replica, microbatch: int) -> N
 
 
 def explain_error(error: BaseException) -> None:
-    """Note the ways out on errors of torch's that do not name them."""
+    """Note the way out on an error that comes of cutting the batch."""
     if isinstance(error, ValueError) and _ONE_VALUE in str(error):
         error.add_note(
             "This piece of the batch has 1 row, of which batch norm has no variance. Cut the batch "
             "into fewer pieces (`microbatches`, `replicas`), or leave a short last batch out, by "
             "`drop_last=True` of its loader."
-        )
-    elif isinstance(error, RuntimeError) and _THREADS_AT_FORK in str(error):
-        error.add_note(
-            "The program has run a backward pass before its worker processes were forked, and "
-            'torch sees a GPU. Set `CUDA_VISIBLE_DEVICES=""` before the start, run no backward '
-            "pass in the program, or use executor='threads'."
         )

@@ -5,11 +5,11 @@ Every slot has the same layout, so an answer only says which parts were written.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from phalanx.ipc import aligned, fail_point
 from phalanx.memory import SharedMemoryPool, copy_to
 from phalanx.torch_internals import foreach_copy
 
-__all__ = ["GradientSlot", "GradientSlots", "SlotLayout", "SlotWriter"]
+__all__ = ["GradientSlot", "GradientSlots", "SlotWriter"]
 
 _LARGE_BYTES = 64 << 10  # smaller gradients are copied together
 _MOVED_BYTES = 1 << 20  # a hook takes 13 µs, which counts beside the copy of a smaller gradient
@@ -42,45 +42,37 @@ class GradientSlot:
         return [gradient if there else None for gradient, there in pairs]
 
 
-class SlotLayout:
-    """The places of the parameters' gradients in every slot.
+class GradientSlots:
+    """The slots of an executor, made when none is free.
 
-    Attributes:
-        nbytes: The size of a slot.
+    Args:
+        parameters: In whose order gradients lie in a slot.
+        pool: Where slots lie.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.nbytes = 0
-        self._places: list[tuple[torch.dtype, int, int]] = []  # how many from where on
-        for parameter in parameters:
-            self._places.append((parameter.dtype, parameter.numel(), self.nbytes))
-            self.nbytes += aligned(parameter.nbytes)
-
-    def slot(self, start: int, pool: SharedMemoryPool) -> GradientSlot:
-        """Return the slot that begins there in the pool."""
-        places = [(dtype, count, start + offset) for dtype, count, offset in self._places]
-        return GradientSlot(start, [pool.tensor(*each) if each[1] else None for each in places])
-
-
-class GradientSlots:
-    """The slots of an executor, made when none is free."""
-
-    def __init__(self, layout: SlotLayout, pool: SharedMemoryPool) -> None:
-        self.layout = layout
+    def __init__(self, parameters: Sequence[nn.Parameter], pool: SharedMemoryPool) -> None:
         self._pool = pool
         self._lock = threading.Lock()
         self._free: list[GradientSlot] = []
+        self._nbytes = 0
+        self._places: list[tuple[torch.dtype, int, int]] = []  # how many from where on
+        for parameter in parameters:
+            self._places.append((parameter.dtype, parameter.numel(), self._nbytes))
+            self._nbytes += aligned(parameter.nbytes)
+
+    def at(self, start: int) -> GradientSlot:
+        """Return the slot that begins there in the pool."""
+        places = [(dtype, count, start + offset) for dtype, count, offset in self._places]
+        gradients = [self._pool.tensor(*each) if each[1] else None for each in places]
+        return GradientSlot(start, gradients)
 
     def take(self) -> GradientSlot:
         """Return a free slot; it is free again when it is collected."""
         with self._lock:
-            kept = self._free.pop() if self._free else self._made()
+            kept = self._free.pop() if self._free else self.at(self._pool.allocate(self._nbytes))
         slot = replace(kept)
         weakref.finalize(slot, self._free.append, kept).atexit = False
         return slot
-
-    def _made(self) -> GradientSlot:
-        return self.layout.slot(self._pool.allocate(self.layout.nbytes), self._pool)
 
 
 class SlotWriter:
@@ -90,25 +82,20 @@ class SlotWriter:
     hold all gradients of the model twice.
 
     Args:
+        slots: The program's.
         leaves: The parameters of the replica, which get the gradients.
     """
 
-    def __init__(
-        self, layout: SlotLayout, pool: SharedMemoryPool, leaves: Sequence[Tensor]
-    ) -> None:
-        self._layout = layout
-        self._pool = pool
-        self._slots: dict[int, GradientSlot] = {}
+    def __init__(self, slots: GradientSlots, leaves: Sequence[Tensor]) -> None:
+        self._at = functools.cache(slots.at)
         self._slot: GradientSlot | None = None
         for place, leaf in enumerate(leaves):
             if leaf.requires_grad and leaf.nbytes >= _MOVED_BYTES:
-                leaf.register_post_accumulate_grad_hook(partial(self._move, place))
+                leaf.register_post_accumulate_grad_hook(functools.partial(self._move, place))
 
     def begin(self, start: int | None) -> None:
         """Write to the slot that begins at ``start``; None where nobody asks for gradients."""
-        if start is not None and start not in self._slots:
-            self._slots[start] = self._layout.slot(start, self._pool)
-        self._slot = None if start is None else self._slots[start]
+        self._slot = None if start is None else self._at(start)
 
     def _move(self, place: int, leaf: Tensor) -> None:
         target = None if self._slot is None else self._slot.gradients[place]

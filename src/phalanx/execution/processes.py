@@ -30,33 +30,29 @@ from phalanx.errors import ConfigError, PhalanxError, StateError, UnsupportedErr
 from phalanx.execution.channel import Mailbox, pack
 from phalanx.execution.contract import (
     Executor,
-    default_intra_op,
     parameters_of,
     places_of,
 )
 from phalanx.execution.executor_options import Processes
 from phalanx.execution.failures import FailureLog, WorkerLost
-from phalanx.execution.gradient_slots import GradientSlot, GradientSlots, SlotLayout
+from phalanx.execution.gradient_slots import GradientSlot, GradientSlots
 from phalanx.execution.run import Gradients, PartialSum, RunState, Span
 from phalanx.execution.thread_pool import ThreadPool
 from phalanx.execution.worker import (
     Failed,
     MicrobatchMessage,
     RunSpec,
-    World,
+    Worker,
     rebuilt,
-    serve,
 )
 from phalanx.execution.worker_process import Lost, WorkerProcess, dismiss_all
 from phalanx.memory import SharedMemoryPool, has_memory, is_shared, return_freed_memory
-from phalanx.plan import Node, check_workloads
+from phalanx.plan import Node
 from phalanx.replicas import (
     AttributeFingerprint,
     CallerModes,
-    num_cores,
     refuse_compiled_in_place,
 )
-from phalanx.warning import warn_user
 
 __all__ = ["ProcessExecutor"]
 
@@ -103,18 +99,11 @@ class ProcessExecutor(Executor):
         workloads: Sequence[float] | None = None,
         intra_op: int | None = None,
     ) -> None:
-        super().__init__()
-        self.workloads = list(workloads) if workloads is not None else [1.0] * num_workers
-        check_workloads(self.workloads, num_workers)
-        self.devices = (_CPU,) * num_workers
-        self._intra_op = intra_op or default_intra_op(self.devices)
-        _warn_of_oversubscription(num_workers, self._intra_op)
+        super().__init__([source], [_CPU] * num_workers, workloads, intra_op)
         _check_shareable(source)
-        self.parameters = list(source.parameters())
         self._source = source
-        self.sources = (source,)
         self.pool = SharedMemoryPool()
-        self._slots = GradientSlots(SlotLayout(self.parameters), self.pool)
+        self._slots = GradientSlots(self.parameters, self.pool)
         self._shared = list(shared)
         self._reads = list(reads)
         self._timeout_s = min(float(options.timeout_s), _LONGEST_S)
@@ -126,7 +115,7 @@ class ProcessExecutor(Executor):
         self._mail = [(Mailbox(self.pool), Mailbox(self.pool)) for _ in range(num_workers)]
         self._workers: list[WorkerProcess | None] = [None] * num_workers
         self._dismiss = weakref.finalize(self, _dismiss, self._workers)
-        self._threads = ThreadPool(num_workers, intra_op=self._intra_op, name="phalanx-executor")
+        self._threads = ThreadPool(num_workers, intra_op=self.intra_op, name="phalanx-executor")
         self._forks = ThreadPool(1, intra_op=1, name="phalanx-forks")  # which does nothing else
         try:
             _import_for_autograd()
@@ -138,17 +127,9 @@ class ProcessExecutor(Executor):
     # -- what executors have ---------------------------------------------
 
     @property
-    def intra_op(self) -> int:
-        """Threads inside operators, per worker."""
-        return self._intra_op
-
-    @property
     def worker_pids(self) -> tuple[int, ...]:  # type: ignore[override]
         """The worker processes' numbers."""
         return tuple([worker.pid for worker in self._workers if worker is not None])
-
-    def __len__(self) -> int:
-        return len(self.devices)
 
     def follow(self) -> bool:
         """Let the next runs see assigned attributes; False where the parameters are others.
@@ -210,16 +191,7 @@ class ProcessExecutor(Executor):
         self._bury()
         missing = [index for index, worker in enumerate(self._workers) if worker is None]
         if missing:
-            world = World(
-                source=self._source,
-                shared=self._shared,
-                fingerprint=self._fingerprint,
-                pool=self.pool,
-                layout=self._slots.layout,
-                intra_op=self._intra_op,
-                optimizer=self.optimizer,
-            )
-            self._forks.each(lambda _: self._fork(missing, world))
+            self._forks.each(lambda _: self._fork(missing))
 
     def _bury(self) -> None:
         """Report the workers that have ended with nothing to do."""
@@ -230,11 +202,21 @@ class ProcessExecutor(Executor):
             except Lost as lost:
                 self._lose(index, lost)
 
-    def _fork(self, missing: Sequence[int], world: World) -> None:
+    def _fork(self, missing: Sequence[int]) -> None:
         for index in missing:
             inbox, outbox = self._mail[index]
-            body = partial(serve, world, index, inbox, outbox)
-            self._workers[index] = WorkerProcess(index, outbox, body)
+            worker = Worker(
+                index=index,
+                source=self._source,
+                shared=self._shared,
+                fingerprint=self._fingerprint,
+                slots=self._slots,
+                intra_op=self.intra_op,
+                optimizer=self.optimizer,
+                inbox=inbox,
+                outbox=outbox,
+            )
+            self._workers[index] = WorkerProcess(index, outbox, worker.serve)
 
     def _lose(self, index: int, lost: Lost, microbatch: int | None = None) -> None:
         """Report a loss.
@@ -395,34 +377,20 @@ def _import_for_autograd() -> None:
     import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
 
-def _warn_of_oversubscription(num_workers: int, intra_op: int) -> None:
-    if num_workers * intra_op > num_cores():
-        warn_user(
-            f"`replicas` should be at most the {num_cores()} cores of this machine, but is "
-            f"{num_workers} processes × {intra_op} threads: they will wait for each other.",
-        )
-
-
 def _check_shareable(source: nn.Module) -> None:
     """Refuse a module whose tensors processes cannot share; nothing is done to it.
 
     Raises:
-        UnsupportedError: A tensor lies on another device, or is not dense; or copies of the module
-            would not be compiled as it is.
+        UnsupportedError: A tensor lies on another device, or is not dense; or the module was
+            compiled in place.
     """
     refuse_compiled_in_place(source)
     tensors = {"Parameter": source.named_parameters(), "Buffer": source.named_buffers()}
     for kind, named in tensors.items():
         for name, tensor in named:
-            if tensor.device.type != "cpu":
+            is_dense = tensor.layout is torch.strided and not tensor.is_quantized
+            if tensor.device.type != "cpu" or not is_dense:
                 raise UnsupportedError(
-                    f"{kind} `{name}` must lie on the CPU for executor='processes', but is on "
-                    f"{tensor.device}. Use executor='threads', which serves several devices from "
-                    "one process."
-                )
-            if tensor.layout is not torch.strided or tensor.is_quantized:
-                told = "quantized" if tensor.is_quantized else f"of layout {tensor.layout}"
-                raise UnsupportedError(
-                    f"{kind} `{name}` must be dense for executor='processes', but is {told}. Use "
-                    "executor='threads'."
+                    f"{kind} `{name}` must be dense and on the CPU for executor='processes', but "
+                    f"is {tensor.type()} on {tensor.device}. Use executor='threads'."
                 )

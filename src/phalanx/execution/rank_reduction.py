@@ -40,7 +40,7 @@ def nodes_of(leaves: range, rows: Sequence[float]) -> list[Node]:
     sums: TreeSums[float] = TreeSums(len(rows), operator.add)
     for leaf in leaves:
         sums.put(Node(0, leaf), rows[leaf] or None)
-    return [node for node, found in sums.waiting().items() if found is not None]
+    return [node for node in sorted(sums.waiting) if sums.waiting[node] is not None]
 
 
 def add_nodes(num_leaves: int, found: Mapping[Node, T], add: Callable[[T, T], T]) -> T | None:
@@ -58,7 +58,8 @@ def add_nodes(num_leaves: int, found: Mapping[Node, T], add: Callable[[T, T], T]
         sums.put(node, value)
     for leaf in set(range(num_leaves)) - covered:
         sums.put(Node(0, leaf), None)
-    last = [each for each in sums.waiting().values() if each is not None]
+    operands = [sums.waiting[node] for node in sorted(sums.waiting)]
+    last = [each for each in operands if each is not None]
     return add(*last) if len(last) == 2 else next(iter(last), None)
 
 

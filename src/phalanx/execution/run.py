@@ -9,7 +9,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -63,7 +62,7 @@ class RunResult:
 
     Attributes:
         results: What the task returned, by microbatch; None for microbatches of weight 0.
-        sums: Partial sums that nobody has added yet, by node of the tree, in order.
+        sums: Partial sums that nobody has added yet, by node of the tree.
         replica_of: Which replica here computed each microbatch; -1 for those left out, or run
             elsewhere.
         drew: Whether the model drew random numbers from the microbatches' own generators.
@@ -78,7 +77,8 @@ class RunResult:
     @property
     def operands(self) -> list[PartialSum]:
         """The last one or two partial sums, left one first, which the caller adds."""
-        return [each for each in self.sums.values() if each is not None]
+        found = [self.sums[node] for node in sorted(self.sums)]
+        return [each for each in found if each is not None]
 
 
 class TreeSums(Generic[T]):
@@ -89,10 +89,13 @@ class TreeSums(Generic[T]):
 
     Args:
         add: Returns the sum of a left and a right operand; it may be one of them, changed in place.
+
+    Attributes:
+        waiting: The sums that wait for others.
     """
 
     def __init__(self, num_leaves: int, add: Callable[[T, T], T]) -> None:
-        self._waiting: dict[Node, T | None] = {}
+        self.waiting: dict[Node, T | None] = {}
         self._tree = SummationTree(num_leaves)
         self._add = add
         self._lock = threading.Lock()
@@ -104,21 +107,17 @@ class TreeSums(Generic[T]):
             if sibling is None:
                 continue
             with self._lock:
-                if sibling not in self._waiting:
-                    self._waiting[place] = value
+                if sibling not in self.waiting:
+                    self.waiting[place] = value
                     return
-                other = self._waiting.pop(sibling)
+                other = self.waiting.pop(sibling)
             left, right = (value, other) if place < sibling else (other, value)
             if left is None or right is None:
                 value = right if left is None else left
             else:
                 value = self._add(left, right)
         with self._lock:
-            self._waiting[last] = value
-
-    def waiting(self) -> dict[Node, T | None]:
-        """Return the sums that wait for others, in the order of the tree."""
-        return dict(sorted(self._waiting.items(), key=itemgetter(0)))
+            self.waiting[last] = value
 
 
 def add_gradients(left: Gradients, right: Gradients) -> Gradients:

@@ -14,7 +14,6 @@ from phalanx.clock import now_s
 from phalanx.execution.contract import (
     Executor,
     annotate_error,
-    default_intra_op,
     parameters_of,
     places_of,
 )
@@ -28,7 +27,7 @@ from phalanx.execution.run import (
 )
 from phalanx.execution.task import MicrobatchContext
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
-from phalanx.plan import BufferRules, Node, check_workloads, read_intra_op
+from phalanx.plan import BufferRules, Node
 from phalanx.replicas import (
     AttributeFingerprint,
     CallerModes,
@@ -38,7 +37,6 @@ from phalanx.replicas import (
     SourceGradients,
     Statistics,
     has_compiled,
-    refuse_scripts,
 )
 
 __all__ = ["ThreadExecutor"]
@@ -56,15 +54,11 @@ class ThreadExecutor(Executor):
         source: The module that the user trains, or one for each device; parameters are read in
             place. Buffers of several modules go by their name after the module's index, such as
             ``"0.seen"``.
-        devices: One per replica.
-        workloads: Relative shares; equal by default; 0 switches a replica off.
-        intra_op: Threads inside operators, per replica. Default: cores divided by CPU replicas.
+        devices, workloads, intra_op: As `Executor` takes them.
         rules: What becomes of buffers that replicas write.
         inline: Run the only replica in the caller's thread.
 
     Attributes:
-        sources: Each replica's module.
-        parameters: All parameters, each once, in whose order gradients are summed.
         one_run: Held by the thread that runs forward passes, or writes what they have left.
 
     Raises:
@@ -84,17 +78,9 @@ class ThreadExecutor(Executor):
         rules: BufferRules | None = None,
         inline: bool = False,
     ) -> None:
-        super().__init__()
-        self.workloads = list(workloads) if workloads is not None else [1.0] * len(devices)
-        check_workloads(self.workloads, len(devices))
         one_source = isinstance(source, nn.Module)
         sources = [source] * len(devices) if isinstance(source, nn.Module) else list(source)
-        for own in dict.fromkeys(sources):
-            refuse_scripts(own)
-        self.sources = tuple(sources)
-        self.parameters = parameters_of(sources)
-        self.devices = tuple(devices)
-        self._intra_op = read_intra_op(intra_op) or default_intra_op(devices)
+        super().__init__(sources, devices, workloads, intra_op)
         reaching = SourceGradients(self.parameters)
         self._copies = {own: DeviceCopies(list(own.parameters())) for own in self.sources}
         self._fingerprints = {own: AttributeFingerprint(own) for own in self.sources}
@@ -114,8 +100,6 @@ class ThreadExecutor(Executor):
         ]
         self._moved = [each for each in self._copies.values() if each.are_there]
         self.one_run = threading.RLock()
-        self._places = places_of(self.parameters)
-        self._has_parameters = True  # those that the modules have now
         compiled = any(map(has_compiled, dict.fromkeys(sources)))
         self._compile_once = CompileOnce(sources) if compiled else None
         self._threads = (
@@ -129,10 +113,10 @@ class ThreadExecutor(Executor):
         if self._threads.closed:  # a second Ctrl-C leaves threads behind
             return False
         changed = [own for own, before in self._fingerprints.items() if not before.is_current()]
-        if changed:
-            self._fingerprints.update({own: AttributeFingerprint(own) for own in changed})
-            self._has_parameters = self._places == places_of(parameters_of(self.sources))
-        return self._has_parameters
+        if changed and places_of(parameters_of(self.sources)) != self._places:
+            return False
+        self._fingerprints.update({own: AttributeFingerprint(own) for own in changed})
+        return True
 
     def refresh(self) -> None:
         """Take over everything from the module now."""
@@ -151,14 +135,6 @@ class ThreadExecutor(Executor):
             for index, own in enumerate(self.each(add)):
                 left[index::count] = own
         return left
-
-    @property
-    def intra_op(self) -> int:
-        """Threads inside operators, per replica."""
-        return self._intra_op
-
-    def __len__(self) -> int:
-        return len(self.replicas)
 
     def close(self) -> None:
         """Dismiss the threads; closing twice does nothing."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import pickle
 import signal
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,10 +26,10 @@ from torch.optim import Optimizer
 from phalanx.clock import now_s
 from phalanx.execution.channel import Mailbox, adopt, pack
 from phalanx.execution.contract import explain_error
-from phalanx.execution.gradient_slots import SlotLayout, SlotWriter
+from phalanx.execution.gradient_slots import GradientSlots, SlotWriter
 from phalanx.execution.task import MicrobatchContext, Task
 from phalanx.ipc import fail_point, fail_points, flush_output, inject
-from phalanx.memory import SharedMemoryPool, forget_memory
+from phalanx.memory import forget_memory
 from phalanx.replicas import (
     AttributeFingerprint,
     CallerModes,
@@ -45,34 +46,11 @@ __all__ = [
     "Failed",
     "MicrobatchMessage",
     "RunSpec",
-    "World",
+    "Worker",
     "rebuilt",
-    "serve",
 ]
 
 _CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class World:
-    """The objects of the program that a worker uses.
-
-    Attributes:
-        source: The module that the user trains.
-        shared: Objects that tasks refer to, such as the loss.
-        fingerprint: Where changes of their attributes go.
-        pool: Where batches, answers and gradients lie.
-        layout: Of the slots that take gradients.
-        optimizer: The program's, whose state workers have no use for.
-    """
-
-    source: nn.Module
-    shared: Sequence[object]
-    fingerprint: AttributeFingerprint
-    pool: SharedMemoryPool
-    layout: SlotLayout
-    intra_op: int
-    optimizer: Optimizer | None
 
 
 @dataclass(frozen=True)
@@ -139,65 +117,68 @@ class Failed:
     text: str
 
 
-def serve(
-    world: World,
-    index: int,
-    inbox: Mailbox,
-    outbox: Mailbox,
-    connection: Connection,
-    dump: Connection,
-) -> None:
-    """Work until the program closes the connection, in a fork of it.
-
-    Args:
-        connection: An empty message says that there is one in the mailbox, in either direction.
-        dump: Takes the stacks of all threads, when the program asks for them by SIGUSR1.
-    """
-    faulthandler.register(signal.SIGUSR1, file=dump.fileno(), all_threads=True)
-    inject(fail_points.fault, index)
-    set_intra_op(world.intra_op)
-    if world.optimizer is not None:
-        _forget_state(world.optimizer)
-    fail_point("born")
-    adopt(world.shared)
-    worker: Worker | None = None
-    with contextlib.suppress(EOFError, OSError):  # the program is gone
-        while True:
-            connection.recv_bytes()
-            try:
-                worker = worker or Worker(index, world)
-                worker.work(inbox.read(copies=False), outbox)
-            except BaseException as error:
-                outbox.write(_failed(error))
-            flush_output()
-            connection.send_bytes(b"")
-
-
-def _forget_state(optimizer: Optimizer) -> None:
-    """Let go of memory that the program writes to: it would copy each page before, for us."""
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor) and value.device.type == "cpu":
-                forget_memory(value)
-    optimizer.state.clear()
-
-
+@dataclass(kw_only=True)
 class Worker:
-    """One replica in a process of its own."""
+    """One replica in a process of its own, a fork of the program that has made all of this.
 
-    def __init__(self, index: int, world: World) -> None:
-        self._world = world
-        self._replica = Replica(world.source, _CPU, index)
-        self._writer = SlotWriter(world.layout, world.pool, self._replica.parameters)
-        self._packed_spec = b""
-        self._spec: RunSpec
+    Attributes:
+        index: Which worker.
+        source: The module that the user trains.
+        shared: Objects that tasks refer to, such as the loss.
+        fingerprint: Where changes of their attributes go.
+        slots: They take the gradients.
+        intra_op: Threads inside operators.
+        optimizer: The program's, whose state workers have no use for.
+        inbox: Where microbatches come.
+        outbox: Where answers go.
+    """
 
-    def work(self, message: MicrobatchMessage, outbox: Mailbox) -> None:
-        """Compute a microbatch and write the answer."""
-        fail_point("microbatch taken")
-        done = self._compute(message)
-        fail_point("before reply")
-        outbox.write(done)
+    index: int
+    source: nn.Module
+    shared: Sequence[object]
+    fingerprint: AttributeFingerprint
+    slots: GradientSlots
+    intra_op: int
+    optimizer: Optimizer | None
+    inbox: Mailbox
+    outbox: Mailbox
+    _spec: RunSpec = field(init=False)
+    _packed_spec: bytes = b""
+
+    def serve(self, connection: Connection, dump: Connection) -> None:
+        """Work until the program closes the connection.
+
+        Args:
+            connection: An empty message says that there is one in a mailbox, in either direction.
+            dump: Takes the stacks of all threads, when the program asks for them by SIGUSR1.
+        """
+        faulthandler.register(signal.SIGUSR1, file=dump.fileno(), all_threads=True)
+        inject(fail_points.fault, self.index)
+        set_intra_op(self.intra_op)
+        if self.optimizer is not None:
+            _forget_state(self.optimizer)
+        fail_point("born")
+        adopt(self.shared)
+        with contextlib.suppress(EOFError, OSError):  # the program is gone
+            while True:
+                connection.recv_bytes()
+                try:
+                    fail_point("microbatch taken")
+                    done = self._compute(self.inbox.read(copies=False))
+                    fail_point("before reply")
+                    self.outbox.write(done)
+                except BaseException as error:
+                    self.outbox.write(_failed(error))
+                flush_output()
+                connection.send_bytes(b"")
+
+    @functools.cached_property
+    def _replica(self) -> Replica:
+        return Replica(self.source, _CPU, self.index)
+
+    @functools.cached_property
+    def _writer(self) -> SlotWriter:
+        return SlotWriter(self.slots, self._replica.parameters)
 
     def _compute(self, message: MicrobatchMessage) -> Done:
         spec = self._begin(message.spec)
@@ -228,7 +209,7 @@ class Worker:
         if packed != self._packed_spec:
             self._spec = pickle.loads(packed)
             self._packed_spec = packed
-            self._world.fingerprint.apply(self._spec.changes)
+            self.fingerprint.apply(self._spec.changes)
             self._replica.outdate()  # the program may have written to the buffers
         self._replica.refresh()
         return self._spec
@@ -250,6 +231,15 @@ class Worker:
             self._replica.drop_gradients()
             self._replica.outdate()
             raise
+
+
+def _forget_state(optimizer: Optimizer) -> None:
+    """Let go of memory that the program writes to: it would copy each page before, for us."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor) and value.device.type == "cpu":
+                forget_memory(value)
+    optimizer.state.clear()
 
 
 # -- errors ----------------------------------------------------------

@@ -30,7 +30,6 @@ from phalanx.plan import Layout, equal_sizes, open_rows, read_weights, workload_
 from phalanx.replicas import (
     Statistics,
     check_statistics,
-    refuse_scripts,
     sum_statistics,
     write_statistics,
 )
@@ -281,7 +280,6 @@ class Engine:
 
     def _make(self) -> None:
         spec = self.spec
-        refuse_scripts(spec.module)
         check_members(spec.module, spec.optimizer)
         self._buffer_homes = [
             (f"{path}.{key}" if path else key, owner, key)
