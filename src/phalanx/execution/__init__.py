@@ -7,7 +7,7 @@ from phalanx.execution.contract import (
 )
 from phalanx.execution.executor_options import Processes, Ranks, Threads
 from phalanx.execution.failures import FailureLog, WorkerLost
-from phalanx.execution.opening import ExecutorChoice, open_executor
+from phalanx.execution.opening import ExecutorChoice
 from phalanx.execution.processes import ProcessExecutor
 from phalanx.execution.rank_messages import RankMessage
 from phalanx.execution.rank_reduction import RankReduction, add_nodes
@@ -41,6 +41,5 @@ __all__ = [
     "add_sums",
     "default_intra_op",
     "describe_rank",
-    "open_executor",
     "repeated",
 ]

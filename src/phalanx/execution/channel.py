@@ -24,8 +24,6 @@ from phalanx.errors import OutOfSpace
 from phalanx.ipc import aligned
 from phalanx.memory import SharedMemoryPool
 
-__all__ = ["Mailbox", "adopt", "pack"]
-
 _ROOM_BYTES = 1 << 35  # of addresses
 _FIRST_BYTES = 1 << 16
 _WORD_BYTES = 8

@@ -32,17 +32,6 @@ from phalanx.replicas import (
 )
 from phalanx.types import Nested
 
-__all__ = [
-    "Executor",
-    "Peers",
-    "annotate_error",
-    "default_intra_op",
-    "explain_error",
-    "parameters_of",
-    "places_of",
-    "repeated",
-]
-
 T = TypeVar("T")
 _ONE_VALUE = "Expected more than 1 value per channel when training"  # what torch says
 

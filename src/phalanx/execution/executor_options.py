@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from phalanx.errors import ConfigError
 from phalanx.plan import read_count, read_intra_op, read_number
 
-__all__ = ["Processes", "Ranks", "Threads"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Threads:

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from phalanx.clock import now_s
 from phalanx.errors import PeerLost
 
-__all__ = ["FailureLog", "WorkerLost"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerLost:

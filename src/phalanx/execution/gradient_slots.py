@@ -18,8 +18,6 @@ from phalanx.ipc import aligned, fail_point
 from phalanx.memory import SharedMemoryPool, copy_to
 from phalanx.torch_internals import foreach_copy
 
-__all__ = ["GradientSlot", "GradientSlots", "SlotWriter"]
-
 _LARGE_BYTES = 64 << 10  # smaller gradients are copied together
 _MOVED_BYTES = 1 << 20  # a hook takes 13 µs, which counts beside the copy of a smaller gradient
 

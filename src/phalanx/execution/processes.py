@@ -33,7 +33,6 @@ from phalanx.execution.contract import (
     parameters_of,
     places_of,
 )
-from phalanx.execution.executor_options import Processes
 from phalanx.execution.failures import FailureLog, WorkerLost
 from phalanx.execution.gradient_slots import GradientSlot, GradientSlots
 from phalanx.execution.run import Gradients, PartialSum, RunState, Span
@@ -54,8 +53,6 @@ from phalanx.replicas import (
     refuse_compiled_in_place,
 )
 
-__all__ = ["ProcessExecutor"]
-
 _LONGEST_S = 2e6  # 23 days: `poll` counts milliseconds in 31 bits, and infinity is no number to it
 _CPU = torch.device("cpu")
 
@@ -66,8 +63,8 @@ class ProcessExecutor(Executor):
     Args:
         source: The module that the user trains; all its parameters lie on the CPU.
         num_workers: Number of processes.
-        options: Timeouts and limits; ``intra_op`` is the argument of that name. A ``timeout_s``
-            longer than three weeks, as infinity is, counts as that.
+        timeout_s: How long a microbatch may take before its worker counts as hung. Longer than
+            three weeks, as infinity is, counts as that.
         failures: Takes note of lost workers.
         shared: Objects that tasks refer to; workers have them from the fork.
         reads: Functions that tasks call beside the module, such as the loss.
@@ -92,7 +89,7 @@ class ProcessExecutor(Executor):
         source: nn.Module,
         num_workers: int,
         *,
-        options: Processes,
+        timeout_s: float,
         failures: FailureLog,
         shared: Sequence[object] = (),
         reads: Sequence[object] = (),
@@ -106,7 +103,7 @@ class ProcessExecutor(Executor):
         self._slots = GradientSlots(self.parameters, self.pool)
         self._shared = list(shared)
         self._reads = list(reads)
-        self._timeout_s = min(float(options.timeout_s), _LONGEST_S)
+        self._timeout_s = min(float(timeout_s), _LONGEST_S)
         self._failures = failures
         self._pid = os.getpid()
         self._runs = 0

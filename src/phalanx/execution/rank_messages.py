@@ -22,8 +22,6 @@ from phalanx.replicas import Statistic
 from phalanx.torch_internals import pytree
 from phalanx.types import Nested
 
-__all__ = ["RankMessage"]
-
 _TEXT = "text"
 
 

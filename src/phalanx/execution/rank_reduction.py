@@ -23,8 +23,6 @@ from phalanx.execution.run import Gradients, PartialSum, TreeSums
 from phalanx.plan import Node
 from phalanx.torch_internals import foreach_copy
 
-__all__ = ["RankReduction", "add_nodes", "nodes_of"]
-
 T = TypeVar("T")
 
 _IDENTITY = -0.0  # added to any number, it gives this number; 0.0 would change the sign of -0.0

@@ -32,47 +32,56 @@ from phalanx.execution.threads import ThreadExecutor
 from phalanx.plan import SummationTree, flatten, workload_sizes
 from phalanx.types import Nested
 
-__all__ = ["RankExecutor", "describe_rank", "write_once"]
-
 _TRACED = 64  # elements of each microbatch that tell one batch from another
 _STEP = "run a batch"
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 class RankExecutor(ThreadExecutor, Peers):
-    """This rank's replicas, as a part of the job's; :meth:`join` comes first.
+    """This rank's replicas, as a part of the job's, which begin with rank 0's tensors.
 
     A run of ranks that may be lost raises `GroupChanged` where one was: nothing has changed here
     then, and the batch is to be cut and run again.
 
-    Attributes:
+    Args:
+        module: The module that all ranks train.
+        devices, workloads, intra_op: As `Executor` takes them.
         exchange: The job's ranks.
+
+    Raises:
+        ConfigError: Ranks differ in what they train; it says in what.
     """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device],
+        exchange: Exchange,
+        *,
+        workloads: Sequence[float],
+        intra_op: int,
+    ) -> None:
+        super().__init__(module, devices, workloads=workloads, intra_op=intra_op)
+        self._module = module
+        self._exchange = exchange
+        try:
+            about = describe_rank(module, self.workloads)
+            exchange.begin(about)
+            exchange.align([*module.parameters(), *module.buffers()])
+        except BaseException:
+            self.close()
+            raise
+        self._trains = [about["model"], about["frozen"]]
+        self._look_at_ranks()
 
     @property
     def peers(self) -> Peers:  # type: ignore[override]
         """The other ranks."""
         return self
 
-    def join(self, exchange: Exchange) -> None:
-        """Compare what all ranks train, and begin with rank 0's parameters and buffers.
-
-        Raises:
-            ConfigError: Ranks differ in what they train; it says in what. Or the module is on a
-                device whose tensors they cannot exchange.
-        """
-        self._module = module = self.sources[0]
-        self.exchange = exchange
-        about = describe_rank(module, self.workloads)
-        exchange.begin(about)
-        _refuse_unserved(about["device_types"], exchange)
-        exchange.align([*module.parameters(), *module.buffers()])
-        self._trains = [about["model"], about["frozen"]]
-        self._follow_ranks()
-
-    def _follow_ranks(self) -> None:
+    def _look_at_ranks(self) -> None:
         """Take note of who the ranks are now."""
-        exchange = self.exchange
+        exchange = self._exchange
         self._generation = exchange.generation
         self._newcomers_wait = False
         by_rank = [each["workloads"] for each in exchange.about]
@@ -89,9 +98,9 @@ class RankExecutor(ThreadExecutor, Peers):
 
     def all_workloads(self) -> Sequence[float]:
         """Return the relative shares of all ranks' replicas, rank after rank."""
-        self.exchange.settle()
-        if self._generation != self.exchange.generation:
-            self._follow_ranks()
+        self._exchange.settle()
+        if self._generation != self._exchange.generation:
+            self._look_at_ranks()
         return self._all_workloads
 
     def run(
@@ -113,17 +122,17 @@ class RankExecutor(ThreadExecutor, Peers):
         """
         assert not task.goes_back
         assert only is None
-        if self.exchange.is_behind:  # this rank computes all
+        if self._exchange.is_behind:  # this rank computes all
             owners = None
         ranges = self._ranges(len(pieces), owned=owners is not None)
-        only = ranges[self.exchange.rank]
+        only = ranges[self._exchange.rank]
         if owners is not None:  # by the numbers that replicas have here
             owners = [owner - only.start for owner in owners]
         fingerprint = json.dumps(
             {
                 "step": [seed, [each.hex() for each in weights], _trace_of(pieces)],
                 "trains": self._trains,
-                "newcomers_wait": self.exchange.newcomers_wait,
+                "newcomers_wait": self._exchange.newcomers_wait,
             }
         )
         try:
@@ -132,9 +141,9 @@ class RankExecutor(ThreadExecutor, Peers):
             packed = message.pack()
         except BaseException as error:
             failed = RankMessage(fingerprint, f"{type(error).__name__}: {error}")
-            self.exchange.gather(failed.pack(), _STEP)
+            self._exchange.gather(failed.pack(), _STEP)
             raise
-        messages = [RankMessage.read(each) for each in self.exchange.gather(packed, _STEP)]
+        messages = [RankMessage.read(each) for each in self._exchange.gather(packed, _STEP)]
         first = _check(messages)
         self._newcomers_wait = first["newcomers_wait"]
         for each in messages:
@@ -171,12 +180,12 @@ class RankExecutor(ThreadExecutor, Peers):
 
     def admit(self) -> None:
         """Let new ranks in, where rank 0 has said in the last run that some wait."""
-        if self._newcomers_wait and self._generation == self.exchange.generation:
-            self.exchange.admit()
+        if self._newcomers_wait and self._generation == self._exchange.generation:
+            self._exchange.admit()
 
     def mark_done(self) -> None:
         """Count a run whose outcome is kept here."""
-        self.exchange.mark_done()
+        self._exchange.mark_done()
 
     def check_alike(self) -> None:
         """Compare the parameters of all ranks by a checksum.
@@ -185,11 +194,11 @@ class RankExecutor(ThreadExecutor, Peers):
             PeerError: They differ; on every rank, naming the same one.
         """
         own = [_checksum_of(each) for each in self._module.parameters()]
-        with _between_runs(self.exchange) as can:
+        with _between_runs(self._exchange) as can:
             if can:
                 packed = json.dumps(own).encode()
                 told = [
-                    json.loads(each) for each in self.exchange.gather(packed, "compare weights")
+                    json.loads(each) for each in self._exchange.gather(packed, "compare weights")
                 ]
                 self._compare(told)
 
@@ -310,23 +319,6 @@ def describe_rank(module: nn.Module, workloads: Sequence[float]) -> dict[str, An
         "frozen": [name for name, each in module.named_parameters() if not each.requires_grad],
         "device_types": sorted({each.device.type for each in tensors}),
     }
-
-
-def _refuse_unserved(device_types: Sequence[str], exchange: Exchange) -> None:
-    """Refuse kinds of devices between which nothing can travel.
-
-    Raises:
-        ConfigError: There is one.
-    """
-    unserved = [each for each in device_types if each not in exchange.device_types]
-    if unserved:
-        served = ", ".join(sorted(exchange.device_types))
-        raise ConfigError(
-            "`module` must lie on a device whose tensors the ranks can exchange "
-            f"({served}), but is on {' and '.join(unserved)}. Leave it on the CPU and give its "
-            f"replicas there as `replicas=['{unserved[0]}:0']`, or start the ranks with a backend "
-            "for that device."
-        )
 
 
 def _digest_of(module: nn.Module) -> str:

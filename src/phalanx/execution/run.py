@@ -19,17 +19,6 @@ from phalanx.replicas import RngPlan, Statistic, merge_statistics
 from phalanx.torch_internals import foreach_add
 from phalanx.types import Nested
 
-__all__ = [
-    "Gradients",
-    "PartialSum",
-    "RunResult",
-    "RunState",
-    "Span",
-    "TreeSums",
-    "add_gradients",
-    "add_sums",
-]
-
 T = TypeVar("T")
 Gradients = list[Tensor | None]  # by parameter, 1-D in memory order
 

@@ -22,8 +22,6 @@ from phalanx.memory import dense_strides, refuse_overlap
 # Private: torch has no public way to ask whether hooks for all optimizers are registered.
 from phalanx.torch_internals import GLOBAL_STEP_HOOKS, foreach_mul
 
-__all__ = ["Shards", "is_cut", "share_by_size"]
-
 _FUSED_ON_CPU = (SGD, Adam, AdamW, Adagrad)
 
 

@@ -9,8 +9,6 @@ from typing import Any, ClassVar
 from phalanx.replicas import MicrobatchRng, ProcessRng, Replica
 from phalanx.types import Nested
 
-__all__ = ["MicrobatchContext", "MicrobatchResult", "Task"]
-
 
 @dataclass(kw_only=True, slots=True)
 class MicrobatchContext:

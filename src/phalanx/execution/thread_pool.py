@@ -20,8 +20,6 @@ import torch
 from phalanx.errors import GroupAborted, OutOfSpace, StateError
 from phalanx.replicas import autocast_off, caller_intra_op, set_intra_op
 
-__all__ = ["CallerThread", "ThreadPool"]
-
 T = TypeVar("T")
 _SIGNALS_HEARD_S = 1.0  # Python runs signal handlers between waits, not inside them
 _SIGNALS = (  # those that programs answer, Ctrl-C first; to look at all takes 0.1 ms

@@ -39,8 +39,6 @@ from phalanx.replicas import (
     has_compiled,
 )
 
-__all__ = ["ThreadExecutor"]
-
 _NOTHING = contextlib.nullcontext()
 
 

@@ -41,15 +41,6 @@ from phalanx.replicas import (
 )
 from phalanx.types import Nested
 
-__all__ = [
-    "Done",
-    "Failed",
-    "MicrobatchMessage",
-    "RunSpec",
-    "Worker",
-    "rebuilt",
-]
-
 _CPU = torch.device("cpu")
 
 

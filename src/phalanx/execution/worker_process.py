@@ -27,8 +27,6 @@ from phalanx.ipc import (
     take_signals,
 )
 
-__all__ = ["Lost", "WorkerProcess", "dismiss_all"]
-
 Serve = Callable[[Connection, Connection], None]  # with its connection, and for its stacks
 
 _DUMP_S = 1.0

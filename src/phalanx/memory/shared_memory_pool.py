@@ -14,8 +14,6 @@ from torch import Tensor
 from phalanx.ipc import Region, aligned
 from phalanx.memory.blocks import dense_strides
 
-__all__ = ["SharedMemoryPool", "forget_memory", "is_shared", "return_freed_memory"]
-
 _ADDRESSES_BYTES = 1 << 44  # of the 47 bits that a process has; memory comes as it is needed
 
 _pools: weakref.WeakSet[SharedMemoryPool] = weakref.WeakSet()

@@ -14,7 +14,7 @@ from phalanx.callbacks import (
     StepDone,
     progress_for,
 )
-from phalanx.execution import ExecutorChoice, FailureLog
+from phalanx.execution import ExecutorChoice
 
 __all__ = ["EventDispatcher"]
 
@@ -25,19 +25,17 @@ class EventDispatcher:
     Args:
         callbacks: Called with every event, in order, but for those that save: what they write
             holds what the others have counted of the event.
-        choice: What was given as ``executor=``: the ranks may change.
-        failures: Where losses are noted; None where no workers can be lost.
+        choice: What was given as ``executor=``: workers may be lost, and ranks change.
     """
 
     def __init__(
         self,
         callbacks: Sequence[Callback],
         choice: ExecutorChoice,
-        failures: FailureLog | None,
     ) -> None:
         self._elastic = choice.elastic
         self._callbacks = tuple(sorted(callbacks, key=lambda each: getattr(each, "saves", False)))
-        self._failures = failures
+        self._failures = choice.failures
 
     def tell(self, event: Event) -> None:
         """Call all callbacks with ``event``; before a step, with the workers and ranks it lost.
@@ -46,7 +44,7 @@ class EventDispatcher:
         """
         try:
             if isinstance(event, StepDone):
-                if self._failures is not None and self._failures.unreported:
+                if self._failures.unreported:
                     self.tell_of_failures(event.step)
                 changed = self._elastic and self._elastic.take_change(event.step)
                 if changed:
@@ -97,5 +95,5 @@ class EventDispatcher:
 
     def tell_of_failures(self, step: int) -> None:
         """Call callbacks with the workers lost since the last call, in update ``step``."""
-        for lost in () if self._failures is None else self._failures.take(step):
+        for lost in self._failures.take(step):
             self.tell(lost)

@@ -19,12 +19,10 @@ from phalanx.clock import now_s
 from phalanx.errors import ConfigError, StateError
 from phalanx.execution import (
     ExecutorChoice,
-    FailureLog,
     Processes,
     Ranks,
     Threads,
     describe_rank,
-    open_executor,
     repeated,
 )
 from phalanx.metrics import Joining, Metrics
@@ -156,8 +154,7 @@ class Trainer:
         self._seed = seed
         self._reader = Reader(seed)
         self._choice = choice
-        failures = FailureLog(choice.options.max_failures) if choice.kind == "processes" else None
-        self._events = EventDispatcher(callbacks, choice, failures)
+        self._events = EventDispatcher(callbacks, choice)
         spec = EngineSpec(
             module=module,
             optimizer=self.optimizer,
@@ -171,10 +168,8 @@ class Trainer:
             workloads=shares,
             clip_norm=clip_norm,
             open_executor=partial(
-                open_executor,
-                choice,
+                choice.open,
                 module,
-                failures,
                 devices,
                 workloads=shares,
                 intra_op=intra_op,

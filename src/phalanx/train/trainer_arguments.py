@@ -48,7 +48,7 @@ def check_options(
     callbacks: Sequence[Any],  # Any: whatever the user wrote
 ) -> None:
     """Refuse values of a trainer's options that cannot work, before anything is made."""
-    check_microbatches(microbatches, choice.intra_op)
+    check_microbatches(microbatches, choice.options.intra_op)
     if clip_norm is not None and not read_number("clip_norm", clip_norm) > 0:
         raise ConfigError(
             f"`clip_norm` must be above 0, but is {clip_norm!r}. Give None not to clip."
@@ -117,7 +117,7 @@ def read_threads(
     """
     if microbatches is not None:
         return 1
-    return choice.intra_op or default_intra_op(
+    return choice.options.intra_op or default_intra_op(
         [*devices] * (num_ranks_here() if choice.kind == "ranks" else 1)
     )
 
