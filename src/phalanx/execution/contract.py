@@ -23,11 +23,11 @@ from phalanx.replicas import (
     Replica,
     RngPlan,
     callers_streams,
+    check_replicable,
     current_streams,
     has_compiled,
     has_fused_evaluation,
     num_cores,
-    refuse_scripts,
     warn_of_assigned,
 )
 from phalanx.types import Nested
@@ -96,7 +96,7 @@ class Executor(ABC):
         intra_op: int | None,
     ) -> None:
         for source in dict.fromkeys(sources):
-            refuse_scripts(source)
+            check_replicable(source)
         self.sources = tuple(sources)
         self.devices = tuple(devices)
         self.workloads = [1.0] * len(devices) if workloads is None else list(workloads)

@@ -50,7 +50,6 @@ from phalanx.plan import Node
 from phalanx.replicas import (
     AttributeFingerprint,
     CallerModes,
-    refuse_compiled_in_place,
 )
 
 _LONGEST_S = 2e6  # 23 days: `poll` counts milliseconds in 31 bits, and infinity is no number to it
@@ -378,10 +377,8 @@ def _check_shareable(source: nn.Module) -> None:
     """Refuse a module whose tensors processes cannot share; nothing is done to it.
 
     Raises:
-        UnsupportedError: A tensor lies on another device, or is not dense; or the module was
-            compiled in place.
+        UnsupportedError: A tensor lies on another device, or is not dense.
     """
-    refuse_compiled_in_place(source)
     tensors = {"Parameter": source.named_parameters(), "Buffer": source.named_buffers()}
     for kind, named in tensors.items():
         for name, tensor in named:

@@ -162,9 +162,7 @@ class ThreadExecutor(Executor):
                     self._run_microbatch(replica, microbatch, state)
                 except BaseException as error:
                     state.fail()
-                    replica.drop_gradients()
-                    if forward:
-                        replica.outdate()
+                    replica.discard()
                     annotate_error(error, replica, microbatch)
                     raise
         if state.rng.watched:

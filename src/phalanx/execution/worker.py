@@ -201,7 +201,7 @@ class Worker:
             self._spec = pickle.loads(packed)
             self._packed_spec = packed
             self.fingerprint.apply(self._spec.changes)
-            self._replica.outdate()  # the program may have written to the buffers
+            self._replica.statistics.outdate()  # the program may have written to the buffers
         self._replica.refresh()
         return self._spec
 
@@ -219,8 +219,7 @@ class Worker:
         try:
             yield
         except BaseException:
-            self._replica.drop_gradients()
-            self._replica.outdate()
+            self._replica.discard()
             raise
 
 

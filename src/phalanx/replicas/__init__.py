@@ -12,12 +12,10 @@ from phalanx.replicas.buffers import (
 from phalanx.replicas.compiling import (
     CompileOnce,
     has_compiled,
-    refuse_compiled_in_place,
     uncompiled,
 )
 from phalanx.replicas.device_copies import DeviceCopies
 from phalanx.replicas.devices import (
-    accelerator_kind,
     known_devices,
     num_devices,
     resolve_device,
@@ -33,10 +31,7 @@ from phalanx.replicas.modes import (
     num_cores,
     set_intra_op,
 )
-from phalanx.replicas.replica import (
-    Replica,
-    refuse_scripts,
-)
+from phalanx.replicas.replica import Replica, check_replicable
 from phalanx.replicas.rng import (
     MicrobatchRng,
     ProcessRng,
@@ -66,11 +61,11 @@ __all__ = [
     "SourceGradients",
     "Statistic",
     "Statistics",
-    "accelerator_kind",
     "advance_process_generator",
     "autocast_off",
     "caller_intra_op",
     "callers_streams",
+    "check_replicable",
     "check_statistics",
     "current_replica",
     "current_streams",
@@ -85,8 +80,6 @@ __all__ = [
     "num_devices",
     "placed_on",
     "preserve_rng",
-    "refuse_compiled_in_place",
-    "refuse_scripts",
     "resolve_device",
     "resolve_devices",
     "seed_of_process",

@@ -17,9 +17,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from phalanx.errors import UnsupportedError
 from phalanx.plan import flatten
-from phalanx.torch_internals import COMPILED_FROM, COMPILER, TorchDispatchMode
+from phalanx.torch_internals import COMPILED_FROM, COMPILER
 from phalanx.types import Nested
 
 P = ParamSpec("P")
@@ -41,28 +40,6 @@ def has_compiled(module: nn.Module) -> bool:
         for value in part.__dict__.values()
         if callable(value) and not isinstance(value, type)
     )
-
-
-def refuse_compiled_in_place(source: nn.Module) -> None:
-    """Refuse compiled modules that shells cannot run, or this torch cannot compile in replicas.
-
-    Raises:
-        UnsupportedError: A module was compiled by its own method; or this torch's compiler does not
-            serve models whose random numbers are their own.
-    """
-    for name, part in source.named_modules():
-        if part._compiled_call_impl is not None:
-            told = f"Module `{name}`" if name else "`module`"
-            raise UnsupportedError(
-                f"{told} must be compiled by `torch.compile(module)` to be run on replicas, but "
-                "was by its own `compile()`, which is bound to the module itself. Put "
-                "`torch.compile(module)` in its place."
-            )
-    if not hasattr(TorchDispatchMode, "ignore_compile_internals") and has_compiled(source):
-        raise UnsupportedError(
-            "`module` must not be compiled to be run on replicas with torch "
-            f"{torch.__version__}, but is. Take a newer torch (2.13 does), or do not compile it."
-        )
 
 
 class CompileOnce:

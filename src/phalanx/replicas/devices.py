@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Sequence
 from numbers import Integral
 
 import torch
@@ -25,26 +25,20 @@ def resolve_devices(
     Raises:
         ConfigError: There is no device, one is unknown, or one does not exist here.
     """
+    if devices is None and home.type == "cpu":
+        return (home, home)
     if devices is None:
-        count = 2 if home.type == "cpu" else torch.get_device_module(home).device_count()
-        return tuple(
-            home if home.type == "cpu" else torch.device(home.type, i) for i in range(count)
-        )
+        return tuple(torch.device(home.type, i) for i in range(num_devices(home.type)))
     if isinstance(devices, Integral) and not isinstance(devices, bool):
         if devices < 1:
             raise ConfigError(f"`{name}` must be at least 1, but is {devices!r}.")
         return (home,) * int(devices)
-    if isinstance(devices, (str, bool, Mapping, Set)) or not isinstance(devices, Iterable):
+    if not isinstance(devices, (list, tuple)) or not devices:
         raise ConfigError(
-            f"`{name}` must be a number of replicas or a sequence with a device for each, but is "
+            f"`{name}` must be a number of replicas, or a list with a device for each, but is "
             f"{devices!r}. Give 2, or ['cpu', 'cpu']."
         )
-    found = tuple(resolve_device(device, name) for device in devices)
-    if not found:
-        raise ConfigError(
-            f"`{name}` must name at least one device, but is empty. Give ['cpu', 'cpu']."
-        )
-    return found
+    return tuple(resolve_device(device, name) for device in devices)
 
 
 def known_devices() -> tuple[torch.device, ...]:
@@ -53,12 +47,6 @@ def known_devices() -> tuple[torch.device, ...]:
     if kind is None:
         return (torch.device("cpu"),)
     return tuple(torch.device(kind.type, i) for i in range(torch.accelerator.device_count()))
-
-
-def accelerator_kind() -> str:
-    """Return what torch calls this machine's accelerators; "cuda" where there is none."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    return "cuda" if kind is None else kind.type
 
 
 def num_devices(kind: str) -> int:

@@ -13,10 +13,11 @@ from phalanx.memory import has_memory, in_memory_order
 from phalanx.plan import BufferRules
 from phalanx.replicas.attribute_fingerprint import AttributeFingerprint
 from phalanx.replicas.buffers import ReplicaBuffers
-from phalanx.replicas.compiling import refuse_compiled_in_place
+from phalanx.replicas.compiling import has_compiled
 from phalanx.replicas.device_copies import DeviceCopies
 from phalanx.replicas.shell import Shell, alias_of
 from phalanx.replicas.source_gradients import SourceGradients
+from phalanx.torch_internals import TorchDispatchMode
 
 
 class Replica:
@@ -61,7 +62,6 @@ class Replica:
         reaching: SourceGradients | None = None,
         fingerprint: AttributeFingerprint | None = None,
     ) -> None:
-        refuse_compiled_in_place(source)
         self.index = index
         self.device = device
         self._source = source
@@ -104,10 +104,6 @@ class Replica:
         self.statistics.start()  # or a forward pass would write to the source's
         self.fingerprint = fingerprint
 
-    def outdate(self) -> None:
-        """Copy all buffers before the next microbatch: the source's were written elsewhere."""
-        self.statistics.outdate()
-
     def assigned(self) -> list[str]:
         """Return the names of the attributes that `forward` has assigned in the present shell."""
         return self._shell.assigned()
@@ -137,7 +133,7 @@ class Replica:
             UnsupportedError: A graph of the replica was gone back through from outside.
         """
         if any(parameter.grad is not None for parameter in self.parameters):
-            self.drop_gradients()
+            self.discard()
             raise _went_back_outside()
         if forward and self.statistics.are_there:
             self.statistics.start()
@@ -169,8 +165,9 @@ class Replica:
         pairs = zip(self.parameters, self._originals, strict=True)
         return frozenset(id(theirs) for own, theirs in pairs if {id(own), id(theirs)} & {*leaves})
 
-    def drop_gradients(self) -> None:
-        """Forget what a failed microbatch left behind."""
+    def discard(self) -> None:
+        """Forget the gradients and the buffers that a failed microbatch has left."""
+        self.statistics.outdate()
         self._caught.clear()
         for parameter in self.parameters:
             parameter.grad = None
@@ -186,15 +183,31 @@ def _went_back_outside() -> UnsupportedError:
     )
 
 
-def refuse_scripts(source: nn.Module) -> None:
-    """Refuse what TorchScript has made: it holds its parameters out of Python's reach."""
-    for name, module in source.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            told = f"Module `{name}`" if name else "`module`"
+def check_replicable(source: nn.Module) -> None:
+    """Refuse a module of which no shells can be made.
+
+    Raises:
+        UnsupportedError: A part of it was made by TorchScript, or compiled by its own method; or
+            this torch does not compile models whose random numbers are their own.
+    """
+    for name, part in source.named_modules():
+        told = f"Module `{name}`" if name else "`module`"
+        if isinstance(part, torch.jit.ScriptModule):  # its parameters are out of Python's reach
             raise UnsupportedError(
                 f"{told} must be an ordinary module to be run on replicas, but is a "
-                f"{type(module).__name__!r} of TorchScript. Give the module that it was made from."
+                f"{type(part).__name__!r} of TorchScript. Give the module that it was made from."
             )
+        if part._compiled_call_impl is not None:
+            raise UnsupportedError(
+                f"{told} must be compiled by `torch.compile(module)` to be run on replicas, but "
+                "was by its own `compile()`, which is bound to the module itself. Put "
+                "`torch.compile(module)` in its place."
+            )
+    if not hasattr(TorchDispatchMode, "ignore_compile_internals") and has_compiled(source):
+        raise UnsupportedError(
+            "`module` must not be compiled to be run on replicas with torch "
+            f"{torch.__version__}, but is. Take a newer torch (2.13 does), or do not compile it."
+        )
 
 
 def _apart(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

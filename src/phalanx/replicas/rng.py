@@ -15,9 +15,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property
 from types import (
@@ -86,17 +86,9 @@ def derive_seed(*path: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
-class _InUse(threading.local):
-    """The microbatches that this thread is in, the innermost last.
-
-    Containers inside the model draw from that one, and so does `preserve_rng`.
-    """
-
-    def __init__(self) -> None:
-        self.rngs: list[MicrobatchRng] = []
-
-
-_in_use = _InUse()
+# The microbatch that this thread is in. Containers inside the model draw from its numbers, and so
+# does `preserve_rng`.
+_in_use: ContextVar[MicrobatchRng | None] = ContextVar("microbatch", default=None)
 
 
 def seed_of_process() -> int:
@@ -104,7 +96,8 @@ def seed_of_process() -> int:
 
     In a replica (for a container inside of another), to that of its microbatch's generator.
     """
-    state = _in_use.rngs[-1].mode.state() if _in_use.rngs else torch.get_rng_state()
+    rng = _in_use.get()
+    state = torch.get_rng_state() if rng is None else rng.mode.state()
     digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest()
     return derive_seed(int.from_bytes(digest, "big"))
 
@@ -193,7 +186,7 @@ class MicrobatchRng(TorchFunctionMode):
         return RngMode(self._seed, self._plan.shared, goes_back=self._goes_back)
 
     def __enter__(self) -> None:
-        _in_use.rngs.append(self)
+        self._outer = _in_use.set(self)
         if self._plan.watched:
             self._before = generator_states()
         if self._plan.throughout:  # no calls are looked at: it would take a fused evaluation apart
@@ -207,7 +200,7 @@ class MicrobatchRng(TorchFunctionMode):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        _in_use.rngs.pop()
+        _in_use.reset(self._outer)
         self.used = "mode" in vars(self) and self.mode.used
         if self._plan.throughout:
             self.mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
@@ -245,7 +238,7 @@ def preserve_rng() -> tuple[AbstractContextManager[None], AbstractContextManager
         >>> x = torch.ones(2, 3)
         >>> y = checkpoint(block, x, use_reentrant=False, context_fn=preserve_rng)
     """
-    if not _in_use.rngs:
+    if _in_use.get() is None:
         return contextlib.nullcontext(), contextlib.nullcontext()
     kept: list[Any] = []  # Any: states
     return _preserved(kept), _preserved(kept)
@@ -254,7 +247,9 @@ def preserve_rng() -> tuple[AbstractContextManager[None], AbstractContextManager
 @contextlib.contextmanager
 def _preserved(kept: list[Any]) -> Iterator[None]:
     """Keep the states that a part begins with; the second time, begin with those kept."""
-    mode = _in_use.rngs[-1].mode
+    rng = _in_use.get()  # on the way back it may be another
+    assert rng is not None
+    mode = rng.mode
     before, again = mode.states(), bool(kept)
     if again:
         mode.set_states(kept[0])

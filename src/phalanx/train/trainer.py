@@ -27,7 +27,7 @@ from phalanx.execution import (
 )
 from phalanx.metrics import Joining, Metrics
 from phalanx.plan import Layout, read_workloads
-from phalanx.replicas import caller_intra_op, refuse_scripts
+from phalanx.replicas import caller_intra_op, check_replicable
 from phalanx.train.checkpoint import Content, pack, read_checkpoint, write_checkpoint
 from phalanx.train.dispatcher import EventDispatcher
 from phalanx.train.evaluation import Evaluation, enter_training, names_of_means
@@ -134,7 +134,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         choice = ExecutorChoice.read(executor)
-        refuse_scripts(module)
+        check_replicable(module)
         check_options(choice, microbatches, clip_norm, seed, callbacks)
         layout = read_layout(layout)
         parameters = list(module.parameters())

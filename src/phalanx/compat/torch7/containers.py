@@ -20,7 +20,7 @@ from phalanx.plan import (
     least_loaded,
     read_whole,
 )
-from phalanx.replicas import accelerator_kind, known_devices, resolve_device
+from phalanx.replicas import known_devices, resolve_device
 from phalanx.types import Device
 
 Gpu = Device | int
@@ -318,7 +318,8 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _name(gpu: Gpu) -> Device:
-    return f"{accelerator_kind()}:{gpu}" if isinstance(gpu, int) else gpu
+    kind = known_devices()[0].type
+    return f"{'cuda' if kind == 'cpu' else kind}:{gpu}" if isinstance(gpu, int) else gpu
 
 
 def _device(gpu: Gpu) -> torch.device:
