@@ -31,6 +31,7 @@ __all__ = [
     "call_after_backward",
     "foreach_add",
     "foreach_copy",
+    "foreach_div",
     "foreach_mul",
     "gloo_options",
     "has_workers",
@@ -55,6 +56,9 @@ GLOBAL_STEP_HOOKS: tuple[Any, Any] = (_global_optimizer_pre_hooks, _global_optim
 
 foreach_add: Callable[..., Any] = torch._foreach_add_
 """Add the tensors of one list to those of another, in one call."""
+
+foreach_div: Callable[..., Any] = torch._foreach_div
+"""Divide the tensors of a list by numbers, in one call; return the quotients."""
 
 foreach_mul: Callable[..., Any] = torch._foreach_mul_
 """Multiply the tensors of a list by one number, in one call."""

@@ -54,7 +54,8 @@ class ThreadExecutor(Executor):
             ``"0.seen"``.
         devices, workloads, intra_op: As `Executor` takes them.
         rules: What becomes of buffers that replicas write.
-        inline: Run the only replica in the caller's thread.
+        inline: Run the only replica in the caller's thread, as one on an accelerator does: there a
+            step waits for the host, and it is a hand-over shorter.
 
     Attributes:
         one_run: Held by the thread that runs forward passes, or writes what they have left.
@@ -102,7 +103,7 @@ class ThreadExecutor(Executor):
         self._compile_once = CompileOnce(sources) if compiled else None
         self._threads = (
             CallerThread(devices, intra_op=self.intra_op)
-            if inline
+            if inline or (len(devices) == 1 and devices[0].type != "cpu")
             else ThreadPool(len(devices), intra_op=self.intra_op)
         )
 

@@ -9,14 +9,16 @@ counter is as the first microbatch left it; of a sum, each microbatch brings wha
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from phalanx.errors import UnsupportedError
 from phalanx.plan import BufferRules
+from phalanx.torch_internals import foreach_add, foreach_copy, foreach_div, foreach_mul
 
 
 @dataclass
@@ -30,19 +32,6 @@ class Statistic:
     weight: float
     rule: str
 
-    def add(self, other: Statistic) -> None:
-        """Take the next microbatches' statistic in, in place."""
-        if self.rule != "first":
-            self.value += other.value
-            self.weight += other.weight
-
-    def write_to(self, buffer: Tensor) -> None:
-        """Make ``buffer`` what this statistic says."""
-        if self.rule == "sum":
-            buffer.add_(self.value)
-        else:
-            buffer.copy_(self.value / self.weight if self.rule == "mean" else self.value)
-
 
 Statistics = dict[str, Statistic]
 
@@ -53,11 +42,13 @@ def _name_of(path: str, key: str) -> str:
 
 def merge_statistics(left: Statistics, right: Statistics) -> Statistics:
     """Add ``right`` to ``left``, in place."""
-    for name, statistic in right.items():
-        if name in left:
-            left[name].add(statistic)
-        else:
-            left[name] = statistic
+    pairs = [(left[name], other) for name, other in right.items() if name in left]
+    added = [(own, other) for own, other in pairs if own.rule != "first"]
+    if added:
+        foreach_add([own.value for own, _ in added], [other.value for _, other in added])
+        for own, other in added:
+            own.weight += other.weight
+    left.update({name: other for name, other in right.items() if name not in left})
     return left
 
 
@@ -79,9 +70,30 @@ def check_statistics(buffers: Mapping[str, Tensor], merged: Statistics) -> None:
 
 def write_statistics(buffers: Mapping[str, Tensor], merged: Statistics) -> None:
     """Write the merged statistics into ``buffers``, in place."""
+    by_rule: dict[str, list[tuple[Tensor, Statistic]]] = {"mean": [], "first": [], "sum": []}
+    for name, statistic in merged.items():
+        by_rule[statistic.rule].append((buffers[name], statistic))
+    means = [each for _, each in by_rule["mean"]]
     with torch.no_grad():
-        for name, statistic in merged.items():
-            statistic.write_to(buffers[name])
+        if means:
+            found = foreach_div([each.value for each in means], [each.weight for each in means])
+            _copy_all([buffer for buffer, _ in by_rule["mean"]], found)
+        for buffer, statistic in by_rule["first"]:
+            buffer.copy_(statistic.value)
+        for buffer, statistic in by_rule["sum"]:
+            buffer.add_(statistic.value)
+
+
+def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors to tensors, those of one kind in one call: an accelerator waits for calls."""
+    groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        kind = target.dtype, source.dtype, target.device, source.device
+        own, theirs = groups.setdefault(kind, ([], []))
+        own.append(target)
+        theirs.append(source)
+    for own, theirs in groups.values():
+        foreach_copy(own, theirs)
 
 
 class ReplicaBuffers:
@@ -105,22 +117,31 @@ class ReplicaBuffers:
         prefix: str,
         rules: BufferRules,
     ) -> None:
+        self._device = device
         found: dict[int, _Buffer] = {}  # one that has several names has one copy
         for (path, theirs), own in zip(source.named_modules(), shell.modules(), strict=True):
             for key, buffer in theirs._buffers.items():
                 if buffer is not None:
                     name = prefix + _name_of(path, key)
-                    new = _Buffer(name, buffer, device, rules.of(name))
+                    new = _Buffer(name, buffer, rules.of(name))
                     found.setdefault(id(buffer), new).places.append((own, key))
+            if isinstance(theirs, _BatchNorm) and theirs.num_batches_tracked is not None:
+                counter = found[id(theirs.num_batches_tracked)]
+                for key in ("running_mean", "running_var"):
+                    found[id(theirs._buffers[key])].counter = counter
         self._buffers = list(found.values())
         self.are_there = bool(found)
 
     def start(self) -> None:
         """Let the next microbatch begin with the buffers of the source."""
-        if self._buffers:
+        stale = [each for each in self._buffers if not each.is_current()]
+        if stale:
+            sources = [each.source.detach() for each in stale]
             with torch.inference_mode(False):  # a copy made under it could not be written later
-                for buffer in self._buffers:
-                    buffer.start()
+                copies = [torch.empty_like(each, device=self._device) for each in sources]
+                _copy_all(copies, sources)
+            for buffer, own in zip(stale, copies, strict=True):
+                buffer.take(own)
 
     def outdate(self) -> None:
         """Copy all buffers before the next microbatch: the source's were written elsewhere."""
@@ -129,66 +150,88 @@ class ReplicaBuffers:
 
     def collect(self, weight: float) -> Statistics:
         """Return what a microbatch that stands for ``weight`` has written."""
-        found: Statistics = {}
-        for buffer in self._buffers:
-            value = buffer.written()
-            if value is not None:
-                found[buffer.name] = buffer.statistic(value, weight)
-        return found
+        written = [each for each in self._buffers if each.is_written()]
+        left = [each.left() for each in written]
+        found = [each.statistic(v, weight) for each, v in zip(written, left, strict=True)]
+        _copy_all([each.value for each in found], left)
+        means = [each.value for each in found if each.rule == "mean"]
+        if means:
+            foreach_mul(means, weight)
+        for buffer, statistic in zip(written, found, strict=True):
+            if statistic.rule == "sum":
+                statistic.value -= buffer.source.detach()
+            buffer.own = None
+        return {each.name: statistic for each, statistic in zip(written, found, strict=True)}
 
 
 class _Buffer:
     """One buffer of the source, and the replica's copy of it.
 
     Attributes:
+        source: The source's.
         places: The modules of the replica that have it, and under which names.
         own: The copy that was given to them; None where another one is needed.
+        counter: Of a statistic of batch norm, the buffer that counts its batches.
     """
 
-    def __init__(self, name: str, source: Tensor, device: torch.device, rule: str) -> None:
+    def __init__(self, name: str, source: Tensor, rule: str) -> None:
         self.name = name
+        self.source = source
         self.places: list[tuple[nn.Module, str]] = []
         self.own: Tensor | None = None
-        self._source = source
-        self._device = device
+        self.counter: _Buffer | None = None
         self._rule = rule
         self._versions = (-1, -1)  # of the source and of the copy, when it was made
 
-    def start(self) -> None:
-        source = self._source
-        version = -1 if source.is_inference() else source._version  # those have none
-        if self.own is not None and self._versions[0] == version >= 0:
-            return
-        self.own = source.detach().to(self._device, copy=True)
-        self._versions = version, self.own._version
-        for module, key in self.places:
-            module._buffers[key] = self.own
+    def is_current(self) -> bool:
+        """Tell whether a microbatch may begin with the present copy."""
+        return self.own is not None and self._versions[0] == self._source_version() >= 0
 
-    def written(self) -> Tensor | None:
-        """Return the copy, on the source's device, if a microbatch has written to it."""
-        values = [module._buffers.get(key) for module, key in self.places]
-        now = next((value for value in values if value is not self.own), self.own)
+    def _source_version(self) -> int:
+        return -1 if self.source.is_inference() else self.source._version  # those have none
+
+    def take(self, own: Tensor) -> None:
+        """Take a new copy of the source."""
+        self.own = own
+        self._versions = self._source_version(), own._version
+        for module, key in self.places:
+            module._buffers[key] = own
+
+    def is_written(self) -> bool:
+        """Tell whether a microbatch has written to the copy."""
+        now = self._now()
         if now is None:
             self.own = None
-            return None
-        told = now is not self.own or now._version != self._versions[1]
+            return False
+        if self._is_told() or (self.counter is not None and self.counter._is_told()):
+            return True
         # Batch norm's kernel writes its statistics without raising torch's version counter.
         trains = any(module.training for module, _ in self.places)
-        silent = trains and now.is_floating_point() and now.layout is torch.strided
-        if not told and not silent:
-            return None
-        value = now.detach().to(self._source.device)  # once, to be compared and to be returned
-        if not told and torch.equal(value, self._source):
-            return None
-        self.own = None
-        return value
+        if not trains or not now.is_floating_point() or now.layout is not torch.strided:
+            return False
+        return not torch.equal(now.detach().to(self.source.device), self.source)
+
+    def _now(self) -> Tensor | None:
+        values = [module._buffers.get(key) for module, key in self.places]
+        return next((value for value in values if value is not self.own), self.own)
+
+    def _is_told(self) -> bool:
+        """Tell whether torch has noticed that the copy was written to or replaced."""
+        now = self._now()
+        return now is not None and (now is not self.own or now._version != self._versions[1])
+
+    def left(self) -> Tensor:
+        """Return what a microbatch has left, on the source's device."""
+        now = self._now()
+        assert now is not None
+        return now.detach().to(self.source.device)
 
     def statistic(self, value: Tensor, weight: float) -> Statistic:
-        """Return what a microbatch that left ``value`` brings."""
-        rule = self._rule
-        if rule == "mean" and (value.is_floating_point() or value.is_complex()):
-            wide = torch.complex128 if value.is_complex() else torch.float64
-            return Statistic(value.to(wide) * weight, weight, rule)
-        if rule == "sum" and value.dtype != torch.bool and value.shape == self._source.shape:
-            return Statistic(value - self._source.detach(), weight, rule)
-        return Statistic(value.clone(), weight, "first")
+        """Return the statistic of a microbatch that left ``value``, with memory for it."""
+        rule, dtype = self._rule, value.dtype
+        if rule == "mean" and (dtype.is_floating_point or dtype.is_complex):
+            wide = torch.complex128 if dtype.is_complex else torch.float64
+            return Statistic(torch.empty_like(value, dtype=wide), weight, rule)
+        if rule == "sum" and dtype != torch.bool and value.shape == self.source.shape:
+            return Statistic(torch.empty_like(value), weight, rule)
+        return Statistic(torch.empty_like(value), weight, "first")

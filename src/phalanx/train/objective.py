@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +60,12 @@ class Objective:
         keep_outputs: bool,
         *,
         trains: bool,
-    ) -> tuple[Tensor, MicrobatchResult]:
-        """Run one microbatch forward; one that ``trains`` must bring no graph."""
+    ) -> tuple[Tensor, Callable[[], MicrobatchResult]]:
+        """Run one microbatch forward; one that ``trains`` must bring no graph.
+
+        Returns:
+            The loss, and a function that waits for its number.
+        """
         own, device = self._loss, context.replica.device
         if isinstance(own, nn.Module):
             own = placed_on(own, device)
@@ -78,9 +82,9 @@ class Objective:
             raise ConfigError(
                 f"`{name}` must return a {what} of one element, but returned {shown!r}. {way_out}"
             )
-        if not keep_outputs:
-            return loss, MicrobatchResult(loss.item(), None, None)
-        return loss, MicrobatchResult(loss.item(), _detached(outputs), _detached(targets))
+        kept = (_detached(outputs), _detached(targets)) if keep_outputs else (None, None)
+        read = _read_later(loss.detach())
+        return loss, lambda: MicrobatchResult(read(), *kept)
 
     def predict(self, context: MicrobatchContext) -> Nested:
         """Return the module's outputs for one microbatch, in memory of their own."""
@@ -136,7 +140,16 @@ class TrainTask(Task):
     keep_outputs: bool
 
     def __call__(self, context: MicrobatchContext) -> MicrobatchResult:
-        loss, result = self.objective.compute(context, self.keep_outputs, trains=True)
+        loss, result_of = self.objective.compute(context, self.keep_outputs, trains=True)
+        if not loss.requires_grad:
+            raise ConfigError(
+                "`loss` must depend on a parameter that requires a gradient, but does not. "
+                "Unfreeze parameters, and compute the loss from the module's outputs."
+            )
+        scale = torch.as_tensor(self.scales[context.index], dtype=loss.dtype, device=loss.device)
+        with context.rng:
+            run_backward([loss.reshape(()) if loss.dim() else loss], [scale])
+        result = result_of()  # not before: an accelerator would have nothing to do meanwhile
         if not math.isfinite(result.loss):
             empty = " A mean over no targets is nan, too: `weight=` of 0 leaves such data out."
             raise ConfigError(
@@ -145,16 +158,6 @@ class TrainTask(Task):
                 "gradients by `clip_norm`, or look at this microbatch's data."
                 + (empty if math.isnan(result.loss) else "")
             )
-        if not loss.requires_grad:
-            raise ConfigError(
-                "`loss` must depend on a parameter that requires a gradient, but does not. "
-                "Unfreeze parameters, and compute the loss from the module's outputs."
-            )
-        scale = torch.as_tensor(self.scales[context.index], dtype=loss.dtype, device=loss.device)
-        if loss.dim():
-            loss = loss.reshape(())
-        with context.rng:
-            run_backward([loss], [scale])
         return result
 
 
@@ -166,7 +169,7 @@ class EvaluateTask(Task):
     keep_outputs: bool
 
     def __call__(self, context: MicrobatchContext) -> MicrobatchResult:
-        return self.objective.compute(context, self.keep_outputs, trains=False)[1]
+        return self.objective.compute(context, self.keep_outputs, trains=False)[1]()
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,25 @@ def _call_module(module: nn.Module, inputs: Nested) -> Nested:
     if isinstance(inputs, Mapping):
         return module(**inputs)
     return module(*inputs) if isinstance(inputs, (tuple, list)) else module(inputs)
+
+
+def _read_later(number: Tensor) -> Callable[[], float]:
+    """Return a function that waits for a number; an accelerator computes more until it is called.
+
+    To wait here would let the accelerator run dry before the next operators are launched.
+    """
+    if number.device.type == "cpu":
+        value = number.item()
+        return lambda: value
+    on_host = torch.empty((), dtype=number.dtype, pin_memory=True)
+    on_host.copy_(number.reshape(()), non_blocking=True)
+    arrived = torch.accelerator.current_stream(number.device).record_event()
+
+    def read() -> float:
+        arrived.synchronize()
+        return on_host.item()
+
+    return read
 
 
 def _detached(outputs: Nested, *, copies: bool = False) -> Nested:
