@@ -11,8 +11,6 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError
 
-__all__ = ["Cast", "Codec", "Payload"]
-
 Payload = tuple[Tensor, ...]
 
 

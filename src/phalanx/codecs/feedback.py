@@ -17,8 +17,6 @@ from phalanx.codecs.codec import Cast, Codec, Payload
 from phalanx.codecs.lossy import OneBit, TopK
 from phalanx.errors import CheckpointError, ConfigError
 
-__all__ = ["Feedback", "resolve_codec"]
-
 _CODEC_BY_NAME: dict[str, Callable[[], Codec]] = {
     "fp16": lambda: Cast(torch.float16),
     "bf16": lambda: Cast(torch.bfloat16),

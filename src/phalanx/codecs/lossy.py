@@ -20,8 +20,6 @@ from torch import Tensor
 from phalanx.codecs.codec import Codec, Payload
 from phalanx.errors import ConfigError
 
-__all__ = ["OneBit", "TopK"]
-
 
 @dataclass(frozen=True)
 class OneBit(Codec):

@@ -16,18 +16,6 @@ from torch import Tensor, nn
 from phalanx import native
 from phalanx.errors import ConfigError
 
-__all__ = [
-    "PAST_CACHE_BYTES",
-    "all_finite",
-    "copy_finite_to",
-    "copy_to",
-    "dense_strides",
-    "has_memory",
-    "in_memory_order",
-    "is_expanded",
-    "refuse_overlap",
-]
-
 PAST_CACHE_BYTES = 8 << 20
 """Memory larger than this is in no cache when it is read."""
 

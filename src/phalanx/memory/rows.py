@@ -12,8 +12,6 @@ from torch import Tensor
 from phalanx.memory.blocks import PAST_CACHE_BYTES
 from phalanx.native import DTYPES, FUNCTIONS
 
-__all__ = ["MatrixRows", "all_within"]
-
 
 def all_within(rows: Tensor, num_rows: int, first_row: int = 0) -> bool:
     """Tell whether all of ``rows``, contiguous int64, are of the ``num_rows`` from the first.

@@ -23,7 +23,6 @@ from phalanx.types import Nested
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-__all__ = ["Metrics", "as_floats", "update_metric"]
 
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _WEIGHTS = ("weight", "weights", "sample_weight", "sample_weights")

@@ -20,8 +20,6 @@ from torch import Tensor
 from phalanx.plan import Layout, merge_leaves
 from phalanx.types import Nested
 
-__all__ = ["Joining"]
-
 
 @dataclass(frozen=True)
 class Joining:

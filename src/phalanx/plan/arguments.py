@@ -13,18 +13,6 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError
 
-__all__ = [
-    "check_argument",
-    "check_function",
-    "check_mean_loss",
-    "check_microbatches",
-    "read_count",
-    "read_intra_op",
-    "read_number",
-    "read_whole",
-    "say_numbers",
-]
-
 _MOST_THREADS = 4096
 
 

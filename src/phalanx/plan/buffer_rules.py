@@ -7,8 +7,6 @@ from fnmatch import fnmatchcase
 
 from phalanx.errors import ConfigError
 
-__all__ = ["BufferRules"]
-
 _RULES = ("first", "mean", "sum")
 
 

@@ -22,8 +22,6 @@ from phalanx.errors import ConfigError
 from phalanx.plan.leaves import covering, covers, flatten, leaf_paths, named, unflatten
 from phalanx.types import Nested
 
-__all__ = ["Layout", "Rows", "cut", "open_rows"]
-
 _ARRAYS = (Tensor, np.ndarray)
 _SINGLE = (str, bytes, int, float, type(None))
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from phalanx.torch_internals import pytree
 from phalanx.types import Nested
 
-__all__ = ["copy_rows", "covering", "covers", "flatten", "leaf_paths", "named", "unflatten"]
-
 # Classes that torch's pytree was taught here, by whichever thread met them first.
 _taught: set[type] = set()
 _teaching = threading.Lock()

@@ -17,8 +17,6 @@ from phalanx.errors import ConfigError
 from phalanx.plan.leaves import covering, flatten, leaf_paths, named, unflatten
 from phalanx.types import Nested
 
-__all__ = ["Merging", "merge_leaves"]
-
 _RULE = re.compile(r"cat\((-?\d+)\)|cat|stack|mean|sum|first|per_replica")
 
 

@@ -7,8 +7,6 @@ from typing import TypeVar
 
 from phalanx.errors import ConfigError
 
-__all__ = ["least_loaded"]
-
 D = TypeVar("D")
 
 

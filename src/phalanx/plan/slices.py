@@ -11,17 +11,6 @@ from typing import Any
 
 from phalanx.errors import ConfigError
 
-__all__ = [
-    "Shares",
-    "check_workloads",
-    "equal_sizes",
-    "ranges_of",
-    "read_sizes",
-    "read_weights",
-    "read_workloads",
-    "workload_sizes",
-]
-
 
 def equal_sizes(total: int, parts: int) -> list[int]:
     """Cut ``total`` rows into ``parts`` sizes that differ by at most one, larger ones first.

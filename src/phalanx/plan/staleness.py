@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from phalanx.errors import ConfigError
 
-__all__ = ["Staleness", "Verdict"]
-
 
 class Verdict(NamedTuple):
     """Whether a worker may go on, and if not, for whom it waits.

@@ -20,8 +20,6 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-__all__ = ["Node", "SummationTree"]
-
 
 @dataclass(frozen=True, order=True)
 class Node:

@@ -34,16 +34,6 @@ from phalanx.errors import CheckpointError, ConfigError, PhalanxError, Unsupport
 from phalanx.files import open_regular, read_text, save_tensors, sync_to_disk
 from phalanx.torch_internals import pytree
 
-__all__ = [
-    "Content",
-    "check_storable",
-    "copied",
-    "pack",
-    "read_checkpoint",
-    "unpack",
-    "write_checkpoint",
-]
-
 # States by the name of their part; ["module"]["model"] is the module's state dict. Any: all kinds.
 Content = dict[str, Any]
 

@@ -16,8 +16,6 @@ from phalanx.callbacks import (
 )
 from phalanx.execution import ExecutorChoice
 
-__all__ = ["EventDispatcher"]
-
 
 class EventDispatcher:
     """Calls callbacks with what has happened.

@@ -20,8 +20,6 @@ from phalanx.train.step import Engine, Microbatches
 from phalanx.train.trainer_arguments import check_loader
 from phalanx.types import Nested
 
-__all__ = ["Evaluation", "enter_training", "names_of_means"]
-
 
 def enter_training(module: nn.Module) -> None:
     """Put a model into training mode, but leave parts in eval mode that are so among others.

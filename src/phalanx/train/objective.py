@@ -17,8 +17,6 @@ from phalanx.replicas import placed_on
 from phalanx.torch_internals import run_backward
 from phalanx.types import ForwardFn, LossFn, Nested
 
-__all__ = ["EvaluateTask", "Objective", "PredictTask", "TrainTask", "is_pair"]
-
 
 class Objective:
     """The loss of a module on microbatches.

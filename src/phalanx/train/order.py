@@ -23,8 +23,6 @@ from phalanx.torch_internals import has_workers
 from phalanx.train.sampler import ExactSampler
 from phalanx.types import Nested
 
-__all__ = ["Reader", "length_of", "options_of"]
-
 _DATA = -1  # follows the trainer's seed: no step has this number, so no microbatch these draws
 
 

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 from phalanx.warning import warn_user
 
-__all__ = ["Loss", "Position", "RunProgress"]
-
 
 class Loss(NamedTuple):
     """A batch's loss, what the batch stands for, and its rows."""

@@ -12,8 +12,6 @@ from phalanx.errors import CheckpointError, ConfigError
 from phalanx.plan import check_argument, equal_sizes, ranges_of, read_count
 from phalanx.replicas import derive_seed
 
-__all__ = ["ExactSampler"]
-
 
 class ExactSampler(Sampler[list[int]]):
     """Deal out the batches of an epoch to ranks: each gets the rows of its microbatches.

@@ -23,8 +23,6 @@ from phalanx.torch_internals import pytree
 from phalanx.train.checkpoint import Content, check_storable, copied, unpack
 from phalanx.train.position import RunProgress
 
-__all__ = ["Stateful", "TrainerState", "join_ranks"]
-
 _EXTRA = "_extra_state"  # torch's name for what `get_extra_state()` returns
 _MADE_OF = "made of"
 

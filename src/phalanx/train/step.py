@@ -39,8 +39,6 @@ from phalanx.train.trainer_arguments import check_members
 from phalanx.types import Nested, WeightFn
 from phalanx.warning import warn_user
 
-__all__ = ["Engine", "EngineSpec", "Microbatches"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:

@@ -50,8 +50,6 @@ from phalanx.train.trainer_arguments import (
 from phalanx.types import Device, ForwardFn, LossFn, Nested, WeightFn
 from phalanx.warning import warn_user
 
-__all__ = ["Trainer"]
-
 _END = object()
 
 

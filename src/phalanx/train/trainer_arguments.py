@@ -26,19 +26,6 @@ from phalanx.plan import (
 from phalanx.replicas import num_cores, resolve_devices
 from phalanx.types import Device
 
-__all__ = [
-    "check_fit",
-    "check_loader",
-    "check_members",
-    "check_moment",
-    "check_options",
-    "make_optimizer",
-    "make_scheduler",
-    "read_layout",
-    "read_replicas",
-    "read_threads",
-]
-
 
 def check_options(
     choice: ExecutorChoice,
