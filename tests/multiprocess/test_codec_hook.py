@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.codecs import Feedback
+from phalanx.codecs import Codec, Feedback, TopK
 from phalanx.distributed import CodecHook, codec_hook
 from tests.multiprocess.ranks import Ranks
 
@@ -61,7 +61,7 @@ def local_gradients(rank: int, steps: list[int]) -> dict[str, Tensor]:
 
 
 def make_ddp(
-    net: nn.Module, codec: str, bucket_cap_mb: float = SMALL_BUCKETS_MB
+    net: nn.Module, codec: str | Codec, bucket_cap_mb: float = SMALL_BUCKETS_MB
 ) -> tuple[DistributedDataParallel, CodecHook]:
     ddp = DistributedDataParallel(net, bucket_cap_mb=bucket_cap_mb)
     hook = codec_hook(codec, ddp)
@@ -192,7 +192,7 @@ def test_a_gradient_that_is_not_finite_is_seen_on_every_rank(
         assert same == (rank == 1)  # the others' gradients were good, and so is their error
 
 
-def count_bytes(rank: int, codec: str) -> tuple[int, int]:
+def count_bytes(rank: int, codec: str | Codec) -> tuple[int, int]:
     """Return how many bytes this rank hands to collectives in one merge, and how many DDP would."""
     net = nn.Sequential(nn.Linear(255, 65), nn.Linear(65, 3))
     ddp, _ = make_ddp(net, codec)
@@ -216,9 +216,9 @@ def count_bytes(rank: int, codec: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("codec", "times_fewer"),
-    [("fp16", 2), ("bf16", 2), ("one_bit", 20), ("top_k", 4.9), ("top_k(0.01)", 40)],
+    [("fp16", 2), ("bf16", 2), ("one_bit", 20), ("top_k", 4.9), (TopK(0.01), 40)],
 )
-def test_few_bytes_travel(ranks: Ranks, codec: str, times_fewer: float) -> None:
+def test_few_bytes_travel(ranks: Ranks, codec: str | Codec, times_fewer: float) -> None:
     for sent, plain in ranks.run(count_bytes, codec):
         assert 0 < sent <= plain / times_fewer
 

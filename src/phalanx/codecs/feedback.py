@@ -7,7 +7,6 @@ gradient ──┬──▶ + ──▶ encode ──▶ payload, to the others
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 
 import torch
@@ -23,32 +22,28 @@ _CODEC_BY_NAME: dict[str, Callable[[], Codec]] = {
     "one_bit": OneBit,
     "top_k": TopK,
 }
-_TOP_K = re.compile(r"top_k\(\s*(\d*\.?\d+(?:[eE][+-]?\d+)?)\s*\)")
 
 
 def resolve_codec(codec: Codec | str) -> Codec:
     """Return ``codec``, made from its name where it is one.
 
     Example:
-        >>> resolve_codec("top_k(0.05)")
-        TopK(fraction=0.05)
+        >>> resolve_codec("top_k")
+        TopK(fraction=0.1)
         >>> resolve_codec(OneBit(min_elements=100))
         OneBit(min_elements=100)
 
     Raises:
-        ConfigError: There is no codec of that name, or its fraction is out of range.
+        ConfigError: There is no codec of that name.
     """
     if isinstance(codec, Codec):
         return codec
-    if isinstance(codec, str):
-        if codec in _CODEC_BY_NAME:
-            return _CODEC_BY_NAME[codec]()
-        if match := _TOP_K.fullmatch(codec):
-            return TopK(float(match[1]))
-    raise ConfigError(
-        "`codec` must be 'fp16', 'bf16', 'one_bit', 'top_k', 'top_k(fraction)' or a `Codec`, "
-        f"but is {codec!r}."
-    )
+    if codec not in _CODEC_BY_NAME:
+        raise ConfigError(
+            f"`codec` must be 'fp16', 'bf16', 'one_bit', 'top_k' or a `Codec`, but is {codec!r}. "
+            "Give TopK(0.05) for another fraction."
+        )
+    return _CODEC_BY_NAME[codec]()
 
 
 class Feedback:
@@ -66,7 +61,7 @@ class Feedback:
         codec: A codec or its name. One without error (``fp16``, ``bf16``) keeps nothing here.
 
     Example:
-        >>> feedback = Feedback("top_k(0.5)")
+        >>> feedback = Feedback(TopK(0.5))
         >>> for gradient in ([3.0, 1.0], [0.0, 1.0], [0.0, 0.0]):
         ...     values, places = feedback.encode("weight", torch.tensor(gradient))
         ...     feedback.commit()

@@ -38,8 +38,7 @@ def codec_hook(
     its first backward pass.
 
     Args:
-        codec: A codec or its name: ``"fp16"``, ``"bf16"``, ``"one_bit"``, ``"top_k"``,
-            ``"top_k(0.05)"``.
+        codec: A codec or its name: ``"fp16"``, ``"bf16"``, ``"one_bit"``, ``"top_k"``.
         module: What DDP wraps, or the DDP module itself; errors are stored under its names.
         process_group: The one that DDP was given, by default all ranks.
 

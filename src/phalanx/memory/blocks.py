@@ -1,8 +1,8 @@
-"""Memory in one piece, copied and looked at: by native/blocks.c where built, else by torch.
+"""Memory in one piece, copied and looked at by native/blocks.c.
 
-Both give the same bits. What blocks.c does better is to move memory that is in no cache: it passes
-it in several places at once, fetches ahead over the ends of pages, and stores past the caches what
-is larger than they are (docs/decisions/0015).
+It moves memory that is in no cache faster than torch: it passes it in several places at once,
+fetches ahead over the ends of pages, and stores past the caches what is larger than they are
+(docs/decisions/0015). Copies are torch's where the C library was not built.
 """
 
 from __future__ import annotations
@@ -13,17 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from phalanx import native
 from phalanx.errors import ConfigError
+from phalanx.native import DTYPES, FUNCTIONS
 
 PAST_CACHE_BYTES = 8 << 20
 """Memory larger than this is in no cache when it is read."""
 
-_FINITE = {
-    torch.float32: "finite_float32",
-    torch.float64: "finite_float64",
-    torch.bfloat16: "finite_bfloat16",
-}
 _FEW_BYTES = 64 << 10  # in which torch's own copy is as fast
 _FEW_THREADS = 2  # which together copy large memory no faster than one by blocks.c
 
@@ -84,7 +79,7 @@ def copy_to(source: Tensor, target: Tensor, *, whole_bytes: int = 0) -> None:
         >>> target.tolist()
         [0.0, 1.0, 2.0]
     """
-    function = native.FUNCTIONS.get("copy")
+    function = FUNCTIONS.get("copy")
     num_bytes = target.nbytes
     past = num_bytes >= PAST_CACHE_BYTES or whole_bytes >= PAST_CACHE_BYTES
     by_threads = past and torch.get_num_threads() > _FEW_THREADS
@@ -101,10 +96,11 @@ def copy_finite_to(source: Tensor, target: Tensor) -> bool:
         >>> copy_finite_to(torch.tensor([1.0, float("nan")]), torch.empty(2))
         False
     """
-    function = native.FUNCTIONS.get(f"copy_{_FINITE.get(target.dtype)}")
-    if function is None or target.nbytes < PAST_CACHE_BYTES or not _lies_plain(source):
+    is_small = target.nbytes < PAST_CACHE_BYTES
+    if is_small or not target.dtype.is_floating_point or not _lies_plain(source):
         copy_to(source, target)
         return all_finite(target)
+    function = FUNCTIONS[f"copy_finite_{DTYPES[target.dtype]}"]
     return bool(function(source.data_ptr(), target.data_ptr(), target.numel()))
 
 
@@ -114,22 +110,16 @@ def _lies_plain(tensor: Tensor) -> bool:
 
 
 def all_finite(numbers: Tensor) -> bool:
-    """Tell whether neither NaN nor infinity is in ``numbers``, on the CPU.
+    """Tell whether neither NaN nor infinity is in ``numbers``, on the CPU and of a table's dtype.
 
     Example:
         >>> all_finite(torch.tensor([1.0, float("nan")])), all_finite(torch.ones(3))
         (False, True)
     """
-    if not numbers.dtype.is_floating_point or numbers.numel() == 0:
+    if not numbers.dtype.is_floating_point:
         return True
-    function = native.FUNCTIONS.get(_FINITE.get(numbers.dtype, ""))
-    if function is not None and numbers.is_contiguous():
-        return bool(function(numbers.data_ptr(), numbers.numel()))
-    total = numbers.sum().item()
-    if total - total == 0:  # as neither NaN nor infinity does; and one sum is a short look
-        return True
-    low, high = torch.aminmax(numbers)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
+    numbers = numbers.contiguous()
+    return bool(FUNCTIONS[f"finite_{DTYPES[numbers.dtype]}"](numbers.data_ptr(), numbers.numel()))
 
 
 def refuse_overlap(parameters: Sequence[nn.Parameter]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phalanx.codecs import Cast, Codec, OneBit, Payload, TopK, resolve_codec
 
-ALL = ["fp16", "bf16", "one_bit", "top_k", "top_k(0.3)"]
+ALL = ["fp16", "bf16", "one_bit", "top_k", TopK(0.3)]
 ODD_SHAPES = [(), (1,), (7,), (3, 7), (1, 23), (23, 1), (5, 3, 3, 1), (0, 4), (4, 0)]
 
 
@@ -20,7 +20,7 @@ def through(codec: Codec, gradient: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", ODD_SHAPES, ids=str)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", ALL, ids=str)
 def test_every_shape_and_dtype_comes_back(
     name: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
@@ -33,14 +33,14 @@ def test_every_shape_and_dtype_comes_back(
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", ALL, ids=str)
 def test_what_is_not_finite_stays_visible(name: str, bad: float) -> None:
     gradient = torch.randn(9, 11)
     gradient[4, 7] = bad
     assert not through(resolve_codec(name), gradient).isfinite().all()
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", ALL, ids=str)
 def test_integers_and_complex_numbers_pass_unchanged(name: str) -> None:
     for gradient in (torch.arange(99).view(9, 11), torch.randn(9, 11, dtype=torch.complex64)):
         assert through(resolve_codec(name), gradient) is gradient
@@ -137,8 +137,6 @@ def test_top_k_sends_the_largest_exactly() -> None:
         ("bf16", Cast(torch.bfloat16)),
         ("one_bit", OneBit(min_elements=20)),
         ("top_k", TopK(0.1)),
-        ("top_k(0.25)", TopK(0.25)),
-        ("top_k( 1e-3 )", TopK(0.001)),
         (TopK(0.5), TopK(0.5)),
     ],
     ids=str,

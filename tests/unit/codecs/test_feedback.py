@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.codecs import Feedback
+from phalanx.codecs import Feedback, TopK
 
 WITH_ERROR = ["one_bit", "top_k"]
 
@@ -38,7 +38,7 @@ def test_two_messages_drain(name: str, shape: tuple[int, ...]) -> None:
 
 
 def test_pending_errors_count_at_once_but_are_kept_by_commit_only() -> None:
-    feedback = Feedback("top_k(0.5)")
+    feedback = Feedback(TopK(0.5))
     gradient = torch.tensor([3.0, 2.0])
     zero = torch.zeros(2)
     assert sent(feedback, gradient).tolist() == [3.0, 0.0]
@@ -53,7 +53,7 @@ def test_pending_errors_count_at_once_but_are_kept_by_commit_only() -> None:
 
 
 def test_finite_values_whose_sum_is_not_leave_the_error_as_it_was() -> None:
-    feedback = Feedback("top_k(0.5)")
+    feedback = Feedback(TopK(0.5))
     committed(feedback, torch.tensor([3.3e38, 3.2e38]))
     assert committed(feedback, torch.tensor([0.0, 3.2e38])).tolist() == [0.0, math.inf]
     assert feedback.state_dict()["weight"].tolist() == torch.tensor([0.0, 3.2e38]).tolist()

@@ -46,7 +46,7 @@ NOT = [float("nan"), float("inf"), -float("inf")]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [1, ODD, 4097])
-def test_what_is_not_finite_is_seen_wherever_it_is(way, dtype, size):
+def test_what_is_not_finite_is_seen_wherever_it_is(needs_compiled, dtype, size):
     numbers = torch.tensor(FINITE, dtype=dtype).repeat(size)[:size]
     assert all_finite(numbers)
     for place in {0, size // 2, size - 1}:
@@ -59,7 +59,7 @@ def test_what_is_not_finite_is_seen_wherever_it_is(way, dtype, size):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [ODD, PAST_CACHE_BYTES // 2 + ODD])
-def test_what_is_not_finite_is_seen_while_it_is_copied(way, dtype, size):
+def test_what_is_not_finite_is_seen_while_it_is_copied(needs_compiled, dtype, size):
     source, target = torch.ones(size + 1, dtype=dtype)[1:], torch.empty(size, dtype=dtype)
     assert copy_finite_to(source, target)
     assert torch.equal(target, source)
@@ -71,7 +71,7 @@ def test_what_is_not_finite_is_seen_while_it_is_copied(way, dtype, size):
 
 
 @pytest.mark.parametrize("numbers", [torch.ones(3, dtype=torch.int64), torch.empty(0), np.pi])
-def test_integers_and_nothing_are_finite(way, numbers):
+def test_integers_and_nothing_are_finite(needs_compiled, numbers):
     assert all_finite(torch.as_tensor(numbers))
 
 
