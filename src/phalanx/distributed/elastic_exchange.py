@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from phalanx.distributed.backend import SharedGroup, open_group
-from phalanx.distributed.cuda_group import nccl_is_here
 from phalanx.distributed.elastic_membership import About, GroupEpoch, RankMembership, Report
 from phalanx.distributed.exchange import Exchange
 from phalanx.distributed.open_store import (
@@ -306,11 +305,6 @@ class ElasticExchange(Exchange):
         """Do nothing: :meth:`enter` has given the state."""
 
     # --- by whom it is carried --------------------------------------------------------------------
-
-    @property
-    def device_types(self) -> frozenset[str]:
-        """The kinds of devices whose tensors the ranks can exchange, also while there is one."""
-        return frozenset({"cpu", "cuda"} if nccl_is_here() else {"cpu"})
 
     def gather(self, document: bytes, about: str) -> list[bytes]:
         """Return every rank's document, by rank; as `Exchange.gather`."""

@@ -1,6 +1,6 @@
 """The messages of the ranks of a job about a step, before they add their gradients.
 
-JSON and tensors in safetensors' form, no pickle. Floats travel as hexadecimals: every bit counts.
+JSON, whose floats keep every bit, and tensors in safetensors' form; no pickle.
 """
 
 from __future__ import annotations
@@ -25,84 +25,72 @@ from phalanx.types import Nested
 _TEXT = "text"
 
 
+# Any, here and below: what JSON can hold.
 @dataclass
 class RankMessage:
     """One rank's part in a step.
 
     Attributes:
-        fingerprint: The step and the batch, on which all ranks must agree.
+        about: The step and the batch, on which all ranks must agree; as JSON has it.
         error: The exception that it raised instead of computing; None if all went well.
         results: By microbatch.
-        has_gradients: Whether a parameter got one.
         statistics: By node of the tree, what its microbatches left in the buffers.
     """
 
-    fingerprint: str
+    about: Any
     error: str | None = None
     results: dict[int, MicrobatchResult] = field(default_factory=dict)
-    has_gradients: bool = False
     statistics: dict[Node, dict[str, Statistic]] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls,
-        fingerprint: str,
+        about: Any,
         results: Sequence[MicrobatchResult | None],
         sums: Mapping[Node, PartialSum | None],
     ) -> RankMessage:
         """Return the message of what was computed here."""
-        message = cls(fingerprint, results={i: r for i, r in enumerate(results) if r is not None})
-        for node, partial in sums.items():
-            if partial is not None:
-                message.has_gradients |= any(each is not None for each in partial.gradients)
-                message.statistics[node] = partial.statistics
-        return message
+        found = {index: each for index, each in enumerate(results) if each is not None}
+        left = {node: each.statistics for node, each in sums.items() if each is not None}
+        return cls(about, results=found, statistics=left)
 
     def pack(self) -> bytes:
         """Write it down."""
         tensors: dict[str, Tensor] = {}
-        text = {
-            "fingerprint": self.fingerprint,
-            "error": self.error,
-            "results": [
-                [index, each.loss.hex(), _pack_nested(tensors, (each.outputs, each.targets))]
-                for index, each in self.results.items()
-            ],
-            "has_gradients": self.has_gradients,
-            "statistics": [
-                [
-                    n.level,
-                    n.index,
-                    key,
-                    each.weight.hex(),
-                    each.rule,
-                    _pack_nested(tensors, each.value),
-                ]
-                for n, found in self.statistics.items()
-                for key, each in found.items()
-            ],
-        }
-        tensors[_TEXT] = torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8)
+        results = [
+            [index, each.loss, _pack_nested(tensors, (each.outputs, each.targets))]
+            for index, each in self.results.items()
+        ]
+        statistics = [
+            [node.level, node.index, key, _set_aside(tensors, each.value), each.weight, each.rule]
+            for node, found in self.statistics.items()
+            for key, each in found.items()
+        ]
+        text = json.dumps([self.about, self.error, results, statistics])
+        tensors[_TEXT] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         return safetensors.torch.save(tensors)
 
     @classmethod
     def read(cls, packed: bytes) -> RankMessage:
         """Undo :meth:`pack`."""
         tensors = safetensors.torch.load(packed)  # bytes of a rank: numbers, and no code to run
-        text = json.loads(tensors[_TEXT].numpy().tobytes())
-        message = cls(text["fingerprint"], text["error"])
-        for index, loss, kept in text["results"]:
-            outputs, targets = _unpack_nested(tensors, kept)
-            message.results[index] = MicrobatchResult(float.fromhex(loss), outputs, targets)
-        message.has_gradients = text["has_gradients"]
-        for level, index, name, weight, rule, value in text["statistics"]:
-            message.statistics.setdefault(Node(level, index), {})[name] = Statistic(
-                _unpack_nested(tensors, value), float.fromhex(weight), rule
-            )
+        about, error, results, statistics = json.loads(tensors[_TEXT].numpy().tobytes())
+        message = cls(about, error)
+        for index, loss, kept in results:
+            message.results[index] = MicrobatchResult(loss, *_unpack_nested(tensors, kept))
+        for level, index, key, name, weight, rule in statistics:
+            left = message.statistics.setdefault(Node(level, index), {})
+            left[key] = Statistic(tensors[name], weight, rule)
         return message
 
 
-# Any, here and below: what JSON can hold.
+def _set_aside(tensors: dict[str, Tensor], tensor: Tensor) -> str:
+    """Put ``tensor`` among the others, and return its name."""
+    name = str(len(tensors))
+    tensors[name] = tensor.detach().cpu().contiguous().clone()
+    return name
+
+
 def _pack_nested(tensors: dict[str, Tensor], value: Nested) -> Any:
     """Set the tensors of ``value`` aside, by number, and return the rest.
 
@@ -110,13 +98,7 @@ def _pack_nested(tensors: dict[str, Tensor], value: Nested) -> Any:
         UnsupportedError: It holds something that JSON cannot hold.
     """
     leaves, structure = flatten(value)
-    names: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            names.append([str(len(tensors))])
-            tensors[str(len(tensors))] = leaf.detach().cpu().contiguous().clone()
-        else:
-            names.append(leaf)
+    names = [[_set_aside(tensors, leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     try:
         json.dumps(names)
         return [names, pytree.treespec_dumps(structure)]

@@ -128,19 +128,16 @@ class RankExecutor(ThreadExecutor, Peers):
         only = ranges[self._exchange.rank]
         if owners is not None:  # by the numbers that replicas have here
             owners = [owner - only.start for owner in owners]
-        fingerprint = json.dumps(
-            {
-                "step": [seed, [each.hex() for each in weights], _trace_of(pieces)],
-                "trains": self._trains,
-                "newcomers_wait": self._exchange.newcomers_wait,
-            }
-        )
+        about = {
+            "step": [seed, weights, _trace_of(pieces)],
+            "trains": self._trains,
+            "newcomers_wait": self._exchange.newcomers_wait,
+        }
         try:
             result = super().run(task, pieces, weights=weights, seed=seed, owners=owners, only=only)
-            message = RankMessage.of(fingerprint, result.results, result.sums)
-            packed = message.pack()
+            packed = RankMessage.of(about, result.results, result.sums).pack()
         except BaseException as error:
-            failed = RankMessage(fingerprint, f"{type(error).__name__}: {error}")
+            failed = RankMessage(about, f"{type(error).__name__}: {error}")
             self._exchange.gather(failed.pack(), _STEP)
             raise
         messages = [RankMessage.read(each) for each in self._exchange.gather(packed, _STEP)]
@@ -167,7 +164,7 @@ class RankExecutor(ThreadExecutor, Peers):
     ) -> None:
         """Let ``result`` hold all ranks' sums of gradients and statistics."""
         gradients: Gradients = [None] * len(self.parameters)
-        if any(message.has_gradients for message in messages):
+        if torch.is_grad_enabled():
             gradients = self._reduction.add(result.sums, weights, ranges)
         statistics = {
             node: PartialSum([], found)
@@ -193,29 +190,22 @@ class RankExecutor(ThreadExecutor, Peers):
         Raises:
             PeerError: They differ; on every rank, naming the same one.
         """
-        own = [_checksum_of(each) for each in self._module.parameters()]
+        own = {name: _checksum_of(each) for name, each in self._module.named_parameters()}
+        told = [own]
         with _between_runs(self._exchange) as can:
             if can:
                 packed = json.dumps(own).encode()
-                told = [
-                    json.loads(each) for each in self._exchange.gather(packed, "compare weights")
-                ]
-                self._compare(told)
-
-    def _compare(self, told: Sequence[Sequence[int]]) -> None:
-        for rank, each in enumerate(told):
-            for (name, _), ours, theirs in zip(
-                self._module.named_parameters(), told[0], each, strict=True
-            ):
-                if ours != theirs:
-                    raise PeerError(
-                        f"All ranks must hold the same weights, but rank {rank}'s differ from "
-                        f"rank 0's, first in `{name}`. Let whatever writes them (the learning "
-                        "rate, an optimizer that draws noise, a callback) do the same in every "
-                        "process, from generators with the same seed, and start again from a "
-                        "checkpoint before this.",
-                        rank,
-                    )
+                told = list(map(json.loads, self._exchange.gather(packed, "compare weights")))
+        for rank, theirs in enumerate(told):
+            differing = [name for name in own if theirs[name] != told[0][name]]
+            if differing:
+                raise PeerError(
+                    f"All ranks must hold the same weights, but rank {rank}'s differ from rank "
+                    f"0's, first in `{differing[0]}`. Let whatever writes them (the learning rate, "
+                    "an optimizer that draws noise, a callback) do the same in every process, from "
+                    "generators with the same seed, and start again from a checkpoint before this.",
+                    rank,
+                )
 
 
 @contextlib.contextmanager
@@ -275,7 +265,7 @@ def _check(messages: Sequence[RankMessage]) -> dict[str, Any]:
                 f"{message.error}. The step was refused everywhere and nothing has changed.",
                 rank,
             )
-    first, *others = [json.loads(each.fingerprint) for each in messages]
+    first, *others = [each.about for each in messages]
     for rank, each in enumerate(others, 1):
         if each["step"] != first["step"]:
             raise ConfigError(

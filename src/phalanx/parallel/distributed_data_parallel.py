@@ -298,9 +298,9 @@ class _RankPasses(_Passes):
             for node, each in result.sums.items()
             if each is not None and any(self._sizes)
         }
-        message = RankMessage.of(json.dumps(self._sizes), [], own)
+        message = RankMessage.of(self._sizes, [], own)
         told = [RankMessage.read(each) for each in self._exchange.gather(message.pack(), "forward")]
-        self._check([json.loads(each.fingerprint) for each in told])
+        self._check([each.about for each in told])
         found = {
             node: PartialSum([], each) for rank in told for node, each in rank.statistics.items()
         }
