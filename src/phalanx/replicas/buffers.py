@@ -203,7 +203,9 @@ class _Buffer:
         if now is None:
             self.own = None
             return False
-        if self._is_told() or (self.counter is not None and self.counter._is_told()):
+        if self._is_told(now):
+            return True
+        if self.counter is not None and self.counter._is_told(self.counter._now()):
             return True
         # Batch norm's kernel writes its statistics without raising torch's version counter.
         trains = any(module.training for module, _ in self.places)
@@ -212,12 +214,14 @@ class _Buffer:
         return not torch.equal(now.detach().to(self.source.device), self.source)
 
     def _now(self) -> Tensor | None:
-        values = [module._buffers.get(key) for module, key in self.places]
-        return next((value for value in values if value is not self.own), self.own)
+        for module, key in self.places:
+            value = module._buffers.get(key)
+            if value is not self.own:
+                return value
+        return self.own
 
-    def _is_told(self) -> bool:
+    def _is_told(self, now: Tensor | None) -> bool:
         """Tell whether torch has noticed that the copy was written to or replaced."""
-        now = self._now()
         return now is not None and (now is not self.own or now._version != self._versions[1])
 
     def left(self) -> Tensor:
