@@ -27,9 +27,9 @@ import torch
 from rich.console import Console
 
 from phalanx import tables
-from phalanx.cluster import Endpoint, Head, tag_of
+from phalanx.cluster import Endpoint, Message, tag_of
 from phalanx.cluster.connection import _error_of
-from phalanx.cluster.frames import MAX_TEXT_BYTES, BadFrame, Kind, Stream
+from phalanx.cluster.frames import MAX_TEXT_BYTES, BadFrame, Kind, Stream, described, empty_arrays
 from phalanx.errors import PhalanxError
 from phalanx.ipc import RunDirectory
 from phalanx.tables.host_operations import Operation
@@ -60,13 +60,17 @@ def read_everything(num_frames: int, chance: random.Random, progress: Callable[[
     assert spec.rows == ROWS
 
     def read_head(frame: bytes) -> None:
-        head, text_bytes = Head.decode(frame, TAG, MOST_BYTES)
-        assert head.payload_bytes <= MOST_BYTES
+        _, text_bytes, num_arrays = Message.decode(frame, TAG)
         assert text_bytes <= MAX_TEXT_BYTES
+        assert num_arrays <= 16
+
+    def read_arrays(frame: bytes) -> None:
+        arrays = empty_arrays(frame[: len(frame) // 20 * 20], MOST_BYTES)
+        assert sum(array.nbytes for array in arrays) <= MOST_BYTES
 
     readers: list[tuple[Callable[[bytes], object], bytes]] = [
-        (read_head, request(Operation.ADD, 3, 1).encode(TAG)[:80]),
-        (read_head, request(Operation.GET, 3, 1)._replace(kind=Kind.ERROR).encode(TAG)[:80]),
+        (read_head, request(Operation.TICK, 3, 1)._replace(text="").encode(TAG)),
+        (read_arrays, b"".join(map(described, ARRAYS[Operation.ADD]))),
         (lambda frame: TableSpec.from_mapping(parsed(frame)), SPEC.encode()),
         (lambda frame: _error_of(frame.decode()), ERROR.encode()),
     ]
@@ -105,19 +109,25 @@ SPEC = json.dumps(
 ERROR = json.dumps({"error": "PeerTimeout", "message": "Worker 3 did not come.", "rank": 3})
 
 
-TWO_ROWS, THEIR_NUMBERS = np.array([0, ROWS - 1]).tobytes(), bytes(16)
-PAYLOADS = {
-    Operation.GET: TWO_ROWS,
-    Operation.ADD: np.array([1, 1]).tobytes() + TWO_ROWS + THEIR_NUMBERS,
+TWO_ROWS = np.array([0, ROWS - 1])
+ARRAYS = {
+    Operation.GET: [TWO_ROWS],
+    Operation.ADD: [TWO_ROWS, np.zeros((2, 2), np.float32)],
 }
 
 
-def request(operation: int, worker: int, incarnation: int) -> Head:
-    """Return the head of a request that names two rows of the table."""
-    nbytes = len(PAYLOADS.get(Operation(operation), b""))
-    args = (2, 2, 0, 0) if nbytes else (0, 1, 0, 0)
-    number = int(operation == Operation.ADD)
-    return Head(Kind.REQUEST, operation, worker, incarnation, number, 100, args, nbytes, "fuzzed")
+def request(operation: int, worker: int, incarnation: int) -> Message:
+    """Return a request that names two rows of the table."""
+    return Message(
+        Kind.REQUEST,
+        operation,
+        worker,
+        incarnation,
+        number=int(operation == Operation.ADD),
+        timeout_ms=100,
+        text="fuzzed",
+        arrays=ARRAYS.get(Operation(operation), []),
+    )
 
 
 # --- a server, and good clients beside ------------------------------------------------------------
@@ -174,8 +184,8 @@ class Peer:
         enter = request(Operation.ENTER, 0, 0)
         for client in (1, 2):  # twice, so that its incarnation is not that of a good client
             args = (CLIENTS, client, client, 0)
-            self._session.send(enter._replace(args=args, payload_bytes=0), [])
-            answer = self._session.read_head(0)
+            self._session.send(enter._replace(args=args))
+            answer = self._session.receive(0)
             assert answer.kind == Kind.ANSWER
         assert answer.args[1] == 2
         self._stream: Stream | None = None
@@ -187,8 +197,7 @@ class Peer:
             self._stream.set_timeout(ANSWER_S)
         try:
             self._stream._socket.sendall(content)
-            answered = self._stream.read_head(MOST_BYTES)
-            self._stream.read_into(memoryview(bytearray(answered.payload_bytes)))
+            self._stream.receive(MOST_BYTES)
         except (OSError, EOFError):  # closed, or bytes are missing
             self._stream.close()
             self._stream = None
@@ -215,8 +224,8 @@ def ask_a_server(num_messages: int, chance: random.Random, progress: Callable[[i
         before = resident_bytes(server)
         for number in range(num_messages):
             operation = chance.choice(ASKED)
-            head = request(operation, CLIENTS, 2)
-            good = head.encode(peer.tag) + PAYLOADS.get(operation, b"")
+            asked = request(operation, CLIENTS, 2)
+            good = b"".join([asked.encode(peer.tag), *(a.tobytes() for a in asked.arrays)])
             peer.send(mutated(chance, good))
             if number % 1000 == 0:
                 progress(number)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from phalanx.cluster import Connection, WorkerSession
+from phalanx.cluster import RemoteCall, WorkerSession
 from phalanx.errors import PeerTimeout
 from phalanx.tables import router, snapshots
 from phalanx.tables import table as table_module
@@ -32,15 +32,15 @@ def make_adds_in_python() -> None:
 
 def never_asked_again() -> None:
     """A request is sent once."""
-    send = Connection._send
+    send = RemoteCall.send
 
-    def send_once(self, pending, connect_s):
-        if pending.title.startswith("sent "):
+    def send_once(self, *given):
+        if self.title.startswith("sent "):
             raise TimeoutError("sent once")
-        pending.title = f"sent {pending.title}"
-        send(self, pending, connect_s)
+        self.title = f"sent {self.title}"
+        send(self, *given)
 
-    Connection._send = send_once  # type: ignore[method-assign]
+    RemoteCall.send = send_once  # type: ignore[method-assign]
 
 
 def add_counted_twice() -> None:
@@ -61,7 +61,7 @@ def round_add_counted_twice() -> None:
 
 def stale_accepted() -> None:
     """A worker that was taken for dead may write."""
-    HostService._refuse_stale = lambda self, head: None  # type: ignore[method-assign]
+    HostService._refuse_stale = lambda self, asked: None  # type: ignore[method-assign]
 
 
 def lost_host_awaited() -> None:
@@ -78,10 +78,10 @@ def one_at_a_time() -> None:
     """A server makes one get or add after the other."""
     answer, turn = HostService.answer, threading.Lock()
 
-    def answer_in_turn(self, request):
-        waits_its_turn = request.head.operation in (Operation.ADD, Operation.GET)
+    def answer_in_turn(self, asked, link):
+        waits_its_turn = asked.operation in (Operation.ADD, Operation.GET)
         with turn if waits_its_turn else nullcontext():
-            return answer(self, request)
+            return answer(self, asked, link)
 
     HostService.answer = answer_in_turn  # type: ignore[method-assign]
 
@@ -137,7 +137,7 @@ def drafts_stay() -> None:
 
 def silence_unheard() -> None:
     """Who waits for a round looks at the workers on its own host's page only."""
-    router.wait_for = lambda pendings: None
+    router.wait_for = lambda calls: None
 
 
 BUGS: dict[str, Callable[[], None]] = {

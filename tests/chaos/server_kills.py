@@ -124,7 +124,7 @@ class Target:
         assert address is not None
         tls = secret.tls(server=False)
         endpoint = Endpoint(host, f"Host {host}", address, cluster, tls)
-        self._connection = Connection(endpoint, 0)
+        self._connection = Connection(endpoint)
         self.ask()
 
     def ask(self) -> None:

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from phalanx import tables
-from phalanx.cluster import Head, Server
+from phalanx.cluster import Message, Server
 from phalanx.errors import CheckpointError, PeerTimeout, StateError
 from phalanx.ipc import ProcessIdentity, inject, wait_until
 from phalanx.tables import host_service
@@ -80,31 +80,26 @@ def lose(what: str, folder: Path) -> None:
     """Let servers forked later lose the first message of each kind, with its connection."""
     lost: set[tuple[int, ...]] = set()
 
-    def lose_first(head: Head) -> None:
-        kind = (head.operation,)
-        if head.operation == Operation.ADD:  # of a round, too
-            kind += (head.args[1] > 0,)
+    def lose_first(message: Message) -> None:
+        kind: tuple[int, ...] = (message.operation,)
+        if message.operation == Operation.ADD:  # of a round, too
+            kind += (message.args[0] > 0,)
         if kind not in lost:
             lost.add(kind)
-            (folder / f"lost-{head.operation}").touch()
+            (folder / f"lost-{message.operation}").touch()
             raise ConnectionResetError("lost by the test")
 
-    if what == "requests":
-        answer = Server._ask
+    ask = Server._ask
 
-        def answer_but_first(self, stream, head, link):
-            lose_first(head)
-            return answer(self, stream, head, link)
-
-        Server._ask = answer_but_first  # type: ignore[method-assign]
-    else:
-        send = Server._send
-
-        def send_but_first(self, stream, asked, answer):
+    def ask_but_first(self, asked, link):
+        if what == "requests":
             lose_first(asked)
-            send(self, stream, asked, answer)
+        answer = ask(self, asked, link)
+        if what == "answers":
+            lose_first(asked)
+        return answer
 
-        Server._send = send_but_first  # type: ignore[method-assign]
+    Server._ask = ask_but_first  # type: ignore[method-assign]
 
 
 def ask_everything(parent: Parent, what: str, folder: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from phalanx import tables
-from phalanx.cluster import PendingCall, connection
+from phalanx.cluster import RemoteCall, connection
 from phalanx.errors import PeerTimeout
 from phalanx.tables import asking, remote_part, router
 from tests.interrupts import interrupt_at
@@ -82,15 +82,14 @@ def test_a_call_interrupted_anywhere_holds_nothing_back(run, kind):
 
 def miss_the_end_of_a_barrier(world: tables.TableGroup) -> None:
     if world.worker_id == 1:
-        remote = world._context.membership._others.of(1)[0]
-        answer = remote.connection._answer
+        answer = RemoteCall._answer
 
-        def interrupt(pending: PendingCall) -> NoReturn:
-            remote.connection._answer = answer
-            answer(pending)  # at "alone" this worker would no longer count for "first"
+        def interrupt(call: RemoteCall) -> NoReturn:
+            RemoteCall._answer = answer  # type: ignore[method-assign]
+            answer(call)  # at "alone" this worker would no longer count for "first"
             raise KeyboardInterrupt
 
-        remote.connection._answer = interrupt
+        RemoteCall._answer = interrupt  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             world.barrier("first")
         with pytest.raises(PeerTimeout):  # nobody else comes to it

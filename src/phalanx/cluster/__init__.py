@@ -7,25 +7,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from phalanx.cluster.connection import Connection, Endpoint, PendingCall, Reply, WorkerSession
-from phalanx.cluster.frames import MAX_PAYLOAD_BYTES, Head, tag_of
+from phalanx.cluster.connection import Connection, Endpoint, RemoteCall, WorkerSession
+from phalanx.cluster.frames import MAX_ARRAY_BYTES, Array, Message, tag_of
 from phalanx.cluster.secret import Secret, make_secret
-from phalanx.cluster.server import Answer, Link, Request, Server, Service
+from phalanx.cluster.server import Answer, Link, Server, Service
 
 if TYPE_CHECKING:
     from phalanx.cluster.ray_launcher import RayJob, launch_script_on_ray, on_ray
 
 __all__ = [
-    "MAX_PAYLOAD_BYTES",
+    "MAX_ARRAY_BYTES",
     "Answer",
+    "Array",
     "Connection",
     "Endpoint",
-    "Head",
     "Link",
-    "PendingCall",
+    "Message",
     "RayJob",
-    "Reply",
-    "Request",
+    "RemoteCall",
     "Secret",
     "Server",
     "Service",

@@ -4,28 +4,29 @@ A call has a connection for itself, taken from those that are idle; so threads o
 wait for each other, and a call that is given up leaves nothing behind: its connection is closed.
 Where a connection breaks, as when the server is killed, the request is sent again over another one
 until the call's deadline. So whatever changes something carries a number by which the other side
-knows it (`Head.number`), or is an operation that may be done twice.
+knows it (`Message.number`), or is an operation that may be done twice.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import socket
 import ssl
 import struct
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from phalanx import errors
 from phalanx.clock import now_s, pause
 from phalanx.cluster.frames import (
-    MAX_PAYLOAD_BYTES,
+    MAX_ARRAY_BYTES,
+    Array,
     BadFrame,
-    Head,
     Kind,
+    Message,
     Stream,
     prepare,
     tag_of,
@@ -38,8 +39,6 @@ from phalanx.errors import (
     PhalanxError,
     StateError,
 )
-
-__all__ = ["Connection", "Endpoint", "PendingCall", "Reply", "WorkerSession"]
 
 _CONNECT_S, _REOPEN_S = 1.0, 1.0
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
@@ -89,119 +88,44 @@ class Endpoint(NamedTuple):
         return Stream(end, tag_of(self.run, self.host))
 
 
-class Reply(NamedTuple):
-    """An answer; `payload` is empty where the caller had said where it goes."""
-
-    args: tuple[int, int, int, int]
-    text: str
-    payload: memoryview
-
-
-@dataclass
-class PendingCall:
-    """A request that is under way; see :meth:`Connection.wait`."""
-
-    head: Head
-    payload: Sequence[memoryview]
-    out: Sequence[memoryview] | None
-    title: str
-    timeout_s: float
-    stream: Stream | None = None
-    answered: bool = False
-    begun_s: float = field(default_factory=now_s)
-
-    def remaining_s(self) -> float:
-        """Return the seconds until the deadline."""
-        return self.begun_s + self.timeout_s - now_s()
-
-
-class Connection:
-    """A worker's way to the server of another host, for all threads of its process.
-
-    Args:
-        endpoint: The server.
-        worker: Who asks.
+class RemoteCall:
+    """A request that is under way; made by :meth:`Connection.begin`.
 
     Attributes:
-        worker: Who asks.
-        incarnation: Which of the workers that have had our number we are, there; 0 before that is
-            known.
+        title: What errors call it.
+        host: What they call the host that is asked.
+        answered: Whether an answer has come.
     """
 
-    def __init__(self, endpoint: Endpoint, worker: int) -> None:
-        self.endpoint = endpoint
-        self.worker = worker
-        self.incarnation = 0
-        self.is_closed = False
-        self._idle: list[Stream] = []
-
-    def call(self, operation: int, title: str, timeout_s: float, **asked: Any) -> Reply:
-        """Ask, and wait for the answer; see :meth:`begin`."""
-        return self.wait(self.begin(operation, title, timeout_s, **asked))
-
-    def begin(
+    def __init__(
         self,
-        operation: int,
+        connection: Connection,
+        message: Message,
         title: str,
         timeout_s: float,
-        *,
-        args: Sequence[int] = (),
-        number: int = 0,
-        text: str = "",
-        payload: Sequence[memoryview] = (),
-        out: Sequence[memoryview] | None = (),
-    ) -> PendingCall:
-        """Send a request; the caller has to :meth:`wait` for it, or to :meth:`abandon` it.
+        out: Sequence[Array] | None,
+    ) -> None:
+        self.title = title
+        self.host = connection.endpoint.name
+        self.answered = False
+        self._connection = connection
+        self._message = message
+        self._timeout_s = timeout_s
+        self._until_s = now_s() + timeout_s
+        self._out = out
+        self._stream: Stream | None = None
 
-        Args:
-            operation: What is asked for.
-            title: What errors call it.
-            timeout_s: When the answer must be there.
-            args: Up to four numbers.
-            number: As :class:`Head` has it.
-            text: A name, or JSON.
-            payload: Memory that follows; it must stay as it is until the answer is there.
-            out: Where the answer's payload goes; its length must be right. None where it is not
-                known: the answer brings it.
+    def send(self, connect_s: float = math.inf) -> None:
+        """Send the request, over an idle connection or a new one."""
+        remaining_s = max(0.001, self._remaining_s())
+        self._stream = self._connection.take_idle()
+        if self._stream is None:
+            self._stream = self._connection.endpoint.connect(min(connect_s, remaining_s))
+        self._stream.set_timeout(remaining_s)
+        self._stream.send(self._message)
 
-        Raises:
-            ConfigError: The payload is longer than servers take, or the secret is another.
-            StateError: The connection is closed.
-        """
-        parts = [part.cast("B") for part in payload if part.nbytes]
-        total = sum(map(len, parts))
-        if total > MAX_PAYLOAD_BYTES:
-            raise ConfigError(
-                f"What is sent to another host at once must be at most {MAX_PAYLOAD_BYTES} "
-                f"bytes, but {title} has {total}. Make it in parts."
-            )
-        if self.is_closed:
-            raise StateError(f"A worker must be of the run, but has closed: {title} was not asked.")
-        padded = (*args, 0, 0, 0, 0)
-        head = Head(
-            Kind.REQUEST,
-            operation,
-            self.worker,
-            self.incarnation,
-            number,
-            round(1e3 * timeout_s),
-            (padded[0], padded[1], padded[2], padded[3]),
-            total,
-            text,
-        )
-        targets = None if out is None else [part.cast("B") for part in out if part.nbytes]
-        pending = PendingCall(head, parts, targets, title, timeout_s)
-        try:
-            self._send(pending, _CONNECT_S)
-        except (OSError, EOFError):  # `wait` tries again
-            self.abandon(pending)
-        except BaseException:
-            self.abandon(pending)
-            raise
-        return pending
-
-    def wait(self, pending: PendingCall) -> Reply:
-        """Return the answer of a call, which is sent again where its connection breaks.
+    def wait(self) -> Message:
+        """Return the answer; the request is sent again where its connection breaks.
 
         Raises:
             PeerTimeout: It did not come in time; the error names the host.
@@ -211,73 +135,143 @@ class Connection:
         try:
             while True:
                 try:
-                    if pending.stream is None:
-                        self._send(pending, max(0.001, pending.remaining_s()))
-                    return self._answer(pending)
+                    if self._stream is None:
+                        self.send()
+                    return self._answer()
                 except PhalanxError:  # some of which are an OSError, too
                     raise
                 except (OSError, EOFError) as exc:
-                    self.abandon(pending)
+                    self.abandon()
                     last = str(exc) or last
-                    if pending.remaining_s() <= 0:
+                    if self._remaining_s() <= 0:
                         break
-                    pause(min(rest_s, max(0.0, pending.remaining_s())))
+                    pause(min(rest_s, self._remaining_s()))
                     rest_s = min(2 * rest_s, _LONGEST_PAUSE_S)
         finally:
-            self.abandon(pending)
-        endpoint, waited_s = self.endpoint, round(pending.timeout_s, 1)
+            self.abandon()
         raise PeerTimeout(
-            f"{endpoint.name} (server at {endpoint.address}) did not answer {pending.title} within "
-            f"{waited_s:g} s ({last}). See whether that host and the network are up; what was "
-            "asked may still be done there."
+            f"{self.host} (server at {self._connection.endpoint.address}) did not answer "
+            f"{self.title} within {round(self._timeout_s, 1):g} s ({last}). See whether that host "
+            "and the network are up; what was asked may still be done there."
         )
 
-    def abandon(self, pending: PendingCall) -> None:
-        """Take no answer in any more: the caller's memory is its own from here on."""
-        stream, pending.stream = pending.stream, None
-        if stream is None:
-            return
-        if pending.answered and not self.is_closed:
-            self._idle.append(stream)
-        else:
-            stream.close()
+    def _remaining_s(self) -> float:
+        return max(0.0, self._until_s - now_s())
 
-    def _send(self, pending: PendingCall, connect_s: float) -> None:
-        remaining_s = max(0.001, pending.remaining_s())
-        if self._idle:
-            pending.stream = self._idle.pop()
-        else:
-            pending.stream = self.endpoint.connect(min(connect_s, remaining_s))
-        pending.stream.set_timeout(remaining_s)
-        pending.stream.send(pending.head, pending.payload)
-
-    def _answer(self, pending: PendingCall) -> Reply:
-        stream = pending.stream
-        assert stream is not None
-        stream.set_timeout(max(0.0, pending.remaining_s()) + _LATER_S)
+    def _answer(self) -> Message:
+        assert self._stream is not None
+        self._stream.set_timeout(self._remaining_s() + _LATER_S)
         try:
-            head = stream.read_head(_LARGEST_ANSWER)
-            if head.kind == Kind.ERROR:
-                pending.answered = True
-                raise _error_of(head.text)
-            brought = memoryview(b"")
-            if pending.out is None:
-                brought = memoryview(bytearray(head.payload_bytes))
-            targets = [brought] if pending.out is None else pending.out
-            if head.kind != Kind.ANSWER or head.payload_bytes != sum(map(len, targets)):
-                raise BadFrame("an answer of another length")
-            for target in targets:
-                stream.read_into(target)
+            answer = self._stream.receive(_LARGEST_ANSWER, self._out)
+            self.answered = True
+            if answer.kind == Kind.ERROR:
+                raise _error_of(answer.text)
+            if answer.kind != Kind.ANSWER:
+                raise BadFrame("no answer")
         except BadFrame as exc:
+            self.answered = False  # the connection is of no more use
             raise InternalError(
-                f"{self.endpoint.name} sent what no server of this version sends: {exc}."
+                f"{self.host} sent what no server of this version sends: {exc}."
             ) from exc
-        pending.answered = True
-        return Reply(head.args, head.text, brought)
+        return answer
+
+    def abandon(self) -> None:
+        """Take no answer in any more: the caller's memory is its own from here on."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            self._connection.give_back(stream, is_idle=self.answered)
+
+
+class Connection:
+    """A worker's way to the server of another host, for all threads of its process.
+
+    Args:
+        endpoint: The server.
+
+    Attributes:
+        worker: Who asks.
+        incarnation: Which of the workers that have had our number we are, there; 0 before that is
+            known.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.worker = 0
+        self.incarnation = 0
+        self.is_closed = False
+        self._idle: list[Stream] = []
+
+    def call(self, operation: int, title: str, timeout_s: float, **asked: Any) -> Message:
+        """Ask, and wait for the answer; see :meth:`begin`."""
+        return self.begin(operation, title, timeout_s, **asked).wait()
+
+    def begin(
+        self,
+        operation: int,
+        title: str,
+        timeout_s: float,
+        *,
+        args: tuple[int, ...] = (),
+        number: int = 0,
+        text: str = "",
+        arrays: Sequence[Array] = (),
+        out: Sequence[Array] | None = None,
+    ) -> RemoteCall:
+        """Send a request; the caller has to wait for it, or to abandon it.
+
+        Args:
+            operation: What is asked for.
+            title: What errors call it.
+            timeout_s: When the answer must be there.
+            args: As :class:`Message` has it, and so are ``number`` and ``text``.
+            number: Of an add.
+            text: A name, or JSON.
+            arrays: They must stay as they are until the answer is there.
+            out: Where the answer's arrays go; None where the answer brings them.
+
+        Raises:
+            ConfigError: The arrays are longer than servers take, or the secret is another.
+            StateError: The connection is closed.
+        """
+        nbytes = sum(array.nbytes for array in arrays)
+        if nbytes > MAX_ARRAY_BYTES:
+            raise ConfigError(
+                f"What is sent to another host at once must be at most {MAX_ARRAY_BYTES} bytes, "
+                f"but {title} has {nbytes}. Make it in parts."
+            )
+        if self.is_closed:
+            raise StateError(f"A worker must be of the run, but has closed: {title} was not asked.")
+        message = Message(
+            Kind.REQUEST,
+            operation,
+            self.worker,
+            self.incarnation,
+            number,
+            round(1e3 * timeout_s),
+            args,
+            text,
+            arrays,
+        )
+        call = RemoteCall(self, message, title, timeout_s, out)
+        try:
+            call.send(_CONNECT_S)
+        except (OSError, EOFError):  # `wait` tries again
+            call.abandon()
+        except BaseException:
+            call.abandon()
+            raise
+        return call
 
     def take_idle(self) -> Stream | None:
         """Return a connection that no call uses, for the caller to keep."""
         return self._idle.pop() if self._idle else None
+
+    def give_back(self, stream: Stream, *, is_idle: bool) -> None:
+        """Keep a connection for the next call, unless an answer may still come over it."""
+        if is_idle and not self.is_closed:
+            self._idle.append(stream)
+        else:
+            stream.close()
 
     def close(self) -> None:
         """Let go of idle connections; those of calls that are under way end with the calls."""
@@ -298,14 +292,14 @@ class WorkerSession:
     """
 
     def __init__(self, endpoint: Endpoint, operation: int) -> None:
-        self._connection = Connection(endpoint, 0)
+        self._connection = Connection(endpoint)
         self._operation = operation
         self._client = struct.unpack("<qq", secrets.token_bytes(16))
         self._asked: tuple[int, int] = (0, 0)
         self._thread: threading.Thread | None = None
         self._stream: Stream | None = None
 
-    def open(self, timeout_s: float, asked: tuple[int, int]) -> tuple[int, int, int, int]:
+    def open(self, timeout_s: float, asked: tuple[int, int]) -> tuple[int, ...]:
         """Open it; return the worker's number, its incarnation and what else the server answers."""
         self._asked = asked
         answer = self._open(timeout_s)
@@ -315,16 +309,12 @@ class WorkerSession:
         self._thread.start()
         return answer
 
-    def _open(self, timeout_s: float) -> tuple[int, int, int, int]:
+    def _open(self, timeout_s: float) -> tuple[int, ...]:
         first, last = self._asked
         args = (first, *self._client, last)
-        pending = self._connection.begin(self._operation, "`join`", timeout_s, args=args)
-        try:
-            answer = self._connection.wait(pending).args
-        finally:
-            self._connection.abandon(pending)
+        answer = self._connection.call(self._operation, "`join`", timeout_s, args=args)
         self._stream = self._connection.take_idle()
-        return answer
+        return answer.args
 
     def _keep(self) -> None:
         while not self._connection.is_closed:

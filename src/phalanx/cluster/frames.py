@@ -1,10 +1,9 @@
-"""Frames of a connection between a worker and the server of another host.
+"""Messages of a connection between a worker and the server of another host.
 
-    message   head │ text │ payload
+    message   head │ text │ dtype and shape of each array │ arrays
 
-A head has 80 bytes of fixed meaning. Its sizes are checked before anything is allocated. No message
-holds code, and nothing in it is unpickled: numbers, names, and the bytes of tensors whose shape
-both sides know.
+Everything that a message announces is checked before anything is allocated. No message holds code,
+and nothing in it is unpickled: numbers, names, and arrays of numbers.
 """
 
 from __future__ import annotations
@@ -15,23 +14,21 @@ import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-__all__ = [
-    "MAX_PAYLOAD_BYTES",
-    "MAX_TEXT_BYTES",
-    "BadFrame",
-    "Head",
-    "Kind",
-    "Stream",
-    "prepare",
-    "tag_of",
-]
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+"""Contiguous, of at most two dimensions."""
 
 MAX_TEXT_BYTES = 16 << 10
-MAX_PAYLOAD_BYTES = 1 << 30
-_HEAD = struct.Struct("<8sHHIIIqq4qQ")
-_MAGIC = b"PHX4"
+MAX_ARRAY_BYTES = 1 << 30  # of all arrays of a message
+_MAX_ARRAYS = 16
+_HEAD = struct.Struct("<8sHHHHIIqq4q")
+_SHAPE = struct.Struct("<HHqq")
+_DTYPES = tuple(map(np.dtype, ("<f4", "<f8", "<i2", "<i4", "<i8")))
+_MAGIC = b"PHX5"
 _BUFFER_BYTES = 64 << 10
 _NUM_SILENT_PROBES, _PROBE_EVERY_S = 4, 2
 _LOST_MS = 10_000
@@ -49,8 +46,8 @@ class BadFrame(Exception):
     """Bytes that no peer of this version and run sends; the connection is closed."""
 
 
-class Head(NamedTuple):
-    """The fixed part of a message, and its text.
+class Message(NamedTuple):
+    """What one end sends.
 
     Attributes:
         kind: What it is.
@@ -59,64 +56,91 @@ class Head(NamedTuple):
         incarnation: Which of the workers that had its number.
         number: Of an add: its number among this worker's, from 1; else 0.
         timeout_ms: How long the server may wait for other workers.
-        args: Numbers that the operation reads.
-        payload_bytes: Of the payload, which the operation's own sizes must make.
+        args: Up to four numbers that the operation reads; four where they have arrived.
         text: A name, or JSON.
+        arrays: What the operation takes or returns.
     """
 
     kind: int
     operation: int
-    worker: int
-    incarnation: int
-    number: int
-    timeout_ms: int
-    args: tuple[int, int, int, int]
-    payload_bytes: int
+    worker: int = 0
+    incarnation: int = 0
+    number: int = 0
+    timeout_ms: int = 0
+    args: tuple[int, ...] = ()
     text: str = ""
+    arrays: Sequence[Array] = ()
 
     def encode(self, tag: bytes) -> bytes:
-        """Return the head, and the text, whose length it holds."""
+        """Return all of it but the arrays' own bytes."""
         text = self.text.encode()
-        fixed = _HEAD.pack(
+        head = _HEAD.pack(
             tag,
             self.kind,
             self.operation,
             len(text),
+            len(self.arrays),
             self.worker,
+            self.timeout_ms,
             self.incarnation,
             self.number,
-            self.timeout_ms,
-            *self.args,
-            self.payload_bytes,
+            *(*self.args, 0, 0, 0, 0)[:4],
         )
-        return fixed + text
+        return b"".join((head, text, *map(described, self.arrays)))
 
     @classmethod
-    def decode(cls, fixed: bytes, tag: bytes, most_bytes: int) -> tuple[Head, int]:
-        """Read a head without its text; return it, and how long the text is.
+    def decode(cls, head: bytes, tag: bytes) -> tuple[Message, int, int]:
+        """Read a head; return it, the length of the text, and the number of arrays.
 
         Raises:
             BadFrame: It is none, or announces more than is allowed.
 
         Example:
             >>> tag = tag_of("run", 1)
-            >>> head = Head(Kind.REQUEST, 3, 7, 1, 0, 500, (1, 2, 3, -4), 0)
-            >>> Head.decode(head.encode(tag), tag, 0) == (head, 0)
+            >>> asked = Message(Kind.REQUEST, 3, worker=7, args=(1, 2, 3, -4))
+            >>> Message.decode(asked.encode(tag), tag) == (asked, 0, 0)
             True
         """
-        if len(fixed) != _HEAD.size:
+        if len(head) != _HEAD.size:
             raise BadFrame("a head of another length")
-        found, kind, operation, text_bytes, worker, incarnation, number, timeout_ms, *rest = (
-            _HEAD.unpack(fixed)
+        found, kind, operation, text_bytes, num_arrays, worker, timeout_ms, *rest = _HEAD.unpack(
+            head
         )
         if found != tag:
             raise BadFrame("no head of this run")
-        *args, payload_bytes = rest
-        if text_bytes > MAX_TEXT_BYTES or payload_bytes > most_bytes:
-            raise BadFrame("more bytes announced than are allowed")
-        four = (args[0], args[1], args[2], args[3])
-        head = cls(kind, operation, worker, incarnation, number, timeout_ms, four, payload_bytes)
-        return head, text_bytes
+        if text_bytes > MAX_TEXT_BYTES or num_arrays > _MAX_ARRAYS:
+            raise BadFrame("more announced than is allowed")
+        incarnation, number, *args = rest
+        message = cls(kind, operation, worker, incarnation, number, timeout_ms, tuple(args))
+        return message, text_bytes, num_arrays
+
+
+def described(array: Array) -> bytes:
+    """Return what a message says of an array."""
+    sizes = (*array.shape, 1, 1)
+    return _SHAPE.pack(_DTYPES.index(array.dtype), array.ndim, sizes[0], sizes[1])
+
+
+def empty_arrays(descriptions: bytes, most_bytes: int) -> list[Array]:
+    """Return arrays as they were described, for their bytes.
+
+    Raises:
+        BadFrame: There is no such array, or together they are too large.
+    """
+    kinds, nbytes = [], 0
+    for code, num_dims, *sizes in _SHAPE.iter_unpack(descriptions):
+        if code >= len(_DTYPES) or num_dims > 2 or min(sizes) < 0:
+            raise BadFrame("an array that is none")
+        dtype, shape = _DTYPES[code], tuple(sizes[:num_dims])
+        nbytes += dtype.itemsize * sizes[0] * sizes[1]
+        kinds.append((shape, dtype))
+    if nbytes > most_bytes or any(max(shape, default=0) > most_bytes for shape, _ in kinds):
+        raise BadFrame("more bytes announced than are allowed")
+    return [np.empty(shape, dtype) for shape, dtype in kinds]
+
+
+def _bytes_of(arrays: Sequence[Array]) -> list[memoryview]:
+    return [array.data.cast("B") for array in arrays if array.size]
 
 
 def tag_of(run: str, host: int) -> bytes:
@@ -142,33 +166,45 @@ class Stream:
         """Have each send and receive that takes longer raise TimeoutError."""
         self._socket.settimeout(seconds)
 
-    def send(self, head: Head, payload: Sequence[memoryview]) -> None:
+    def send(self, message: Message) -> None:
         """Send a message whole."""
-        first = head.encode(self._tag)
-        if head.payload_bytes <= _BUFFER_BYTES:
-            self._socket.sendall(b"".join((first, *payload)))
-            return
-        self._socket.sendall(first)
-        for part in payload:
-            self._socket.sendall(part)
+        pieces: list[bytes | memoryview] = [message.encode(self._tag)]
+        pieces += _bytes_of(message.arrays)
+        if sum(map(len, pieces)) <= _BUFFER_BYTES:
+            pieces = [b"".join(pieces)]
+        for piece in pieces:
+            self._socket.sendall(piece)
 
-    def read_head(self, most_bytes: int) -> Head:
-        """Wait for a message, and return its head.
+    def receive(self, most_bytes: int, out: Sequence[Array] | None = None) -> Message:
+        """Wait for a message.
+
+        Args:
+            most_bytes: That its arrays may have together.
+            out: Where the arrays of an answer go; None where they are made. Those of an error
+                are made.
 
         Raises:
-            BadFrame: It is no message of ours.
+            BadFrame: It is no message of ours, or its arrays are not like those of ``out``.
             EOFError: The other side has closed the connection.
         """
-        head, text_bytes = Head.decode(self._read(_HEAD.size), self._tag, most_bytes)
-        if not text_bytes:
-            return head
+        message, text_bytes, num_arrays = Message.decode(self._read(_HEAD.size), self._tag)
+        rest = self._read(text_bytes + _SHAPE.size * num_arrays)
+        text, descriptions = rest[:text_bytes], rest[text_bytes:]
+        if out is None or message.kind != Kind.ANSWER:
+            arrays: Sequence[Array] = empty_arrays(descriptions, most_bytes)
+        elif descriptions != b"".join(map(described, out)):
+            raise BadFrame("an answer of another shape")
+        else:
+            arrays = out
+        for target in _bytes_of(arrays):
+            self._read_into(target)
         try:
-            return head._replace(text=str(self._read(text_bytes), "utf-8"))
+            return message._replace(text=text.decode(), arrays=arrays)
         except UnicodeDecodeError as exc:
             raise BadFrame("a text that is none") from exc
 
     def _read(self, count: int) -> bytes:
-        while self.num_received < count:
+        while self._end - self._start < count:
             if self._start:
                 left = self._buffer[self._start : self._end].tobytes()
                 self._buffer[: len(left)] = left
@@ -177,18 +213,12 @@ class Stream:
         start, self._start = self._start, self._start + count
         return self._buffer[start : self._start].tobytes()
 
-    def read_into(self, target: memoryview) -> None:
-        """Receive bytes until ``target`` is full."""
-        there = min(self.num_received, len(target))
+    def _read_into(self, target: memoryview) -> None:
+        there = min(self._end - self._start, len(target))
         target[:there] = self._buffer[self._start : self._start + there]
         self._start += there
         while there < len(target):
             there += self._receive(target[there:])
-
-    @property
-    def num_received(self) -> int:
-        """Number of bytes that were received and not read."""
-        return self._end - self._start
 
     def _receive(self, target: memoryview) -> int:
         count = self._socket.recv_into(target)

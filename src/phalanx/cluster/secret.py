@@ -17,8 +17,6 @@ from typing import Self
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.files import open_regular
 
-__all__ = ["Secret", "draw_secret", "make_secret"]
-
 _OPENSSL = "openssl req -x509 -newkey ed25519 -nodes -subj /CN=phalanx -days 36500 -keyout - -out -"
 _LONGEST = 64 << 10
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO

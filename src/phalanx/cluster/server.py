@@ -1,6 +1,6 @@
 """The end of the network at which a host's server is: takes requests in, sends answers out.
 
-    listener ──► a thread for each connection: TLS ──► head checked ──► payload, up to a cap ──►
+    listener ──► a thread for each connection: TLS ──► head checked ──► arrays, up to a cap ──►
                  service: answer ──► sent, and the next head
 
 A request that waits, for other workers or for a lock, holds up its own connection alone; so does a
@@ -21,19 +21,23 @@ from typing import Any, NamedTuple, Protocol
 
 from phalanx import errors
 from phalanx.clock import now_s, pause
-from phalanx.cluster.frames import MAX_PAYLOAD_BYTES, BadFrame, Head, Kind, Stream, prepare
+from phalanx.cluster.frames import (
+    MAX_ARRAY_BYTES,
+    Array,
+    BadFrame,
+    Kind,
+    Message,
+    Stream,
+    prepare,
+)
 from phalanx.errors import PeerError, PhalanxError
-
-__all__ = ["Answer", "Link", "Request", "Server", "Service"]
 
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
 _TAKEN_S = 5.0
 _HANDSHAKES, _HANDSHAKE_S = 64, 10.0
-_SILENT_S = 30.0  # within a payload
 _LONGEST_ERROR = 4000
-_MOST_BYTES = 2 << 30  # of payloads that are coming in, of all connections
 
 
 class Link:
@@ -47,27 +51,19 @@ class Link:
         self.session: Any = None  # Any: the service's
 
 
-class Request(NamedTuple):
-    """A request that has come whole."""
-
-    head: Head
-    payload: memoryview
-    link: Link
-
-
 class Answer(NamedTuple):
-    """An answer: numbers, and buffers that follow each other in the payload."""
+    """What a service returns: numbers, a text, and contiguous arrays."""
 
     args: tuple[int, ...] = ()
-    payload: Sequence[memoryview] = ()
+    arrays: Sequence[Array] = ()
     text: str = ""
 
 
 class Service(Protocol):
     """Requests that a server answers; many threads call its methods."""
 
-    def answer(self, request: Request) -> Answer:
-        """Do what is asked, and return the answer; the payload may have any length."""
+    def answer(self, asked: Message, link: Link) -> Answer:
+        """Do what is asked, and return the answer; its arrays may have any length."""
 
     def ended(self, link: Link) -> None:
         """Note that a connection has ended."""
@@ -98,8 +94,6 @@ class Server:
         self._tls = tls
         self._handshakes = threading.Semaphore(_HANDSHAKES)
         self._streams: set[Stream] = set()
-        self._room = threading.Condition()
-        self._num_bytes = 0
         self._is_closed = False
         self.num_dropped = 0
         host, _, port = address.rpartition(":")
@@ -165,6 +159,7 @@ class Server:
             return
         finally:
             self._handshakes.release()
+        end.settimeout(None)  # the kernel cuts off who is gone, or reads nothing
         stream, link = Stream(end, self._tag), Link()
         self._streams.add(stream)
         try:
@@ -180,47 +175,20 @@ class Server:
             stream.close()
 
     def _answer_next(self, stream: Stream, link: Link) -> None:
-        stream.set_timeout(None)
-        head = stream.read_head(MAX_PAYLOAD_BYTES)
-        if head.kind != Kind.REQUEST:
+        asked = stream.receive(MAX_ARRAY_BYTES)
+        if asked.kind != Kind.REQUEST:
             raise BadFrame("no request")
-        if head.payload_bytes <= stream.num_received:
-            self._send(stream, head, self._ask(stream, head, link))
-            return
-        with self._room:
-            self._room.wait_for(lambda: self._num_bytes + head.payload_bytes <= _MOST_BYTES)
-            self._num_bytes += head.payload_bytes
-        try:
-            stream.set_timeout(_SILENT_S)
-            answer = self._ask(stream, head, link)
-        finally:
-            with self._room:
-                self._num_bytes -= head.payload_bytes
-                self._room.notify_all()
-        self._send(stream, head, answer)
+        self._send(stream, self._ask(asked, link))
 
-    def _ask(self, stream: Stream, head: Head, link: Link) -> Answer | BaseException:
-        payload = memoryview(bytearray(head.payload_bytes))
-        stream.read_into(payload)
+    def _ask(self, asked: Message, link: Link) -> Message:
         try:
-            return self._service.answer(Request(head, payload, link))
+            answer, kind = self._service.answer(asked, link), Kind.ANSWER
         except Exception as exc:
-            return exc
+            answer, kind = Answer(text=error_text(exc)), Kind.ERROR
+        return asked._replace(kind=kind, **answer._asdict())
 
-    def _send(self, stream: Stream, asked: Head, answer: Answer | BaseException) -> None:
-        kind = Kind.ANSWER
-        if isinstance(answer, BaseException):
-            answer, kind = Answer(text=error_text(answer)), Kind.ERROR
-        args = (*answer.args, 0, 0, 0, 0)
-        parts = [part.cast("B") for part in answer.payload if part.nbytes]
-        head = asked._replace(
-            kind=kind,
-            args=(args[0], args[1], args[2], args[3]),
-            payload_bytes=sum(map(len, parts)),
-            text=answer.text,
-        )
-        stream.set_timeout(None)  # who reads nothing is cut off by the kernel
-        stream.send(head, parts)
+    def _send(self, stream: Stream, answer: Message) -> None:
+        stream.send(answer)
 
 
 def error_text(error: BaseException) -> str:

@@ -9,59 +9,54 @@ from typing import TYPE_CHECKING
 from phalanx.errors import PhalanxError
 
 if TYPE_CHECKING:  # else runs on one host would import what speaks to others
-    from phalanx.cluster import PendingCall
-    from phalanx.tables.remote_part import RemotePart
-
-__all__ = ["Pending", "abandon", "ask", "wait_for", "with_all"]
-
-Pending = tuple["RemotePart", "PendingCall"]
+    from phalanx.cluster import RemoteCall
 
 
-def ask(begin: Sequence[Callable[[], Pending]], here: Callable[[], object] = bool) -> None:
+def ask(begin: Iterable[Callable[[], RemoteCall]], here: Callable[[], object] = bool) -> None:
     """Begin each call, do this host's part meanwhile, and wait for all answers.
 
     Where one cannot begin, or this host's part fails, the others are waited for all the same, and
     notes on the error say what became of them. A Ctrl-C waits, too; a second one does not.
     """
-    pendings: list[Pending] = []
+    calls: list[RemoteCall] = []
     try:
         try:
             for each in begin:
-                pendings.append(each())
+                calls.append(each())
             here()
         except BaseException as error:
-            for part, pending in pendings:
+            for call in calls:
                 try:
-                    part.wait(pending)
-                    error.add_note(f"{part.remote.name} has done its part of {pending.title}.")
+                    call.wait()
+                    error.add_note(f"{call.host} has done its part of {call.title}.")
                 except PhalanxError as other:
                     error.add_note(f"Also failed: {type(other).__name__}: {other}")
             raise
-        wait_for(pendings)
+        wait_for(calls)
     finally:
-        abandon(pendings)
+        abandon(calls)
 
 
-def wait_for(pendings: Sequence[Pending]) -> None:
+def wait_for(calls: Iterable[RemoteCall]) -> None:
     """Wait for all answers; the error of a host that does not answer comes before all others."""
     errors: list[tuple[bool, PhalanxError]] = []
-    for part, pending in pendings:
+    for call in calls:
         try:
-            part.wait(pending)
+            call.wait()
         except PhalanxError as exc:
-            errors.append((pending.answered, exc))
+            errors.append((call.answered, exc))
     if errors:
         raise min(errors, key=lambda each: each[0])[1]
 
 
-def abandon(pendings: Iterable[Pending]) -> None:
+def abandon(calls: Iterable[RemoteCall]) -> None:
     """Leave no call behind: the answer of one would come into memory that is the caller's again."""
-    for part, pending in pendings:
-        part.abandon(pending)
+    for call in calls:
+        call.abandon()
 
 
 def with_all(locks: Sequence[threading.Lock], call: Callable[[], None]) -> None:
-    """Call while all locks are held.
+    """RemoteCall while all locks are held.
 
     By recursion: between taking a lock and noting it, an `ExitStack` has moments at which a Ctrl-C
     leaves it held for good, and a `with` has none.

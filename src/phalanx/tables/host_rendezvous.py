@@ -25,8 +25,6 @@ from phalanx.tables.host_server import ServerPage, ServerSpec, ServerWatch
 from phalanx.tables.run_on_hosts import OtherHosts
 from phalanx.tables.run_regions import RunRegions
 
-__all__ = ["JobStore", "Meeting", "Place"]
-
 _START_S = 60.0  # of a server on a busy machine
 _CLOSE_S = 5.0
 _met: Counter[str] = Counter()  # how often this process has met others, by the name it was given

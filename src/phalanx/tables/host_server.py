@@ -29,8 +29,6 @@ from phalanx.tables.host_service import HostService
 from phalanx.tables.run_context import RunContext
 from phalanx.tables.run_regions import RunRegions
 
-__all__ = ["ServerPage", "ServerSpec", "ServerWatch", "serve"]
-
 _log = logging.getLogger(__name__)
 
 _NOBODY_HERE_S = 120.0

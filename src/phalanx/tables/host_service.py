@@ -26,15 +26,15 @@ import torch
 from torch import Tensor
 
 from phalanx.clock import now_s
-from phalanx.cluster import MAX_PAYLOAD_BYTES, Answer, Head, Link, Request
+from phalanx.cluster import MAX_ARRAY_BYTES, Answer, Link, Message
 from phalanx.errors import ConfigError, StateError
 from phalanx.memory import all_within
 from phalanx.tables.host_operations import (
     UNKNOWN,
     Operation,
-    as_memory,
-    from_memory,
-    read_all,
+    as_array,
+    as_arrays,
+    as_tensor,
 )
 from phalanx.tables.membership import MAX_WORKERS
 from phalanx.tables.part import Entry
@@ -42,8 +42,6 @@ from phalanx.tables.router import Router
 from phalanx.tables.row_initializer import Uniform
 from phalanx.tables.run_context import RunContext
 from phalanx.tables.spec import TableSpec
-
-__all__ = ["HostService"]
 
 _LOCK_S = 10.0  # a lock is held for microseconds, unless its owner is halted
 _LONGEST_WAIT_S = 1e5
@@ -71,8 +69,7 @@ class HostService:
         self._sessions: dict[tuple[int, int], Link] = {}  # by worker and incarnation
         self._broken_s: dict[tuple[int, int], float] = {}  # when that of one was
         self._began_s = now_s()
-        self._answers: dict[int, Callable[[Request], Answer]] = {
-            Operation.ENTER: self._enter,
+        self._answers: dict[int, Callable[[Message], Answer]] = {
             Operation.LEAVE: self._leave,
             Operation.TICK: self._tick,
             Operation.BARRIER: self._barrier,
@@ -89,41 +86,40 @@ class HostService:
 
     # --- as a Service -----------------------------------------------------------------------------
 
-    def answer(self, request: Request) -> Answer:
+    def answer(self, asked: Message, link: Link) -> Answer:
         """Do what is asked."""
-        head = request.head
-        answer = self._answers.get(head.operation)
+        answer = self._answers.get(asked.operation)
+        if asked.operation == Operation.ENTER:
+            return self._enter(asked, link)
         if answer is None:
-            raise ConfigError(f"`operation` must be one of this version, but is {head.operation}.")
-        if head.operation == Operation.ENTER:
-            return answer(request)
-        if not 0 <= head.worker < MAX_WORKERS:
-            raise ConfigError(f"`worker` must be below {MAX_WORKERS}, but is {head.worker}.")
-        if head.operation not in _READING:
-            self._refuse_stale(head)
-        return answer(request)
+            raise ConfigError(f"`operation` must be one of this version, but is {asked.operation}.")
+        if not 0 <= asked.worker < MAX_WORKERS:
+            raise ConfigError(f"`worker` must be below {MAX_WORKERS}, but is {asked.worker}.")
+        if asked.operation not in _READING:
+            self._refuse_stale(asked)
+        return answer(asked)
 
-    def _refuse_stale(self, head: Head) -> None:
+    def _refuse_stale(self, asked: Message) -> None:
         """Fence off a worker that was taken for dead, or whose number is another's by now."""
-        if not self._membership.is_here(head.worker, head.incarnation):
+        if not self._membership.is_here(asked.worker, asked.incarnation):
             raise StateError(
-                f"Worker {head.worker} must be of the run, but was taken for lost on this host, "
+                f"Worker {asked.worker} must be of the run, but was taken for lost on this host, "
                 "or its number is another's by now. What it asked for was not done. Join again."
             )
 
     # --- workers ----------------------------------------------------------------------------------
 
-    def _enter(self, request: Request) -> Answer:
-        head, (asked, low, high, expected) = request.head, request.head.args
+    def _enter(self, asked: Message, link: Link) -> Answer:
+        number, low, high, expected = asked.args
         with self._mutex:
             known = self._line_of_client((low, high))
             if known is None:
-                if head.incarnation:  # it has been here, and was taken for lost
-                    self._refuse_stale(head)
+                if asked.incarnation:  # it has been here, and was taken for lost
+                    self._refuse_stale(asked)
                 known = self._membership.enter(
-                    worker=None if asked < 0 else asked,
+                    worker=None if number < 0 else number,
                     num_expected=expected or None,
-                    timeout_s=_seconds(head.timeout_ms),
+                    timeout_s=_seconds(asked),
                     elsewhere=True,
                 )
                 line = self._line(known)
@@ -131,8 +127,8 @@ class HostService:
                 line[_INCARNATION] = self._membership.incarnation(known)
                 line[_CLIENT_LO], line[_CLIENT_HI] = low, high
             incarnation = self._line(known)[_INCARNATION]
-            request.link.session = known, incarnation
-            self._sessions[known, incarnation] = request.link
+            link.session = known, incarnation
+            self._sessions[known, incarnation] = link
         return Answer((known, incarnation, self._context.barrier().num_finished))
 
     def ended(self, link: Link) -> None:
@@ -164,10 +160,8 @@ class HostService:
                 return worker
         return None
 
-    def _leave(self, request: Request) -> Answer:
-        self._membership.leave(
-            request.head.worker, request.head.incarnation, _seconds(request.head.timeout_ms)
-        )
+    def _leave(self, asked: Message) -> Answer:
+        self._membership.leave(asked.worker, asked.incarnation, _seconds(asked))
         return Answer()
 
     def has_begun(self) -> bool:
@@ -183,15 +177,14 @@ class HostService:
         self._membership.mark_dead(_LOCK_S)
         return self.has_begun() and not self._membership.awaited()
 
-    def _tick(self, request: Request) -> Answer:
-        self._membership.advance_to(request.head.worker, request.head.args[0])
+    def _tick(self, asked: Message) -> Answer:
+        self._membership.advance_to(asked.worker, asked.args[0])
         return Answer()
 
-    def _barrier(self, request: Request) -> Answer:
-        head, barrier = request.head, self._context.barrier()
-        finished = None if head.args[0] == UNKNOWN else head.args[0]
-        timeout_s = _seconds(head.timeout_ms)
-        round_ = barrier.wait(head.worker, head.text, timeout_s, finished=finished)
+    def _barrier(self, asked: Message) -> Answer:
+        barrier = self._context.barrier()
+        finished = None if asked.args[0] == UNKNOWN else asked.args[0]
+        round_ = barrier.wait(asked.worker, asked.text, _seconds(asked), finished=finished)
         return Answer((round_, barrier.num_finished))
 
     # --- tables -----------------------------------------------------------------------------------
@@ -206,18 +199,15 @@ class HostService:
             found = self._storages[name] = self._context.storage(spec, _LOCK_S)
         return found
 
-    def _open(self, request: Request) -> Answer:
-        head, timeout_s = request.head, _seconds(request.head.timeout_ms)
-        spec = TableSpec.from_mapping(_parsed(request.head.text))
+    def _open(self, asked: Message) -> Answer:
+        spec, timeout_s = TableSpec.from_mapping(_parsed(asked.text)), _seconds(asked)
         storage = self._storages[spec.name] = self._context.storage(spec, _LOCK_S)
-        init = None
-        if head.args[0]:
-            init = _read_init(request.payload, spec, head.args[1])
-        else:
+        init = _read_init(asked, spec) if asked.arrays else None
+        if init is None:
 
             def somebody_else_fills_it() -> bool:
-                master = min(self._membership.awaited(), default=head.worker)
-                return storage.here.is_ready or master == head.worker
+                master = min(self._membership.awaited(), default=asked.worker)
+                return storage.here.is_ready or master == asked.worker
 
             self._membership.changes.wait_until(
                 somebody_else_fills_it,
@@ -226,96 +216,108 @@ class HostService:
             )
             if not storage.here.is_ready:
                 return Answer((0, 0))
-        storage.open(head.worker, init, timeout_s)
-        return Answer((1, storage.here.rounds.clock_of(head.worker)))
+        storage.open(asked.worker, init, timeout_s)
+        return Answer((1, storage.here.rounds.clock_of(asked.worker)))
 
-    def _rows_at(
-        self, offset: int, num_rows: int, request: Request, spec: TableSpec
-    ) -> tuple[Tensor | None, int]:
-        """Return rows that stand in the payload, None for all, and where they end."""
-        if num_rows == -1:
-            return None, offset
-        rows, offset = from_memory(request.payload, offset, torch.int64, (num_rows,))
-        if not spec.has_keys and not all_within(rows, spec.rows, spec.first_row):
-            raise ConfigError(
-                f"`rows` must be within this host's part of table {spec.name!r}, which has "
-                f"{spec.rows} rows from row {spec.first_row} on, but are not."
-            )
-        return rows, offset
-
-    def _get(self, request: Request) -> Answer:
-        head = request.head
-        storage = self._storage(head.text)
+    def _get(self, asked: Message) -> Answer:
+        storage = self._storage(asked.text)
         spec = storage.spec
-        rows, _ = self._rows_at(0, head.args[0], request, spec)
+        rows = _rows(asked, spec) if asked.arrays else None
         num_rows = spec.rows if rows is None else rows.numel()
-        most = max(spec.rows, MAX_PAYLOAD_BYTES // (spec.cols * spec.dtype.itemsize))
+        most = max(spec.rows, MAX_ARRAY_BYTES // (spec.cols * spec.dtype.itemsize))
         if num_rows > most:
             raise ConfigError(f"A get must be of at most {most} rows, but is of {num_rows}.")
         out = torch.empty((num_rows, spec.cols), dtype=spec.dtype, device="cpu")
-        storage.read(rows, out, head.worker, _seconds(head.timeout_ms))
-        return Answer(payload=[as_memory(out)])
+        storage.read(rows, out, asked.worker, _seconds(asked))
+        return Answer(arrays=[as_array(out)])
 
-    def _add(self, request: Request) -> Answer:
+    def _add(self, asked: Message) -> Answer:
         """Make an add, or write it down for a round."""
-        head, (num_rows, round_number, assigns, _) = request.head, request.head.args
-        storage, timeout_s = self._storage(head.text), _seconds(head.timeout_ms)
-        spec, number = storage.spec, _number_of_add(head)
-        rows, offset = self._rows_at(0, num_rows, request, spec)
-        shape = (spec.rows if rows is None else num_rows, spec.entry_cols(bool(assigns)))
-        delta, _ = from_memory(request.payload, offset, spec.dtype, shape)
-        entry = Entry(rows, delta, head.worker, bool(assigns), number=number)
+        storage, (round_number, assigns, *_) = self._storage(asked.text), asked.args
+        spec, number = storage.spec, _number_of_add(asked)
+        rows = _rows(asked, spec) if len(asked.arrays) > 1 else None
+        shape = (spec.rows if rows is None else rows.numel(), spec.entry_cols(bool(assigns)))
+        delta = _given(asked, -1, spec.dtype, shape)
+        entry = Entry(rows, delta, asked.worker, bool(assigns), number=number)
         if round_number:
-            storage.here.rounds.put(entry, timeout_s, round_number)
+            storage.here.rounds.put(entry, _seconds(asked), round_number)
         else:
-            storage.add(entry, timeout_s)
+            storage.add(entry, _seconds(asked))
         return Answer()
 
-    def _arrive(self, request: Request) -> Answer:
-        rounds = self._storage(request.head.text).here.rounds
-        rounds.arrive(request.head.worker, request.head.args[0])
+    def _arrive(self, asked: Message) -> Answer:
+        self._storage(asked.text).here.rounds.arrive(asked.worker, asked.args[0])
         return Answer()
 
-    def _finish(self, request: Request) -> Answer:
-        head = request.head
-        rounds = self._storage(head.text).here.rounds
-        arrival = rounds.arrive(head.worker, head.args[0])
-        rounds.finish(arrival, _seconds(head.timeout_ms))
+    def _finish(self, asked: Message) -> Answer:
+        rounds = self._storage(asked.text).here.rounds
+        rounds.finish(rounds.arrive(asked.worker, asked.args[0]), _seconds(asked))
         return Answer()
 
-    def _copy_all(self, request: Request) -> Answer:
-        parts = self._storage(request.head.text).copy_all(_seconds(request.head.timeout_ms))
-        return Answer((len(parts[0]),), [as_memory(part.contiguous()) for part in parts])
+    def _copy_all(self, asked: Message) -> Answer:
+        return Answer(arrays=as_arrays(self._storage(asked.text).copy_all(_seconds(asked))))
 
-    def _replace_all(self, request: Request) -> Answer:
-        storage, (num_keys, num_parts, *_) = self._storage(request.head.text), request.head.args
-        num_rows = num_keys if storage.spec.has_keys else storage.spec.rows
-        parts = read_all(request.payload, storage.spec, num_rows, max(1, num_parts))
-        storage.replace_all(parts, _seconds(request.head.timeout_ms))
+    def _replace_all(self, asked: Message) -> Answer:
+        storage = self._storage(asked.text)
+        spec = storage.spec
+        num_rows = asked.arrays[0].size if spec.has_keys and asked.arrays else spec.rows
+        wanted = spec.parts(num_rows)
+        if not 1 + spec.has_keys <= len(asked.arrays) <= len(wanted):
+            raise ConfigError(
+                f"A restore must have {len(wanted)} arrays, but has {len(asked.arrays)}."
+            )
+        parts = [_given(asked, i, *each) for i, each in enumerate(wanted[: len(asked.arrays)])]
+        storage.replace_all(parts, _seconds(asked))
         return Answer()
 
-    def _counts(self, request: Request) -> Answer:
-        storage = self._storage(request.head.text)
+    def _counts(self, asked: Message) -> Answer:
+        storage = self._storage(asked.text)
         num_keys = storage.num_keys() if storage.spec.has_keys else 0
         return Answer((storage.num_undone, num_keys))
 
-    def _keys(self, request: Request) -> Answer:
-        storage = self._storage(request.head.text)
+    def _keys(self, asked: Message) -> Answer:
+        storage = self._storage(asked.text)
         if not storage.spec.has_keys:
-            raise ConfigError(f"Table {request.head.text!r} must have keys, but has rows.")
-        return Answer(payload=[as_memory(storage.keys(_seconds(request.head.timeout_ms)))])
+            raise ConfigError(f"Table {asked.text!r} must have keys, but has rows.")
+        return Answer(arrays=[as_array(storage.keys(_seconds(asked)))])
 
 
-def _number_of_add(head: Head) -> int:
+def _given(asked: Message, index: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return one of a message's arrays; the dtype and shape of what a peer sends are checked.
+
+    Raises:
+        ConfigError: It is of another dtype or shape.
+    """
+    wanted = as_array(torch.empty(0, dtype=dtype, device="cpu")).dtype
+    array = asked.arrays[index]
+    if array.dtype != wanted or array.shape != shape:
+        raise ConfigError(
+            f"What is sent must be {dtype} of shape {shape}, but is {array.dtype} of {array.shape}."
+        )
+    return as_tensor(array, dtype)
+
+
+def _rows(asked: Message, spec: TableSpec) -> Tensor:
+    """Return the rows that a message names first."""
+    rows = _given(asked, 0, torch.int64, (asked.arrays[0].size,))
+    if not spec.has_keys and not all_within(rows, spec.rows, spec.first_row):
+        raise ConfigError(
+            f"`rows` must be within this host's part of table {spec.name!r}, which has "
+            f"{spec.rows} rows from row {spec.first_row} on, but are not."
+        )
+    return rows
+
+
+def _number_of_add(asked: Message) -> int:
     """Return the number of the add that is asked for, over all incarnations."""
     most = (1 << _INCARNATION_BITS) - 1
-    if not 1 <= head.number <= most:
-        raise ConfigError(f"`number` must be 1 to {most} for an add, but is {head.number}.")
-    return head.incarnation << _INCARNATION_BITS | head.number
+    if not 1 <= asked.number <= most:
+        raise ConfigError(f"`number` must be 1 to {most} for an add, but is {asked.number}.")
+    return asked.incarnation << _INCARNATION_BITS | asked.number
 
 
-def _seconds(milliseconds: int) -> float:
-    return min(max(0, milliseconds) * 1e-3, _LONGEST_WAIT_S)
+def _seconds(asked: Message) -> float:
+    return min(asked.timeout_ms * 1e-3, _LONGEST_WAIT_S)
 
 
 def _parsed(text: str) -> object:
@@ -325,14 +327,11 @@ def _parsed(text: str) -> object:
         return None
 
 
-def _read_init(payload: memoryview, spec: TableSpec, form: int) -> Tensor | Uniform:
+def _read_init(asked: Message, spec: TableSpec) -> Tensor | Uniform:
     """Return what a master sends as a table's first values; see `RemotePart.open`."""
-    if form == 2:  # a rule for the rows of keys
-        bounds, offset = from_memory(payload, 0, torch.float64, (2,))
-        seed, _ = from_memory(payload, offset, torch.int64, ())
-        low, high = bounds.tolist()
-        return Uniform(low, high, seed=int(seed))
-    if form == 1:  # one number
-        return from_memory(payload, 0, spec.dtype, ())[0]
+    if len(asked.arrays) > 1:  # a rule for the rows of keys
+        low, high = _given(asked, 0, torch.float64, (2,)).tolist()
+        return Uniform(low, high, seed=int(_given(asked, 1, torch.int64, ())))
     num_rows = 1 if spec.has_keys else spec.rows
-    return from_memory(payload, 0, spec.dtype, (num_rows, spec.cols))[0]
+    shape = (num_rows, spec.cols) if asked.arrays[0].ndim else ()
+    return _given(asked, 0, spec.dtype, shape)

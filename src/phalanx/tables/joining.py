@@ -18,8 +18,6 @@ from typing import NamedTuple
 from phalanx.errors import ConfigError
 from phalanx.ipc import ProcessIdentity
 
-__all__ = ["JoinRequest", "read_join_request", "read_master", "read_trust"]
-
 
 class JoinRequest(NamedTuple):
     """What to join.

@@ -45,7 +45,6 @@ from phalanx.tables.table_memory import (
     TAIL,
     TableMemory,
 )
-from phalanx.tables.updaters import state_dtype
 
 __all__ = ["WorkerLog"]
 
@@ -318,10 +317,9 @@ class _Chapter:
             rows = region.tensor(torch.int64, num_rows, at)
             at += aligned(8 * num_rows)
         assigns = kind in (_VALUE, _ROW_VALUES)
-        cols, dtype = spec.entry_cols(assigns), spec.dtype
-        if target:
-            dtype = state_dtype(dtype)
-            cols = 1 if spec.updater.states[target - 1] == "row" else cols
+        dtype, cols = spec.columns[target]
+        if not assigns:
+            cols = spec.entry_cols(assigns)
         delta = region.tensor(dtype, num_rows * cols, at).view(num_rows, cols)
         return Entry(rows, delta, self._worker, assigns, number=number, target=target)
 

@@ -26,8 +26,6 @@ from phalanx.errors import ConfigError
 from phalanx.ipc import Changes, Mutex, ProcessIdentity, Region, late_peers
 from phalanx.plan import check_argument
 
-__all__ = ["GAVE_UP_EARLIER", "MAX_WORKERS", "Barrier", "Membership"]
-
 MAX_WORKERS = 256
 GAVE_UP_EARLIER = "They had come before, and given up at their own deadlines."
 """The end of an error where no worker stayed away."""

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.cluster import Connection, Endpoint, PendingCall, Reply, WorkerSession
+from phalanx.cluster import Array, Connection, Endpoint, Message, RemoteCall, WorkerSession
 from phalanx.ipc import Waiting, register_at_fork
 from phalanx.tables.host_operations import (
     UNKNOWN,
     Operation,
-    as_memory,
-    from_memory,
-    read_all,
+    as_array,
+    as_arrays,
+    as_tensor,
 )
 from phalanx.tables.part import Entry
 from phalanx.tables.row_initializer import Uniform
 from phalanx.tables.spec import TableSpec
-
-__all__ = ["RemoteHost", "RemotePart"]
 
 
 class RemoteHost:
@@ -33,7 +33,6 @@ class RemoteHost:
 
     Attributes:
         host: Its number.
-        name: What messages call it.
         connection: To its server.
         num_barriers: How many barriers were finished there when this worker last looked;
             `UNKNOWN` if it did not hear the end of its last one.
@@ -42,8 +41,7 @@ class RemoteHost:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.host = endpoint.host
-        self.name = endpoint.name
-        self.connection = Connection(endpoint, 0)
+        self.connection = Connection(endpoint)
         self.num_barriers = 0
         self.has_left = False
         self._session = WorkerSession(endpoint, Operation.ENTER)
@@ -86,7 +84,7 @@ class RemoteHost:
 class RemotePart:
     """One table's part on another host.
 
-    Calls that begin with ``begin`` send, and return what `wait` takes.
+    Calls that begin with ``begin`` send, and return what is then waited for.
 
     Args:
         remote: The host.
@@ -103,23 +101,13 @@ class RemotePart:
         self._num_adds = 0
         self._title = f"table {spec.name!r}"
 
-    def wait(self, pending: PendingCall) -> Reply:
-        """Wait for the answer of a call that was begun."""
-        return self.remote.connection.wait(pending)
-
-    def abandon(self, pending: PendingCall) -> None:
-        """Let the answer of a call that was begun go nowhere, if it is not there yet."""
-        self.remote.connection.abandon(pending)
-
-    def _begin(
-        self, operation: Operation, verb: str, timeout_s: float, **asked: Any
-    ) -> PendingCall:
+    def _begin(self, operation: Operation, verb: str, timeout_s: float, **asked: Any) -> RemoteCall:
         return self.remote.connection.begin(
             operation, f"{verb} of {self._title}", timeout_s, text=self.spec.name, **asked
         )
 
-    def _call(self, operation: Operation, verb: str, timeout_s: float, **asked: Any) -> Reply:
-        return self.wait(self._begin(operation, verb, timeout_s, **asked))
+    def _call(self, operation: Operation, verb: str, timeout_s: float, **asked: Any) -> Message:
+        return self._begin(operation, verb, timeout_s, **asked).wait()
 
     def open(self, init: Tensor | Uniform, timeout_s: float) -> int:
         """Open the part there; return the round that this worker has arrived at.
@@ -130,35 +118,27 @@ class RemotePart:
             timeout_s: How long to wait for the worker that does.
         """
         waiting = Waiting(timeout_s)
-        form, sent = _written(init)
 
-        def ask(given: bool) -> tuple[int, ...]:
+        def ask(arrays: Sequence[Array]) -> tuple[int, ...]:
             return self.remote.connection.call(
                 Operation.OPEN,
                 f"the opening of {self._title}",
                 waiting.remaining_s(),
-                args=(int(given), form),
                 text=json.dumps(self.spec.as_mapping()),
-                payload=[as_memory(part) for part in sent] if given else [],
+                arrays=arrays,
             ).args
 
-        is_open, clock, *_ = ask(given=False)
-        return clock if is_open else ask(given=True)[1]
+        is_open, clock, *_ = ask([])
+        return clock if is_open else ask(_written(init))[1]
 
     # --- reading and changing -----------------------------------------------------------------
 
-    def begin_read(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> PendingCall:
+    def begin_read(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> RemoteCall:
         """Ask for rows of the part, which come into ``out``, a contiguous tensor."""
-        return self._begin(
-            Operation.GET,
-            "a get",
-            timeout_s,
-            args=(_count(rows),),
-            payload=[] if rows is None else [as_memory(rows.contiguous())],
-            out=[as_memory(out)],
-        )
+        rows_given, target = as_arrays([rows]), [as_array(out)]
+        return self._begin(Operation.GET, "a get", timeout_s, arrays=rows_given, out=target)
 
-    def begin_add(self, entry: Entry, timeout_s: float, round_number: int = 0) -> PendingCall:
+    def begin_add(self, entry: Entry, timeout_s: float, round_number: int = 0) -> RemoteCall:
         """Send an add, checked. `adding` is held.
 
         Args:
@@ -166,22 +146,21 @@ class RemotePart:
             timeout_s: When it must have been taken.
             round_number: For which round it is written down; 0 to make it.
         """
-        parts = [entry.delta] if entry.rows is None else [entry.rows, entry.delta]
         self._num_adds += 1
         return self._begin(
             Operation.ADD,
             "an add",
             timeout_s,
-            args=(_count(entry.rows), round_number, int(entry.assigns)),
+            args=(round_number, int(entry.assigns)),
             number=self._num_adds,
-            payload=[as_memory(part.contiguous()) for part in parts],
+            arrays=as_arrays([entry.rows, entry.delta]),
         )
 
-    def begin_arrive(self, number: int, timeout_s: float) -> PendingCall:
+    def begin_arrive(self, number: int, timeout_s: float) -> RemoteCall:
         """Say that all of round ``number`` has been put down."""
         return self._begin(Operation.ARRIVE, "a get", timeout_s, args=(number,))
 
-    def begin_finish(self, number: int, timeout_s: float) -> PendingCall:
+    def begin_finish(self, number: int, timeout_s: float) -> RemoteCall:
         """Wait for round ``number``."""
         return self._begin(Operation.FINISH, "a get", timeout_s, args=(number,))
 
@@ -189,19 +168,13 @@ class RemotePart:
 
     def copy_all(self, timeout_s: float) -> list[Tensor]:
         """Return copies of the values and of each state; of a keys table the keys before them."""
-        reply = self._call(Operation.COPY_ALL, "a snapshot", timeout_s, out=None)
-        return read_all(reply.payload, self.spec, reply.args[0])
+        arrays = self._call(Operation.COPY_ALL, "a snapshot", timeout_s).arrays
+        dtypes = [dtype for dtype, _ in self.spec.parts(0)]
+        return [as_tensor(array, dtype) for array, dtype in zip(arrays, dtypes, strict=True)]
 
     def replace_all(self, parts: list[Tensor], timeout_s: float) -> None:
         """Replace everything by these parts, as :meth:`copy_all` returns them."""
-        values = parts[1:] if self.spec.has_keys else parts
-        self._call(
-            Operation.REPLACE_ALL,
-            "a restore",
-            timeout_s,
-            args=(len(parts[0]), len(values)),
-            payload=[as_memory(part.contiguous()) for part in parts],
-        )
+        self._call(Operation.REPLACE_ALL, "a restore", timeout_s, arrays=as_arrays(parts))
 
     def num_undone(self, timeout_s: float) -> int:
         """Return how many adds were undone there."""
@@ -213,17 +186,11 @@ class RemotePart:
 
     def keys(self, timeout_s: float) -> Tensor:
         """Return the keys there."""
-        reply = self._call(Operation.KEYS, "`keys`", timeout_s, out=None)
-        return from_memory(reply.payload, 0, torch.int64, (len(reply.payload) // 8,))[0]
+        return as_tensor(self._call(Operation.KEYS, "`keys`", timeout_s).arrays[0], torch.int64)
 
 
-def _count(rows: Tensor | None) -> int:
-    return -1 if rows is None else rows.numel()
-
-
-def _written(init: Tensor | Uniform) -> tuple[int, list[Tensor]]:
+def _written(init: Tensor | Uniform) -> list[Array]:
     """Return how first values are sent; see `host_service._read_init`."""
     if isinstance(init, Uniform):
-        bounds = torch.tensor([init.low, init.high], dtype=torch.float64, device="cpu")
-        return 2, [bounds, torch.tensor(init.seed, dtype=torch.int64, device="cpu")]
-    return (1 if init.dim() == 0 else 0), [init.contiguous()]
+        return [np.array([init.low, init.high]), np.array(init.seed)]
+    return [as_array(init)]

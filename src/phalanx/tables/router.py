@@ -19,7 +19,7 @@ from torch import Tensor
 from phalanx.errors import PhalanxError
 from phalanx.ipc import Waiting, fail_point, fail_points
 from phalanx.memory import MatrixRows, all_within
-from phalanx.tables.asking import Pending, abandon, ask, wait_for, with_all
+from phalanx.tables.asking import abandon, ask, wait_for, with_all
 from phalanx.tables.own_parts import ALL_FINISHED, OwnParts
 from phalanx.tables.part import Entry, TablePart, checked
 from phalanx.tables.rounds import Arrival
@@ -27,9 +27,8 @@ from phalanx.tables.spec import TableSpec
 from phalanx.tables.values import outside
 
 if TYPE_CHECKING:  # else runs on one host would import what speaks to others
+    from phalanx.cluster import RemoteCall
     from phalanx.tables.remote_part import RemotePart
-
-__all__ = ["READ_POINTS", "RemoteParts", "Router"]
 
 RemoteParts = Callable[[int], "list[RemotePart]"]
 """Returns a table's parts on other hosts, in their order, as a worker uses them."""
@@ -112,7 +111,7 @@ class Router:
             here.rounds.arrive(worker, latest)
             for index, part in others.items():
                 if clocks[index] < latest:
-                    part.wait(part.begin_arrive(latest, waiting.remaining_s()))
+                    part.begin_arrive(latest, waiting.remaining_s()).wait()
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -178,8 +177,8 @@ class Router:
             read_here()
             return
 
-        def begin(part: RemotePart, rows: Tensor | None, out: Tensor) -> Pending:
-            return part, part.begin_read(rows, out, waiting.remaining_s())
+        def begin(part: RemotePart, rows: Tensor | None, out: Tensor) -> RemoteCall:
+            return part.begin_read(rows, out, waiting.remaining_s())
 
         ask([partial(begin, *each) for each in asked], read_here)
 
@@ -205,8 +204,8 @@ class Router:
         mine, others = self._cut_add(entry)
         waiting, parts = Waiting(timeout_s), self._chosen(entry.worker, others)
 
-        def begin(index: int) -> Pending:
-            return parts[index], parts[index].begin_add(others[index], waiting.remaining_s())
+        def begin(index: int) -> RemoteCall:
+            return parts[index].begin_add(others[index], waiting.remaining_s())
 
         def add_here() -> None:
             if mine is not None:
@@ -256,8 +255,8 @@ class Router:
         def put() -> None:
             number = rounds.clock_of(entry.worker) + 1
 
-            def begin(index: int) -> Pending:
-                return parts[index], parts[index].begin_add(others[index], timeout_s, number)
+            def begin(index: int) -> RemoteCall:
+                return parts[index].begin_add(others[index], timeout_s, number)
 
             def put_here() -> None:
                 if mine is not None:
@@ -276,26 +275,23 @@ class Router:
         with self._turn_of(worker):  # no thread of the worker puts anything down meanwhile
             arrival = rounds.arrive(worker)
 
-        def begin(part: RemotePart) -> Pending:
-            return part, part.begin_arrive(arrival.number, _CALL_S)
-
-        ask([partial(begin, part) for part in parts])
+        ask([partial(part.begin_arrive, arrival.number, _CALL_S) for part in parts])
         return arrival
 
     def finish(self, arrival: Arrival, timeout_s: float) -> None:
         """Wait until the round is in on every host; see :meth:`Rounds.finish`."""
-        pendings: list[Pending] = []
+        calls: list[RemoteCall] = []
         try:
             for part in self.remote_parts(arrival.worker).values():
-                pendings.append((part, part.begin_finish(arrival.number, timeout_s)))
+                calls.append(part.begin_finish(arrival.number, timeout_s))
             try:
                 self.here.rounds.finish(arrival, timeout_s)
             except PhalanxError:
-                wait_for(pendings)  # a silent host may be why others stay away
+                wait_for(calls)  # a silent host may be why others stay away
                 raise
-            wait_for(pendings)
+            wait_for(calls)
         finally:
-            abandon(pendings)
+            abandon(calls)
 
     def _turn_of(self, worker: int) -> threading.Lock:
         """Return what a worker's threads hold while the round that it is in must stay."""

@@ -14,8 +14,6 @@ from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.table_memory import TableMemory
 
-__all__ = ["RunContext"]
-
 _SPEC_BYTES = 8192
 
 

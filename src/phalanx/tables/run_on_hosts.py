@@ -19,8 +19,6 @@ from phalanx.tables.run_context import RunContext
 from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.spec import TableSpec
 
-__all__ = ["ContextOnHosts", "OtherHosts"]
-
 _LEAVE_S = 5.0
 _LOCK_S = 30.0
 

@@ -20,7 +20,6 @@ from phalanx.files import open_regular, sync_to_disk, written_whole
 from phalanx.ipc import fail_point
 from phalanx.plan import check_argument
 from phalanx.tables.spec import TableSpec
-from phalanx.tables.updaters import state_dtype
 
 __all__ = ["SNAPSHOT_POINTS", "load_parts", "make_folder", "read_directory", "save_parts"]
 
@@ -110,8 +109,8 @@ def load_parts(spec: TableSpec, directory: Path) -> list[Tensor]:
         # learning rates and the like may be others
         _refuse_other("updater", table["updater"]["name"], spec.updater.name)
         rows = len(parts[0]) if spec.has_keys else spec.rows
-        kinds = [(tuple(part.shape), part.dtype) for part in parts]
-        _refuse_other("tensors", kinds, _kinds(spec, rows))
+        kinds = [(part.dtype, tuple(part.shape)) for part in parts]
+        _refuse_other("tensors", kinds, spec.parts(rows))
         if spec.has_keys:
             _refuse_other("number of different keys", len(parts[0].unique()), rows)
     except FileNotFoundError:
@@ -130,13 +129,3 @@ def load_parts(spec: TableSpec, directory: Path) -> list[Tensor]:
 def _refuse_other(what: str, found: object, wanted: object) -> None:
     if found != wanted:
         raise ValueError(f"its {what} must be {wanted!r}, but is {found!r}")
-
-
-def _kinds(spec: TableSpec, rows: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Return shape and dtype of each tensor of a snapshot."""
-    kinds: list[tuple[tuple[int, ...], torch.dtype]] = [((rows, spec.cols), spec.dtype)]
-    if spec.has_keys:
-        kinds.insert(0, ((rows,), torch.int64))
-    for kind in spec.updater.states:
-        kinds.append(((rows, spec.cols if kind == "element" else 1), state_dtype(spec.dtype)))
-    return kinds

@@ -10,7 +10,7 @@ import torch
 
 from phalanx.errors import ConfigError
 from phalanx.plan import Staleness, check_argument
-from phalanx.tables.updaters import Updater, parse_updater
+from phalanx.tables.updaters import Updater, parse_updater, state_dtype
 
 __all__ = ["DTYPES", "TableSpec", "read_dtype"]
 
@@ -86,6 +86,18 @@ class TableSpec:
         check_argument(fits, "updater", "be another for a table of keys", self.updater.name)
         fits = self.nonfinite in ("reject", "allow")
         check_argument(fits, "nonfinite", "be 'reject' or 'allow'", self.nonfinite)
+
+    @property
+    def columns(self) -> list[tuple[torch.dtype, int]]:
+        """Dtype and row width of the values, and of each of the updater's states."""
+        dtype, cols = state_dtype(self.dtype), self.cols
+        widths = [cols if kind == "element" else 1 for kind in self.updater.states]
+        return [(self.dtype, cols), *((dtype, width) for width in widths)]
+
+    def parts(self, num_rows: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        """Return dtype and shape of all that so many rows have: [keys], values, states."""
+        columns = [(dtype, (num_rows, width)) for dtype, width in self.columns]
+        return [(torch.int64, (num_rows,)), *columns] if self.has_keys else [*columns]
 
     def entry_cols(self, assigns: bool) -> int:
         """Return how wide a row of an add's delta is, or of what is assigned."""

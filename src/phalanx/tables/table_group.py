@@ -27,8 +27,6 @@ from phalanx.tables.table import KeyTable, Numbers, Table, wait_for_clocks
 from phalanx.tables.updaters import Updater, parse_updater
 from phalanx.tables.values import read_init
 
-__all__ = ["TableGroup", "TableOptions", "join", "read_mode"]
-
 _LONGEST_S = 1e6
 _MAX_KEYS = 1 << 30
 

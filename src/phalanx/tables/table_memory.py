@@ -33,7 +33,6 @@ from phalanx.plan import equal_sizes
 from phalanx.tables.membership import MAX_WORKERS
 from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.spec import TableSpec
-from phalanx.tables.updaters import state_dtype
 
 __all__ = [
     "APPLIED",
@@ -98,10 +97,8 @@ class TableMemory:
 
     def __init__(self, spec: TableSpec, regions: RunRegions) -> None:
         self.spec = spec
-        states = [spec.cols if kind == "element" else 1 for kind in spec.updater.states]
-        values = [(spec.dtype, spec.cols), *((state_dtype(spec.dtype), each) for each in states)]
-        self._recorded: _Kinds = [*values, (torch.int64, 1)]
-        kinds: _Kinds = [(torch.int64, 1), *values] if spec.has_keys else values
+        self._recorded: _Kinds = [*spec.columns, (torch.int64, 1)]
+        kinds: _Kinds = [(torch.int64, 1), *spec.columns] if spec.has_keys else spec.columns
         self._row_bytes = [dtype.itemsize * width for dtype, width in kinds]
         self.most_rows = spec.rows
         if spec.has_keys:

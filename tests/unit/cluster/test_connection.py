@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,16 +16,15 @@ from phalanx.cluster import (
     Answer,
     Connection,
     Endpoint,
-    Head,
     Link,
-    Request,
+    Message,
     Secret,
     Server,
     frames,
     server,
     tag_of,
 )
-from phalanx.cluster.frames import MAX_PAYLOAD_BYTES, Kind, Stream
+from phalanx.cluster.frames import MAX_ARRAY_BYTES, Kind, Stream
 from phalanx.cluster.secret import make_secret
 from phalanx.errors import ConfigError, InternalError, PeerTimeout
 from phalanx.ipc import wait_until
@@ -45,18 +45,18 @@ class Echo:
         self.sessions: list[Link] = []
         self.go_on = threading.Event()
 
-    def answer(self, request: Request) -> Answer:
-        self.answered.append(request.head.operation)
-        if request.head.operation == REFUSE:
+    def answer(self, asked: Message, link: Link) -> Answer:
+        self.answered.append(asked.operation)
+        if asked.operation == REFUSE:
             raise ConfigError("`x` must be y, but is z.")
-        if request.head.operation == FAIL:
+        if asked.operation == FAIL:
             raise ZeroDivisionError("with a path /srv/models in it")
-        if request.head.operation == WAIT:
+        if asked.operation == WAIT:
             assert self.go_on.wait(DEADLINE_S)
-        if request.head.operation == ENTER:
-            request.link.session = True
-            self.sessions.append(request.link)
-        return Answer((7, 8), [request.payload], request.head.text.upper())
+        if asked.operation == ENTER:
+            link.session = True
+            self.sessions.append(link)
+        return Answer((7, 8), asked.arrays, asked.text.upper())
 
     def ended(self, link: Link) -> None:
         if link.session:
@@ -75,7 +75,7 @@ class Served:
         return Endpoint(1, "Host 1 (b)", address or self.server.address, "run", tls)
 
     def connect(self, secret: Secret | None = None, address: str | None = None) -> Connection:
-        return Connection(self.endpoint(secret, address), worker=3)
+        return Connection(self.endpoint(secret, address))
 
 
 @contextmanager
@@ -106,17 +106,16 @@ def there_and_back(connection: Connection, count: int) -> None:
         ECHO,
         "an echo",
         DEADLINE_S,
-        args=(4 * count,),
         text="abc",
-        payload=[memoryview(sent.numpy())],
-        out=[memoryview(back.numpy())],
+        arrays=[sent.numpy()],
+        out=[back.numpy()],
     )
     assert (reply.args[:2], reply.text) == ((7, 8), "ABC")
     assert torch.equal(sent, back)
 
 
 @pytest.mark.parametrize("encrypted", [True, False])
-def test_payloads_of_any_length_come_back(secret, encrypted):
+def test_arrays_of_any_length_come_back(secret, encrypted):
     with serving(secret if encrypted else None) as served:
         connection = served.connect()
         for count in (0, 1, 1000, 1 << 14, (1 << 14) + 1, 700_001):
@@ -128,11 +127,11 @@ def test_several_requests_are_under_way_and_one_that_waits_holds_nobody_up(secre
         connection = served.connect()
         waiting = connection.begin(WAIT, "a wait", DEADLINE_S, text="w")
         others = [connection.begin(ECHO, "an echo", DEADLINE_S, text=str(i)) for i in range(20)]
-        assert [connection.wait(other).text for other in reversed(others)] == [
+        assert [other.wait().text for other in reversed(others)] == [
             str(i) for i in reversed(range(20))
         ]
         served.echo.go_on.set()
-        assert connection.wait(waiting).text == "W"
+        assert waiting.wait().text == "W"
 
 
 def test_a_call_that_is_not_answered_ends_at_its_deadline_with_the_hosts_name(secret):
@@ -146,9 +145,9 @@ def test_a_call_that_is_not_answered_ends_at_its_deadline_with_the_hosts_name(se
 def test_refusals_are_our_errors_and_faults_tell_nothing_of_the_server(secret):
     with serving(secret) as served:
         connection = served.connect()
-        payload = [memoryview(bytes(200_000))]
+        arrays = [np.zeros(50_000)]
         with pytest.raises(ConfigError, match="`x` must be y, but is z"):
-            connection.call(REFUSE, "a refusal", DEADLINE_S, payload=payload)
+            connection.call(REFUSE, "a refusal", DEADLINE_S, arrays=arrays)
         with pytest.raises(InternalError, match="met a ZeroDivisionError") as caught:
             connection.call(FAIL, "a fault", DEADLINE_S)
         assert "/srv" not in str(caught.value)
@@ -161,7 +160,7 @@ def test_who_has_no_secret_or_another_gets_nothing(secret, tmp_path):
         stranger = served.connect(Secret.read(tmp_path / "other"))
         with pytest.raises(ConfigError, match="must have the secret of this run, but has another"):
             stranger.call(ECHO, "an echo", 0.5, text="abc")
-        head = Head(Kind.REQUEST, ECHO, 0, 0, 0, 0, (0,) * 4, 0).encode(TAG)
+        head = Message(Kind.REQUEST, ECHO).encode(TAG)
         anybody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE
         host, _, port = served.server.address.rpartition(":")
@@ -210,9 +209,8 @@ def test_recorded_traffic_gets_nothing_and_changes_nothing(secret):
 
 def ask_and_read_nothing(served: Served) -> Stream:
     """Return a client whose answer is longer than what the kernel keeps for it."""
-    deaf, nbytes = served.endpoint().connect(DEADLINE_S), 32 << 20
-    head = Head(Kind.REQUEST, ECHO, 3, 0, 0, 0, (nbytes, 0, 0, 0), nbytes)
-    deaf.send(head, [memoryview(bytes(nbytes))])
+    deaf = served.endpoint().connect(DEADLINE_S)
+    deaf.send(Message(Kind.REQUEST, ECHO, arrays=[np.zeros(4 << 20)]))
     assert wait_until(lambda: served.echo.answered == [ECHO], DEADLINE_S)
     return deaf
 
@@ -253,7 +251,7 @@ def test_a_client_that_reads_nothing_is_cut_off(monkeypatch, lost_ms):
 def test_what_is_announced_beyond_the_cap_is_not_allocated_and_ends_the_connection():
     with serving(None) as served:
         stream = served.endpoint().connect(DEADLINE_S)
-        nbytes = MAX_PAYLOAD_BYTES + 1
-        stream.send(Head(Kind.REQUEST, ECHO, 3, 0, 0, 0, (nbytes, 0, 0, 0), nbytes), [])
+        many = np.broadcast_to(np.float64(0), MAX_ARRAY_BYTES // 8 + 1)  # takes no memory here
+        stream._socket.sendall(Message(Kind.REQUEST, ECHO, arrays=[many]).encode(TAG))
         stream.wait_for_end()
         assert served.server.num_dropped == 1
