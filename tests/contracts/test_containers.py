@@ -614,7 +614,7 @@ def test_a_weight_that_is_changed_before_backward_is_noticed_as_in_plain_torch(
                 output.sum().backward()
 
 
-@pytest.mark.parametrize("end", ["close", "threads", "replaced"])
+@pytest.mark.parametrize("end", ["close", "replaced"])
 @faces.in_ours
 def test_a_backward_pass_outlives_the_threads_of_its_forward_pass(
     face: Face, end: str, device: torch.device
@@ -624,9 +624,7 @@ def test_a_backward_pass_outlives_the_threads_of_its_forward_pass(
         for each in (model.eval(), twin.eval()):
             weight = face.part(each)[3].weight
             output = each(x)
-            if each is model and end == "threads":
-                model.threads(lambda: None)
-            elif each is model and end == "close":
+            if each is model and end == "close":
                 model.close()
             elif end == "replaced":
                 face.part(each)[0] = nn.Linear(4, 5).to(weight)

@@ -470,8 +470,6 @@ ROWS: list[Row] = [
     Row(COLUMNS, lambda m: m.add("linear"), "`module` must be an `nn.Module`"),
     Row(COLUMNS, lambda m: m.add(nn.Sequential(m)), "`module` must lie outside"),
     Row(COLUMNS, lambda m: m.add(LINEAR, "nowhere"), "must"),
-    Row(COLUMNS, lambda m: m.get(2), "`index` must be a column"),
-    Row(COLUMNS, lambda m: m.get("0"), "`index` must be a whole number"),
     *(
         Row(
             COLUMNS,

@@ -1,6 +1,6 @@
 """Containers: modules that users wrap a model with."""
 
-from phalanx.parallel.abstract_parallel import AbstractParallel, ModelParallel, join_columns
+from phalanx.parallel.abstract_parallel import AbstractParallel, ModelParallel
 from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.distributed_data_parallel import DistributedDataParallel
 from phalanx.parallel.on_device import OnDevice
@@ -13,5 +13,4 @@ __all__ = [
     "ModelParallel",
     "OnDevice",
     "Unwrapped",
-    "join_columns",
 ]

@@ -13,20 +13,11 @@ from phalanx.errors import ConfigError, StateError
 from phalanx.execution import ThreadExecutor
 from phalanx.parallel.container import Call, Container
 from phalanx.parallel.on_device import keeping
-from phalanx.plan import Merging, least_loaded, read_whole
+from phalanx.plan import Merging, check_argument, least_loaded, read_whole
 from phalanx.replicas import known_devices, resolve_device, uncompiled
 from phalanx.types import Device, Nested
 
 _CPU = torch.device("cpu")
-
-
-def join_columns(outputs: Sequence[Nested], dim: int, home: torch.device) -> Nested:
-    """Concatenate columns' outputs along ``dim`` on ``home``, whatever their sizes there.
-
-    Scalars are stacked; of what is no tensor, the first column's is taken.
-    """
-    way_out = "Write a `merge()` that takes them as they are."
-    return Merging(dim=dim, noun="column", way_out=way_out).merge(outputs, None, home)
 
 
 class AbstractParallel(Container):
@@ -95,7 +86,9 @@ class AbstractParallel(Container):
         Args:
             outputs: What the columns returned, in order, each on its column's device.
         """
-        return join_columns(outputs, self.dim, self.devices[0])
+        way_out = "Write a `merge()` that takes them as they are."
+        merging = Merging(dim=self.dim, noun="column", way_out=way_out)
+        return merging.merge(outputs, None, self.devices[0])
 
     def add(self, module: nn.Module, device: Device | None = None) -> Self:
         """Append ``module`` as the next column, move it to ``device``, and return the container.
@@ -106,8 +99,7 @@ class AbstractParallel(Container):
         Raises:
             ConfigError: It is no module, or holds this container; or the device does not exist.
         """
-        if not isinstance(module, nn.Module):
-            raise ConfigError(f"`module` must be an `nn.Module`, but is {type(module).__name__!r}.")
+        check_argument(isinstance(module, nn.Module), "module", "be an `nn.Module`", module)
         if any(each is self for each in module.modules()):
             raise ConfigError(
                 f"`module` must lie outside of this container, but is {type(module).__name__!r}, "
@@ -120,20 +112,8 @@ class AbstractParallel(Container):
         return self
 
     def get(self, index: int) -> nn.Module:
-        """Return column ``index``, counted from 0; negative ones count from the end.
-
-        Raises:
-            ConfigError: There is no such column.
-        """
-        columns = self._columns()
-        index = read_whole("index", index)
-        if not -len(columns) <= index < len(columns):
-            raise ConfigError(
-                f"`index` must be a column, 0 to {len(columns) - 1}, but is {index!r}."
-                if columns
-                else f"`index` must be a column, but is {index!r}: there is none. Call `add()`."
-            )
-        return columns[index]
+        """Return column ``index``, counted from 0; negative ones count from the end."""
+        return self._columns()[index]
 
     def __len__(self) -> int:
         return len(self._placed)
@@ -196,13 +176,7 @@ class AbstractParallel(Container):
         return parts
 
     def _columns(self) -> list[nn.Module]:
-        columns = [self._modules.get(str(index)) for index in range(len(self._placed))]
-        if None in columns:
-            raise StateError(
-                f"Column {columns.index(None)} must stay in its container, but was removed. Make a "
-                "new container of the columns that shall stay."
-            )
-        return columns  # type: ignore[return-value]  # of modules alone, as was just seen
+        return [self.get_submodule(str(index)) for index in range(len(self._placed))]
 
     def _is_of(self, executor: ThreadExecutor) -> bool:
         return all(map(is_, executor.sources, self._columns()))

@@ -10,7 +10,7 @@ from torch import nn
 
 from phalanx.execution import ThreadExecutor
 from phalanx.parallel.graph import Reduction, RunPart, refuse_transforms, run_pieces
-from phalanx.plan import check_function, read_intra_op
+from phalanx.plan import read_intra_op
 from phalanx.replicas import (
     OwnInShell,
     advance_process_generator,
@@ -77,7 +77,6 @@ class Container(nn.Module):
     def __init__(self, intra_op: int | None) -> None:
         super().__init__()
         self._intra_op = read_intra_op(intra_op)
-        self._initialisers: tuple[Callable[[], object], ...] = ()
         self._running = _Running()
 
     # -- each kind of container has its own --------------------------
@@ -102,7 +101,7 @@ class Container(nn.Module):
         """Return the module whose names parameters and buffers go by."""
         return self
 
-    # -- threads -----------------------------------------------------
+    # -- workers -----------------------------------------------------
 
     def close(self) -> None:
         """Dismiss the workers' threads; the next forward pass makes new ones."""
@@ -119,28 +118,6 @@ class Container(nn.Module):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def threads(self, init: Callable[[], object]) -> Self:
-        """Run ``init()`` once in every worker's thread, before the first forward pass in it.
-
-        Called several times, all functions run, in order. Threads that exist already are replaced.
-        Functions are neither copied nor saved with the container: call it again for a copy.
-
-        Example:
-            >>> import torch
-            >>> from phalanx import DataParallel
-            >>> model = DataParallel(nn.Linear(2, 1)).threads(lambda: torch.set_printoptions(4))
-            >>> with model:
-            ...     model(torch.ones(3, 2)).shape
-            torch.Size([3, 1])
-
-        Source: torch/cunn's ``DataParallelTable:threads``, where a second call before the first
-        forward pass failed.
-        """
-        check_function("init", init, "be a function without arguments")
-        self.close()
-        self._initialisers += (init,)
-        return self
-
     def sync_parameters(self) -> None:
         """Make all workers equal to the module now.
 
@@ -156,16 +133,8 @@ class Container(nn.Module):
             if before is not None and not (self._is_of(before) and before.follow()):
                 self.close()
             if self._running.executor is None:
-                executor = self._make_executor()
-                try:
-                    for init in self._initialisers:
-                        executor.each(lambda _, init=init: init())  # type: ignore[misc]
-                    executor.follow()  # what they have assigned
-                except BaseException:
-                    executor.close()
-                    raise
-                self._running.executor = executor
-                self._quiet_caller(executor)
+                self._running.executor = self._make_executor()
+                self._quiet_caller(self._running.executor)
             return self._running.executor
 
     def _quiet_caller(self, executor: ThreadExecutor) -> None:
@@ -215,7 +184,3 @@ class Container(nn.Module):
                 advance_process_generator()
             write_statistics(buffers, statistics)
         return merged
-
-    # Any: what nn.Module's own state holds.
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_running": _Running(), "_initialisers": ()}

@@ -19,7 +19,6 @@ from phalanx.plan import (
     Merging,
     Rows,
     check_argument,
-    check_function,
     check_microbatches,
     check_workloads,
     equal_sizes,
@@ -107,14 +106,12 @@ class DataParallel(Container, Unwrapped):
     ) -> None:
         check_microbatches(microbatches, intra_op)
         super().__init__(intra_op if microbatches is None else 1)
-        if not isinstance(module, nn.Module):
-            raise ConfigError(f"`module` must be an `nn.Module`, but is {type(module).__name__!r}.")
+        check_argument(isinstance(module, nn.Module), "module", "be an `nn.Module`", module)
         home = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         self._devices = resolve_devices(devices, home)
-        wanted = f"hold one share per device ({len(self._devices)})"
-        check_argument(not isinstance(workloads, str), "workloads", wanted, workloads)
         shares = read_workloads(workloads)
-        self._workloads = [1.0] * len(self._devices) if shares is None else list(shares)
+        self._workloads = [1.0] * len(self._devices) if shares is None else shares
+        check_workloads(self._workloads, len(self._devices))
         if microbatches is not None and len(self._devices) > microbatches:
             raise ConfigError(
                 f"`devices` must be at most as many as there are microbatches ({microbatches}), "
@@ -122,19 +119,15 @@ class DataParallel(Container, Unwrapped):
             )
         self._microbatches = microbatches
         self._one_thread = microbatches is not None
-        check_workloads(self._workloads, len(self._devices))
-        if layout is not None and not isinstance(layout, Layout):
-            raise ConfigError(
-                f"`layout` must be a `Layout`, but is {layout!r}. Give Layout(dim=1), say."
-            )
-        self._layout = layout if layout is not None else Layout()
+        self._layout = Layout() if layout is None else layout
+        check_argument(isinstance(self._layout, Layout), "layout", "be a `Layout`", layout)
         if self._layout.split is not None:
             raise UnsupportedError(
                 "`layout` must not have `split` in a container, but has. Cut the batch yourself, "
                 "and give the pieces to `forward_parts()`."
             )
-        noun = "replica" if microbatches is None else "microbatch"
-        self._merging = Merging(output, self._layout.dim, noun=noun)
+        self._noun = "replica" if microbatches is None else "microbatch"
+        self._merging = Merging(output, self._layout.dim, noun=self._noun)
         self._rules = BufferRules(buffers)
         self._rules.check(_buffer_names(module))
         self._arguments = _arguments_of(module)
@@ -205,11 +198,8 @@ class DataParallel(Container, Unwrapped):
             ...     model.forward_parts([torch.ones(1), None, torch.zeros(2)])
             [tensor([1.]), None, tensor([0., 0.])]
         """
-        noun = "replica" if self._microbatches is None else "microbatch"
-        wanted = f"hold one input per {noun} ({self._num_pieces})"
+        wanted = f"hold one input per {self._noun} ({self._num_pieces})"
         check_argument(isinstance(parts, (list, tuple)), "parts", wanted, parts, "Give a list.")
-        if check is not None:
-            check_function("check", check)
         if len(parts) != self._num_pieces or all(part is None for part in parts):
             given = sum(part is not None for part in parts)
             raise ConfigError(
@@ -227,8 +217,6 @@ class DataParallel(Container, Unwrapped):
             assert call is not None  # it would not run
             return call.run(module, inputs)
 
-        leaves = [None if call is None else call.leaves for call in calls]
-
         def place(found: list[Nested]) -> list[Nested]:
             outputs = iter(found)
             placed = [None if call is None else next(outputs) for call in calls]
@@ -236,6 +224,7 @@ class DataParallel(Container, Unwrapped):
                 check(placed)
             return placed
 
+        leaves = [None if call is None else call.leaves for call in calls]
         return self._run(leaves, rows, run, place)
 
     def extra_repr(self) -> str:

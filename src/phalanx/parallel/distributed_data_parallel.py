@@ -170,7 +170,7 @@ class DistributedDataParallel(DataParallel):
 
     # Any: what nn.Module's own state holds.
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
+        state = dict(self.__dict__)
         del state["_exchange"]  # a copy is on the default group's ranks, as with torch's class
         return {**state, "_sums": None}
 

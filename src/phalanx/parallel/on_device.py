@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from phalanx.errors import ConfigError
 from phalanx.parallel.unwrapped import Unwrapped
-from phalanx.plan import flatten
+from phalanx.plan import check_argument, flatten
 from phalanx.replicas import num_devices
 from phalanx.torch_internals import pytree
 from phalanx.types import Device, Nested
@@ -74,8 +74,7 @@ class OnDevice(Unwrapped):
         self, module: nn.Module, device: Device, output_device: Device | None = None
     ) -> None:
         super().__init__()
-        if not isinstance(module, nn.Module):
-            raise ConfigError(f"`module` must be an `nn.Module`, but is {type(module).__name__!r}.")
+        check_argument(isinstance(module, nn.Module), "module", "be an `nn.Module`", module)
         self.device = _named("device", device)
         self.output_device = (
             None if output_device is None else _named("output_device", output_device)

@@ -12,9 +12,11 @@ from phalanx import parallel
 from phalanx.compat.torch7.explicit import Explicit
 from phalanx.compat.torch7.module import Torch7Module
 from phalanx.errors import ConfigError, StateError
+from phalanx.execution import ThreadExecutor
 from phalanx.plan import (
     Layout,
     check_argument,
+    check_function,
     flatten,
     leaf_paths,
     least_loaded,
@@ -115,6 +117,7 @@ class _Replicated(Torch7Module, parallel.DataParallel):
     """One module, a replica of it for each device that was given with it."""
 
     _checks_rows = False  # outputs of any size are joined along `dim`
+    _initialisers: tuple[Callable[[], object], ...] = ()
 
     def __init__(self, dim: int) -> None:
         self.dim = read_whole("dim", dim)
@@ -147,12 +150,33 @@ class _Replicated(Torch7Module, parallel.DataParallel):
     ) -> Self:
         """Run ``initFunc()`` once in every replica's thread, before the first forward pass in it.
 
-        Replicas have threads anyway, and are always copied one at a time, so ``syncCopies`` asks
-        for nothing more.
+        Called several times, all functions run, in order. Replicas have threads anyway, and are
+        always copied one at a time, so ``syncCopies`` asks for nothing more. Functions are neither
+        copied nor saved.
+
+        Source: torch/cunn's ``DataParallelTable:threads``, where a second call before the first
+        forward pass failed.
         """
         if initFunc is not None:
-            super().threads(initFunc)
+            check_function("initFunc", initFunc, "be a function without arguments")
+            self.close()
+            self._initialisers += (initFunc,)
         return self
+
+    def _make_executor(self) -> ThreadExecutor:
+        executor = super()._make_executor()
+        try:
+            for init in self._initialisers:
+                executor.each(lambda _, init=init: init())  # type: ignore[misc]
+            executor.follow()  # what they have assigned
+        except BaseException:
+            executor.close()
+            raise
+        return executor
+
+    # Any: what nn.Module's own state holds.
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_initialisers": ()}
 
     def syncParameters(self) -> None:
         """Make all replicas equal to the module now; every forward pass does by itself."""
@@ -171,15 +195,14 @@ class _Replicated(Torch7Module, parallel.DataParallel):
         return self
 
     def _replicate(self, module: nn.Module, gpus: list[torch.device]) -> None:
-        """Become the container of ``module``; hooks, mode and initialisers stay."""
+        """Become the container of ``module``; hooks and mode stay."""
         self.close()
         stay = {key: value for key, value in self.__dict__.items() if key.endswith("_hooks")}
-        training, initialisers = self.training, self._initialisers
+        training = self.training
         parallel.DataParallel.__init__(self, module, gpus, layout=Layout(self.dim))
         self.__dict__.update(stay)
         self.training = training
         self._gpus = gpus
-        self._initialisers = initialisers
 
     # Any: the user's own inputs.
     def _layout_for(self, inputs: Any) -> Layout:
