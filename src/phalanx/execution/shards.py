@@ -121,7 +121,10 @@ class Shards:
         self.add(shard)
         gradients = [self._left[place] for place in self._parts[shard][1]]
         norms = [_norm_of(each) for each in gradients if each is not None]
-        return [norm.item() ** 2 for norm in norms]
+        if not norms:
+            return []
+        found = torch.stack([each.to(norms[0].device) for each in norms])  # to wait once
+        return [norm**2 for norm in found.tolist()]
 
     def step(self, shard: int, scale: float) -> None:
         """Step one shard that was added, with gradients times ``scale``; then drop those."""

@@ -154,7 +154,8 @@ class _BackwardTask(Task):
         given: dict[int, Tensor]
         graph, given = context.batch
         outputs = [graph.outputs[place] for place in given]
-        gradients = [given[place].to(graph.outputs[place].device) for place in given]
+        # Copies, as `copy_rows` makes of inputs: kernels may choose by the alignment of a slice.
+        gradients = [given[place].to(graph.outputs[place].device, copy=True) for place in given]
         try:
             with context.rng:
                 run_backward(outputs, gradients, keep_graph=self.keep_graph)

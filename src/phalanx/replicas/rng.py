@@ -220,9 +220,13 @@ class MicrobatchRng(TorchFunctionMode):
         kwargs = kwargs or {}
         if not may_call_draw(func) or not _call_draws(func, args, kwargs):
             return func(*args, **kwargs)
+        first = args[0] if args else None
+        if isinstance(first, Tensor) and first.device.type != "cpu" and _is_one_draw(func):
+            with self.mode.lending(first.device):
+                if func in RECURRENT:
+                    return run_layer_by_layer(func, args)
+                return func(*args, **kwargs)
         with self.mode:
-            if func in RECURRENT and args[0].device.type != "cpu":
-                return run_layer_by_layer(func, args)
             return func(*args, **kwargs)
 
 
@@ -301,6 +305,11 @@ def has_fused_evaluation(module: nn.Module) -> bool:
     """Tell whether torch evaluates a part of ``module`` in one kernel, unless a mode sees calls."""
     kinds = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
     return any(isinstance(each, kinds) for each in module.modules())
+
+
+def _is_one_draw(func: Any) -> bool:
+    """Tell whether a function draws where its first tensor is, and runs nothing of the user's."""
+    return func in _CALLS_DRAW_ONLY_WITH or not isinstance(func, FunctionType)
 
 
 def _call_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

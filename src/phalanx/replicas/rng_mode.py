@@ -145,16 +145,26 @@ class RngMode(TorchDispatchMode):
             return self._draw(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    @contextlib.contextmanager
+    def lending(self, device: torch.device) -> Iterator[None]:
+        """Let whatever draws on an accelerator in the body draw this microbatch's numbers."""
+        self._note_draw()
+        if self.num_preserved and device in self._shared:
+            raise _shared_under_checkpointing(device)
+        with _drawing_from(self._generator(device)):
+            yield
+
+    def _note_draw(self) -> None:
         self.used = True
         if self._goes_back or torch.is_grad_enabled():  # else no part is computed again
             _refuse_checkpointing(self.num_preserved)
+
+    def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = _device_of(args, kwargs)
         if device.type != "cpu":
-            if self.num_preserved and device in self._shared:
-                raise _shared_under_checkpointing(device)
-            with _drawing_from(self._generator(device)):
+            with self.lending(device):
                 return func(*args, **kwargs)
+        self._note_draw()
         if func in _WRITTEN_OUT:
             return _WRITTEN_OUT[func](self._generator(device), *args, **kwargs)
         overload = _with_generator(func)

@@ -144,7 +144,7 @@ class TrainTask(Task):
                 "`loss` must depend on a parameter that requires a gradient, but does not. "
                 "Unfreeze parameters, and compute the loss from the module's outputs."
             )
-        scale = torch.as_tensor(self.scales[context.index], dtype=loss.dtype, device=loss.device)
+        scale = torch.full((), self.scales[context.index], dtype=loss.dtype, device=loss.device)
         with context.rng:
             run_backward([loss.reshape(()) if loss.dim() else loss], [scale])
         result = result_of()  # not before: an accelerator would have nothing to do meanwhile
