@@ -184,7 +184,7 @@ class DataParallel(Container, Unwrapped):
         Args:
             parts: One for each replica, or microbatch: a tuple is given as positions, a dict by
                 name, anything else as the one argument; None for one that takes no part.
-            sizes: How many rows each stands for; default: by the layout.
+            sizes: What each counts where buffers are averaged, such as its rows; default: the same.
             check: Called with what will be returned, before buffers change; it may refuse.
 
         Returns:
@@ -207,9 +207,7 @@ class DataParallel(Container, Unwrapped):
                 "None."
             )
         calls = [None if part is None else Call.with_inputs(part) for part in parts]
-        if sizes is None:
-            sizes = [0 if call is None else _rows_of(call, self._layout_of(call)) for call in calls]
-        sizes = read_sizes(sizes, None, len(parts))
+        sizes = [1] * len(parts) if sizes is None else read_sizes(sizes, None, len(parts))
         rows = [0 if call is None else size for call, size in zip(calls, sizes, strict=True)]
 
         def run(piece: int, module: nn.Module, inputs: Nested) -> Nested:
@@ -285,12 +283,6 @@ class DataParallel(Container, Unwrapped):
             places = (parameter.device for parameter in self.module.parameters())
             return next((each for each in places if each in self._devices), self._devices[0])
         return self._devices[0]
-
-
-def _rows_of(call: Call, layout: Layout) -> int:
-    """Return the rows of a part's first leaf that would be split, or 1 where none would be."""
-    first = Rows(call.leaves, layout).first
-    return 1 if first is None else first
 
 
 def _buffer_names(module: nn.Module) -> list[str]:

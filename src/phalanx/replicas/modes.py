@@ -29,7 +29,7 @@ class CallerModes:
     @staticmethod
     def capture(devices: Sequence[torch.device]) -> CallerModes:
         """Read the modes of the calling thread for the given devices."""
-        kinds, on_streams = _kinds_of(tuple(devices))
+        kinds = _kinds_of(tuple(devices))
         return CallerModes(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
@@ -38,7 +38,7 @@ class CallerModes:
                 for kind in kinds
                 if torch.is_autocast_enabled(kind)
             ),
-            streams=callers_streams(devices) if on_streams else (),
+            streams=() if kinds == ["cpu"] else callers_streams(devices),
         )
 
     @contextlib.contextmanager
@@ -49,14 +49,17 @@ class CallerModes:
         the others, and the bits of a layer used twice depend on that. So it is off, for an autocast
         inside of the model, too.
         """
-        cached = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)
-        try:
-            plain = not (self.inference or self.autocast or self.streams)
-            with torch.set_grad_enabled(self.grad) if plain else self._all_entered(device):
-                yield
-        finally:
-            torch.set_autocast_cache_enabled(cached)
+        with contextlib.ExitStack() as stack:
+            stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+            torch.set_autocast_cache_enabled(False)
+            if self.streams:
+                stack.enter_context(current_streams(self.streams, device))
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            yield
 
     @contextlib.contextmanager
     def on_streams(self) -> Iterator[None]:
@@ -79,18 +82,6 @@ class CallerModes:
             for stream in self.streams:
                 own.wait_event(stream.record_event())
 
-    @contextlib.contextmanager
-    def _all_entered(self, device: torch.device) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if self.streams:
-                stack.enter_context(current_streams(self.streams, device))
-            if self.inference:
-                stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            for kind, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype))
-            yield
-
 
 @contextlib.contextmanager
 def autocast_off(devices: Sequence[torch.device]) -> Iterator[None]:
@@ -101,9 +92,8 @@ def autocast_off(devices: Sequence[torch.device]) -> Iterator[None]:
         ...     torch.is_autocast_enabled("cpu")
         False
     """
-    kinds, _ = _kinds_of(tuple(devices))
     with contextlib.ExitStack() as stack:
-        for kind in filter(torch.is_autocast_enabled, kinds):
+        for kind in filter(torch.is_autocast_enabled, _kinds_of(tuple(devices))):
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
@@ -115,17 +105,15 @@ def callers_streams(devices: Sequence[torch.device]) -> tuple[torch.Stream, ...]
         >>> callers_streams([torch.device("cpu")])
         ()
     """
-    if not _kinds_of(tuple(devices))[1]:
+    if {"cpu", "meta"}.issuperset(_kinds_of(tuple(devices))):
         return ()
     count = torch.accelerator.device_count()
     return tuple(torch.accelerator.current_stream(index) for index in range(count))
 
 
 @functools.cache
-def _kinds_of(devices: tuple[torch.device, ...]) -> tuple[list[str], bool]:
-    """Return the kinds of ``devices``, and whether one of them works on streams."""
-    kinds = {device.type for device in devices}
-    return sorted(kinds), bool(kinds - {"cpu", "meta"})
+def _kinds_of(devices: tuple[torch.device, ...]) -> list[str]:
+    return sorted({device.type for device in devices})
 
 
 @contextlib.contextmanager
