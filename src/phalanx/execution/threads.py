@@ -88,7 +88,6 @@ class ThreadExecutor(Executor):
                 own,
                 device,
                 index,
-                all_parameters=self.parameters,
                 prefix="" if one_source else f"{index}.",
                 rules=rules,
                 copies=self._copies[own],

@@ -31,11 +31,11 @@ class Replica:
         source: The module that the user trains.
         device: Where this replica computes.
         index: Its number, for errors.
-        all_parameters: The parameters of the whole executor, in whose order gradients are returned.
         prefix: Comes before the names of the source's buffers.
         rules: How buffers that the replica writes are merged.
         copies: The source's parameters elsewhere; one for all replicas of the source.
-        reaching: Catches gradients that reach the source itself; one for the whole executor.
+        reaching: Catches gradients that reach the source itself; one for the whole executor, in
+            the order of whose parameters gradients are returned.
         fingerprint: Of the source as it is; one for all replicas of the source.
 
     Attributes:
@@ -55,7 +55,6 @@ class Replica:
         device: torch.device,
         index: int,
         *,
-        all_parameters: Sequence[nn.Parameter] | None = None,
         prefix: str = "",
         rules: BufferRules | None = None,
         copies: DeviceCopies | None = None,
@@ -71,11 +70,8 @@ class Replica:
         self._homes = (copies or DeviceCopies(self._originals)).on(device)
         pairs = list(zip(self._originals, self._homes, strict=True))
         self.parameters = [alias_of(original, home) for original, home in pairs]
-        everything = self._originals if all_parameters is None else all_parameters
-        place_of = {id(parameter): place for place, parameter in enumerate(everything)}
-        self._places = [place_of[id(original)] for original in self._originals]
-        self._everything = everything
-        self._reaching = SourceGradients(everything) if reaching is None else reaching
+        self._reaching = SourceGradients(self._originals) if reaching is None else reaching
+        self._places = [self._reaching.index_of[id(original)] for original in self._originals]
         self._caught: dict[int, Tensor] = {}
         self.follow(fingerprint or AttributeFingerprint(source))
 
@@ -144,7 +140,7 @@ class Replica:
         They stand in the order of the executor's parameters, with None for those of others. No
         two of them share memory.
         """
-        gradients: list[Tensor | None] = [None] * len(self._everything)
+        gradients: list[Tensor | None] = [None] * len(self._reaching.parameters)
         for place, parameter, original in zip(
             self._places, self.parameters, self._originals, strict=True
         ):
@@ -155,7 +151,8 @@ class Replica:
                 moved = in_memory_order(gradient, parameter)
                 gradients[place] = moved.to(home, non_blocking=home.type != "cpu")
         for place, other in self._caught.items():
-            more, own = in_memory_order(other, self._everything[place]), gradients[place]
+            more = in_memory_order(other, self._reaching.parameters[place])
+            own = gradients[place]
             gradients[place] = more if own is None else own + more  # `own` may be another's, too
         self._caught.clear()
         return _apart(gradients)

@@ -56,10 +56,14 @@ class SourceGradients:
 
     Args:
         parameters: All parameters of an executor; a gradient goes by the index of its parameter.
+
+    Attributes:
+        index_of: Where each parameter stands, by its id.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self.parameters = parameters
+        self.index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         # A node lives as long as somebody holds it, and the hook with it.
         self._nodes: dict[int, torch.autograd.graph.Node] = {}
         self._running: list[int] = []  # the replicas that run, in any thread
@@ -69,7 +73,7 @@ class SourceGradients:
 
     def watch(self, parameter: nn.Parameter) -> None:
         """Begin with a parameter that requires a gradient, if it is not watched yet."""
-        index = self._index_of[id(parameter)]
+        index = self.index_of[id(parameter)]
         with self._lock, torch.inference_mode(False):
             if index in self._nodes or not parameter.requires_grad or parameter.is_inference():
                 return
