@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
-from phalanx.cluster import RemoteCall, WorkerSession
+from phalanx.cluster import RemoteCall
 from phalanx.errors import PeerTimeout
 from phalanx.tables import router, snapshots
 from phalanx.tables import table as table_module
 from phalanx.tables.host_operations import Operation
 from phalanx.tables.host_service import HostService
 from phalanx.tables.part import TablePart, checked
-from phalanx.tables.remote_part import RemotePart
+from phalanx.tables.remote_part import RemoteHost, RemotePart
 from phalanx.tables.rounds import Rounds
 
 
@@ -71,7 +71,7 @@ def lost_host_awaited() -> None:
 
 def session_stays_broken() -> None:
     """A worker whose session breaks does not open it again."""
-    WorkerSession._keep = lambda self: None  # type: ignore[method-assign]
+    RemoteHost._keep_session = lambda self, expected: None  # type: ignore[method-assign]
 
 
 def one_at_a_time() -> None:

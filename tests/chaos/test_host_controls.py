@@ -201,9 +201,9 @@ def add_until_refused(parent: Parent) -> None:
         table = world.array(4 * NUM_HOSTS, name="t")
         world.barrier()
         if world.worker_id == NUM_HOSTS - 1:
-            for remote in world._context.membership._others.of(world.worker_id).values():
-                remote._session._connection.close()  # it is not opened again
-                remote._session._stream.shut()
+            for remote in world._context.remotes_of(world.worker_id):
+                remote._opening.close()  # it is not opened again
+                remote._session.shut()
             try:
                 while True:
                     table.add([1.0], rows=[0])

@@ -44,10 +44,10 @@ def add_while_this_host_refuses(world: tables.TableGroup) -> list:
     table = world.array(9, torch.int64, name="t")
     world.barrier()
     if world.worker_id == 0:
-        remotes = world._context.membership._others.of(0)
-        names = [each.connection.endpoint.name for each in remotes.values()]
+        remotes = world._context.remotes_of(0)
+        names = [each.connection.endpoint.name for each in remotes]
         done = [f"{name} has done its part of an add of table 't'." for name in names]
-        refuse_once(remotes[2])
+        refuse_once(remotes[1])
         with pytest.raises(OutOfSpace, match="refused") as raised:
             table.add(torch.ones(9, dtype=torch.int64))
         assert raised.value.__notes__ == done[:1]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from phalanx.cluster.connection import Connection, Endpoint, RemoteCall, WorkerSession
-from phalanx.cluster.frames import MAX_ARRAY_BYTES, Array, Message, tag_of
+from phalanx.cluster.connection import Connection, Endpoint, RemoteCall
+from phalanx.cluster.frames import MAX_ARRAY_BYTES, Array, Message, Stream, tag_of
 from phalanx.cluster.secret import Secret, make_secret
 from phalanx.cluster.server import Answer, Link, Server, Service
 
@@ -28,7 +28,7 @@ __all__ = [
     "Secret",
     "Server",
     "Service",
-    "WorkerSession",
+    "Stream",
     "launch_script_on_ray",
     "make_secret",
     "on_ray",

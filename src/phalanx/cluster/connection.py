@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import json
 import math
-import secrets
 import socket
 import ssl
-import struct
-import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -40,7 +37,7 @@ from phalanx.errors import (
     StateError,
 )
 
-_CONNECT_S, _REOPEN_S = 1.0, 1.0
+_CONNECT_S = 1.0
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
 _LARGEST_ANSWER = 1 << 40  # a snapshot may be long
 _LATER_S = 0.5  # a server's own error, at the deadline, says more than ours
@@ -278,71 +275,6 @@ class Connection:
         self.is_closed = True
         while self._idle:
             self._idle.pop().close()
-
-
-class WorkerSession:
-    """A connection that a server knows a worker by: when its process dies, the kernel closes it.
-
-    It is opened again where it breaks, as when the server is killed. It carries no calls.
-
-    Args:
-        endpoint: The server.
-        operation: What opens it, by the numbers that :meth:`open` is given and two of its own, by
-            which the server knows it again.
-    """
-
-    def __init__(self, endpoint: Endpoint, operation: int) -> None:
-        self._connection = Connection(endpoint)
-        self._operation = operation
-        self._client = struct.unpack("<qq", secrets.token_bytes(16))
-        self._asked: tuple[int, int] = (0, 0)
-        self._thread: threading.Thread | None = None
-        self._stream: Stream | None = None
-
-    def open(self, timeout_s: float, asked: tuple[int, int]) -> tuple[int, ...]:
-        """Open it; return the worker's number, its incarnation and what else the server answers."""
-        self._asked = asked
-        answer = self._open(timeout_s)
-        self._connection.worker, self._connection.incarnation, *_ = answer
-        self._asked = answer[0], asked[1]
-        self._thread = threading.Thread(target=self._keep, name="phalanx session", daemon=True)
-        self._thread.start()
-        return answer
-
-    def _open(self, timeout_s: float) -> tuple[int, ...]:
-        first, last = self._asked
-        args = (first, *self._client, last)
-        answer = self._connection.call(self._operation, "`join`", timeout_s, args=args)
-        self._stream = self._connection.take_idle()
-        return answer.args
-
-    def _keep(self) -> None:
-        while not self._connection.is_closed:
-            try:
-                if self._stream is None:
-                    self._open(_REOPEN_S)
-                else:
-                    self._stream.wait_for_end()
-                    self._stream.close()
-                    self._stream = None
-            except PeerTimeout:
-                continue
-            except PhalanxError:  # the worker was taken for lost: its next call says so
-                return
-
-    def close(self) -> None:
-        """Let the server see the end."""
-        self._connection.close()
-        stream = self._stream
-        if stream is not None:
-            stream.shut()
-        if self._thread is not None:
-            self._thread.join(2 * _REOPEN_S)
-
-    def forget(self) -> None:
-        """Let go in a forked child, whose life is not the worker's."""
-        if self._stream is not None:
-            self._stream.close()
 
 
 def _error_of(text: str) -> PhalanxError:

@@ -22,7 +22,6 @@ from phalanx.distributed import hosts_of, this_host
 from phalanx.errors import ConfigError, PeerTimeout
 from phalanx.ipc import ProcessIdentity, Waiting
 from phalanx.tables.host_server import ServerPage, ServerSpec, ServerWatch
-from phalanx.tables.run_on_hosts import OtherHosts
 from phalanx.tables.run_regions import RunRegions
 
 _START_S = 60.0  # of a server on a busy machine
@@ -111,7 +110,7 @@ class Meeting:
 
     def meet_hosts(
         self, bind: str, regions: RunRegions, timeout_s: float
-    ) -> tuple[OtherHosts, ServerWatch]:
+    ) -> tuple[list[Endpoint], ServerWatch]:
         """See that this host has a server, and find those of the others.
 
         Args:
@@ -120,7 +119,7 @@ class Meeting:
             timeout_s: How long to wait for the others.
 
         Returns:
-            The others, and what sees that this host's server is started again.
+            The servers of all hosts, and what sees that this host's server is started again.
 
         Raises:
             PeerTimeout: A host has no server in time.
@@ -148,7 +147,7 @@ class Meeting:
             watch.close(_CLOSE_S)
             raise
         _met[self._name] += 1
-        return OtherHosts(host, endpoints), watch
+        return endpoints, watch
 
 
 def address_to_serve_at(master: str, secret: Secret | None, *, trusted_network: bool) -> str:

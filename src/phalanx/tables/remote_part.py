@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import secrets
+import struct
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.cluster import Array, Connection, Endpoint, Message, RemoteCall, WorkerSession
+from phalanx.cluster import Array, Connection, Endpoint, Message, RemoteCall, Stream
+from phalanx.errors import PeerTimeout, PhalanxError
 from phalanx.ipc import Waiting, register_at_fork
 from phalanx.tables.host_operations import (
     UNKNOWN,
@@ -24,9 +27,15 @@ from phalanx.tables.part import Entry
 from phalanx.tables.row_initializer import Uniform
 from phalanx.tables.spec import TableSpec
 
+_REOPEN_S = 1.0
+
 
 class RemoteHost:
-    """Another host, as one worker of this one knows it.
+    """Another host, as one worker of this one knows it: calls to its server, and a session.
+
+    The session is a connection without calls, by which the server knows that the worker lives: when
+    its process dies, the kernel closes it. Where it breaks, as when the server is killed, it is
+    opened again.
 
     Args:
         endpoint: Its server.
@@ -44,7 +53,10 @@ class RemoteHost:
         self.connection = Connection(endpoint)
         self.num_barriers = 0
         self.has_left = False
-        self._session = WorkerSession(endpoint, Operation.ENTER)
+        self._client = struct.unpack("<qq", secrets.token_bytes(16))
+        self._opening = Connection(endpoint)  # of the session, which no call may take
+        self._session: Stream | None = None
+        self._thread: threading.Thread | None = None
         register_at_fork(self._forget)
 
     def enter(self, worker: int | None, num_expected: int | None, timeout_s: float) -> int:
@@ -55,21 +67,52 @@ class RemoteHost:
             num_expected: How many workers were announced.
             timeout_s: How long to wait for the server.
         """
-        number = -1 if worker is None else worker
-        entered, incarnation, self.num_barriers, _ = self._session.open(
-            timeout_s, (number, num_expected or 0)
+        expected = num_expected or 0
+        entered, incarnation, self.num_barriers, _ = self._open(
+            -1 if worker is None else worker, expected, timeout_s
         )
-        self.connection.worker, self.connection.incarnation = entered, incarnation
+        for each in (self.connection, self._opening):
+            each.worker, each.incarnation = entered, incarnation
+        self._thread = threading.Thread(
+            target=self._keep_session, args=(expected,), name="phalanx session", daemon=True
+        )
+        self._thread.start()
         return entered
 
+    def _open(self, worker: int, expected: int, timeout_s: float) -> tuple[int, ...]:
+        args = (worker, *self._client, expected)
+        answer = self._opening.call(Operation.ENTER, "`join`", timeout_s, args=args)
+        self._session = self._opening.take_idle()
+        return answer.args
+
+    def _keep_session(self, expected: int) -> None:
+        while not self._opening.is_closed:
+            try:
+                if self._session is None:
+                    self._open(self._opening.worker, expected, _REOPEN_S)
+                else:
+                    self._session.wait_for_end()
+                    self._session.close()
+                    self._session = None
+            except PeerTimeout:
+                continue
+            except PhalanxError:  # the worker was taken for lost: its next call says so
+                return
+
     def close(self) -> None:
-        """Let go of all connections."""
-        self._session.close()
+        """Let go of all connections; the server sees the end of the session."""
+        self._opening.close()
+        session = self._session
+        if session is not None:
+            session.shut()
+        if self._thread is not None:
+            self._thread.join(2 * _REOPEN_S)
         self.connection.close()
 
     def _forget(self) -> None:
         """Let go of the session in a forked child, which may outlive the worker."""
-        self._session.forget()
+        if self._session is not None:
+            self._session.close()
 
     def wait_at_barrier(self, name: str, timeout_s: float) -> int:
         """Come to the barrier of that name, wait, and return its round."""

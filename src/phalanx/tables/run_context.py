@@ -105,6 +105,18 @@ class RunContext:
                 self._barrier = Barrier(page, self.membership)
             return self._barrier
 
+    def enter(self, worker: int | None, num_expected: int | None, timeout_s: float) -> int:
+        """Become a worker, and return its number; see :meth:`Membership.enter`."""
+        return self.membership.enter(worker=worker, num_expected=num_expected, timeout_s=timeout_s)
+
+    def leave(self, worker: int, incarnation: int, timeout_s: float) -> None:
+        """Stop counting ``worker``."""
+        self.membership.leave(worker, incarnation, timeout_s)
+
+    def tick(self, worker: int) -> int:
+        """Count a tick of ``worker``, and return how many that makes."""
+        return self.membership.advance(worker)
+
     def wait_at_barrier(self, worker: int, name: str, timeout_s: float) -> int:
         """Come to a barrier, and wait for the others; see :meth:`Barrier.wait`."""
         return self.barrier().wait(worker, name, timeout_s)

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from phalanx.cluster import Endpoint
 from phalanx.errors import PhalanxError, StateError, UnsupportedError
-from phalanx.ipc import Region, Waiting
+from phalanx.ipc import Waiting
 from phalanx.tables.cut import part_of
 from phalanx.tables.host_operations import Operation
 from phalanx.tables.host_server import ServerWatch
@@ -20,35 +20,37 @@ from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.spec import TableSpec
 
 _LEAVE_S = 5.0
-_LOCK_S = 30.0
+_CALL_S = 30.0
 
 
-class OtherHosts:
-    """The servers of the other hosts, and the connections of this process's workers to them.
+class ContextOnHosts(RunContext):
+    """As a :class:`RunContext`, of a run on several hosts: each worker is one on all of them.
 
     Args:
-        me: This host's number.
-        endpoints: Of all hosts, by number.
+        run: The run's name on this host.
+        host: This host's number.
+        meet: Finds the servers of all hosts, by number, where this one's regions are there, and
+            begins to watch over this one's server.
     """
 
-    def __init__(self, me: int, endpoints: Sequence[Endpoint]) -> None:
-        self.me = me
-        self.num_hosts = len(endpoints)
-        self._endpoints = [each for each in endpoints if each.host != me]
-        self._mutex = threading.Lock()
-        self._remotes: dict[int, dict[int, RemoteHost]] = {}
+    def __init__(
+        self,
+        run: str,
+        host: int,
+        meet: Callable[[RunRegions], tuple[Sequence[Endpoint], ServerWatch]],
+    ) -> None:
+        self._meet = meet
+        self._connecting = threading.Lock()
+        self._remotes: dict[int, list[RemoteHost]] = {}  # by worker, in the order of hosts
+        super().__init__(run, create=True)
+        self._host, self._num_hosts = host, len(self._endpoints)
 
-    def connect(self) -> dict[int, RemoteHost]:
-        """Return new connections to all of them, by host, for a worker without a number yet."""
-        return {endpoint.host: RemoteHost(endpoint) for endpoint in self._endpoints}
+    def _open_membership(self, create: bool) -> Membership:
+        self._endpoints, self._watch = self._meet(self.regions)
+        return super()._open_membership(create)
 
-    def keep(self, worker: int, remotes: dict[int, RemoteHost]) -> None:
-        """Keep the connections of a worker that has entered."""
-        with self._mutex:
-            self._remotes[worker] = remotes
-
-    def of(self, worker: int) -> dict[int, RemoteHost]:
-        """Return the connections of a worker.
+    def remotes_of(self, worker: int) -> list[RemoteHost]:
+        """Return the other hosts, as a worker of this process knows them.
 
         Raises:
             StateError: It has closed.
@@ -61,100 +63,53 @@ class OtherHosts:
             )
         return remotes
 
-    def forget(self, worker: int) -> None:
-        """Let go of the connections of a worker that has closed."""
-        with self._mutex:
-            remotes = self._remotes.pop(worker, {})
-        for remote in remotes.values():
-            remote.close()
+    # --- workers ----------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Let go of all sockets."""
-        for remotes in self._remotes.values():
-            for remote in remotes.values():
-                remote.close()
-        self._remotes = {}
-
-
-class MembershipOnHosts(Membership):
-    """This host's page of workers; what they say of themselves goes to the other hosts', too.
-
-    Args:
-        region: As for :class:`Membership`.
-        label: The run.
-        others: The other hosts.
-    """
-
-    def __init__(self, region: Region, label: str, others: OtherHosts) -> None:
-        super().__init__(region, label)
-        self._others = others
-
-    def enter(
-        self,
-        *,
-        worker: int | None,
-        num_expected: int | None,
-        timeout_s: float,
-        elsewhere: bool = False,
-    ) -> int:
-        """Write a new worker down on every host's page; the first host gives the numbers out."""
-        waiting, remotes = Waiting(timeout_s), self._others.connect()
-        others = list(remotes.values())
+    def enter(self, worker: int | None, num_expected: int | None, timeout_s: float) -> int:
+        """Become a worker on every host; the first host gives the numbers out."""
+        waiting = Waiting(timeout_s)
+        remotes = [RemoteHost(each) for each in self._endpoints if each.host != self._host]
+        others = list(remotes)
         try:
-            if worker is None and self._others.me != 0:
+            if worker is None and self._host != 0:
                 worker = others.pop(0).enter(None, num_expected, waiting.remaining_s())
-            number = super().enter(
-                worker=worker, num_expected=num_expected, timeout_s=timeout_s, elsewhere=elsewhere
-            )
+            number = super().enter(worker, num_expected, timeout_s)
             try:
                 for remote in others:
                     remote.enter(number, num_expected, waiting.remaining_s())
             except BaseException:
-                super().leave(number, self.incarnation(number), timeout_s)
+                super().leave(number, self.membership.incarnation(number), timeout_s)
                 raise
         except BaseException:
-            for remote in remotes.values():  # those that it has entered see the end
+            for remote in remotes:  # those that it has entered see the end
                 remote.close()
             raise
-        self._others.keep(number, remotes)
+        with self._connecting:
+            self._remotes[number] = remotes
         return number
 
     def leave(self, worker: int, incarnation: int, timeout_s: float) -> None:
         """Stop counting ``worker`` on all hosts; one that does not answer finds out by itself."""
         super().leave(worker, incarnation, timeout_s)
-        for remote in self._others.of(worker).values():
+        for remote in self.remotes_of(worker):
             with suppress(PhalanxError):
                 remote.connection.call(Operation.LEAVE, "`leave`", min(timeout_s, _LEAVE_S))
             remote.has_left = True
 
-    def advance(self, worker: int) -> int:
+    def tick(self, worker: int) -> int:
         """Count a tick of ``worker`` on all hosts."""
-        clock = super().advance(worker)
-        for remote in self._others.of(worker).values():
-            remote.connection.call(Operation.TICK, "a tick", _LOCK_S, args=(clock,))
+        clock = super().tick(worker)
+        for remote in self.remotes_of(worker):
+            remote.connection.call(Operation.TICK, "a tick", _CALL_S, args=(clock,))
         return clock
 
+    def wait_at_barrier(self, worker: int, name: str, timeout_s: float) -> int:
+        """Come to the first host's barrier, where all workers come, and wait for the others."""
+        if self._host == 0:
+            return super().wait_at_barrier(worker, name, timeout_s)
+        return self.remotes_of(worker)[0].wait_at_barrier(name, timeout_s)
 
-class ContextOnHosts(RunContext):
-    """As a :class:`RunContext`, of a run on several hosts.
-
-    Args:
-        run: The run's name on this host.
-        meet: Finds the other hosts, where this one's regions are there, and begins to watch over
-            this one's server.
-    """
-
-    def __init__(
-        self, run: str, meet: Callable[[RunRegions], tuple[OtherHosts, ServerWatch]]
-    ) -> None:
-        self._meet = meet
-        super().__init__(run, create=True)
-        self._host, self._num_hosts = self._others.me, self._others.num_hosts
-
-    def _open_membership(self, create: bool) -> Membership:
-        self._others, self._watch = self._meet(self.regions)
-        page = self.regions.open_region("members", Membership.needed_bytes(), create=create)
-        return MembershipOnHosts(page, str(self.run), self._others)
+    # --- tables -----------------------------------------------------------------------------------
 
     def storage(self, spec: TableSpec, timeout_s: float) -> Router:
         """Return the table's memory on all hosts.
@@ -171,27 +126,28 @@ class ContextOnHosts(RunContext):
 
     def _remote_parts(self, spec: TableSpec) -> RemoteParts:
         def parts(worker: int) -> list[RemotePart]:
-            remotes = self._others.of(worker)
             return [
-                RemotePart(remotes[host], part_of(spec, host, self._num_hosts))
-                for host in sorted(remotes)
+                RemotePart(remote, part_of(spec, remote.host, self._num_hosts))
+                for remote in self.remotes_of(worker)
             ]
 
         return parts
 
-    def wait_at_barrier(self, worker: int, name: str, timeout_s: float) -> int:
-        """Come to the first host's barrier, where all workers come, and wait for the others."""
-        if self._host == 0:
-            return super().wait_at_barrier(worker, name, timeout_s)
-        return self._others.of(worker)[0].wait_at_barrier(name, timeout_s)
+    # --- the end ----------------------------------------------------------------------------------
 
     def count_out(self, group: object, worker: int, timeout_s: float) -> None:
         """As :meth:`RunContext.count_out`; the worker's connections go with it."""
         super().count_out(group, worker, timeout_s)
-        self._others.forget(worker)
+        with self._connecting:
+            remotes = self._remotes.pop(worker, [])
+        for remote in remotes:
+            remote.close()
 
     def close(self, timeout_s: float) -> None:
         """Let go of this host's memory and of the connections."""
         self._watch.close(timeout_s)
         super().close(timeout_s)
-        self._others.close()
+        for remotes in self._remotes.values():
+            for remote in remotes:
+                remote.close()
+        self._remotes = {}

@@ -136,7 +136,7 @@ class TableGroup:
         """
         self._check_open()
         self._check_counted("tick")
-        clock = self.membership.advance(self.worker_id)
+        clock = self._context.tick(self.worker_id)
         if self._tick_bound is not None:
             judge = Staleness(self._tick_bound)
             wait_for_clocks(
@@ -157,7 +157,7 @@ class TableGroup:
             (0, 1, [0, 1])
         """
         self._check_open()
-        worker = self.membership.enter(worker=None, num_expected=None, timeout_s=self.timeout_s)
+        worker = self._context.enter(None, None, self.timeout_s)
         return TableGroup(self._context, worker, self.staleness, self.timeout_s)
 
     def leave(self) -> None:
@@ -167,7 +167,7 @@ class TableGroup:
         """
         self.left = True
         if not self.closed and self.is_counted():
-            self.membership.leave(self.worker_id, self._incarnation, self.timeout_s)
+            self._context.leave(self.worker_id, self._incarnation, self.timeout_s)
 
     def close(self) -> None:
         """Leave and let go of everything; the last one out removes what the run has shared.
@@ -413,9 +413,7 @@ def join(
     request = read_join_request(run, num_workers)
     context = _context_of(request, secret_file, trusted_network, create=create, timeout_s=timeout_s)
     try:
-        worker = context.membership.enter(
-            worker=request.worker, num_expected=request.num_workers, timeout_s=timeout_s
-        )
+        worker = context.enter(request.worker, request.num_workers, timeout_s)
     except BaseException:
         context.close(timeout_s)
         raise
@@ -448,7 +446,9 @@ def _context_of(
     store = open_store(address, port, worker, num_workers, timeout_s)
     meeting = Meeting(store, secret, run, worker, num_workers)
     return ContextOnHosts(
-        meeting.run_here, lambda regions: meeting.meet_hosts(bind, regions, timeout_s)
+        meeting.run_here,
+        meeting.place.host,
+        lambda regions: meeting.meet_hosts(bind, regions, timeout_s),
     )
 
 
