@@ -104,7 +104,7 @@ def train(world: tables.TableGroup, text: Text, epochs: int) -> tuple[float, Ten
     offsets = torch.tensor([o for o in range(-WINDOW, WINDOW + 1) if o])
     middles, neighbours = open_tables(world, len(text.words))
     pull_middle, pull_around = tables.TableEmbedding(middles), tables.TableEmbedding(neighbours)
-    world.barrier("ready")
+    world.barrier()
     begun = time.perf_counter()
     for _ in range(epochs):
         stream = part[torch.rand(len(part)) < keep[part]]
@@ -119,7 +119,7 @@ def train(world: tables.TableGroup, text: Text, epochs: int) -> tuple[float, Ten
             around, negative_ND = pulled.split((around_BE.numel(), NEGATIVES))
             around_BED = around.view(*around_BE.shape, DIM)
             loss_of(pull_middle(stream[place_B]), around_BED, negative_ND, kept_BE).backward()
-    world.barrier("trained")
+    world.barrier()
     return time.perf_counter() - begun, middles.get()
 
 

@@ -274,7 +274,7 @@ def go_on_without_a_host(parent: Parent) -> None:
             parent.hear()
         assert parent.hear() == "killed"
         try:
-            world.barrier("without them")
+            world.barrier()
         except PeerTimeout as exc:
             raise AssertionError(f"somebody waits for the dead: {exc}") from exc
         # Each host finds out for itself.

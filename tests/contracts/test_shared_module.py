@@ -315,7 +315,7 @@ def stay_away(world: tables.TableGroup) -> int | None:
     net = seeded_net(0)
     shared = tables.SharedModule(net, world)
     rank = None
-    world.barrier("opened")
+    world.barrier()
     if world.worker_id == 0:
         kept, world.timeout_s = world.timeout_s, 0.2
         with pytest.raises(PeerTimeout, match=r"within 0\.2 s") as caught:
@@ -325,7 +325,7 @@ def stay_away(world: tables.TableGroup) -> int | None:
             with pytest.raises(StateError, match="must come after syncs that succeeded"):
                 call()
         world.timeout_s = kept
-    world.barrier("tried")
+    world.barrier()
     return rank
 
 

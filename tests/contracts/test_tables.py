@@ -12,6 +12,7 @@ import torch
 
 from phalanx import tables
 from phalanx.errors import PeerTimeout
+from phalanx.ipc import wait_until
 from tests.worlds import DEADLINE_S, in_table_worlds
 
 pytestmark = pytest.mark.promise("tables-one-contract")
@@ -146,13 +147,13 @@ def test_with_bounded_staleness_nobody_reads_from_further_ahead(world, n, bound,
 def read_alone(world: tables.TableGroup) -> float:
     """In asynchronous mode nobody waits: worker 0 goes through all rounds while others stand."""
     table = world.array(1, name="async")
-    world.barrier("opened")
+    world.barrier()
     if world.worker_id == 0:
         for _ in range(50):
             table.add([1.0])
             world.tick()
             table.get()
-    world.barrier("done")
+    world.barrier()
     return table.get().item()
 
 
@@ -163,14 +164,17 @@ def test_in_asynchronous_mode_nobody_waits(world, n, run):
 
 def stay_away(world: tables.TableGroup, how: str) -> tuple[str, int | None] | None:
     table = world.array(2, name="t", init=1.0)
-    world.barrier("opened")
+    over = world.array(1, name="over", sync=False)
+    world.barrier()
     if world.worker_id == world.num_workers - 1:
-        world.barrier("over")
+        others = world.num_workers - 1
+        assert wait_until(lambda: over.get().item() == others, DEADLINE_S)
+        world.barrier()
         return None
     world.timeout_s, kept = 0.2, world.timeout_s
     try:
         if how == "barrier":
-            world.barrier("epoch")
+            world.barrier()
         else:
             for _ in range(4):
                 world.tick()
@@ -179,7 +183,8 @@ def stay_away(world: tables.TableGroup, how: str) -> tuple[str, int | None] | No
     except PeerTimeout as exc:
         raised = str(exc), exc.rank
     world.timeout_s = kept
-    world.barrier("over")
+    over.add([1.0])
+    world.barrier()
     return raised
 
 
@@ -408,9 +413,9 @@ def bulk_keys(world: tables.TableGroup) -> list[tuple[list, list]]:
         if world.is_master and i % 4 == 3:
             table.assign(torch.randn(2, 3, generator=generator), rows=[-70, -200])
         values = table.get(torch.arange(-80, 80))
-        world.barrier("read")  # else the next round may bring keys before they are counted
+        world.barrier()  # else the next round may bring keys before they are counted
         seen.append((values.tolist(), table.keys().tolist()))
-        world.barrier("counted")
+        world.barrier()
     return seen
 
 

@@ -84,7 +84,7 @@ def survivor(parent: Parent, run: str, how: dict) -> None:
         for _ in range(STEPS):
             move(net, 1.0)
             shared.sync()
-        world.barrier("done")
+        world.barrier()
         shared.sync()
         parent.tell((values(net), shared.num_syncs))
         parent.hear()

@@ -271,7 +271,7 @@ def pair_adder(parent: Parent, run: str, worker: int) -> None:
     draw = torch.Generator().manual_seed(worker)
     with tables.join(run, num_workers=3, timeout_s=DEADLINE_S) as world:
         table = world.keys(2, torch.int64, name="t", capacity=1)
-        world.barrier("begin")
+        world.barrier()
         keys = 1 + torch.randperm(NUM_KEYS, generator=draw)
         halves = 0
         for some in keys.split(7):
@@ -283,7 +283,7 @@ def pair_adder(parent: Parent, run: str, worker: int) -> None:
             halves += int(not torch.equal(one, other))
             own, _ = table.get(pairs).view(-1, 2, 2).unbind(1)
             assert (own[:, 1] >= 1).all()
-        world.barrier("end")
+        world.barrier()
         parent.tell((halves, len(table), table.get(table.keys())[:, 1].sum().item()))
 
 
@@ -315,10 +315,10 @@ def go_rounds(parent: Parent, run: str, mode: str) -> None:
             table.get()
             by_key.get([-number])
             if number == 3:
-                world.barrier("third")
+                world.barrier()
                 parent.tell((world.worker_id, world.num_workers))
                 parent.hear()
-        world.barrier("over")
+        world.barrier()
         parent.tell((world.num_workers, table.get().item(), len(by_key)))
 
 

@@ -25,7 +25,7 @@ with tables.join(timeout_s=60.0) as world:
     world.barrier()
     said = f"worker {world.worker_id} of {world.num_workers} {table.get().tolist()}\\n"
     os.write(1, said.encode())  # in one piece: mpirun mixes the pieces of all
-    world.barrier("said")
+    world.barrier()
 """
 
 

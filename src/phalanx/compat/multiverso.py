@@ -75,7 +75,7 @@ def barrier() -> None:
     Raises:
         PeerTimeout: A worker did not come within the ``timeout_s`` of `init`; ``.rank`` is it.
     """
-    _group().barrier("multiverso")
+    _group().barrier()
 
 
 def num_workers() -> int:

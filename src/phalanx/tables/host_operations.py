@@ -23,7 +23,7 @@ class Operation(IntEnum):
     ENTER = 1  # -1 or the worker's number, client, number expected  [number, incarnation, barriers]
     LEAVE = 2
     TICK = 3  # the clock
-    BARRIER = 4  # barriers finished before, text: name [round, barriers finished]
+    BARRIER = 4  # barriers finished before  [barriers finished]
     OPEN = 5  # text: spec  arrays: first values, or a rule's bounds and seed  [done, clock]
     GET = 6  # arrays: rows  [their values]
     ADD = 7  # round or 0, whether it assigns  number: its own  arrays: rows, delta

@@ -129,7 +129,7 @@ class HostService:
             incarnation = self._line(known)[_INCARNATION]
             link.session = known, incarnation
             self._sessions[known, incarnation] = link
-        return Answer((known, incarnation, self._context.barrier().num_finished))
+        return Answer((known, incarnation, self._membership.num_barriers))
 
     def ended(self, link: Link) -> None:
         """Note that a session has ended, if it has not been opened again over another one."""
@@ -182,10 +182,9 @@ class HostService:
         return Answer()
 
     def _barrier(self, asked: Message) -> Answer:
-        barrier = self._context.barrier()
         finished = None if asked.args[0] == UNKNOWN else asked.args[0]
-        round_ = barrier.wait(asked.worker, asked.text, _seconds(asked), finished=finished)
-        return Answer((round_, barrier.num_finished))
+        number = self._membership.wait_at_barrier(asked.worker, _seconds(asked), finished)
+        return Answer((number,))
 
     # --- tables -----------------------------------------------------------------------------------
 

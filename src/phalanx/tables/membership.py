@@ -2,8 +2,9 @@
 
     words of 8 bytes, 8 to a line
     line 0       the number of workers expected, 0 if it was not announced | the time of the last
-                 check for dead workers, in ns
-    line 1 + w   worker w:  state | pid | start | clock | incarnation | ·
+                 check for dead workers, in ns | the number of barriers that are finished
+    line 1 + w   worker w:  state | pid | start | clock | incarnation | the barrier that it has come
+                 to, negative if it gave that one up
     then         the page's lock, and what those who wait sleep on: `changes`
 
 Each worker writes its own line, under the page's lock. Of those who wait, one checks every 10 to
@@ -13,12 +14,11 @@ never come.
 # Note [Incarnations]
 The number of a dead worker is reused, and, once no fresh number is left, that of one that has left.
 The *incarnation* counts how often a number was given. Whatever a worker writes under its number
-elsewhere (in a barrier, in a round) carries it, so that it never counts for a later worker.
+elsewhere (in a round) carries it, so that it never counts for a later worker.
 """
 
 from __future__ import annotations
 
-import hashlib
 from functools import partial
 
 from phalanx.clock import now_s
@@ -30,10 +30,9 @@ MAX_WORKERS = 256
 GAVE_UP_EARLIER = "They had come before, and given up at their own deadlines."
 """The end of an error where no worker stayed away."""
 _LINE = 8
-_WORDS = 4  # of a worker, on the page of the barriers
 _LOCK_AT = (1 + MAX_WORKERS) * _LINE * 8
-_EXPECTED, _LOOKED_NS = range(2)
-_STATE, _PID, _START, _CLOCK, _INCARNATION = range(5)
+_EXPECTED, _LOOKED_NS, _BARRIERS = range(3)
+_STATE, _PID, _START, _CLOCK, _INCARNATION, _BARRIER = range(6)
 _EMPTY, _HERE, _LEFT, _DEAD = range(4)
 _ELSEWHERE = ProcessIdentity(0, 0)
 _LOOK_EVERY_NS = 10_000_000  # less than the time between two looks of one that waits
@@ -101,6 +100,7 @@ class Membership:
                 slowest = min(self.clocks().values(), default=self._words[at + _CLOCK])
                 self._words[at + _CLOCK] = slowest
             self._words[at + _INCARNATION] += 1
+            self._words[at + _BARRIER] = 0
             self._words[at + _PID] = me.pid
             self._words[at + _START] = me.start_ticks
             self._words[at + _STATE] = _HERE
@@ -278,50 +278,18 @@ class Membership:
         self.changes.tell()
         return self._words[at]
 
-
-def _worker_of(words: memoryview, pid: int) -> int | None:
-    pids, states = words[_LINE + _PID :: _LINE].tolist(), words[_LINE + _STATE :: _LINE].tolist()
-    found = [w for w, each in enumerate(pids) if each == pid and states[w] == _HERE]
-    return found[0] if len(found) == 1 else None
-
-
-class Barrier:
-    """The barriers of a run, on one page however many names they have.
-
-    All awaited workers must arrive at a barrier, so barriers finish one at a time, and only the
-    round of the last needs to be kept: the largest count among the workers that arrived.
-
-        words of 8 bytes
-        0, 1            how many are finished, of all names; the round of the last
-        2 + 4w and on   worker w:  barrier it waits for | incarnation | name, hashed | round
-                        a negative barrier: it gave that one up
-
-    Args:
-        region: Of :meth:`needed_bytes`, zeros at first; kept open.
-        membership: The workers that are awaited.
-    """
-
-    def __init__(self, region: Region, membership: Membership) -> None:
-        self._words = region.buffer[: self.needed_bytes()].cast("q")
-        self._membership = membership
-        self._rounds: dict[str, int] = {}  # by name, as far as this process has seen them
-
-    @staticmethod
-    def needed_bytes() -> int:
-        """Return the size of the page."""
-        return (2 + _WORDS * MAX_WORKERS) * 8
+    # --- barriers ---------------------------------------------------------------------------------
 
     @property
-    def num_finished(self) -> int:
-        """How many are finished, of all names."""
-        return self._words[0]
+    def num_barriers(self) -> int:
+        """How many barriers are finished."""
+        return self._words[_BARRIERS]
 
-    def wait(self, worker: int, name: str, timeout_s: float, finished: int | None = None) -> int:
-        """Come, wait for the others, and return the number of the name's round, from 1.
+    def wait_at_barrier(self, worker: int, timeout_s: float, finished: int | None = None) -> int:
+        """Come to the next barrier, wait for the others, and return its number, from 1.
 
         Args:
             worker: Who comes.
-            name: To which barrier.
             timeout_s: How long to wait.
             finished: How many were finished when the worker came for the first time, where it may
                 be asking again; None if it is not.
@@ -332,60 +300,47 @@ class Barrier:
         Raises:
             PeerTimeout: Somebody stayed away; ``.rank`` is the first of them.
         """
-        words, lock = self._words, self._membership.lock
-        hashed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) >> 1
-        with lock.held(timeout_s):
-            if finished is not None and words[0] > finished:
-                return words[1]
-            number = words[0] + 1
-            round_ = self._rounds.get(name, 0) + 1
-            line = (number, self._membership.incarnation(worker), hashed, round_)
-            for at, word in enumerate(line, self._start_of(worker)):
-                words[at] = word
-            self._finish(number, hashed)
+        with self.lock.held(timeout_s):
+            if finished is not None and self.num_barriers > finished:
+                return self.num_barriers
+            number = self.num_barriers + 1
+            self._words[self._start_of(worker) + _BARRIER] = number
+            self._finish_barrier(number)
 
         def look() -> None:
-            if self._membership.look_for_dead(timeout_s):
-                with lock.held(timeout_s):
-                    self._finish(number, hashed)
+            if self.look_for_dead(timeout_s):
+                with self.lock.held(timeout_s):
+                    self._finish_barrier(number)
 
-        changes = self._membership.changes
-        if not changes.wait_until(lambda: words[0] >= number, timeout_s, look):
-            self._give_up(worker, name, line, timeout_s)
-        self._rounds[name] = words[1]  # the next one is not finished without this worker
-        return self._rounds[name]
+        if not self.changes.wait_until(lambda: self.num_barriers >= number, timeout_s, look):
+            self._give_barrier_up(worker, number, timeout_s)
+        return number
 
-    def _start_of(self, worker: int) -> int:
-        return 2 + _WORDS * worker
+    def _finish_barrier(self, number: int) -> None:
+        if self.num_barriers < number and not self._others_than(number, self.awaited()):
+            self._words[_BARRIERS] = number
+            self.changes.tell()
 
-    def _finish(self, number: int, hashed: int) -> None:
-        if self._words[0] < number and not self._missing(number, hashed):
-            rounds = [self._words[self._start_of(w) + 3] for w in self._membership.awaited()]
-            self._words[1] = max(rounds, default=0)  # nobody counts: all have left
-            self._words[0] = number
-            self._membership.changes.tell()
+    def _others_than(self, number: int, workers: list[int]) -> list[int]:
+        """Return those of the workers that have not last come to (or given up) a barrier."""
+        return [w for w in workers if self._words[self._start_of(w) + _BARRIER] != number]
 
-    def _missing(self, number: int, hashed: int) -> list[int]:
-        """Return the awaited workers that do not wait for the barrier."""
-        return [w for w in self._membership.awaited() if not self._has(w, number, hashed)]
-
-    def _has(self, worker: int, number: int, hashed: int) -> bool:
-        start, incarnation = self._start_of(worker), self._membership.incarnation(worker)
-        return self._words[start : start + 3].tolist() == [number, incarnation, hashed]
-
-    def _give_up(
-        self, worker: int, name: str, line: tuple[int, int, int, int], timeout_s: float
-    ) -> None:
-        number, _, hashed, round_ = line
-        with self._membership.lock.held(timeout_s):
-            self._finish(number, hashed)  # the last one may have left since the last look
-            if self._words[0] >= number:
+    def _give_barrier_up(self, worker: int, number: int, timeout_s: float) -> None:
+        with self.lock.held(timeout_s):
+            self._finish_barrier(number)  # the last one may have left since the last look
+            if self.num_barriers >= number:
                 return
-            missing = self._missing(number, hashed)
-            away = [w for w in missing if not self._has(w, -number, hashed)]
-            size, late = self._membership.num_workers(), away or missing
-            came = [w for w in self._membership.awaited() if w not in late]
-            self._words[self._start_of(worker)] = -number
+            missing = self._others_than(number, self.awaited())
+            away = self._others_than(-number, missing)
+            late = away or missing
+            came = [w for w in self.awaited() if w not in late]
+            self._words[self._start_of(worker) + _BARRIER] = -number
         more = "" if away else GAVE_UP_EARLIER
-        event = f"barrier {name!r} (round {round_})"
-        raise late_peers("Worker", late, size, event, timeout_s, came=came, more=more)
+        event = f"barrier {number}"
+        raise late_peers("Worker", late, self.num_workers(), event, timeout_s, came=came, more=more)
+
+
+def _worker_of(words: memoryview, pid: int) -> int | None:
+    pids, states = words[_LINE + _PID :: _LINE].tolist(), words[_LINE + _STATE :: _LINE].tolist()
+    found = [w for w, each in enumerate(pids) if each == pid and states[w] == _HERE]
+    return found[0] if len(found) == 1 else None

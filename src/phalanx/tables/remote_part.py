@@ -114,14 +114,12 @@ class RemoteHost:
         if self._session is not None:
             self._session.close()
 
-    def wait_at_barrier(self, name: str, timeout_s: float) -> int:
-        """Come to the barrier of that name, wait, and return its round."""
+    def wait_at_barrier(self, timeout_s: float) -> int:
+        """Come to the next barrier there, wait, and return its number."""
         finished, self.num_barriers = self.num_barriers, UNKNOWN
-        reply = self.connection.call(
-            Operation.BARRIER, f"barrier {name!r}", timeout_s, args=(finished,), text=name
-        )
-        round_, self.num_barriers, *_ = reply.args
-        return round_
+        asked = self.connection.call(Operation.BARRIER, "a barrier", timeout_s, args=(finished,))
+        self.num_barriers = asked.args[0]
+        return self.num_barriers
 
 
 class RemotePart:

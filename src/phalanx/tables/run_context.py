@@ -7,7 +7,7 @@ import threading
 
 from phalanx.errors import StateError
 from phalanx.tables.cut import part_of
-from phalanx.tables.membership import Barrier, Membership
+from phalanx.tables.membership import Membership
 from phalanx.tables.own_parts import OwnParts
 from phalanx.tables.router import RemoteParts, Router
 from phalanx.tables.run_regions import RunRegions
@@ -34,7 +34,6 @@ class RunContext:
         self._host, self._num_hosts = 0, 1
         self._mutex = threading.Lock()
         self._storages: dict[str, Router] = {}
-        self._barrier: Barrier | None = None
         self._groups: set[int] = set()  # those of this process that are open, by `id`
         try:
             self.membership = self._open_membership(create or run is None)
@@ -97,14 +96,6 @@ class RunContext:
         length = words[:8].cast("q")[0]
         return TableSpec.from_mapping(json.loads(bytes(words[8 : 8 + length]))) if length else None
 
-    def barrier(self) -> Barrier:
-        """Return the run's barriers, of this host."""
-        with self._mutex:
-            if self._barrier is None:
-                page = self.regions.open_region("barriers", Barrier.needed_bytes())
-                self._barrier = Barrier(page, self.membership)
-            return self._barrier
-
     def enter(self, worker: int | None, num_expected: int | None, timeout_s: float) -> int:
         """Become a worker, and return its number; see :meth:`Membership.enter`."""
         return self.membership.enter(worker=worker, num_expected=num_expected, timeout_s=timeout_s)
@@ -117,9 +108,9 @@ class RunContext:
         """Count a tick of ``worker``, and return how many that makes."""
         return self.membership.advance(worker)
 
-    def wait_at_barrier(self, worker: int, name: str, timeout_s: float) -> int:
-        """Come to a barrier, and wait for the others; see :meth:`Barrier.wait`."""
-        return self.barrier().wait(worker, name, timeout_s)
+    def wait_at_barrier(self, worker: int, timeout_s: float) -> int:
+        """Come to the next barrier, and wait for the others."""
+        return self.membership.wait_at_barrier(worker, timeout_s)
 
     def count_in(self, group: object) -> None:
         """Count in what a worker of this process uses."""

@@ -103,11 +103,11 @@ class ContextOnHosts(RunContext):
             remote.connection.call(Operation.TICK, "a tick", _CALL_S, args=(clock,))
         return clock
 
-    def wait_at_barrier(self, worker: int, name: str, timeout_s: float) -> int:
+    def wait_at_barrier(self, worker: int, timeout_s: float) -> int:
         """Come to the first host's barrier, where all workers come, and wait for the others."""
         if self._host == 0:
-            return super().wait_at_barrier(worker, name, timeout_s)
-        return self.remotes_of(worker)[0].wait_at_barrier(name, timeout_s)
+            return super().wait_at_barrier(worker, timeout_s)
+        return self.remotes_of(worker)[0].wait_at_barrier(timeout_s)
 
     # --- tables -----------------------------------------------------------------------------------
 

@@ -289,11 +289,11 @@ class SharedModule:
         self._find_tensors()
         for exchange in self._exchanges:  # everybody looks, so that all go on or none
             load_parts(exchange.table._spec, read_directory(directory))
-        self._world.barrier("restore a module")
+        self._world.barrier()
         if self._world.is_master:
             for exchange in self._exchanges:
                 exchange.table.restore(directory)
-        self._world.barrier("restored a module")
+        self._world.barrier()
         self._receive()
 
     def __repr__(self) -> str:

@@ -108,8 +108,8 @@ class TableGroup:
             return False
         return self.membership.master(self.worker_id, self.timeout_s) == self.worker_id
 
-    def barrier(self, name: str = "barrier", timeout_s: float | None = None) -> int:
-        """Wait until every worker has come to the barrier ``name``; return the round, from 1.
+    def barrier(self, timeout_s: float | None = None) -> int:
+        """Wait until every worker has come to the run's next barrier; return its number, from 1.
 
         Raises:
             PeerTimeout: A worker stayed away; ``.rank`` is the first. This one may come again.
@@ -118,9 +118,8 @@ class TableGroup:
         """
         self._check_open()
         self._check_counted("barrier")
-        check_argument(isinstance(name, str), "name", "be a string", name)
         timeout_s = self.timeout_s if timeout_s is None else _seconds(timeout_s)
-        return self._context.wait_at_barrier(self.worker_id, name, timeout_s)
+        return self._context.wait_at_barrier(self.worker_id, timeout_s)
 
     def tick(self) -> int:
         """End this worker's round; return how many it has ended.
