@@ -222,15 +222,3 @@ def test_closing_after_a_second_ctrl_c_does_not_wait_for_workers_that_hang(tmp_p
     for thread in set(threading.enumerate()) - others:  # they hear of their workers' end
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
-
-
-def test_workers_that_a_ctrl_c_meets_as_they_leave_are_not_lost() -> None:
-    executor = phalanx.Processes(max_failures=0)
-    with make(nn.Linear(5, 3), executor, replicas=2) as trainer:
-        trainer.step(batch())
-        os.kill(trainer.worker_pids[0], signal.SIGSTOP)  # it takes its time to leave
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            trainer.refresh()
-        trainer.refresh()
-        trainer.step(batch())

@@ -175,9 +175,10 @@ class ProcessExecutor(Executor):
     def _begin(self) -> None:
         """Begin with module and loss as they are now; workers are forked later."""
         self.refresh()
-        modules = AttributeFingerprint(self._source, *self._reads).modules
-        elsewhere = [t for module in modules for t in _tensors_of(module) if not is_shared(t)]
-        self._moved |= _move(elsewhere, self.pool)
+        tensors: list[Tensor] = []
+        for module in AttributeFingerprint(self._source, *self._reads).modules:
+            tensors += [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        self._moved |= _move(tensors, self.pool)
         self._fingerprint = AttributeFingerprint(self._source, *self._reads)  # where all lies now
         self._assigned: dict[tuple[int, str], None] = {}  # by object and name, since the fork
         self._places = places_of(self.parameters)
@@ -350,17 +351,12 @@ def _dismiss(workers: list[WorkerProcess | None]) -> None:
 
 def _move(tensors: Iterable[Tensor], pool: SharedMemoryPool) -> dict[int, Tensor]:
     """Move tensors to memory that workers see, where they can be; return them by id."""
-    found = {id(tensor): tensor for tensor in tensors if _can_be_shared(tensor)}
+    found = {id(each): each for each in tensors if _can_be_shared(each) and not is_shared(each)}
     for tensor, place in zip(found.values(), pool.allocate_like([*found.values()]), strict=True):
         tensor.data = place.copy_(tensor.detach())
     if found:
         return_freed_memory()  # where they lay: forks would hold it, too
     return found
-
-
-def _tensors_of(module: nn.Module) -> list[Tensor]:
-    found = [*module._parameters.values(), *module._buffers.values()]
-    return [each for each in found if each is not None]
 
 
 def _can_be_shared(tensor: Tensor) -> bool:

@@ -162,7 +162,6 @@ class ThreadExecutor(Executor):
                     self._run_microbatch(replica, microbatch, state)
                 except BaseException as error:
                     state.fail()
-                    replica.discard()
                     annotate_error(error, replica, microbatch)
                     raise
         if state.rng.watched:

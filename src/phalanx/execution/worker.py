@@ -14,7 +14,7 @@ import functools
 import pickle
 import signal
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -181,19 +181,19 @@ class Worker:
             rng=spec.rng.microbatch(*message.seed, message.index),
         )
         self._writer.begin(message.slot)
-        with self._cleaned():
-            result = self._run(spec, context)
-            statistics = self._replica.statistics.collect(message.weight)
-            gradients = self._writer.finish(self._replica.take_gradients())
-        stop_s = now_s()
-        return Done(
-            result=result,
-            gradients=gradients,
-            statistics=statistics,
-            assigned=self._replica.assigned() if spec.rng.watched else (),
-            start_s=start_s,
-            stop_s=stop_s,
-        )
+        with spec.modes.entered(_CPU), self._replica.running():
+            self._replica.begin()
+            fail_point("before forward")
+            result = spec.task(context)
+            fail_point("after backward")
+            return Done(
+                result=result,
+                statistics=self._replica.statistics.collect(message.weight),
+                gradients=self._writer.finish(self._replica.take_gradients()),
+                assigned=self._replica.assigned() if spec.rng.watched else (),
+                start_s=start_s,
+                stop_s=now_s(),
+            )
 
     def _begin(self, packed: bytes) -> RunSpec:
         """Be as the spec of a microbatch says, and return it."""
@@ -204,23 +204,6 @@ class Worker:
             self._replica.statistics.outdate()  # the program may have written to the buffers
         self._replica.refresh()
         return self._spec
-
-    def _run(self, spec: RunSpec, context: MicrobatchContext) -> Any:  # Any: as the task returns
-        with spec.modes.entered(_CPU), self._replica.running():
-            self._replica.begin()
-            fail_point("before forward")
-            result = spec.task(context)
-            fail_point("after backward")
-        return result
-
-    @contextlib.contextmanager
-    def _cleaned(self) -> Iterator[None]:
-        """Forget what the body leaves in the replica if it fails."""
-        try:
-            yield
-        except BaseException:
-            self._replica.discard()
-            raise
 
 
 def _forget_state(optimizer: Optimizer) -> None:

@@ -31,7 +31,6 @@ Serve = Callable[[Connection, Connection], None]  # with its connection, and for
 
 _DUMP_S = 1.0
 _DUMP_END = b" in _bootstrap\n"  # the outermost frame of the main thread, which is written last
-_GOODBYE_S = 1.0
 _EXIT_S = 0.03
 _LARGEST_DUMP = 64 << 10
 _STANDARD = (1, 2)  # output and errors, which a worker shares with its parent
@@ -152,10 +151,6 @@ class WorkerProcess:
                 break
         return b"".join(pieces).decode(errors="replace")
 
-    def dismiss(self) -> None:
-        """Ask it to go; :meth:`kill` waits until it has."""
-        self._connection.close()
-
     def end(self) -> None:
         """End it by force, while another thread may wait for its answer: that one cleans up."""
         with contextlib.suppress(OSError):  # it has ended
@@ -186,13 +181,12 @@ class WorkerProcess:
 
 
 def dismiss_all(workers: Iterable[WorkerProcess | None]) -> None:
-    """End all of them; they go at the same time."""
+    """End all of them: between two runs they hold nothing that is not here, too."""
     left = [each for each in workers if each is not None and each.parent_pid == os.getpid()]
     for worker in left:
-        worker.dismiss()
-    deadline_s = now_s() + _GOODBYE_S
+        worker.end()
     for worker in left:
-        worker.kill(max(0.01, deadline_s - now_s()))
+        worker.kill()
 
 
 def _exit_reason(exit_code: int | None) -> str:

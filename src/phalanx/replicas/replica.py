@@ -108,16 +108,20 @@ class Replica:
     def running(self) -> Iterator[None]:
         """Run microbatches in the body, in this thread, each after :meth:`begin`.
 
-        Gradients that backward passes of the body bring to the source itself are this replica's.
-        They run in this thread: torch has one thread for all backward passes on an accelerator,
-        where replicas would wait for each other, and for the caller's own backward pass, which
-        waits for them.
+        What the body leaves if it fails is forgotten. Gradients that its backward passes bring to
+        the source itself are this replica's. They run in this thread: torch has one thread for all
+        backward passes on an accelerator, where replicas would wait for each other, and for the
+        caller's own backward pass, which waits for them.
         """
         with (
             self._reaching.catching(self.index) as self._caught,
             torch.autograd.set_multithreading_enabled(False),
         ):
-            yield
+            try:
+                yield
+            except BaseException:
+                self._discard()
+                raise
 
     def begin(self, *, forward: bool = True) -> None:
         """Begin a microbatch, with the source's buffers as they are now.
@@ -129,7 +133,6 @@ class Replica:
             UnsupportedError: A graph of the replica was gone back through from outside.
         """
         if any(parameter.grad is not None for parameter in self.parameters):
-            self.discard()
             raise _went_back_outside()
         if forward and self.statistics.are_there:
             self.statistics.start()
@@ -162,7 +165,7 @@ class Replica:
         pairs = zip(self.parameters, self._originals, strict=True)
         return frozenset(id(theirs) for own, theirs in pairs if {id(own), id(theirs)} & {*leaves})
 
-    def discard(self) -> None:
+    def _discard(self) -> None:
         """Forget the gradients and the buffers that a failed microbatch has left."""
         self.statistics.outdate()
         self._caught.clear()
