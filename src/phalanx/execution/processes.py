@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -38,6 +37,7 @@ from phalanx.execution.gradient_slots import GradientSlot, GradientSlots
 from phalanx.execution.run import Gradients, PartialSum, RunState, Span
 from phalanx.execution.thread_pool import ThreadPool
 from phalanx.execution.worker import (
+    Done,
     Failed,
     MicrobatchMessage,
     RunSpec,
@@ -54,6 +54,7 @@ from phalanx.replicas import (
 
 _LONGEST_S = 2e6  # 23 days: `poll` counts milliseconds in 31 bits, and infinity is no number to it
 _CPU = torch.device("cpu")
+_Sent = tuple[int, GradientSlot | None]  # a microbatch, and what takes its gradients
 
 
 class ProcessExecutor(Executor):
@@ -245,34 +246,50 @@ class ProcessExecutor(Executor):
         modes = CallerModes.capture(self.devices)
         self._runs += 1
         spec = pack(RunSpec(self._runs, state.task, modes, state.rng, changes), self._shared)
-        run = _ProcessRun(state, spec, wants_gradients=modes.grad)
+        send_next = partial(self._send_next, state, spec, modes.grad)
         while not state.over:  # what lost workers have left is done in another round
             self._fork_missing()
-            # Written here: the workers' threads would wait for each other.
-            run.first[:] = [self._send_next(i, run) for i, _ in enumerate(self._workers)]
-            self._threads.each(partial(self._look_after, run), on_interrupt=state.fail)
+            # Sent here: the workers' threads would wait for each other.
+            first = [send_next(index) for index in range(len(self))]
+            look_after = partial(self._look_after, state, first, send_next)
+            self._threads.each(look_after, on_interrupt=state.fail)
         self._fork_missing()
 
-    def _look_after(self, run: _ProcessRun, index: int) -> None:
-        """Keep worker ``index`` busy until nothing is left for it, or it is lost."""
-        sent = run.first[index]
+    def _look_after(
+        self,
+        state: RunState,
+        first: Sequence[_Sent | None],
+        send_next: Callable[[int], _Sent | None],
+        index: int,
+    ) -> None:
+        """Let worker ``index`` compute microbatches until none is left, or it is lost."""
+        sent = first[index]
         try:
-            while sent is not None and self._ask(index, sent, run):
-                sent = self._send_next(index, run)
+            while sent is not None:
+                microbatch, slot = sent
+                try:
+                    done = self._answer(index, microbatch)
+                except Lost as lost:
+                    state.give_back(microbatch)
+                    self._lose(index, lost, microbatch)
+                    return
+                self._record(state, index, microbatch, slot, done)
+                sent = send_next(index)
         except BaseException:
-            run.state.fail()
+            state.fail()
             raise
 
-    def _send_next(self, index: int, run: _ProcessRun) -> _SentMicrobatch | None:
+    def _send_next(
+        self, state: RunState, spec: bytes, wants_gradients: bool, index: int
+    ) -> _Sent | None:
         """Put the next microbatch into the mailbox of worker ``index``."""
-        state = run.state
         microbatch = state.take(index)
         if microbatch is None:
             return None
-        slot = self._slots.take() if run.wants_gradients else None
+        slot = self._slots.take() if wants_gradients else None
         message = MicrobatchMessage(
             index=microbatch,
-            spec=run.spec,
+            spec=spec,
             rows=state.pieces[microbatch],
             weight=state.weights[microbatch],
             seed=state.seed,
@@ -288,60 +305,38 @@ class ProcessExecutor(Executor):
                 "What a batch holds must be picklable to be sent to worker processes, but is "
                 f"not: {error}. Give tensors and plain values, or use executor='threads'."
             ) from None
-        return _SentMicrobatch(microbatch, slot)
+        return microbatch, slot
 
-    def _ask(self, index: int, sent: _SentMicrobatch, run: _ProcessRun) -> bool:
-        """Let worker ``index`` compute a microbatch, and add the results to those of the run.
+    def _answer(self, index: int, microbatch: int) -> Done:
+        """Let worker ``index`` read its mailbox, and return the results.
 
-        If the worker is lost, another one computes it; return False then.
+        Raises:
+            Lost: It is gone.
+            BaseException: What it has raised.
         """
         worker = self._workers[index]
         assert worker is not None
-        state, microbatch = run.state, sent.microbatch
-        try:
-            done = worker.ask(self._timeout_s)
-        except Lost as lost:
-            state.give_back(microbatch)
-            self._lose(index, lost, microbatch)
-            return False
+        done = worker.ask(self._timeout_s)
         if isinstance(done, Failed):
             note = f"Raised by replica {index} in process {worker.pid}, microbatch {microbatch}."
             raise rebuilt(done, note)
+        answer: Done = done
+        return answer
+
+    def _record(
+        self, state: RunState, index: int, microbatch: int, slot: GradientSlot | None, done: Done
+    ) -> None:
+        """Add the results of a microbatch to those of the run."""
         gradients: Gradients = [None] * len(self.parameters)
-        if sent.slot is not None:
-            gradients = sent.slot.written(done.gradients)
+        if slot is not None:
+            gradients = slot.written(done.gradients)
         state.assigned.update(dict.fromkeys(done.assigned))
         state.result.results[microbatch] = done.result
         state.result.replica_of[microbatch] = index
-        state.result.spans.append(
-            Span(
-                replica=index,
-                microbatch=microbatch,
-                start_s=done.start_s,
-                stop_s=done.stop_s,
-            )
-        )
-        own = PartialSum(gradients, done.statistics, owners=(sent.slot,))
+        span = Span(replica=index, microbatch=microbatch, start_s=done.start_s, stop_s=done.stop_s)
+        state.result.spans.append(span)
+        own = PartialSum(gradients, done.statistics, owners=(slot,))
         state.sums.put(Node(0, microbatch), own)
-        return True
-
-
-@dataclass(frozen=True)
-class _ProcessRun:
-    """The common state of the threads of one run."""
-
-    state: RunState
-    spec: bytes  # what all tasks of the run have in common
-    wants_gradients: bool
-    first: list[_SentMicrobatch | None] = field(default_factory=list)  # by worker
-
-
-@dataclass(frozen=True)
-class _SentMicrobatch:
-    """A microbatch that lies in the mailbox of one worker."""
-
-    microbatch: int
-    slot: GradientSlot | None  # takes its gradients
 
 
 def _dismiss(workers: list[WorkerProcess | None]) -> None:
