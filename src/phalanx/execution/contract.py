@@ -197,7 +197,7 @@ class Executor(ABC):
         return len(self.devices)
 
     @abstractmethod
-    def follow(self) -> bool:
+    def take_changes(self) -> bool:
         """Let the next runs see the attributes that were assigned; call it before a run.
 
         Returns:

@@ -91,7 +91,7 @@ class SlotWriter:
             if leaf.requires_grad and leaf.nbytes >= _MOVED_BYTES:
                 leaf.register_post_accumulate_grad_hook(functools.partial(self._move, place))
 
-    def begin(self, start: int | None) -> None:
+    def write_to(self, start: int | None) -> None:
         """Write to the slot that begins at ``start``; None where nobody asks for gradients."""
         self._slot = None if start is None else self._at(start)
 

@@ -116,7 +116,7 @@ class ProcessExecutor(Executor):
         self._forks = ThreadPool(1, intra_op=1, name="phalanx-forks")  # which does nothing else
         try:
             _import_for_autograd()
-            self._begin()
+            self._take_over()
         except BaseException:
             self.close()
             raise
@@ -128,7 +128,7 @@ class ProcessExecutor(Executor):
         """The worker processes' numbers."""
         return tuple([worker.pid for worker in self._workers if worker is not None])
 
-    def follow(self) -> bool:
+    def take_changes(self) -> bool:
         """Let the next runs see assigned attributes; False where the parameters are others.
 
         Workers are sent the numbers and strings that were assigned. After any other change, others
@@ -142,7 +142,7 @@ class ProcessExecutor(Executor):
             return True
         if places_of(parameters_of(self.sources)) != self._places:
             return False
-        self._begin()
+        self._take_over()
         return True
 
     def refresh(self) -> None:
@@ -173,8 +173,8 @@ class ProcessExecutor(Executor):
 
     # -- workers -----------------------------------------------------
 
-    def _begin(self) -> None:
-        """Begin with module and loss as they are now; workers are forked later."""
+    def _take_over(self) -> None:
+        """Take over module and loss as they are now; workers are forked later."""
         self.refresh()
         tensors: list[Tensor] = []
         for module in AttributeFingerprint(self._source, *self._reads).modules:

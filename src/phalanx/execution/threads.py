@@ -106,7 +106,7 @@ class ThreadExecutor(Executor):
             else ThreadPool(len(devices), intra_op=self.intra_op)
         )
 
-    def follow(self) -> bool:
+    def take_changes(self) -> bool:
         """Let the next runs see assigned attributes; False where the parameters are others."""
         if self._threads.closed:  # a second Ctrl-C leaves threads behind
             return False
@@ -146,7 +146,7 @@ class ThreadExecutor(Executor):
         else:
             with self.one_run:
                 for copies in self._moved:
-                    copies.refresh()
+                    copies.update()
                 self._threads.each(serve)
 
     def _serve(self, state: RunState, modes: CallerModes, index: int) -> None:
@@ -156,7 +156,7 @@ class ThreadExecutor(Executor):
         with modes.entered(replica.device), replica.running():
             fingerprint = self._fingerprints[self.sources[index]]
             if forward and replica.fingerprint is not fingerprint:  # an attribute was assigned
-                replica.follow(fingerprint)
+                replica.make_shell(fingerprint)
             while (microbatch := state.take(index)) is not None:
                 try:
                     self._run_microbatch(replica, microbatch, state)

@@ -172,7 +172,7 @@ class Worker:
         return SlotWriter(self.slots, self._replica.parameters)
 
     def _compute(self, message: MicrobatchMessage) -> Done:
-        spec = self._begin(message.spec)
+        spec = self._spec_of(message.spec)
         start_s = now_s()
         context = MicrobatchContext(
             replica=self._replica,
@@ -180,7 +180,7 @@ class Worker:
             batch=message.rows,
             rng=spec.rng.microbatch(*message.seed, message.index),
         )
-        self._writer.begin(message.slot)
+        self._writer.write_to(message.slot)
         with spec.modes.entered(_CPU), self._replica.running():
             self._replica.begin()
             fail_point("before forward")
@@ -195,14 +195,14 @@ class Worker:
                 stop_s=now_s(),
             )
 
-    def _begin(self, packed: bytes) -> RunSpec:
+    def _spec_of(self, packed: bytes) -> RunSpec:
         """Be as the spec of a microbatch says, and return it."""
         if packed != self._packed_spec:
             self._spec = pickle.loads(packed)
             self._packed_spec = packed
             self.fingerprint.apply(self._spec.changes)
             self._replica.statistics.outdate()  # the program may have written to the buffers
-        self._replica.refresh()
+        self._replica.update_shell()
         return self._spec
 
 

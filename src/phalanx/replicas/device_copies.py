@@ -25,10 +25,10 @@ class DeviceCopies:
     def __init__(self, originals: Sequence[Tensor]) -> None:
         self._originals = originals
         self._copies: dict[torch.device, dict[int, Tensor]] = {}
-        self._seen = [-1] * len(originals)  # versions of the originals at the last refresh
+        self._seen = [-1] * len(originals)  # versions of the originals at the last update
 
     def on(self, device: torch.device) -> list[Tensor]:
-        """Return the parameters on ``device``: themselves, or copies that `refresh` fills."""
+        """Return the parameters on ``device``: themselves, or copies that `update` fills."""
         elsewhere = [i for i, each in enumerate(self._originals) if each.device != device]
         if not elsewhere:
             return list(self._originals)
@@ -44,7 +44,7 @@ class DeviceCopies:
         """Whether there are copies on other devices."""
         return any(self._copies.values())
 
-    def refresh(self) -> None:
+    def update(self) -> None:
         """Copy all parameters again, on the current streams.
 
         Where an original's version was raised, those of its copies are raised too, so that a graph

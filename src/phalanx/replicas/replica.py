@@ -73,14 +73,14 @@ class Replica:
         self._reaching = SourceGradients(self._originals) if reaching is None else reaching
         self._places = [self._reaching.index_of[id(original)] for original in self._originals]
         self._caught: dict[int, Tensor] = {}
-        self.follow(fingerprint or AttributeFingerprint(source))
+        self.make_shell(fingerprint or AttributeFingerprint(source))
 
-    def refresh(self) -> None:
+    def update_shell(self) -> None:
         """Make a new shell if an attribute of the source was assigned."""
         if not self.fingerprint.is_current():
-            self.follow(AttributeFingerprint(self._source))
+            self.make_shell(AttributeFingerprint(self._source))
 
-    def follow(self, fingerprint: AttributeFingerprint) -> None:
+    def make_shell(self, fingerprint: AttributeFingerprint) -> None:
         """Make a new shell, of the source as it is now with ``fingerprint``.
 
         The leaves stay: graphs of earlier shells leave their gradients there.

@@ -199,7 +199,7 @@ class Engine:
     def run(self, task: Task, pieces: Microbatches, seed: tuple[int, ...]) -> RunResult:
         """Run ``task`` on all microbatches; nothing that the caller can see changes."""
         executor = self.executor
-        executor.follow()
+        executor.take_changes()
         result = executor.run(
             task, pieces.pieces, weights=pieces.weights, seed=seed, owners=pieces.owners
         )
@@ -251,7 +251,7 @@ class Engine:
         """Have replicas that fit module and optimizer."""
         if self._executor is not None:
             is_same = _trained_ids(self.spec.optimizer) == self._trained_ids
-            if not is_same or not self._executor.follow():
+            if not is_same or not self._executor.take_changes():
                 self.check_alike()
                 self.close()
         if self._executor is None:

@@ -168,7 +168,7 @@ class _Replicated(Torch7Module, parallel.DataParallel):
         try:
             for init in self._initialisers:
                 executor.each(lambda _, init=init: init())  # type: ignore[misc]
-            executor.follow()  # what they have assigned
+            executor.take_changes()  # what they have assigned
         except BaseException:
             executor.close()
             raise
