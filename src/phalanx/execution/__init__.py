@@ -9,10 +9,10 @@ from phalanx.execution.executor_options import Processes, Ranks, Threads
 from phalanx.execution.failures import FailureLog, WorkerLost
 from phalanx.execution.opening import ExecutorChoice
 from phalanx.execution.processes import ProcessExecutor
-from phalanx.execution.rank_messages import RankMessage
-from phalanx.execution.rank_reduction import RankReduction, add_nodes
+from phalanx.execution.rank_messages import RankMessage, add_statistics
+from phalanx.execution.rank_reduction import RankReduction
 from phalanx.execution.ranks import describe_rank
-from phalanx.execution.run import Gradients, PartialSum, RunResult, Span, add_sums
+from phalanx.execution.run import Gradients, PartialSum, RunResult, Span
 from phalanx.execution.shards import Shards
 from phalanx.execution.task import MicrobatchContext, MicrobatchResult, Task
 from phalanx.execution.threads import ThreadExecutor
@@ -37,8 +37,7 @@ __all__ = [
     "ThreadExecutor",
     "Threads",
     "WorkerLost",
-    "add_nodes",
-    "add_sums",
+    "add_statistics",
     "default_intra_op",
     "describe_rank",
     "repeated",

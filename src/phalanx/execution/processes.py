@@ -214,7 +214,7 @@ class ProcessExecutor(Executor):
                 inbox=inbox,
                 outbox=outbox,
             )
-            self._workers[index] = WorkerProcess(index, outbox, worker.serve)
+            self._workers[index] = WorkerProcess(outbox, worker.serve)
 
     def _lose(self, index: int, lost: Lost, microbatch: int | None = None) -> None:
         """Report a loss.

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import UnsupportedError
-from phalanx.execution.run import PartialSum
+from phalanx.execution.rank_reduction import add_nodes
+from phalanx.execution.run import PartialSum, add_sums
 from phalanx.execution.task import MicrobatchResult
 from phalanx.plan import Node, flatten, unflatten
-from phalanx.replicas import Statistic
+from phalanx.replicas import Statistic, Statistics
 from phalanx.torch_internals import pytree
 from phalanx.types import Nested
 
@@ -82,6 +83,17 @@ class RankMessage:
             left = message.statistics.setdefault(Node(level, index), {})
             left[key] = Statistic(tensors[name], weight, rule)
         return message
+
+
+def add_statistics(messages: Sequence[RankMessage], num_microbatches: int) -> Statistics:
+    """Return what the microbatches of all ranks left in the buffers, added along the tree."""
+    found = {
+        node: PartialSum([], each)
+        for message in messages
+        for node, each in message.statistics.items()
+    }
+    total = add_nodes(num_microbatches, found, add_sums)
+    return {} if total is None else total.statistics
 
 
 def _set_aside(tensors: dict[str, Tensor], tensor: Tensor) -> str:

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from phalanx.distributed import Exchange, GroupChanged
 from phalanx.errors import ConfigError, PeerError
 from phalanx.execution.contract import Peers
-from phalanx.execution.rank_messages import RankMessage
-from phalanx.execution.rank_reduction import RankReduction, add_nodes
-from phalanx.execution.run import Gradients, PartialSum, RunResult, add_sums
+from phalanx.execution.rank_messages import RankMessage, add_statistics
+from phalanx.execution.rank_reduction import RankReduction
+from phalanx.execution.run import Gradients, PartialSum, RunResult
 from phalanx.execution.task import Task
 from phalanx.execution.threads import ThreadExecutor
 from phalanx.plan import SummationTree, flatten, workload_sizes
@@ -166,13 +166,7 @@ class RankExecutor(ThreadExecutor, Peers):
         gradients: Gradients = [None] * len(self.parameters)
         if torch.is_grad_enabled():
             gradients = self._reduction.add(result.sums, weights, ranges)
-        statistics = {
-            node: PartialSum([], found)
-            for message in messages
-            for node, found in message.statistics.items()
-        }
-        merged = add_nodes(len(weights), statistics, add_sums)
-        total = PartialSum(gradients, {} if merged is None else merged.statistics)
+        total = PartialSum(gradients, add_statistics(messages, len(weights)))
         result.sums = {SummationTree(len(weights)).root: total}
 
     def admit(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from phalanx.errors import GroupAborted, OutOfSpace, StateError
+from phalanx.errors import GroupAborted, StateError
 from phalanx.replicas import autocast_off, caller_intra_op, set_intra_op
 
 T = TypeVar("T")
@@ -60,9 +60,6 @@ class ThreadPool:
     Attributes:
         closed: Whether the threads were dismissed.
 
-    Raises:
-        OutOfSpace: The system starts no more threads.
-
     Example:
         >>> pool = ThreadPool(3, intra_op=1)
         >>> pool.each(lambda index: index * index)
@@ -81,18 +78,10 @@ class ThreadPool:
             threading.Thread(target=_serve, args=(worker,), name=f"{name}-{index}", daemon=True)
             for index, worker in enumerate(self._workers)
         ]
-        # Before the first start: should Ctrl-C come here, the threads go with this object.
+        # Before the first start: should one fail, or Ctrl-C come, threads go with this object.
         self._dismiss = weakref.finalize(self, _dismiss, self._workers)
-        try:
-            for thread in self._threads:
-                thread.start()
-        except RuntimeError as error:  # the only way in which Python tells of it
-            self._end()
-            raise OutOfSpace(
-                f"There must be room for {size} more threads, but the system says: {error}. Raise "
-                "the limit of processes (`ulimit -u`, or a container's `pids.max`), which counts "
-                "threads too, or use fewer replicas."
-            ) from error
+        for thread in self._threads:
+            thread.start()
         before = torch.get_num_threads()
         self.each(lambda _: set_intra_op(intra_op))
         set_intra_op(before)  # the last number set is what threads born later start with

@@ -177,12 +177,9 @@ class ThreadExecutor(Executor):
         )
         result, forward = state.result, not state.task.goes_back
         replica.begin(forward=forward)
-        if self._compile_once is None:
+        once, kind = self._compile_once, type(state.task).__qualname__
+        with _NOTHING if once is None else once.running(kind, replica.device, context.batch):
             result.results[index] = state.task(context)
-        else:
-            kind = type(state.task).__qualname__
-            with self._compile_once.running(kind, replica.device, context.batch) or _NOTHING:
-                result.results[index] = state.task(context)
         result.drew = result.drew or context.rng.used
         written: Statistics = {}
         if forward and replica.statistics.are_there:

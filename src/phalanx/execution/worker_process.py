@@ -16,7 +16,6 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from phalanx.clock import now_s
-from phalanx.errors import PeerLost
 from phalanx.execution.channel import Mailbox
 from phalanx.ipc import (
     die_with_parent,
@@ -58,31 +57,22 @@ class WorkerProcess:
     team does not survive a fork: the child of a thread that has one waits for it without end.
 
     Args:
-        index: Which one.
         answers: Where it writes its answers; nobody else does any more.
         serve: Called in the worker.
 
     Raises:
-        PeerLost: The system starts no process.
+        OSError: The system starts no process.
 
     Attributes:
         pid: Its process number.
     """
 
-    def __init__(self, index: int, answers: Mailbox, serve: Serve) -> None:
+    def __init__(self, answers: Mailbox, serve: Serve) -> None:
         self.parent_pid = os.getpid()
         self._answers = answers
         self._exit_code: int | None = None
         self._reaping = threading.Lock()
-        try:
-            self._start(serve)
-        except OSError as error:
-            raise PeerLost(
-                f"Worker {index} must be started as a process, but the system says: {error}. Raise "
-                "the limits of open files (`ulimit -n`) and processes (`ulimit -u`), or use "
-                "executor='threads'.",
-                index,
-            ) from error
+        self._start(serve)
         self._poll = select.poll()  # kept: `multiprocessing.connection.wait` makes one each time
         for source in (self._connection.fileno(), self._sentinel):
             self._poll.register(source, select.POLLIN)

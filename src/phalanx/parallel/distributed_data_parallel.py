@@ -20,8 +20,7 @@ from phalanx.execution import (
     RankReduction,
     RunResult,
     ThreadExecutor,
-    add_nodes,
-    add_sums,
+    add_statistics,
     describe_rank,
 )
 from phalanx.parallel.data_parallel import DataParallel
@@ -301,11 +300,7 @@ class _RankPasses(_Passes):
         message = RankMessage.of(self._sizes, [], own)
         told = [RankMessage.read(each) for each in self._exchange.gather(message.pack(), "forward")]
         self._check([each.about for each in told])
-        found = {
-            node: PartialSum([], each) for rank in told for node, each in rank.statistics.items()
-        }
-        total = add_nodes(len(self._sizes), found, add_sums)
-        return {} if total is None else total.statistics
+        return add_statistics(told, len(self._sizes))
 
     def begin(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         gradients = super().begin(gradients)
