@@ -94,10 +94,10 @@ def test_who_reads_and_writes_the_store_gets_nothing_and_disturbs_nobody(
     for host in range(SIZE):
         address = json.loads(values[key("r", f"server/{host}")])
         for tls in (None, another):
-            stranger = Connection(Endpoint(host, "it", address, "torchrun-r-0", tls), worker=0)
+            stranger = Connection(Endpoint(host, "it", address, "torchrun-r-0", tls))
             with pytest.raises((PeerTimeout, ConfigError)):
                 stranger.call(Operation.COUNTS, "`stats`", 0.3, text="t")
-        holder = Connection(Endpoint(host, "it", address, "torchrun-r-0", ours), worker=0)
+        holder = Connection(Endpoint(host, "it", address, "torchrun-r-0", ours))
         assert holder.call(Operation.COUNTS, "`stats`", DEADLINE_S, text="t").args == (0, 0, 0, 0)
         holder.close()
 
