@@ -23,11 +23,10 @@ import torch
 from rich.console import Console
 
 from phalanx import tables
-from phalanx.native import FUNCTIONS
 from phalanx.tables import keys, part, router
 from tests.chaos.books import Books
 from tests.multiprocess.children import Child, Children, Parent
-from tests.multiprocess.test_tables import die_at
+from tests.multiprocess.test_tables import die_at, take_locks_to_read
 from tests.run_directories import wait_until_removed
 
 CLERKS = 4
@@ -57,7 +56,7 @@ def keep_books(
     with tables.join(run, timeout_s=DEADLINE_S) as world:
         if death is not None and death[0] == "reader's lock held":
             # It is taken only where adds overtake a get.
-            FUNCTIONS["part_get"] = lambda *_: part.UNSETTLED
+            take_locks_to_read()
         books = Books(world, CLERKS, num_shards=num_shards)
         if death is not None:
             die_at(*death)

@@ -224,7 +224,7 @@ def death_with_new_keys(run: str, bug: str | None, folder: Path) -> None:
     with tables.join(run, timeout_s=DEADLINE_S) as world:
         _, table = open_all(world)
         table.add(ones(2), rows=[1, 2])
-        assert not kill_one(run, bug, "keys", [1, -8, 7], "undo written", blocks=False)
+        assert not kill_one(run, bug, "keys", [1, -8, 7], "half the rows written", blocks=False)
         assert not table.get([-8, 7]).any(), "a key has what was not added"
         assert table.keys().tolist() == [1, 2], "a key is there without its add"
         table.add(ones(3), rows=[2, 7, 9])

@@ -3,6 +3,7 @@
 from phalanx.memory.blocks import (
     PAST_CACHE_BYTES,
     all_finite,
+    all_within,
     copy_finite_to,
     copy_to,
     dense_strides,
@@ -11,7 +12,6 @@ from phalanx.memory.blocks import (
     is_expanded,
     refuse_overlap,
 )
-from phalanx.memory.rows import MatrixRows, all_within
 from phalanx.memory.shared_memory_pool import (
     SharedMemoryPool,
     forget_memory,
@@ -21,7 +21,6 @@ from phalanx.memory.shared_memory_pool import (
 
 __all__ = [
     "PAST_CACHE_BYTES",
-    "MatrixRows",
     "SharedMemoryPool",
     "all_finite",
     "all_within",

@@ -109,6 +109,16 @@ def _lies_plain(tensor: Tensor) -> bool:
     return has_memory(tensor) and not tensor.is_conj() and not tensor.is_neg()
 
 
+def all_within(rows: Tensor, num_rows: int, first_row: int = 0) -> bool:
+    """Tell whether all of ``rows``, contiguous int64, are of the ``num_rows`` from the first.
+
+    Example:
+        >>> all_within(torch.tensor([0, 4]), 5), all_within(torch.tensor([0, 4]), 5, first_row=1)
+        (True, False)
+    """
+    return bool(FUNCTIONS["within"](rows.data_ptr(), rows.numel(), first_row, num_rows))
+
+
 def all_finite(numbers: Tensor) -> bool:
     """Tell whether neither NaN nor infinity is in ``numbers``, on the CPU and of a table's dtype.
 

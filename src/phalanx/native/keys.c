@@ -10,15 +10,15 @@
 
 #define MANY 64 /* keys that are looked up before their rows are copied, so that these are fetched */
 
-typedef _Atomic int32_t entry; /* 0: empty, else the place + 1, counted from the first of the base */
+typedef _Atomic int32_t entry; /* 0: empty, else the place + 1 */
 
 /* As `IndexView` of native/library.py. */
 typedef struct {
     entry *entries;
     const int64_t *keys; /* of each place, shared */
     int64_t mask, seed;
-    int64_t base; /* which places are in use, as the word BASE says */
-    word stop;    /* places from the base's first to this one are in */
+    int64_t generation; /* as the word GENERATION said */
+    word stop;          /* places before this one are in */
 } key_index;
 
 /* As `KeysView` of native/library.py. */
@@ -42,39 +42,38 @@ static inline uint64_t bucket_of(const key_index *index, int64_t key) {
 
 /* Insert the keys of places up to `stop`. */
 void phalanx_index_insert(key_index *index, int64_t stop) {
-    int64_t first = index->base & FIRST_MASK, place = index->stop;
+    int64_t place = index->stop;
     for (; place < stop; place++) {
         uint64_t at = bucket_of(index, index->keys[place]);
         while (index->entries[at]) at = (at + 1) & (uint64_t)index->mask;
-        atomic_store_explicit(&index->entries[at], (int32_t)(place - first + 1), memory_order_release);
+        atomic_store_explicit(&index->entries[at], (int32_t)(place + 1), memory_order_release);
     }
     atomic_store_explicit(&index->stop, place, memory_order_release);
 }
 
 /* Return the key's place among the index's first `count`, or -1. */
 static inline int64_t find(const key_index *index, int64_t key, int64_t count) {
-    int64_t first = index->base & FIRST_MASK;
     for (uint64_t at = bucket_of(index, key);; at = (at + 1) & (uint64_t)index->mask) {
         int64_t number = atomic_load_explicit(&index->entries[at], memory_order_acquire);
         if (!number) return -1;
-        if (number <= count && index->keys[first + number - 1] == key) return first + number - 1;
+        if (number <= count && index->keys[number - 1] == key) return number - 1;
     }
 }
 
 /* How many of the index's places count now; negative where it does not know all of them yet. */
 static inline int64_t counted_by(const key_index *index, const keys_part *p) {
-    int64_t base = atomic_load_explicit(&p->counts[BASE], memory_order_acquire);
+    int64_t generation = atomic_load_explicit(&p->counts[GENERATION], memory_order_acquire);
     int64_t stop = atomic_load_explicit(&p->counts[STOP], memory_order_acquire);
-    if (base != index->base || index->stop < stop) return -1;
-    return stop - (base & FIRST_MASK);
+    if (generation != index->generation || index->stop < stop) return -1;
+    return stop;
 }
 
 /* Look keys up, -1 where one is absent, and return how many are. */
 int64_t phalanx_index_find(const key_index *index, const int64_t *keys, int64_t count, int64_t stop,
                            int64_t *places) {
-    int64_t absent = 0, num_keys = stop - (index->base & FIRST_MASK);
+    int64_t absent = 0;
     for (int64_t i = 0; i < count; i++) {
-        places[i] = find(index, keys[i], num_keys);
+        places[i] = find(index, keys[i], stop);
         absent += places[i] < 0;
     }
     return absent;
@@ -122,7 +121,6 @@ int64_t phalanx_keys_add(const keys_part *p, const key_index *index, const int64
     else if (phalanx_index_find(index, keys, count, p->counts[STOP], rows->record_rows))
         answer = ABSENT;
     else {
-        phalanx_put(&p->counts[NEXT_BASE], p->counts[BASE]);
         phalanx_put(&p->counts[NEXT_STOP], p->counts[STOP]);
         phalanx_part_add_at_once(rows, rows->record_rows, 0, count, delta, worker, number);
     }

@@ -28,7 +28,7 @@ __all__ = [
     "require_library",
 ]
 
-_VERSION = 20  # as in native.h: a library of another one is left alone
+_VERSION = 21  # as in native.h: a library of another one is left alone
 # What returns a number.
 _ANSWERS = (
     "finite",
@@ -69,11 +69,9 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
     """Return the functions by name, with the types of what they take."""
     if library is None:
         return {}
-    pointer, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
     takes: dict[str, list[type]] = {
-        "take": [pointer, number, number, pointer, number, number, pointer, number],
         "within": [pointer, number, number, number],
-        "clamp": [pointer, number, number, number, pointer],
         "copy": [pointer, pointer, number, number],
         "lock_make": [pointer],
         "lock_take": [pointer, number],
@@ -92,7 +90,6 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
         "die_after": [number],
     }
     for name in DTYPES.values():
-        takes[f"add_{name}"] = [pointer, number, number, pointer, number, pointer, pointer, real]
         takes[f"all_reduce_{name}"] = [pointer]
     for name in ("float32", "float64", "bfloat16"):
         takes[f"finite_{name}"] = [pointer, number]
@@ -180,7 +177,7 @@ class IndexView(_View):
         ("keys", ctypes.c_void_p),
         ("mask", ctypes.c_int64),
         ("seed", ctypes.c_int64),
-        ("base", ctypes.c_int64),
+        ("generation", ctypes.c_int64),
         ("stop", ctypes.c_int64),
     )
 

@@ -24,8 +24,7 @@ typedef struct {
 } part;
 
 /* See tables/keys.py. */
-enum { BASE, STOP, NEXT_BASE, NEXT_STOP };
-#define FIRST_MASK INT64_C(0xffffffff) /* of BASE: the first place in use */
+enum { GENERATION, STOP, NEXT_STOP };
 
 static inline int64_t size_of(int64_t dtype) {
     return dtype == BFLOAT16 ? 2 : dtype == FLOAT64 || dtype == INT64 ? 8 : 4;

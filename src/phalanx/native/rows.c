@@ -1,4 +1,4 @@
-/* Rows of a matrix: copied, and added to. See memory/rows.py.
+/* Rows of a matrix: copied, and added to.
 
    Random rows of a large matrix are in no cache. The processor waits for each unless it is told
    early which ones come next: that is all that these loops do beyond what they say.

@@ -30,7 +30,7 @@ class Operation(IntEnum):
     ARRIVE = 8  # round
     FINISH = 9  # round
     COPY_ALL = 10  # [arrays: of a keys table the keys; values, states]
-    REPLACE_ALL = 11  # arrays: as of COPY_ALL, or fewer states
+    REPLACE_ALL = 11  # arrays: as of COPY_ALL
     COUNTS = 12  # [adds undone, keys]
     KEYS = 13  # [array: keys]
 

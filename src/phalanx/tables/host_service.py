@@ -261,11 +261,11 @@ class HostService:
         spec = storage.spec
         num_rows = asked.arrays[0].size if spec.has_keys and asked.arrays else spec.rows
         wanted = spec.parts(num_rows)
-        if not 1 + spec.has_keys <= len(asked.arrays) <= len(wanted):
+        if len(asked.arrays) != len(wanted):
             raise ConfigError(
                 f"A restore must have {len(wanted)} arrays, but has {len(asked.arrays)}."
             )
-        parts = [_given(asked, i, *each) for i, each in enumerate(wanted[: len(asked.arrays)])]
+        parts = [_given(asked, i, *each) for i, each in enumerate(wanted)]
         storage.replace_all(parts, _seconds(asked))
         return Answer()
 

@@ -5,13 +5,12 @@ moves; memory is taken as keys come. A process finds a key's place in an index o
 (native/keys.c), which follows the list of keys.
 
 # Note [A key comes with its add]
-    counts   BASE | STOP | NEXT_BASE | NEXT_STOP | RESERVED
+    counts   GENERATION | STOP | NEXT_STOP | RESERVED
 
-The keys that are there are those of the places from BASE's to STOP. New keys are written down
-behind them, with their first rows; NEXT_STOP says how many there are. Then comes the add (part.py).
-Its end makes STOP = NEXT_STOP, so readers see the keys when they see the add; if it is put back,
-nobody has seen them. A restore writes its rows to free places, and its end moves BASE as well:
-the first place in use, and above it (32 bits) how often there was a restore.
+The keys that are there are those of the places before STOP. New keys are written down behind them,
+with their first rows; NEXT_STOP says how many there are. Then comes the add (part.py). Its end
+makes STOP = NEXT_STOP, so readers see the keys when they see the add; if it is put back, nobody has
+seen them. A restore writes other keys to the places; GENERATION counts restores.
 """
 
 from __future__ import annotations
@@ -37,30 +36,28 @@ __all__ = ["POINTS", "KeyPart"]
 POINTS = ("room made", "keys written", "keys pending")
 """Fail points of an add of new keys, in order; those of a `TablePart` follow."""
 
-_BASE, _STOP, _NEXT_BASE, _NEXT_STOP = range(4)
-_FIRST_BITS = 32
+_GENERATION, _STOP, _NEXT_STOP = range(3)
 _LEAST_ROOM = 1 << 16  # bytes
 _ATTEMPTS = 3
 
 
 class _KeyIndex:
-    """Where each key lies, as one process knows it; of one BASE.
+    """Where each key lies, as one process knows it; of one generation.
 
     Args:
         keys: The list of keys, shared.
-        base: The word BASE.
+        generation: The word GENERATION.
         room: For how many keys there is room.
     """
 
-    def __init__(self, keys: Tensor, base: int, room: int) -> None:
+    def __init__(self, keys: Tensor, generation: int, room: int) -> None:
         size = 1 << max(6, (4 * room - 1).bit_length())
-        self.base = base
+        self.generation = generation
         self.room = size // 2  # so that a search ends after a few steps
         self._entries = np.zeros(size, dtype=np.int32)
-        first = base & ((1 << _FIRST_BITS) - 1)
         # A seed of its own, so that nobody can send keys that all hash to one entry.
         self._view = IndexView(
-            self._entries.ctypes.data, keys.data_ptr(), size - 1, secrets.randbits(63), base, first
+            self._entries.ctypes.data, keys.data_ptr(), size - 1, secrets.randbits(63), generation
         )
         self.at = self._view.address
 
@@ -88,7 +85,7 @@ class KeyPart(TablePart):
         self._keys, self._counts = memory.keys, memory.counts
         self._first_rows = RowInitializer(memory.spec, memory.region, memory.first_row_at)
         self._following = threading.Lock()
-        self._known = _KeyIndex(self._keys, self._counts[_BASE], 0)
+        self._known = _KeyIndex(self._keys, self._counts[_GENERATION], 0)
         self._keys_view = KeysView(self._at, address_of(self._counts), self._first_rows.row_at)
         self._keys_at = self._keys_view.address
         self._get_keys_in_c, self._add_keys_in_c = FUNCTIONS["keys_get"], FUNCTIONS["keys_add"]
@@ -96,9 +93,6 @@ class KeyPart(TablePart):
     def begin(self, init: RowInit) -> None:
         """Say what every row holds at first."""
         self._first_rows.write(init)
-
-    def _first(self) -> int:
-        return self._counts[_BASE] & ((1 << _FIRST_BITS) - 1)
 
     # --- looking keys up --------------------------------------------------------------------------
 
@@ -109,11 +103,11 @@ class KeyPart(TablePart):
         """
         counts, header = self._counts, self._header
         with self._following:
-            word, base, stop = header[0], counts[_BASE], counts[_STOP]
+            word, generation, stop = header[0], counts[_GENERATION], counts[_STOP]
             if settled or (not word & 1 and header[0] == word):
-                num_keys, known = stop - (base & ((1 << _FIRST_BITS) - 1)), self._known
-                if known.base != base or known.room < num_keys:
-                    known = _KeyIndex(self._keys, base, num_keys)
+                known = self._known
+                if known.generation != generation or known.room < stop:
+                    known = _KeyIndex(self._keys, generation, stop)
                 known.follow(stop)
                 self._known = known  # readers that have the other one keep it
             return self._known
@@ -147,23 +141,20 @@ class KeyPart(TablePart):
 
     def num_keys(self, timeout_s: float) -> int:
         """Return how many keys are there."""
-        return self._call_settled(lambda: self._counts[_STOP] - self._first(), timeout_s)
+        return self._call_settled(lambda: self._counts[_STOP], timeout_s)
 
     def keys(self, timeout_s: float) -> Tensor:
         """Return a copy of the keys, of one moment."""
-        return self._call_settled(lambda: self._keys[self._used()].clone(), timeout_s)
+        return self._call_settled(lambda: self._keys[: self._counts[_STOP]].clone(), timeout_s)
 
     def copy_all(self, timeout_s: float) -> list[Tensor]:
         """Return copies of the keys, their values and their states, of one moment."""
 
         def copy() -> list[Tensor]:
-            used = self._used()
-            return [part[used].clone() for part in (self._keys, *self.parts)]
+            stop = self._counts[_STOP]
+            return [part[:stop].clone() for part in (self._keys, *self.parts)]
 
         return self._call_settled(copy, timeout_s)
-
-    def _used(self) -> slice:
-        return slice(self._first(), self._counts[_STOP])
 
     def _reserve(self, stop: int) -> None:
         """Have memory for the rows of places up to ``stop``. The lock is held."""
@@ -171,7 +162,7 @@ class KeyPart(TablePart):
         start = max(self._counts[_STOP], self._counts[RESERVED])
         if stop <= start:
             return
-        spare = max((start - self._first()) // 4, _LEAST_ROOM // memory.row_bytes)
+        spare = max(start // 4, _LEAST_ROOM // memory.row_bytes)
         with suppress(OutOfSpace):
             self._take_memory(start, min(max(stop, start + spare), memory.most_rows))
         if self._counts[RESERVED] < stop:
@@ -184,7 +175,7 @@ class KeyPart(TablePart):
     # --- changing: the lock is held ---------------------------------------------------------------
 
     def _add_once(self, entry: Entry, wait_ms: int) -> int:
-        rows, delta, worker, _, _, number, _, unchecked = entry
+        rows, delta, worker, _, _, number, unchecked = entry
         assert rows is not None
         at, count, source = rows.data_ptr(), rows.numel(), delta.data_ptr()
         index = self._known
@@ -229,29 +220,17 @@ class KeyPart(TablePart):
                 state[first:after] = number
             self._keys[first:after] = keys
             fail_point("keys written")
-        counts[_NEXT_BASE], counts[_NEXT_STOP] = counts[_BASE], after
+        counts[_NEXT_STOP] = after
         if len(keys):
             fail_point("keys pending")
 
     def _commit(self) -> None:
-        counts = self._counts
-        counts[_BASE], counts[_STOP] = counts[_NEXT_BASE], counts[_NEXT_STOP]
+        self._counts[_STOP] = self._counts[_NEXT_STOP]
 
-    def replace_all(self, parts: list[Tensor], timeout_s: float) -> None:
+    def restore(self, parts: list[Tensor]) -> None:
         """Replace everything by these keys, each once, and their values and states."""
-        self._call_settled(lambda: self._replace(parts), timeout_s)
-
-    def _replace(self, parts: list[Tensor]) -> None:
-        counts, used = self._counts, self._used()
-        count = len(parts[0])
-        start = 0 if count <= used.start else used.stop
-        self._take_memory(start, start + count)
-        for own, given in zip((self._keys, *self.parts), parts, strict=False):
-            own[start : start + count] = given
-        fail_point("keys written")
-        number = (counts[_BASE] >> _FIRST_BITS) + 1
-        counts[_NEXT_BASE] = number << _FIRST_BITS | start
-        counts[_NEXT_STOP] = start + count
-        fail_point("keys pending")
-        self._change_nothing()
-        self._memory.release_rows(used.start, used.stop)
+        count, counts = len(parts[0]), self._counts
+        for own, given in zip((self._keys, *self.parts), parts, strict=True):
+            own[:count] = given
+        counts[_STOP] = count
+        counts[_GENERATION] += 1

@@ -5,54 +5,49 @@ round, is first written to its worker's log. It counts as soon as one word says 
 will be whole, in all parts of this host, whoever dies: whoever finds it unfinished makes the rest
 (part.py, rounds.py). What is in all parts is written over.
 
-    line of worker w   … | NUMBER | TAIL | FINISHED | ROUND, COUNT | ROUND, COUNT | …
-    an entry           a head (kind, how many rows, number, target), the rows, the delta
+    line of worker w   … | NUMBER | TAIL | FINISHED | ROUND, END | ROUND, END | …
+    an entry           a head (kind, how many rows, number), the rows, the delta
 
     NUMBER     the last number that was given to an add
     TAIL       the last add that counts, of a table without rounds
     FINISHED   the last add that is in all parts; where the log may hold others, its byte UNFINISHED
                is set, which each get and add looks at
-    COUNT      how many adds of ROUND count, of a table with rounds
+    END        where the adds of ROUND end, of a table with rounds, and how many they are
 
 # Note [Who writes]
 A log is written with its lock held, by its worker, or by this host's server in its name. Whoever
 makes the rest of a dead worker's adds holds the lock, too, so nobody writes over what it reads. In
 a table without rounds at most one call's adds are unfinished, so each begins at the log's start.
 
-A worker has two logs, because it may have come to the end of a round that is not made yet, and add
+A log has far more addresses than it needs; memory is taken as adds come, and kept. A worker has two
+logs, because it may have come to the end of a round that is not made yet, and add
 to the next one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from phalanx.errors import PeerTimeout, StateError
+from phalanx.errors import OutOfSpace, PeerTimeout, StateError
 from phalanx.ipc import Mutex, Region, aligned
 from phalanx.memory import copy_finite_to, copy_to
 from phalanx.tables.part import Entry, NotFinite
 from phalanx.tables.run_regions import RunRegions
-from phalanx.tables.spec import TableSpec
-from phalanx.tables.table_memory import (
-    FINISHED,
-    LOGGED_AS,
-    LOGS,
-    NUMBER,
-    RESTORED,
-    TAIL,
-    TableMemory,
-)
+from phalanx.tables.table_memory import FINISHED, LOGGED_AS, LOGS, NUMBER, TAIL, TableMemory
 
 __all__ = ["WorkerLog"]
 
-_ROUND, _COUNT = range(2)
+_ROUND, _END = range(2)
 _NUM_CHAPTERS = 2
-_ALL, _ROWS, _VALUE, _NEXT_CHUNK, _ROW_VALUES = range(5)
+_HAS_ROWS, _ASSIGNS = 1, 2  # bits of an entry's kind
 _HEAD_BYTES = 64
-_SMALLEST_CHUNK = 1 << 16
+_FIRST_BYTES = 1 << 16
+_MOST_BYTES = 1 << 34  # addresses of a log, and four times the table's if these are more
+_END_BITS = 42  # of the word END, below the number of entries
 _ROUND_BITS = 21
 _MAX_ENTRIES = 1 << 20  # of a round, which leaves their numbers room
 
@@ -72,9 +67,9 @@ class WorkerLog:
         self.lock = lock
         self._line = line = memory.worker(worker)
         self._unfinished = memory.unfinished[worker : worker + 1]
-        self._has_rounds = spec.staleness.is_bulk_synchronous and worker != RESTORED
+        self._has_rounds = spec.staleness.is_bulk_synchronous
         self._chapters = [
-            _Chapter(spec, worker, index, line[LOGS + 2 * index : LOGS + 2 * index + 2], regions)
+            _Chapter(memory, worker, index, line[LOGS + 2 * index : LOGS + 2 * index + 2], regions)
             for index in range(_NUM_CHAPTERS)
         ]
 
@@ -82,44 +77,44 @@ class WorkerLog:
 
     def append(
         self,
-        entries: Sequence[Entry],
+        entry: Entry | None,
         incarnation: int,
         make: Callable[[Entry], None],
         has_begun: Callable[[Entry], bool],
     ) -> None:
-        """Write adds down, and make them; those that have been asked for before, not again.
+        """Write an add down, and make it, unless it has been asked for before.
 
         Args:
-            entries: Of this worker. One without a number gets the next one.
+            entry: Of this worker. One without a number gets the next one. None only makes what the
+                log holds.
             incarnation: Of this worker.
             make: Makes an add that counts, in all parts; does nothing in those that have it.
             has_begun: Tells whether an add is in any part.
 
-        The lock is held. Where a part cannot be had in time, and no other has changed, the adds do
+        The lock is held. Where a part cannot be had in time, and no other has changed, the add does
         not count any more. What ``make`` raises leaves the add finished: the parts that raised are
         as they were.
 
         Raises:
-            NotFinite: An entry was unchecked, and is not; none of them counts.
+            NotFinite: The entry was unchecked, and is not.
         """
         line, chapter = self._line, self._chapters[0]
         self.finish(make)
         line[LOGGED_AS] = incarnation
-        numbered = [self._numbered(entry) for entry in entries]
-        numbered = [entry for entry in numbered if entry.number > line[FINISHED]]
-        if numbered:
-            chapter.begin(0)
-            for entry in numbered:
-                chapter.put(entry)
-            self._unfinished[0] = 1
-            line[TAIL] = numbered[-1].number
-            try:
-                self.finish(make)
-            except PeerTimeout:
-                if not has_begun(numbered[0]):
-                    line[TAIL] = line[FINISHED]
-                    self._unfinished[0] = 0
-                raise
+        entry = entry and self._numbered(entry)
+        if entry is None or entry.number <= line[FINISHED]:
+            return
+        chapter.begin(0)
+        chapter.put(entry)
+        self._unfinished[0] = 1
+        line[TAIL] = entry.number
+        try:
+            self.finish(make)
+        except PeerTimeout:
+            if not has_begun(entry):
+                line[TAIL] = line[FINISHED]
+                self._unfinished[0] = 0
+            raise
 
     def finish(self, make: Callable[[Entry], None]) -> None:
         """Make what counts and is not in all parts. The lock is held."""
@@ -201,20 +196,24 @@ class WorkerLog:
 
 
 class _Chapter:
-    """One of a worker's logs, in regions that double in size."""
+    """One of a worker's logs: entries end to end."""
 
     def __init__(
-        self, spec: TableSpec, worker: int, index: int, words: memoryview, regions: RunRegions
+        self, memory: TableMemory, worker: int, index: int, words: memoryview, regions: RunRegions
     ) -> None:
-        self._spec = spec
+        self._memory = memory
+        self._spec = memory.spec
         self._worker = worker
-        self._name = f"log-{worker}-{index}"
+        self._name = f"log-{worker}-{index}-{memory.spec.name}"
         self._words = words
         self._regions = regions
-        self._chunks: dict[int, Region] = {}
-        self._at = (0, 0)  # chunk and byte at which the next entry begins
-        self._written = 0
-        self._last_number = 0
+        self._reserved = _FIRST_BYTES
+        self._last = (0, 0)  # the word END that this process knows, and the last number before it
+
+    @cached_property
+    def _region(self) -> Region:
+        nbytes = max(_MOST_BYTES, 4 * self._spec.rows * self._memory.row_bytes)
+        return self._regions.open_region(self._name, nbytes, reserved=_FIRST_BYTES)
 
     @property
     def round(self) -> int:
@@ -223,80 +222,58 @@ class _Chapter:
 
     def begin(self, number: int) -> None:
         """Begin at the start, for adds of round ``number``."""
-        self._words[_COUNT] = 0
+        self._words[_END] = 0
         self._words[_ROUND] = number
 
     def put(self, entry: Entry) -> None:
-        """Write an entry; it counts once COUNT says so. One that is there is not written again."""
-        words = self._words
-        if self._written != words[_COUNT] or not words[_COUNT]:
-            self._find_end(words[_COUNT])
-        if entry.number <= self._last_number:
+        """Write an entry; it counts once END says so. One that is there is not written again."""
+        word = self._words[_END]
+        count, at = word >> _END_BITS, word & ((1 << _END_BITS) - 1)
+        if self._last[0] != word or not word:  # another process has written, or nobody yet
+            self._last = word, max((e.number for e in self.entries(self.round)), default=0)
+        if entry.number <= self._last[1]:
             return
-        if self._written >= _MAX_ENTRIES:
+        if count >= _MAX_ENTRIES:
             raise StateError(
                 f"A round of table {self._spec.name!r} must have at most {_MAX_ENTRIES} adds of a "
                 "worker, but has more. Call `get` to end the round."
             )
-        chunk, at = self._room_for(_entry_bytes(entry))
-        self._write(self._chunk(chunk), at, entry)
-        self._at = chunk, at + _entry_bytes(entry)
-        self._written += 1
-        self._last_number = entry.number
-        words[_COUNT] = self._written
+        end = at + _entry_bytes(entry)
+        self._reserve(end)
+        self._write(at, entry)
+        self._words[_END] = word = (count + 1) << _END_BITS | end
+        self._last = word, entry.number
 
     def entries(self, number: int) -> Iterator[Entry]:
         """Yield the entries of round ``number``, over the log's own memory."""
-        if self._words[_ROUND] == number:
-            for entry, _ in self._walk(self._words[_COUNT]):
-                yield entry
-
-    def _find_end(self, count: int) -> None:
-        """Find the end of the log: its start, or where another process stopped."""
-        self._at, self._last_number = (0, 0), 0
-        for entry, end in self._walk(count):
-            self._at, self._last_number = end, entry.number
-        self._written = count
-
-    def _walk(self, count: int) -> Iterator[tuple[Entry, tuple[int, int]]]:
-        """Yield the first ``count`` entries, each with the chunk and byte at which it ends."""
-        chunk, at = 0, 0
-        for _ in range(count):
-            head = self._head(chunk, at)
-            if head[0] == _NEXT_CHUNK:
-                chunk, at = head[1], 0
-            entry = self._read(chunk, at)
+        at, end = 0, self._words[_END] & ((1 << _END_BITS) - 1)
+        while self.round == number and at < end:
+            entry = self._read(at)
             at += _entry_bytes(entry)
-            yield entry, (chunk, at)
+            yield entry
 
-    def _room_for(self, nbytes: int) -> tuple[int, int]:
-        chunk, at = self._at
-        if at + nbytes + _HEAD_BYTES <= self._chunk(chunk).nbytes:  # a head marks the end
-            return chunk, at
-        following = chunk + 1
-        while _SMALLEST_CHUNK << following < nbytes + _HEAD_BYTES:
-            following += 1
-        self._chunk(following)  # fails for want of memory before anything is said
-        head = self._head(chunk, at)
-        head[0], head[1] = _NEXT_CHUNK, following
-        return following, 0
+    def _reserve(self, stop: int) -> None:
+        """Have memory for so many bytes."""
+        region, start = self._region, self._reserved
+        if stop > region.nbytes:
+            raise OutOfSpace(
+                f"A log of table {self._spec.name!r} must have at most {region.nbytes} bytes, but "
+                f"would have {stop}. Add fewer rows at once, or end the round by `get`.",
+                stop,
+                None,
+            )
+        if stop > start:
+            region.reserve_part(start, stop - start)
+            self._reserved = stop
 
-    def _chunk(self, index: int) -> Region:
-        if index not in self._chunks:
-            name = f"{self._name}-{index}-{self._spec.name}"
-            self._chunks[index] = self._regions.open_region(name, _SMALLEST_CHUNK << index)
-        return self._chunks[index]
+    def _head(self, at: int) -> memoryview:
+        return self._region.buffer[at : at + _HEAD_BYTES].cast("q")
 
-    def _head(self, chunk: int, at: int) -> memoryview:
-        return self._chunk(chunk).buffer[at : at + _HEAD_BYTES].cast("q")
-
-    def _write(self, region: Region, at: int, entry: Entry) -> None:
-        head = region.buffer[at : at + _HEAD_BYTES].cast("q")
-        kinds = (_ALL, _VALUE) if entry.rows is None else (_ROWS, _ROW_VALUES)
-        head[0] = kinds[entry.assigns]
+    def _write(self, at: int, entry: Entry) -> None:
+        head, region = self._head(at), self._region
+        head[0] = _HAS_ROWS * (entry.rows is not None) | _ASSIGNS * entry.assigns
         head[1] = len(entry.delta)
         head[2] = entry.number
-        head[3] = entry.target
         at += _HEAD_BYTES
         if entry.rows is not None:
             region.tensor(torch.int64, len(entry.rows), at).copy_(entry.rows)
@@ -308,20 +285,18 @@ class _Chapter:
         elif not copy_finite_to(flat, target):
             raise NotFinite
 
-    def _read(self, chunk: int, at: int) -> Entry:
-        kind, num_rows, number, target = self._head(chunk, at)[:4]
-        region, spec = self._chunk(chunk), self._spec
+    def _read(self, at: int) -> Entry:
+        kind, num_rows, number = self._head(at)[:3]
+        region, spec = self._region, self._spec
         at += _HEAD_BYTES
         rows: Tensor | None = None
-        if kind in (_ROWS, _ROW_VALUES):
+        if kind & _HAS_ROWS:
             rows = region.tensor(torch.int64, num_rows, at)
             at += aligned(8 * num_rows)
-        assigns = kind in (_VALUE, _ROW_VALUES)
-        dtype, cols = spec.columns[target]
-        if not assigns:
-            cols = spec.entry_cols(assigns)
-        delta = region.tensor(dtype, num_rows * cols, at).view(num_rows, cols)
-        return Entry(rows, delta, self._worker, assigns, number=number, target=target)
+        assigns = bool(kind & _ASSIGNS)
+        cols = spec.entry_cols(assigns)
+        delta = region.tensor(spec.dtype, num_rows * cols, at).view(num_rows, cols)
+        return Entry(rows, delta, self._worker, assigns, number=number)
 
 
 def _entry_bytes(entry: Entry) -> int:

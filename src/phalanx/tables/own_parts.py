@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -11,16 +11,16 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.errors import PeerTimeout
-from phalanx.ipc import Waiting
+from phalanx.ipc import Waiting, fail_point
 from phalanx.tables.cut import Cut, part_of
 from phalanx.tables.keys import KeyPart
 from phalanx.tables.log import WorkerLog
-from phalanx.tables.membership import MAX_WORKERS, Membership
+from phalanx.tables.membership import Membership
 from phalanx.tables.part import Entry, TablePart
 from phalanx.tables.rounds import Rounds
 from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.spec import TableSpec
-from phalanx.tables.table_memory import MERGED, NUM_LOGS, READY, RESTORED, TableMemory
+from phalanx.tables.table_memory import MERGED, NUM_LOGS, READY, TableMemory
 from phalanx.tables.values import outside
 
 __all__ = ["ALL_FINISHED", "OwnParts"]
@@ -160,29 +160,35 @@ class OwnParts:
         num_rows = self.spec.rows if entry.rows is None else entry.rows.numel()
         if len(self.parts) == 1 and num_rows <= part.most_rows:
             if entry.number and not self._log_of(entry.worker).is_finished():
-                self._add_logged(entry.worker, [], timeout_s)
+                self._add_logged(entry.worker, None, timeout_s)
             part.add(entry, timeout_s)
             return
         if entry.rows is not None and not (self.spec.has_keys or self.cut.is_own(entry.rows)):
             raise outside(entry.rows, self.spec)
-        self._add_logged(entry.worker, [entry], timeout_s)
+        self._add_logged(entry.worker, entry, timeout_s)
 
-    def assign_all(self, parts: list[Tensor], timeout_s: float) -> None:
-        """Replace the values, and as many states as are given; whole, whoever dies."""
-        entries = [
-            Entry(None, part.contiguous(), RESTORED, assigns=True, target=target)
-            for target, part in enumerate(parts)
-        ]
-        self._add_logged(RESTORED, entries, timeout_s)
+    def restore(self, parts: list[Tensor], timeout_s: float) -> None:
+        """Replace values and states of all rows here at once."""
+        with ExitStack() as locks:
+            for part in self.parts:
+                locks.enter_context(part.lock.held(timeout_s))
+            for part in self.parts:
+                part.begin_restore(len(parts[0]))
+            for index, part in enumerate(self.parts):
+                span = slice(None) if self.spec.has_keys else self.cut.own_span(index)
+                part.restore([each[span] for each in parts])
+                fail_point("restoring")
+            for part in self.parts:
+                part.end_restore()
 
-    def _add_logged(self, worker: int, entries: list[Entry], timeout_s: float) -> None:
+    def _add_logged(self, worker: int, entry: Entry | None, timeout_s: float) -> None:
         log, waiting = self._log_of(worker), Waiting(timeout_s)
         with log.lock.held(timeout_s):
             self._logging.add(get_ident())
             try:
                 log.append(
-                    entries,
-                    self.membership.incarnation(worker) if worker < MAX_WORKERS else 0,
+                    entry,
+                    self.membership.incarnation(worker),
                     partial(self._make, waiting=waiting),
                     lambda entry: any(part.has(worker, entry.number) for part in self.parts),
                 )
@@ -215,7 +221,7 @@ class OwnParts:
                 continue
             log = self._log_of(worker, again=True)
             if not log.lock.try_take():
-                if worker >= MAX_WORKERS or self._writes(log, worker):
+                if self._writes(log, worker):
                     continue  # it makes its adds itself
                 log.lock.take(waiting.remaining_s())
             try:

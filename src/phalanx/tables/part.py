@@ -33,22 +33,24 @@ way, whichever rows it changes.
 
 C (native/part.c) does both where the updater has no state, with fences for processors that reorder
 stores: an add of one block in one call, each larger block in one, cut so that it stays in the
-nearest cache. What is written in Python is ordered by x86, and by the
-calls of C around it elsewhere: each block is saved and changed by one.
+nearest cache. Other updaters, and values that are assigned, are written in Python.
+
+# Note [A restore]
+It takes the place of everything, and has no record: LOGGED = 2 while it is under way. Where a death
+interrupts it, all calls say so until the table is restored again.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from phalanx.errors import StateError
 from phalanx.ipc import Mutex, Waiting, fail_point, fail_points
-from phalanx.memory import MatrixRows, all_finite, all_within, copy_to
+from phalanx.memory import all_finite, all_within, copy_to
 from phalanx.native import DTYPES, FUNCTIONS, PartView, address_of
 from phalanx.tables.table_memory import TableMemory
 from phalanx.tables.updaters import Change
@@ -81,6 +83,7 @@ _WORD, _WORKER, _NUMBER, _LOGGED, _AT, _COUNT, _UNDONE = range(7)
 DONE, _LATE, _OUTSIDE, _NOT_FINITE, UNSETTLED, BEHIND, _ABSENT = range(7)
 """What C answers."""
 _NOBODY = -1
+_RESTORES = 2
 _SLICE_MS = 20
 
 T = TypeVar("T")
@@ -96,7 +99,6 @@ class Entry(NamedTuple):
         assigns: Whether the delta is the new value.
         delta_rows: Which of the delta's rows, in the order of ``rows``; None for all of them.
         number: Of an add that may come again, among those of its worker, from 1; else 0.
-        target: What is assigned to: 0 for the values, k for the k-th state.
         unchecked: Whether the delta must be finite and has not been looked at yet.
     """
 
@@ -106,11 +108,7 @@ class Entry(NamedTuple):
     assigns: bool = False
     delta_rows: Tensor | None = None
     number: int = 0
-    target: int = 0
     unchecked: bool = False
-
-
-_NOTHING = Entry(None, torch.empty(0, device="cpu"), _NOBODY)
 
 
 class NotFinite(Exception):
@@ -142,11 +140,9 @@ class TablePart:
         self._old_parts, self._old_numbers = memory.record(index)
         self.most_rows = min(len(self._old_numbers), BLOCK_ROWS)
         self._header, self._done = memory.shard(index), memory.done(index)
-        self._rows = [MatrixRows(part) for part in parts]
         self._spec = spec
         self._updater = updater = spec.updater
         self._logged = logged
-        self._updating = 0  # the thread that is in the updater's code
         self._view = PartView(
             address_of(self._header),
             address_of(self._done),
@@ -190,38 +186,20 @@ class TablePart:
             ConfigError: A row is not of this part.
         """
         at, count = (None, -1) if rows is None else (rows.data_ptr(), rows.numel())
-        answer = self._get_in_c(self._at, at, count, out.data_ptr())
+        to = out.data_ptr()
+        answer = self._get_in_c(self._at, at, count, to)
         if answer == _OUTSIDE:
             assert rows is not None
             raise outside(rows, self._spec)
         if answer != DONE:
-            own = None if rows is None else self._counted(rows)
-            self._call_settled(lambda: self._copy(own, out), timeout_s)
-
-    def _copy(self, rows: Tensor | None, out: Tensor) -> None:
-        if rows is None:
-            copy_to(self.parts[0], out)
-        else:
-            self._rows[0].take(rows, out)
-
-    def _counted(self, rows: Tensor) -> Tensor:
-        """Return rows counted from the part's first one."""
-        return rows - self.first_row if self.first_row else rows
+            self._call_settled(lambda: self._get_in_c(self._at, at, count, to), timeout_s)
 
     def _call_settled(self, call: Callable[[], T], timeout_s: float) -> T:
         """Call with the lock held, where no add is half made."""
-        with self._held(timeout_s):
+        with self.lock.held(timeout_s):
             fail_point("reader's lock held")
             self._settle()
             return call()
-
-    def _held(self, timeout_s: float) -> Any:  # Any: what a Mutex gives to `with`
-        if self._updating == threading.get_ident():
-            raise StateError(
-                "An updater must leave its table alone, but used it in `apply`. Compute with what "
-                "`apply` is given."
-            )
-        return self.lock.held(timeout_s)
 
     def copy_all(self, timeout_s: float) -> list[Tensor]:
         """Return copies of the values and of each state, of one moment."""
@@ -267,7 +245,7 @@ class TablePart:
             answer = self._add_once(entry, _SLICE_MS)
 
     def _add_once(self, entry: Entry, wait_ms: int) -> int:
-        rows, delta, worker, _, _, number, _, unchecked = entry
+        rows, delta, worker, _, _, number, unchecked = entry
         at, count = (None, self.num_rows) if rows is None else (rows.data_ptr(), rows.numel())
         source = delta.data_ptr()
         answer: int = self._add_in_c(
@@ -284,7 +262,7 @@ class TablePart:
             logged: Whether others find it in its worker's log, so that it may have several blocks.
         """
         fail_point("before lock")
-        with self._held(timeout_s):
+        with self.lock.held(timeout_s):
             fail_point("lock held")
             self._settle()
             if entry.number and self.has(entry.worker, entry.number):
@@ -320,18 +298,17 @@ class TablePart:
     def _commit(self) -> None:
         """Let what an add has brought count; a part of rows has nothing."""
 
-    def _change_nothing(self) -> None:
-        """Begin and end an add that only brings something."""
-        self._begin(_NOTHING, logged=False)
-        self._header[_AT] = 2
-        self._end(_NOBODY, 0)
-
     def _settle(self) -> None:
         """End what a dead process has begun. The lock is held."""
         header = self._header
         if not header[_WORD] & 1:
             return
         at, worker, number = header[_AT], header[_WORKER], header[_NUMBER]
+        if header[_LOGGED] == _RESTORES:
+            raise StateError(
+                f"Table {self._spec.name!r} must be restored as a whole, but its master died "
+                "meanwhile. Call `restore` again."
+            )
         if at & 1:
             self._put_back()
         if header[_LOGGED]:
@@ -357,7 +334,7 @@ class TablePart:
         rows, delta, *_ = entry
         if rows is None:
             return entry
-        rows = self._counted(rows)
+        rows = rows - self.first_row if self.first_row else rows
         if self._is_simple and not entry.assigns:
             return entry._replace(rows=rows)
         if entry.delta_rows is not None:
@@ -379,7 +356,7 @@ class TablePart:
         """Make an add that was begun, from its row ``first`` on, and end it."""
         header = self._header
         count = self.num_rows if entry.rows is None else entry.rows.numel()
-        in_c = self._is_made_in_c(entry)
+        in_c = self._is_simple and not entry.assigns
         while first < count:
             stop = min(first + self.most_rows, count)
             if in_c:
@@ -390,9 +367,6 @@ class TablePart:
             fail_point("half the rows written")
         header[_AT] = 2 * max(count, 1)
         self._end(entry.worker, entry.number)
-
-    def _is_made_in_c(self, entry: Entry) -> bool:
-        return self._is_simple and not entry.assigns and fail_points.fault is None
 
     def _change_in_c(self, entry: Entry, first: int, stop: int) -> None:
         rows, delta, places = entry.rows, entry.delta, entry.delta_rows
@@ -407,9 +381,7 @@ class TablePart:
         news = self._apply(entry, rows, first, stop)
         header[_AT] = 2 * first + 1
         fail_point("undo written")
-        if news is None:
-            self._add_in_place(entry, rows, first, stop)
-        for target, new in news or ():
+        for target, new in zip(self.parts, news, strict=False):
             if rows is None:
                 target[first:stop] = new
             else:
@@ -426,37 +398,48 @@ class TablePart:
         numbers = self._old_numbers[:count]
         # Brought within, so that no other memory is written, whatever happens to `rows`.
         torch.clamp(rows[first:stop], 0, self.num_rows - 1, out=numbers)
-        for matrix, old in zip(self._rows, self._old_parts, strict=True):
-            matrix.take(numbers, old[:count])
+        for part, old in zip(self.parts, self._old_parts, strict=True):
+            torch.index_select(part, 0, numbers, out=old[:count])
         self._header[_COUNT] = count
         return numbers
 
-    def _add_in_place(self, entry: Entry, rows: Tensor | None, first: int, stop: int) -> None:
-        scale, delta, places = self._view.scale, entry.delta, entry.delta_rows
-        if rows is None:
-            self._rows[0].add_span(first, delta[first:stop], scale)
-        elif places is None:
-            self._rows[0].add(rows, delta[first:stop], scale)
-        else:
-            self._rows[0].add(rows, delta, scale, places[first:stop])
-
-    def _apply(
-        self, entry: Entry, rows: Tensor | None, first: int, stop: int
-    ) -> list[tuple[Tensor, Tensor]] | None:
-        """Return what a block changes, and into what; None where C adds in place."""
+    def _apply(self, entry: Entry, rows: Tensor | None, first: int, stop: int) -> list[Tensor]:
+        """Return the values of a block, and its states unless the values are assigned."""
         delta = entry.delta[first:stop]
         if entry.assigns:
-            return [(self.parts[entry.target], delta)]
-        if self._is_simple:
-            return None
+            return [delta]
         chosen = slice(first, stop) if rows is None else rows
         news = [part[chosen].clone() for part in self.parts]
-        self._updating = threading.get_ident()
-        try:
-            self._updater.apply(Change(news[0], delta, news[1:]))
-        finally:
-            self._updating = 0
-        return list(zip(self.parts, news, strict=True))
+        self._updater.apply(Change(news[0], delta, news[1:]))
+        return news
+
+    # --- restoring: the lock is held --------------------------------------------------------------
+
+    def begin_restore(self, num_rows: int) -> None:
+        """Have all calls fail that come before the end, should this process die meanwhile.
+
+        Raises:
+            OutOfSpace: There is no memory for so many rows. Nothing is changed.
+        """
+        header = self._header
+        if header[_LOGGED] != _RESTORES:
+            self._settle()
+        self._reserve(num_rows)
+        header[_LOGGED] = _RESTORES
+        header[_WORD] |= 1
+
+    def _reserve(self, stop: int) -> None:
+        """Have memory for so many rows; where they are numbered, it is there."""
+
+    def restore(self, parts: list[Tensor]) -> None:
+        """Replace values and states."""
+        for own, given in zip(self.parts, parts, strict=True):
+            own.copy_(given)
+
+    def end_restore(self) -> None:
+        """Let the new rows count."""
+        self._header[_WORD] += 1
+        self._header[_LOGGED] = 0
 
 
 def checked(entry: Entry) -> Entry:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from phalanx.errors import PhalanxError
 from phalanx.ipc import Waiting, fail_point, fail_points
-from phalanx.memory import MatrixRows, all_within
+from phalanx.memory import all_within
 from phalanx.tables.asking import abandon, ask, wait_for, with_all
 from phalanx.tables.own_parts import ALL_FINISHED, OwnParts
 from phalanx.tables.part import Entry, TablePart, checked
@@ -158,7 +158,7 @@ class Router:
         # The inverse of `order`, because selecting rows is four times as fast as placing them.
         ascending = torch.arange(order.numel(), device="cpu")
         back = torch.empty_like(order).scatter_(0, order, ascending)
-        MatrixRows(found).take(back, out)
+        torch.index_select(found, 0, back, out=out)
 
     def _read_each(
         self, wanted: list[tuple[int, Tensor | None, Tensor]], worker: int, timeout_s: float
@@ -323,19 +323,17 @@ class Router:
         return copies
 
     def replace_all(self, parts: list[Tensor], timeout_s: float) -> None:
-        """Replace everything by what :meth:`copy_all` returned, or by as many states as are given.
-
-        It is whole on each host, whoever dies.
-        """
+        """Replace everything by what :meth:`copy_all` returned."""
+        self.here.end_logged_adds(timeout_s)
+        cut = self._cut
+        own: Any = cut.own_rows  # Any: what a tensor may be indexed by
+        of_part: Callable[[int], Any] = cut.span
         if self.spec.has_keys:
-            owners = self._cut.owners(parts[0].numpy())
-            for index, part in enumerate(self._all_parts()):
-                mine = torch.from_numpy(owners == index)
-                part.replace_all([each[mine] for each in parts], timeout_s)
-            return
+            owners = torch.from_numpy(cut.owners(parts[0].numpy()).astype("int64"))
+            own, of_part = owners == cut.own.start, owners.__eq__
         for index, part in self._any_remote_parts().items():
-            part.replace_all([each[self._cut.span(index)] for each in parts], timeout_s)
-        self.here.assign_all([each[self._cut.own_rows] for each in parts], timeout_s)
+            part.replace_all([each[of_part(index)] for each in parts], timeout_s)
+        self.here.restore([each[own] for each in parts], timeout_s)
 
     def num_keys(self) -> int:
         """Return how many keys are there."""

@@ -186,10 +186,7 @@ class Table:
         self._check_open()
         self._check_master("assign")
         delta = read_value(value, self._spec, None)
-        if self._is_bulk:
-            self._take(Entry(None, delta, self._group.worker_id, assigns=True))
-        else:
-            self._storage.replace_all([delta], self._group.timeout_s)
+        self._take(Entry(None, delta, self._group.worker_id, assigns=True))
 
     def _check_master(self, what: str) -> None:
         group = self._group
@@ -332,8 +329,9 @@ class Table:
     def restore(self, directory: str | os.PathLike[str]) -> None:
         """Replace values and updater's state by what :meth:`snapshot` wrote; only the master may.
 
-        Call it between two barriers. The number of shards and workers, the mode and the updater's
-        options may be others than then.
+        Call it between two barriers. If the master dies meanwhile, all calls raise ``StateError``
+        until the next one has restored the table. The number of shards and workers, the mode and
+        the updater's options may be others than then.
 
         Raises:
             CheckpointError: It is missing, damaged or of another table. The table is unchanged.

@@ -2,8 +2,7 @@
 
     table      READY | APPLIED | TAKEN | · | · | · | · | ·                   8 bytes each
     shard i    its header (part.py)
-    worker w   CLOCK | ARRIVED_AS | NUMBER | TAIL | FINISHED | ROUND, COUNT | ROUND, COUNT |
-               LOGGED_AS | ·
+    worker w   CLOCK | ARRIVED_AS | NUMBER | TAIL | FINISHED | ROUND, END | ROUND, END | LOGGED_AS
     DONE       of each shard, a word for each worker (part.py)
     UNFINISHED a byte for each log: it may hold adds that are not in all shards (log.py)
     locks      of the table; of each shard; of each worker's log
@@ -14,7 +13,7 @@
 Words of the table are written with its lock held, those of a worker by this worker alone, or with
 its log's lock held. LOGGED_AS is the incarnation that wrote the log, ARRIVED_AS the one that wrote
 CLOCK; where it is negative, the worker came to round CLOCK + 1 as well, and gave it up. Behind the
-workers' lines are two of logs of the table's own.
+workers' lines is one for a log of the table's own.
 
 A keys table's region is as long as the table may ever become; its memory is taken as keys come.
 """
@@ -46,22 +45,21 @@ __all__ = [
     "NUM_LOGS",
     "READY",
     "RESERVED",
-    "RESTORED",
     "TAIL",
     "TAKEN",
     "TableMemory",
 ]
 
-MERGED, RESTORED = MAX_WORKERS, MAX_WORKERS + 1
-"""Under which numbers adds are made that no worker makes alone: merged rounds, and restores."""
+MERGED = MAX_WORKERS
+"""Under which number merged rounds are made."""
 READY, APPLIED, TAKEN = range(3)
 """Three words: 1 once the table has its first values, the last round applied, the last begun."""
 CLOCK, ARRIVED_AS, NUMBER, TAIL, FINISHED, LOGS = range(6)
 """A worker's last round, as whom it came there, and its log's words (log.py)."""
 LOGGED_AS = 9
-RESERVED = 4
+RESERVED = 3
 """Of the counts of keys: for how many there is memory."""
-NUM_LOGS = MAX_WORKERS + 2
+NUM_LOGS = MAX_WORKERS + 1
 
 BLOCK_ELEMENTS = 1 << 18  # an add saves and changes one block at a time, while it is in the cache
 _BLOCK_KEYS = 1 << 14
@@ -228,11 +226,6 @@ class TableMemory:
         for begin, size in zip(self._starts, self._row_bytes, strict=True):
             self.region.reserve_part(begin + start * size, (stop - start) * size)
         self.counts[RESERVED] = stop
-
-    def release_rows(self, start: int, stop: int) -> None:
-        """Give the memory of rows of a keys table back."""
-        for begin, size in zip(self._starts, self._row_bytes, strict=True):
-            self.region.release_part(begin + start * size, (stop - start) * size)
 
 
 def _record_rows(spec: TableSpec) -> int:
