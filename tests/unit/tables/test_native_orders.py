@@ -47,14 +47,15 @@ def read_beside_adds() -> None:
         ones = torch.ones(512, 512, dtype=torch.int64)
 
         def add() -> None:
-            for _ in range(60):
+            for _ in range(2000):
                 others.add(ones)
 
         thread = threading.Thread(target=add)
         thread.start()
         try:
             while thread.is_alive():
-                assert len(table.get().unique()) == 1
+                seen = table.get()
+                assert bool((seen == seen[0, 0]).all())  # quick, so that many are read
         finally:
             thread.join()
 
