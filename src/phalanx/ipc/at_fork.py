@@ -13,8 +13,6 @@ from types import MethodType
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
-__all__ = ["register_at_fork"]
-
 # Any: objects of any class, each with its method. (A `WeakMethod` whose object dies as the
 # interpreter ends may complain on stderr.)
 _hooks: WeakKeyDictionary[Any, Callable[[Any], object]] = WeakKeyDictionary()

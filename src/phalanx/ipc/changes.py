@@ -7,8 +7,6 @@ from collections.abc import Callable
 from phalanx.ipc.liveness import CHECK_EVERY_S, LivenessTimer, Waiting
 from phalanx.native import FUNCTIONS, address_of
 
-__all__ = ["Changes"]
-
 
 class Changes:
     """What processes tell each other that others wait for.

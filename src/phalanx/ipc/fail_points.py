@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["Fault", "fail_point", "fault", "inject"]
-
 Fault = Callable[[str, int], None]  # (point, worker)
 
 fault: Fault | None = None

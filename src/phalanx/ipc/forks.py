@@ -18,8 +18,6 @@ import warnings
 from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
-__all__ = ["flush_output", "fork", "fork_apart", "let_go", "take_signals"]
-
 _HANDLER_S = 0.1
 _OUTPUT = (1, 2)
 

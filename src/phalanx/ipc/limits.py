@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["available_memory_bytes", "cores_allowed"]
-
 _CGROUPS = Path("sys/fs/cgroup")
 
 # By the version of the hierarchy: files with the limit, with what is used, and the line of

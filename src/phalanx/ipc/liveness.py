@@ -14,8 +14,6 @@ from phalanx.clock import now_s, pause
 from phalanx.errors import PeerTimeout
 from phalanx.plan import say_numbers
 
-__all__ = ["LivenessTimer", "Waiting", "late_peers", "wait_until"]
-
 CHECK_EVERY_S = 0.02
 SPIN_S = 100e-6  # about what the shortest sleep takes in truth
 SHORTEST_SLEEP_S = 50e-6

@@ -10,8 +10,6 @@ from __future__ import annotations
 import platform
 import threading
 
-__all__ = ["fence"]
-
 _KEEPS_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
 _fence_lock = threading.Lock()
 

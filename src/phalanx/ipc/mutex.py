@@ -9,8 +9,6 @@ from phalanx.errors import PeerTimeout
 from phalanx.ipc.liveness import Waiting
 from phalanx.native import FUNCTIONS, address_of, require_library
 
-__all__ = ["Mutex"]
-
 _SLICE_MS = 20  # a thread that waits in C hears of no Ctrl-C before it comes back
 
 

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from phalanx.errors import PeerLost
 
-__all__ = ["ProcessIdentity", "die_with_parent", "signal_main_thread"]
-
 _PR_SET_PDEATHSIG = 1
 _SIGKILL = 9
 # Where a line of /proc/<pid>/stat is cut after the name (which may hold blanks and parentheses),

@@ -22,8 +22,6 @@ import torch
 from phalanx.errors import OutOfSpace, PeerLost, StateError
 from phalanx.ipc.limits import available_memory_bytes
 
-__all__ = ["ALIGN_BYTES", "Region", "aligned", "check_room", "reserve"]
-
 ALIGN_BYTES = 64  # of whatever begins in memory: a line of the cache, the widest vector
 
 

@@ -23,8 +23,6 @@ from phalanx.ipc.at_fork import register_at_fork
 from phalanx.ipc.liveness import Waiting
 from phalanx.ipc.region import Region, check_room, reserve
 
-__all__ = ["RunDirectory"]
-
 _BASE = Path("/dev/shm")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _OPEN_S = 10.0  # nobody holds the exclusive lock for longer than it takes to remove some files

@@ -15,19 +15,6 @@ import torch
 
 from phalanx.errors import UnsupportedError
 
-__all__ = [
-    "DTYPES",
-    "FUNCTIONS",
-    "Function",
-    "IndexView",
-    "KeysView",
-    "PartView",
-    "address_of",
-    "compiled_for",
-    "is_compiled",
-    "require_library",
-]
-
 _VERSION = 21  # as in native.h: a library of another one is left alone
 # What returns a number.
 _ANSWERS = (

@@ -25,8 +25,6 @@ from phalanx.plan import equal_sizes
 from phalanx.tables.row_initializer import mix
 from phalanx.tables.spec import TableSpec
 
-__all__ = ["Cut", "Piece", "part_of"]
-
 _KEYS_SEED = np.int64(0x5DEECE66D)
 
 

@@ -26,8 +26,6 @@ from phalanx.tables.table import Table
 from phalanx.tables.updaters import Sum
 from phalanx.torch_internals import backward_id, call_after_backward
 
-__all__ = ["TableEmbedding", "TableEmbeddingBag"]
-
 _MODES = ("sum", "mean", "max")
 _Gradients = list[tuple[Tensor, Tensor]]  # rows, and a gradient for each
 

@@ -31,8 +31,6 @@ from phalanx.tables.part import BEHIND, DONE, UNSETTLED, Entry, TablePart
 from phalanx.tables.row_initializer import RowInit, RowInitializer
 from phalanx.tables.table_memory import RESERVED, TableMemory
 
-__all__ = ["POINTS", "KeyPart"]
-
 POINTS = ("room made", "keys written", "keys pending")
 """Fail points of an add of new keys, in order; those of a `TablePart` follow."""
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from phalanx.tables.part import add_up_repeats
 
-__all__ = ["LastRead"]
-
 
 class LastRead:
     """The rows that a worker has read, in its own memory.

@@ -39,8 +39,6 @@ from phalanx.tables.part import Entry, NotFinite
 from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.table_memory import FINISHED, LOGGED_AS, LOGS, NUMBER, TAIL, TableMemory
 
-__all__ = ["WorkerLog"]
-
 _ROUND, _END = range(2)
 _NUM_CHAPTERS = 2
 _HAS_ROWS, _ASSIGNS = 1, 2  # bits of an entry's kind

@@ -23,15 +23,6 @@ from phalanx.errors import ConfigError
 from phalanx.tables.table import Table
 from phalanx.tables.updaters import Nesterov, Sum, Updater, parse_updater
 
-__all__ = [
-    "FlatTensors",
-    "ParameterExchange",
-    "StatisticsExchange",
-    "choose_updater",
-    "read_outer",
-    "split_by_dtype",
-]
-
 DILOCO_LR, DILOCO_MOMENTUM = 0.7, 0.9  # arXiv 2311.08105, table 5
 
 

@@ -23,8 +23,6 @@ from phalanx.tables.spec import TableSpec
 from phalanx.tables.table_memory import MERGED, NUM_LOGS, READY, TableMemory
 from phalanx.tables.values import outside
 
-__all__ = ["ALL_FINISHED", "OwnParts"]
-
 ALL_FINISHED = bytes(NUM_LOGS)
 """The bytes UNFINISHED where no log holds an add that is not in all parts."""
 

@@ -56,18 +56,6 @@ from phalanx.tables.table_memory import TableMemory
 from phalanx.tables.updaters import Change
 from phalanx.tables.values import outside
 
-__all__ = [
-    "BEHIND",
-    "DONE",
-    "POINTS",
-    "UNSETTLED",
-    "Entry",
-    "NotFinite",
-    "TablePart",
-    "add_up_repeats",
-    "checked",
-]
-
 POINTS = (
     "before lock",
     "lock held",

@@ -14,7 +14,8 @@ knows which adds it has (part.py), and the next worker resumes there. A worker t
 first finishes that round (TAKEN is ahead of APPLIED); otherwise its own
 adds would reach only the shards that lack the round. A new worker with the number of a dead or
 departed one inherits its line: the logged updates are applied, the arrival of the other incarnation
-is discarded.
+is discarded. A worker whose get ends at the deadline has arrived all the same; its next get is the
+same one.
 """
 
 from __future__ import annotations
@@ -22,26 +23,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import NamedTuple
 
 from phalanx.ipc import Mutex, late_peers
 from phalanx.tables.log import WorkerLog
-from phalanx.tables.membership import GAVE_UP_EARLIER, Membership
+from phalanx.tables.membership import Membership
 from phalanx.tables.part import Entry
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.table_memory import APPLIED, ARRIVED_AS, CLOCK, LOGS, TAKEN, TableMemory
 
-__all__ = ["Arrival", "Rounds"]
-
 _NUM_LOGS = 2
-
-
-class Arrival(NamedTuple):
-    """A worker that has come to a round and not gone on yet."""
-
-    worker: int
-    number: int
-    incarnation: int
 
 
 class Rounds:
@@ -101,31 +91,25 @@ class Rounds:
         """Return the last round that ``worker`` has arrived at."""
         return self._memory.worker(worker)[CLOCK]
 
-    def arrive(self, worker: int, number: int | None = None) -> Arrival:
-        """Say that ``worker`` has logged all adds of its round, or of all up to ``number``."""
+    def arrive(self, worker: int, number: int | None = None) -> int:
+        """Say that ``worker`` has logged all adds of its round, or of all up to ``number``.
+
+        Returns:
+            The round.
+        """
         line = self._memory.worker(worker)
         with self._mutex:
             number = line[CLOCK] + 1 if number is None else number
-            line[ARRIVED_AS] = abs(line[ARRIVED_AS])
             line[CLOCK] = max(line[CLOCK], number)
-            arrival = Arrival(worker, number, line[ARRIVED_AS])
         self._membership.changes.tell()
-        return arrival
+        return number
 
-    def finish(self, arrival: Arrival, timeout_s: float) -> None:
-        """Wait until the round is in; apply it if everybody has arrived.
-
-        An arrival that was taken back counts again.
+    def finish(self, number: int, timeout_s: float) -> None:
+        """Wait until a round is in; apply it if everybody has arrived.
 
         Raises:
-            PeerTimeout: Somebody stayed away; ``.rank`` is the first. The arrival is taken back,
-                unless the worker has arrived at a later round, too.
+            PeerTimeout: Somebody stayed away; ``.rank`` is the first.
         """
-        number, line = arrival.number, self._memory.worker(arrival.worker)
-        with self._mutex:
-            if line[CLOCK] < number and self._is_its_own(arrival):
-                line[ARRIVED_AS] = arrival.incarnation
-                line[CLOCK] = number
 
         def ready() -> bool:
             if self._line[APPLIED] < number and self._has_all(number):
@@ -136,33 +120,30 @@ class Rounds:
             self._membership.look_for_dead(timeout_s)
 
         if not self._membership.changes.wait_until(ready, timeout_s, look):
-            self._give_up(arrival, timeout_s)
+            awaited = self._membership.awaited()
+            missing = [each for each in awaited if not self._has(each, number)]
+            raise late_peers(
+                "Worker",
+                missing or awaited,  # where the last one came just now
+                self._membership.num_workers(),
+                f"get {number} of table {self._spec.name!r}",
+                timeout_s,
+                more="In a bulk-synchronous table all workers make the same gets, or leave.",
+            )
 
     def _has_all(self, number: int) -> bool:
         """Tell whether all have arrived, by a look at no more workers than it takes."""
         return all(self._has(worker, number) for worker in self._membership.awaited())
 
-    def _missing(self, number: int) -> list[int]:
-        return [each for each in self._membership.awaited() if not self._has(each, number)]
-
     def _has(self, worker: int, number: int) -> bool:
         line = self._memory.worker(worker)
         arrived_as = self._membership.incarnation(worker)
-        return line[CLOCK] >= number and abs(line[ARRIVED_AS]) == arrived_as
-
-    def _has_given_up(self, worker: int, number: int) -> bool:
-        """Tell whether a worker had come to a round, and given it up at its deadline."""
-        line, arrived_as = self._memory.worker(worker), self._membership.incarnation(worker)
-        return line[CLOCK] == number - 1 and line[ARRIVED_AS] == -arrived_as
-
-    def _is_its_own(self, arrival: Arrival) -> bool:
-        """Tell whether the line still belongs to this worker, not to a later one of its number."""
-        return abs(self._memory.worker(arrival.worker)[ARRIVED_AS]) == arrival.incarnation
+        return line[CLOCK] >= number and line[ARRIVED_AS] == arrived_as
 
     def _apply(self, number: int, timeout_s: float) -> None:
         """Apply all rounds up to ``number``; an abandoned get leaves its round open."""
         with self._lock.held(timeout_s):
-            # again: the round may be applied, an arrival withdrawn, or a worker new
+            # again: the round may be applied, or a worker new
             if not self._has_all(number):
                 return
             for each in range(self._line[APPLIED] + 1, number + 1):
@@ -181,25 +162,3 @@ class Rounds:
         self._take_in(number, entries, timeout_s)
         self._line[APPLIED] = number
         self._membership.changes.tell()
-
-    def _give_up(self, arrival: Arrival, timeout_s: float) -> None:
-        worker, number, _ = arrival
-        with self._lock.held(timeout_s):
-            missing = self._missing(number)
-            if self._line[APPLIED] < number and missing:
-                line = self._memory.worker(worker)
-                with self._mutex:
-                    if line[CLOCK] == number and self._is_its_own(arrival):
-                        line[CLOCK] = number - 1
-                        line[ARRIVED_AS] = -arrival.incarnation
-                away = [each for each in missing if not self._has_given_up(each, number)]
-                rule = "In a bulk-synchronous table all workers make the same gets, or leave."
-                raise late_peers(
-                    "Worker",
-                    away or missing,
-                    self._membership.num_workers(),
-                    f"get {number} of table {self._spec.name!r}",
-                    timeout_s,
-                    more=rule if away else GAVE_UP_EARLIER,
-                )
-        self._apply(number, timeout_s)  # the last one came just now

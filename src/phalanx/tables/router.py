@@ -22,7 +22,6 @@ from phalanx.memory import all_within
 from phalanx.tables.asking import abandon, ask, wait_for, with_all
 from phalanx.tables.own_parts import ALL_FINISHED, OwnParts
 from phalanx.tables.part import Entry, TablePart, checked
-from phalanx.tables.rounds import Arrival
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.values import outside
 
@@ -267,25 +266,25 @@ class Router:
         # In the order of their numbers: one that comes late is taken for a repetition.
         with_all([self._turn_of(entry.worker), *_adding(parts)], put)
 
-    def arrive(self, worker: int) -> Arrival:
-        """Say that ``worker`` has put down all of its round."""
+    def arrive(self, worker: int) -> int:
+        """Say that ``worker`` has put down all of its round, and return it."""
         rounds, parts = self.here.rounds, list(self.remote_parts(worker).values())
         if not parts:
             return rounds.arrive(worker)
         with self._turn_of(worker):  # no thread of the worker puts anything down meanwhile
-            arrival = rounds.arrive(worker)
+            number = rounds.arrive(worker)
 
-        ask([partial(part.begin_arrive, arrival.number, _CALL_S) for part in parts])
-        return arrival
+        ask([partial(part.begin_arrive, number, _CALL_S) for part in parts])
+        return number
 
-    def finish(self, arrival: Arrival, timeout_s: float) -> None:
+    def finish(self, worker: int, number: int, timeout_s: float) -> None:
         """Wait until the round is in on every host; see :meth:`Rounds.finish`."""
         calls: list[RemoteCall] = []
         try:
-            for part in self.remote_parts(arrival.worker).values():
-                calls.append(part.begin_finish(arrival.number, timeout_s))
+            for part in self.remote_parts(worker).values():
+                calls.append(part.begin_finish(number, timeout_s))
             try:
-                self.here.rounds.finish(arrival, timeout_s)
+                self.here.rounds.finish(number, timeout_s)
             except PhalanxError:
                 wait_for(calls)  # a silent host may be why others stay away
                 raise

@@ -25,8 +25,6 @@ from phalanx.plan import check_argument
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.values import read_init
 
-__all__ = ["Int64s", "RowInit", "RowInitializer", "Uniform", "mix", "read_row_init"]
-
 _KIND, _LOW, _HIGH, _SEED = range(4)
 _CONSTANT, _UNIFORM = range(2)
 _HEAD_BYTES = 64

@@ -8,8 +8,6 @@ import weakref
 from phalanx.errors import StateError
 from phalanx.ipc import Region, RunDirectory
 
-__all__ = ["RunRegions"]
-
 
 class RunRegions:
     """The regions of a run, by name.

@@ -32,8 +32,6 @@ from phalanx.tables.snapshots import load_parts, read_directory
 from phalanx.tables.table_group import TableGroup, read_mode
 from phalanx.tables.updaters import Blend, Nesterov
 
-__all__ = ["SharedModule"]
-
 
 class SharedModule:
     """Keep the workers' copies of a module together, by their changes since the last exchange.

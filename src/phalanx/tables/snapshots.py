@@ -21,8 +21,6 @@ from phalanx.ipc import fail_point
 from phalanx.plan import check_argument
 from phalanx.tables.spec import TableSpec
 
-__all__ = ["SNAPSHOT_POINTS", "load_parts", "make_folder", "read_directory", "save_parts"]
-
 SNAPSHOT_POINTS = ("snapshot begun", "snapshot written", "snapshot renamed")
 """Fail points of a snapshot, in order; it counts from the last one on."""
 

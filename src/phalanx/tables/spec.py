@@ -12,8 +12,6 @@ from phalanx.errors import ConfigError
 from phalanx.plan import Staleness, check_argument
 from phalanx.tables.updaters import Updater, parse_updater, state_dtype
 
-__all__ = ["DTYPES", "TableSpec", "read_dtype"]
-
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)

@@ -23,16 +23,6 @@ from phalanx.tables.snapshots import load_parts, make_folder, read_directory, sa
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.values import read_delta, read_out, read_rows, read_value
 
-__all__ = [
-    "KeyTable",
-    "Numbers",
-    "PendingGet",
-    "Rows",
-    "Table",
-    "TableStats",
-    "wait_for_clocks",
-]
-
 Array = np.ndarray[Any, Any]  # of any shape and dtype: both are checked when they are known
 Numbers = Tensor | Array | Sequence[Any]  # nested sequences have no type of their own
 Rows = Tensor | Array | Sequence[int]
@@ -93,6 +83,7 @@ class Table:
         self._storage = storage
         self._group = group
         self._num_adds = 0
+        self._late_round: int | None = None  # of a get that ended at its deadline
         self._is_bulk = spec.staleness.is_bulk_synchronous
         self._is_bounded = spec.staleness.is_bounded
         self._is_guarded = spec.nonfinite != "allow"
@@ -215,7 +206,8 @@ class Table:
 
         Raises:
             ConfigError: A row is outside the table, or ``out`` is of another shape or dtype.
-            PeerTimeout: A worker for whom the table's mode waits stayed away; ``.rank`` is it.
+            PeerTimeout: A worker for whom the table's mode waits stayed away; ``.rank`` is it. The
+                round of a bulk-synchronous table stays ended; the next get is of the same one.
 
         Collective: In a bulk-synchronous table all workers make the same number of gets.
         Blocks: While an add to the same shard is under way, whichever rows it changes. Bounded:
@@ -225,7 +217,7 @@ class Table:
         self._check_open()
         index = read_rows(rows, self._spec)
         if self._is_bulk:
-            return self._begin_get(index, out).wait()
+            return self._get_of_round(index, out)
         self._storage.refuse_outside(index)
         target, answer = self._target(index, out)
         self._read(index, target)
@@ -250,9 +242,21 @@ class Table:
         index = read_rows(rows, self._spec)
         return self._begin_get(None if index is None else index.clone(), out)
 
-    def _begin_get(self, index: Tensor | None, out: Tensor | None) -> PendingGet:
+    def _get_of_round(self, index: Tensor | None, out: Tensor | None) -> Tensor:
+        pending = self._begin_get(index, out, self._late_round)
+        try:
+            answer = pending.wait()
+        except PeerTimeout:
+            self._late_round = pending.round
+            raise
+        self._late_round = None
+        return answer
+
+    def _begin_get(
+        self, index: Tensor | None, out: Tensor | None, late_round: int | None = None
+    ) -> PendingGet:
         self._storage.refuse_outside(index)
-        return PendingGet(self, index, *self._target(index, out))
+        return PendingGet(self, index, *self._target(index, out), late_round)
 
     def _target(self, index: Tensor | None, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return where rows go, as the table has them, and the same as the caller gets it."""
@@ -387,15 +391,23 @@ class Table:
 class PendingGet:
     """A get that has begun; made by :meth:`Table.async_get`."""
 
-    def __init__(self, table: Table, rows: Tensor | None, target: Tensor, answer: Tensor) -> None:
+    def __init__(
+        self,
+        table: Table,
+        rows: Tensor | None,
+        target: Tensor,
+        answer: Tensor,
+        late_round: int | None,
+    ) -> None:
         """Not for callers, who have :meth:`Table.async_get`."""
         self._table = table
         self._rows = rows
         self._target = target
         self._answer = answer
         group = table._group
-        counts = table._is_bulk and group.is_counted()
-        self._arrival = table._storage.arrive(group.worker_id) if counts else None
+        self.round = late_round
+        if late_round is None and table._is_bulk and group.is_counted():
+            self.round = table._storage.arrive(group.worker_id)
         self._done = False
 
     def wait(self) -> Tensor:
@@ -407,8 +419,9 @@ class PendingGet:
         if not self._done:
             table = self._table
             table._check_process()
-            if self._arrival is not None:
-                table._storage.finish(self._arrival, table._group.timeout_s)
+            if self.round is not None:
+                group = table._group
+                table._storage.finish(group.worker_id, self.round, group.timeout_s)
             table._read(self._rows, self._target)
             self._done = True
         return self._answer

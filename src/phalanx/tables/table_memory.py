@@ -12,8 +12,7 @@
 
 Words of the table are written with its lock held, those of a worker by this worker alone, or with
 its log's lock held. LOGGED_AS is the incarnation that wrote the log, ARRIVED_AS the one that wrote
-CLOCK; where it is negative, the worker came to round CLOCK + 1 as well, and gave it up. Behind the
-workers' lines is one for a log of the table's own.
+CLOCK. Behind the workers' lines is one for a log of the table's own.
 
 A keys table's region is as long as the table may ever become; its memory is taken as keys come.
 """
@@ -32,23 +31,6 @@ from phalanx.plan import equal_sizes
 from phalanx.tables.membership import MAX_WORKERS
 from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.spec import TableSpec
-
-__all__ = [
-    "APPLIED",
-    "ARRIVED_AS",
-    "CLOCK",
-    "FINISHED",
-    "LOGGED_AS",
-    "LOGS",
-    "MERGED",
-    "NUMBER",
-    "NUM_LOGS",
-    "READY",
-    "RESERVED",
-    "TAIL",
-    "TAKEN",
-    "TableMemory",
-]
 
 MERGED = MAX_WORKERS
 """Under which number merged rounds are made."""

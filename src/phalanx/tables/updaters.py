@@ -22,21 +22,6 @@ from torch import Tensor
 from phalanx.errors import ConfigError
 from phalanx.plan import check_argument
 
-__all__ = [
-    "AdaGrad",
-    "Adam",
-    "Blend",
-    "Change",
-    "DcAsgd",
-    "Momentum",
-    "Nesterov",
-    "RowwiseAdaGrad",
-    "Sgd",
-    "Sum",
-    "Updater",
-    "parse_updater",
-]
-
 
 class Change(NamedTuple):
     """What an updater is given.

@@ -13,8 +13,6 @@ from phalanx.errors import ConfigError
 from phalanx.memory import all_finite, has_memory
 from phalanx.tables.spec import TableSpec
 
-__all__ = ["outside", "read_delta", "read_init", "read_out", "read_rows", "read_value"]
-
 
 def read_rows(given: object, spec: TableSpec) -> Tensor | None:
     """Return a list of rows or keys as (K,) int64; None for all rows.
