@@ -176,13 +176,6 @@ class Region:
                 check_room(nbytes, self.label)
             reserve(self.fd, nbytes, self.label, self._directory, start=start)
 
-    def release_part(self, start: int, nbytes: int) -> None:
-        """Give the memory of a part back, as far as it is whole pages, which are zeros then."""
-        first, stop = -(-start // mmap.PAGESIZE), (start + nbytes) // mmap.PAGESIZE
-        if first < stop:
-            pages = (first * mmap.PAGESIZE, (stop - first) * mmap.PAGESIZE)
-            self._open_mapping().madvise(mmap.MADV_REMOVE, *pages)
-
     def close(self) -> None:
         """Close the descriptor and forget the mapping; tensors handed out stay valid."""
         self._mapping = None

@@ -131,7 +131,20 @@ def compiled_for(name: str, dtype: torch.dtype) -> Function | None:
     return FUNCTIONS.get(f"{name}_{DTYPES.get(dtype)}")
 
 
+_Fields = tuple[tuple[str, type], ...]
+
+
+def _words(*names: str) -> _Fields:
+    return tuple((name, ctypes.c_int64) for name in names)
+
+
+def _addresses(*names: str) -> _Fields:
+    return tuple((name, ctypes.c_void_p) for name in names)
+
+
 class _View(ctypes.Structure):
+    """What C knows of memory. Whoever makes one keeps the memory."""
+
     @property
     def address(self) -> int:
         """Where it lies."""
@@ -139,44 +152,25 @@ class _View(ctypes.Structure):
 
 
 class PartView(_View):
-    """A part of a table, as native/part.c is told of it. Whoever makes one keeps its memory."""
+    """A part of a table, as in native/part.h."""
 
     _fields_ = (
-        ("header", ctypes.c_void_p),
-        ("done", ctypes.c_void_p),
-        ("lock", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        ("record", ctypes.c_void_p),
-        ("record_rows", ctypes.c_void_p),
-        ("num_rows", ctypes.c_int64),
-        ("num_cols", ctypes.c_int64),
-        ("first_row", ctypes.c_int64),
-        ("dtype", ctypes.c_int64),
+        *_addresses("header", "done", "lock", "values", "record", "record_rows"),
+        *_words("num_rows", "num_cols", "first_row", "dtype"),
         ("scale", ctypes.c_double),
     )
 
 
 class IndexView(_View):
-    """An index of keys, as native/keys.c is told of it. Whoever makes one keeps its memory."""
+    """An index of keys, as in native/keys.c."""
 
-    _fields_ = (
-        ("entries", ctypes.c_void_p),
-        ("keys", ctypes.c_void_p),
-        ("mask", ctypes.c_int64),
-        ("seed", ctypes.c_int64),
-        ("generation", ctypes.c_int64),
-        ("stop", ctypes.c_int64),
-    )
+    _fields_ = (*_addresses("entries", "keys"), *_words("mask", "seed", "generation", "stop"))
 
 
 class KeysView(_View):
-    """A part whose rows are found by key, for native/keys.c."""
+    """A part whose rows are found by key, as in native/keys.c."""
 
-    _fields_ = (
-        ("rows", ctypes.c_void_p),
-        ("counts", ctypes.c_void_p),
-        ("first_row", ctypes.c_void_p),
-    )
+    _fields_ = _addresses("rows", "counts", "first_row")
 
 
 def address_of(memory: memoryview) -> int:

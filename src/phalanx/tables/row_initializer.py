@@ -10,7 +10,6 @@ memory: the master writes it, all read it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.errors import ConfigError
 from phalanx.ipc import Region
 from phalanx.plan import check_argument
 from phalanx.tables.spec import TableSpec
@@ -78,11 +76,8 @@ class Uniform:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (_is_finite(self.low) and _is_finite(self.high) and self.low < self.high):
-            raise ConfigError(
-                f"`low` and `high` must be finite numbers, `low` the smaller, but are {self.low!r} "
-                f"and {self.high!r}."
-            )
+        fits = -math.inf < self.low < self.high < math.inf
+        check_argument(fits, "low", f"be finite and below `high` ({self.high!r})", self.low)
         fits = type(self.seed) is int and -(1 << 63) <= self.seed < 1 << 63
         check_argument(fits, "seed", "be an integer of 64 bits", self.seed)
 
@@ -93,12 +88,6 @@ class Uniform:
         words = mix(of_row[:, None] + np.arange(1, cols + 1, dtype=np.uint64) * _STEP)
         shares = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
         return torch.from_numpy(self.low + shares * (self.high - self.low))
-
-
-def _is_finite(given: object) -> bool:
-    if isinstance(given, bool) or not isinstance(given, int | float):
-        return False
-    return math.isfinite(given)
 
 
 RowInit = Uniform | Tensor
@@ -115,14 +104,10 @@ def read_row_init(given: object, spec: TableSpec) -> RowInit:
         wanted = f"be an integer or a row for {spec.dtype}"
         check_argument(spec.dtype.is_floating_point, "init", wanted, given)
         return given
-    is_number = isinstance(given, int | float) and not isinstance(given, bool)
     if isinstance(given, Tensor | np.ndarray):
         given = given[None]
-    elif isinstance(given, Sequence) and not isinstance(given, str | bytes):
+    elif given is not None and not isinstance(given, int | float):
         given = [given]
-    else:
-        wanted = f"be a number, a row of {spec.cols} numbers or `tables.Uniform(…)`"
-        check_argument(given is None or is_number, "init", wanted, given)
     row = read_init(given, spec, 1)
     return row.expand(1, spec.cols)  # a number takes no memory here, for as many as that may be
 
@@ -140,11 +125,6 @@ class RowInitializer:
         head = region.buffer[offset_bytes : offset_bytes + _HEAD_BYTES]
         self._words, self._bounds = head.cast("q"), head.cast("d")
         self._row = region.tensor(spec.dtype, spec.cols, offset_bytes + _HEAD_BYTES).view(1, -1)
-
-    @staticmethod
-    def needed_bytes(spec: TableSpec) -> int:
-        """Return how much room it takes."""
-        return _HEAD_BYTES + spec.cols * spec.dtype.itemsize
 
     def write(self, first: RowInit) -> None:
         """Lay the rule down, before anybody reads it."""

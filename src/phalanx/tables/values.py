@@ -13,6 +13,8 @@ from phalanx.errors import ConfigError
 from phalanx.memory import all_finite, has_memory
 from phalanx.tables.spec import TableSpec
 
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+
 
 def read_rows(given: object, spec: TableSpec) -> Tensor | None:
     """Return a list of rows or keys as (K,) int64; None for all rows.
@@ -42,18 +44,12 @@ def _read_other_rows(given: object, spec: TableSpec) -> Tensor | None:
             )
         return None
     rows = _numbers(given, "rows")
-    is_integer = not (rows.dtype.is_floating_point or rows.dtype.is_complex)
-    if rows.numel() and (rows.dtype is torch.bool or not is_integer):
+    if rows.dim() != 1 or (rows.dtype not in _INTEGERS and rows.numel()):
         raise ConfigError(
-            f"`rows` must hold integers, but holds {rows.dtype}. Give row numbers, 0-based."
-        )
-    if rows.dim() != 1:
-        raise ConfigError(
-            f"`rows` must be a list of row numbers, but has shape {tuple(rows.shape)}."
+            f"`rows` must be a list of int64 numbers, but is of {rows.dtype} and shape "
+            f"{tuple(rows.shape)}."
         )
     numbers = rows.to(torch.int64)
-    if rows.dtype is torch.uint64 and bool((numbers < 0).any()):
-        raise ConfigError("`rows` must be below 2^63, but one is not. Give int64 numbers.")
     # A copy: keys are looked up twice, and another thread may change the caller's between the two.
     return numbers.clone() if spec.has_keys else numbers
 
@@ -120,12 +116,7 @@ def read_delta(given: object, spec: TableSpec, num_rows: int | None, name: str =
 
 
 def _read_other_delta(given: object, spec: TableSpec, wanted: tuple[int, ...], name: str) -> Tensor:
-    delta = _numbers(given, name, spec.dtype)
-    if delta.dtype != spec.dtype:
-        raise ConfigError(
-            f"`{name}` must be of {spec.dtype} like table {spec.name!r}, but is of {delta.dtype}. "
-            f"Give `{name}.to({spec.dtype})`."
-        )
+    delta = _of_dtype(given, spec, name)
     if delta.shape == (0,):  # as an empty list is
         delta = delta.reshape(0, *wanted[1:])
     if delta.shape != wanted:
@@ -136,6 +127,16 @@ def _read_other_delta(given: object, spec: TableSpec, wanted: tuple[int, ...], n
     return delta.view(-1, 1) if spec.is_array else delta
 
 
+def _of_dtype(given: object, spec: TableSpec, name: str) -> Tensor:
+    numbers = _numbers(given, name, spec.dtype)
+    if numbers.dtype != spec.dtype:
+        raise ConfigError(
+            f"`{name}` must be of {spec.dtype} like table {spec.name!r}, but is of "
+            f"{numbers.dtype}. Give `{name}.to({spec.dtype})`."
+        )
+    return numbers
+
+
 def read_out(out: object, spec: TableSpec, num_rows: int) -> Tensor:
     """Return ``out`` as (K, D), the same memory.
 
@@ -143,20 +144,21 @@ def read_out(out: object, spec: TableSpec, num_rows: int) -> Tensor:
         ConfigError: It is no dense CPU tensor of the result's shape and dtype.
     """
     wanted = (num_rows, *spec.shape[1:])
-    if not isinstance(out, Tensor) or out.shape != wanted or out.dtype != spec.dtype:
+    if not isinstance(out, Tensor) or not _fits(out, wanted, spec.dtype):
         shown = f"{out.dtype}, {tuple(out.shape)}" if isinstance(out, Tensor) else repr(out)
-        raise ConfigError(f"`out` must be a tensor of {spec.dtype}, {wanted}, but is {shown}.")
-    unwritable = (
-        out.is_neg()
-        or not has_memory(out)
-        or (out.is_inference() and not torch.is_inference_mode_enabled())
-    )
-    if not out.is_cpu or not out.is_contiguous() or out.requires_grad or unwritable:
         raise ConfigError(
-            "`out` must be a contiguous tensor on the CPU that needs no gradient and may be "
-            "written to, but is not."
+            f"`out` must be a tensor of {spec.dtype}, {wanted}, contiguous, on the CPU, and one "
+            f"that may be written to and needs no gradient, but is {shown}."
         )
     return out.view(-1, 1) if spec.is_array else out
+
+
+def _fits(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Tell whether rows of that shape and dtype may be written to a tensor."""
+    is_frozen = out.is_inference() and not torch.is_inference_mode_enabled()
+    is_plain = out.is_cpu and out.is_contiguous() and has_memory(out) and not out.is_neg()
+    may_be_written = not (is_frozen or out.requires_grad)
+    return is_plain and may_be_written and out.shape == shape and out.dtype == dtype
 
 
 def read_value(given: object, spec: TableSpec, num_rows: int | None, name: str = "value") -> Tensor:
@@ -177,14 +179,7 @@ def read_init(given: object, spec: TableSpec, num_rows: int | None = None) -> Te
         ConfigError: It does not fit the table.
     """
     if given is None or (isinstance(given, int | float) and not isinstance(given, bool)):
-        if isinstance(given, float) and not spec.dtype.is_floating_point:
-            raise ConfigError(f"`init` must be an integer for {spec.dtype}, but is {given!r}.")
-        try:
-            value = torch.full((), given or 0, dtype=spec.dtype, device="cpu")
-        except (RuntimeError, OverflowError) as exc:
-            raise ConfigError(
-                f"`init` must be a number that {spec.dtype} holds, but is {given!r}."
-            ) from exc
+        value = _of_dtype([given or 0], spec, "init").view(())
         _refuse_nonfinite(value, spec, "init")
         return value
     return read_value(given, spec, num_rows, "init")
