@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
+from phalanx.tables.part import Entry
 from phalanx.tables.table import Table
 from phalanx.tables.updaters import Nesterov, Sum, Updater, parse_updater
 
@@ -139,39 +140,21 @@ class ParameterExchange:
         Raises:
             PeerTimeout: As a table's ``get``.
         """
-        got = self._read_answer(self._pending.wait())
+        got = self._pending.wait()
         if not (alone and torch.equal(got, self._base)):
             self.flat.scatter(got)
         self.flat.round(got)
         self._base, self._spare = got, self._base
 
-    def _read_answer(self, answer: Tensor) -> Tensor:
-        return answer
-
 
 class StatisticsExchange(ParameterExchange):
-    """Running statistics: the table takes the values, and a weight for each (see ``Blend``).
-
-    Args:
-        flat: The tensors.
-        table: A matrix of ``flat.size`` rows and 2 columns.
-        in_rounds: Whether the table merges rounds.
-    """
-
-    def __init__(self, flat: FlatTensors, table: Table, *, in_rounds: bool) -> None:
-        super().__init__(flat, table, downhill=False, averages=not in_rounds)
+    """Running statistics: the table takes the values, and a weight for each (see ``Blend``)."""
 
     def give(self, num_workers: int) -> None:
         """Give the table what was noted."""
         weight = 1.0 / num_workers if self._averages else 1.0
-        self.table.add(torch.stack((self._held, torch.full_like(self._held, weight)), 1))
-
-    def ask(self) -> None:
-        """Begin to get the answer."""
-        self._pending = self.table._begin_get(None, None)
-
-    def _read_answer(self, answer: Tensor) -> Tensor:
-        return answer[:, 0].contiguous()
+        wide = torch.stack((self._held, torch.full_like(self._held, weight)), 1)
+        self.table._take(Entry(None, wide, self.table._group.worker_id))
 
 
 def split_by_dtype(tensors: Sequence[tuple[str, Tensor]]) -> list[FlatTensors]:

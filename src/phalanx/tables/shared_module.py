@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from phalanx.tables.module_exchange import (
     split_by_dtype,
 )
 from phalanx.tables.snapshots import load_parts, read_directory
+from phalanx.tables.table import Table
 from phalanx.tables.table_group import TableGroup, read_mode
 from phalanx.tables.updaters import Blend, Nesterov
 
@@ -120,61 +122,44 @@ class SharedModule:
         self._bound = self._staleness.bound if self._staleness.is_bounded else None
         self._is_torn = False  # whether a sync has begun and not ended
         parameters, statistics, counters = _sort_tensors(module)
-        self._exchanges = [
-            *(self._open_parameters(name, flat) for flat in parameters),
-            *(self._open_statistics(name, flat) for flat in statistics),
-        ]
+        self._exchanges = self._open_exchanges(name, parameters, statistics)
         self._take_counters(name, counters)
         self._receive()
 
     # --- opening ----------------------------------------------------------------------------------
 
-    def _table_name(self, name: str | None, what: str, dtype: torch.dtype) -> str | None:
-        return None if name is None else f"{name}.{what}.{str(dtype).removeprefix('torch.')}"
-
-    def _open_parameters(self, name: str | None, flat: FlatTensors) -> ParameterExchange:
-        in_rounds = self._staleness.is_bulk_synchronous
-        table = self._world.array(
+    def _open(self, flat: FlatTensors, what: str, name: str | None, **options: Any) -> Table:
+        dtype = str(flat.dtype).removeprefix("torch.")
+        return self._world.array(
             flat.size,
             flat.dtype,
-            updater=choose_updater(self.merge, self.outer, in_rounds=in_rounds),
             init=flat.gather(),
-            name=self._table_name(name, "parameters", flat.dtype),
+            name=None if name is None else f"{name}.{what}.{dtype}",
             nonfinite="allow",  # looked at before, with the tensor's name
-            sync=in_rounds,
-            staleness=self._bound,
-        )
-        return ParameterExchange(
-            flat,
-            table,
-            downhill=self.outer is not None,
-            averages=self.merge == "mean" and not in_rounds,
+            **options,
         )
 
-    def _open_statistics(self, name: str | None, flat: FlatTensors) -> ParameterExchange:
+    def _open_exchanges(
+        self, name: str | None, parameters: list[FlatTensors], statistics: list[FlatTensors]
+    ) -> list[ParameterExchange]:
         in_rounds = self._staleness.is_bulk_synchronous
-        values = flat.gather()
-        table = self._world.matrix(
-            flat.size,
-            2,
-            flat.dtype,
-            updater=Blend(),
-            init=torch.stack((values, torch.zeros_like(values)), 1),
-            name=self._table_name(name, "statistics", flat.dtype),
-            nonfinite="allow",
-            sync=in_rounds,
-            staleness=self._bound,
-        )
-        return StatisticsExchange(flat, table, in_rounds=in_rounds)
+        mode = {"sync": in_rounds, "staleness": self._bound}
+        updater = choose_updater(self.merge, self.outer, in_rounds=in_rounds)
+        downhill, averages = self.outer is not None, self.merge == "mean" and not in_rounds
+        exchanges = []
+        for flat in parameters:
+            table = self._open(flat, "parameters", name, updater=updater, **mode)
+            exchanges.append(ParameterExchange(flat, table, downhill=downhill, averages=averages))
+        for flat in statistics:
+            table = self._open(flat, "statistics", name, updater=Blend(), **mode)
+            exchanges.append(
+                StatisticsExchange(flat, table, downhill=False, averages=not in_rounds)
+            )
+        return exchanges
 
     def _take_counters(self, name: str | None, flat: FlatTensors) -> None:
         if flat.size:
-            values = flat.gather()
-            table_name = self._table_name(name, "counters", flat.dtype)
-            table = self._world.array(
-                flat.size, flat.dtype, init=values, name=table_name, sync=False
-            )
-            flat.scatter(table.get())
+            flat.scatter(self._open(flat, "counters", name, sync=False).get())
 
     # --- exchanging -------------------------------------------------------------------------------
 

@@ -99,7 +99,7 @@ class TableSpec:
 
     def entry_cols(self, assigns: bool) -> int:
         """Return how wide a row of an add's delta is, or of what is assigned."""
-        return 2 * self.cols if self.updater.remembers and not assigns else self.cols
+        return 2 * self.cols if self.updater.is_wide and not assigns else self.cols
 
     def as_mapping(self) -> dict[str, object]:
         """Return the spec as JSON holds it, for the other workers, or beside a snapshot."""

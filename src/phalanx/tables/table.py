@@ -165,19 +165,30 @@ class Table:
         else:
             self._storage.add(entry, self._group.timeout_s)
 
-    def assign(self, value: Numbers) -> None:
-        """Replace all values, past the updater, whose state stays; only the master may.
+    def assign(self, value: Numbers, rows: Rows | None = None) -> None:
+        """Replace values, past the updater, whose state stays; only the master may.
 
         In a bulk-synchronous table it takes part in the round as an add does.
 
+        Args:
+            value: For ``rows``, or for the whole table.
+            rows: As of :meth:`add`, each once; new keys come.
+
         Raises:
-            ConfigError: Shape or dtype is another.
+            ConfigError: Shape or dtype is another, a row is outside the table, or is there twice.
             StateError: Another worker is the master.
+            OutOfSpace: There is no memory for so many keys. The table is unchanged.
         """
         self._check_open()
         self._check_master("assign")
-        delta = read_value(value, self._spec, None)
-        self._take(Entry(None, delta, self._group.worker_id, assigns=True))
+        index = read_rows(rows, self._spec)
+        self._storage.refuse_outside(index)
+        if index is not None and len(index.unique()) != len(index):
+            raise ConfigError(
+                "`rows` must hold each row once for `assign`, but one is there twice."
+            )
+        delta = read_value(value, self._spec, None if index is None else index.numel())
+        self._take(Entry(index, delta, self._group.worker_id, assigns=True))
 
     def _check_master(self, what: str) -> None:
         group = self._group
@@ -463,31 +474,6 @@ class KeyTable(Table):
         """
         self._check_open()
         return self._storage.keys(self._group.timeout_s)
-
-    def assign(self, value: Numbers, rows: Rows | None = None) -> None:
-        """Replace the rows of keys, past the updater; only the master may. Others stay.
-
-        In a bulk-synchronous table it takes part in the round as an add does.
-
-        Args:
-            value: (K, cols).
-            rows: The keys, (K,) int64, each once. New keys come.
-
-        Raises:
-            ConfigError: Shape or dtype is another, or a key is there twice.
-            StateError: Another worker is the master.
-            OutOfSpace: There is no memory for so many keys. The table is unchanged.
-        """
-        self._check_open()
-        self._check_master("assign")
-        keys = read_rows(rows, self._spec)
-        assert keys is not None
-        if len(keys.unique()) != len(keys):
-            raise ConfigError(
-                "`rows` must hold each key once for `assign`, but one is there twice."
-            )
-        given = read_value(value, self._spec, len(keys))
-        self._take(Entry(keys, given, self._group.worker_id, assigns=True))
 
 
 def wait_for_clocks(group: TableWorker, judge: Callable[[], Verdict], what: str) -> None:

@@ -28,7 +28,7 @@ class Change(NamedTuple):
 
     Attributes:
         rows_KD: The rows, to be changed in place.
-        delta_KD: What was added to them; (K, 2D) where the updater remembers.
+        delta_KD: What was added to them; (K, 2D) where the updater is wide.
         states: The updater's states of these rows, to be changed in place.
     """
 
@@ -44,8 +44,8 @@ class Updater:
     Attributes:
         name: What it is called in ``updater=``.
         states: Width of each state: "row" for one number per row, "element" for one per element.
-        remembers: Whether it compares with what the worker read last: then a delta is (K, 2D), and
-            beside what was added stand the rows as its worker read them last.
+        is_wide: Whether a delta is (K, 2D): beside what was added stands what it is taken with.
+        remembers: Whether that is the rows as the worker read them last.
         any_dtype: Whether it serves tables of integers.
         merge: How the adds of a bulk-synchronous round become one before it is taken, if all are
             of the whole table: "sum" or "mean". Else, and for None, one is taken after the other.
@@ -73,6 +73,7 @@ class Updater:
 
     name: ClassVar[str] = ""
     states: ClassVar[tuple[str, ...]] = ()
+    is_wide: ClassVar[bool] = False
     remembers: ClassVar[bool] = False
     any_dtype: ClassVar[bool] = False
     merge: str | None = field(default=None, repr=False)
@@ -291,6 +292,7 @@ class DcAsgd(Updater):
     """
 
     name: ClassVar[str] = "dc_asgd"
+    is_wide: ClassVar[bool] = True
     remembers: ClassVar[bool] = True
     lr: float = 0.01
     compensation: float = 0.04
@@ -307,16 +309,17 @@ class Blend(Updater):
     """w += weight · (v − w): moves the shared value towards a worker's, never beyond it.
 
     For running statistics (shared_module.py). Unlike a sum of differences it stays between the
-    workers' values however late one is, so that a variance is never negative. Rows are (w, unused),
-    deltas (v, weight).
+    workers' values however late one is, so that a variance is never negative. Deltas are
+    (v, weight).
     """
 
     name: ClassVar[str] = "blend"
+    is_wide: ClassVar[bool] = True
     merge: str | None = field(default="mean", repr=False)
 
     def apply(self, change: Change) -> None:
         """Move; where both are equal, infinity among them, nothing changes."""
-        shared, (value, weight) = change.rows_KD[:, 0], change.delta_KD.unbind(1)
+        shared, (value, weight) = change.rows_KD, change.delta_KD.chunk(2, dim=1)
         moved = torch.where(value == shared, shared, torch.lerp(shared, value, weight))
         shared.copy_(moved)
 

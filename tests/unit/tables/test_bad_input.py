@@ -91,7 +91,8 @@ def test_only_the_master_assigns():
         table.assign([3, 4])
         with pytest.raises(StateError, match="`assign` must be called by the master, worker 0"):
             other.assign([0, 0])
-        assert other.get().tolist() == [3.0, 4.0]
+        table.assign([9], rows=[1])
+        assert other.get().tolist() == [3.0, 9.0]
 
 
 KEYS_OF_5 = torch.tensor([5, -(1 << 63), 0, 123456789012345, -9])

@@ -56,7 +56,7 @@ def test_assign_replaces_rows_and_brings_keys_past_the_updater(world, sync):
     table.add([[2, 2]], rows=[1])
     table.assign([[5, 6], [7, 8]], rows=[1, -1])
     assert table.get([1, -1, 0]).tolist() == [[5.0, 6.0], [7.0, 8.0], [9.0, 9.0]]
-    with pytest.raises(ConfigError, match="`rows` must hold each key once for `assign`"):
+    with pytest.raises(ConfigError, match="`rows` must hold each row once for `assign`"):
         table.assign([[0, 0]] * 2, rows=[3, 3])
     assert table.keys().tolist() == [-1, 1]
 
