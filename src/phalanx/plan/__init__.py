@@ -26,10 +26,11 @@ from phalanx.plan.slices import (
     read_workloads,
     workload_sizes,
 )
-from phalanx.plan.staleness import Staleness, Verdict
+from phalanx.plan.staleness import Behind, Staleness
 from phalanx.plan.tree import Node, SummationTree
 
 __all__ = [
+    "Behind",
     "BufferRules",
     "Layout",
     "Merging",
@@ -38,7 +39,6 @@ __all__ = [
     "Shares",
     "Staleness",
     "SummationTree",
-    "Verdict",
     "check_argument",
     "check_function",
     "check_mean_loss",

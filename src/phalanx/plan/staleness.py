@@ -14,18 +14,11 @@ from typing import NamedTuple
 from phalanx.errors import ConfigError
 
 
-class Verdict(NamedTuple):
-    """Whether a worker may go on, and if not, for whom it waits.
+class Behind(NamedTuple):
+    """The worker that others wait for, and the clock that it must reach."""
 
-    Attributes:
-        may_go_on: Whether it need not wait.
-        slowest: The worker with the lowest clock, the lowest number among equals; None if alone.
-        needed_clock: The clock that everybody must have reached.
-    """
-
-    may_go_on: bool
-    slowest: int | None
-    needed_clock: int
+    worker: int
+    clock: int
 
 
 @dataclass(frozen=True)
@@ -39,9 +32,9 @@ class Staleness:
         ConfigError: The bound is negative or no integer.
 
     Example:
-        >>> Staleness(2).may_read(worker=0, clock_by_worker={0: 5, 1: 2, 2: 4})
-        Verdict(may_go_on=False, slowest=1, needed_clock=3)
-        >>> Staleness(None).may_read(worker=0, clock_by_worker={0: 5, 1: 0}).may_go_on
+        >>> Staleness(2).waits_for(0, {0: 5, 1: 2, 2: 4})
+        Behind(worker=1, clock=3)
+        >>> Staleness(None).waits_for(0, {0: 5, 1: 0}) is None
         True
 
     Source: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter
@@ -73,26 +66,20 @@ class Staleness:
             return "sync=True"
         return None if self.bound is None else f"staleness={self.bound}"
 
-    def may_read(self, *, worker: int, clock_by_worker: Mapping[int, int]) -> Verdict:
-        """Tell whether ``worker`` may read now: nobody is more than the bound behind it.
+    def waits_for(
+        self, worker: int, clock_by_worker: Mapping[int, int], *, ahead: int = 0
+    ) -> Behind | None:
+        """Return the slowest of the others if ``worker`` must wait for it, else None.
 
         Args:
-            worker: Who asks. If its own clock is not in the mapping (it has left), it may continue.
+            worker: If its own clock is not in the mapping (it has left), it waits for nobody.
             clock_by_worker: Finished rounds of every worker who still counts.
+            ahead: Rounds beyond the bound: 1 to begin a round, as the bound is on what is read, and
+                a round begins with adds.
         """
-        return self._judge(worker, clock_by_worker, self.bound)
-
-    def may_begin_round(self, *, worker: int, clock_by_worker: Mapping[int, int]) -> Verdict:
-        """Tell whether ``worker``, whose clock has just advanced, may begin the next round.
-
-        One more than for a read: the bound is on what is read, and a round begins with adds.
-        """
-        return self._judge(worker, clock_by_worker, None if self.bound is None else self.bound + 1)
-
-    def _judge(self, worker: int, clock_by_worker: Mapping[int, int], bound: int | None) -> Verdict:
         others = [(clock, other) for other, clock in clock_by_worker.items() if other != worker]
-        if bound is None or not others or worker not in clock_by_worker:
-            return Verdict(True, None, 0)
+        if self.bound is None or not others or worker not in clock_by_worker:
+            return None
         clock, slowest = min(others)
-        needed = clock_by_worker[worker] - bound
-        return Verdict(clock >= needed, slowest, needed)
+        needed = clock_by_worker[worker] - self.bound - ahead
+        return Behind(slowest, needed) if clock < needed else None

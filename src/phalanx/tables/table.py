@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError, PeerTimeout, StateError, UnsupportedError
-from phalanx.plan import Verdict
+from phalanx.plan import Behind, Staleness
 from phalanx.tables.last_read import LastRead
 from phalanx.tables.membership import Membership
 from phalanx.tables.part import Entry, NotFinite
@@ -305,13 +305,7 @@ class Table:
         assert bound is not None
         if self._seen_clock >= membership.clock(worker) - bound:
             return
-        wait_for_clocks(
-            self._group,
-            lambda: self._spec.staleness.may_read(
-                worker=worker, clock_by_worker=membership.clocks()
-            ),
-            f"a get of table {self.name!r}",
-        )
+        wait_for_clocks(self._group, self._spec.staleness, f"a get of table {self.name!r}")
         self._seen_clock = min(membership.clocks().values(), default=0)
 
     # --- the rest ---------------------------------------------------------------------------------
@@ -476,29 +470,23 @@ class KeyTable(Table):
         return self._storage.keys(self._group.timeout_s)
 
 
-def wait_for_clocks(group: TableWorker, judge: Callable[[], Verdict], what: str) -> None:
-    """Wait until ``judge()`` lets this worker go on.
+def wait_for_clocks(group: TableWorker, staleness: Staleness, what: str, *, ahead: int = 0) -> None:
+    """Wait until nobody is further behind this worker than the bound and ``ahead`` rounds.
 
     Raises:
         PeerTimeout: The slowest stayed away; ``.rank`` is it.
     """
-    verdict = judge()
-    if verdict.may_go_on:
-        return
-
-    def ready() -> bool:
-        nonlocal verdict
-        verdict = judge()
-        return verdict.may_go_on
-
     membership = group.membership
+
+    def behind() -> Behind | None:
+        return staleness.waits_for(group.worker_id, membership.clocks(), ahead=ahead)
+
     look = partial(membership.look_for_dead, group.timeout_s)
-    if not membership.changes.wait_until(ready, group.timeout_s, look):
-        slowest = verdict.slowest
-        assert slowest is not None
+    came = membership.changes.wait_until(lambda: behind() is None, group.timeout_s, look)
+    if not came and (left := behind()):
         raise PeerTimeout(
-            f"Worker {slowest} did not come to clock {verdict.needed_clock} within "
+            f"Worker {left.worker} did not come to clock {left.clock} within "
             f"{group.timeout_s:g} s, as {what} by worker {group.worker_id} needs; it is at clock "
-            f"{group.membership.clock(slowest)}. Let it `tick`, or leave.",
-            slowest,
+            f"{membership.clock(left.worker)}. Let it `tick`, or leave.",
+            left.worker,
         )

@@ -137,14 +137,7 @@ class TableGroup:
         self._check_counted("tick")
         clock = self._context.tick(self.worker_id)
         if self._tick_bound is not None:
-            judge = Staleness(self._tick_bound)
-            wait_for_clocks(
-                self,
-                lambda: judge.may_begin_round(
-                    worker=self.worker_id, clock_by_worker=self.membership.clocks()
-                ),
-                f"round {clock + 1}",
-            )
+            wait_for_clocks(self, Staleness(self._tick_bound), f"round {clock + 1}", ahead=1)
         return clock
 
     def thread_worker(self) -> TableGroup:
