@@ -244,9 +244,6 @@ def making_container(match: str, **options: Any) -> Row:
     return Row(NOTHING, lambda _: DataParallel(**{**known, **options}), match)
 
 
-SAYS = {"sum": "size_average", "none": "reduce"}
-
-
 def summed(outputs: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
     return F.cross_entropy(outputs, targets, reduction=reduction)
 
@@ -382,7 +379,6 @@ ROWS: list[Row] = [
             functools.partial(F.cross_entropy, reduction=told),
             functools.partial(nn.MSELoss(reduction=told)),
             nn.CrossEntropyLoss(reduction=told).forward,
-            functools.partial(F.cross_entropy, **{SAYS[told]: False}),
             {"sum": summed, "none": unreduced}[told],
         )
     ),

@@ -56,10 +56,6 @@ def check_mean_loss(name: str, loss: Any) -> None:
         parameter = signature(loss).parameters.get("reduction")
         reduction = parameter.default if parameter else None
     reduction = keywords.get("reduction", reduction)
-    if keywords.get("reduce") is False:
-        reduction = "none"
-    elif keywords.get("size_average") is False:
-        reduction = "sum"
     if reduction in ("sum", "none"):
         raise ConfigError(
             f"`{name}` must have reduction='mean', but has {reduction!r}. A loss that divides by "

@@ -107,10 +107,8 @@ def read_workloads(workloads: Any) -> list[float] | None:
     if workloads is None:
         return None
     try:
-        # Arrays and tensors give their numbers by `tolist`.
-        listed = workloads.tolist() if hasattr(workloads, "tolist") else list(workloads)
-        return [share + 0.0 for share in listed]
-    except TypeError as error:
+        return [float(share) for share in workloads]
+    except (TypeError, ValueError) as error:
         raise ConfigError(
             f"`workloads` must hold one share per device, but is {workloads!r:.80}. Give numbers, "
             "such as [1, 2]."

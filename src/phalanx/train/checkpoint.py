@@ -147,34 +147,34 @@ def _draft(folder: Path) -> Iterator[Path]:
     """Make an empty folder beside ``folder``, for us alone; it is gone if the body fails."""
     draft = _beside(folder, "writing")
     draft.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(draft, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        _lock(descriptor, draft, folder)
-        _check_ours(draft)
-        for left in os.listdir(descriptor):  # by a process that was killed
-            os.unlink(left, dir_fd=descriptor)
+    _check_ours(draft)
+    with _locked(draft, folder):
+        for left in draft.iterdir():  # by a process that was killed
+            left.unlink()
         try:
             yield draft
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise
+
+
+@contextmanager
+def _locked(draft: Path, folder: Path) -> Iterator[None]:
+    """Hold ``draft`` against other processes, where its file system knows of locks."""
+    descriptor = os.open(draft, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"`folder` must be written by one trainer at a time, but another is writing "
+                f"`{folder}`. Give each a folder of its own."
+            ) from error
+        except OSError:  # nothing can be locked here
+            pass
+        yield
     finally:
         os.close(descriptor)
-
-
-def _lock(descriptor: int, draft: Path, folder: Path) -> None:
-    """Hold ``draft`` against other processes, where its file system knows of locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        taken = False
-    except OSError as error:  # others than these: nothing can be locked here
-        taken = isinstance(error, BlockingIOError)
-    # Else somebody has put it in its place between our two calls.
-    if taken or not draft.exists() or not os.path.samestat(os.fstat(descriptor), draft.stat()):
-        raise CheckpointError(
-            f"`folder` must be written by one trainer at a time, but another is writing "
-            f"`{folder}`. Give each a folder of its own."
-        )
 
 
 def _write(content: Content, draft: Path) -> None:
