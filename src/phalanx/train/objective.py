@@ -25,6 +25,10 @@ class Objective:
         loss: (outputs, targets) -> mean loss; needed without ``forward``.
         forward: (module, microbatch) -> loss, (loss, outputs) or (loss, outputs, targets); takes
             the place of calling the module and the loss.
+
+    Attributes:
+        function: The one that was given.
+        is_forward: Whether it is ``forward``.
     """
 
     def __init__(self, loss: LossFn | None, forward: ForwardFn | None) -> None:
@@ -37,20 +41,8 @@ class Objective:
         check_function(name, function)
         if loss is not None:
             check_mean_loss(name, loss)
-        self._loss = loss
-        self._forward = forward
-
-    @property
-    def function(self) -> LossFn | ForwardFn:
-        """The loss, or the user's own function that takes the batches."""
-        function = self._loss if self._forward is None else self._forward
-        assert function is not None
-        return function
-
-    @property
-    def is_forward(self) -> bool:
-        """Whether the user's own function takes the batches."""
-        return self._forward is not None
+        self.function: Any = function  # Any: either kind
+        self.is_forward = forward is not None
 
     def compute(
         self,
@@ -58,21 +50,24 @@ class Objective:
         keep_outputs: bool,
         *,
         trains: bool,
-    ) -> tuple[Tensor, Callable[[], MicrobatchResult]]:
+    ) -> tuple[Tensor, Nested, Nested]:
         """Run one microbatch forward; one that ``trains`` must bring no graph.
 
         Returns:
-            The loss, and a function that waits for its number.
+            The loss; outputs and targets, where they are kept.
         """
-        own, device = self._loss, context.replica.device
-        if isinstance(own, nn.Module):
-            own = placed_on(own, device)
+        function, device = self.function, context.replica.device
+        if isinstance(function, nn.Module):
+            function = placed_on(function, device)
         leaves = flatten(context.batch)[0] if trains else []
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-            raise _has_graph()
+            raise ConfigError(
+                "A batch must hold no tensor that requires a gradient, but does. Detach it, or use "
+                "`DataParallel` to train what stands before the module."
+            )
         rows = copy_rows(context.batch, device)
         with context.rng:
-            loss, outputs, targets = self._call(own, context.replica.module, rows)
+            loss, outputs, targets = self._call(function, context.replica.module, rows)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             name, what = ("forward", "loss") if self.is_forward else ("loss", "tensor")
@@ -80,9 +75,9 @@ class Objective:
             raise ConfigError(
                 f"`{name}` must return a {what} of one element, but returned {shown!r}. {way_out}"
             )
-        kept = (_detached(outputs), _detached(targets)) if keep_outputs else (None, None)
-        read = _read_later(loss.detach())
-        return loss, lambda: MicrobatchResult(read(), *kept)
+        if not keep_outputs:
+            return loss, None, None
+        return loss, _detached(outputs), _detached(targets)
 
     def predict(self, context: MicrobatchContext) -> Nested:
         """Return the module's outputs for one microbatch, in memory of their own."""
@@ -91,12 +86,11 @@ class Objective:
             found = self._predict(context.replica.module, rows)
         return _detached(found, copies=True)
 
-    def _call(
-        self, loss: LossFn | None, module: nn.Module, batch: Nested
-    ) -> tuple[Any, Nested, Nested]:  # Any: the user's loss, unchecked
+    # Any: the user's loss, unchecked.
+    def _call(self, function: Any, module: nn.Module, batch: Nested) -> tuple[Any, Nested, Nested]:
         """Return the loss, the outputs, and the targets that metrics shall see."""
-        if self._forward is not None:
-            result = self._forward(module, batch)
+        if self.is_forward:
+            result = function(module, batch)
             given = (result, None)
             if isinstance(result, tuple) and len(result) in (2, 3):
                 given = result
@@ -106,16 +100,15 @@ class Objective:
                 f"A batch must be a pair (inputs, targets), but is {type(batch).__name__!r}. Give "
                 "`forward=` to take batches of another form."
             )
-        assert loss is not None
         inputs, targets = batch
         is_one = isinstance(inputs, Tensor)
         outputs = module(inputs) if is_one else _call_module(module, inputs)
-        return loss(outputs, targets), outputs, targets
+        return function(outputs, targets), outputs, targets
 
     def _predict(self, module: nn.Module, batch: Nested) -> Nested:
-        if self._forward is None:
+        if not self.is_forward:
             return _call_module(module, batch[0] if is_pair(batch) else batch)
-        result: Any = self._forward(module, batch)  # Any: whatever the user's function returns
+        result = self.function(module, batch)
         if not isinstance(result, tuple) or len(result) not in (2, 3):
             raise ConfigError(
                 "`forward` must return (loss, outputs) to predict, but returned "
@@ -138,25 +131,27 @@ class TrainTask(Task):
     keep_outputs: bool
 
     def __call__(self, context: MicrobatchContext) -> MicrobatchResult:
-        loss, result_of = self.objective.compute(context, self.keep_outputs, trains=True)
+        loss, *kept = self.objective.compute(context, self.keep_outputs, trains=True)
         if not loss.requires_grad:
             raise ConfigError(
                 "`loss` must depend on a parameter that requires a gradient, but does not. "
                 "Unfreeze parameters, and compute the loss from the module's outputs."
             )
         scale = torch.full((), self.scales[context.index], dtype=loss.dtype, device=loss.device)
+        number = loss.detach()
+        read = number.item if number.device.type == "cpu" else _read_later(number)
         with context.rng:
             run_backward([loss.reshape(()) if loss.dim() else loss], [scale])
-        result = result_of()  # not before: an accelerator would have nothing to do meanwhile
-        if not math.isfinite(result.loss):
+        value = read()  # not before: an accelerator would have nothing to do meanwhile
+        if not math.isfinite(value):
             empty = " A mean over no targets is nan, too: `weight=` of 0 leaves such data out."
             raise ConfigError(
-                f"`loss` must be finite, but is {result.loss!r} in microbatch {context.index}; "
+                f"`loss` must be finite, but is {value!r} in microbatch {context.index}; "
                 "the step was refused and nothing has changed. Lower the learning rate, clip "
                 "gradients by `clip_norm`, or look at this microbatch's data."
-                + (empty if math.isnan(result.loss) else "")
+                + (empty if math.isnan(value) else "")
             )
-        return result
+        return MicrobatchResult(value, *kept)
 
 
 @dataclass(frozen=True)
@@ -167,7 +162,8 @@ class EvaluateTask(Task):
     keep_outputs: bool
 
     def __call__(self, context: MicrobatchContext) -> MicrobatchResult:
-        return self.objective.compute(context, self.keep_outputs, trains=False)[1]()
+        loss, *kept = self.objective.compute(context, self.keep_outputs, trains=False)
+        return MicrobatchResult(loss.item(), *kept)
 
 
 @dataclass(frozen=True)
@@ -185,13 +181,6 @@ def is_pair(batch: Nested) -> bool:
     return isinstance(batch, (tuple, list)) and len(batch) == 2
 
 
-def _has_graph() -> ConfigError:
-    return ConfigError(
-        "A batch must hold no tensor that requires a gradient, but does. Detach it, or use "
-        "`DataParallel` to train what stands before the module."
-    )
-
-
 def _call_module(module: nn.Module, inputs: Nested) -> Nested:
     if isinstance(inputs, Mapping):
         return module(**inputs)
@@ -203,9 +192,6 @@ def _read_later(number: Tensor) -> Callable[[], float]:
 
     To wait here would let the accelerator run dry before the next operators are launched.
     """
-    if number.device.type == "cpu":
-        value = number.item()
-        return lambda: value
     on_host = torch.empty((), dtype=number.dtype, pin_memory=True)
     on_host.copy_(number.reshape(()), non_blocking=True)
     arrived = torch.accelerator.current_stream(number.device).record_event()
