@@ -116,10 +116,41 @@ class Engine:
         norm = None if spec.clip_norm is None else self._norm()
         scale = 1.0 if norm is None else min(1.0, (spec.clip_norm or 0.0) / (norm + 1e-6))
 
-        # From here on nothing refuses: each thread makes the last addition for its shard and steps
-        # it, and the last one commits.
-        # The commit steps the scheduler, which changes the rates.
+        # From here on nothing refuses. The commit steps the scheduler, which changes the rates.
         rates = tuple([_rate_of(group) for group in spec.optimizer.param_groups])
+
+        def finish() -> None:
+            shards.finish()
+            if statistics:
+                write_statistics(buffers, statistics)
+            self._is_half_stepped = False
+            if peers is not None:
+                peers.mark_done()
+            commit(loss)
+
+        stepped = self._step_shards(scale, finish)
+        if peers is not None and (before.steps + 1).bit_count() == 1:  # 1, 2, 4, 8, …: it costs
+            peers.check_alike()  # a pass over all weights
+        owned = list(zip(result.replica_of, pieces.sizes, strict=True))
+        replicas = range(len(executor.devices))
+        return StepDone(
+            step=before.steps + 1,
+            epoch=before.epochs + 1,
+            batch=before.batch + 1,
+            loss=loss.value,
+            samples=loss.samples,
+            seconds=now_s() - start_s,
+            shares=tuple([sum([n for i, n in owned if i == replica]) for replica in replicas]),
+            spans=(*result.spans, *stepped),
+            grad_norm=norm,
+            learning_rates=rates,
+        )
+
+    def _step_shards(self, scale: float, finish: Callable[[], None]) -> list[Span]:
+        """Make each shard's last addition and step it, in a thread; the last calls ``finish``."""
+        executor, shards = self._executor, self._shards
+        assert executor is not None
+        num_shards = len(executor.devices)
         stepped: list[Span] = []
         lock = threading.Lock()
 
@@ -131,32 +162,12 @@ class Engine:
             span = Span(replica=shard, microbatch=None, start_s=begin_s, stop_s=now_s())
             with lock:
                 stepped.append(span)
-                if len(stepped) < len(executor.devices):
+                if len(stepped) < num_shards:
                     return
-            shards.finish()
-            if statistics:
-                write_statistics(buffers, statistics)
-            self._is_half_stepped = False
-            if peers is not None:
-                peers.mark_done()
-            commit(loss)
+            finish()
 
         executor.each(step, uninterrupted=True)
-
-        if peers is not None and (before.steps + 1).bit_count() == 1:  # 1, 2, 4, 8, …: it costs
-            peers.check_alike()  # a pass over all weights
-        return StepDone(
-            step=before.steps + 1,
-            epoch=before.epochs + 1,
-            batch=before.batch + 1,
-            loss=loss.value,
-            samples=loss.samples,
-            seconds=now_s() - start_s,
-            shares=_rows_of_replicas(len(executor.devices), pieces.sizes, result),
-            spans=(*result.spans, *sorted(stepped, key=attrgetter("replica"))),
-            grad_norm=norm,
-            learning_rates=rates,
-        )
+        return sorted(stepped, key=attrgetter("replica"))
 
     def split(self, batch: Nested, *, weighs: bool = True) -> Microbatches:
         """Split ``batch`` for the replicas.
@@ -343,14 +354,6 @@ def _half_stepped() -> StateError:
         "optimizer had begun: some weights are new and some are not. Put them back by "
         "`resume()`, or begin with another trainer."
     )
-
-
-def _rows_of_replicas(count: int, sizes: Sequence[int], result: RunResult) -> tuple[int, ...]:
-    rows = [0] * count
-    for size, replica in zip(sizes, result.replica_of, strict=True):
-        if replica >= 0:
-            rows[replica] += size
-    return tuple(rows)
 
 
 def _rate_of(group: dict[str, Any]) -> float:
