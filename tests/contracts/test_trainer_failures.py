@@ -172,9 +172,8 @@ def predicted(executor: str, replicas: int) -> Tensor:
     batch, weight = {"x": vector_batch(8)[0]}, lambda batch: len(batch["labels"])
     options = {"forward": forward, "weight": weight}
     with trainer_of((executor, replicas), mlp(), None, **options) as trainer:
-        with pytest.raises(KeyError, match="labels") as caught:
+        with pytest.raises(KeyError, match="labels"):
             trainer.evaluate([batch])
-        assert "`predict()` asks for no weights" in caught.value.__notes__[0]
         return trainer.predict([batch])
 
 

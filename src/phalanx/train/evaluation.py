@@ -34,12 +34,6 @@ def enter_training(module: nn.Module) -> None:
             each.training = training and each.training
 
 
-def names_of_means(metrics: Metrics, *, validates: bool) -> tuple[str, ...]:
-    """Return what an `EpochDone` will hold, such as "train.loss"."""
-    kinds = ("train", "validation") if validates else ("train",)
-    return tuple(f"{kind}.{name}" for kind in kinds for name in ("loss", *metrics.names))
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """One pass over a loader, in eval mode and without gradients.
@@ -63,7 +57,7 @@ class Evaluation:
         Raises:
             ConfigError: The loader yields nothing, or no batches.
         """
-        task = EvaluateTask(self.engine.spec.objective, keep_outputs=bool(metrics))
+        task = EvaluateTask(self.engine.objective, keep_outputs=bool(metrics))
         metrics = metrics.fresh()
         total = weight = 0.0
         with self._evaluating() as begin:
@@ -80,8 +74,7 @@ class Evaluation:
         Raises:
             ConfigError: As :meth:`evaluate`; or outputs have no rows that could be joined.
         """
-        spec = self.engine.spec
-        task, layout = PredictTask(spec.objective), spec.layout
+        task = PredictTask(self.engine.objective)
         parts, sizes = [], []
         with self._evaluating() as begin:
             for microbatches, result in self._results(loader, task, begin):
@@ -90,7 +83,7 @@ class Evaluation:
                         parts.append(each.outputs)
                         sizes.append(size)
         way_out = "Call `trainer.module` yourself for outputs of another form."
-        merging = Merging(dim=layout.dim, noun="microbatch", way_out=way_out)
+        merging = Merging(dim=self.engine.layout.dim, noun="microbatch", way_out=way_out)
         return merging.merge(parts, sizes, home)
 
     @contextlib.contextmanager
@@ -101,25 +94,25 @@ class Evaluation:
         schedule-free optimizer shows its average; the trained weights are copied back bit for bit,
         also after an error.
         """
-        spec, write = self.engine.spec, self.engine.write
+        module, write = self.engine.module, self.engine.write
         # Any: one that has `eval` and `train`, too.
-        optimizer: Any = spec.optimizer if hasattr(spec.optimizer, "eval") else None
-        modes = [(child, child.training) for child in spec.module.modules()]
+        optimizer: Any = self.engine.optimizer if hasattr(self.engine.optimizer, "eval") else None
+        modes = [(child, child.training) for child in module.modules()]
         own: dict[str, Tensor] = {}
 
         def begin() -> None:
             if optimizer is not None:
                 write(optimizer.train)  # where the caller has called `eval()`
-                own.update({k: each.clone() for k, each in _tensors_of(spec.module).items()})
+                own.update({k: each.clone() for k, each in _tensors_of(module).items()})
                 write(optimizer.eval)
-            spec.module.eval()
+            module.eval()
 
         try:
             yield begin
         finally:
             if own:
                 write(optimizer.train)  # it computes the weights from the average, and rounds
-                write(lambda: _copy_to(spec.module, own))
+                write(lambda: _copy_to(module, own))
             for child, training in modes:
                 child.training = training
 
@@ -141,8 +134,8 @@ class Evaluation:
 
     def _in_pair(self, batch: Nested) -> Nested:
         """Make inputs alone a pair, so that a layout's paths mean the same leaves."""
-        spec = self.engine.spec
-        is_users = spec.objective.is_forward or spec.layout.split is not None
+        engine = self.engine
+        is_users = engine.objective.is_forward or engine.layout.split is not None
         return batch if is_users or is_pair(batch) else (batch, None)
 
     def _run(

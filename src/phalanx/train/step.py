@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -40,9 +40,13 @@ from phalanx.types import Nested, WeightFn
 from phalanx.warning import warn_user
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineSpec:
-    """A trainer's arguments, read; each replica has one of ``devices`` and ``workloads``."""
+@dataclass(kw_only=True, eq=False)
+class Engine:
+    """Replicas of a module, and its optimizer in shards: opened and closed.
+
+    The public fields are a trainer's arguments, read; each replica has one of ``devices`` and of
+    ``workloads``.
+    """
 
     module: nn.Module
     optimizer: Optimizer
@@ -56,19 +60,11 @@ class EngineSpec:
     workloads: tuple[float, ...]
     clip_norm: float | None
     open_executor: Callable[[], Executor]
-
-
-class Engine:
-    """Replicas of a module, and its optimizer in shards: opened and closed."""
-
-    def __init__(self, spec: EngineSpec) -> None:
-        self.spec = spec
-        self._executor: Executor | None = None
-        self._shards: Shards
-        self._trained_ids: list[list[int]] = []
-        self._buffer_homes: list[tuple[str, nn.Module, str]] = []  # name, owner, its name there
-        self._is_half_stepped = False
-        self._kernels_are_named = False
+    _executor: Executor | None = None
+    _shards: Shards = field(init=False)
+    _trained_ids: list[list[int]] = field(default_factory=list)
+    _is_half_stepped: bool = False
+    _kernels_are_named: bool = False
 
     # -- one update --------------------------------------------------
 
@@ -93,31 +89,32 @@ class Engine:
             metrics: Counted where there are some; the caller takes that back if this raises.
             commit: Called when the weights are new, in the thread that is last.
         """
-        spec, executor, shards = self.spec, self._executor, self._shards
+        executor, shards = self._executor, self._shards
         assert executor is not None
         peers = executor.peers
 
         # Forward, loss and backward of each microbatch; gradients are added along the fixed tree.
         pieces = self.split(batch)
         result = executor.run(
-            TrainTask(spec.objective, pieces.scales, keep_outputs=metrics is not None),
+            TrainTask(self.objective, pieces.scales, keep_outputs=metrics is not None),
             pieces.pieces,
             weights=pieces.weights,
-            seed=(spec.seed, before.steps),
+            seed=(self.seed, before.steps),
             owners=pieces.owners,
         )
-        statistics, buffers = self._buffers_after(result) if self._buffer_homes else ({}, {})
+        left = [each.statistics for each in result.operands if each.statistics]
+        statistics, buffers = self._merge_statistics(left) if left else ({}, {})
         loss = Loss(pieces.loss_of(result.results), pieces.weight, sum(pieces.sizes))
         if metrics is not None:
             metrics.update(*pieces.outputs_of(result.results, metrics.joining))
 
         # The norm of the whole gradient, where that is to be clipped.
         shards.take(result)
-        norm = None if spec.clip_norm is None else self._norm()
-        scale = 1.0 if norm is None else min(1.0, (spec.clip_norm or 0.0) / (norm + 1e-6))
+        norm = None if self.clip_norm is None else self._norm()
+        scale = 1.0 if norm is None else min(1.0, (self.clip_norm or 0.0) / (norm + 1e-6))
 
         # From here on nothing refuses. The commit steps the scheduler, which changes the rates.
-        rates = tuple([_rate_of(group) for group in spec.optimizer.param_groups])
+        rates = tuple([_rate_of(group) for group in self.optimizer.param_groups])
 
         def finish() -> None:
             shards.finish()
@@ -181,28 +178,23 @@ class Engine:
         """
         if self._is_half_stepped:
             raise _half_stepped()
-        spec = self.spec
         assert self._executor is not None
         peers = self._executor.peers
-        workloads = spec.workloads if peers is None else peers.all_workloads()
-        rows = open_rows(batch, spec.layout)
+        workloads = self.workloads if peers is None else peers.all_workloads()
+        rows = open_rows(batch, self.layout)
         count = rows.count()
         if count == 0:
             raise ConfigError(
                 "`batch` must hold at least 1 row, but is empty. Leave empty batches out."
             )
-        if spec.microbatches is not None:
-            sizes, owners = equal_sizes(count, spec.microbatches), None
+        if self.microbatches is not None:
+            sizes, owners = equal_sizes(count, self.microbatches), None
         else:
             sizes, owners = workload_sizes(count, workloads), range(len(workloads))
         pieces = rows.cut(sizes)
         weights = list(map(float, sizes))
-        if weighs and spec.weight is not None:
-            try:
-                weights = read_weights(spec.weight, pieces, sizes)
-            except (KeyError, AttributeError) as error:  # a batch without labels, most likely
-                error.add_note("`weight` raised it. `predict()` asks for no weights.")
-                raise
+        if weighs and self.weight is not None:
+            weights = read_weights(self.weight, pieces, sizes)
         weight = math.fsum(weights)
         scales = tuple([each / weight for each in weights])
         return Microbatches(pieces, sizes, weights, scales, weight, owners)
@@ -218,18 +210,14 @@ class Engine:
             executor.peers.mark_done()
         return result
 
-    def _buffers_after(self, result: RunResult) -> tuple[Statistics, dict[str, Tensor]]:
-        """Return what microbatches have left in buffers, and the module's buffers.
+    def _merge_statistics(self, left: list[Statistics]) -> tuple[Statistics, dict[str, Tensor]]:
+        """Return the sum of the statistics that microbatches left, and the module's buffers.
 
         Raises:
             UnsupportedError: A buffer has changed its shape.
         """
-        left = [each.statistics for each in result.operands if each.statistics]
-        if not left:
-            return {}, {}
         statistics = sum_statistics(left)
-        found = ((name, owner._buffers[key]) for name, owner, key in self._buffer_homes)
-        buffers = {name: buffer for name, buffer in found if buffer is not None}
+        buffers = dict(self.module.named_buffers(remove_duplicate=False))
         check_statistics(buffers, statistics)
         return statistics, buffers
 
@@ -261,7 +249,7 @@ class Engine:
     def open(self) -> None:
         """Have replicas that fit module and optimizer."""
         if self._executor is not None:
-            is_same = _trained_ids(self.spec.optimizer) == self._trained_ids
+            is_same = _trained_ids(self.optimizer) == self._trained_ids
             if not is_same or not self._executor.take_changes():
                 self.check_alike()
                 self.close()
@@ -288,30 +276,24 @@ class Engine:
             self._executor = None
 
     def _make(self) -> None:
-        spec = self.spec
-        check_members(spec.module, spec.optimizer)
-        self._buffer_homes = [
-            (f"{path}.{key}" if path else key, owner, key)
-            for path, owner in spec.module.named_modules(remove_duplicate=False)
-            for key in owner._buffers
-        ]
+        check_members(self.module, self.optimizer)
         # A caller who evaluates in inference mode still trains afterwards, and the memory that an
         # engine gives to parameters is what they keep.
         with torch.inference_mode(False):
-            _close_gaps(spec.optimizer)
-            executor = spec.open_executor()
+            _close_gaps(self.optimizer)
+            executor = self.open_executor()
             try:
-                executor.optimizer = spec.optimizer
+                executor.optimizer = self.optimizer
                 self._executor = executor
-                self._trained_ids = _trained_ids(spec.optimizer)
-                self._shards = executor.open_shards(spec.optimizer)
+                self._trained_ids = _trained_ids(self.optimizer)
+                self._shards = executor.open_shards(self.optimizer)
             except BaseException:
                 self._executor = None
                 executor.close()
                 raise
         if not self._kernels_are_named:
             self._kernels_are_named = True
-            _warn_of_kernels(spec.devices)
+            _warn_of_kernels(self.devices)
 
     # -- state -------------------------------------------------------
 
@@ -344,7 +326,7 @@ class Engine:
         """Take over a state that was loaded into module and optimizer."""
         self._is_half_stepped = False
         if self._executor is not None:
-            self._shards = self._executor.open_shards(self.spec.optimizer)
+            self._shards = self._executor.open_shards(self.optimizer)
 
 
 def _half_stepped() -> StateError:

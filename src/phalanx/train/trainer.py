@@ -30,12 +30,12 @@ from phalanx.plan import Layout, read_workloads
 from phalanx.replicas import caller_intra_op, check_replicable
 from phalanx.train.checkpoint import Content, pack, read_checkpoint, write_checkpoint
 from phalanx.train.dispatcher import EventDispatcher
-from phalanx.train.evaluation import Evaluation, enter_training, names_of_means
+from phalanx.train.evaluation import Evaluation, enter_training
 from phalanx.train.objective import Objective
 from phalanx.train.order import Reader, length_of, options_of
 from phalanx.train.position import Loss, Position, RunProgress
 from phalanx.train.state import TrainerState, join_ranks
-from phalanx.train.step import Engine, EngineSpec
+from phalanx.train.step import Engine
 from phalanx.train.trainer_arguments import (
     check_fit,
     check_members,
@@ -153,7 +153,7 @@ class Trainer:
         self._reader = Reader(seed)
         self._choice = choice
         self._events = EventDispatcher(callbacks, choice)
-        spec = EngineSpec(
+        self._engine = Engine(
             module=module,
             optimizer=self.optimizer,
             layout=layout,
@@ -175,7 +175,6 @@ class Trainer:
                 reads=[self._objective.function],
             ),
         )
-        self._engine = Engine(spec)
         self._progress = RunProgress(seed=seed, microbatches=microbatches)
         self._last_step: int | None = None  # of the `fit` under way, here or where we have joined
         self._in_step = self._closed = self._stopped = self._in_fit = False
@@ -216,17 +215,17 @@ class Trainer:
     @property
     def devices(self) -> tuple[torch.device, ...]:
         """The device of each replica."""
-        return self._engine.spec.devices
+        return self._engine.devices
 
     @property
     def intra_op(self) -> int:
         """Threads inside operators, per replica."""
-        return self._engine.spec.intra_op
+        return self._engine.intra_op
 
     @property
     def workloads(self) -> tuple[float, ...]:
         """Each replica's relative share of the next batch."""
-        return self._engine.spec.workloads
+        return self._engine.workloads
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -239,7 +238,7 @@ class Trainer:
         return self._choice.is_first
 
     def __repr__(self) -> str:
-        count = self._engine.spec.microbatches
+        count = self._engine.microbatches
         split = "" if count is None else f", {count} microbatches"
         where = "1 replica" if len(self.devices) == 1 else f"{len(self.devices)} replicas"
         return f"Trainer({type(self.module).__name__} on {where}{split}, step {self.steps})"
@@ -293,13 +292,15 @@ class Trainer:
             self._last_step = self.steps + steps
         self._stopped, self._in_fit = False, True
         finished: list[EpochDone] = []
+        kinds = ["train"] if validate is None else ["train", "validation"]
+        means = ["loss", *self._metrics.names]
         begun = FitBegun(
             epochs=self.epochs,
             steps=self.steps,
             last_epoch=last_epoch,
             last_step=self._last_step,
             steps_per_epoch=length_of(loader),
-            means=names_of_means(self._metrics, validates=validate is not None),
+            means=tuple(f"{kind}.{mean}" for kind in kinds for mean in means),
         )
 
         def ended() -> FitEnded:
