@@ -22,6 +22,7 @@ from phalanx.plan import (
     check_microbatches,
     check_workloads,
     equal_sizes,
+    read_layout,
     read_sizes,
     read_workloads,
     workload_sizes,
@@ -119,8 +120,7 @@ class DataParallel(Container, Unwrapped):
             )
         self._microbatches = microbatches
         self._one_thread = microbatches is not None
-        self._layout = Layout() if layout is None else layout
-        check_argument(isinstance(self._layout, Layout), "layout", "be a `Layout`", layout)
+        self._layout = read_layout(layout)
         if self._layout.split is not None:
             raise UnsupportedError(
                 "`layout` must not have `split` in a container, but has. Cut the batch yourself, "

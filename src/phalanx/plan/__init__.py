@@ -12,7 +12,7 @@ from phalanx.plan.arguments import (
     say_numbers,
 )
 from phalanx.plan.buffer_rules import BufferRules
-from phalanx.plan.layout import Layout, Rows, cut, open_rows
+from phalanx.plan.layout import Layout, Rows, open_rows, read_layout
 from phalanx.plan.leaves import copy_rows, flatten, leaf_paths, unflatten
 from phalanx.plan.merging import Merging, merge_leaves
 from phalanx.plan.placement import least_loaded
@@ -45,7 +45,6 @@ __all__ = [
     "check_microbatches",
     "check_workloads",
     "copy_rows",
-    "cut",
     "equal_sizes",
     "flatten",
     "leaf_paths",
@@ -55,6 +54,7 @@ __all__ = [
     "ranges_of",
     "read_count",
     "read_intra_op",
+    "read_layout",
     "read_number",
     "read_sizes",
     "read_weights",

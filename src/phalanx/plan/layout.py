@@ -19,6 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from phalanx.errors import ConfigError
+from phalanx.plan.arguments import check_argument
 from phalanx.plan.leaves import covering, covers, flatten, leaf_paths, named, unflatten
 from phalanx.types import Nested
 
@@ -48,7 +49,7 @@ class Layout:
         >>> import torch
         >>> layout = Layout(dims={"mask": None, "names": 0})
         >>> batch = {"x": torch.arange(3), "mask": torch.ones(2), "names": ["a", "b", "c"]}
-        >>> parts = cut(batch, [2, 1], layout)
+        >>> parts = open_rows(batch, layout).cut([2, 1])
         >>> parts[1]["x"].tolist(), parts[1]["mask"].tolist(), parts[1]["names"]
         ([2], [1.0, 1.0], ['c'])
     """
@@ -209,9 +210,11 @@ def open_rows(batch: Nested, layout: Layout) -> Rows | _Samples:
     return Rows(batch, layout) if layout.split is None else _Samples(batch, layout)
 
 
-def cut(batch: Nested, sizes: Sequence[int], layout: Layout) -> list[Nested]:
-    """Return what :meth:`Rows.cut` does."""
-    return open_rows(batch, layout).cut(sizes)
+def read_layout(layout: Layout | None) -> Layout:
+    """Return the layout, by default one that splits dim 0 of everything."""
+    layout = Layout() if layout is None else layout
+    check_argument(isinstance(layout, Layout), "layout", "be a `Layout`", layout)
+    return layout
 
 
 # Any, from here on: the user's own inputs, and what they hold.

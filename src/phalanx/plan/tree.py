@@ -46,10 +46,6 @@ class SummationTree:
         """The node that holds the whole sum."""
         return Node((self.num_leaves - 1).bit_length(), 0)
 
-    def width(self, level: int) -> int:
-        """Return how many nodes stand at ``level``."""
-        return -(-self.num_leaves // (1 << level))
-
     def sibling(self, node: Node) -> Node | None:
         """Return the node that is added to ``node``, or None when it rises alone."""
         level, other = node.level, node.index ^ 1

@@ -26,7 +26,7 @@ from phalanx.execution import (
     repeated,
 )
 from phalanx.metrics import Joining, Metrics
-from phalanx.plan import Layout, read_workloads
+from phalanx.plan import Layout, read_layout, read_workloads
 from phalanx.replicas import caller_intra_op, check_replicable
 from phalanx.train.checkpoint import Content, pack, read_checkpoint, write_checkpoint
 from phalanx.train.dispatcher import EventDispatcher
@@ -43,7 +43,6 @@ from phalanx.train.trainer_arguments import (
     check_options,
     make_optimizer,
     make_scheduler,
-    read_layout,
     read_replicas,
     read_threads,
 )

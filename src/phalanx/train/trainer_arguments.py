@@ -14,7 +14,6 @@ from phalanx.distributed import num_ranks_here
 from phalanx.errors import ConfigError, StateError, UnsupportedError
 from phalanx.execution import ExecutorChoice, default_intra_op
 from phalanx.plan import (
-    Layout,
     check_argument,
     check_function,
     check_microbatches,
@@ -107,13 +106,6 @@ def read_threads(
     return choice.options.intra_op or default_intra_op(
         [*devices] * (num_ranks_here() if choice.kind == "ranks" else 1)
     )
-
-
-def read_layout(layout: Layout | None) -> Layout:
-    """Return the layout, by default one that splits dim 0 of everything."""
-    layout = Layout() if layout is None else layout
-    check_argument(isinstance(layout, Layout), "layout", "be a `Layout`", layout)
-    return layout
 
 
 def check_moment(*, closed: bool, in_step: bool = False) -> None:

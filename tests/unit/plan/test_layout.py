@@ -17,7 +17,6 @@ from phalanx.plan import (
     Layout,
     Merging,
     Rows,
-    cut,
     leaf_paths,
     open_rows,
     workload_sizes,
@@ -62,7 +61,7 @@ def test_what_is_cut_along_any_dim_comes_together_again(
     shape[dim] = total
     x = torch.arange(torch.Size(shape).numel()).view(shape)
     sizes = workload_sizes(total, workloads)
-    parts = cut(x, sizes, Layout(dim=dim))
+    parts = open_rows(x, Layout(dim=dim)).cut(sizes)
     assert [part.shape[dim] for part in parts] == sizes
     assert torch.equal(torch.cat(parts, dim), x)
     assert torch.equal(join(parts, sizes, dim), x)
@@ -82,7 +81,7 @@ def test_what_is_cut_along_any_dim_comes_together_again(
     ids=["tensor", "list", "nested tuple", "dict", "ordered dict", "named tuple", "hollow"],
 )
 def test_every_kind_of_nest_keeps_its_kind(batch: Any) -> None:
-    parts = cut(batch, [2, 0, 3], Layout())
+    parts = open_rows(batch, Layout()).cut([2, 0, 3])
     for part in parts:
         assert type(part) is type(batch)
     assert equal_nests(join(parts, [2, 0, 3]), batch)
@@ -106,14 +105,14 @@ def equal_nests(left: Any, right: Any) -> bool:
     ids=lambda value: type(value).__name__,
 )
 def test_values_without_rows_are_given_whole_and_are_the_same_object(value: object) -> None:
-    parts = cut({"x": rows(4), "value": value}, [3, 1], Layout())
+    parts = open_rows({"x": rows(4), "value": value}, Layout()).cut([3, 1])
     assert parts[0]["value"] is value
     assert parts[1]["value"] is value
 
 
 def test_a_leaf_named_with_none_is_given_whole() -> None:
     mask = torch.ones(9)
-    parts = cut({"x": rows(4), "mask": mask}, [3, 1], Layout(dims={"mask": None}))
+    parts = open_rows({"x": rows(4), "mask": mask}, Layout(dims={"mask": None})).cut([3, 1])
     assert all(part["mask"] is mask for part in parts)
     assert num_rows({"x": rows(4), "mask": mask}, Layout(dims={"mask": None})) == 4
 
@@ -122,7 +121,7 @@ def test_a_leaf_may_have_its_own_dim() -> None:
     batch = {"x": rows(4, 3), "steps": [rows(7, 4)]}
     layout = Layout(dims={"steps.0": 1})
     assert num_rows(batch, layout) == 4
-    parts = cut(batch, [3, 1], layout)
+    parts = open_rows(batch, layout).cut([3, 1])
     assert tuple(parts[0]["steps"][0].shape) == (7, 3)
     assert tuple(parts[1]["steps"][0].shape) == (7, 1)
 
@@ -183,7 +182,7 @@ def test_positions_are_paths() -> None:
     assert Rows(batch, layout).dims == [0, None, None, 1]
     assert layout == Layout(dims={"1": None, "2": 1})
     assert num_rows(batch, layout) == 4
-    second = cut(batch, [3, 1], layout)[1]
+    second = open_rows(batch, layout).cut([3, 1])[1]
     assert [len(second[0]), len(second[1][0]), tuple(second[2].shape)] == [1, 9, (3, 1)]
 
 
@@ -242,7 +241,7 @@ WORDS = ["a", "bb", "ccc", "d", "ee"]
 )
 def test_a_list_that_the_layout_names_is_split_by_its_items(values: Any) -> None:
     batch = {"x": rows(5, 2), "more": values}
-    parts = cut(batch, [3, 0, 2], Layout(dims={"more": 0}))
+    parts = open_rows(batch, Layout(dims={"more": 0})).cut([3, 0, 2])
     assert [part["more"] for part in parts] == [values[:3], values[3:3], values[3:]]
     assert type(parts[0]["more"]) is type(values)
     with pytest.raises(ConfigError, match=r"`more` must have 5 rows .* like `x`, but has 4"):

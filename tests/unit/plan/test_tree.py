@@ -31,7 +31,7 @@ def additions(tree: SummationTree) -> list[tuple[Node, Node]]:
     return [
         (Node(level, index), Node(level, index + 1))
         for level in range(tree.root.level)
-        for index in range(0, tree.width(level) - 1, 2)
+        for index in range(0, -(-tree.num_leaves // (1 << level)) - 1, 2)
     ]
 
 
