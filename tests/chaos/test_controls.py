@@ -34,9 +34,9 @@ def returned(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     microbatches: set[int] = set()
     real = RunState.give_back
 
-    def give_back(state: Any, microbatch: int) -> None:
+    def give_back(state: Any, microbatch: int, replica: int) -> None:
         microbatches.add(microbatch)
-        real(state, microbatch)
+        real(state, microbatch, replica)
 
     monkeypatch.setattr(RunState, "give_back", give_back)
     return microbatches

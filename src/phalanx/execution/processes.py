@@ -270,7 +270,7 @@ class ProcessExecutor(Executor):
                 try:
                     done = self._answer(index, microbatch)
                 except Lost as lost:
-                    state.give_back(microbatch)
+                    state.give_back(microbatch, index)
                     self._lose(index, lost, microbatch)
                     return
                 self._record(state, index, microbatch, slot, done)

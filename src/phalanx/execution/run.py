@@ -6,7 +6,6 @@ Gradients are added along the fixed tree, by whichever thread completes a pair.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -14,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from phalanx.execution.task import Task
-from phalanx.plan import Node, Shares, SummationTree, workload_sizes
+from phalanx.plan import Node, SummationTree, workload_sizes
 from phalanx.replicas import RngPlan, Statistic, merge_statistics
 from phalanx.torch_internals import foreach_add
 from phalanx.types import Nested
@@ -171,16 +170,13 @@ class RunState:
                 left.append(index)
             else:
                 self.sums.put(Node(0, index), None)
-        if owners is None:
-            self._shares = Shares(workload_sizes(len(left), workloads))
+        self._own = tuple(left)
+        if owners is None:  # one queue for all, but for those whose share would be nothing
+            sizes = workload_sizes(len(left), workloads)
+            self._queues = [left if size > 0 else [] for size in sizes]
         else:
-            left.sort(key=lambda index: (owners[index], index))
-            counts = Counter(owners[index] for index in left)
-            sizes = [counts[each] for each in range(len(workloads))]
-            self._shares = Shares(sizes, stealing=False)
-        self._own = left  # by place in the shares
-        self._active = [workload > 0 for workload in workloads]  # others take nothing
-        self._returned: list[int] = []
+            replicas = range(len(workloads))
+            self._queues = [[each for each in left if owners[each] == i] for i in replicas]
         self._lock = threading.Lock()
         self._failed = False
 
@@ -192,17 +188,13 @@ class RunState:
     def take(self, replica: int) -> int | None:
         """Return the next microbatch for ``replica``; None when none is left, or one failed."""
         with self._lock:
-            if self._failed:
-                return None
-            place = self._shares.take(replica)
-            if place is not None:
-                return self._own[place]
-            return self._returned.pop() if self._returned and self._active[replica] else None
+            queue = self._queues[replica]
+            return queue.pop(0) if queue and not self._failed else None
 
-    def give_back(self, microbatch: int) -> None:
-        """Let another one compute a microbatch whose worker process was lost."""
+    def give_back(self, microbatch: int, replica: int) -> None:
+        """Let a microbatch be computed again that ``replica`` was lost with."""
         with self._lock:
-            self._returned.append(microbatch)
+            self._queues[replica].append(microbatch)
 
     def fail(self) -> None:
         """End the run."""

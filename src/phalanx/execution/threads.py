@@ -45,8 +45,8 @@ _NOTHING = contextlib.nullcontext()
 class ThreadExecutor(Executor):
     """Replicas of one module, or of one module each, on threads of this process.
 
-    Replicas on a module's own device share its parameter memory. Microbatches are handed out in
-    consecutive shares by ``workloads``; a replica that runs dry takes from the one with most left.
+    Replicas on a module's own device share its parameter memory. A replica that is free takes
+    the next microbatch.
 
     Args:
         source: The module that the user trains, or one for each device; parameters are read in

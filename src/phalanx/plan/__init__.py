@@ -17,7 +17,6 @@ from phalanx.plan.leaves import copy_rows, flatten, leaf_paths, unflatten
 from phalanx.plan.merging import Merging, merge_leaves
 from phalanx.plan.placement import least_loaded
 from phalanx.plan.slices import (
-    Shares,
     check_workloads,
     equal_sizes,
     ranges_of,
@@ -36,7 +35,6 @@ __all__ = [
     "Merging",
     "Node",
     "Rows",
-    "Shares",
     "Staleness",
     "SummationTree",
     "check_argument",
