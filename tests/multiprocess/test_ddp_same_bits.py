@@ -127,6 +127,14 @@ def train_all(
     }
 
 
+def misplaced(rank: int) -> list[int]:
+    """Return how far gradients lie behind where torch would have put them."""
+    model = DistributedDataParallel(MLP.build(), 4)
+    inputs, targets = (each[own_rows(rank, 24, 4)] for each in MLP.batch(24))
+    MLP.loss(model(inputs), targets).backward()
+    return [each.grad.data_ptr() % 64 for each in model.parameters()]  # type: ignore[union-attr]
+
+
 @pytest.fixture(scope="module")
 def one_rank() -> dict[str, str]:
     with Ranks(1) as ranks:
@@ -138,6 +146,11 @@ def one_rank() -> dict[str, str]:
 def two() -> Iterator[Ranks]:
     with Ranks(2) as ranks:
         yield ranks
+
+
+def test_gradients_lie_as_kernels_find_them_on_one_rank(two: Ranks) -> None:
+    """A norm adds in another order where memory is not aligned, on a GPU."""
+    assert not any(map(any, two.run(misplaced)))
 
 
 WORLDS = [

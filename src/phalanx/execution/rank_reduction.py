@@ -25,6 +25,7 @@ from phalanx.torch_internals import foreach_copy
 
 T = TypeVar("T")
 
+_ALIGNMENT = 64  # bytes; as torch's own memory: kernels that sum choose by it
 _IDENTITY = -0.0  # added to any number, it gives this number; 0.0 would change the sign of -0.0
 
 
@@ -183,13 +184,15 @@ class _Bucket:
         self.dtype = parameters[places[0]].dtype
         self.device = parameters[places[0]].device
         self._sizes = [len(places), *(parameters[place].numel() for place in places)]
-        self.slice_size = -(-sum(self._sizes) // num_ranks)
-        self._padding = self.slice_size * num_ranks - sum(self._sizes)
+        unit = _ALIGNMENT // self.dtype.itemsize
+        self._room = [-(-size // unit) * unit for size in self._sizes]
+        self.slice_size = -(-sum(self._room) // num_ranks)
+        self._padding = self.slice_size * num_ranks - sum(self._room)
         self._received: list[Tensor] = []
 
     def empty(self) -> Tensor:
         """Return memory for the bucket."""
-        size = sum(self._sizes) + self._padding
+        size = sum(self._room) + self._padding
         return torch.empty(size, dtype=self.dtype, device=self.device)
 
     def received(self, turn: int, count: int) -> Tensor:
@@ -201,9 +204,14 @@ class _Bucket:
             self._received[turn] = torch.empty(shape, dtype=self.dtype, device=self.device)
         return self._received[turn]
 
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        """Return the marks and the gradients in ``flat``."""
+        *parts, _ = flat.split([*self._room, self._padding])
+        return [part[:size] for part, size in zip(parts, self._sizes, strict=True)]
+
     def write(self, gradients: Gradients, flat: Tensor) -> None:
         """Write these gradients into the bucket ``flat``."""
-        marks, *views, _ = flat.split([*self._sizes, self._padding])
+        marks, *views = self._views(flat)
         found = [gradients[place] for place in self._places]
         marks.copy_(torch.tensor([float(each is not None) for each in found]))
         pairs = list(zip(views, found, strict=True))
@@ -216,7 +224,7 @@ class _Bucket:
 
     def read(self, flat: Tensor, total: Gradients) -> None:
         """Put the parts that somebody had a gradient for into ``total``."""
-        marks, *views, _ = flat.split([*self._sizes, self._padding])
+        marks, *views = self._views(flat)
         for place, view, mark in zip(self._places, views, marks.tolist(), strict=True):
             if mark:
                 total[place] = view
