@@ -158,7 +158,11 @@ def add_beside_a_halted_holder(parent: Parent) -> None:
         theirs = [4]  # of worker 1's host
         world.barrier()
         if world.worker_id == 1:
-            inject(lambda point, worker: point == "undo written" and os.kill(os.getpid(), SIGSTOP))
+            inject(
+                lambda point, worker: (
+                    point == "half the rows written" and os.kill(os.getpid(), SIGSTOP)
+                )
+            )
             table.add([1.0], rows=theirs)
             inject(None)
         else:

@@ -10,9 +10,6 @@ from torch import Tensor
 
 from phalanx.cluster import Array
 
-UNKNOWN = -1
-"""Sent with a barrier in place of how many were finished before: the request is a new one."""
-
 
 class Operation(IntEnum):
     """A request. What each has in its message's numbers, its text and its arrays:
@@ -23,7 +20,7 @@ class Operation(IntEnum):
     ENTER = 1  # -1 or the worker's number, client, number expected  [number, incarnation, barriers]
     LEAVE = 2
     TICK = 3  # the clock
-    BARRIER = 4  # barriers finished before  [barriers finished]
+    BARRIER = 4  # the last one passed  [its number]
     OPEN = 5  # text: spec  arrays: first values, or a rule's bounds and seed  [done, clock]
     GET = 6  # arrays: rows  [their values]
     ADD = 7  # round or 0, whether it assigns  number: its own  arrays: rows, delta

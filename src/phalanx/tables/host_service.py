@@ -12,7 +12,7 @@ A request may come twice. Each that must count once carries what tells a repetit
     add                  a number, which each shard keeps with the effect (part.py)
     add of a round       the same number, which the log keeps, too (log.py)
     tick, arrive         the clock itself
-    barrier              how many barriers were finished before
+    barrier              the last one that the worker has passed
     enter                two numbers of the client's, kept beside its incarnation
 """
 
@@ -30,7 +30,6 @@ from phalanx.cluster import MAX_ARRAY_BYTES, Answer, Link, Message
 from phalanx.errors import ConfigError, StateError
 from phalanx.memory import all_within
 from phalanx.tables.host_operations import (
-    UNKNOWN,
     Operation,
     as_array,
     as_arrays,
@@ -182,9 +181,8 @@ class HostService:
         return Answer()
 
     def _barrier(self, asked: Message) -> Answer:
-        finished = None if asked.args[0] == UNKNOWN else asked.args[0]
-        number = self._membership.wait_at_barrier(asked.worker, _seconds(asked), finished)
-        return Answer((number,))
+        wait = self._membership.wait_at_barrier
+        return Answer((wait(asked.worker, _seconds(asked), asked.args[0]),))
 
     # --- tables -----------------------------------------------------------------------------------
 

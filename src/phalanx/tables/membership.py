@@ -4,7 +4,7 @@
     line 0       the number of workers expected, 0 if it was not announced | the time of the last
                  check for dead workers, in ns | the number of barriers that are finished
     line 1 + w   worker w:  state | pid | start | clock | incarnation | the barrier that it has come
-                 to, negative if it gave that one up
+                 to | the last one that it has passed
     then         the page's lock, and what those who wait sleep on: `changes`
 
 Each worker writes its own line, under the page's lock. Of those who wait, one checks every 10 to
@@ -27,12 +27,10 @@ from phalanx.ipc import Changes, Mutex, ProcessIdentity, Region, late_peers
 from phalanx.plan import check_argument
 
 MAX_WORKERS = 256
-GAVE_UP_EARLIER = "They had come before, and given up at their own deadlines."
-"""The end of an error where no worker stayed away."""
 _LINE = 8
 _LOCK_AT = (1 + MAX_WORKERS) * _LINE * 8
 _EXPECTED, _LOOKED_NS, _BARRIERS = range(3)
-_STATE, _PID, _START, _CLOCK, _INCARNATION, _BARRIER = range(6)
+_STATE, _PID, _START, _CLOCK, _INCARNATION, _BARRIER, _PASSED = range(7)
 _EMPTY, _HERE, _LEFT, _DEAD = range(4)
 _ELSEWHERE = ProcessIdentity(0, 0)
 _LOOK_EVERY_NS = 10_000_000  # less than the time between two looks of one that waits
@@ -100,7 +98,7 @@ class Membership:
                 slowest = min(self.clocks().values(), default=self._words[at + _CLOCK])
                 self._words[at + _CLOCK] = slowest
             self._words[at + _INCARNATION] += 1
-            self._words[at + _BARRIER] = 0
+            self._words[at + _BARRIER] = self._words[at + _PASSED] = self.num_barriers
             self._words[at + _PID] = me.pid
             self._words[at + _START] = me.start_ticks
             self._words[at + _STATE] = _HERE
@@ -285,26 +283,23 @@ class Membership:
         """How many barriers are finished."""
         return self._words[_BARRIERS]
 
-    def wait_at_barrier(self, worker: int, timeout_s: float, finished: int | None = None) -> int:
-        """Come to the next barrier, wait for the others, and return its number, from 1.
+    def wait_at_barrier(self, worker: int, timeout_s: float, passed: int | None = None) -> int:
+        """Come to the worker's next barrier, wait for the others, and return its number, from 1.
+
+        One that a call has given up, or not heard the end of, is the next call's as well.
 
         Args:
             worker: Who comes.
             timeout_s: How long to wait.
-            finished: How many were finished when the worker came for the first time, where it may
-                be asking again; None if it is not.
-
-        A worker that leaves or dies is no longer awaited. One that gives up at the deadline counts
-        as not having come, and may come again.
+            passed: The last barrier that it has passed; None where its line says so.
 
         Raises:
             PeerTimeout: Somebody stayed away; ``.rank`` is the first of them.
         """
+        at = self._start_of(worker)
+        number = 1 + (self._words[at + _PASSED] if passed is None else passed)
         with self.lock.held(timeout_s):
-            if finished is not None and self.num_barriers > finished:
-                return self.num_barriers
-            number = self.num_barriers + 1
-            self._words[self._start_of(worker) + _BARRIER] = number
+            self._words[at + _BARRIER] = number
             self._finish_barrier(number)
 
         def look() -> None:
@@ -313,31 +308,22 @@ class Membership:
                     self._finish_barrier(number)
 
         if not self.changes.wait_until(lambda: self.num_barriers >= number, timeout_s, look):
-            self._give_barrier_up(worker, number, timeout_s)
+            awaited, missing = self.awaited(), self._missing_at(number)
+            late = missing or awaited  # where the last one came just now
+            came = [each for each in awaited if each not in late]
+            event = f"barrier {number}"
+            raise late_peers("Worker", late, len(awaited), event, timeout_s, came=came)
+        self._words[at + _PASSED] = number
         return number
 
     def _finish_barrier(self, number: int) -> None:
-        if self.num_barriers < number and not self._others_than(number, self.awaited()):
+        if self.num_barriers < number and not self._missing_at(number):
             self._words[_BARRIERS] = number
             self.changes.tell()
 
-    def _others_than(self, number: int, workers: list[int]) -> list[int]:
-        """Return those of the workers that have not last come to (or given up) a barrier."""
-        return [w for w in workers if self._words[self._start_of(w) + _BARRIER] != number]
-
-    def _give_barrier_up(self, worker: int, number: int, timeout_s: float) -> None:
-        with self.lock.held(timeout_s):
-            self._finish_barrier(number)  # the last one may have left since the last look
-            if self.num_barriers >= number:
-                return
-            missing = self._others_than(number, self.awaited())
-            away = self._others_than(-number, missing)
-            late = away or missing
-            came = [w for w in self.awaited() if w not in late]
-            self._words[self._start_of(worker) + _BARRIER] = -number
-        more = "" if away else GAVE_UP_EARLIER
-        event = f"barrier {number}"
-        raise late_peers("Worker", late, self.num_workers(), event, timeout_s, came=came, more=more)
+    def _missing_at(self, number: int) -> list[int]:
+        """Return the awaited workers that have not come to a barrier."""
+        return [w for w in self.awaited() if self._words[self._start_of(w) + _BARRIER] < number]
 
 
 def _worker_of(words: memoryview, pid: int) -> int | None:

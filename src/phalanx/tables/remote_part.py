@@ -17,7 +17,6 @@ from phalanx.cluster import Array, Connection, Endpoint, Message, RemoteCall, St
 from phalanx.errors import PeerTimeout, PhalanxError
 from phalanx.ipc import Waiting, register_at_fork
 from phalanx.tables.host_operations import (
-    UNKNOWN,
     Operation,
     as_array,
     as_arrays,
@@ -43,8 +42,7 @@ class RemoteHost:
     Attributes:
         host: Its number.
         connection: To its server.
-        num_barriers: How many barriers were finished there when this worker last looked;
-            `UNKNOWN` if it did not hear the end of its last one.
+        num_barriers: The last barrier there that this worker has passed.
         has_left: Whether the worker was said to have left.
     """
 
@@ -116,9 +114,9 @@ class RemoteHost:
 
     def wait_at_barrier(self, timeout_s: float) -> int:
         """Come to the next barrier there, wait, and return its number."""
-        finished, self.num_barriers = self.num_barriers, UNKNOWN
-        asked = self.connection.call(Operation.BARRIER, "a barrier", timeout_s, args=(finished,))
-        self.num_barriers = asked.args[0]
+        passed = (self.num_barriers,)
+        answer = self.connection.call(Operation.BARRIER, "a barrier", timeout_s, args=passed)
+        self.num_barriers = answer.args[0]
         return self.num_barriers
 
 

@@ -112,7 +112,8 @@ class TableGroup:
         """Wait until every worker has come to the run's next barrier; return its number, from 1.
 
         Raises:
-            PeerTimeout: A worker stayed away; ``.rank`` is the first. This one may come again.
+            PeerTimeout: A worker stayed away; ``.rank`` is the first. The next call waits for the
+                same barrier.
 
         Collective: All workers. Blocks: Until the last has come, left or died.
         """
