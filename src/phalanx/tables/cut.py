@@ -134,26 +134,7 @@ class Cut:
 
 
 def part_of(spec: TableSpec, host: int, num_hosts: int) -> TableSpec:
-    """Return the part of a table on ``host``: a table of its own there.
-
-    Example:
-        >>> from phalanx.plan import Staleness
-        >>> from phalanx.tables.updaters import Sum
-        >>> spec = TableSpec(
-        ...     name="t",
-        ...     rows=5,
-        ...     cols=2,
-        ...     is_array=False,
-        ...     dtype=torch.float32,
-        ...     updater=Sum(),
-        ...     num_shards=1,
-        ...     staleness=Staleness(None),
-        ...     nonfinite="allow",
-        ... )
-        >>> parts = [part_of(spec, host, 3) for host in range(3)]
-        >>> [(part.first_row, part.rows) for part in parts]
-        [(0, 2), (2, 2), (4, 1)]
-    """
+    """Return the part of a table on ``host``: a table of its own there."""
     if num_hosts == 1:
         return spec
     if spec.has_keys:

@@ -177,10 +177,6 @@ def read_outer(outer: object) -> Nesterov | None:
 
     Raises:
         ConfigError: It is another, or an option cannot be.
-
-    Example:
-        >>> read_outer("nesterov"), read_outer({"name": "nesterov", "lr": 1.0})
-        (Nesterov(lr=0.7, momentum=0.9), Nesterov(lr=1.0, momentum=0.9))
     """
     if outer is None or type(outer) is Nesterov:
         return outer

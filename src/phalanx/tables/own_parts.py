@@ -63,14 +63,7 @@ class OwnParts:
         self._regions = regions
         self._logs: dict[int, WorkerLog] = {}
         self._logging: set[int] = set()  # threads that have a log's lock
-        self.rounds = Rounds(
-            spec=own,
-            memory=memory,
-            lock=self.lock,
-            membership=membership,
-            log_of=self._log_of,
-            take_in=self._take_in,
-        )
+        self.rounds = Rounds(memory, self.lock, membership, self._log_of, self._take_in)
         kind = KeyPart if own.has_keys else TablePart
         self.parts: Sequence[TablePart] = [
             kind(

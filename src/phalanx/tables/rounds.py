@@ -28,7 +28,6 @@ from phalanx.ipc import Mutex, late_peers
 from phalanx.tables.log import WorkerLog
 from phalanx.tables.membership import Membership
 from phalanx.tables.part import Entry
-from phalanx.tables.spec import TableSpec
 from phalanx.tables.table_memory import APPLIED, ARRIVED_AS, CLOCK, LOGS, TAKEN, TableMemory
 
 _NUM_LOGS = 2
@@ -38,7 +37,6 @@ class Rounds:
     """The rounds of one bulk-synchronous table, as one process sees them.
 
     Args:
-        spec: The table.
         memory: The table's.
         lock: Held to take a round in.
         membership: The workers that must arrive.
@@ -48,15 +46,12 @@ class Rounds:
 
     def __init__(
         self,
-        *,
-        spec: TableSpec,
         memory: TableMemory,
         lock: Mutex,
         membership: Membership,
         log_of: Callable[[int], WorkerLog],
         take_in: Callable[[int, list[Entry], float], None],
     ) -> None:
-        self._spec = spec
         self._memory = memory
         self._line = memory.table
         self._lock = lock
@@ -126,7 +121,7 @@ class Rounds:
                 "Worker",
                 missing or awaited,  # where the last one came just now
                 self._membership.num_workers(),
-                f"get {number} of table {self._spec.name!r}",
+                f"get {number} of table {self._memory.spec.name!r}",
                 timeout_s,
                 more="In a bulk-synchronous table all workers make the same gets, or leave.",
             )

@@ -336,12 +336,6 @@ def parse_updater(given: object) -> Updater:
     Raises:
         ConfigError: It is none of these, the name or an option is unknown, or an option's value
             cannot be.
-
-    Example:
-        >>> parse_updater("sgd")
-        Sgd(lr=0.01)
-        >>> parse_updater({"name": "momentum", "lr": 0.1})
-        Momentum(lr=0.1, momentum=0.9)
     """
     if isinstance(given, Updater):
         return given
