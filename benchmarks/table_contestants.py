@@ -26,7 +26,6 @@ from benchmarks.table_tasks import ARRAY_ELEMENTS, COLS, TASKS, Draws, Steps, ta
 from benchmarks.turns import serve_turns
 from phalanx import tables
 
-_NUM_SHARDS = 4
 _PIECE_BYTES = 1 << 24
 
 
@@ -67,7 +66,6 @@ def _join(job: TablesJob) -> tables.TableGroup:
 def _phalanx(job: TablesJob, draws: Draws) -> Iterator[Steps]:
     with _join(job) as world:
         matrix = world.matrix(job.rows, COLS, name="matrix")
-        sharded = world.matrix(job.rows, COLS, name="sharded", num_shards=_NUM_SHARDS)
         keyed = world.keys(COLS, name="keyed", capacity=job.rows)
         if job.rank == 0:
             keyed.add(torch.zeros(job.rows, COLS), torch.arange(job.rows))
@@ -78,7 +76,7 @@ def _phalanx(job: TablesJob, draws: Draws) -> Iterator[Steps]:
                 "add": draws.adding(lambda rows, delta: matrix.add(delta, rows)),
                 "keys get": draws.getting(lambda rows, out: keyed.get(rows, out=out)),
                 "keys add": draws.adding(lambda rows, delta: keyed.add(delta, rows)),
-                "flood": draws.adding(lambda rows, delta: sharded.add(delta, rows)),
+                "flood": draws.adding(lambda rows, delta: matrix.add(delta, rows)),
                 "array get": draws.of_array(lambda out: array.get(out=out)),
                 "array add": draws.of_array(array.add),
             },

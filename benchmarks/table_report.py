@@ -78,7 +78,7 @@ def judge(medians: Medians, snapshot_bytes: int) -> list[Row]:
         add(what, "GB/s", _LEAST_ARRAY_GB_PER_S, rate, at_least=True)
     for size in SIZES[1:]:
         one, two = (medians.get("phalanx", {}).get(flood) for flood in _floods(size))
-        what = f"adds of {size:,}, two workers over one, 4 shards"
+        what = f"adds of {size:,}, two workers over one"
         add(what, "×", _LEAST_SPEEDUP, _ratio(one, two), at_least=True)
     disk = gb_per_s(medians, "snapshot", "disk", snapshot_bytes)
     add(
@@ -217,7 +217,7 @@ def _rates_sheet(medians: Medians, snapshot_bytes: int) -> Sheet:
             rate = gb_per_s(medians, "snapshot", kind, snapshot_bytes)
             add(f"{what}, GB/s", [*(None,) * len(names), rate])
     columns = [*(Column(TITLES[name]) for name in names), *(Column("disk") for _ in disk)]
-    title = "How much per second; of adds by one worker or two, to 4 shards (torch: no shards)"
+    title = "How much per second; of adds by one worker or two"
     return Sheet(title, tuple(columns), tuple(rows))
 
 

@@ -36,7 +36,7 @@ class TableTask:
     Args:
         kind: "get" or "add": of rows of the matrix. "keys get" or "keys add": the same of a table
             that finds them by key. "array get" or "array add": of all of the
-            array. "flood": equally many adds by each worker at work, to random rows of 4 shards,
+            array. "flood": equally many adds by each worker at work, to random rows,
             from the beginning of the first to the end of the last. "snapshot": of a table, to disk.
             "disk": the same bytes, written and synced.
         rows: How many at a time; 0 for the array and the disk.

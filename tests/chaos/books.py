@@ -29,7 +29,6 @@ class Books:
         clients: How many clients add, on all hosts.
         hosts: How many hosts share the rows.
         tail: Rows of a host's tail.
-        num_shards: Of a host's rows.
     """
 
     def __init__(
@@ -38,15 +37,12 @@ class Books:
         clients: int,
         hosts: int = 1,
         tail: int = 0,
-        num_shards: int = 1,
     ) -> None:
         self._clients, self._tail = clients, tail
         size = clients + 1 + tail
         self._starts = range(0, hosts * size, size)
         self._size = size
-        self.rows = world.matrix(
-            hosts * size, 4, torch.int64, name="rows", num_shards=num_shards, init=0
-        )
+        self.rows = world.matrix(hosts * size, 4, torch.int64, name="rows", init=0)
         self.whole = world.array(3 * clients + WHOLE_TAIL, torch.int64, name="whole")
         self.keys = world.keys(3, torch.int64, name="keys", capacity=1)
 

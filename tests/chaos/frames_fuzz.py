@@ -100,7 +100,6 @@ SPEC = json.dumps(
         "capacity": 0,
         "dtype": "float32",
         "updater": {"name": "sum"},
-        "num_shards": 1,
         "first_row": 0,
         "staleness": None,
         "nonfinite": "allow",

@@ -44,7 +44,7 @@ def never_asked_again() -> None:
 
 
 def add_counted_twice() -> None:
-    """A shard does not know which adds it has taken."""
+    """A part does not know which adds it has taken."""
     make_adds_in_python()
     TablePart.has = lambda self, worker, number: False  # type: ignore[method-assign]
 

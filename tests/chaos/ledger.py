@@ -43,7 +43,6 @@ def keep_books(
     run: str,
     clerk: int,
     counts: dict[str, int],
-    num_shards: int,
     death: tuple[str, int] | None,
     begin: Callable[[], None] | None,
 ) -> None:
@@ -57,7 +56,7 @@ def keep_books(
         if death is not None and death[0] == "reader's lock held":
             # It is taken only where adds overtake a get.
             take_locks_to_read()
-        books = Books(world, CLERKS, num_shards=num_shards)
+        books = Books(world, CLERKS)
         if death is not None:
             die_at(*death)
         while True:
@@ -142,12 +141,11 @@ def run_books(
     progress: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Keep books in run ``name`` until so many clerks are dead; fail where they are not right."""
-    num_shards = draw.choice((1, 2))
     with Children() as children, tables.join(name, timeout_s=DEADLINE_S) as world:
-        books = Books(world, CLERKS, num_shards=num_shards)
+        books = Books(world, CLERKS)
 
         def start(clerk: int, counts: dict[str, int], death: tuple[str, int] | None) -> Child:
-            return children.start(keep_books, name, clerk, counts, num_shards, death, begin)
+            return children.start(keep_books, name, clerk, counts, death, begin)
 
         clerks = [_Clerk(number, start, draw) for number in range(CLERKS)]
         for _ in range(kills):

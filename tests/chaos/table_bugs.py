@@ -79,7 +79,7 @@ def lock_outlives_its_holder(patch: Patch) -> None:
 
     @contextmanager
     def held(self: Mutex, timeout_s: float = 30.0) -> Iterator[None]:
-        if self.label.startswith("shard"):
+        if self.label.startswith("rows"):
             acquire(self, timeout_s)
         try:
             yield

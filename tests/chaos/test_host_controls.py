@@ -177,7 +177,7 @@ def add_beside_a_halted_holder(parent: Parent) -> None:
                     other.get(theirs)
             except PeerTimeout as exc:
                 raise AssertionError(f"the halted one holds others up: {exc}") from exc
-            with pytest.raises(PeerTimeout, match=r"Lock 'shard 0 of table t' .* holds it"):
+            with pytest.raises(PeerTimeout, match=r"Lock 'rows of table t' .* holds it"):
                 table.add([1.0], rows=theirs)
             assert 1 in world.workers, "a halted worker counts as dead"
             world.timeout_s = DEADLINE_S

@@ -38,9 +38,9 @@ def test_after_each_barrier_an_array_holds_everybodys_adds(world, n, run):
     world.run(partial(array_law, rounds=30, size=10_000), n, run=run)
 
 
-def matrix_law(world: tables.TableGroup, num_shards: int) -> None:
+def matrix_law(world: tables.TableGroup) -> None:
     rows, cols, some = 11, 10, [0, 1, 5, 10]
-    table = world.matrix(rows, cols, name="law", num_shards=num_shards)
+    table = world.matrix(rows, cols, name="law")
     delta = torch.arange(1, rows * cols + 1, dtype=torch.float32).view(rows, cols)
     expected = torch.zeros(rows, cols)
     for _ in range(20):
@@ -54,9 +54,9 @@ def matrix_law(world: tables.TableGroup, num_shards: int) -> None:
         world.barrier()
 
 
-@in_table_worlds(num_shards=[1, 4, 20])
-def test_after_each_barrier_a_matrix_holds_everybodys_rows(world, n, num_shards, run):
-    world.run(partial(matrix_law, num_shards=num_shards), n, run=run)
+@in_table_worlds()
+def test_after_each_barrier_a_matrix_holds_everybodys_rows(world, n, run):
+    world.run(matrix_law, n, run=run)
 
 
 def master_init(world: tables.TableGroup) -> list[float]:
@@ -72,8 +72,8 @@ def test_everybody_begins_with_the_masters_values_past_the_updater(world, n, run
 # --- modes ----------------------------------------------------------------------------------------
 
 
-def bulk_rounds(world: tables.TableGroup, num_shards: int) -> list[list]:
-    table = world.matrix(29, 3, name="bulk", num_shards=num_shards, init=1.0)
+def bulk_rounds(world: tables.TableGroup) -> list[list]:
+    table = world.matrix(29, 3, name="bulk", init=1.0)
     generator = torch.Generator().manual_seed(world.worker_id)
     seen = []
     for i in range(10):
@@ -99,10 +99,10 @@ def bulk_rounds_by_one(n: int) -> list[list]:
     return seen
 
 
-@in_table_worlds(num_shards=[1, 3])
-def test_in_bulk_synchronous_mode_every_get_is_equal_bit_for_bit(world, n, num_shards, run):
+@in_table_worlds()
+def test_in_bulk_synchronous_mode_every_get_is_equal_bit_for_bit(world, n, run):
     expected = bulk_rounds_by_one(n)
-    for seen in world.run(partial(bulk_rounds, num_shards=num_shards), n, run=run, sync=True):
+    for seen in world.run(bulk_rounds, n, run=run, sync=True):
         assert seen == expected
 
 
@@ -204,14 +204,14 @@ def test_who_stays_away_makes_the_others_fail_at_the_deadline_with_its_id(world,
 
 def edges(world: tables.TableGroup) -> None:
     n = world.num_workers
-    nothing = world.matrix(0, 4, name="nothing", num_shards=3)
+    nothing = world.matrix(0, 4, name="nothing")
     nothing.add(torch.empty(0, 4), rows=[])
     assert nothing.get().shape == (0, 4)
-    one = world.array(1, name="one", num_shards=2)
+    one = world.array(1, name="one")
     one.add([1.0])
     world.barrier()
     assert one.get().tolist() == [float(n)]
-    few = world.matrix(2, 3, name="few", num_shards=5)
+    few = world.matrix(2, 3, name="few")
     few.add([[1, 1, 1], [2, 2, 2], [3, 3, 3]], rows=[1, 0, 1])
     few.add([], rows=[])
     world.barrier()
@@ -225,7 +225,7 @@ def edges(world: tables.TableGroup) -> None:
 
 
 @in_table_worlds()
-def test_no_rows_one_element_and_fewer_rows_than_shards(world, n, run):
+def test_no_rows_one_element_and_fewer_rows_than_hosts(world, n, run):
     world.run(edges, n, run=run)
 
 
@@ -333,7 +333,6 @@ def several_gets(world: tables.TableGroup) -> None:
     values = torch.arange(6.0)[:, None]
     for name, options in {
         "one": {},
-        "two": {"num_shards": 2},
         "dc": {"updater": "dc_asgd"},
     }.items():
         many = world.matrix(6, 1, name=name, init=values, sync=True, **options)

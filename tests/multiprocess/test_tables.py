@@ -49,12 +49,10 @@ def die_at(point: str, times: int) -> None:
     fail_points.inject(fault)
 
 
-def open_table(
-    world: tables.TableGroup, updater: str, num_shards: int = 1, kind: str = "rows"
-) -> tables.Table:
+def open_table(world: tables.TableGroup, updater: str, kind: str = "rows") -> tables.Table:
     if "keys" in kind:
         return world.keys(COLS, name="t", init=1.0, updater=updater, capacity=1)
-    return world.matrix(ROWS, COLS, name="t", init=1.0, updater=updater, num_shards=num_shards)
+    return world.matrix(ROWS, COLS, name="t", init=1.0, updater=updater)
 
 
 def add(table: tables.Table, rows: list[int] | None) -> None:
@@ -155,7 +153,7 @@ def test_a_death_within_a_get_holds_nobody_up_and_changes_nothing(run, kind, upd
 
 def restoring_victim(parent: Parent, run: str, kind: str, folder: str) -> None:
     with tables.join(run, timeout_s=DEADLINE_S) as world:
-        table = open_table(world, "adam", 2 if kind == "rows" else 1, kind)
+        table = open_table(world, "adam", kind)
         add(table, SOME)
         table.snapshot(folder)
         add(table, SOME)
@@ -173,7 +171,7 @@ def test_a_restore_that_a_death_interrupts_must_be_made_again(run, tmp_path, kin
         child = children.start(restoring_victim, run, kind, str(tmp_path))
         child.get()
         with tables.join(run, timeout_s=DEADLINE_S) as world:
-            table = open_table(world, "adam", 2 if kind == "rows" else 1, kind)
+            table = open_table(world, "adam", kind)
             child.put()
             wait_for_exit(child.pid)
             for call in (lambda: table.get([7]), lambda: add(table, SOME)):
@@ -186,9 +184,10 @@ def test_a_restore_that_a_death_interrupts_must_be_made_again(run, tmp_path, kin
             assert_equal(table, twin)
 
 
-def victim_of_shards(parent: Parent, run: str) -> None:
+def victim_in_blocks(parent: Parent, run: str) -> None:
+    part.BLOCK_ROWS = 2
     with tables.join(run, timeout_s=DEADLINE_S) as world:
-        table = open_table(world, "sum", num_shards=2)
+        table = open_table(world, "sum")
         parent.tell("ready")
         die_at("lock held", 1)
         add(table, None)
@@ -203,8 +202,8 @@ def test_a_get_waits_for_who_makes_the_rest_of_a_dead_workers_add(run, has_succe
         world.thread_worker() as other,
         contextlib.ExitStack() as later,
     ):
-        table, others = (open_table(each, "sum", num_shards=2) for each in (world, other))
-        child = children.start(victim_of_shards, run)
+        table, others = (open_table(each, "sum") for each in (world, other))
+        child = children.start(victim_in_blocks, run)
         assert child.get() == "ready"
         wait_for_exit(child.pid)
         if has_successor:
@@ -234,7 +233,7 @@ def test_a_get_waits_for_who_makes_the_rest_of_a_dead_workers_add(run, has_succe
 
 def bulk_victim(parent: Parent, run: str, point: str, times: int) -> None:
     with tables.join(run, num_workers=2, sync=True, timeout_s=DEADLINE_S) as world:
-        table = open_table(world, "sum", num_shards=2)
+        table = open_table(world, "sum")
         for _ in range(3):
             add(table, None)
             add(table, SOME)
@@ -247,14 +246,14 @@ def bulk_victim(parent: Parent, run: str, point: str, times: int) -> None:
             table.get()
 
 
-@pytest.mark.parametrize(("point", "times"), [("put", 0), *(("get", k) for k in range(1, 9))])
+@pytest.mark.parametrize(("point", "times"), [("put", 0), *(("get", k) for k in range(1, 5))])
 def test_what_a_worker_put_down_before_it_died_is_in_the_next_round(run, point, times):
     with (
         Children() as children,
         tables.join(run, num_workers=2, sync=True, timeout_s=DEADLINE_S) as world,
     ):
         child = children.start(bulk_victim, run, point, times)
-        table = open_table(world, "sum", num_shards=2)
+        table = open_table(world, "sum")
         assert child.get() == "put"
         add(table, None)
         add(table, SOME)
@@ -405,7 +404,7 @@ def _hold_a_lock(parent: Parent, run: str, which: str) -> None:
         lock = {
             "membership": world.membership.lock,
             "rounds": storage.lock,
-            "shard": storage.parts[0].lock,
+            "rows": storage.part.lock,
         }[which]
         with lock.held(DEADLINE_S):
             parent.tell(world.worker_id)
@@ -417,10 +416,10 @@ def _hold_a_lock(parent: Parent, run: str, which: str) -> None:
     [
         ("membership", lambda world, table: world.barrier()),
         ("membership", lambda world, table: world.leave()),
-        ("shard", lambda world, table: table.get()),
+        ("rows", lambda world, table: table.get()),
         ("rounds", lambda world, table: table.async_get().wait()),
-        ("shard", lambda world, table: table.snapshot("never")),
-        ("shard", lambda world, table: table.restore("snapshot")),
+        ("rows", lambda world, table: table.snapshot("never")),
+        ("rows", lambda world, table: table.restore("snapshot")),
     ],
 )
 def test_whoever_holds_any_lock_of_a_run_too_long_is_named_by_number(

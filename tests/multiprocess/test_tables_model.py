@@ -34,16 +34,16 @@ values = st.integers(-1000, 1000)
 POINTS = (*part.POINTS, *keys.POINTS)
 
 
-def open_table(world: tables.TableGroup, by_key: bool, num_shards: int) -> tables.Table:
+def open_table(world: tables.TableGroup, by_key: bool) -> tables.Table:
     if by_key:
         return world.keys(COLS, torch.int64, name="t", init=FIRST, capacity=1)
-    return world.matrix(ROWS, COLS, torch.int64, name="t", init=FIRST, num_shards=num_shards)
+    return world.matrix(ROWS, COLS, torch.int64, name="t", init=FIRST)
 
 
-def die_adding(parent: Parent, run: str, how: tuple, point: str, rows: list[int]) -> None:
+def die_adding(parent: Parent, run: str, by_key: bool, point: str, rows: list[int]) -> None:
     part.BLOCK_ROWS = 2
     with tables.join(run, timeout_s=DEADLINE_S) as world:
-        table = open_table(world, *how)
+        table = open_table(world, by_key)
         die_at(point, 1)
         table.add(torch.full((len(rows), COLS), 12345), rows=rows)
 
@@ -54,13 +54,13 @@ class TableMachine(RuleBasedStateMachine):
     The model has the rows of a matrix, or those keys that have come.
     """
 
-    @initialize(by_key=st.booleans(), num_shards=st.sampled_from([1, 1, 3, 10]))
-    def begin(self, by_key: bool, num_shards: int) -> None:
+    @initialize(by_key=st.booleans())
+    def begin(self, by_key: bool) -> None:
         self.run = f"m{os.getpid()}-{next(_numbers)}"
-        self.by_key, self.how = by_key, (by_key, num_shards)
+        self.by_key = by_key
         first = tables.join(self.run, timeout_s=DEADLINE_S)
         self.worlds = [first]
-        self.tables = [open_table(first, *self.how)]
+        self.tables = [open_table(first, by_key)]
         there = () if by_key else range(ROWS)
         self.model = {row: np.full(COLS, FIRST) for row in there}
         self.saved: dict[int, np.ndarray] | None = None
@@ -146,7 +146,7 @@ class TableMachine(RuleBasedStateMachine):
     def come(self, thread: bool) -> None:
         how = self.worlds[0].thread_worker if thread else lambda: tables.join(self.run)
         self.worlds.append(how())
-        self.tables.append(open_table(self.worlds[-1], *self.how))
+        self.tables.append(open_table(self.worlds[-1], self.by_key))
 
     @precondition(lambda self: len(self.worlds) > 1)
     @rule(k=st.integers(0, 5))
@@ -159,7 +159,7 @@ class TableMachine(RuleBasedStateMachine):
     def die(self, point: str, data: st.DataObject) -> None:
         rows = self.drawn(data, least=5, most=40)
         with Children() as children:
-            child = children.start(die_adding, self.run, self.how, point, rows)
+            child = children.start(die_adding, self.run, self.by_key, point, rows)
             wait_for_exit(child.pid)
         after = dict(self.model)
         self.put(after, rows, np.full((len(rows), COLS), 12345))

@@ -15,7 +15,7 @@ import torch
 
 from phalanx.errors import UnsupportedError
 
-_VERSION = 21  # as in native.h: a library of another one is left alone
+_VERSION = 22  # as in native.h: a library of another one is left alone
 # What returns a number.
 _ANSWERS = (
     "finite",
@@ -68,7 +68,7 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
         "changes_tell": [pointer],
         "changes_wait": [pointer, number, number],
         "part_add": [pointer, pointer, number, pointer, number, number, number, number],
-        "part_make": [pointer, pointer, number, number, pointer, pointer],
+        "part_make": [pointer, pointer, number, number, pointer],
         "part_get": [pointer, pointer, number, pointer],
         "index_insert": [pointer, number],
         "index_find": [pointer, pointer, number, number, pointer],

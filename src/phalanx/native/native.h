@@ -3,7 +3,7 @@
 #include <pthread.h>
 #include <stdint.h>
 
-#define VERSION 21 /* as in library.py */
+#define VERSION 22 /* as in library.py */
 #define LINE 64   /* bytes of a cache */
 
 /* What a core does not have, in memory or in another core's cache, it gets the sooner the more of it
@@ -52,7 +52,7 @@ void phalanx_copy(const char *from, char *to, int64_t count, int64_t past);
 #define ADD_OF(NAME, TYPE)                                                                      \
     void phalanx_add_##NAME(TYPE *values, int64_t num_rows, int64_t num_cols,                   \
                             const int64_t *rows, int64_t count, const TYPE *delta,              \
-                            const int64_t *places, double scale)
+                            double scale)
 ADD_OF(float32, float);
 ADD_OF(float64, double);
 ADD_OF(int32, uint32_t);

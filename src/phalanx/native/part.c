@@ -33,10 +33,9 @@ int phalanx_part_is_finite(const part *p, const void *delta, int64_t num_rows) {
     return 1;
 }
 
-/* Add the delta's rows, or those of its `places`, to rows, one after the other; where `rows` is NULL, to
-   `count` of them from `first` on, as if they were one. */
-static void add(const part *p, const int64_t *rows, int64_t first, int64_t count, const char *delta,
-                const int64_t *places) {
+/* Add the delta's rows to rows, one after the other; where `rows` is NULL, to `count` of them from
+   `first` on, as if they were one. */
+static void add(const part *p, const int64_t *rows, int64_t first, int64_t count, const char *delta) {
     static const int64_t none = 0;
     int64_t num_rows = p->num_rows, num_cols = p->num_cols;
     void *values = p->values;
@@ -49,20 +48,20 @@ static void add(const part *p, const int64_t *rows, int64_t first, int64_t count
     }
     const void *own = delta;
     if (p->dtype == FLOAT32)
-        phalanx_add_float32(values, num_rows, num_cols, rows, count, own, places, p->scale);
+        phalanx_add_float32(values, num_rows, num_cols, rows, count, own, p->scale);
     else if (p->dtype == FLOAT64)
-        phalanx_add_float64(values, num_rows, num_cols, rows, count, own, places, p->scale);
+        phalanx_add_float64(values, num_rows, num_cols, rows, count, own, p->scale);
     else if (p->dtype == INT32)
-        phalanx_add_int32(values, num_rows, num_cols, rows, count, own, places, p->scale);
+        phalanx_add_int32(values, num_rows, num_cols, rows, count, own, p->scale);
     else if (p->dtype == INT64)
-        phalanx_add_int64(values, num_rows, num_cols, rows, count, own, places, p->scale);
+        phalanx_add_int64(values, num_rows, num_cols, rows, count, own, p->scale);
     else
-        phalanx_add_bfloat16(values, num_rows, num_cols, rows, count, own, places, p->scale);
+        phalanx_add_bfloat16(values, num_rows, num_cols, rows, count, own, p->scale);
 }
 
 /* Save and change the `count` rows that begin at row `first` of an add. */
 static void add_block(const part *p, const int64_t *rows, int64_t first_row, int64_t first, int64_t count,
-                      const char *delta, const int64_t *places) {
+                      const char *delta) {
     word *header = p->header;
     int64_t row_bytes = p->num_cols * size_of(p->dtype);
     phalanx_put(&header[AT], 2 * first);
@@ -79,18 +78,17 @@ static void add_block(const part *p, const int64_t *rows, int64_t first_row, int
     phalanx_put(&header[AT], 2 * first + 1);
     atomic_thread_fence(memory_order_seq_cst);
     step();
-    add(p, rows ? p->record_rows : NULL, first, count, places ? delta : delta + first * row_bytes,
-        places ? places + first : NULL);
+    add(p, rows ? p->record_rows : NULL, first, count, delta + first * row_bytes);
 }
 
 /* Save and change rows `first` to `stop` of an add that was begun. Rows that follow one another go in
    blocks that stay in the nearest cache: then memory is passed once. */
 void phalanx_part_make(const part *p, const int64_t *rows, int64_t first, int64_t stop,
-                       const char *delta, const int64_t *places) {
+                       const char *delta) {
     int64_t most = NEAR / (p->num_cols * size_of(p->dtype));
     if (rows || most < 1) most = rows ? stop - first : 1;
     for (; first < stop; first += most)
-        add_block(p, rows, 0, first, stop - first < most ? stop - first : most, delta, places);
+        add_block(p, rows, 0, first, stop - first < most ? stop - first : most, delta);
 }
 
 /* Make an add of one block, unless it has a number and is in. The lock is held, and WORD even. */
@@ -104,7 +102,7 @@ void phalanx_part_add_at_once(const part *p, const int64_t *rows, int64_t first_
     phalanx_put(&header[LOGGED], 0);
     phalanx_put(&header[AT], 0);
     phalanx_put(&header[WORD], before + 1);
-    add_block(p, rows, first_row, 0, count, delta, NULL);
+    add_block(p, rows, first_row, 0, count, delta);
     phalanx_put(&header[AT], 2 * count);
     if (number) phalanx_put(&p->done[worker], number);
     phalanx_put(&header[WORD], before + 2);

@@ -74,7 +74,7 @@ void phalanx_take(const char *values, int64_t num_rows, int64_t row_bytes,
     if (past) FENCE();
 }
 
-/* Add rows of a delta, the i-th or, where places are given, the places[i]-th, to rows, times `scale`.
+/* Add rows of a delta to rows, times `scale`.
    Integers are added as unsigned ones, which wrap around, as torch's do; their scale is 1. */
 #define ADD(NAME, TYPE, SUM)                                                                     \
     WIDE ADD_OF(NAME, TYPE) {                                                                    \
@@ -83,11 +83,9 @@ void phalanx_take(const char *values, int64_t num_rows, int64_t row_bytes,
             if (i + AHEAD < count) {                                                             \
                 int64_t next = within(rows[i + AHEAD], num_rows);                                \
                 fetch((const char *)(values + next * num_cols), row_bytes);                      \
-                if (places)                                                                      \
-                    fetch((const char *)(delta + places[i + AHEAD] * num_cols), row_bytes);      \
             }                                                                                    \
             TYPE *restrict row = values + within(rows[i], num_rows) * num_cols;                  \
-            const TYPE *restrict own = delta + (places ? places[i] : i) * num_cols;              \
+            const TYPE *restrict own = delta + i * num_cols;                                     \
             if (scale == 1)                                                                      \
                 for (int64_t j = 0; j < num_cols; j++) row[j] = SUM(row[j], own[j]);             \
             else                                                                                 \
@@ -125,10 +123,10 @@ static inline uint16_t narrowed(float number) {
 
 void phalanx_add_bfloat16(uint16_t *values, int64_t num_rows, int64_t num_cols,
                           const int64_t *rows, int64_t count, const uint16_t *delta,
-                          const int64_t *places, double scale) {
+                          double scale) {
     for (int64_t i = 0; i < count; i++) {
         uint16_t *row = values + within(rows[i], num_rows) * num_cols;
-        const uint16_t *own = delta + (places ? places[i] : i) * num_cols;
+        const uint16_t *own = delta + i * num_cols;
         for (int64_t j = 0; j < num_cols; j++) row[j] = NARROW(row[j], (float)scale * widened(own[j]));
     }
 }

@@ -1,11 +1,7 @@
-"""How the rows of a table are cut over its parts, on this host and on others.
+"""How the rows of a table are cut over hosts, each of which has a part.
 
-    rows   0 1 2 3 │ 4 5 │ 6 7 │ 8 9 10     of numbered rows each part has a range;
-    part         0 │  1  │  2  │    3       of keys, those that hash to it
-    host         0 │     1     │    2       here host 1 cuts its rows into two shards
-
-Each shard of this host is a part, and each other host is one, however it cuts its rows itself. So a
-list of parts differs from host to host.
+rows   0 1 2 3 │ 4 5 6 7 │ 8 9 10     of numbered rows each host has a range;
+host         0 │       1 │      2     of keys, those that hash to it
 """
 
 from __future__ import annotations
@@ -51,20 +47,18 @@ class Cut:
         num_hosts: How many there are.
 
     Attributes:
-        num_parts: How many parts there are.
-        own: The indices of this host's parts.
+        num_parts: How many parts there are, one on each host.
+        own: The index of this host's part.
     """
 
     def __init__(self, spec: TableSpec, host: int, num_hosts: int) -> None:
         self._spec = spec
-        self._num_hosts = num_hosts
-        self.num_parts = num_hosts - 1 + spec.num_shards
-        self.own = range(host, host + spec.num_shards)
+        self.num_parts = num_hosts
+        self.own = host
         sizes = equal_sizes(spec.rows, num_hosts)
-        sizes[host : host + 1] = equal_sizes(sizes[host], spec.num_shards)
         self._starts = list(accumulate(sizes, initial=spec.first_row))
         self._bounds = np.array(self._starts[1:-1], dtype=np.int64)
-        self._own_start, self._own_stop = self._starts[host], self._starts[self.own.stop]
+        self._own_start, self._own_stop = self._starts[host], self._starts[host + 1]
 
     # --- ranges of rows ---------------------------------------------------------------------------
 
@@ -73,23 +67,12 @@ class Cut:
         first = self._spec.first_row
         return slice(self._starts[index] - first, self._starts[index + 1] - first)
 
-    def own_span(self, index: int) -> slice:
-        """Return where the rows of this host's part ``index`` lie in a tensor of its rows."""
-        at = self.own[index]
-        return slice(self._starts[at] - self._own_start, self._starts[at + 1] - self._own_start)
-
-    @property
-    def own_rows(self) -> slice:
-        """Where this host's rows lie in a tensor of all rows."""
-        first = self._spec.first_row
-        return slice(self._own_start - first, self._own_stop - first)
-
     def is_own(self, rows: Tensor | None) -> bool:
         """Tell whether this host has all of these rows, None for all there are."""
         if rows is None:
-            return self._num_hosts == 1
+            return self.num_parts == 1
         if self._spec.has_keys:
-            return self._num_hosts == 1 or not rows.numel()
+            return self.num_parts == 1 or not rows.numel()
         return all_within(rows, self._own_stop - self._own_start, self._own_start)
 
     def only_part(self, rows: Tensor) -> int | None:
@@ -107,12 +90,10 @@ class Cut:
         if not self._spec.has_keys:
             return np.searchsorted(self._bounds, rows, side="right").astype(np.uint16)
         mixed = mix(rows ^ _KEYS_SEED) >> np.uint64(32)
-        return (mixed % np.uint64(self._num_hosts)).astype(np.uint16)
+        return (mixed % np.uint64(self.num_parts)).astype(np.uint16)
 
-    def route(self, rows: Tensor, worker: int) -> tuple[Tensor, list[Piece]]:
+    def route(self, rows: Tensor) -> tuple[Tensor, list[Piece]]:
         """Sort rows by part, those of one part as they came.
-
-        Each worker begins with another part, so that two adds at once seldom meet at one.
 
         Returns:
             Where in the list the sorted rows stood, and a piece for each part that has any of them.
@@ -124,8 +105,7 @@ class Cut:
         ends = np.bincount(owners, minlength=num_parts).cumsum().tolist()
         sorted_rows = numbers.take(order)
         pieces = []
-        for turn in range(num_parts):
-            index = (turn + worker) % num_parts
+        for index in range(num_parts):
             start, stop = ends[index - 1] if index else 0, ends[index]
             if start < stop:
                 own = torch.from_numpy(sorted_rows[start:stop])

@@ -1,7 +1,7 @@
 """What a host's server does for workers of other hosts: their calls, on this host's memory.
 
 A worker of another host is a worker here, too, with the same number: it is on this host's page of
-workers, has its line in every table, and its adds go through the same shards and the same logs. So
+workers, has its line in every table, and its adds go through the same part and the same logs. So
 rounds, clocks and barriers need to know nothing of the network. What differs: its process is
 elsewhere (`Membership.is_elsewhere`), and lives as long as its session does, a connection that the
 kernel closes when the process dies. A worker whose session is gone and not back within 2 s, or 10 s
@@ -9,7 +9,7 @@ after another server has begun, is dead here. One that is halted is not.
 
 A request may come twice. Each that must count once carries what tells a repetition:
 
-    add                  a number, which each shard keeps with the effect (part.py)
+    add                  a number, which the part keeps with the effect (part.py)
     add of a round       the same number, which the log keeps, too (log.py)
     tick, arrive         the clock itself
     barrier              the last one that the worker has passed

@@ -173,7 +173,7 @@ class KeyPart(TablePart):
     # --- changing: the lock is held ---------------------------------------------------------------
 
     def _add_once(self, entry: Entry, wait_ms: int) -> int:
-        rows, delta, worker, _, _, number, unchecked = entry
+        rows, delta, worker, _, number, unchecked = entry
         assert rows is not None
         at, count, source = rows.data_ptr(), rows.numel(), delta.data_ptr()
         index = self._known
@@ -225,10 +225,10 @@ class KeyPart(TablePart):
     def _commit(self) -> None:
         self._counts[_STOP] = self._counts[_NEXT_STOP]
 
-    def restore(self, parts: list[Tensor]) -> None:
-        """Replace everything by these keys, each once, and their values and states."""
+    def _replace(self, parts: list[Tensor]) -> None:
         count, counts = len(parts[0]), self._counts
         for own, given in zip((self._keys, *self.parts), parts, strict=True):
             own[:count] = given
+            fail_point("restoring")
         counts[_STOP] = count
         counts[_GENERATION] += 1

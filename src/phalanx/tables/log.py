@@ -1,16 +1,15 @@
 """The adds that a worker has written down for a table before they are made.
 
-An add that has more rows than one block, or rows in several parts, or that waits for the end of its
-round, is first written to its worker's log. It counts as soon as one word says so. From then on it
-will be whole, in all parts of this host, whoever dies: whoever finds it unfinished makes the rest
-(part.py, rounds.py). What is in all parts is written over.
+An add that has more rows than one block, or that waits for the end of its round, is first written
+to its worker's log. It counts as soon as one word says so. From then on it will be whole, whoever
+dies: whoever finds it unfinished makes the rest (part.py, rounds.py). What is in is written over.
 
     line of worker w   … | NUMBER | TAIL | FINISHED | ROUND, END | ROUND, END | …
     an entry           a head (kind, how many rows, number), the rows, the delta
 
     NUMBER     the last number that was given to an add
     TAIL       the last add that counts, of a table without rounds
-    FINISHED   the last add that is in all parts; where the log may hold others, its byte UNFINISHED
+    FINISHED   the last add that is in; where the log may hold others, its byte UNFINISHED
                is set, which each get and add looks at
     END        where the adds of ROUND end, of a table with rounds, and how many they are
 
@@ -78,7 +77,6 @@ class WorkerLog:
         entry: Entry | None,
         incarnation: int,
         make: Callable[[Entry], None],
-        has_begun: Callable[[Entry], bool],
     ) -> None:
         """Write an add down, and make it, unless it has been asked for before.
 
@@ -86,12 +84,10 @@ class WorkerLog:
             entry: Of this worker. One without a number gets the next one. None only makes what the
                 log holds.
             incarnation: Of this worker.
-            make: Makes an add that counts, in all parts; does nothing in those that have it.
-            has_begun: Tells whether an add is in any part.
+            make: Makes an add that counts, unless it is made.
 
-        The lock is held. Where a part cannot be had in time, and no other has changed, the add does
-        not count any more. What ``make`` raises leaves the add finished: the parts that raised are
-        as they were.
+        The lock is held. Where the part cannot be had in time, the add does not count any more.
+        What else ``make`` raises leaves the add finished, and the part as it was.
 
         Raises:
             NotFinite: The entry was unchecked, and is not.
@@ -109,13 +105,12 @@ class WorkerLog:
         try:
             self.finish(make)
         except PeerTimeout:
-            if not has_begun(entry):
-                line[TAIL] = line[FINISHED]
-                self._unfinished[0] = 0
+            line[TAIL] = line[FINISHED]
+            self._unfinished[0] = 0
             raise
 
     def finish(self, make: Callable[[Entry], None]) -> None:
-        """Make what counts and is not in all parts. The lock is held."""
+        """Make what counts and is not in. The lock is held."""
         line, failed = self._line, None
         entries = () if self.is_finished() else self._chapters[0].entries(0)
         for entry in entries:
@@ -137,7 +132,7 @@ class WorkerLog:
         return self._line[LOGGED_AS]
 
     def is_finished(self) -> bool:
-        """Tell whether all that counts is in all parts."""
+        """Tell whether all that counts is in."""
         return self._line[FINISHED] >= self._line[TAIL]
 
     def _numbered(self, entry: Entry) -> Entry:

@@ -85,7 +85,6 @@ class Entry(NamedTuple):
         delta: What is added to them.
         worker: The one that adds.
         assigns: Whether the delta is the new value.
-        delta_rows: Which of the delta's rows, in the order of ``rows``; None for all of them.
         number: Of an add that may come again, among those of its worker, from 1; else 0.
         unchecked: Whether the delta must be finite and has not been looked at yet.
     """
@@ -94,7 +93,6 @@ class Entry(NamedTuple):
     delta: Tensor
     worker: int
     assigns: bool = False
-    delta_rows: Tensor | None = None
     number: int = 0
     unchecked: bool = False
 
@@ -108,7 +106,6 @@ class TablePart:
 
     Args:
         memory: The table's.
-        index: Which of its shards.
         lock: Held to change anything.
         logged: Returns what of a logged add is this part's, by worker and number.
     """
@@ -116,18 +113,17 @@ class TablePart:
     def __init__(
         self,
         memory: TableMemory,
-        index: int,
         lock: Mutex,
         logged: Callable[[int, int], Entry],
     ) -> None:
-        spec, span = memory.spec, memory.span(index)
+        spec = memory.spec
         self.lock = lock
-        self.parts = parts = [column[span] for column in memory.columns]
-        self.first_row = spec.first_row + span.start
+        self.parts = parts = memory.columns
+        self.first_row = spec.first_row
         self.num_rows, num_cols = parts[0].shape
-        self._old_parts, self._old_numbers = memory.record(index)
+        self._old_parts, self._old_numbers = memory.record()
         self.most_rows = min(len(self._old_numbers), BLOCK_ROWS)
-        self._header, self._done = memory.shard(index), memory.done(index)
+        self._header, self._done = memory.header, memory.done
         self._spec = spec
         self._updater = updater = spec.updater
         self._logged = logged
@@ -233,7 +229,7 @@ class TablePart:
             answer = self._add_once(entry, _SLICE_MS)
 
     def _add_once(self, entry: Entry, wait_ms: int) -> int:
-        rows, delta, worker, _, _, number, unchecked = entry
+        rows, delta, worker, _, number, unchecked = entry
         at, count = (None, self.num_rows) if rows is None else (rows.data_ptr(), rows.numel())
         source = delta.data_ptr()
         answer: int = self._add_in_c(
@@ -325,11 +321,9 @@ class TablePart:
         rows = rows - self.first_row if self.first_row else rows
         if self._is_simple and not entry.assigns:
             return entry._replace(rows=rows)
-        if entry.delta_rows is not None:
-            delta = torch.index_select(delta, 0, entry.delta_rows)
         if not entry.assigns:  # whose rows are there once
             rows, delta = add_up_repeats(rows, delta)
-        return entry._replace(rows=rows, delta=delta, delta_rows=None)
+        return entry._replace(rows=rows, delta=delta)
 
     def _rehearse(self, entry: Entry) -> None:
         """Let a user's updater raise before anything is changed, where there are several blocks."""
@@ -357,10 +351,9 @@ class TablePart:
         self._end(entry.worker, entry.number)
 
     def _change_in_c(self, entry: Entry, first: int, stop: int) -> None:
-        rows, delta, places = entry.rows, entry.delta, entry.delta_rows
+        rows, delta = entry.rows, entry.delta
         at = None if rows is None else rows.data_ptr()
-        of = None if places is None else places.data_ptr()
-        self._make_in_c(self._at, at, first, stop, delta.data_ptr(), of)
+        self._make_in_c(self._at, at, first, stop, delta.data_ptr())
 
     def _change_block(self, entry: Entry, first: int, stop: int) -> None:
         header = self._header
@@ -401,33 +394,32 @@ class TablePart:
         self._updater.apply(Change(news[0], delta, news[1:]))
         return news
 
-    # --- restoring: the lock is held --------------------------------------------------------------
+    # --- restoring --------------------------------------------------------------------------------
 
-    def begin_restore(self, num_rows: int) -> None:
-        """Have all calls fail that come before the end, should this process die meanwhile.
+    def replace_all(self, parts: list[Tensor], timeout_s: float) -> None:
+        """Replace everything by what :meth:`copy_all` returned.
 
         Raises:
             OutOfSpace: There is no memory for so many rows. Nothing is changed.
         """
         header = self._header
-        if header[_LOGGED] != _RESTORES:
-            self._settle()
-        self._reserve(num_rows)
-        header[_LOGGED] = _RESTORES
-        header[_WORD] |= 1
+        with self.lock.held(timeout_s):
+            if header[_LOGGED] != _RESTORES:
+                self._settle()
+            self._reserve(len(parts[0]))
+            header[_LOGGED] = _RESTORES
+            header[_WORD] |= 1
+            self._replace(parts)
+            header[_WORD] += 1
+            header[_LOGGED] = 0
 
     def _reserve(self, stop: int) -> None:
         """Have memory for so many rows; where they are numbered, it is there."""
 
-    def restore(self, parts: list[Tensor]) -> None:
-        """Replace values and states."""
+    def _replace(self, parts: list[Tensor]) -> None:
         for own, given in zip(self.parts, parts, strict=True):
             own.copy_(given)
-
-    def end_restore(self) -> None:
-        """Let the new rows count."""
-        self._header[_WORD] += 1
-        self._header[_LOGGED] = 0
+            fail_point("restoring")
 
 
 def checked(entry: Entry) -> Entry:

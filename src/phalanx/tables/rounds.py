@@ -9,10 +9,10 @@ The words are those of table_memory.py. CLOCK is the last round at which the wor
 this table; the clocks of membership.py count ticks.
 
 A worker's adds stay in its own log (log.py) until their round is applied. A dead worker loses no
-logged add: the next round applies its log. A worker may die while it applies a round: each shard
+logged add: the next round applies its log. A worker may die while it applies a round: the part
 knows which adds it has (part.py), and the next worker resumes there. A worker that joins meanwhile
 first finishes that round (TAKEN is ahead of APPLIED); otherwise its own
-adds would reach only the shards that lack the round. A new worker with the number of a dead or
+adds would be missing in a round that has been merged. A new worker with the number of a dead or
 departed one inherits its line: the logged updates are applied, the arrival of the other incarnation
 is discarded. A worker whose get ends at the deadline has arrived all the same; its next get is the
 same one.

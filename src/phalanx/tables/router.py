@@ -20,7 +20,7 @@ from phalanx.errors import PhalanxError
 from phalanx.ipc import Waiting, fail_point, fail_points
 from phalanx.memory import all_within
 from phalanx.tables.asking import abandon, ask, wait_for, with_all
-from phalanx.tables.own_parts import ALL_FINISHED, OwnParts
+from phalanx.tables.own_part import ALL_FINISHED, OwnPart
 from phalanx.tables.part import Entry, TablePart, checked
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.values import outside
@@ -43,11 +43,11 @@ class Router:
 
     Args:
         spec: The table, of all hosts.
-        here: This host's parts.
+        here: This host's part.
         remote: Returns those of other hosts; None where there is no other.
     """
 
-    def __init__(self, spec: TableSpec, here: OwnParts, remote: RemoteParts | None = None) -> None:
+    def __init__(self, spec: TableSpec, here: OwnPart, remote: RemoteParts | None = None) -> None:
         self.spec = spec
         self.here = here
         self._remote = remote
@@ -55,9 +55,8 @@ class Router:
         self._others: dict[int, dict[int, RemotePart]] = {}  # by worker, then by index
         self._turns: dict[int, threading.Lock] = {}  # by worker
         self._unfinished = here.memory.unfinished
-        own = here.parts[0] if len(here.parts) == 1 else None
-        self._only = own if remote is None else None  # the part, where there is one in all
-        self._own = own if remote is not None else None  # this host's, where it is one of several
+        self._part = here.part
+        self._only = here.part if remote is None else None  # the part, where there is one
         in_order = spec.staleness.is_bulk_synchronous or spec.updater.remembers
         self._looks_itself = spec.has_keys or (self._only is not None and not in_order)
 
@@ -66,7 +65,7 @@ class Router:
         others = self._others.get(worker)
         if others is None:
             remote = [] if self._remote is None else self._remote(worker)
-            indices = (i for i in range(self._cut.num_parts) if i not in self._cut.own)
+            indices = (i for i in range(self._cut.num_parts) if i != self._cut.own)
             others = self._others[worker] = dict(zip(indices, remote, strict=True))
         return others
 
@@ -82,13 +81,12 @@ class Router:
 
     def _all_parts(self) -> list[Any]:  # Any: a `KeyPart` has more methods than a `TablePart`
         parts: list[Any] = list(self._any_remote_parts().values())
-        at = self._cut.own.start
-        parts[at:at] = self.here.parts
+        parts.insert(self._cut.own, self._part)
         return parts
 
     # --- the first value --------------------------------------------------------------------------
 
-    def open(self, worker: int, init: Any, timeout_s: float) -> None:  # Any: as `OwnParts.open`
+    def open(self, worker: int, init: Any, timeout_s: float) -> None:  # Any: as `OwnPart.open`
         """Fill all parts as the master, or wait until the master has; then begin as ``worker``.
 
         Raises:
@@ -96,7 +94,7 @@ class Router:
         """
         whole = not isinstance(init, Tensor) or init.dim() == 0 or self.spec.has_keys
         waiting, here, cut = Waiting(timeout_s), self.here, self._cut
-        here.open(worker, init if whole else init[cut.own_rows], timeout_s)
+        here.open(worker, init if whole else init[cut.span(cut.own)], timeout_s)
         others = self.remote_parts(worker)
         if not others:
             return
@@ -129,17 +127,12 @@ class Router:
             self.here.end_logged_adds(timeout_s)
         if fail_points.fault is not None:
             fail_point("before read")
-        only = self._only or self._own_part_of(rows)
-        if only is None:
-            self._read_parts(rows, out, worker, timeout_s)
+        if self._only is not None or self._cut.is_own(rows):
+            self._part.read(rows, out, timeout_s)
         else:
-            only.read(rows, out, timeout_s)
+            self._read_parts(rows, out, worker, timeout_s)
         if fail_points.fault is not None:
             fail_point("rows read")
-
-    def _own_part_of(self, rows: Tensor | None) -> TablePart | None:
-        """Return this host's part of several, if it has all of these rows."""
-        return self._own if self._own is not None and self._cut.is_own(rows) else None
 
     def _read_parts(self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float) -> None:
         cut = self._cut
@@ -147,11 +140,11 @@ class Router:
             spans = range(cut.num_parts)
             self._read_each([(i, None, out[cut.span(i)]) for i in spans], worker, timeout_s)
             return
-        index = None if self._remote is None else cut.only_part(rows)
+        index = cut.only_part(rows)
         if index is not None:
             self._read_each([(index, rows, out)], worker, timeout_s)
             return
-        order, pieces = cut.route(rows, worker)
+        order, pieces = cut.route(rows)
         found = torch.empty_like(out)
         self._read_each([(i, own, found[span]) for i, own, span in pieces], worker, timeout_s)
         # The inverse of `order`, because selecting rows is four times as fast as placing them.
@@ -164,17 +157,13 @@ class Router:
     ) -> None:
         """Read rows of parts, None for all of one, into tensors."""
         waiting, others = Waiting(timeout_s), self.remote_parts(worker)
-        own, first = self.here.parts, self._cut.own.start
 
         def read_here() -> None:
             for index, rows, out in wanted:
                 if index not in others:
-                    own[index - first].read(rows, out, waiting.remaining_s())
+                    self._part.read(rows, out, waiting.remaining_s())
 
         asked = [(others[index], rows, out) for index, rows, out in wanted if index in others]
-        if not asked:
-            read_here()
-            return
 
         def begin(part: RemotePart, rows: Tensor | None, out: Tensor) -> RemoteCall:
             return part.begin_read(rows, out, waiting.remaining_s())
@@ -221,24 +210,22 @@ class Router:
     def _cut_add(self, entry: Entry) -> tuple[Entry | None, dict[int, Entry]]:
         """Cut an add: what is this host's, and what is other parts', by their index."""
         cut, rows, delta = self._cut, entry.rows, entry.delta
-        others = [index for index in range(cut.num_parts) if index not in cut.own]
+        others = [index for index in range(cut.num_parts) if index != cut.own]
         if rows is None:
-            mine = entry._replace(delta=delta[cut.own_rows])
+            mine = entry._replace(delta=delta[cut.span(cut.own)])
             return mine, {i: entry._replace(delta=delta[cut.span(i)]) for i in others}
         if cut.is_own(rows):
             return entry, {}
         index = cut.only_part(rows)
         if index is not None:
             return None, {index: entry}
-        order, pieces = cut.route(rows, 0)
+        order, pieces = cut.route(rows)
 
         def share(own: Tensor, places: Tensor) -> Entry:
             return entry._replace(rows=own, delta=delta[places])
 
-        shares = {i: share(own, order[span]) for i, own, span in pieces if i not in cut.own}
-        mine_of = [order[span] for i, _, span in pieces if i in cut.own]
-        places = torch.cat(mine_of) if mine_of else None
-        return None if places is None else share(rows[places], places), shares
+        shares = {i: share(own, order[span]) for i, own, span in pieces}
+        return shares.pop(cut.own, None), shares
 
     # --- rounds -----------------------------------------------------------------------------------
 
@@ -324,15 +311,12 @@ class Router:
     def replace_all(self, parts: list[Tensor], timeout_s: float) -> None:
         """Replace everything by what :meth:`copy_all` returned."""
         self.here.end_logged_adds(timeout_s)
-        cut = self._cut
-        own: Any = cut.own_rows  # Any: what a tensor may be indexed by
-        of_part: Callable[[int], Any] = cut.span
+        of_part: Callable[[int], Any] = self._cut.span  # Any: what a tensor may be indexed by
         if self.spec.has_keys:
-            owners = torch.from_numpy(cut.owners(parts[0].numpy()).astype("int64"))
-            own, of_part = owners == cut.own.start, owners.__eq__
-        for index, part in self._any_remote_parts().items():
+            owners = torch.from_numpy(self._cut.owners(parts[0].numpy()).astype("int64"))
+            of_part = owners.__eq__
+        for index, part in enumerate(self._all_parts()):
             part.replace_all([each[of_part(index)] for each in parts], timeout_s)
-        self.here.restore([each[own] for each in parts], timeout_s)
 
     def num_keys(self) -> int:
         """Return how many keys are there."""
@@ -348,12 +332,11 @@ class Router:
     def num_undone(self) -> int:
         """Number of interrupted adds that any worker undid or completed, on all hosts."""
         others = self._any_remote_parts().values()
-        own = sum(part.num_undone for part in self.here.parts)
-        return own + sum(part.num_undone(_CALL_S) for part in others)
+        return self._part.num_undone + sum(part.num_undone(_CALL_S) for part in others)
 
     @property
     def nbytes(self) -> int:
-        """How much memory this host's parts take, logs apart."""
+        """How much memory this host's part takes, logs apart."""
         return self.here.memory.nbytes
 
     def close(self) -> None:

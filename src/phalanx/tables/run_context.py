@@ -8,7 +8,7 @@ import threading
 from phalanx.errors import StateError
 from phalanx.tables.cut import part_of
 from phalanx.tables.membership import Membership
-from phalanx.tables.own_parts import OwnParts
+from phalanx.tables.own_part import OwnPart
 from phalanx.tables.router import RemoteParts, Router
 from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.spec import TableSpec
@@ -61,7 +61,7 @@ class RunContext:
         self._agree_on(part_of(spec, host, num_hosts), timeout_s)
         with self._mutex:
             if spec.name not in self._storages:
-                own = OwnParts(spec, self.regions, self.membership, host=host, num_hosts=num_hosts)
+                own = OwnPart(spec, self.regions, self.membership, host=host, num_hosts=num_hosts)
                 self._storages[spec.name] = Router(spec, own, self._remote_parts(spec))
             return self._storages[spec.name]
 

@@ -18,7 +18,6 @@ DTYPES = {
 }
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MAX_ELEMENTS = 1 << 48
-_MAX_SHARDS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,6 @@ class TableSpec:
         is_array: Whether it is shown as one dimension (then ``cols`` is 1).
         dtype: One of float32, float64, bfloat16, int32, int64.
         updater: How it takes a delta.
-        num_shards: How many ranges of rows are locked apart; 1 of a keys table.
         staleness: How far ahead a reader may be.
         nonfinite: What becomes of an add that holds NaN or infinity.
         capacity: Of a keys table: for how many keys there is room at first. Else 0.
@@ -47,7 +45,6 @@ class TableSpec:
     is_array: bool
     dtype: torch.dtype
     updater: Updater
-    num_shards: int
     staleness: Staleness
     nonfinite: str
     capacity: int = 0
@@ -63,7 +60,7 @@ class TableSpec:
             "be 1 to 100 letters, digits, dots, dashes and underscores, a letter or digit first"
         )
         check_argument(_NAME.fullmatch(str(self.name)) is not None, "name", wanted, self.name)
-        for name, low in (("rows", 0), ("cols", 1), ("num_shards", 1), ("first_row", 0)):
+        for name, low in (("rows", 0), ("cols", 1), ("first_row", 0)):
             value = getattr(self, name)
             shown = "size" if self.is_array and name == "rows" else name
             fits = type(value) is int and value >= low
@@ -75,8 +72,6 @@ class TableSpec:
             raise ConfigError(
                 f"A table must have at most {_MAX_ELEMENTS} elements, but has {told}."
             )
-        most = 1 if self.has_keys else _MAX_SHARDS
-        check_argument(self.num_shards <= most, "num_shards", f"be at most {most}", self.num_shards)
         fits = self.dtype.is_floating_point or self.updater.any_dtype
         wanted = f"be 'sum' for a table of {self.dtype}"
         check_argument(fits, "updater", wanted, self.updater.name)
@@ -108,7 +103,6 @@ class TableSpec:
             "shape": ["keys", self.cols] if self.has_keys else list(self.shape),
             "dtype": str(self.dtype).removeprefix("torch."),
             "updater": self.updater.options(),
-            "num_shards": self.num_shards,
             "staleness": self.staleness.bound,
             "nonfinite": self.nonfinite,
             "capacity": self.capacity,
@@ -133,7 +127,6 @@ class TableSpec:
                 is_array=len(shape) == 1,
                 dtype=read_dtype(found["dtype"]),
                 updater=parse_updater(found["updater"]),
-                num_shards=found["num_shards"],
                 staleness=Staleness(found["staleness"]),
                 nonfinite=found["nonfinite"],
                 capacity=capacity,

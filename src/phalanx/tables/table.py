@@ -125,16 +125,15 @@ class Table:
                 NaN or infinity and the table rejects those. The table is unchanged.
             StateError: This worker has left.
             OutOfSpace: There is no memory for new keys. The table is unchanged.
-            PeerTimeout: Another worker held the shard beyond the deadline.
+            PeerTimeout: Another worker held the rows beyond the deadline.
 
         Over several hosts a part that fails leaves the other hosts' parts in; where it is this
         host's, notes on the error name those hosts.
 
-        Collective: No. Blocks: While another worker adds to the same shard, or it grows, or is
+        Collective: No. Blocks: While another worker of a host adds to the table, or it grows, or is
         copied for a snapshot.
         Moves: the delta, once; the rows that it changes, once more for the record. An add of more
-        than 262,144 numbers, or to several shards, passes through its worker's log: its delta once
-        more.
+        than 262,144 numbers passes through its worker's log: its delta once more.
         """
         self._check_open()
         spec = self._spec
@@ -213,7 +212,7 @@ class Table:
 
         Returns:
             A tensor of the table's dtype on the CPU, the caller's own. It holds every add that this
-            worker made before, and never half of anybody's add (to a shard).
+            worker made before, and never half of anybody's add (on each host).
 
         Raises:
             ConfigError: A row is outside the table, or ``out`` is of another shape or dtype.
@@ -221,7 +220,7 @@ class Table:
                 round of a bulk-synchronous table stays ended; the next get is of the same one.
 
         Collective: In a bulk-synchronous table all workers make the same number of gets.
-        Blocks: While an add to the same shard is under way, whichever rows it changes. Bounded:
+        Blocks: While an add to the table is under way there, whichever rows it changes. Bounded:
         also until nobody is more than k ticks behind. Bulk: also until every worker has come to its
         get, or left.
         """
@@ -313,11 +312,11 @@ class Table:
     def snapshot(self, directory: str | os.PathLike[str]) -> Path:
         """Write values and updater's state into ``directory``, synced.
 
-        Adds to a shard wait while it is copied in memory, and not while the file is written.
+        Adds wait while the table is copied in memory, and not while the file is written.
 
-        Each shard is of one moment. For one moment of the whole table, call it between two
+        Each host's part is of one moment. For one moment of the whole table, call it between two
         barriers. Of a bulk-synchronous table it holds the rounds that are in; if the caller has no
-        get open, these are the same in all shards, on all hosts.
+        get open, these are the same on all hosts.
 
         Args:
             directory: Where to; in the place of the table's older snapshot there.
@@ -328,7 +327,7 @@ class Table:
         Raises:
             CheckpointError: The directory cannot be written to. An older snapshot is intact.
 
-        Blocks: While an add to a shard is under way.
+        Blocks: While an add is under way.
         """
         self._check_open()
         folder = read_directory(directory)
@@ -339,7 +338,7 @@ class Table:
         """Replace values and updater's state by what :meth:`snapshot` wrote; only the master may.
 
         Call it between two barriers. If the master dies meanwhile, all calls raise ``StateError``
-        until the next one has restored the table. The number of shards and workers, the mode and
+        until the next one has restored the table. The number of workers, the mode and
         the updater's options may be others than then.
 
         Raises:

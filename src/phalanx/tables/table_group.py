@@ -40,8 +40,6 @@ class TableOptions(TypedDict, total=False):
             same order.
         sync: True for bulk-synchronous; False for asynchronous. Default: the group's mode.
         staleness: k for bounded staleness; 0 is bulk-synchronous. Default: the group's mode.
-        num_shards: Ranges of rows that are locked apart, 1 if not given. More let more workers add
-            at once; an add then costs several times as much where it has few rows.
         nonfinite: What becomes of an add with NaN or infinity: ``"reject"``, the default, refuses
             it, ``"allow"`` takes it.
     """
@@ -50,7 +48,6 @@ class TableOptions(TypedDict, total=False):
     name: str | None
     sync: bool | None
     staleness: int | None
-    num_shards: int
     nonfinite: str
 
 
@@ -276,7 +273,7 @@ class TableGroup:
                 a row, or :class:`~phalanx.tables.Uniform`. The master's counts.
             capacity: For how many keys there is memory at first; where they are more, it takes
                 more.
-            options: See :class:`TableOptions`; ``num_shards`` is 1.
+            options: See :class:`TableOptions`.
 
         Raises:
             ConfigError: An argument cannot be, or another worker opened it otherwise.
@@ -322,7 +319,6 @@ class TableGroup:
                 is_array=is_array,
                 dtype=read_dtype(dtype),
                 updater=parse_updater(options.get("updater", "sum")),
-                num_shards=options.get("num_shards", 1),
                 staleness=mode,
                 nonfinite=options.get("nonfinite", "reject"),
                 capacity=capacity,

@@ -1,13 +1,13 @@
 """The memory of a table on one host: the words and locks that its processes share, and the rows.
 
     table      READY | APPLIED | TAKEN | · | · | · | · | ·                   8 bytes each
-    shard i    its header (part.py)
+    header     of the rows (part.py)
     worker w   CLOCK | ARRIVED_AS | NUMBER | TAIL | FINISHED | ROUND, END | ROUND, END | LOGGED_AS
-    DONE       of each shard, a word for each worker (part.py)
-    UNFINISHED a byte for each log: it may hold adds that are not in all shards (log.py)
-    locks      of the table; of each shard; of each worker's log
+    DONE       a word for each worker (part.py)
+    UNFINISHED a byte for each log: it may hold adds that are not in (log.py)
+    locks      of the rounds; of the rows; of each worker's log
     of keys    the counts (keys.py), and what a row holds at first (row_initializer.py)
-    records    for each shard the old rows of one block of an add, and their numbers (part.py)
+    record     the old rows of one block of an add, and their numbers (part.py)
     rows       [keys], values, states
 
 Words of the table are written with its lock held, those of a worker by this worker alone, or with
@@ -20,14 +20,12 @@ A keys table's region is as long as the table may ever become; its memory is tak
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from phalanx.errors import OutOfSpace
 from phalanx.ipc import Mutex
-from phalanx.plan import equal_sizes
 from phalanx.tables.membership import MAX_WORKERS
 from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.spec import TableSpec
@@ -64,6 +62,8 @@ class TableMemory:
     Attributes:
         region: All of it.
         table: The table's words.
+        header: Those of the rows.
+        done: Which numbered adds are in (part.py).
         unfinished: A byte for each log.
         columns: Values and each state, as (rows, width).
         keys: Of a keys table: the key of each row.
@@ -91,7 +91,8 @@ class TableMemory:
         buffer = self.region.buffer
         self._words = buffer[: self._flags].cast("q")
         self.unfinished = buffer[self._flags : self._flags + NUM_LOGS]
-        self.table = self._words[:_LINE]
+        self.table, self.header = self._words[:_LINE], self._words[_LINE : 2 * _LINE]
+        self.done = self._words[self._done : self._done + NUM_LOGS]
         self.counts = buffer[self._counts : self._counts + 8 * _COUNTS].cast("q")
         self.columns = self._views(kinds, self._starts, self.most_rows)
         self.keys = self.columns.pop(0).view(-1) if spec.has_keys else torch.empty(0, device="cpu")
@@ -106,16 +107,15 @@ class TableMemory:
             at = start + nbytes
             return start
 
-        take(8 * _LINE * (1 + spec.num_shards))
+        take(8 * _LINE * 2)
         self._workers = take(8 * _WORKER_LINE * NUM_LOGS) // 8
-        self._done = take(8 * NUM_LOGS * spec.num_shards) // 8
+        self._done = take(8 * NUM_LOGS) // 8
         self._flags = take(NUM_LOGS)
-        self._locks = take(Mutex.NBYTES * (1 + spec.num_shards + NUM_LOGS))
+        self._locks = take(Mutex.NBYTES * (2 + NUM_LOGS))
         self._counts = take(8 * _COUNTS * spec.has_keys)
         self.first_row_at = take((_RULE_BYTES + spec.cols * spec.dtype.itemsize) * spec.has_keys)
-        self._records = [
-            [take(self._record_rows * width * dtype.itemsize) for dtype, width in self._recorded]
-            for _ in range(spec.num_shards)
+        self._record = [
+            take(self._record_rows * width * dtype.itemsize) for dtype, width in self._recorded
         ]
         self._head = take(0, _PAGE)  # what is there from the beginning
         self._starts = [
@@ -131,15 +131,6 @@ class TableMemory:
 
     # --- words and locks --------------------------------------------------------------------------
 
-    def shard(self, index: int) -> memoryview:
-        """Return the words of a shard."""
-        return self._words[_LINE * (1 + index) : _LINE * (2 + index)]
-
-    def done(self, index: int) -> memoryview:
-        """Return the words of a shard that say which numbered adds are in."""
-        start = self._done + NUM_LOGS * index
-        return self._words[start : start + NUM_LOGS]
-
     def worker(self, worker: int) -> memoryview:
         """Return the words of a worker."""
         start = self._workers + _WORKER_LINE * worker
@@ -154,13 +145,13 @@ class TableMemory:
         """Return the table's lock."""
         return self._lock(0, "rounds", rank_of)
 
-    def lock_of_shard(self, index: int, rank_of: Callable[[int], int | None]) -> Mutex:
-        """Return the lock of a shard."""
-        return self._lock(1 + index, f"shard {index}", rank_of)
+    def lock_of_rows(self, rank_of: Callable[[int], int | None]) -> Mutex:
+        """Return the lock of the rows."""
+        return self._lock(1, "rows", rank_of)
 
     def lock_of_log(self, worker: int, rank_of: Callable[[int], int | None]) -> Mutex:
         """Return the lock of a worker's log."""
-        return self._lock(1 + self.spec.num_shards + worker, f"log of worker {worker}", rank_of)
+        return self._lock(2 + worker, f"log of worker {worker}", rank_of)
 
     def _lock(self, index: int, what: str, rank_of: Callable[[int], int | None]) -> Mutex:
         at = self._locks + Mutex.NBYTES * index
@@ -169,15 +160,9 @@ class TableMemory:
 
     # --- rows -------------------------------------------------------------------------------------
 
-    def span(self, index: int) -> slice:
-        """Return which rows a shard has."""
-        sizes = equal_sizes(self.most_rows, self.spec.num_shards)
-        starts = list(accumulate(sizes, initial=0))
-        return slice(starts[index], starts[index + 1])
-
-    def record(self, index: int) -> tuple[list[Tensor], Tensor]:
-        """Return where a shard's old values and states go, and the numbers of their rows."""
-        *parts, rows = self._views(self._recorded, self._records[index], self._record_rows)
+    def record(self) -> tuple[list[Tensor], Tensor]:
+        """Return where old values and states go, and the numbers of their rows."""
+        *parts, rows = self._views(self._recorded, self._record, self._record_rows)
         return parts, rows.view(-1)
 
     @property
@@ -212,5 +197,5 @@ class TableMemory:
 
 def _record_rows(spec: TableSpec) -> int:
     """Return how many rows are changed at once: so many that the record stays in the cache."""
-    rows = _BLOCK_KEYS if spec.has_keys else -(-spec.rows // spec.num_shards)
+    rows = _BLOCK_KEYS if spec.has_keys else spec.rows
     return max(1, min(rows, BLOCK_ELEMENTS // spec.cols))

@@ -52,7 +52,7 @@ class Updater:
 
     A subclass of your own with a ``name`` and :meth:`apply` serves tables on one host, in processes
     that all import it. ``apply`` gets copies of the rows, each once, and what it raises leaves the
-    shard as it was. It runs with the shard locked, so it must not use the table, and must leave the
+    table as it was. It runs with the table locked, so it must not use the table, and must leave the
     delta as it is, which may be the caller's own tensor.
 
     Example:

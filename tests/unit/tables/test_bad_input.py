@@ -100,11 +100,11 @@ KEYS_OF_5 = torch.tensor([5, -(1 << 63), 0, 123456789012345, -9])
 
 @pytest.mark.parametrize("kind", ["matrix", "keys"])
 def test_a_snapshot_restores_values_and_state(tmp_path, kind):
-    def open_one(world, num_shards=1):
+    def open_one(world):
         how = {"name": "t", "updater": "adam", "init": 1.0}
         if kind == "keys":
             return world.keys(3, **how)
-        return world.matrix(5, 3, num_shards=num_shards, **how)
+        return world.matrix(5, 3, **how)
 
     def steps(table, numbers):
         for i in numbers:
@@ -121,7 +121,7 @@ def test_a_snapshot_restores_values_and_state(tmp_path, kind):
         steps(kept, range(2))
         wanted = everything(kept)
     with tables.join() as world:
-        back = open_one(world, num_shards=3)
+        back = open_one(world)
         back.add(torch.ones(1, 3), rows=[4])  # a restore takes it away
         back.restore(tmp_path)
         steps(back, range(2))

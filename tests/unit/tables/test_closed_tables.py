@@ -44,7 +44,7 @@ def use_matrix(world: tables.TableGroup) -> tables.Table:
 
 
 def use_rounds(world: tables.TableGroup) -> tables.Table:
-    table = world.array(100_000, sync=True, num_shards=3)
+    table = world.array(100_000, sync=True)
     table.add(torch.ones(100_000))
     table.get()
     return table

@@ -57,46 +57,6 @@ def test_an_add_refused_in_a_late_block_leaves_every_bit(looking_late, updater, 
         assert not torch.equal(made.get(), first_values(7))
 
 
-def test_no_shard_has_an_add_that_another_shard_would_refuse(looking_late):
-    delta = torch.ones(7)
-    delta[6] = float("inf")
-    for rows in (None, list(range(7))):
-        with tables.join(timeout_s=20.0) as world:
-            made = world.array(7, num_shards=3)
-            with pytest.raises(ConfigError, match="must be finite for table"):
-                made.add(delta, rows=rows)
-            assert made.get().tolist() == [0.0] * 7
-
-
-# --- several shards -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rows", [None, [0, 20, 40]])
-def test_the_shards_of_an_add_or_a_get_share_one_deadline(rows, monkeypatch):
-    """Else a wait could be as many times as long as there are shards."""
-    given_s: list[float] = []
-
-    def noting(take, place):
-        def noted(self, *args, **options):
-            given_s.append(args[place])
-            return take(self, *args, **options)
-
-        return noted
-
-    for name, place in (("change", 1), ("read", 2)):
-        original = getattr(part.TablePart, name)
-        monkeypatch.setattr(part.TablePart, name, noting(original, place))
-    with tables.join(timeout_s=20.0) as world:
-        table = world.matrix(41, 3, num_shards=3)
-        table.add(torch.ones(41 if rows is None else 3, 3), rows=rows)
-        adds_s = given_s.copy()
-        given_s.clear()
-        table.get(rows)
-    for left_s in (adds_s, given_s):
-        assert len(left_s) == 3
-        assert 20.0 >= left_s[0] > left_s[1] > left_s[2] > 0.0
-
-
 # --- death ----------------------------------------------------------------------------------------
 
 
@@ -130,8 +90,7 @@ def dies(act) -> bool:
 
 
 def die_in_python(storage, entry, stores):
-    for each in storage.here.parts[-1:]:  # after it has made the add in those before
-        each._header = Dying(each._header, stores)
+    storage.here.part._header = Dying(storage.here.part._header, stores)
     storage.add(entry, 20.0)
 
 
@@ -163,19 +122,16 @@ def test_an_add_of_one_block_is_whole_or_absent_wherever_its_process_dies(rows, 
 
 
 @in_pairs(
-    "rows, dying, num_shards",
+    "rows, dying",
     [None, [5, 1, 3, 1, 0]],
     [("sum", die_in_c), ("adagrad", die_in_python)],
-    [1, 2],
 )
-def test_an_add_of_several_blocks_or_shards_is_whole_wherever_its_process_dies(
-    small_blocks, rows, dying, num_shards
-):
+def test_an_add_of_several_blocks_is_whole_wherever_its_process_dies(small_blocks, rows, dying):
     """It is in the log by then; who reads next makes the rest."""
     updater, die = dying
     cols = 600 if die is die_in_c else 2  # two rows are more than C changes at once, or few
     with tables.join(timeout_s=20.0) as world:
-        made = world.matrix(6, cols, updater=updater, num_shards=num_shards)
+        made = world.matrix(6, cols, updater=updater)
         plain = world.matrix(6, cols, updater=updater)
         count = 6 if rows is None else len(rows)
         delta = torch.arange(count * cols, dtype=torch.float32).view(-1, cols)

@@ -22,7 +22,7 @@ def test_a_round_that_others_have_not_come_to_keeps_its_adds_beside_those_of_the
 
 def test_a_get_that_nobody_waits_for_loses_no_add():
     with tables.join(sync=True) as world:
-        table = world.array(1, num_shards=2)
+        table = world.array(1)
         table.add([1.0])
         table.async_get()
         table.add([10.0])

@@ -31,10 +31,10 @@ def test_modules_and_embeddings_are_shared_in_every_mode(mode):
         assert torch.equal(parameter, old)
 
 
-def test_a_large_add_to_several_shards_in_inference_mode_does_not_hinder_the_next_one():
+def test_a_large_add_in_inference_mode_does_not_hinder_the_next_one():
     delta, rows = torch.ones(5000, 64), torch.arange(5000) % 7
     with tables.join() as world:
-        table = world.matrix(5000, 64, num_shards=3)
+        table = world.matrix(5000, 64)
         with torch.inference_mode():
             table.add(delta, rows)
         table.add(delta, rows)

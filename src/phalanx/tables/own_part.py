@@ -1,17 +1,14 @@
-"""The parts of a table on this host, and the logs from which adds to several of them are made."""
+"""The part of a table on this host, and the logs from which its large adds and rounds are made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from threading import get_ident
 from typing import Any
 
-from torch import Tensor
-
 from phalanx.errors import PeerTimeout
-from phalanx.ipc import Waiting, fail_point
+from phalanx.ipc import Waiting
 from phalanx.tables.cut import Cut, part_of
 from phalanx.tables.keys import KeyPart
 from phalanx.tables.log import WorkerLog
@@ -24,11 +21,11 @@ from phalanx.tables.table_memory import MERGED, NUM_LOGS, READY, TableMemory
 from phalanx.tables.values import outside
 
 ALL_FINISHED = bytes(NUM_LOGS)
-"""The bytes UNFINISHED where no log holds an add that is not in all parts."""
+"""The bytes UNFINISHED where no log holds an add that is not in."""
 
 
-class OwnParts:
-    """This host's parts of a table.
+class OwnPart:
+    """This host's part of a table.
 
     Args:
         spec: The table, of all hosts.
@@ -39,7 +36,7 @@ class OwnParts:
 
     Attributes:
         spec: The table that this host's rows are.
-        parts: Its shards.
+        part: Its rows.
         cut: Which part has which row.
         rounds: The table's, on this host.
         lock: Held to make a round's adds.
@@ -65,15 +62,7 @@ class OwnParts:
         self._logging: set[int] = set()  # threads that have a log's lock
         self.rounds = Rounds(memory, self.lock, membership, self._log_of, self._take_in)
         kind = KeyPart if own.has_keys else TablePart
-        self.parts: Sequence[TablePart] = [
-            kind(
-                memory,
-                index,
-                memory.lock_of_shard(index, membership.worker_of),
-                self._logged_for(index),
-            )
-            for index in range(own.num_shards)
-        ]
+        self.part = kind(memory, memory.lock_of_rows(membership.worker_of), self._logged)
 
     @property
     def is_ready(self) -> bool:
@@ -89,20 +78,14 @@ class OwnParts:
             self._logs[worker] = log
         return log
 
-    def _logged_for(self, index: int) -> Callable[[int, int], Entry]:
-        """Return what finds the share of a part in a logged add."""
-
-        def find(worker: int, number: int) -> Entry:
-            entry = self._log_of(worker).find(number)
-            own = self.parts[index]
-            return next((share for part, share in self._shares(entry) if part is own), entry)
-
-        return find
+    def _logged(self, worker: int, number: int) -> Entry:
+        """Return a logged add."""
+        return self._log_of(worker).find(number)
 
     # --- the first value --------------------------------------------------------------------------
 
     def open(self, worker: int, init: Any, timeout_s: float) -> None:  # Any: as `_begin` takes it
-        """Fill the parts as the master, or wait until the master has; then begin as ``worker``.
+        """Fill the part as the master, or wait until the master has; then begin as ``worker``.
 
         Raises:
             PeerTimeout: The master did not open the table; ``.rank`` is its number.
@@ -113,7 +96,7 @@ class OwnParts:
             if not line[READY] and min(membership.awaited(), default=worker) == worker:
                 with self.lock.held(timeout_s):
                     if not line[READY]:
-                        self._begin(init)
+                        self.part.begin(init)
                         line[READY] = 1
                         membership.changes.tell()
             return bool(line[READY])
@@ -132,12 +115,6 @@ class OwnParts:
         else:
             self.end_logged_adds(timeout_s)
 
-    def _begin(self, init: Any) -> None:
-        """Give all parts their first values; the table is not open yet."""
-        for index, part in enumerate(self.parts):
-            whole = self.spec.has_keys or not init.dim()
-            part.begin(init if whole else init[self.cut.own_span(index)])
-
     # --- changing ---------------------------------------------------------------------------------
 
     def add(self, entry: Entry, timeout_s: float) -> None:
@@ -147,9 +124,9 @@ class OwnParts:
             ConfigError: A row is not of this host.
             NotFinite: The entry was unchecked, and is not.
         """
-        part = self.parts[0]
+        part = self.part
         num_rows = self.spec.rows if entry.rows is None else entry.rows.numel()
-        if len(self.parts) == 1 and num_rows <= part.most_rows:
+        if num_rows <= part.most_rows:
             if entry.number and not self._log_of(entry.worker).is_finished():
                 self._add_logged(entry.worker, None, timeout_s)
             part.add(entry, timeout_s)
@@ -157,20 +134,6 @@ class OwnParts:
         if entry.rows is not None and not (self.spec.has_keys or self.cut.is_own(entry.rows)):
             raise outside(entry.rows, self.spec)
         self._add_logged(entry.worker, entry, timeout_s)
-
-    def restore(self, parts: list[Tensor], timeout_s: float) -> None:
-        """Replace values and states of all rows here at once."""
-        with ExitStack() as locks:
-            for part in self.parts:
-                locks.enter_context(part.lock.held(timeout_s))
-            for part in self.parts:
-                part.begin_restore(len(parts[0]))
-            for index, part in enumerate(self.parts):
-                span = slice(None) if self.spec.has_keys else self.cut.own_span(index)
-                part.restore([each[span] for each in parts])
-                fail_point("restoring")
-            for part in self.parts:
-                part.end_restore()
 
     def _add_logged(self, worker: int, entry: Entry | None, timeout_s: float) -> None:
         log, waiting = self._log_of(worker), Waiting(timeout_s)
@@ -181,23 +144,13 @@ class OwnParts:
                     entry,
                     self.membership.incarnation(worker),
                     partial(self._make, waiting=waiting),
-                    lambda entry: any(part.has(worker, entry.number) for part in self.parts),
                 )
             finally:
                 self._logging.discard(get_ident())
 
     def _make(self, entry: Entry, waiting: Waiting) -> None:
-        """Make an add that is in its worker's log, in every part that has not made it."""
-        failed = None
-        for part, share in self._shares(entry):
-            try:
-                part.change(share, waiting.remaining_s(), logged=True)
-            except PeerTimeout:
-                raise
-            except Exception as exc:  # of the updater: this part is as it was
-                failed = failed or exc
-        if failed is not None:
-            raise failed
+        """Make an add that is in its worker's log, unless it is made."""
+        self.part.change(entry, waiting.remaining_s(), logged=True)
 
     def end_logged_adds(self, timeout_s: float) -> None:
         """Make the rest of adds that dead workers have logged; of the living, each does so.
@@ -237,23 +190,6 @@ class OwnParts:
                 entries = log.entries_of_round(number)
         for entry in entries:
             self._make(entry, waiting)
-
-    def _shares(self, entry: Entry) -> list[tuple[TablePart, Entry]]:
-        """Return what each part has of an add of this host's rows."""
-        parts, cut = self.parts, self.cut
-        if len(parts) == 1:
-            return [(parts[0], entry)]
-        if entry.rows is None:
-            return [
-                (part, entry._replace(delta=entry.delta[cut.own_span(index)]))
-                for index, part in enumerate(parts)
-            ]
-        order, pieces = cut.route(entry.rows, entry.worker)
-        first = cut.own.start
-        return [
-            (parts[index - first], entry._replace(rows=rows, delta_rows=order[span]))
-            for index, rows, span in pieces
-        ]
 
 
 def _merge(entries: list[Entry], how: str) -> Entry:
