@@ -23,7 +23,7 @@ PAGES = {
     "docs/callbacks.md": r"18 \[6, 12, 18\]\n24\n(.*\n)*stopped: True best: step-\d{8}",
     "docs/collectives.md": r"rank 1 \[2\.0, 2\.0, 2\.0\]",
     "docs/containers.md": r"(?s)torch.Size\(\[5, 7, 6\]\).*as one process: True",
-    "docs/ddp.md": r"(?s)weights: [0-9a-f]{12}.*accelerate: -?0\.\d+.*fabric: -?0\.\d+",
+    "docs/ddp.md": r"(?s)weights: \w+.*accelerate: -?0\.\d+.*fabric: -?0\.\d+.*transformers: \d",
     "docs/executor_group.md": r"two devices: \[\(2, 3\), \(1, 3\)\]",
     "docs/huggingface.md": r"is exp\(loss\): True\n.*\[3, 8, .*\nerror.*: (0\.0e|\d\.\de-0[678])",
     "docs/migrating_accelerate.md": "",
@@ -40,7 +40,7 @@ PAGES = {
     "docs/training.md": "",
 }
 NEEDS = {
-    "docs/ddp.md": ("accelerate", "lightning_fabric"),
+    "docs/ddp.md": ("accelerate", "lightning_fabric", "transformers"),
     "docs/huggingface.md": ("transformers",),
     "docs/one_word.md": ("accelerate", "lightning_fabric"),
 }
@@ -131,6 +131,25 @@ def test_the_code_of_a_page_runs(name: str, promise: str, tmp_path: Path) -> Non
     assert re.search(promise, said), said
     missing = missing_output((ROOT / name).read_text(encoding="utf-8"), said)
     assert not missing, f"{missing}\nwas not printed, but\n{said}"
+
+
+@pytest.mark.night
+@pytest.mark.promise("loops-of-your-own-on-ranks")
+@pytest.mark.parametrize("way", ["", "accelerate", "fabric", "transformers"])
+def test_the_scripts_of_ddp_end_with_the_same_weights_on_one_rank_and_two(
+    way: str, tmp_path: Path
+) -> None:
+    for module in NEEDS["docs/ddp.md"] if way else ():
+        pytest.importorskip(module, reason=f"needs {module}")
+    script = f"with_{way}.py" if way else "train.py"
+    found = scripts((ROOT / "docs/ddp.md").read_text(encoding="utf-8"))
+    (tmp_path / script).write_text(found[script])
+    told = re.compile(rf"{way or 'weights'}: .*")
+    one, two = (
+        told.findall(as_users(["phalanx", "launch", "-n", n, script], tmp_path)) for n in "12"
+    )
+    assert one
+    assert one == two
 
 
 def test_every_page_with_code_is_run() -> None:

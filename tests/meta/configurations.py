@@ -1,10 +1,10 @@
-"""Draw the README's picture: hashes of the weights from eight configurations, and from DDP.
+"""Draw the README's picture: hashes of the weights from eight configurations, and from two DDPs.
 
 ``python -m tests.meta.configurations docs/configurations.svg`` trains the small mlp of
-`tests.meta.bits` in each of its configurations, and the same net on the same batches by DDP over
-gloo, on 1, 2 and 3 ranks.
-DDP's gradient is the whole batch's, too: rows are weighed, and nothing is drawn. Only sums are made
-in another order.
+`tests.meta.bits` in each of its configurations, and the same net on the same batches by our
+`DistributedDataParallel` and by torch's, over gloo on 1, 2 and 4 ranks.
+The gradient of torch's is the whole batch's, too: rows are weighed, and nothing is drawn. Only sums
+are made in another order.
 """
 
 from __future__ import annotations
@@ -21,28 +21,31 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from phalanx import DistributedDataParallel, ExactSampler
 from tests.meta import bits
 
 WIDTH, LINE, TOP = 720, 25, 74
 PANEL, INK, DIM, GOOD, BAD = "#17212f", "#e6ebf2", "#93a1b3", "#7fd6b5", "#f0a58a"
-NUMBERS = ("", "one", "two", "three")
+NUMBERS = ("", "one", "two", "three", "four")
+DDP_RANKS = (1, 2, 4)
 
 
-def train_by_ddp(rank: int, ranks: int, folder: str) -> None:
+def train_by_ddp(rank: int, ranks: int, is_ours: bool, folder: str) -> None:
     """Train as one rank; the first one leaves the hash."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     net, batches = bits.open_model("mlp")
-    model = DistributedDataParallel(net)
+    model = DistributedDataParallel(net, reduction="sum") if is_ours else TorchDDP(net)
     optimizer = bits.adamw(net.parameters())
     for inputs, targets in batches:
+        sampler = ExactSampler(targets, len(targets), rank=rank, num_ranks=ranks, shuffle=False)
+        (rows,) = sampler
+        loss = F.cross_entropy(model(inputs[rows]), targets[rows], reduction="sum")
         optimizer.zero_grad()
-        mine = inputs.tensor_split(ranks)[rank], targets.tensor_split(ranks)[rank]
-        loss = F.cross_entropy(model(mine[0]), mine[1])
-        (loss * ranks * len(mine[1]) / len(targets)).backward()
+        (loss if is_ours else loss * ranks / len(targets)).backward()
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
     if rank == 0:
@@ -86,24 +89,37 @@ def strip(digest: str, x: int, y: int) -> str:
     return f'{cells}<text x="{x + 90}" y="{y}" class="m">{digest[:8]}</text>'
 
 
-def column(title: str, colour: str, rows: list[tuple[str, str]], x: int, offset: int) -> str:
+def column(
+    title: str, colour: str, rows: list[tuple[str, str]], x: int, offset: int, top: int = TOP
+) -> str:
     """Draw the configurations of one way to train, and their hashes ``offset`` to the right."""
-    lines = [f'<text x="{x}" y="48" class="t" fill="{colour}">{title}</text>']
+    title = f"{title}: {number_of_hashes(rows)}"
+    lines = [f'<text x="{x}" y="{top - 26}" class="t" fill="{colour}">{title}</text>']
     for place, (name, digest) in enumerate(rows):
-        y = TOP + LINE * place
+        y = top + LINE * place
         lines.append(f'<text x="{x}" y="{y}" class="n">{name}</text>{strip(digest, x + offset, y)}')
     return "\n".join(lines)
 
 
-def draw(ours: list[tuple[str, str]], theirs: list[tuple[str, str]], note: str) -> str:
+def number_of_hashes(rows: list[tuple[str, str]]) -> str:
+    """Say how many hashes there are."""
+    count = len({digest for _, digest in rows})
+    return "one hash" if count == 1 else f"{count} hashes"
+
+
+def draw(
+    trainers: list[tuple[str, str]],
+    ours: list[tuple[str, str]],
+    theirs: list[tuple[str, str]],
+    note: str,
+) -> str:
     """Return the picture as SVG, on a panel of its own, for light pages and dark ones."""
-    height = TOP + LINE * len(ours) + 30
-    same = len({digest for _, digest in ours})
-    differ = len({digest for _, digest in theirs})
-    say = lambda count: "one hash" if count == 1 else f"{count} hashes"  # noqa: E731
+    height = TOP + LINE * len(trainers) + 30
+    second = TOP + LINE * (len(trainers) - len(theirs))
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">
-<title>Weights of one net after {bits.STEPS} steps: Trainer in {len(ours)} configurations,
-{say(same)}; DDP on 1, 2 and 3 ranks, {say(differ)}</title>
+<title>Weights of one net after {bits.STEPS} steps: Trainer in {len(trainers)} configurations,
+{number_of_hashes(trainers)}; on 1, 2 and 4 ranks, our DistributedDataParallel
+{number_of_hashes(ours)}, torch's {number_of_hashes(theirs)}</title>
 <style>
 text {{ font: 14px system-ui, "Segoe UI", Helvetica, Arial, sans-serif }}
 .n {{ fill: {INK} }} .t {{ font-weight: 600; font-size: 15px }}
@@ -111,10 +127,9 @@ text {{ font: 14px system-ui, "Segoe UI", Helvetica, Arial, sans-serif }}
 .s {{ font-size: 11px; fill: {DIM} }}
 </style>
 <rect width="{WIDTH}" height="{height}" rx="10" fill="{PANEL}"/>
-{column(f"Trainer(microbatches=4): {say(same)}", GOOD, ours, 24, 176)}
-{column(f"DDP over gloo: {say(differ)}", BAD, theirs, 400, 100)}
-<text x="400" y="{TOP + LINE * 4}" class="n">The same net, batches and optimizer;</text>
-<text x="400" y="{TOP + LINE * 5}" class="n">only sums are made in another order.</text>
+{column("Trainer(microbatches=4)", GOOD, trainers, 24, 176)}
+{column("Our DDP(microbatches=4)", GOOD, ours, 400, 100)}
+{column("torch's DDP", BAD, theirs, 400, 100, second)}
 <text x="24" y="{height - 18}" class="s">{note}</text>
 </svg>
 """
@@ -125,18 +140,21 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("picture", type=Path)
     picture = parser.parse_args().picture
-    ours = [
+    trainers = [
         (name_of(executor, count), bits.train("mlp", executor, count))
         for executor, count in bits.CONFIGURATIONS
     ]
-    ours.append((name_of("ranks", 2), spawned(train_as_rank, 2)))
-    theirs = [(name_of("ranks", n), spawned(train_by_ddp, n, n)) for n in (1, 2, 3)]
+    trainers.append((name_of("ranks", 2), spawned(train_as_rank, 2)))
+    ours, theirs = (
+        [(name_of("ranks", n), spawned(train_by_ddp, n, n, is_ours)) for n in DDP_RANKS]
+        for is_ours in (True, False)
+    )
     words = ["git", "log", "-1", "--format=%h", "--abbrev=7", "--", "src"]
     commit = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-    note = f"hash of all weights after {bits.STEPS} steps; {platform.machine()}, torch"
+    note = f"hash of all weights after {bits.STEPS} steps over gloo; {platform.machine()}, torch"
     version = torch.__version__.partition("+")[0]
-    picture.write_text(draw(ours, theirs, f"{note} {version}, commit {commit}"))
-    for name, digest in (*ours, *theirs):
+    picture.write_text(draw(trainers, ours, theirs, f"{note} {version}, commit {commit}"))
+    for name, digest in (*trainers, *ours, *theirs):
         print(f"{name:20} {digest}")
 
 
