@@ -28,6 +28,7 @@ from phalanx.plan import (
     workload_sizes,
 )
 from phalanx.replicas import (
+    check_replicable,
     current_replica,
     resolve_devices,
     uncompiled,
@@ -108,6 +109,7 @@ class DataParallel(Container, Unwrapped):
         check_microbatches(microbatches, intra_op)
         super().__init__(intra_op if microbatches is None else 1)
         check_argument(isinstance(module, nn.Module), "module", "be an `nn.Module`", module)
+        check_replicable(module)
         home = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         self._devices = resolve_devices(devices, home)
         shares = read_workloads(workloads)
@@ -296,9 +298,6 @@ def _buffer_names(module: nn.Module) -> list[str]:
 
 def _arguments_of(module: nn.Module) -> dict[str, int]:
     """Return the positions of the arguments that the module's forward names."""
-    try:
-        known = inspect.signature(module.forward).parameters.values()
-    except (TypeError, ValueError):  # a forward that does not say what it takes
-        return {}
+    known = inspect.signature(module.forward).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {each.name: place for place, each in enumerate(known) if each.kind in kinds}
