@@ -20,7 +20,7 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError
 from phalanx.plan.arguments import check_argument
-from phalanx.plan.leaves import covering, covers, flatten, leaf_paths, named, unflatten
+from phalanx.plan.leaves import covering, flatten, leaf_paths, named, unflatten
 from phalanx.types import Nested
 
 _ARRAYS = (Tensor, np.ndarray)
@@ -90,7 +90,7 @@ class Rows:
         self._leaves, self._spec = flatten(batch, _is_list)
         paths = self._paths() if layout.dims else [""] * len(self._leaves)
         for path in layout.dims:
-            if not any(covers(str(path), each) for each in paths):
+            if all(covering(each, {path}) is None for each in paths):
                 raise ConfigError(
                     f"`layout` must name leaves of the input, but names {path!r}. The input has "
                     f"{', '.join(map(repr, paths)) or 'none'}."

@@ -108,11 +108,6 @@ def covering(path: str, known: Collection[str | int]) -> str | None:
     return path
 
 
-def covers(above: str, path: str) -> bool:
-    """Tell whether ``above`` is ``path`` or stands above it."""
-    return path == above or path.startswith(f"{above}.")
-
-
 def named(path: str) -> str:
     """Return a leaf's path as errors print it; an input that is one tensor has none."""
     return f"`{path}`" if path else "tensor"

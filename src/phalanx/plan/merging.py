@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -164,7 +166,7 @@ class Merging:
             raise ValueError(f"shapes are {', '.join(str(tuple(leaf.shape)) for leaf in leaves)}")
         if len(leaves) == 1:
             return leaves[0]
-        return _sum(leaves) if rule == "sum" else _mean(leaves, sizes or [1] * len(leaves))
+        return reduce(add, leaves) if rule == "sum" else _mean(leaves, sizes or [1] * len(leaves))
 
     def _default(self, leaves: Sequence[Any], sizes: Sequence[int]) -> str:
         """Stack scalars, concatenate leaves that have their slice's rows, refuse the rest."""
@@ -180,15 +182,8 @@ class Merging:
         return f"cat({dim})"
 
 
-def _sum(leaves: Sequence[Tensor]) -> Tensor:
-    total = leaves[0]
-    for leaf in leaves[1:]:
-        total = total + leaf
-    return total
-
-
 def _mean(leaves: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
     """Weight by rows; a part without rows, whose mean is NaN, is left out if others have some."""
     sizes = rows if any(rows) else [1] * len(rows)
     pairs = [(leaf, size) for leaf, size in zip(leaves, sizes, strict=True) if size]
-    return _sum([leaf * (size / sum(sizes)) for leaf, size in pairs])
+    return reduce(add, [leaf * (size / sum(sizes)) for leaf, size in pairs])
