@@ -38,7 +38,7 @@ with tables.join("full", timeout_s=5.0) as world:
     came = fill(
         by_key,
         lambda i: by_key.add(some, rows=range(48 * i, 48 * i + 48)),
-        lambda: by_key._storage.copy_all(1.0),
+        lambda: by_key._storage.copy_all(0, 1.0),
     )
     assert len(by_key) == 48 * came > 0
     by_key.add(some, rows=range(48))  # what needs no room goes on
@@ -55,7 +55,7 @@ with tables.join("full", timeout_s=5.0) as world:
     except OutOfSpace as exc:
         assert "large-too" in str(exc), exc
 
-    put = fill(bulk, lambda i: bulk.add(torch.ones(50, 64)), lambda: bulk._storage.copy_all(1.0))
+    put = fill(bulk, lambda i: bulk.add(torch.ones(50, 64)), lambda: bulk._storage.copy_all(0, 1.0))
     assert bulk.get().unique().tolist() == [put]  # those that it took are in the round
 print("as it should be")
 '''

@@ -69,18 +69,9 @@ class HostService:
         self._broken_s: dict[tuple[int, int], float] = {}  # when that of one was
         self._began_s = now_s()
         self._answers: dict[int, Callable[[Message], Answer]] = {
-            Operation.LEAVE: self._leave,
-            Operation.TICK: self._tick,
-            Operation.BARRIER: self._barrier,
-            Operation.OPEN: self._open,
-            Operation.GET: self._get,
-            Operation.ADD: self._add,
-            Operation.ARRIVE: self._arrive,
-            Operation.FINISH: self._finish,
-            Operation.COPY_ALL: self._copy_all,
-            Operation.REPLACE_ALL: self._replace_all,
-            Operation.COUNTS: self._counts,
-            Operation.KEYS: self._keys,
+            operation: getattr(self, f"_{operation.name.lower()}")
+            for operation in Operation
+            if operation != Operation.ENTER
         }
 
     # --- as a Service -----------------------------------------------------------------------------
@@ -252,7 +243,8 @@ class HostService:
         return Answer()
 
     def _copy_all(self, asked: Message) -> Answer:
-        return Answer(arrays=as_arrays(self._storage(asked.text).copy_all(_seconds(asked))))
+        storage = self._storage(asked.text)
+        return Answer(arrays=as_arrays(storage.copy_all(asked.worker, _seconds(asked))))
 
     def _replace_all(self, asked: Message) -> Answer:
         storage = self._storage(asked.text)
@@ -264,19 +256,19 @@ class HostService:
                 f"A restore must have {len(wanted)} arrays, but has {len(asked.arrays)}."
             )
         parts = [_given(asked, i, *each) for i, each in enumerate(wanted)]
-        storage.replace_all(parts, _seconds(asked))
+        storage.replace_all(parts, asked.worker, _seconds(asked))
         return Answer()
 
     def _counts(self, asked: Message) -> Answer:
         storage = self._storage(asked.text)
-        num_keys = storage.num_keys() if storage.spec.has_keys else 0
-        return Answer((storage.num_undone, num_keys))
+        num_keys = storage.num_keys(asked.worker) if storage.spec.has_keys else 0
+        return Answer((storage.num_undone(asked.worker), num_keys))
 
     def _keys(self, asked: Message) -> Answer:
         storage = self._storage(asked.text)
         if not storage.spec.has_keys:
             raise ConfigError(f"Table {asked.text!r} must have keys, but has rows.")
-        return Answer(arrays=[as_array(storage.keys(_seconds(asked)))])
+        return Answer(arrays=[as_array(storage.keys(asked.worker, _seconds(asked)))])
 
 
 def _given(asked: Message, index: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -43,14 +43,12 @@ class RemoteHost:
         host: Its number.
         connection: To its server.
         num_barriers: The last barrier there that this worker has passed.
-        has_left: Whether the worker was said to have left.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.host = endpoint.host
         self.connection = Connection(endpoint)
         self.num_barriers = 0
-        self.has_left = False
         self._client = struct.unpack("<qq", secrets.token_bytes(16))
         self._opening = Connection(endpoint)  # of the session, which no call may take
         self._session: Stream | None = None

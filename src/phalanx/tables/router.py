@@ -73,14 +73,9 @@ class Router:
         """Let go of what a worker that has closed had; another may get its number."""
         self._others.pop(worker, None)
 
-    def _any_remote_parts(self) -> dict[int, RemotePart]:
-        """Return the parts on other hosts as some worker uses them, one that is here if any."""
-        by_worker = list(self._others.values())  # none where all have closed
-        here = (p for p in by_worker if not any(part.remote.has_left for part in p.values()))
-        return next(here, by_worker[0] if by_worker else {})
-
-    def _all_parts(self) -> list[Any]:  # Any: a `KeyPart` has more methods than a `TablePart`
-        parts: list[Any] = list(self._any_remote_parts().values())
+    def _all_parts(self, worker: int) -> list[Any]:
+        # Any: a `KeyPart` has more methods than a `TablePart`.
+        parts: list[Any] = list(self.remote_parts(worker).values())
         parts.insert(self._cut.own, self._part)
         return parts
 
@@ -285,13 +280,13 @@ class Router:
 
     # --- all of it --------------------------------------------------------------------------------
 
-    def copy_all(self, timeout_s: float) -> list[Tensor]:
+    def copy_all(self, worker: int, timeout_s: float) -> list[Tensor]:
         """Return copies of the values and of each state; of a keys table the keys before them.
 
         Each part's are of one moment; keys ascend.
         """
         self.here.end_logged_adds(timeout_s)
-        parts = self._all_parts()
+        parts = self._all_parts(worker)
         if self.spec.has_keys:
             found = [part.copy_all(timeout_s) for part in parts]
             keys, *values = [torch.cat(pieces) for pieces in zip(*found, strict=True)]
@@ -308,30 +303,29 @@ class Router:
                 copy[self._cut.span(index)] = piece
         return copies
 
-    def replace_all(self, parts: list[Tensor], timeout_s: float) -> None:
+    def replace_all(self, parts: list[Tensor], worker: int, timeout_s: float) -> None:
         """Replace everything by what :meth:`copy_all` returned."""
         self.here.end_logged_adds(timeout_s)
         of_part: Callable[[int], Any] = self._cut.span  # Any: what a tensor may be indexed by
         if self.spec.has_keys:
             owners = torch.from_numpy(self._cut.owners(parts[0].numpy()).astype("int64"))
             of_part = owners.__eq__
-        for index, part in enumerate(self._all_parts()):
+        for index, part in enumerate(self._all_parts(worker)):
             part.replace_all([each[of_part(index)] for each in parts], timeout_s)
 
-    def num_keys(self) -> int:
+    def num_keys(self, worker: int) -> int:
         """Return how many keys are there."""
         self.here.end_logged_adds(_CALL_S)
-        return sum(part.num_keys(_CALL_S) for part in self._all_parts())
+        return sum(part.num_keys(_CALL_S) for part in self._all_parts(worker))
 
-    def keys(self, timeout_s: float) -> Tensor:
+    def keys(self, worker: int, timeout_s: float) -> Tensor:
         """Return the keys that are there, in ascending order."""
         self.here.end_logged_adds(timeout_s)
-        return torch.cat([part.keys(timeout_s) for part in self._all_parts()]).sort().values
+        return torch.cat([part.keys(timeout_s) for part in self._all_parts(worker)]).sort().values
 
-    @property
-    def num_undone(self) -> int:
-        """Number of interrupted adds that any worker undid or completed, on all hosts."""
-        others = self._any_remote_parts().values()
+    def num_undone(self, worker: int) -> int:
+        """Return how many interrupted adds any worker undid or completed, on all hosts."""
+        others = self.remote_parts(worker).values()
         return self._part.num_undone + sum(part.num_undone(_CALL_S) for part in others)
 
     @property

@@ -94,7 +94,6 @@ class ContextOnHosts(RunContext):
         for remote in self.remotes_of(worker):
             with suppress(PhalanxError):
                 remote.connection.call(Operation.LEAVE, "`leave`", min(timeout_s, _LEAVE_S))
-            remote.has_left = True
 
     def tick(self, worker: int) -> int:
         """Count a tick of ``worker`` on all hosts."""

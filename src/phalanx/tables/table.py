@@ -332,7 +332,9 @@ class Table:
         self._check_open()
         folder = read_directory(directory)
         make_folder(folder)  # before anything is copied
-        return save_parts(self._spec, self._storage.copy_all(self._group.timeout_s), folder)
+        return save_parts(
+            self._spec, self._storage.copy_all(self._group.worker_id, self._group.timeout_s), folder
+        )
 
     def restore(self, directory: str | os.PathLike[str]) -> None:
         """Replace values and updater's state by what :meth:`snapshot` wrote; only the master may.
@@ -348,12 +350,14 @@ class Table:
         self._check_open()
         self._check_master("restore")
         parts = load_parts(self._spec, read_directory(directory))
-        self._storage.replace_all(parts, self._group.timeout_s)
+        self._storage.replace_all(parts, self._group.worker_id, self._group.timeout_s)
 
     def stats(self) -> TableStats:
         """Return what this worker has done so far."""
         self._check_open()
-        return TableStats(self._num_adds, self._storage.num_undone, self._storage.nbytes)
+        return TableStats(
+            self._num_adds, self._storage.num_undone(self._group.worker_id), self._storage.nbytes
+        )
 
     def _check_open(self) -> None:
         group = self._group
@@ -457,7 +461,7 @@ class KeyTable(Table):
     def __len__(self) -> int:
         """Return how many keys are there."""
         self._check_open()
-        return self._storage.num_keys()
+        return self._storage.num_keys(self._group.worker_id)
 
     def keys(self) -> Tensor:
         """Return the keys that are there, (K,) int64 in ascending order.
@@ -466,7 +470,7 @@ class KeyTable(Table):
         table they are those of the rounds that are in; this is no get, and ends no round.
         """
         self._check_open()
-        return self._storage.keys(self._group.timeout_s)
+        return self._storage.keys(self._group.worker_id, self._group.timeout_s)
 
 
 def wait_for_clocks(group: TableWorker, staleness: Staleness, what: str, *, ahead: int = 0) -> None:

@@ -105,10 +105,10 @@ def test_what_a_uniform_table_holds_depends_on_key_and_seed_alone(world):
 def test_an_add_that_cannot_be_is_refused_and_brings_no_key(world, delta, rows, message):
     table = world.keys(3, name="embed", updater="adam", init=1.0)
     table.add(torch.ones(2, 3), rows=[1, 2])
-    before = table._storage.copy_all(1.0)
+    before = table._storage.copy_all(0, 1.0)
     with pytest.raises(ConfigError, match=message):
         table.add(delta, rows=rows)
-    for part, was in zip(table._storage.copy_all(1.0), before, strict=True):
+    for part, was in zip(table._storage.copy_all(0, 1.0), before, strict=True):
         assert torch.equal(part, was)
 
 
@@ -117,14 +117,14 @@ def test_an_add_that_cannot_be_is_refused_and_brings_no_key(world, delta, rows, 
 def test_a_large_add_that_is_refused_in_its_last_block_brings_no_key(world, updater, capacity):
     table = world.keys(64, updater=updater, init=1.0, capacity=capacity)
     table.add(torch.ones(3, 64), rows=[5, -5, 10**6])
-    before = table._storage.copy_all(1.0)
+    before = table._storage.copy_all(0, 1.0)
     delta = torch.ones(20_000, 64)
     delta[-1, -1] = NAN
     with pytest.raises(ConfigError, match="`delta` must be finite"):
         table.add(delta, rows=torch.arange(20_000))
     assert len(table) == 3
     assert table.get([7]).unique().tolist() == [1.0]
-    for part, was in zip(table._storage.copy_all(1.0), before, strict=True):
+    for part, was in zip(table._storage.copy_all(0, 1.0), before, strict=True):
         assert torch.equal(part, was)
     table.add(torch.ones(20_000, 64), rows=torch.arange(20_000))
     assert len(table) == 20_002

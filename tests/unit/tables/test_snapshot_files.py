@@ -59,7 +59,7 @@ def change(path: Any, draw: random.Random) -> str:
 
 
 def all_of(table: Any) -> list[Tensor]:
-    return [part.clone() for part in table._storage.copy_all(1.0)]
+    return [part.clone() for part in table._storage.copy_all(0, 1.0)]
 
 
 @pytest.mark.parametrize("make", [matrix, by_key])
