@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import os
-import random
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,18 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx import tables
-from phalanx.errors import CheckpointError, PhalanxError
-
-ROUNDS = 100
-HOSTILE: list[Any] = [None, True, -1, 10**40, "", [], {}, [1, 2], {"name": 5}, {"name": "adam"}]
-TENSORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "longer": lambda t: torch.cat([t, t[:1]]),
-    "shorter": lambda t: t[:-1],
-    "of another dim": lambda t: t.unsqueeze(0),
-    "single": lambda t: t.new_ones(()),
-    "empty": lambda t: t.new_empty(0),
-    "complex": lambda t: t.to(torch.complex64),
-}
+from phalanx.errors import CheckpointError
 
 
 def matrix(world: tables.TableGroup) -> Any:
@@ -35,63 +24,38 @@ def by_key(world: tables.TableGroup) -> Any:
     return world.keys(3, name="t", updater="adam")
 
 
-def change(path: Any, draw: random.Random) -> str:
-    """Change a snapshot."""
-    what = draw.choice(["table", "tensor", "bytes"])
-    if what == "bytes":
-        whole = bytearray(path.read_bytes())
-        at = draw.randrange(len(whole))
-        whole[at:] = draw.choice([b"", bytes([draw.randrange(256)]) + whole[at + 1 :]])
-        path.write_bytes(whole)
-        return f"byte {at}"
-    content = torch.load(path, weights_only=True)
-    if what == "table":
-        where = draw.choice([content, content["table"], content["table"]["updater"]])
-        key = draw.choice(sorted(where))
-        where[key] = draw.choice(HOSTILE)
-        told = f"{key} = {where[key]!r}"
-    else:
-        at, how = draw.randrange(len(content["parts"])), draw.choice(sorted(TENSORS))
-        content["parts"][at] = TENSORS[how](content["parts"][at])
-        told = f"part {at} {how}"
-    torch.save(content, path)
-    return told
+def cut_short(content: bytes) -> bytes:
+    return content[: len(content) // 2]
 
 
-def all_of(table: Any) -> list[Tensor]:
-    return [part.clone() for part in table._storage.copy_all(0, 1.0)]
+def of_another_shape(content: bytes) -> bytes:
+    return changed(content, lambda parts: [*parts[:-1], parts[-1][:-1]])
 
 
+def without_a_state(content: bytes) -> bytes:
+    return changed(content, lambda parts: parts[:-1])
+
+
+def changed(content: bytes, change: Callable[[list[Tensor]], list[Tensor]]) -> bytes:
+    found = torch.load(io.BytesIO(content), weights_only=True)
+    found["parts"] = change(found["parts"])
+    written = io.BytesIO()
+    torch.save(found, written)
+    return written.getvalue()
+
+
+@pytest.mark.parametrize("spoil", [cut_short, of_another_shape, without_a_state])
 @pytest.mark.parametrize("make", [matrix, by_key])
-def test_a_changed_snapshot_is_refused_with_our_error_and_changes_nothing(make, tmp_path):
-    seed = random.SystemRandom().randrange(10**6)
-    print("seed", seed)
-    draw = random.Random(seed)
-    refused = 0
+def test_a_changed_snapshot_is_refused_and_changes_nothing(make, spoil, tmp_path):
     with tables.join() as world:
         table = make(world)
         table.add(torch.ones(3, 3), rows=torch.tensor([1, 4, 2]))
-        good = table.snapshot(tmp_path / "good").read_bytes()
-        table.add(torch.ones(2, 3), rows=torch.tensor([0, 3]))
-        table.snapshot(tmp_path / "later")
-        bad = table.snapshot(tmp_path / "bad")
-        before = all_of(table)
-        for turn in range(ROUNDS):
-            bad.write_bytes(good)
-            told = change(bad, draw)
-            error = None
-            try:
-                table.restore(tmp_path / "bad")
-            except Exception as exc:
-                error = exc
-            if error is None:
-                table.add(torch.ones(5, 3), rows=torch.arange(5))
-                table.restore(tmp_path / "later")
-            else:
-                refused += 1
-            assert error is None or isinstance(error, PhalanxError), (turn, told, error)
-            assert all(map(torch.equal, before, all_of(table))), (turn, told, error)
-    assert refused > ROUNDS / 3
+        path = table.snapshot(tmp_path)
+        path.write_bytes(spoil(path.read_bytes()))
+        before = table.get([1, 4, 2, 0])
+        with pytest.raises(CheckpointError, match="must be a snapshot of table 't', but is not"):
+            table.restore(tmp_path)
+        assert torch.equal(table.get([1, 4, 2, 0]), before)
 
 
 @pytest.mark.timeout(60)
