@@ -56,8 +56,7 @@ def add_while_this_host_refuses(world: tables.TableGroup) -> list:
             table.add(torch.ones(9, dtype=torch.int64))
         inject(None)
         assert raised.value.__notes__ == done
-        parts = table._storage.remote_parts(0).values()
-        assert not any(part.adding.locked() for part in parts)
+        assert not table._storage._turn_of(0).locked()
     world.barrier()
     return table.get().tolist()
 

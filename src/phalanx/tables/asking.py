@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from phalanx.errors import PhalanxError
@@ -53,16 +52,3 @@ def abandon(calls: Iterable[RemoteCall]) -> None:
     """Leave no call behind: the answer of one would come into memory that is the caller's again."""
     for call in calls:
         call.abandon()
-
-
-def with_all(locks: Sequence[threading.Lock], call: Callable[[], None]) -> None:
-    """RemoteCall while all locks are held.
-
-    By recursion: between taking a lock and noting it, an `ExitStack` has moments at which a Ctrl-C
-    leaves it held for good, and a `with` has none.
-    """
-    if not locks:
-        call()
-        return
-    with locks[0]:
-        with_all(locks[1:], call)

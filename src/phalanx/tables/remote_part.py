@@ -126,15 +126,11 @@ class RemotePart:
     Args:
         remote: The host.
         spec: What the part is; see `part_of`.
-
-    Attributes:
-        adding: Held while an add is under way: adds are numbered, and end, one after the other.
     """
 
     def __init__(self, remote: RemoteHost, spec: TableSpec) -> None:
         self.remote = remote
         self.spec = spec
-        self.adding = threading.Lock()
         self._num_adds = 0
         self._title = f"table {spec.name!r}"
 
@@ -176,7 +172,7 @@ class RemotePart:
         return self._begin(Operation.GET, "a get", timeout_s, arrays=rows_given, out=target)
 
     def begin_add(self, entry: Entry, timeout_s: float, round_number: int = 0) -> RemoteCall:
-        """Send an add, checked. `adding` is held.
+        """Send an add, checked; of a worker one at a time.
 
         Args:
             entry: The add.

@@ -9,7 +9,7 @@ host when all workers have arrived there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from phalanx.errors import PhalanxError
 from phalanx.ipc import Waiting, fail_point, fail_points
 from phalanx.memory import all_within
-from phalanx.tables.asking import abandon, ask, wait_for, with_all
+from phalanx.tables.asking import abandon, ask, wait_for
 from phalanx.tables.own_part import ALL_FINISHED, OwnPart
 from phalanx.tables.part import Entry, TablePart, checked
 from phalanx.tables.spec import TableSpec
@@ -185,7 +185,7 @@ class Router:
 
     def _add_to_hosts(self, entry: Entry, timeout_s: float) -> None:
         mine, others = self._cut_add(entry)
-        waiting, parts = Waiting(timeout_s), self._chosen(entry.worker, others)
+        waiting, parts = Waiting(timeout_s), self.remote_parts(entry.worker)
 
         def begin(index: int) -> RemoteCall:
             return parts[index].begin_add(others[index], waiting.remaining_s())
@@ -194,13 +194,8 @@ class Router:
             if mine is not None:
                 self.here.add(mine, timeout_s)
 
-        begins = [partial(begin, index) for index in others]
-        with_all(_adding(parts), lambda: ask(begins, add_here))
-
-    def _chosen(self, worker: int, indices: Iterable[int]) -> dict[int, RemotePart]:
-        """Return some of the parts on other hosts, in their order."""
-        parts = self.remote_parts(worker)
-        return {index: parts[index] for index in sorted(indices)}
+        with self._turn_of(entry.worker):
+            ask([partial(begin, index) for index in others], add_here)
 
     def _cut_add(self, entry: Entry) -> tuple[Entry | None, dict[int, Entry]]:
         """Cut an add: what is this host's, and what is other parts', by their index."""
@@ -231,22 +226,18 @@ class Router:
             rounds.put(entry, timeout_s)
             return
         mine, others = self._cut_add(checked(entry))
-        parts = self._chosen(entry.worker, others)
+        parts = self.remote_parts(entry.worker)
 
-        def put() -> None:
+        def begin(index: int) -> RemoteCall:
+            return parts[index].begin_add(others[index], timeout_s, number)
+
+        def put_here() -> None:
+            if mine is not None:
+                rounds.put(mine, timeout_s, number)
+
+        with self._turn_of(entry.worker):
             number = rounds.clock_of(entry.worker) + 1
-
-            def begin(index: int) -> RemoteCall:
-                return parts[index].begin_add(others[index], timeout_s, number)
-
-            def put_here() -> None:
-                if mine is not None:
-                    rounds.put(mine, timeout_s, number)
-
             ask([partial(begin, index) for index in others], put_here)
-
-        # In the order of their numbers: one that comes late is taken for a repetition.
-        with_all([self._turn_of(entry.worker), *_adding(parts)], put)
 
     def arrive(self, worker: int) -> int:
         """Say that ``worker`` has put down all of its round, and return it."""
@@ -275,7 +266,11 @@ class Router:
             abandon(calls)
 
     def _turn_of(self, worker: int) -> threading.Lock:
-        """Return what a worker's threads hold while the round that it is in must stay."""
+        """Return what a worker's threads hold while they add to other hosts.
+
+        Adds are numbered, and taken in the order of their numbers: one that comes late is taken for
+        a repetition. Nor may the round that the worker is in change meanwhile.
+        """
         return self._turns.setdefault(worker, threading.Lock())
 
     # --- all of it --------------------------------------------------------------------------------
@@ -341,8 +336,3 @@ class Router:
 
 def _count(rows: Tensor | None, part: TablePart) -> int:
     return part.num_rows if rows is None else rows.numel()
-
-
-def _adding(parts: Mapping[int, RemotePart]) -> list[threading.Lock]:
-    """Return the locks of adds, in the order of hosts: two threads never hold them crosswise."""
-    return [parts[index].adding for index in sorted(parts)]
