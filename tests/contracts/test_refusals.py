@@ -361,6 +361,7 @@ ROWS: list[Row] = [
     making_container("`output` must hold rules .*, but holds", output={"y": "cat(x)"}),
     making_container("`buffers` must hold rules .*'average' for", buffers="average"),
     making_container("`buffers` must hold rules .*'max' for 'seen'", buffers={"seen": "max"}),
+    making_container("`buffers` must name buffers .* names 'sen'", buffers={"sen": "sum"}),
     making_container("`layout` must be a `Layout`", layout={"mask": None}),
     making_container("`module` must be", module=3),
     # batches
