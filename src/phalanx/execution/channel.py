@@ -24,7 +24,7 @@ from phalanx.errors import OutOfSpace
 from phalanx.ipc import aligned
 from phalanx.memory import SharedMemoryPool
 
-_ROOM_BYTES = 1 << 35  # of addresses
+_ROOM_BYTES = 1 << 32  # of addresses
 _FIRST_BYTES = 1 << 16
 _WORD_BYTES = 8
 

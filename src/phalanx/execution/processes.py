@@ -66,10 +66,8 @@ class ProcessExecutor(Executor):
         timeout_s: How long a microbatch may take before its worker counts as hung. Longer than
             three weeks, as infinity is, counts as that.
         failures: Takes note of lost workers.
-        shared: Objects that tasks refer to; workers have them from the fork.
-        reads: Functions that tasks call beside the module, such as the loss.
-        workloads: Relative shares; equal by default; 0 switches a worker off.
-        intra_op: Threads inside operators, per worker.
+        shared, reads: As `ExecutorChoice.open` takes them.
+        workloads, intra_op: As `Executor` takes them.
 
     Attributes:
         pool: Where the parameters and buffers of the module are moved to, and those of modules that
@@ -91,10 +89,10 @@ class ProcessExecutor(Executor):
         *,
         timeout_s: float,
         failures: FailureLog,
-        shared: Sequence[object] = (),
-        reads: Sequence[object] = (),
-        workloads: Sequence[float] | None = None,
-        intra_op: int | None = None,
+        shared: Sequence[object],
+        reads: Sequence[object],
+        workloads: Sequence[float],
+        intra_op: int,
     ) -> None:
         super().__init__([source], [_CPU] * num_workers, workloads, intra_op)
         _check_shareable(source)

@@ -14,7 +14,7 @@ from torch import Tensor
 from phalanx.ipc import Region, aligned
 from phalanx.memory.blocks import dense_strides
 
-_ADDRESSES_BYTES = 1 << 44  # of the 47 bits that a process has; memory comes as it is needed
+_ADDRESSES_BYTES = 1 << 42  # of the 47 bits that a process has; memory comes as it is needed
 
 _pools: weakref.WeakSet[SharedMemoryPool] = weakref.WeakSet()
 
