@@ -174,6 +174,21 @@ def test_who_has_no_secret_or_another_gets_nothing(secret, tmp_path):
         assert served.echo.answered == [ECHO]
 
 
+def test_ends_that_verify_nothing_would_serve_and_trust_strangers(secret, tmp_path, monkeypatch):
+    """The mutation: a certificate is asked for, and none is checked."""
+    tls = Secret.tls
+
+    def lax(self: Secret, *, server: bool) -> ssl.SSLContext:
+        context = tls(self, server=server)
+        context.verify_mode = ssl.CERT_NONE
+        return context
+
+    monkeypatch.setattr(Secret, "tls", lax)
+    make_secret(tmp_path / "other")
+    with serving(secret) as served:
+        there_and_back(served.connect(Secret.read(tmp_path / "other")), 3)
+
+
 def exchange(end: socket.socket, sent: bytes) -> bytes:
     """Send, and return what comes until the other side hangs up."""
     end.sendall(sent)
