@@ -179,7 +179,7 @@ class Executor(ABC):
             watched=True,
             throughout=compiled or fused,
             own=self.owns_generator,
-            shared=frozenset(each for each in self.devices if self.devices.count(each) > 1),
+            shared=any(d.type != "cpu" and self.devices.count(d) > 1 for d in self.devices),
         )
 
     def _keep_plan(self, kind: object, state: RunState) -> None:

@@ -115,13 +115,13 @@ class RngPlan:
         watched: The first run of its kind: a model that moves the process's generators is refused.
         throughout: Look at every operator, not at calls from Python.
         own: The process computes one microbatch at a time, and nobody else draws in it meanwhile.
-        shared: Devices on which several replicas run.
+        shared: Several replicas run on one accelerator.
     """
 
     watched: bool = False
     throughout: bool = False
     own: bool = False
-    shared: frozenset[torch.device] = frozenset()
+    shared: bool = False
 
     def microbatch(self, *path: int) -> MicrobatchRng | ProcessRng:
         """Return the random numbers that belong to ``path``: (seed, step, microbatch)."""
@@ -167,6 +167,7 @@ class MicrobatchRng(TorchFunctionMode):
 
     Attributes:
         used: Whether anything was drawn.
+        plan: That which was given.
 
     Raises:
         UnsupportedError: In a watched run, the generators of torch, NumPy or Python have moved; or
@@ -176,20 +177,19 @@ class MicrobatchRng(TorchFunctionMode):
     def __init__(self, seed: int, plan: RngPlan) -> None:
         self.used = False
         self._seed = seed
-        self._plan = plan
-        self._goes_back = torch.is_grad_enabled()
+        self.plan = plan
         self._before: _States | None = None
 
     @cached_property
     def mode(self) -> RngMode:
         """The mode that gives numbers, made when something may draw."""
-        return RngMode(self._seed, self._plan.shared, goes_back=self._goes_back)
+        return RngMode(self._seed)
 
     def __enter__(self) -> None:
         self._outer = _in_use.set(self)
-        if self._plan.watched:
+        if self.plan.watched:
             self._before = generator_states()
-        if self._plan.throughout:  # no calls are looked at: it would take a fused evaluation apart
+        if self.plan.throughout:  # no calls are looked at: it would take a fused evaluation apart
             self.mode.__enter__()  # type: ignore[no-untyped-call]
         else:
             super().__enter__()  # type: ignore[no-untyped-call]
@@ -202,7 +202,7 @@ class MicrobatchRng(TorchFunctionMode):
     ) -> None:
         _in_use.reset(self._outer)
         self.used = "mode" in vars(self) and self.mode.used
-        if self._plan.throughout:
+        if self.plan.throughout:
             self.mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         else:
             super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
@@ -236,14 +236,24 @@ def preserve_rng() -> tuple[AbstractContextManager[None], AbstractContextManager
     Give it as `torch.utils.checkpoint.checkpoint(…, use_reentrant=False, context_fn=preserve_rng)`.
     Outside of replicas it does nothing: there torch's own ``preserve_rng_state`` does it.
 
+    Raises:
+        UnsupportedError: Several replicas run on one accelerator.
+
     Example:
         >>> from torch.utils.checkpoint import checkpoint
         >>> block = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5))
         >>> x = torch.ones(2, 3)
         >>> y = checkpoint(block, x, use_reentrant=False, context_fn=preserve_rng)
     """
-    if _in_use.get() is None:
+    rng = _in_use.get()
+    if rng is None:
         return contextlib.nullcontext(), contextlib.nullcontext()
+    if rng.plan.shared:
+        raise UnsupportedError(
+            "`preserve_rng` must be used where each replica has an accelerator of its own, but "
+            "several share one: checkpointing sets the generator that they share. Give each "
+            "replica its own, or call `checkpoint` without it where the part draws nothing."
+        )
     kept: list[Any] = []  # Any: states
     return _preserved(kept), _preserved(kept)
 

@@ -23,6 +23,7 @@ from phalanx.replicas.compiling import uncompiled
 from phalanx.torch_internals import MADE_OF_OTHERS, TorchDispatchMode, is_made_of_others
 
 aten = torch.ops.aten
+_CPU = torch.device("cpu")
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 _TORCH = os.path.dirname(torch.__file__)
 # What lies between a function that the compiler shall leave alone and its caller.
@@ -31,26 +32,7 @@ _WRAPPERS = {
     os.path.join(_TORCH, "_dynamo", "eval_frame.py"),
 }
 
-
 _lending = threading.Lock()  # an accelerator's default generator has one borrower at a time
-
-
-@contextlib.contextmanager
-def _drawing_from(own: torch.Generator) -> Iterator[None]:
-    """Let operators draw from ``own`` that would draw from its accelerator's default generator.
-
-    Fused kernels take no generator. The state is read on the host as the kernel is launched, so
-    that other threads wait for launches only. Nobody else may set that generator meanwhile.
-    """
-    default = torch.get_device_module(own.device).default_generators[own.device.index]
-    with _lending:
-        before = default.get_state()
-        default.set_state(own.get_state())
-        try:
-            yield
-        finally:
-            own.set_state(default.get_state())
-            default.set_state(before)
 
 
 class RngMode(TorchDispatchMode):
@@ -58,8 +40,6 @@ class RngMode(TorchDispatchMode):
 
     Args:
         seed: Where this microbatch's numbers start.
-        shared: Accelerators on which other threads run replicas, too.
-        goes_back: Whether a backward pass follows. Reentrant checkpointing hides it inside.
 
     Attributes:
         used: Whether anything was drawn.
@@ -67,8 +47,8 @@ class RngMode(TorchDispatchMode):
 
     Raises:
         UnsupportedError: From the operator, when it draws on the CPU but takes no generator, or
-            when it draws under `torch.utils.checkpoint` without :func:`preserve_rng`, or on a
-            shared accelerator: the second forward would draw other numbers.
+            when it draws under `torch.utils.checkpoint` without :func:`preserve_rng`: the second
+            forward would draw other numbers.
 
     Example:
         >>> with RngMode(1):
@@ -81,24 +61,16 @@ class RngMode(TorchDispatchMode):
     Determinism: the same numbers on the same kind of device, in any thread of any process.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        shared: frozenset[torch.device] = frozenset(),
-        *,
-        goes_back: bool = True,
-    ) -> None:
+    def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._shared = shared
         self.used = False
         self.num_preserved = 0
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._goes_back = goes_back
 
     def state(self) -> Tensor:
         """Return the state of this microbatch's generator on the CPU."""
-        return self._generator(torch.device("cpu")).get_state()
+        return self._generator(_CPU).get_state()
 
     def states(self) -> Any:
         """Return the states of all generators."""
@@ -141,40 +113,53 @@ class RngMode(TorchDispatchMode):
         if torch.is_inference_mode_enabled() and _is_made_of_others(func):
             with self:  # elsewhere torch takes it apart before it comes here
                 return func._op_dk(MADE_OF_OTHERS, *args, **kwargs)
-        if _op_draws(func, args, kwargs):
+        if not _may_draw(func) or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        device = _device_of(args, kwargs)
+        if device.type == "cpu":
             return self._draw(func, args, kwargs)
-        return func(*args, **kwargs)
+        with self.lending(device):
+            return func(*args, **kwargs)
 
     @contextlib.contextmanager
     def lending(self, device: torch.device) -> Iterator[None]:
-        """Let whatever draws on an accelerator in the body draw this microbatch's numbers."""
-        self._note_draw()
-        if self.num_preserved and device in self._shared:
-            raise _shared_under_checkpointing(device)
-        with _drawing_from(self._generator(device)):
-            yield
+        """Let whatever draws on an accelerator in the body draw this microbatch's numbers.
+
+        Fused kernels take no generator, so the device's default one is lent. Its state is read on
+        the host as a kernel is launched: other threads wait for launches only. Nobody else may set
+        that generator meanwhile.
+        """
+        own = self._generator(device)
+        default = torch.get_device_module(device).default_generators[device.index]
+        begin = own.get_state()
+        with _lending:
+            before = default.get_state()
+            default.set_state(begin)
+            try:
+                yield
+            finally:
+                end = default.get_state()
+                default.set_state(before)
+        own.set_state(end)
+        if not torch.equal(begin, end):
+            self._note_draw()
 
     def _note_draw(self) -> None:
         self.used = True
-        if self._goes_back or torch.is_grad_enabled():  # else no part is computed again
-            _refuse_checkpointing(self.num_preserved)
+        _refuse_checkpointing(self.num_preserved)
 
+    # Any: the operator's own arguments and results.
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        device = _device_of(args, kwargs)
-        if device.type != "cpu":
-            with self.lending(device):
-                return func(*args, **kwargs)
+        """Call an operator that draws on the CPU."""
+        generator = self._generator(_CPU)
+        written_out, overload = _WRITTEN_OUT.get(func), _with_generator(func)
+        if written_out is None and overload is None:
+            _refuse_dropout(func, args, kwargs)
+            return func(*args, **kwargs)
         self._note_draw()
-        if func in _WRITTEN_OUT:
-            return _WRITTEN_OUT[func](self._generator(device), *args, **kwargs)
-        overload = _with_generator(func)
-        if overload is None:
-            way_out = "Train under `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`."
-            raise UnsupportedError(
-                f"Operator `{func}` must take a generator to draw reproducibly in a replica on the "
-                f"CPU, but takes none. {way_out if func in _ATTENTION else _WAY_OUT}"
-            )
-        return overload(*args, **{**kwargs, "generator": self._generator(device)})
+        if written_out is not None:
+            return written_out(generator, *args, **kwargs)
+        return overload(*args, **{**kwargs, "generator": generator})
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
@@ -213,51 +198,26 @@ _WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _named(*names: str) -> Iterator[Any]:
-    """Yield these operators, as far as this torch has them."""
-    return (getattr(aten, name).default for name in names if hasattr(aten, name))
-
-
-# These carry the tag, but draw only where all of these arguments are true.
-_ATTENTION: dict[Any, tuple[str, ...]] = dict.fromkeys(
-    _named(
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-    ),
-    ("dropout_p",),
-)
-_RECURRENT: dict[Any, tuple[str, ...]] = dict.fromkeys(
-    _named("_cudnn_rnn", "_cudnn_init_dropout_state", "miopen_rnn"), ("dropout", "train")
-)
-_OPERATORS_DRAW_ONLY_WITH = _ATTENTION | _RECURRENT
-# These carry the tag, too, but get what the forward pass has drawn.
-_TAKE_WHAT_WAS_DRAWN = set(
-    _named(
-        "_scaled_dot_product_efficient_attention_backward",
-        "_scaled_dot_product_cudnn_attention_backward",
-    )
-)
-_WAY_OUT = "Draw with another operator, such as `tensor.uniform_()` or `tensor.normal_()`."
-
-
 @functools.cache
 def _is_made_of_others(func: Any) -> bool:
     return is_made_of_others(func.name())
 
 
 @functools.cache
-def _op_may_draw(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags and func not in _TAKE_WHAT_WAS_DRAWN
+def _may_draw(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
-def _op_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether this call draws from a default generator."""
-    if not _op_may_draw(func) or kwargs.get("generator") is not None:  # the model brings its own
-        return False
-    names = _OPERATORS_DRAW_ONLY_WITH.get(func, ())
-    return all(_argument(func, args, kwargs, name) for name in names)
+def _refuse_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse an operator that takes no generator, unless it is attention without dropout."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if "dropout_p" not in names or given.get("dropout_p"):
+        raise UnsupportedError(
+            f"Operator `{func}` must take a generator to draw reproducibly in a replica on the "
+            "CPU, but takes none. Draw with another operator, such as `tensor.uniform_()`; with "
+            "attention, train under `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`."
+        )
 
 
 @functools.cache
@@ -290,21 +250,6 @@ def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     if device.type == "cpu" or device.index is not None:
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
-
-
-def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    if name in kwargs:
-        return kwargs[name]
-    position = [argument.name for argument in func._schema.arguments].index(name)
-    return args[position] if position < len(args) else 0.0
-
-
-def _shared_under_checkpointing(device: torch.device) -> UnsupportedError:
-    return UnsupportedError(
-        "A model must not draw random numbers (dropout) inside `torch.utils.checkpoint` where "
-        f"several replicas share {device}, but does: checkpointing sets the generator that they "
-        "share. Give each replica a device of its own."
-    )
 
 
 def _refuse_checkpointing(num_preserved: int) -> None:

@@ -21,11 +21,10 @@ from phalanx.replicas.rng_mode import RngMode
 def test_attention_that_takes_no_generator_is_refused_on_the_cpu() -> None:
     values = torch.ones(1, 2, 3, 10)
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    with RngMode(7) as draws:
+    with RngMode(7):
         attend(values, values, values, 0.0)
         with pytest.raises(UnsupportedError, match=r"sdpa_kernel\(SDPBackend\.MATH\)"):
             attend(values, values, values, 0.5)
-    assert draws.used
 
 
 class LayerByLayer(TorchFunctionMode):
