@@ -18,7 +18,7 @@ from phalanx.execution.run import RunResult, RunState
 from phalanx.execution.shards import Shards
 from phalanx.execution.task import Task
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
-from phalanx.plan import check_workloads, read_intra_op
+from phalanx.plan import read_intra_op, read_workloads
 from phalanx.replicas import (
     Replica,
     RngPlan,
@@ -99,8 +99,7 @@ class Executor(ABC):
             check_replicable(source)
         self.sources = tuple(sources)
         self.devices = tuple(devices)
-        self.workloads = [1.0] * len(devices) if workloads is None else list(workloads)
-        check_workloads(self.workloads, len(devices))
+        self.workloads = read_workloads(workloads, len(devices))
         self.intra_op = read_intra_op(intra_op) or default_intra_op(devices)
         self.parameters = parameters_of(sources)
         self._places = places_of(self.parameters)

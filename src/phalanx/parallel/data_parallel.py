@@ -20,7 +20,6 @@ from phalanx.plan import (
     Rows,
     check_argument,
     check_microbatches,
-    check_workloads,
     equal_sizes,
     read_layout,
     read_sizes,
@@ -112,9 +111,7 @@ class DataParallel(Container, Unwrapped):
         check_replicable(module)
         home = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         self._devices = resolve_devices(devices, home)
-        shares = read_workloads(workloads)
-        self._workloads = [1.0] * len(self._devices) if shares is None else shares
-        check_workloads(self._workloads, len(self._devices))
+        self._workloads = read_workloads(workloads, len(self._devices))
         if microbatches is not None and len(self._devices) > microbatches:
             raise ConfigError(
                 f"`devices` must be at most as many as there are microbatches ({microbatches}), "

@@ -17,7 +17,6 @@ from phalanx.plan.leaves import copy_rows, flatten, leaf_paths, unflatten
 from phalanx.plan.merging import Merging, merge_leaves
 from phalanx.plan.placement import least_loaded
 from phalanx.plan.slices import (
-    check_workloads,
     equal_sizes,
     ranges_of,
     read_sizes,
@@ -41,7 +40,6 @@ __all__ = [
     "check_function",
     "check_mean_loss",
     "check_microbatches",
-    "check_workloads",
     "copy_rows",
     "equal_sizes",
     "flatten",

@@ -63,7 +63,7 @@ def workload_sizes(total: int, workloads: Sequence[float]) -> list[int]:
 
 @functools.lru_cache(maxsize=256)  # most batches are of one size
 def _workload_sizes(total: int, workloads: tuple[float, ...]) -> list[int]:
-    check_workloads(workloads)
+    _check_workloads(workloads)
     scale = max(workloads)  # scaled first, so that huge workloads cannot overflow their sum
     scaled = [workload / scale for workload in workloads]
     whole = math.fsum(scaled)
@@ -77,7 +77,7 @@ def _workload_sizes(total: int, workloads: tuple[float, ...]) -> list[int]:
     return sizes
 
 
-def check_workloads(workloads: Sequence[float], num_devices: int | None = None) -> None:
+def _check_workloads(workloads: Sequence[float], num_devices: int | None = None) -> None:
     """Refuse workloads that no batch can be cut by."""
     if num_devices is not None and len(workloads) != num_devices:
         raise ConfigError(
@@ -98,21 +98,23 @@ def check_workloads(workloads: Sequence[float], num_devices: int | None = None) 
 
 
 # Any, here and below: whatever the user wrote.
-def read_workloads(workloads: Any) -> list[float] | None:
-    """Return the workloads as a list of numbers; None for equal ones.
+def read_workloads(workloads: Any, num_devices: int | None = None) -> list[float]:
+    """Return a share for each device; None stands for equal ones.
 
     Raises:
-        ConfigError: They are no numbers.
+        ConfigError: They are no numbers, or no batch can be cut by them.
     """
     if workloads is None:
-        return None
+        return [1.0] * (num_devices or 0)
     try:
-        return [float(share) for share in workloads]
+        shares = [float(share) for share in workloads]
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"`workloads` must hold one share per device, but is {workloads!r:.80}. Give numbers, "
             "such as [1, 2]."
         ) from error
+    _check_workloads(shares, num_devices)
+    return shares
 
 
 def read_sizes(given: Any, total: int | None, parts: int) -> list[int]:

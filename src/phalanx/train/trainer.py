@@ -26,7 +26,7 @@ from phalanx.execution import (
     repeated,
 )
 from phalanx.metrics import Joining, Metrics
-from phalanx.plan import Layout, read_layout, read_workloads
+from phalanx.plan import Layout, read_layout
 from phalanx.replicas import caller_intra_op, check_replicable
 from phalanx.train.checkpoint import Content, pack, read_checkpoint, write_checkpoint
 from phalanx.train.dispatcher import EventDispatcher
@@ -137,9 +137,7 @@ class Trainer:
         parameters = list(module.parameters())
         self.module = module
         self._home = parameters[0].device if parameters else torch.device("cpu")
-        given = read_workloads(workloads)
-        devices = read_replicas(replicas, microbatches, given, self._home, choice)
-        shares = tuple(given or [1.0] * len(devices))
+        devices, shares = read_replicas(replicas, microbatches, workloads, self._home, choice)
         intra_op = read_threads(devices, microbatches, choice)
         self._objective = Objective(loss, forward)
         self._metrics = Metrics(metrics or {}, Joining(layout))

@@ -17,10 +17,10 @@ from phalanx.plan import (
     check_argument,
     check_function,
     check_microbatches,
-    check_workloads,
     read_count,
     read_number,
     read_whole,
+    read_workloads,
 )
 from phalanx.replicas import num_cores, resolve_devices
 from phalanx.types import Device
@@ -55,8 +55,8 @@ def read_replicas(
     workloads: Sequence[float] | None,
     home: torch.device,
     choice: ExecutorChoice,
-) -> tuple[torch.device, ...]:
-    """Return the device of each replica.
+) -> tuple[tuple[torch.device, ...], tuple[float, ...]]:
+    """Return the device of each replica, and its share.
 
     "auto" is one for each core, as far as there are microbatches for them. It is one on an
     accelerator, in the caller's own thread, and for each rank.
@@ -71,15 +71,14 @@ def read_replicas(
             replicas,
         )
         if workloads is not None:
-            replicas = len(workloads)
+            replicas = len(read_workloads(workloads))
         elif choice.kind in ("ranks", "inline") or home.type != "cpu":
             replicas = 1
         else:
             replicas = min(microbatches or 1, num_cores())
     devices = resolve_devices(1 if replicas is None else replicas, home, name="replicas")
     choice.refuse_devices(devices)
-    if workloads is not None:
-        check_workloads(workloads, len(devices))
+    shares = read_workloads(workloads, len(devices))
     if microbatches is not None and len(devices) > microbatches:
         raise ConfigError(
             f"`replicas` must be at most as many as there are microbatches ({microbatches}), but "
@@ -90,7 +89,7 @@ def read_replicas(
             "`replicas` must be 1 for executor='inline', which is the caller's own thread, but is "
             f"{len(devices)}. Use executor='threads' for more."
         )
-    return devices
+    return devices, tuple(shares)
 
 
 def read_threads(
