@@ -16,7 +16,7 @@ from phalanx.errors import PeerTimeout, StateError
 from phalanx.ipc import fail_points
 from phalanx.native import FUNCTIONS
 from phalanx.tables import keys as key_tables
-from phalanx.tables import part, router
+from phalanx.tables import part
 from tests.multiprocess.children import Children, Parent, wait_for_exit
 from tests.products import in_pairs
 
@@ -122,35 +122,6 @@ def test_an_add_that_a_death_interrupts_is_there_whole_or_not_at_all(
             assert_equal(table, twin)
 
 
-def reader(parent: Parent, run: str, kind: str, updater: str, point: str) -> None:
-    take_locks_to_read()
-    with tables.join(run, num_workers=2, timeout_s=DEADLINE_S) as world:
-        table = open_table(world, updater, kind=kind)
-        add(table, SOME)
-        parent.tell("ready")
-        die_at(point, 1)
-        table.get([*SOME, 5])
-
-
-@in_pairs("kind, updater, point", ["rows", "keys"], ["adam", "sum"], router.READ_POINTS)
-def test_a_death_within_a_get_holds_nobody_up_and_changes_nothing(run, kind, updater, point):
-    with (
-        Children() as children,
-        tables.join(run, num_workers=2, timeout_s=DEADLINE_S) as world,
-        tables.join(num_workers=2) as alone,
-    ):
-        table, twin = (open_table(each, updater, kind=kind) for each in (world, alone))
-        child = children.start(reader, run, kind, updater, point)
-        assert child.get() == "ready"
-        wait_for_exit(child.pid)
-        add(twin, SOME)
-        for each in (table, twin):
-            add(each, SOME)
-        assert_equal(table, twin)
-        assert world.workers == [0]
-        assert table.stats().undone == 0
-
-
 def restoring_victim(parent: Parent, run: str, kind: str, folder: str) -> None:
     with tables.join(run, timeout_s=DEADLINE_S) as world:
         table = open_table(world, "adam", kind)
@@ -229,43 +200,6 @@ def test_a_get_waits_for_who_makes_the_rest_of_a_dead_workers_add(run, has_succe
             thread.join(DEADLINE_S)
             fail_points.inject(None)
         assert torch.equal(table.get(), 1 + DELTA[:ROWS])
-
-
-def bulk_victim(parent: Parent, run: str, point: str, times: int) -> None:
-    with tables.join(run, num_workers=2, sync=True, timeout_s=DEADLINE_S) as world:
-        table = open_table(world, "sum")
-        for _ in range(3):
-            add(table, None)
-            add(table, SOME)
-            parent.tell("put")
-            parent.hear()
-            if point == "get":
-                die_at("lock held", times)
-            else:
-                os.kill(os.getpid(), signal.SIGKILL)
-            table.get()
-
-
-@pytest.mark.parametrize(("point", "times"), [("put", 0), *(("get", k) for k in range(1, 5))])
-def test_what_a_worker_put_down_before_it_died_is_in_the_next_round(run, point, times):
-    with (
-        Children() as children,
-        tables.join(run, num_workers=2, sync=True, timeout_s=DEADLINE_S) as world,
-    ):
-        child = children.start(bulk_victim, run, point, times)
-        table = open_table(world, "sum")
-        assert child.get() == "put"
-        add(table, None)
-        add(table, SOME)
-        child.put()  # it goes on to its get, takes the round in, and dies of that
-        if times:
-            pending = table.async_get()
-        wait_for_exit(child.pid) if times else None
-        got = pending.wait() if times else table.get()
-        once = torch.ones(ROWS, COLS)
-        for _ in range(2):
-            once = (once + DELTA[:ROWS]).index_add(0, torch.tensor(SOME), DELTA[: len(SOME)])
-        assert torch.equal(got, once)
 
 
 # --- growing, while others read and write ---------------------------------------------------------

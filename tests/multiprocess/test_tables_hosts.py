@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 
 from phalanx.cluster import make_secret
 from phalanx.ipc import wait_until
-from tests.multiprocess.forked_scripts import Script
 from tests.multiprocess.hosts import free_port
 
 pytestmark = pytest.mark.promise("launchers")
@@ -95,26 +93,6 @@ def play(
     check("".join(told), [process.returncode for process in started], num_workers=num_workers)
 
 
-@pytest.mark.night  # two launchers make a job by day in test_launch_hosts.py
-def test_phalanx_launch_on_each_host(script, monkeypatch):
-    """The launchers are forks: test_launch.py starts one as users do."""
-    monkeypatch.chdir(script.parent)  # where `secret` is
-    there = ["--nnodes", "2", "--endpoint", f"localhost:{free_port()}"]
-    by_option = ["-n", "2", *there, "--secret-file", "secret", str(script)]
-    by_variable = ["-n", "1", *there, str(script)]
-    variables = variables_of(script, "RANK", PHALANX_SECRET_FILE="secret")
-    started = [
-        Script("phalanx", "launch", *words, folder=script.parent, environment=variables)
-        for words in (by_option, by_variable)
-    ]
-    try:
-        codes = [each.wait(DEADLINE_S) for each in started]
-        check("".join(each.stdout.read() for each in started), codes, num_workers=3)
-    finally:
-        for each in started:
-            each.end()
-
-
 @pytest.mark.night
 def test_torchrun_on_each_host(script):
     port = free_port()
@@ -122,18 +100,6 @@ def test_torchrun_on_each_host(script):
     command += ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", f"t{port}"]
     command += ["--rdzv-endpoint", f"localhost:{port}", str(script)]
     play(script, "RANK", [command] * 2)
-
-
-@pytest.mark.night
-@pytest.mark.skipif(shutil.which("mpirun.openmpi") is None, reason="needs Open MPI")
-def test_mpirun(script):
-    # One mpirun, whose processes say themselves that two are on each host.
-    text = script.read_text()
-    script.write_text("import os; os.environ['OMPI_COMM_WORLD_LOCAL_SIZE'] = '2'\n" + text)
-    command = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "4"]
-    command += [sys.executable, str(script)]
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    play(script, "OMPI_COMM_WORLD_RANK", [command], **variables)
 
 
 @pytest.mark.night

@@ -10,8 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from phalanx.clock import now_s
-from phalanx.errors import PeerTimeout
 from phalanx.ipc import Mutex, Region, mutex
 from tests.interrupts import interrupt_at
 
@@ -39,57 +37,6 @@ def elsewhere(lock: Mutex, timeout_s: float = SHORT_S) -> None:
     """Pass through in another thread; raise what that raises."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(pass_through, lock, timeout_s).result(LONG_S)
-
-
-def child(lock: Mutex, *, die: bool) -> int:
-    """Fork a process that takes the lock; return its number when it has."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        lock.take(LONG_S)
-        os.write(write, b"t")
-        if not die:
-            signal.pause()
-        os.kill(os.getpid(), signal.SIGKILL)
-    assert os.read(read, 1) == b"t"
-    os.close(read)
-    os.close(write)
-    return pid
-
-
-def end(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-
-
-def test_a_second_thread_waits_until_its_deadline(lock):
-    with lock.held():
-        began = now_s()
-        with pytest.raises(
-            PeerTimeout, match=rf"'rows' .* within 0.05 s: process {os.getpid()} \("
-        ):
-            elsewhere(lock)
-        assert now_s() - began >= SHORT_S
-    elsewhere(lock)
-
-
-def test_a_process_that_holds_it_is_named_with_its_rank(lock):
-    pid = child(lock, die=False)
-    with pytest.raises(PeerTimeout, match=f": process {pid} holds it") as caught:
-        pass_through(lock, SHORT_S)
-    assert caught.value.rank == 7
-    end(pid)
-    pass_through(lock, SHORT_S)
-
-
-def test_it_is_free_at_once_when_its_holder_is_killed(lock):
-    pid = child(lock, die=False)
-    with ThreadPoolExecutor(1) as pool:
-        waiter = pool.submit(pass_through, lock)
-        with pytest.raises(TimeoutError):
-            waiter.result(SHORT_S)
-        end(pid)
-        waiter.result(LONG_S)
 
 
 def test_a_forked_child_does_not_keep_a_dead_holders_lock(lock):

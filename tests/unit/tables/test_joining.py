@@ -1,4 +1,4 @@
-"""Which run is meant, as a table; and the starters' variables in real processes."""
+"""Which run is meant, as a table of what starters set."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import os
 
 import pytest
 
-from phalanx import tables
 from phalanx.errors import ConfigError
 from phalanx.tables.joining import JoinRequest, read_join_request, read_master
-from tests.multiprocess.children import Children, Parent
-from tests.run_directories import wait_until_removed
 
 TWO = {"RANK": "1", "WORLD_SIZE": "2"}
 HERE = {**TWO, "LOCAL_WORLD_SIZE": "2"}
@@ -130,52 +127,3 @@ def test_workers_of_one_mpiexec_are_told_by_the_process_that_started_them():
     assert (ticket.worker, ticket.num_workers) == (1, 2)
     assert ticket.run is not None
     assert ticket.run.startswith(f"mpich-{os.getppid()}-")
-
-
-def variables_of(starter: str, rank: int, job: str) -> dict[str, str]:
-    """Return what ``starter`` would set for one of three processes on this host."""
-    here, all_here = str(rank), "3"
-    if starter == "torchrun":
-        numbers = {"RANK": here, "WORLD_SIZE": all_here, "LOCAL_WORLD_SIZE": all_here}
-        return {**numbers, "TORCHELASTIC_RUN_ID": job}
-    if starter == "openmpi":
-        return {
-            "OMPI_COMM_WORLD_RANK": here,
-            "OMPI_COMM_WORLD_SIZE": all_here,
-            "OMPI_COMM_WORLD_LOCAL_SIZE": all_here,
-            "PMIX_NAMESPACE": job,
-        }
-    if starter == "mpich":
-        return {"PMI_RANK": here, "PMI_SIZE": all_here, "MPI_LOCALNRANKS": all_here}
-    return {
-        "SLURM_PROCID": here,
-        "SLURM_STEP_NUM_TASKS": all_here,
-        "SLURM_STEP_TASKS_PER_NODE": all_here,
-        "SLURM_JOB_ID": job,
-        "SLURM_STEP_ID": "3",
-    }
-
-
-def started(parent: Parent, starter: str, rank: int, job: str) -> None:
-    os.environ.update(variables_of(starter, rank, job))
-    with tables.join(timeout_s=60.0) as world:
-        table = world.array(3)
-        table.add([1.0], rows=[rank])
-        is_master = world.is_master  # before anybody leaves
-        world.barrier()
-        parent.tell((world.worker_id, is_master, table.get().tolist()))
-
-
-@pytest.mark.parametrize("starter", ["torchrun", "openmpi", "mpich", "slurm"])
-def test_the_workers_of_a_starter_find_each_other_by_rank(starter):
-    with Children() as children:
-        job = f"test-{os.getpid()}"
-        ranks = [children.start(started, starter, rank, job) for rank in (2, 0, 1)]
-        assert [child.get() for child in ranks] == [
-            (2, False, [1.0] * 3),
-            (0, True, [1.0] * 3),
-            (1, False, [1.0] * 3),
-        ]
-        for child in ranks:
-            child.process.join(60)
-        wait_until_removed(job)

@@ -2,8 +2,7 @@
 
 A copy of the source is changed and built, and killed at every store, or read meanwhile. On x86 a
 processor keeps the order of stores, so what is changed here is the order in the source. That other
-processors keep it, too, is the fences' part, which x86 cannot show: test_log_model.py checks the
-order itself, and the fences stand where two of its steps follow each other.
+processors keep it, too, is the fences' part, which x86 cannot show.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 
 import pytest
 import torch
@@ -89,14 +90,14 @@ def dies(act) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
-def die_in_python(storage, entry, stores):
+def die_in_python(storage, stores, act):
     storage.here.part._header = Dying(storage.here.part._header, stores)
-    storage.add(entry, 20.0)
+    act()
 
 
-def die_in_c(storage, entry, stores):
+def die_in_c(storage, stores, act):
     FUNCTIONS["die_after"](stores)
-    storage.add(entry, 20.0)
+    act()
 
 
 @in_pairs("rows, number", [None, [3, 1, 3]], [0, 1 << 41])
@@ -110,7 +111,8 @@ def test_an_add_of_one_block_is_whole_or_absent_wherever_its_process_dies(rows, 
         for stores in range(1, 30):
             entry = Entry(index, delta, 0, number=number and number + stores)
             before = made.get()
-            if not dies(lambda entry=entry, stores=stores: die_in_c(storage, entry, stores)):
+            add = partial(storage.add, entry, 20.0)
+            if not dies(partial(die_in_c, storage, stores, add)):
                 assert stores > 6
                 return
             step = (made.get() - before)[:, 0].tolist()
@@ -127,7 +129,7 @@ def test_an_add_of_one_block_is_whole_or_absent_wherever_its_process_dies(rows, 
     [("sum", die_in_c), ("adagrad", die_in_python)],
 )
 def test_an_add_of_several_blocks_is_whole_wherever_its_process_dies(small_blocks, rows, dying):
-    """It is in the log by then; who reads next makes the rest."""
+    """It is in the log by then; who reads next makes the rest, unless it dies of that, too."""
     updater, die = dying
     cols = 600 if die is die_in_c else 2  # two rows are more than C changes at once, or few
     with tables.join(timeout_s=20.0) as world:
@@ -140,7 +142,10 @@ def test_an_add_of_several_blocks_is_whole_wherever_its_process_dies(small_block
             each.add(delta, rows=rows)  # so that the log's memory is there, for both processes
         for stores in range(1, 60):
             entry = Entry(index, delta, 0)
-            killed = dies(lambda entry=entry, stores=stores: die(made._storage, entry, stores))
+            add = partial(made._storage.add, entry, 20.0)
+            killed = dies(partial(die, made._storage, stores, add))
+            settle = partial(made._storage.here.part.copy_all, 20.0)
+            dies(partial(die, made._storage, 1 + 5 * stores % 13, settle))
             plain.add(delta, rows=rows)
             assert torch.equal(made.get(), plain.get())
             if not killed:

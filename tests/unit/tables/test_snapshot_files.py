@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -84,30 +83,3 @@ def test_a_snapshot_with_a_key_twice_is_refused(tmp_path):
         with pytest.raises(CheckpointError, match="number of different keys must be 2, but is 1"):
             table.restore(tmp_path)
         assert table.keys().tolist() == [7, 9]
-
-
-def test_workers_that_write_to_one_folder_at_once_leave_a_snapshot_that_counts(tmp_path):
-    failures: list[BaseException] = []
-
-    def write_many(world: tables.TableGroup) -> None:
-        table = world.matrix(16, 4, name="x")
-        try:
-            for row in range(30):
-                table.add(torch.full((1, 4), world.worker_id + 1.0), rows=[row % 16])
-                table.snapshot(tmp_path)
-        except BaseException as exc:
-            failures.append(exc)
-
-    with tables.join() as world:
-        table = world.matrix(16, 4, name="x")
-        workers = [world.thread_worker() for _ in range(3)]
-        threads = [threading.Thread(target=write_many, args=(worker,)) for worker in workers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failures, failures
-        table.restore(tmp_path)
-        assert [entry.name for entry in tmp_path.iterdir()] == ["x.snapshot"]
-        for worker in workers:
-            worker.close()
