@@ -193,7 +193,7 @@ class Peer:
         """Send bytes over a connection that may be closed already, or after them."""
         if self._stream is None:
             self._stream = self._endpoint.connect(DEADLINE_S)
-            self._stream.set_timeout(ANSWER_S)
+        self._stream.set_timeout(ANSWER_S)
         try:
             self._stream._socket.sendall(content)
             self._stream.receive(MOST_BYTES)

@@ -9,6 +9,7 @@ and nothing in it is unpickled: numbers, names, and arrays of numbers.
 from __future__ import annotations
 
 import hashlib
+import math
 import socket
 import struct
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from phalanx.clock import now_s
 
 Array = NDArray[Any]
 """Contiguous, of at most two dimensions."""
@@ -159,11 +162,13 @@ class Stream:
     def __init__(self, end: socket.socket, tag: bytes) -> None:
         self._socket = end
         self._tag = tag
+        self._until_s = math.inf
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._start = self._end = 0  # what was received and not read
 
     def set_timeout(self, seconds: float | None) -> None:
-        """Have each send and receive that takes longer raise TimeoutError."""
+        """Have a send, or all that is received after this, raise TimeoutError after so long."""
+        self._until_s = math.inf if seconds is None else now_s() + seconds
         self._socket.settimeout(seconds)
 
     def send(self, message: Message) -> None:
@@ -221,6 +226,11 @@ class Stream:
             there += self._receive(target[there:])
 
     def _receive(self, target: memoryview) -> int:
+        if self._until_s < math.inf:  # many small pieces may each come in time
+            remaining_s = self._until_s - now_s()
+            if remaining_s <= 0:
+                raise TimeoutError("timed out")
+            self._socket.settimeout(remaining_s)
         count = self._socket.recv_into(target)
         if not count:
             raise EOFError("the connection was closed")
