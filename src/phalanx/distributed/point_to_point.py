@@ -88,7 +88,7 @@ class PointToPoint:
 
     def __init__(self, pages: StatusPages) -> None:
         self._pages = pages
-        self._inbox = Region.create(pages.size * _CHANNEL_BYTES, label="inbox", reserved=False)
+        self._inbox = Region.create(pages.size * _CHANNEL_BYTES, label="inbox", reserved=0)
         self._borrowed: list[Region] = []
         self._out: dict[int, _Channel] = {}
         self._in: dict[int, _Channel] = {}

@@ -13,8 +13,6 @@ import mmap
 import os
 import sys
 import weakref
-from multiprocessing import reduction
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -36,10 +34,10 @@ _NO_SPACE = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
 
 
 class Region:
-    """Bytes shared between processes; made by :meth:`create`, :meth:`attach` or :meth:`receive`.
+    """Bytes shared between processes; made by :meth:`create`, :meth:`attach` or :meth:`borrow`.
 
-    A forked child simply has it; to another process :meth:`send` passes its descriptor. Until
-    Python 3.13 a region holds two file descriptors, one of them as long as the mapping lives.
+    A forked child simply has it. Until Python 3.13 a region holds two file descriptors, one of them
+    as long as the mapping lives.
 
     Attributes:
         nbytes: Its size.
@@ -67,7 +65,7 @@ class Region:
             raise
 
     @classmethod
-    def create(cls, nbytes: int, *, label: str = "region", reserved: bool = True) -> Region:
+    def create(cls, nbytes: int, *, label: str = "region", reserved: int | None = None) -> Region:
         """Make a region of ``nbytes`` zeros and reserve its memory now.
 
         It is anonymous memory, which the size of ``/dev/shm`` does not limit. Without a reservation
@@ -76,20 +74,16 @@ class Region:
         Args:
             nbytes: Its size, at least 1.
             label: Its name in messages.
-            reserved: False to reserve nothing yet; then :meth:`reserve_part` comes before a part
-                is touched.
+            reserved: How many of its first bytes have memory now; None for all. Before others are
+                touched comes :meth:`reserve_part`.
 
         Raises:
             OutOfSpace: There is not so much memory.
         """
-        if reserved:
-            check_room(nbytes, label)
         fd = os.memfd_create("phalanx", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            if reserved:
-                reserve(fd, nbytes, label, None)
-            else:
-                os.ftruncate(fd, nbytes)
+            reserve(fd, nbytes if reserved is None else reserved, label, None)
+            os.ftruncate(fd, nbytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)  # nobody can pull the memory away
         except BaseException:
             os.close(fd)
@@ -139,11 +133,6 @@ class Region:
         return self._fd
 
     @property
-    def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
-        return self._mapping is None
-
-    @property
     def buffer(self) -> memoryview:
         """All bytes, writable."""
         return memoryview(self._open_mapping())
@@ -171,10 +160,7 @@ class Region:
         Raises:
             OutOfSpace: There is not so much.
         """
-        if nbytes:
-            if self._directory is None:
-                check_room(nbytes, self.label)
-            reserve(self.fd, nbytes, self.label, self._directory, start=start)
+        reserve(self.fd, nbytes, self.label, self._directory, start=start)
 
     def close(self) -> None:
         """Close the descriptor and forget the mapping; tensors handed out stay valid."""
@@ -187,34 +173,11 @@ class Region:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def __repr__(self) -> str:
-        state = ", closed" if self.closed else ""
-        return f"Region({self.label!r}, {self.nbytes} bytes{state})"
-
     def _open_mapping(self) -> mmap.mmap:
         mapping = self._mapping
         if mapping is None:
             raise StateError(f"Region {self.label!r} must be open, but is closed.")
         return mapping
-
-    def send(self, connection: Connection) -> None:
-        """Pass the region over ``multiprocessing.Pipe(duplex=True)``, for :meth:`receive`.
-
-        Raises:
-            OSError: The other end is closed.
-        """
-        reduction.send_handle(connection, self.fd, os.getpid())
-
-    @classmethod
-    def receive(cls, connection: Connection, *, label: str = "region") -> Region:
-        """Take the region that the other end of ``connection`` sends.
-
-        Raises:
-            EOFError: The other end is closed.
-
-        Blocks: Until a region comes.
-        """
-        return cls.attach(reduction.recv_handle(connection), label=label)
 
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:
@@ -223,32 +186,25 @@ def _map(fd: int, nbytes: int) -> mmap.mmap:
     return mmap.mmap(fd, nbytes)
 
 
-def check_room(nbytes: int, label: str) -> None:
-    """Compare a size with the memory that is left.
-
-    The kernel grants a reservation page by page and would rather kill a process than refuse one.
-
-    Raises:
-        OutOfSpace: There is not so much.
-    """
-    available = available_memory_bytes() if nbytes > _SMALL_BYTES else None
-    if available is not None and nbytes > available:
-        raise _out_of_space(nbytes, available, label, None)
-
-
 def reserve(fd: int, nbytes: int, label: str, directory: Path | None, *, start: int = 0) -> None:
-    """Have ``nbytes`` of a file backed by memory or disk from now on; it grows where it is shorter.
+    """Have ``nbytes`` of a file backed by memory from now on; it grows where it is shorter.
 
     Args:
         fd: The file.
         nbytes: How many.
         label: The name of its contents, for the error.
-        directory: Where it lies, for the error; None for memory.
+        directory: Where it lies, for the error; None for memory without a name.
         start: Where in the file they begin.
 
     Raises:
         OutOfSpace: There is not so much.
     """
+    if not nbytes:
+        return
+    # The kernel grants memory page by page, and rather kills a process than refuses one.
+    available = available_memory_bytes() if nbytes > _SMALL_BYTES else None
+    if available is not None and nbytes > available:
+        raise _out_of_space(nbytes, available, label, None)
     try:
         os.posix_fallocate(fd, start, nbytes)
     except OSError as exc:

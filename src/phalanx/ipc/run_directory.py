@@ -21,7 +21,7 @@ from pathlib import Path
 from phalanx.errors import ConfigError, PeerTimeout, StateError
 from phalanx.ipc.at_fork import register_at_fork
 from phalanx.ipc.liveness import Waiting
-from phalanx.ipc.region import Region, check_room, reserve
+from phalanx.ipc.region import Region, reserve
 
 _BASE = Path("/dev/shm")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -112,8 +112,7 @@ class RunDirectory:
 
         Raises:
             ConfigError: There is such a region of another size.
-            StateError: It is not there and ``create`` is False; this membership has ended; or the
-                directory was removed.
+            StateError: It is not there and ``create`` is False, or this membership has ended.
             OutOfSpace: There is not so much room.
         """
         if self.closed:
@@ -145,19 +144,9 @@ class RunDirectory:
 
     def _new(self, name: str, nbytes: int, reserved: int | None) -> Region | None:
         """Make a region without a name and name it when it is whole; None if another was first."""
-        reserved = nbytes if reserved is None else reserved
-        check_room(reserved, name)
+        fd = os.open(".", os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
         try:
-            fd = os.open(".", os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
-        except OSError as exc:
-            if _leads_to(self.path, self._fd):
-                raise
-            raise StateError(
-                f"Run directory {str(self.path)!r} was removed before its last member left. Open "
-                "regions stay usable; for anything new, let all members leave, and join again."
-            ) from exc
-        try:
-            reserve(fd, reserved, name, self.path.parent)
+            reserve(fd, nbytes if reserved is None else reserved, name, self.path.parent)
             os.ftruncate(fd, nbytes)
             source, target = f"/proc/self/fd/{fd}", f"{name}.region"
             os.link(source, target, dst_dir_fd=self._fd, follow_symlinks=True)
@@ -188,9 +177,6 @@ class RunDirectory:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    def __repr__(self) -> str:
-        return f"RunDirectory({str(self.path)!r}{', closed' if self.closed else ''})"
 
 
 def _prefix() -> str:

@@ -27,7 +27,7 @@ class SharedMemoryPool:
     """
 
     def __init__(self) -> None:
-        self._region = Region.create(_ADDRESSES_BYTES, label="worker processes", reserved=False)
+        self._region = Region.create(_ADDRESSES_BYTES, label="worker processes", reserved=0)
         self._first_address = self._region.tensor(torch.uint8, 1).data_ptr()
         self._used_bytes = 0
         self._lock = threading.Lock()  # every worker's thread may need memory

@@ -33,10 +33,7 @@ class RunRegions:
             if name not in self._own:
                 if not create:
                     raise StateError(f"Region {name!r} must be made first, but is not there.")
-                region = Region.create(nbytes, label=name, reserved=reserved is None)
-                if reserved is not None:
-                    region.reserve_part(0, reserved)
-                self._own[name] = region
+                self._own[name] = Region.create(nbytes, label=name, reserved=reserved)
             return self._own[name]
 
     def close(self) -> None:
