@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -32,30 +32,11 @@ from phalanx.replicas import (
 )
 from phalanx.types import Nested
 
+if TYPE_CHECKING:
+    from phalanx.execution.ranks import RankExecutor
+
 T = TypeVar("T")
 _ONE_VALUE = "Expected more than 1 value per channel when training"  # what torch says
-
-
-class Peers:
-    """The other processes of a job, where there are some, as a trainer talks to them."""
-
-    def all_workloads(self) -> Sequence[float]:
-        """Return the relative shares of the replicas of all processes."""
-        raise NotImplementedError
-
-    def admit(self) -> None:
-        """Let new processes in, between two steps, where some wait."""
-
-    def mark_done(self) -> None:
-        """Count a run whose outcome is kept here: ranks that were cut off from it do it alone."""
-
-    def check_alike(self) -> None:
-        """Compare the weights of all processes.
-
-        Raises:
-            PeerError: They differ.
-        """
-        raise NotImplementedError
 
 
 def repeated(attempt: Callable[[], T]) -> T:
@@ -79,14 +60,14 @@ class Executor(ABC):
         owns_generator: Whether each replica has a process of its own, whose generator is seeded.
         worker_pids: The worker processes' numbers; empty without any.
         optimizer: The one that is stepped, whose state worker processes drop.
-        peers: The other processes of the job; None without any.
+        peers: This executor, where other processes take part in the job; else None.
     """
 
     _threads: ThreadPool | CallerThread
     owns_generator = False
     worker_pids: Sequence[int] = ()
     optimizer: Optimizer | None = None
-    peers: Peers | None = None
+    peers: RankExecutor | None = None
 
     def __init__(
         self,

@@ -18,7 +18,6 @@ from phalanx.ipc import aligned, fail_point
 from phalanx.memory import SharedMemoryPool, copy_to
 from phalanx.torch_internals import foreach_copy
 
-_LARGE_BYTES = 64 << 10  # smaller gradients are copied together
 _MOVED_BYTES = 1 << 20  # a hook takes 13 µs, which counts beside the copy of a smaller gradient
 
 
@@ -120,21 +119,14 @@ class SlotWriter:
                 and gradient is not None
                 and own.data_ptr() != gradient.data_ptr()
             ]
-            half, whole_bytes = len(pairs) // 2, sum([own.nbytes for own, _ in pairs])
-            _copy(pairs[:half], whole_bytes)
+            half = len(pairs) // 2
+            _copy(pairs[:half])
             fail_point("gradients half written")
-            _copy(pairs[half:], whole_bytes)
+            _copy(pairs[half:])
             fail_point("gradients written")
         return [gradient is not None for gradient in gradients]
 
 
-def _copy(pairs: list[tuple[Tensor, Tensor]], whole_bytes: int) -> None:
-    rest = []
-    for own, value in pairs:
-        alike = own.dtype == value.dtype and own.stride() == value.stride()
-        if alike and own.nbytes >= _LARGE_BYTES:
-            copy_to(value, own, whole_bytes=whole_bytes)
-        else:
-            rest.append((own, value))
-    if rest:
-        foreach_copy([own for own, _ in rest], [value for _, value in rest])
+def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    if pairs:
+        foreach_copy([own for own, _ in pairs], [value for _, value in pairs])

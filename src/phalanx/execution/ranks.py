@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from phalanx.distributed import Exchange, GroupChanged
 from phalanx.errors import ConfigError, PeerError
-from phalanx.execution.contract import Peers
 from phalanx.execution.rank_messages import RankMessage, add_statistics
 from phalanx.execution.rank_reduction import RankReduction
 from phalanx.execution.run import Gradients, PartialSum, RunResult
@@ -37,7 +36,7 @@ _STEP = "run a batch"
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
-class RankExecutor(ThreadExecutor, Peers):
+class RankExecutor(ThreadExecutor):
     """This rank's replicas, as a part of the job's, which begin with rank 0's tensors.
 
     A run of ranks that may be lost raises `GroupChanged` where one was: nothing has changed here
@@ -75,8 +74,8 @@ class RankExecutor(ThreadExecutor, Peers):
         self._look_at_ranks()
 
     @property
-    def peers(self) -> Peers:  # type: ignore[override]
-        """The other ranks."""
+    def peers(self) -> RankExecutor:  # type: ignore[override]
+        """This executor: others take part."""
         return self
 
     def _look_at_ranks(self) -> None:

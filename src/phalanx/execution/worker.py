@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.clock import now_s
-from phalanx.execution.channel import Mailbox, adopt, pack
+from phalanx.execution.channel import Mailbox, adopt
 from phalanx.execution.contract import explain_error
 from phalanx.execution.gradient_slots import GradientSlots, SlotWriter
 from phalanx.execution.task import MicrobatchContext, Task
@@ -101,10 +101,14 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """An error in a worker: its class by name, its contents where they can be packed, as text."""
+    """An error in a worker.
 
-    kind: tuple[str, str]
-    contents: bytes | None
+    Attributes:
+        parts: The name of its class, arguments and attributes, pickled.
+        text: Its traceback.
+    """
+
+    parts: bytes
     text: str
 
 
@@ -220,33 +224,30 @@ def _forget_state(optimizer: Optimizer) -> None:
 
 def _failed(error: BaseException) -> Failed:
     text = "".join(traceback.format_exception(error))
-    contents: bytes | None = None
+    name = type(error).__module__, type(error).__qualname__
     # Python's own reduction has what `args` lack, such as the name of an OSError's file.
     reduced: Any = _builtin_of(type(error)).__reduce__(error)  # Any: the class, args, and a state
-    args, attributes = reduced[1], reduced[2] if len(reduced) > 2 else {}
-    for each in (
-        (args, attributes),
-        ((str(error),), {"__notes__": getattr(error, "__notes__", [])}),
+    notes = {"__notes__": getattr(error, "__notes__", [])}
+    for parts in (
+        (name, reduced[1], reduced[2] if len(reduced) > 2 else {}),
+        (name, (str(error),), notes),
     ):
         with contextlib.suppress(Exception):  # the user's exceptions may hold anything
-            contents = pack(each)
-            break
-    return Failed((type(error).__module__, type(error).__qualname__), contents, text)
+            failed = Failed(pickle.dumps(parts), text)
+            rebuilt(failed, "")
+            return failed
+    unsent = f"{'.'.join(name)}, which cannot be sent; see the notes."
+    return Failed(pickle.dumps((("builtins", "RuntimeError"), (unsent,), {})), text)
 
 
 def rebuilt(failed: Failed, note: str) -> BaseException:
     """Return the worker's exception as it was raised, with its traceback as a note."""
-    name = ".".join(failed.kind)
-    error: BaseException = RuntimeError(f"{name}, which cannot be sent; see the notes.")
-    kind = _class_of(failed.kind)
-    if kind is not None and failed.contents is not None:
-        with contextlib.suppress(Exception):  # the user's objects may not be unpickled
-            args, attributes = pickle.loads(failed.contents)
-            found = kind.__new__(kind, *args)
-            _builtin_of(kind).__init__(found, *args)  # the user's may want other arguments
-            found.__setstate__(attributes)  # the notes are among them
-            explain_error(found)
-            error = found
+    name, args, attributes = pickle.loads(failed.parts)
+    kind = _class_of(name)
+    error: BaseException = kind.__new__(kind, *args)
+    _builtin_of(kind).__init__(error, *args)  # the user's may want other arguments
+    error.__setstate__(attributes)  # the notes are among them
+    explain_error(error)
     error.add_note(f"{note} There:\n{failed.text.rstrip()}")
     return error
 
@@ -256,11 +257,11 @@ def _builtin_of(kind: type[BaseException]) -> type[BaseException]:
     return next(each for each in kind.__mro__ if each.__module__ == "builtins")
 
 
-def _class_of(name: tuple[str, str]) -> type[BaseException] | None:
+def _class_of(name: tuple[str, str]) -> type[BaseException]:
     """Return the class of an exception, also of one that a function has made."""
     waiting: list[type[BaseException]] = [BaseException]
     for kind in waiting:  # which grows
         if (kind.__module__, kind.__qualname__) == name:
             return kind
         waiting += kind.__subclasses__()
-    return None
+    return RuntimeError  # of a module that only the worker has imported

@@ -67,11 +67,11 @@ def in_memory_order(gradient: Tensor, like: Tensor) -> Tensor:
     return gradient.as_strided((gradient.numel(),), (1,))
 
 
-def copy_to(source: Tensor, target: Tensor, *, whole_bytes: int = 0) -> None:
+def copy_to(source: Tensor, target: Tensor) -> None:
     """Copy to a tensor of the same shape and dtype elsewhere in memory, or the same one.
 
     Both are contiguous, or at least dense and of the same strides. Past the caches what is larger
-    than they are, or is a part of such a whole of ``whole_bytes`` that is copied at once.
+    than they are.
 
     Example:
         >>> target = torch.empty(3)
@@ -81,7 +81,7 @@ def copy_to(source: Tensor, target: Tensor, *, whole_bytes: int = 0) -> None:
     """
     function = FUNCTIONS.get("copy")
     num_bytes = target.nbytes
-    past = num_bytes >= PAST_CACHE_BYTES or whole_bytes >= PAST_CACHE_BYTES
+    past = num_bytes >= PAST_CACHE_BYTES
     by_threads = past and torch.get_num_threads() > _FEW_THREADS
     if function is None or num_bytes < _FEW_BYTES or by_threads or not _lies_plain(source):
         target.copy_(source)
