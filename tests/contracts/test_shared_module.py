@@ -259,28 +259,6 @@ def test_any_order_of_moves_and_syncs_is_what_one_process_works_out(turns, merge
                 assert net.weight.flatten().tolist() == pytest.approx([copy] * 3, abs=1e-9)
 
 
-def add_ones(world: tables.TableGroup, bound: int | None) -> list[float]:
-    net = nn.Linear(1, 1, bias=False)
-    shared = tables.SharedModule(net, world, merge="sum", staleness=bound)
-    start, seen = net.weight.item(), []
-    world.barrier()
-    for _ in range(20):
-        with torch.no_grad():
-            net.weight += 1
-        shared.sync()
-        seen.append(net.weight.item() - start)
-    world.leave()
-    return seen
-
-
-@in_table_worlds(bound=[None, 1, 3])
-def test_with_bounded_staleness_a_sync_holds_all_but_the_others_last_rounds(world, n, bound, run):
-    for seen in world.run(partial(add_ones, bound=bound), n, run=run):
-        for clock, total in enumerate(seen, 1):
-            behind = clock if bound is None else min(bound, clock)
-            assert clock + (n - 1) * (clock - behind) - 0.01 <= total <= 20 * n + 0.01
-
-
 def statistics_in_turn(world: tables.TableGroup) -> list[float]:
     net = nn.BatchNorm1d(1).double()
     shared = tables.SharedModule(net, world, merge="sum")

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import phalanx
 from phalanx import tables
 from phalanx.errors import UnsupportedError
-from tests.worlds import in_table_worlds
 
 pytestmark = pytest.mark.promise("updaters-are-their-formulas")
 
@@ -297,32 +296,3 @@ def test_over_a_keys_table_indices_are_keys(padding):
             assert torch.equal(table.get(KEYS), twin.weight)
         come = {0, 1, 2, 4, 5} - {padding}
         assert table.keys().tolist() == sorted(int(KEYS[place]) for place in come)
-
-
-# --- several workers ------------------------------------------------------------------------------
-
-
-def train_bulk(world: tables.TableGroup) -> list:
-    """Synchronous rounds: everybody's gradients of a round, in the order of workers."""
-    table = open_table(world)
-    embedding = tables.TableEmbedding(table)
-    for step in range(5):
-        out = embedding(torch.tensor([world.worker_id, step, step]))
-        some_loss(out).backward()
-    embedding(torch.tensor([world.worker_id, 5, 5]))
-    return table.get().tolist()
-
-
-@in_table_worlds()
-def test_synchronous_workers_train_the_rows_of_one_model(world, n, run):
-    rows = weights()
-    for step in range(5):
-        parts = []
-        for worker in range(n):
-            embedding = nn.Embedding.from_pretrained(rows.clone(), freeze=False)
-            some_loss(embedding(torch.tensor([worker, step, step]))).backward()
-            parts.append(embedding.weight.grad)
-        for part in parts:
-            touched = part.abs().sum(1) > 0
-            rows[touched] = torch.add(rows[touched], part[touched], alpha=-LR)
-    assert world.run(train_bulk, n, run=run, sync=True) == [rows.tolist()] * n

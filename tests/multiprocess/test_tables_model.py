@@ -16,9 +16,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from phalanx import tables
 from phalanx.errors import ConfigError
-from phalanx.tables import keys, part
-from tests.multiprocess.children import Children, Parent, wait_for_exit
-from tests.multiprocess.test_tables import die_at
 from tests.run_directories import wait_until_removed
 
 pytestmark = pytest.mark.promise("tables-one-contract")
@@ -31,7 +28,6 @@ _numbers = itertools.count()
 a_key = st.integers(-12, 12) | st.sampled_from([(1 << 63) - 1, -(1 << 63), 1 << 40])
 a_row = st.integers(0, ROWS - 1)
 values = st.integers(-1000, 1000)
-POINTS = (*part.POINTS, *keys.POINTS)
 
 
 def open_table(world: tables.TableGroup, by_key: bool) -> tables.Table:
@@ -40,16 +36,8 @@ def open_table(world: tables.TableGroup, by_key: bool) -> tables.Table:
     return world.matrix(ROWS, COLS, torch.int64, name="t", init=FIRST)
 
 
-def die_adding(parent: Parent, run: str, by_key: bool, point: str, rows: list[int]) -> None:
-    part.BLOCK_ROWS = 2
-    with tables.join(run, timeout_s=DEADLINE_S) as world:
-        table = open_table(world, by_key)
-        die_at(point, 1)
-        table.add(torch.full((len(rows), COLS), 12345), rows=rows)
-
-
 class TableMachine(RuleBasedStateMachine):
-    """Workers of one process, and others that die; integers, so that every sum is exact.
+    """Workers of one process; integers, so that every sum is exact.
 
     The model has the rows of a matrix, or those keys that have come.
     """
@@ -154,27 +142,6 @@ class TableMachine(RuleBasedStateMachine):
         k %= len(self.worlds)
         self.worlds.pop(k).close()
         self.tables.pop(k)
-
-    @rule(point=st.sampled_from(POINTS), data=st.data())
-    def die(self, point: str, data: st.DataObject) -> None:
-        rows = self.drawn(data, least=5, most=40)
-        with Children() as children:
-            child = children.start(die_adding, self.run, self.by_key, point, rows)
-            wait_for_exit(child.pid)
-        after = dict(self.model)
-        self.put(after, rows, np.full((len(rows), COLS), 12345))
-        mine = sorted(set(rows))
-        there = set(self.tables[0].keys().tolist()) if self.by_key else set(mine)
-        now = dict(zip(mine, self.tables[0].get(mine).numpy(), strict=True))
-        is_taken = [row in there and np.array_equal(now[row], after[row]) for row in mine]
-        is_as_before = [
-            (row in there) == (row in self.model)
-            and np.array_equal(now[row], self.model.get(row, np.full(COLS, FIRST)))
-            for row in mine
-        ]
-        assert all(is_taken) or all(is_as_before)
-        if all(is_taken):
-            self.model = after
 
     def teardown(self) -> None:
         for world in getattr(self, "worlds", []):

@@ -50,17 +50,6 @@ def test_an_updater_that_fails_brings_no_key(world):
         assert table.get(rows).sum() == 0
 
 
-@pytest.mark.parametrize("sync", [False, True])
-def test_assign_replaces_rows_and_brings_keys_past_the_updater(world, sync):
-    table = world.keys(2, updater={"name": "sgd", "lr": 0.5}, init=9.0, sync=sync)
-    table.add([[2, 2]], rows=[1])
-    table.assign([[5, 6], [7, 8]], rows=[1, -1])
-    assert table.get([1, -1, 0]).tolist() == [[5.0, 6.0], [7.0, 8.0], [9.0, 9.0]]
-    with pytest.raises(ConfigError, match="`rows` must hold each row once for `assign`"):
-        table.assign([[0, 0]] * 2, rows=[3, 3])
-    assert table.keys().tolist() == [-1, 1]
-
-
 def test_what_a_uniform_table_holds_depends_on_key_and_seed_alone(world):
     keys = torch.arange(-500, 500)
     rule = tables.Uniform(-0.25, 0.5, seed=11)
@@ -110,27 +99,6 @@ def test_an_add_that_cannot_be_is_refused_and_brings_no_key(world, delta, rows, 
         table.add(delta, rows=rows)
     for part, was in zip(table._storage.copy_all(0, 1.0), before, strict=True):
         assert torch.equal(part, was)
-
-
-@pytest.mark.parametrize("updater", ["sum", "adam"])
-@pytest.mark.parametrize("capacity", [1, 1 << 17])
-def test_a_large_add_that_is_refused_in_its_last_block_brings_no_key(world, updater, capacity):
-    table = world.keys(64, updater=updater, init=1.0, capacity=capacity)
-    table.add(torch.ones(3, 64), rows=[5, -5, 10**6])
-    before = table._storage.copy_all(0, 1.0)
-    delta = torch.ones(20_000, 64)
-    delta[-1, -1] = NAN
-    with pytest.raises(ConfigError, match="`delta` must be finite"):
-        table.add(delta, rows=torch.arange(20_000))
-    assert len(table) == 3
-    assert table.get([7]).unique().tolist() == [1.0]
-    for part, was in zip(table._storage.copy_all(0, 1.0), before, strict=True):
-        assert torch.equal(part, was)
-    table.add(torch.ones(20_000, 64), rows=torch.arange(20_000))
-    assert len(table) == 20_002
-
-
-# --- readers that meet a writer -------------------------------------------------------------------
 
 
 def test_many_restores_leave_room_and_take_no_memory(tmp_path, world):

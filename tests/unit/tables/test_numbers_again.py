@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from phalanx import tables
-from phalanx.errors import ConfigError, PeerTimeout, StateError
+from phalanx.errors import ConfigError, StateError
 from phalanx.tables.membership import MAX_WORKERS
 from tests.multiprocess.children import Children, Parent
 
@@ -50,29 +50,6 @@ def test_who_has_left_does_not_speak_for_who_has_its_number(full):
         gone.leave()
         gone.close()
         assert full.workers == [0, 1]
-
-
-def test_a_round_waits_for_who_has_the_number_of_one_that_had_come(full):
-    gone = full.thread_worker()
-    ours, its = (world.array(1, name="x", sync=True) for world in (full, gone))
-    its.add([1.0])
-    pending = its.async_get()  # it has come to round 1
-    its.add([10.0])
-    gone.leave()
-    with full.thread_worker() as other:
-        first = ours.async_get()
-        assert full.membership.here() == [0, 1]
-        full.timeout_s = 0.05
-        with pytest.raises(PeerTimeout) as caught:
-            first.wait()
-        assert caught.value.rank == 1  # it has joined, though not opened the table yet
-        theirs = other.array(1, name="x", sync=True)
-        theirs.add([100.0])
-        second = theirs.async_get()
-        assert first.wait().tolist() == second.wait().tolist() == [101.0]
-        assert pending.wait().tolist() == [101.0]  # of a round that ended without it
-        third, fourth = ours.async_get(), theirs.async_get()
-        assert third.wait().tolist() == fourth.wait().tolist() == [111.0]
 
 
 def test_who_goes_on_in_a_log_finds_its_end_though_it_was_there_before():

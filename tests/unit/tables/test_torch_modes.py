@@ -29,14 +29,3 @@ def test_modules_and_embeddings_are_shared_in_every_mode(mode):
         assert table.get().tolist() == [[-0.5, -0.5], [-1.0, -1.0]]
     for parameter, old in zip(net.parameters(), before, strict=True):
         assert torch.equal(parameter, old)
-
-
-def test_a_large_add_in_inference_mode_does_not_hinder_the_next_one():
-    delta, rows = torch.ones(5000, 64), torch.arange(5000) % 7
-    with tables.join() as world:
-        table = world.matrix(5000, 64)
-        with torch.inference_mode():
-            table.add(delta, rows)
-        table.add(delta, rows)
-        assert table.get()[:7, 0].tolist() == (2 * rows.bincount()).tolist()
-        assert not table.get()[7:].any()
