@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import phalanx
-from phalanx.replicas import DeviceCopies, Replica, modes
+from phalanx.replicas import Replica, Source, modes
 from tests.products import in_pairs
 from tests.zoo import assert_close
 
@@ -110,7 +110,7 @@ def test_training_equals_plain_pytorch(way: str, configuration: str, optimizer: 
 def test_a_replica_elsewhere_that_is_not_refreshed_would_be_stale(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(DeviceCopies, "update", lambda self: None)
+    monkeypatch.setattr(Source, "update_copies", lambda self: None)
     net = Net().to("dev:0")
     by_container(net, ["dev:0", "dev:1"], None, OPTIMIZERS["SGD-fused"])
     assert not equals_plain(net, OPTIMIZERS["SGD-fused"])

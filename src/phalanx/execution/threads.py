@@ -29,11 +29,10 @@ from phalanx.execution.task import MicrobatchContext
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
 from phalanx.plan import BufferRules, Node
 from phalanx.replicas import (
-    AttributeFingerprint,
     CallerModes,
     CompileOnce,
-    DeviceCopies,
     Replica,
+    Source,
     SourceGradients,
     Statistics,
     has_compiled,
@@ -77,26 +76,18 @@ class ThreadExecutor(Executor):
         rules: BufferRules | None = None,
         inline: bool = False,
     ) -> None:
-        one_source = isinstance(source, nn.Module)
         sources = [source] * len(devices) if isinstance(source, nn.Module) else list(source)
         super().__init__(sources, devices, workloads, intra_op)
+        if isinstance(source, nn.Module):
+            read = [Source(source, rules=rules)] * len(devices)
+        else:
+            read = [Source(own, prefix=f"{i}.", rules=rules) for i, own in enumerate(source)]
         reaching = SourceGradients(self.parameters)
-        self._copies = {own: DeviceCopies(list(own.parameters())) for own in self.sources}
-        self._fingerprints = {own: AttributeFingerprint(own) for own in self.sources}
         self.replicas = [
-            Replica(
-                own,
-                device,
-                index,
-                prefix="" if one_source else f"{index}.",
-                rules=rules,
-                copies=self._copies[own],
-                reaching=reaching,
-                fingerprint=self._fingerprints[own],
-            )
-            for index, (own, device) in enumerate(zip(sources, devices, strict=True))
+            Replica(own, device, index, reaching)
+            for index, (own, device) in enumerate(zip(read, devices, strict=True))
         ]
-        self._moved = [each for each in self._copies.values() if each.are_there]
+        self._read = list(dict.fromkeys(read))
         self.one_run = threading.RLock()
         compiled = any(map(has_compiled, dict.fromkeys(sources)))
         self._compile_once = CompileOnce(sources) if compiled else None
@@ -110,15 +101,17 @@ class ThreadExecutor(Executor):
         """Let the next runs see assigned attributes; False where the parameters are others."""
         if self._threads.closed:  # a second Ctrl-C leaves threads behind
             return False
-        changed = [own for own, before in self._fingerprints.items() if not before.is_current()]
+        changed = [each for each in self._read if not each.fingerprint.is_current()]
         if changed and places_of(parameters_of(self.sources)) != self._places:
             return False
-        self._fingerprints.update({own: AttributeFingerprint(own) for own in changed})
+        for each in changed:
+            each.read()
         return True
 
     def refresh(self) -> None:
         """Take over everything from the module now."""
-        self._fingerprints = {own: AttributeFingerprint(own) for own in self.sources}
+        for each in self._read:
+            each.read()
 
     def add_gradients(self, result: RunResult) -> Gradients:
         """Make the last addition of a run, every thread for some of the parameters.
@@ -145,8 +138,8 @@ class ThreadExecutor(Executor):
             self.each(serve)
         else:
             with self.one_run:
-                for copies in self._moved:
-                    copies.update()
+                for each in self._read:
+                    each.update_copies()
                 self._threads.each(serve)
 
     def _serve(self, state: RunState, modes: CallerModes, index: int) -> None:
@@ -154,9 +147,8 @@ class ThreadExecutor(Executor):
         replica = self.replicas[index]
         forward = not state.task.goes_back  # else the source may be another than it was
         with modes.entered(replica.device), replica.running():
-            fingerprint = self._fingerprints[self.sources[index]]
-            if forward and replica.fingerprint is not fingerprint:  # an attribute was assigned
-                replica.make_shell(fingerprint)
+            if forward:
+                replica.update_shell()
             while (microbatch := state.take(index)) is not None:
                 try:
                     self._run_microbatch(replica, microbatch, state)

@@ -36,6 +36,7 @@ from phalanx.replicas import (
     PlainChanges,
     Replica,
     RngPlan,
+    Source,
     Statistics,
     set_intra_op,
 )
@@ -168,8 +169,12 @@ class Worker:
                 connection.send_bytes(b"")
 
     @functools.cached_property
+    def _source(self) -> Source:
+        return Source(self.source)
+
+    @functools.cached_property
     def _replica(self) -> Replica:
-        return Replica(self.source, _CPU, self.index)
+        return Replica(self._source, _CPU, self.index)
 
     @functools.cached_property
     def _writer(self) -> SlotWriter:
@@ -206,6 +211,8 @@ class Worker:
             self._packed_spec = packed
             self.fingerprint.apply(self._spec.changes)
             self._replica.statistics.outdate()  # the program may have written to the buffers
+        if not self._source.fingerprint.is_current():
+            self._source.read()
         self._replica.update_shell()
         return self._spec
 

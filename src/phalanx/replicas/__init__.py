@@ -14,7 +14,6 @@ from phalanx.replicas.compiling import (
     has_compiled,
     uncompiled,
 )
-from phalanx.replicas.device_copies import DeviceCopies
 from phalanx.replicas.devices import (
     known_devices,
     num_devices,
@@ -45,19 +44,20 @@ from phalanx.replicas.rng import (
     set_generators,
 )
 from phalanx.replicas.shell import OwnInShell, placed_on, warn_of_assigned
+from phalanx.replicas.source import Source
 from phalanx.replicas.source_gradients import SourceGradients, current_replica
 
 __all__ = [
     "AttributeFingerprint",
     "CallerModes",
     "CompileOnce",
-    "DeviceCopies",
     "MicrobatchRng",
     "OwnInShell",
     "PlainChanges",
     "ProcessRng",
     "Replica",
     "RngPlan",
+    "Source",
     "SourceGradients",
     "Statistic",
     "Statistics",

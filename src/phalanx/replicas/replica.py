@@ -10,12 +10,10 @@ from torch import Tensor, nn
 
 from phalanx.errors import UnsupportedError
 from phalanx.memory import has_memory, in_memory_order
-from phalanx.plan import BufferRules
-from phalanx.replicas.attribute_fingerprint import AttributeFingerprint
 from phalanx.replicas.buffers import ReplicaBuffers
 from phalanx.replicas.compiling import has_compiled
-from phalanx.replicas.device_copies import DeviceCopies
 from phalanx.replicas.shell import Shell, alias_of
+from phalanx.replicas.source import Source
 from phalanx.replicas.source_gradients import SourceGradients
 from phalanx.torch_internals import TorchDispatchMode
 
@@ -28,63 +26,50 @@ class Replica:
     Buffers are the replica's own.
 
     Args:
-        source: The module that the user trains.
+        source: The module that the user trains; one for all its replicas.
         device: Where this replica computes.
         index: Its number, for errors.
-        prefix: Comes before the names of the source's buffers.
-        rules: How buffers that the replica writes are merged.
-        copies: The source's parameters elsewhere; one for all replicas of the source.
         reaching: Catches gradients that reach the source itself; one for the whole executor, in
             the order of whose parameters gradients are returned.
-        fingerprint: Of the source as it is; one for all replicas of the source.
 
     Attributes:
         module: The shell's module.
-        parameters: Its parameters, in the order of ``source.parameters()``.
+        parameters: Its parameters, in the order of ``source.parameters``.
         statistics: Its buffers.
-        fingerprint: Of the source, as it was when the shell was made.
     """
 
     module: nn.Module
     statistics: ReplicaBuffers
-    fingerprint: AttributeFingerprint
 
     def __init__(
         self,
-        source: nn.Module,
+        source: Source,
         device: torch.device,
         index: int,
-        *,
-        prefix: str = "",
-        rules: BufferRules | None = None,
-        copies: DeviceCopies | None = None,
         reaching: SourceGradients | None = None,
-        fingerprint: AttributeFingerprint | None = None,
     ) -> None:
         self.index = index
         self.device = device
         self._source = source
-        self._prefix = prefix
-        self._rules = rules if rules is not None else BufferRules()
-        self._originals = list(source.parameters())
-        self._homes = (copies or DeviceCopies(self._originals)).on(device)
-        pairs = list(zip(self._originals, self._homes, strict=True))
+        self._originals = source.parameters
+        self._homes = source.on(device)
+        pairs = zip(self._originals, self._homes, strict=True)
         self.parameters = [alias_of(original, home) for original, home in pairs]
         self._reaching = SourceGradients(self._originals) if reaching is None else reaching
         self._places = [self._reaching.index_of[id(original)] for original in self._originals]
         self._caught: dict[int, Tensor] = {}
-        self.make_shell(fingerprint or AttributeFingerprint(source))
+        self._make_shell()
 
     def update_shell(self) -> None:
-        """Make a new shell if an attribute of the source was assigned."""
-        if not self.fingerprint.is_current():
-            self.make_shell(AttributeFingerprint(self._source))
-
-    def make_shell(self, fingerprint: AttributeFingerprint) -> None:
-        """Make a new shell, of the source as it is now with ``fingerprint``.
+        """Make a new shell if the source has seen changes since.
 
         The leaves stay: graphs of earlier shells leave their gradients there.
         """
+        if self._fingerprint is not self._source.fingerprint:
+            self._make_shell()
+
+    def _make_shell(self) -> None:
+        source = self._source
         for original, home, own in zip(self._originals, self._homes, self.parameters, strict=True):
             if own.requires_grad != original.requires_grad:
                 own.requires_grad_(original.requires_grad)
@@ -92,13 +77,13 @@ class Replica:
             if has_memory(home) and own.data_ptr() != home.data_ptr():
                 own.data = home.data
         leaves = dict(zip(map(id, self._originals), self.parameters, strict=True))
-        self._shell = Shell(self._source, leaves)
+        self._shell = Shell(source.module, leaves)
         self.module = self._shell.module
         self.statistics = ReplicaBuffers(
-            self._source, self.module, self.device, self._prefix, self._rules
+            source.module, self.module, self.device, source.prefix, source.rules
         )
         self.statistics.start()  # or a forward pass would write to the source's
-        self.fingerprint = fingerprint
+        self._fingerprint = source.fingerprint
 
     def assigned(self) -> list[str]:
         """Return the names of the attributes that `forward` has assigned in the present shell."""
