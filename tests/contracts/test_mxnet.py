@@ -253,7 +253,7 @@ def test_a_loss_beside_scores_is_what_is_differentiated_and_scores_are_measured(
     x, y = draw(15, 5), classes(15)
     accuracy = MulticlassAccuracy(CLASSES, average="micro")
     with group_of(net, desc("data", 15, 5), label_shapes=[labels_desc(15)]) as group:
-        group.forward({"data": x, "label": y})
+        group.forward(DataBatch({"data": x}, {"label": y}))
         group.backward()
         expected = twin(x, y)
         expected["loss"].backward()
@@ -334,7 +334,7 @@ def test_padded_rows_and_labels_that_do_not_fit_are_refused():
             group.forward(DataBatch(x, labels, pad=6))
         group.forward(DataBatch(x, labels, pad=2))
         metric = MulticlassAccuracy(CLASSES, average="micro")
-        with pytest.raises(ConfigError, match="`labels` must have 3 rows, or 5 with padded ones"):
+        with pytest.raises(ConfigError, match="`labels` must have the batch's 5 rows"):
             group.update_metric(metric, [labels[:4]])
         group.update_metric(metric, [labels])
         assert metric.compute() == (net(x[:3]).argmax(1) == 0).float().mean()

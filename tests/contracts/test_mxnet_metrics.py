@@ -136,7 +136,7 @@ def test_outputs_have_no_padded_rows():
         assert torch.equal(group.get_outputs()[0].cpu(), x[:-PAD].tanh())
         group.backward([torch.ones(ROWS - PAD, 5, dtype=F64)])
         grad = group.get_input_grads()[0]
-        assert_close(grad[: ROWS - PAD], 1 - x[:-PAD].tanh().square(), F64)
+        assert_close(grad, 1 - x[:-PAD].tanh().square(), F64)
 
 
 # --- several outputs, MXNet's own metrics ---------------------------------------------------------

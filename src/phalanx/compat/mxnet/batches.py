@@ -62,6 +62,7 @@ class DataDesc:
         return self.layout.find("N") if "N" in self.layout else None
 
 
+@dataclasses.dataclass(eq=False)
 class DataBatch:
     """One batch: inputs, and what belongs to them.
 
@@ -77,13 +78,9 @@ class DataBatch:
         1
     """
 
-    # Any: tensors in any of their forms.
-    def __init__(self, data: Any, label: Any = None, pad: int | None = None) -> None:
-        self.data, self.label = data, label
-        self.pad = 0 if pad is None else pad
-
-    def __repr__(self) -> str:
-        return f"DataBatch({self.data!r:.80}, {self.label!r:.80}, pad={self.pad})"
+    data: Any  # tensors in any of their forms, as labels
+    label: Any = None
+    pad: int | None = None
 
 
 # Any, here and below: whatever the user wrote.

@@ -21,15 +21,12 @@ from phalanx.types import Nested
 
 @dataclass(frozen=True)
 class BoundBatch:
-    """One batch as tensors by name: whole, and without its ``pad`` padded rows.
+    """One batch as tensors by name: ``rows`` rows, without ``pad`` padded ones.
 
     Attributes:
-        given: The data, padded rows included.
-        data: The same without them.
-        rows: How many rows are left.
+        data: Leaves of the graph where their gradients are computed.
     """
 
-    given: dict[str, Tensor]
     data: dict[str, Tensor]
     labels: dict[str, Tensor]
     rows: int
@@ -77,33 +74,30 @@ class Binding:
         Raises:
             ConfigError: Names, number of dims or rows do not fit.
         """
-        batch = self._as_batch(batch)
+        batch = batch if isinstance(batch, DataBatch) else DataBatch(batch)
         data = _read_tensors(batch.data, self.data, "data")
-        if needs_grad:
-            for leaf in data.values():
-                leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
         has_labels = self.labels and batch.label is not None
         labels = _read_tensors(batch.label, self.labels, "labels") if has_labels else {}
         both = Rows({**data, **labels}, self._layout([*data, *labels]))
         given_rows = self.batch_size if both.first is None else both.count()
-        pad = read_count("pad", batch.pad, 0)
+        pad = read_count("pad", batch.pad or 0, 0)
         check_argument(pad <= given_rows, "pad", f"be at most the batch's {given_rows} rows", pad)
         rows = given_rows - pad
         kept: Any = both.cut([rows, pad])[0] if pad else {**data, **labels}
         own, targets = ({name: kept[name] for name in names} for names in (data, labels))
-        return BoundBatch(data, own, targets, rows, pad)
+        if needs_grad:
+            for leaf in own.values():
+                leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
+        return BoundBatch(own, targets, rows, pad)
 
     def read_labels(self, given: Any, rows: int, pad: int) -> dict[str, Tensor]:
-        """Read labels alone, without padded rows, which may be there or not."""
+        """Read labels of a batch alone."""
         labels = _read_tensors(given, self.labels, "labels")
         found = Rows(labels, self._layout(labels))
-        if found.first is None or found.count() == rows:
+        if found.first is None:
             return labels
-        if found.count() != rows + pad:
-            raise ConfigError(
-                f"`labels` must have {rows} rows, or {rows + pad} with padded ones, but have "
-                f"{found.count()}."
-            )
+        count = found.count()
+        check_argument(count == rows + pad, "labels", f"have the batch's {rows + pad} rows", count)
         kept: dict[str, Tensor] = found.cut([rows, pad])[0]
         return kept
 
@@ -116,16 +110,6 @@ class Binding:
     def _layout(self, names: Sequence[str] | Mapping[str, Tensor]) -> Layout:
         descs = (*self.data, *self.labels)
         return Layout(dims={each.name: each.batch_axis for each in descs if each.name in names})
-
-    def _as_batch(self, value: Any) -> DataBatch:
-        """Read a batch: one already, or its data, with labels if by name."""
-        if isinstance(value, DataBatch):
-            return value
-        if not isinstance(value, Mapping):
-            return DataBatch(value)
-        targets = {each.name for each in self.labels} & set(value)
-        data = {name: each for name, each in value.items() if name not in targets}
-        return DataBatch(data, {name: value[name] for name in targets} or None)
 
 
 def _read_tensors(given: Nested, descs: Sequence[DataDesc], noun: str) -> dict[str, Tensor]:

@@ -38,16 +38,11 @@ class EvalMetric:
         name: str,
         output_names: Sequence[str] | None = None,
         label_names: Sequence[str] | None = None,
-        **kwargs: Any,  # Any: what MXNet keeps to describe a metric
     ) -> None:
         self.name = str(name)
         self.output_names = None if output_names is None else list(output_names)
         self.label_names = None if label_names is None else list(label_names)
-        self._kwargs = kwargs
         self.reset()
-
-    def __repr__(self) -> str:
-        return f"EvalMetric: {dict(self.get_name_value())}"
 
     def update(self, labels: list[Any], preds: list[Any]) -> None:
         """Count one batch; a subclass says how."""
@@ -70,10 +65,3 @@ class EvalMetric:
     def get(self) -> tuple[Any, Any]:
         """Return name and value, NaN where nothing was counted."""
         return self.name, self.sum_metric / self.num_inst if self.num_inst else math.nan
-
-    def get_name_value(self) -> list[tuple[str, Any]]:
-        """Return names and values, as pairs."""
-        name, value = self.get()
-        if isinstance(name, (list, tuple)):
-            return list(zip(name, value, strict=True))
-        return [(name, value)]

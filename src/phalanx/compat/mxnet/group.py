@@ -125,10 +125,6 @@ class DataParallelExecutorGroup:
         if shared_group is not None:
             share_tensors(module, shared_group.module)
 
-    def __repr__(self) -> str:
-        names = ", ".join(each.name for each in self._binding.data)
-        return f"DataParallelExecutorGroup({self._model.extra_repr()}, inputs {names})"
-
     def __enter__(self) -> Self:
         return self
 
@@ -219,8 +215,7 @@ class DataParallelExecutorGroup:
         """Run the module on every device's share of a batch; :meth:`get_outputs` has the result.
 
         Args:
-            data_batch: A `DataBatch`, inputs by name (labels may be among them), a tuple of inputs,
-                or the one input. Another batch size or image size than bound is bound by itself.
+            data_batch: A `DataBatch`, inputs by name, a tuple of inputs, or the one input. Another batch size or image size than bound is bound by itself.
                 Labels are left out where none are bound.
             is_train: Whether dropout and batch norm train, and gradients can follow; default:
                 ``for_training``.
@@ -299,8 +294,8 @@ class DataParallelExecutorGroup:
         """Return the gradients of the data in the order of their names, None for integers.
 
         Args:
-            merge_multi_context: Whole ones, on the first device: joined along the batch axis, with
-                zeros for padded rows; summed where the input was given whole. Otherwise a list per
+            merge_multi_context: Whole ones, on the first device: joined along the batch axis,
+                without padded rows; summed where the input was given whole. Otherwise a list per
                 input; of one that was given whole, the first device has the sum.
 
         Raises:
@@ -313,12 +308,11 @@ class DataParallelExecutorGroup:
         last = self._last()
         if not last.went_back:
             raise StateError("`get_input_grads()` needs a backward pass. Call `backward()` first.")
-        grads = [_gradient(leaf) for leaf in last.batch.given.values()]
+        grads = [_gradient(leaf) for leaf in last.batch.data.values()]
         if merge_multi_context:
             return [None if grad is None else grad.to(self.contexts[0]) for grad in grads]
         axes = [each.batch_axis for each in self._binding.data]
-        pad = last.batch.pad
-        return [self._by_device(grad, axis, pad) for grad, axis in zip(grads, axes, strict=True)]
+        return [self._by_device(grad, axis) for grad, axis in zip(grads, axes, strict=True)]
 
     getInputGrads = partialmethod(get_input_grads, merge_multi_context=False)
     getInputGradsMerged = get_input_grads
@@ -420,12 +414,12 @@ class DataParallelExecutorGroup:
         self.batch_size = binding.batch_size
         self._sizes = workload_sizes(binding.batch_size, self.workload)
 
-    def _by_device(self, grad: Tensor | None, axis: int | None, pad: int) -> list[Tensor | None]:
+    def _by_device(self, grad: Tensor | None, axis: int | None) -> list[Tensor | None]:
         """Return an input's gradient as the devices had its rows."""
         if grad is None or axis is None:
             return [grad, *[None] * (len(self._sizes) - 1)]
-        parts = grad.split_with_sizes([*self._sizes, pad], axis)
-        return [part.to(place) for part, place in zip(parts, self.contexts, strict=False)]
+        parts = grad.split_with_sizes(self._sizes, axis)
+        return [part.to(place) for part, place in zip(parts, self.contexts, strict=True)]
 
 
 def _gradient(leaf: Tensor) -> Tensor | None:

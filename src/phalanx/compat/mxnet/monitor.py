@@ -80,11 +80,6 @@ class Monitor:
         # threads append, which is atomic.
         self._seen: list[tuple[int | None, str, Tensor | float]] = []
 
-    def __repr__(self) -> str:
-        return (
-            f"Monitor({len(self._installed)} modules, interval={self._interval}, step {self._step})"
-        )
-
     def install(self, target: nn.Module) -> None:
         """Watch a module, or the one in a `DataParallel`; several may be, each of them once."""
         module = target.module if isinstance(target, DataParallel) else target
