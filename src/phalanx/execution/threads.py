@@ -88,6 +88,7 @@ class ThreadExecutor(Executor):
             for index, (own, device) in enumerate(zip(read, devices, strict=True))
         ]
         self._read = list(dict.fromkeys(read))
+        self._moved = [each for each in self._read if each.has_copies]
         self.one_run = threading.RLock()
         compiled = any(map(has_compiled, dict.fromkeys(sources)))
         self._compile_once = CompileOnce(sources) if compiled else None
@@ -138,7 +139,7 @@ class ThreadExecutor(Executor):
             self.each(serve)
         else:
             with self.one_run:
-                for each in self._read:
+                for each in self._moved:
                     each.update_copies()
                 self._threads.each(serve)
 

@@ -56,6 +56,11 @@ class Source:
                     copies[place] = self.parameters[place].detach().to(device, copy=True)
         return [copies.get(place, each) for place, each in enumerate(self.parameters)]
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether there are copies on other devices."""
+        return any(self._copies.values())
+
     def update_copies(self) -> None:
         """Copy all parameters again, on the current streams.
 
@@ -64,8 +69,6 @@ class Source:
 
         Moves: all parameters to each other device. Between accelerators the host does not wait.
         """
-        if not self._copies:
-            return
         versions = [0 if each.is_inference() else each._version for each in self.parameters]
         with torch.inference_mode(False), torch.no_grad():
             for device, copies in self._copies.items():
