@@ -215,8 +215,9 @@ class DataParallelExecutorGroup:
         """Run the module on every device's share of a batch; :meth:`get_outputs` has the result.
 
         Args:
-            data_batch: A `DataBatch`, inputs by name, a tuple of inputs, or the one input. Another batch size or image size than bound is bound by itself.
-                Labels are left out where none are bound.
+            data_batch: A `DataBatch`, inputs by name, a tuple of inputs, or the one input. Another
+                batch size or image size than bound is bound by itself. Labels are left out where
+                none are bound.
             is_train: Whether dropout and batch norm train, and gradients can follow; default:
                 ``for_training``.
 
