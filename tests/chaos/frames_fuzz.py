@@ -38,7 +38,6 @@ from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.spec import TableSpec
 from tests.multiprocess.children import Children, Parent
 from tests.multiprocess.hosts import become_worker, free_port, variables
-from tests.unit.cluster.mutations import mutated
 
 CLIENTS = 3
 ROWS = 7
@@ -84,6 +83,17 @@ def read_everything(num_frames: int, chance: random.Random, progress: Callable[[
         if number % 10_000 == 0:
             progress(number)
     return taken
+
+
+def mutated(chance: random.Random, frame: bytes) -> bytes:
+    """Return bytes that almost are a frame: one to four are changed, some are cut short."""
+    changed = bytearray(frame)
+    for _ in range(chance.randint(1, 4)):
+        if changed:
+            changed[chance.randrange(len(changed))] = chance.randrange(256)
+    if changed and chance.random() < 0.1:
+        del changed[chance.randrange(len(changed)) :]
+    return bytes(changed)
 
 
 def parsed(frame: bytes) -> object:

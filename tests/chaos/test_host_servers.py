@@ -19,7 +19,7 @@ from phalanx.ipc import inject
 from phalanx.tables import host_server, part
 from phalanx.tables.keys import POINTS as NEW_KEYS
 from phalanx.tables.part import POINTS, TablePart
-from tests.chaos.host_bugs import make_adds_in_python
+from tests.chaos.host_bugs import add_counted_twice
 from tests.multiprocess.children import DEADLINE_S, Children, Parent
 from tests.multiprocess.hosts import become_worker, free_port, variables
 from tests.run_directories import wait_until_removed
@@ -29,12 +29,6 @@ pytestmark = pytest.mark.promise("adds-between-hosts-are-kept")
 NUM_HOSTS = 2
 ADDS, SECOND = 3, 1
 ONCE = [sum(10.0**number for number in range(ADDS))]
-
-
-def counted_twice() -> None:
-    """A part does not know which adds it has taken."""
-    make_adds_in_python()
-    TablePart.has = lambda self, worker, number: False  # type: ignore[method-assign]
 
 
 def undone_counts() -> None:
@@ -49,7 +43,7 @@ def undone_counts() -> None:
     TablePart._put_back = counting  # type: ignore[method-assign]
 
 
-BUGS = {"counted_twice": counted_twice, "undone_counts": undone_counts}
+BUGS = {"counted_twice": add_counted_twice, "undone_counts": undone_counts}
 
 
 def die_in_first_server(dies_at: str, at_add: int, died: Path) -> None:

@@ -430,22 +430,6 @@ def whole_number_net() -> nn.Module:
         ({"merge": "max"}, "`merge` must be 'sum' or 'mean', but is 'max'"),
         ({"merge": None}, "`merge` must be 'sum' or 'mean', but is None"),
         ({"outer": "adam"}, "`outer` must be None, 'nesterov', .* but is 'adam'"),
-        ({"outer": tables.Sgd()}, "`outer` must be None, 'nesterov'"),
-        ({"outer": {"lr": 1.0}}, "`outer` must be None, 'nesterov'"),
-        (
-            {"outer": {"name": "nesterov", "eps": 1}},
-            "`updater` must have options of .nesterov. .lr, momentum.",
-        ),
-        (
-            {"outer": {"name": "nesterov", "momentum": 1.0}},
-            "`momentum` must be a number from 0 to below 1",
-        ),
-        ({"outer": {"name": "nesterov", "lr": -1}}, "`lr` must be a number from 0"),
-        ({"sync": 1}, "`sync` must be True or False, but is 1"),
-        ({"staleness": -1}, "`staleness` must be a number of rounds"),
-        ({"sync": True, "staleness": 2}, "`staleness` must be absent where `sync` is True"),
-        ({"name": ""}, "`name` must be None or a name, but is ''"),
-        ({"name": "a/b"}, "`name` must be 1 to 100 letters"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(change, message):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -55,21 +54,6 @@ def test_a_changed_snapshot_is_refused_and_changes_nothing(make, spoil, tmp_path
         with pytest.raises(CheckpointError, match="must be a snapshot of table 't', but is not"):
             table.restore(tmp_path)
         assert torch.equal(table.get([1, 4, 2, 0]), before)
-
-
-@pytest.mark.timeout(60)
-def test_pipes_and_devices_in_a_snapshot_are_not_waited_for(tmp_path):
-    with tables.join() as world:
-        table = matrix(world)
-        path = table.snapshot(tmp_path)
-        path.unlink()
-        path.symlink_to("/dev/zero")
-        with pytest.raises(CheckpointError, match="it is a device and not a regular file"):
-            table.restore(tmp_path)
-        path.unlink()
-        os.mkfifo(path)
-        with pytest.raises(CheckpointError, match="it is a pipe and not a regular file"):
-            table.restore(tmp_path)
 
 
 def test_a_snapshot_with_a_key_twice_is_refused(tmp_path):

@@ -79,29 +79,6 @@ def test_an_updater_follows_its_closed_form(name):
         )
 
 
-@pytest.mark.parametrize("name", ["momentum", "nesterov", "adagrad", "adam"])
-def test_a_dense_updater_is_torchs_own(name):
-    weight = torch.randn(ROWS, COLS, dtype=torch.float64)
-    twin = weight.clone().requires_grad_()
-    options = OPTIONS[name]
-    optimizer = {
-        "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-        "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-        "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-6),
-        "adam": lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.9, 0.99)),
-    }[name]([twin])
-    with tables.join() as world:
-        table = world.matrix(
-            ROWS, COLS, torch.float64, updater={"name": name, **options}, init=weight
-        )
-        for _ in range(STEPS):
-            gradient = torch.randn(ROWS, COLS, dtype=torch.float64)
-            twin.grad = gradient.clone()
-            optimizer.step()
-            table.add(gradient)
-        torch.testing.assert_close(table.get(), twin.detach(), rtol=1e-12, atol=1e-12)
-
-
 def test_dc_asgd_follows_equation_10_of_the_paper():
     """Two workers; each one's copy is the model as it was when that worker pulled last."""
     lr, lam = 0.1, 0.5
