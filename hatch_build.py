@@ -24,7 +24,7 @@ SOURCES = (
     "native/blocks.c",
     "native/part.c",
     "native/keys.c",
-    "distributed/native_all_reduce.c",
+    "native/collectives.c",
 )
 LIBRARY = FOLDER / "native/_library.so"
 FLAGS = [

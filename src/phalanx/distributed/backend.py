@@ -1,7 +1,7 @@
 """The c10d backend ``phalanx``: collectives over shared memory, and gloo between hosts.
 
-make_group ──> find_hosts ──> all on one host    SharedGroup over IntraHost and PointToPoint
-                          └─> on several         SharedGroup over Hierarchical and a Transport
+make_group ──> find_hosts ──> all on one host    SharedGroup over OneHost
+                          └─> on several         SharedGroup over SeveralHosts
 
 With NCCL it is a CudaGroup, which gives that the CUDA tensors.
 """
@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from phalanx.distributed.cuda_group import CudaGroup, nccl_is_here
+from phalanx.distributed.error_store import ErrorStore
 from phalanx.distributed.group_rendezvous import GroupRendezvous
-from phalanx.distributed.hierarchical import Hierarchical
-from phalanx.distributed.hosts import network_interfaces
-from phalanx.distributed.intra_host import IntraHost
-from phalanx.distributed.point_to_point import PointToPoint
+from phalanx.distributed.hosts import loopback, network_interfaces
+from phalanx.distributed.network import Network, open_gloo
+from phalanx.distributed.one_host import OneHost
 from phalanx.distributed.process_group import NAME, SharedGroup
-from phalanx.distributed.transport import Transport
+from phalanx.distributed.several_hosts import SeveralHosts
+from phalanx.native import require_library
 
 __all__ = ["NAME", "SharedGroup", "make_group", "open_group"]
 
@@ -46,21 +47,25 @@ def open_group(
     Args:
         look: Called while another is waited for; raises a `PeerError` where that is in vain.
     """
+    require_library("Process groups of phalanx")
     timeout_s = timeout.total_seconds()
     rendezvous = GroupRendezvous(store, rank, size, timeout_s, look)
     hosts = rendezvous.find_hosts()
-    buffers = rendezvous.share_memory(hosts.ranks[hosts.host_of(rank)])
-    collectives: IntraHost | Hierarchical
-    messages: PointToPoint | Transport
-    if len(hosts.ranks) == 1:
-        collectives, messages = IntraHost(buffers), PointToPoint(buffers.pages)
-    else:
-        collectives = Hierarchical(
-            buffers, hosts, rank, rendezvous.store, timeout_s, network_interfaces()
-        )
-        messages = collectives.messages
+    here = hosts.ranks[hosts.host_of(rank)]
+    interfaces = network_interfaces()
+    if len(hosts.ranks) == 1 and not interfaces:
+        interfaces = [name for name in [loopback()] if name]
+    # Before the memory: when all of this host share that, each can be reached.
+    at = PrefixStore("gloo/", rendezvous.store)
+    gloo = open_gloo(at, rank, size, timeout_s, interfaces)
+    memory = rendezvous.share_memory(here)
+    error_store = ErrorStore(rendezvous.store, rank, size)
+    network = Network(gloo, rank, memory.pages, error_store, timeout_s)
+    collectives: OneHost | SeveralHosts = OneHost(memory)
+    if len(hosts.ranks) > 1:
+        collectives = SeveralHosts(memory, network, hosts, rank, error_store)
     kind = CudaGroup if nccl_is_here() else SharedGroup
-    return kind(buffers, collectives, messages, store, timeout_s, make_group)
+    return kind(memory, collectives, network, store, timeout_s, make_group)
 
 
 # Here, and not in a function that somebody would have to call: importing the room is enough.

@@ -107,7 +107,7 @@ class CudaGroup(SharedGroup):
     def _leave(self, how: str) -> None:
         inner, self._inner = self._inner, None
         try:
-            if inner is not None and not self._engine.forked:
+            if inner is not None and not self._lane.forked:
                 getattr(inner, how)()
         finally:
             super().shutdown()

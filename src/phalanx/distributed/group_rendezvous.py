@@ -31,11 +31,10 @@ from typing import Any, NamedTuple
 from torch.distributed import PrefixStore, Store
 
 from phalanx.clock import now_s, pause
-from phalanx.distributed.collective_buffers import CollectiveBuffers
 from phalanx.distributed.error_store import ErrorStore
 from phalanx.distributed.hosts import Hosts, hosts_of, this_host
+from phalanx.distributed.shared_memory import SharedMemory
 from phalanx.distributed.status_pages import StatusPages
-from phalanx.distributed.wake_up_pipes import WakeUpPipe, WakeUpPipes
 from phalanx.errors import GroupAborted, PeerError, PeerLost
 from phalanx.ipc import ProcessIdentity, Region, fence, late_peers
 
@@ -146,7 +145,7 @@ class GroupRendezvous:
         self._met.update(hello.word for hello in hellos)
         return hosts_of([hello.host for hello in hellos])
 
-    def share_memory(self, ranks: Sequence[int]) -> CollectiveBuffers:
+    def share_memory(self, ranks: Sequence[int]) -> SharedMemory:
         """Return the memory that ``ranks``, which are on this host, share.
 
         Raises:
@@ -155,13 +154,8 @@ class GroupRendezvous:
 
         Blocks: Until all of them have come.
         """
-        pipe = WakeUpPipe()
-        try:
-            with self._told():
-                return self._map(ranks, pipe)
-        except BaseException:
-            pipe.close()
-            raise
+        with self._told():
+            return self._map(ranks)
 
     # --- the common namespace ---------------------------------------------------------------------
 
@@ -230,30 +224,26 @@ class GroupRendezvous:
 
     # --- the group's namespace --------------------------------------------------------------------
 
-    def _map(self, ranks: Sequence[int], pipe: WakeUpPipe) -> CollectiveBuffers:
+    def _map(self, ranks: Sequence[int]) -> SharedMemory:
         first = ranks[0]
-        needed_bytes = CollectiveBuffers.needed_bytes(len(ranks))
+        needed_bytes = SharedMemory.needed_bytes(len(ranks))
         if self.rank == first:
             region = Region.create(needed_bytes, label="group")
         else:
             region = self._borrow(first, len(ranks), needed_bytes)
         pages = StatusPages(region, ranks.index(self.rank), ranks, self.size)
-        pages.offer_pipe(pipe.fd)
         fence()
         # Of the cards only the first's says anything; the others' pages are in the region then.
         self.store.set(f"card/{self.rank}", str(region.fd))
         for rank in ranks:
             self._wait_for(f"card/{rank}", rank)
-        pipes = WakeUpPipes(pages, pipe)
-        for other in pages.others:
-            pipes.connect(other)
-        buffers = CollectiveBuffers(region, pages, pipes)
+        memory = SharedMemory(region, pages)
         # All have mapped the region, so that the first may go as soon as it likes.
         self.store.set(f"mapped/{self.rank}", "1")
         for rank in ranks:
             self._wait_for(f"mapped/{rank}", rank)
         self._tidy()
-        return buffers
+        return memory
 
     def _borrow(self, first: int, size: int, needed_bytes: int) -> Region:
         """Map the region of rank ``first``, if it is what the store says that it is."""

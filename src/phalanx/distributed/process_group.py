@@ -1,7 +1,9 @@
-"""The process group that ``torch.distributed`` sees: its calls, as steps for the engine.
+"""The process group that ``torch.distributed`` sees: its calls, as operations of a lane.
 
 torch's own code calls it in two ways: from Python, by every name below, and from C++ (DDP's
 reducer, the functional collectives), by the names that its trampolines look up.
+
+What is not hot is gloo's: messages, and reductions that are no sums.
 """
 
 # torch's stubs know overloads of each call by type; ours tell the forms apart when called. And
@@ -13,9 +15,10 @@ from __future__ import annotations
 import datetime
 import warnings
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
@@ -32,17 +35,17 @@ from phalanx.distributed.call_forms import (
     options,
     share_memory,
 )
-from phalanx.distributed.collective_buffers import NOBODY, CollectiveBuffers, Need, Steps
 from phalanx.distributed.described import NAME, DescribedGroup
-from phalanx.distributed.engine import COLLECTIVES, CallEngine
-from phalanx.distributed.hierarchical import Hierarchical
-from phalanx.distributed.intra_host import IntraHost
-from phalanx.distributed.ops import reduction_of
-from phalanx.distributed.point_to_point import PointToPoint
+from phalanx.distributed.fingerprint import pack
+from phalanx.distributed.lane import Lane
+from phalanx.distributed.network import MessageWork, Network
+from phalanx.distributed.one_host import OneHost
+from phalanx.distributed.ops import average, is_summed, number_of, widened
+from phalanx.distributed.several_hosts import SeveralHosts
+from phalanx.distributed.shared_memory import SharedMemory
 from phalanx.distributed.tensors import FlatTensor, as_bytes, count_as_changed, flat_of, output_of
-from phalanx.distributed.transport import Transport
 from phalanx.distributed.uncompiled_methods import uncompiled_methods
-from phalanx.distributed.work import PendingOperation, SharedWork
+from phalanx.distributed.work import Operation, SharedWork, Steps
 from phalanx.errors import ConfigError, StateError
 from phalanx.torch_internals import is_profiled
 
@@ -52,6 +55,8 @@ GroupMaker = Callable[[Store, int, int, datetime.timedelta], dist.ProcessGroup]
 
 _MOST_KEPT, _LARGEST_KEPT_BYTES = 1024, 1024
 _NO_TIME = datetime.timedelta(0)
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+_BARRIER = pack("barrier", torch.uint8)
 
 
 # Any, below: options are torch's own classes, which have no common base and no types.
@@ -60,9 +65,9 @@ class SharedGroup(DescribedGroup):
     """Ranks that talk through memory; made by ``init_process_group("phalanx")``.
 
     Args:
-        buffers: The memory of the ranks of this host.
-        collectives: Those of one host, or of several.
-        messages: Through that memory, or over the network.
+        memory: Of the ranks of this host.
+        collectives: Over one host, or over several.
+        network: To all ranks.
         store: Where the ranks have met.
         timeout_s: How long an operation may take, where the call does not say.
         make_part: What makes a group of some of the ranks, as torch makes one of all.
@@ -70,61 +75,56 @@ class SharedGroup(DescribedGroup):
 
     def __init__(
         self,
-        buffers: CollectiveBuffers,
-        collectives: IntraHost | Hierarchical,
-        messages: PointToPoint | Transport,
+        memory: SharedMemory,
+        collectives: OneHost | SeveralHosts,
+        network: Network,
         store: Store,
         timeout_s: float,
         make_part: GroupMaker,
     ) -> None:
         super().__init__(collectives.rank, collectives.size, store, timeout_s)
         self._make_part = make_part
-        self._buffers = buffers
+        self._memory = memory
         self._collectives = collectives
-        self._messages = messages
+        self._network = network
         # C++ that is given a work from Python, as DDP's `join` gives its reducer one, holds no
         # more than its C++ half, which waits for ever once the Python half is gone.
         self._kept: deque[SharedWork] = deque(maxlen=_MOST_KEPT)
-        self._engine = CallEngine(
-            buffers.pages,
-            buffers.pipes,
-            buffers.contention,
+        self._lane = Lane(
+            memory.pages,
             self.getGroupName,
-            collectives.grace_s,
-            collectives.report,
+            pushes=memory.cores_per_rank < 2,  # one for the caller, one for the lane's thread
+            grace_s=collectives.grace_s,
+            report=self._report,
         )
         self._closed = False
 
-    def _run(
-        self,
-        kind: str,
-        steps: Steps,
-        result: Any,
-        opts: Any = None,
-        lane: Hashable = COLLECTIVES,
-        needs: Need | None = None,
-    ) -> SharedWork:
+    def _report(self, error: BaseException) -> None:
+        self._collectives.report(error)
+        self._network.cut(broken=True)
+
+    def _run(self, kind: str, steps: Steps, result: Any, opts: Any = None) -> SharedWork:
+        self._refuse_if_closed(kind)
+        self._num_operations += 1
+        title = f"{kind} of group {self._group_name!r}"
+        operation = Operation(title, steps, result, self._seconds(opts))
+        wait = not getattr(opts, "asyncOp", True)
+        if is_profiled():  # a record costs 1 µs where it is off
+            with profiler.record_function(f"{NAME}:{kind}"):
+                self._lane.start(operation, wait=wait)
+        else:
+            self._lane.start(operation, wait=wait)
+        work = SharedWork(operation, self._lane.drive)
+        if not wait and _is_small(result):
+            self._kept.append(work)
+        return work
+
+    def _refuse_if_closed(self, kind: str) -> None:
         if self._closed:
             raise StateError(
                 f"Group {self._group_name!r} must be used before it is destroyed, but {kind} comes "
                 "after. Make a new group."
             )
-        self._num_operations += 1
-        title = f"{kind} of group {self._group_name!r}"
-        operation = PendingOperation(title, steps, result, self._seconds(opts))
-        if needs is None:  # all that have not begun it yet
-            pages = self._buffers.pages
-            needs = pages.others, pages.progress_of(pages.rank) + 1
-        wait = not getattr(opts, "asyncOp", True)
-        if is_profiled():  # a record costs 1 µs where it is off
-            with profiler.record_function(f"{NAME}:{kind.partition(' ')[0]}"):
-                self._engine.start(operation, lane, needs, wait=wait)
-        else:
-            self._engine.start(operation, lane, needs, wait=wait)
-        work = SharedWork(operation, self._engine.drive)
-        if not wait and _is_small(result):
-            self._kept.append(work)
-        return work
 
     def _seconds(self, opts: Any) -> float:
         """Return how long a call with these options may take."""
@@ -156,26 +156,44 @@ class SharedGroup(DescribedGroup):
         return work
 
     def _all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> SharedWork:
-        if len(tensors) == 1:
-            flat = output_of(tensors[0], "tensor")
-            if not flat.copied:  # by far the most frequent call
-                reduction = reduction_of(opts.reduceOp, flat.data.dtype)
-                if reduction.factor is None:
-                    one = self._collectives.all_reduce(flat.data, reduction)
-                    return self._run("all_reduce", one, tensors, opts)
+        op = opts.reduceOp
+        if any(tensor.is_sparse for tensor in tensors):
+            return self._run("all_reduce", self._reduce_sparse(only(tensors), op), tensors, opts)
         flats = [output_of(tensor, "tensor") for tensor in tensors]
-        if share_memory([flat.data for flat in flats]):  # each is reduced as it is now
+        for flat in flats:
+            number_of(op, flat.data.dtype)
+        if len(flats) > 1 and share_memory([flat.data for flat in flats]):
+            # each is reduced as it is now
             flats = [FlatTensor(flat.tensor, flat.data.clone(), True) for flat in flats]
-        reductions = [reduction_of(opts.reduceOp, flat.data.dtype) for flat in flats]
 
         def steps() -> Steps:
-            for flat, reduction in zip(flats, reductions, strict=True):
-                if reduction.factor is not None:
-                    flat.data.mul_(reduction.factor)
-                yield from self._collectives.all_reduce(flat.data, reduction)
+            for flat in flats:
+                yield from self._reduce("all_reduce", flat.data, op)
                 flat.write_back()
 
-        return self._run("all_reduce", steps(), list(tensors), opts)
+        return self._run("all_reduce", steps(), tensors, opts)
+
+    def _reduce(self, kind: str, flat: Tensor, op: Any, root: int | None = None) -> Steps:
+        """Reduce ``flat`` over all ranks, in place."""
+        what = pack(kind, flat.dtype, reduction=number_of(op, flat.dtype), root=root)
+        wide = widened(flat, op, takes_halves=self._collectives.takes_halves)
+        if is_summed(op):
+            yield from self._collectives.all_reduce(wide, what, len(flat))
+            average(wide, op, self._collectives.size)
+        else:
+            yield from self._collectives.agree(what, len(flat))
+            options = dist.AllreduceOptions()
+            options.reduceOp = op
+            yield self._network.collective(lambda gloo: gloo.allreduce([wide], options))
+        if wide is not flat:
+            flat.copy_(wide)
+
+    def _reduce_sparse(self, tensor: Tensor, op: Any) -> Steps:
+        what = pack("all_reduce", tensor.dtype, reduction=number_of(op, tensor.dtype))
+        yield from self._collectives.agree(what, tensor.numel())
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        yield self._network.collective(lambda gloo: gloo.allreduce([tensor], options))
 
     def reduce(
         self,
@@ -188,15 +206,14 @@ class SharedGroup(DescribedGroup):
         """Reduce over all ranks into the root's tensor."""
         opts = options(dist.ReduceOptions, opts, timeout, op, root)
         root = self._root(opts)
-        flatten = output_of if self._collectives.rank == root else flat_of
-        flat = flatten(only(listed(tensors)), "tensor")
-        reduction = reduction_of(opts.reduceOp, flat.data.dtype)
+        is_root = self._collectives.rank == root
+        flat = (output_of if is_root else flat_of)(only(listed(tensors)), "tensor")
+        number_of(opts.reduceOp, flat.data.dtype)
 
         def steps() -> Steps:
-            given = reduction.scaled(flat.data)
-            yield from self._collectives.reduce(given, reduction, root)
-            if self._collectives.rank == root:
-                flat.data.copy_(given)
+            data = flat.data if is_root else flat.data.clone()
+            yield from self._reduce("reduce", data, opts.reduceOp, root)
+            if is_root:
                 flat.write_back()
 
         return self._run("reduce", steps(), [flat.tensor], opts)
@@ -230,25 +247,40 @@ class SharedGroup(DescribedGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _reduce_scatter(self, pairs: list[tuple[Tensor, list[Tensor]]], opts: Any) -> SharedWork:
+        op = opts.reduceOp
         jobs = [
-            (
-                output_of(output, "output"),
-                [flat_of(part, "input").data for part in parts],
-                reduction_of(opts.reduceOp, output.dtype),
-            )
+            (output_of(output, "output"), [flat_of(part, "input").data for part in parts])
             for output, parts in pairs
         ]
         count_as_changed(output for output, _ in pairs)
-        for output, parts, _ in jobs:
+        for output, parts in jobs:
+            number_of(op, output.data.dtype)
             check_fit(output.data, parts[self._collectives.rank], "output", "this rank's input")
 
         def steps() -> Steps:
-            for output, parts, reduction in jobs:
-                given = [reduction.scaled(part) for part in parts]
-                yield from self._collectives.reduce_scatter(output.data, given, reduction)
+            for output, parts in jobs:
+                yield from self._scatter_reduced(output.data, parts, op)
                 output.write_back()
 
-        return self._run("reduce_scatter", steps(), [output for output, _ in pairs], opts)
+        return self._run("reduce_scatter", steps(), [output.tensor for output, _ in jobs], opts)
+
+    def _scatter_reduced(self, output: Tensor, parts: Sequence[Tensor], op: Any) -> Steps:
+        sizes = [len(part) for part in parts]
+        number = number_of(op, output.dtype)
+        what = pack("reduce_scatter", output.dtype, reduction=number, sizes=sizes)
+        if is_summed(op):
+            takes_halves = self._collectives.takes_halves
+            wide = widened(output, op, takes_halves=takes_halves)
+            given = [widened(part, op, takes_halves=takes_halves) for part in parts]
+            yield from self._collectives.reduce_scatter(wide, given, what, sum(sizes))
+            average(wide, op, self._collectives.size)
+            if wide is not output:
+                output.copy_(wide)
+        else:
+            yield from self._collectives.agree(what, sum(sizes))
+            whole = torch.cat(list(parts))
+            yield from self._reduce("reduce_scatter", whole, op)
+            output.copy_(whole.split(sizes)[self._collectives.rank])
 
     # --- moving -----------------------------------------------------------------------------------
 
@@ -258,11 +290,12 @@ class SharedGroup(DescribedGroup):
         """Give every rank the root's tensor."""
         opts = options(dist.BroadcastOptions, opts, timeout, root=root)
         root = self._root(opts)
-        flatten = flat_of if self._collectives.rank == root else output_of
-        flat = flatten(only(listed(tensors)), "tensor")
-        filled = [] if self._collectives.rank == root else [flat]
-        steps = _filling(filled, self._collectives.broadcast(flat.data, root))
-        return self._run("broadcast", steps, [flat.tensor], opts)
+        is_root = self._collectives.rank == root
+        flat = (flat_of if is_root else output_of)(only(listed(tensors)), "tensor")
+        what = pack("broadcast", flat.data.dtype, root=root)
+        steps = self._collectives.broadcast(as_bytes(flat.data), root, what, len(flat.data))
+        filled = [] if is_root else [flat]
+        return self._run("broadcast", _filling(filled, steps), [flat.tensor], opts)
 
     def allgather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
@@ -314,8 +347,11 @@ class SharedGroup(DescribedGroup):
 
         def steps() -> Steps:
             for flats, flat in jobs:
-                data = [one.data for one in flats]
-                yield from _filling(flats, self._collectives.all_gather(data, flat.data))
+                sizes = [len(one.data) for one in flats]
+                what = pack("all_gather", flat.data.dtype, sizes=sizes)
+                into, given = [as_bytes(one.data) for one in flats], as_bytes(flat.data)
+                gathered = self._collectives.all_gather(into, given, what, sum(sizes))
+                yield from _filling(flats, gathered)
 
         return self._run("all_gather", steps(), result, opts)
 
@@ -329,21 +365,24 @@ class SharedGroup(DescribedGroup):
     ) -> SharedWork:
         """Give the root the tensors of all, as a list."""
         opts = options(dist.GatherOptions, opts, timeout, root=root)
-        root = self._root(opts)
+        root, size = self._root(opts), self._collectives.size
         if isinstance(inputs, Tensor):
             outputs = [outputs]
         flat = flat_of(only(listed(inputs)), "tensor")
         wanted = list(only(outputs)) if self._collectives.rank == root else []
         flats = [output_of(output, "gather_list") for output in wanted]
         if wanted:
-            check_count(self._collectives.size, wanted, "gather_list")
+            check_count(size, wanted, "gather_list")
             count_as_changed(wanted)
         for one in flats:
             check_fit(one.data, flat.data, "gather_list", "`tensor`")
 
-        data = [one.data for one in flats]
-        steps = _filling(flats, self._collectives.gather(data, flat.data, root))
-        return self._run("gather", steps, wanted, opts)
+        given = [_NOTHING] * size
+        given[root] = as_bytes(flat.data)
+        into = [as_bytes(one.data) for one in flats] or [_NOTHING] * size
+        what = pack("gather", flat.data.dtype, root=root)
+        steps = self._collectives.swap(into, given, what, len(flat.data))
+        return self._run("gather", _filling(flats, steps), wanted, opts)
 
     def scatter(
         self,
@@ -355,19 +394,23 @@ class SharedGroup(DescribedGroup):
     ) -> SharedWork:
         """Give each rank its tensor of the root's list."""
         opts = options(dist.ScatterOptions, opts, timeout, root=root)
-        root = self._root(opts)
+        root, size = self._root(opts), self._collectives.size
         if isinstance(outputs, Tensor):
             inputs = [inputs]
         flat = output_of(only(listed(outputs)), "tensor")
         given = list(only(inputs)) if self._collectives.rank == root else []
         parts = [flat_of(part, "scatter_list").data for part in given]
         if given:
-            check_count(self._collectives.size, given, "scatter_list")
+            check_count(size, given, "scatter_list")
         for part in parts:
             check_fit(part, flat.data, "scatter_list", "`tensor`")
 
-        steps = _filling([flat], self._collectives.scatter(flat.data, parts, root))
-        return self._run("scatter", steps, [flat.tensor], opts)
+        into = [_NOTHING] * size
+        into[root] = as_bytes(flat.data)
+        what = pack("scatter", flat.data.dtype, root=root)
+        sent = [as_bytes(part) for part in parts] or [_NOTHING] * size
+        steps = self._collectives.swap(into, sent, what, len(flat.data))
+        return self._run("scatter", _filling([flat], steps), [flat.tensor], opts)
 
     def alltoall(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
@@ -378,7 +421,7 @@ class SharedGroup(DescribedGroup):
         taken = [output_of(output, "output_tensor_list") for output in outputs]
         given = [flat_of(part, "input_tensor_list").data for part in inputs]
         count_as_changed(outputs)
-        steps = self._collectives.all_to_all([one.data for one in taken], given)
+        steps = self._swap([one.data for one in taken], given)
         return self._run("all_to_all", _filling(taken, steps), list(outputs), opts)
 
     def all_to_all_single(
@@ -392,24 +435,26 @@ class SharedGroup(DescribedGroup):
     ) -> SharedWork:
         """Give each rank a range of rows of every other."""
         opts = options(dist.AllToAllOptions, opts, timeout)
+        size = self._collectives.size
         taken, given = output_of(output, "output"), flat_of(input, "input")
-        into = cut_rows(
-            self._collectives.size, output, taken.data, output_split_sizes, "output_split_sizes"
-        )
-        parts = cut_rows(
-            self._collectives.size, input, given.data, input_split_sizes, "input_split_sizes"
-        )
-        steps = self._collectives.all_to_all(into, parts)
+        into = cut_rows(size, output, taken.data, output_split_sizes, "output_split_sizes")
+        parts = cut_rows(size, input, given.data, input_split_sizes, "input_split_sizes")
+        steps = self._swap(into, parts)
         return self._run("all_to_all", _filling([taken], steps), [output], opts)
 
     alltoall_base = all_to_all_single
+
+    def _swap(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Steps:
+        what = pack("all_to_all", outputs[0].dtype)
+        taken, given = [as_bytes(one) for one in outputs], [as_bytes(one) for one in inputs]
+        return self._collectives.swap(taken, given, what, 0)
 
     # --- barriers ---------------------------------------------------------------------------------
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> SharedWork:
         """Wait until all ranks have come."""
         opts = options(dist.BarrierOptions, opts, timeout)
-        return self._run("barrier", self._collectives.barrier(), [], opts)
+        return self._run("barrier", self._collectives.agree(_BARRIER, 0), [], opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait until all ranks have come; an error names all late ones, whatever is asked."""
@@ -420,48 +465,23 @@ class SharedGroup(DescribedGroup):
 
     # --- messages ---------------------------------------------------------------------------------
 
-    def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int) -> SharedWork:
+    def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int) -> MessageWork:
         """Send to one rank."""
         check_rank(self._collectives.size, dstRank, "dstRank")
-        data = as_bytes(flat_of(only(tensors), "tensor").data)
-        steps, waits = self._messages.send(data, dstRank, tag), self._messages.sends_wait
-        return self._run(
-            f"send to rank {dstRank}",
-            steps,
-            tensors,
-            lane=("to", dstRank, tag if waits else None),
-            needs=NOBODY if waits else ((dstRank,), 0),
-        )
+        self._refuse_if_closed("send")
+        flat = flat_of(only(tensors), "tensor")._replace(copied=False)  # nothing is written back
+        return self._network.message("send", flat, dstRank, tag)
 
-    def recv(self, tensors: Sequence[Tensor], srcRank: int, tag: int) -> SharedWork:
+    def recv(self, tensors: Sequence[Tensor], srcRank: int, tag: int) -> MessageWork:
         """Receive from one rank."""
         check_rank(self._collectives.size, srcRank, "srcRank")
-        flat = output_of(only(tensors), "tensor")
-        steps = self._messages.receive(as_bytes(flat.data), srcRank, tag)
-        work = self._run(
-            f"recv from rank {srcRank}",
-            _filling([flat], steps),
-            tensors,
-            lane=("from", srcRank, tag),
-            needs=NOBODY,  # the message may be there already, and its sender gone
-        )
-        work.sources.append(srcRank)
-        return work
+        self._refuse_if_closed("recv")
+        return self._network.message("recv", output_of(only(tensors), "tensor"), srcRank, tag)
 
-    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> SharedWork:
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> MessageWork:
         """Receive from the first rank that sends."""
-        flat = output_of(only(tensors), "tensor")
-        found: list[int] = []
-        steps = self._messages.receive_any(as_bytes(flat.data), tag, found)
-        work = self._run(
-            "recv from any rank",
-            _filling([flat], steps),
-            tensors,
-            lane=("from any", tag),
-            needs=NOBODY,
-        )
-        work.sources = found
-        return work
+        self._refuse_if_closed("recv")
+        return self._network.message("recv", output_of(only(tensors), "tensor"), None, tag)
 
     # --- parts ------------------------------------------------------------------------------------
 
@@ -516,14 +536,13 @@ class SharedGroup(DescribedGroup):
     # --- leaving ----------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Leave the group. Operations under way fail; messages sent whole can be received."""
-        if not self._closed and not self._engine.forked:
+        """Leave the group. Operations under way fail; messages that were not taken are lost."""
+        if not self._closed and not self._lane.forked:
             self._closed = True
-            self._warn_of(self._engine.close())
+            self._warn_of(self._lane.close())
             self._kept.clear()
-            self._messages.close()
-            self._collectives.close()
-            self._buffers.close()
+            self._network.close()
+            self._memory.close()
 
     abort = shutdown
 

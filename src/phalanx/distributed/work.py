@@ -4,40 +4,52 @@ from __future__ import annotations
 
 import copy
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
 from phalanx.clock import now_s
-from phalanx.distributed.collective_buffers import Need, RemoteNeed, Steps
 from phalanx.distributed.uncompiled_methods import uncompiled_methods
 
-__all__ = ["PendingOperation", "SharedWork"]
+__all__ = ["Call", "Operation", "SharedWork", "Steps"]
 
 
-def _no_steps() -> Steps:
-    yield from ()
+class Call(Protocol):
+    """A part of an operation that waits for other ranks: in shared memory, or over the network."""
+
+    def advance(self, patience_s: float) -> bool:
+        """Run until it ends, or others are late for so long; tell whether it has ended."""
+
+    def find_error(self, title: str) -> BaseException | None:
+        """Return why it cannot end well, as far as this rank sees."""
+
+    def timeout_error(self, title: str, timeout_s: float) -> BaseException | None:
+        """Return the error that names the late ranks; None where nobody is late."""
+
+
+Steps = Iterator[Call]
+"""An operation: its calls, one after the other, with what this rank does between them."""
 
 
 @dataclass(slots=True, eq=False)
-class PendingOperation:
-    """One operation under way.
+class Operation:
+    """One operation of a group.
 
     Attributes:
-        title: What it is called in messages.
-        steps: The operation.
+        title: Its name in messages.
+        steps: Its calls.
         result: Tensors that it fills.
-        need: The ranks that it waits for, where it does.
-        error: Why it has failed.
-        timeout_s: How long it may take, from the call.
+        timeout_s: How long it may take.
         deadline_s: When that has passed.
+        call: The call that it is in.
+        error: Why it has failed.
         done: Whether it has ended, well or not.
-        futures: Those that have not been told of the end yet.
+        futures: Futures that do not know of the end yet.
     """
 
     title: str
@@ -45,7 +57,7 @@ class PendingOperation:
     result: Any  # nested lists of tensors, as torch gives them
     timeout_s: float
     deadline_s: float = field(init=False)
-    need: Need | RemoteNeed | None = None
+    call: Call | None = None
     error: BaseException | None = None
     done: bool = False
     futures: list[Future[Any]] = field(default_factory=list)
@@ -53,22 +65,30 @@ class PendingOperation:
     def __post_init__(self) -> None:
         self.deadline_s = now_s() + self.timeout_s
 
-    def end(self, error: BaseException | None = None) -> None:
-        """Mark the end; the futures are told by :meth:`settle`.
+    def advance(self, patience_s: float) -> bool:
+        """Run until it ends, or others are late for so long; tell whether it has ended."""
+        while not self.done:
+            if self.call is None:
+                self.call = next(self.steps, None)
+            if self.call is None:
+                self.end()
+            elif self.call.advance(patience_s):
+                self.call = None
+            else:
+                return False
+        return True
 
-        Whoever keeps the work must not keep what the operation was made of: a connection, say,
-        whose other end waits for it to be closed.
+    def end(self, error: BaseException | None = None) -> None:
+        """Mark the end; :meth:`settle` tells the futures.
+
+        A work that somebody keeps must not keep the tensors and connections of its operation.
         """
         self.error = error
         self.done = True
-        self.steps = _no_steps()
+        self.steps, self.call = iter(()), None
 
     def settle(self) -> None:
-        """Tell each future of the end, once; their callbacks run here.
-
-        They are the user's code and may begin another operation. So this is called after
-        :meth:`end`, and without any lock.
-        """
+        """Tell each future of the end, once. Their callbacks run here, and may begin operations."""
         while self.futures:
             with suppress(IndexError):  # another thread has taken the last one
                 self.futures.pop().set_result(self.result)
@@ -77,25 +97,20 @@ class PendingOperation:
         """Raise why it has failed, if it has."""
         error = self.error
         if error is not None:
-            # A copy: one error may be told to many callers, and each adds its own traceback.
+            # A copy: several callers may get one error, and each adds its own traceback.
             raise copy.copy(error).with_traceback(error.__traceback__) from error.__cause__
 
 
 @uncompiled_methods
 class SharedWork(dist.Work):
-    """A collective call under way or finished; what ``async_op=True`` returns.
-
-    Attributes:
-        sources: The sender of what a receive has taken, once it has.
-    """
+    """A collective call under way or finished; what ``async_op=True`` returns."""
 
     def __init__(
-        self, operation: PendingOperation, drive: Callable[[PendingOperation, float | None], None]
+        self, operation: Operation, drive: Callable[[Operation, float | None], None]
     ) -> None:
         super().__init__()
         self._operation = operation
         self._drive = drive
-        self.sources: list[int] = []
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
         """Block until the operation has ended, and raise if it has failed.
@@ -130,12 +145,6 @@ class SharedWork(dist.Work):
         """Return the tensors that the operation fills."""
         return list(self._operation.result)
 
-    def source_rank(self) -> int:
-        """Return the sender of what a receive has taken."""
-        return self.sources[0] if self.sources else -1
-
-    _source_rank = source_rank
-
     def get_future(self) -> Future[Any]:
         """Return a future of the tensors; in C++ a failure is a ``RuntimeError`` with our words."""
         operation = self._operation
@@ -145,10 +154,10 @@ class SharedWork(dist.Work):
             operation.raise_error()
             return future.value()
 
-        told = future.then(checked)
+        checked_future = future.then(checked)
         operation.futures.append(future)
-        if operation.done:  # asked for after the append: else no thread might tell it
+        if operation.done:  # after the append: else no thread might tell it
             operation.settle()
-        return told
+        return checked_future
 
     getFuture = get_future

@@ -1,7 +1,7 @@
 """The library of compiled C functions, called through ctypes; hatch_build.py builds it.
 
-Tables cannot do without it. Training and the backend can: what they call here has its like in torch
-(memory/blocks.py, distributed/intra_host.py).
+Tables, worker processes and the backend cannot do without it. Training in threads can: what it calls
+here has its like in torch (memory/blocks.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ANSWERS = (
     "finite",
     "copy_finite",
     "within",
-    "all_reduce",
+    "collective",
     "changes",
     "lock_",
     "part_",
@@ -67,6 +67,7 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
         "changes": [pointer],
         "changes_tell": [pointer],
         "changes_wait": [pointer, number, number],
+        "collective": [pointer, number],
         "part_add": [pointer, pointer, number, pointer, number, number, number, number],
         "part_make": [pointer, pointer, number, number, pointer],
         "part_get": [pointer, pointer, number, pointer],
@@ -77,7 +78,6 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
         "die_after": [number],
     }
     for name in DTYPES.values():
-        takes[f"all_reduce_{name}"] = [pointer]
     for name in ("float32", "float64", "bfloat16"):
         takes[f"finite_{name}"] = [pointer, number]
         takes[f"copy_finite_{name}"] = [pointer, pointer, number]
@@ -125,7 +125,7 @@ def compiled_for(name: str, dtype: torch.dtype) -> Function | None:
     """Return the function of that name for numbers of ``dtype``, if there is one.
 
     Example:
-        >>> compiled_for("all_reduce", torch.bool) is None
+        >>> compiled_for("add", torch.bool) is None
         True
     """
     return FUNCTIONS.get(f"{name}_{DTYPES.get(dtype)}")

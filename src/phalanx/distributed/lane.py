@@ -1,0 +1,268 @@
+"""The operations of a group, which run in the order of their calls.
+
+    all_reduce(t)                 runs in its caller
+    all_reduce(t, async_op=True)  runs in its caller while the others keep coming, where each rank
+                                  has no second core; else in the lane's thread
+    work.wait()                   runs in its caller what the thread has not begun
+
+A call in C returns after some milliseconds in which the others were late. Then this rank looks
+whether they live, whether a deadline has passed, and Python runs the handlers of signals.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+
+import torch
+
+from phalanx.clock import now_s
+from phalanx.distributed.peer_errors import cause_state
+from phalanx.distributed.status_pages import LEFT, StatusPages
+from phalanx.distributed.work import Operation
+from phalanx.errors import GroupAborted, StateError
+from phalanx.ipc import LivenessTimer, register_at_fork
+
+__all__ = ["Lane"]
+
+_PATIENCE_S = 10e-3
+_IDLE_S = 5.0
+_EXIT_S = 1.0
+
+
+class Lane:
+    """The operations of one group that have not ended.
+
+    Args:
+        pages: Where the ranks of this host see whether this one takes part.
+        name: Returns the group's name, for messages.
+        pushes: Whether asynchronous operations run in their caller while the others keep coming.
+        grace_s: How much longer than asked this rank waits for others of its host.
+        report: Called with the error that breaks the group, to report it to other hosts.
+
+    Attributes:
+        forked: Whether this is a copy in a forked child, which must not touch the group.
+    """
+
+    def __init__(
+        self,
+        pages: StatusPages,
+        name: Callable[[], str],
+        *,
+        pushes: bool,
+        grace_s: float,
+        report: Callable[[BaseException], object],
+    ) -> None:
+        self._pages = pages
+        self._name = name
+        self._pushes = pushes
+        self._grace_s = grace_s
+        self._report = report
+        self._operations: deque[Operation] = deque()
+        self._ended: deque[Operation] = deque()  # whose futures do not know it yet
+        self._turn = threading.RLock()  # a signal's handler may call a collective, too
+        self._num_drivers = 0
+        self._broken: BaseException | None = None
+        self._liveness = LivenessTimer(at_once=False)
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition(threading.Lock())
+        self._closed = False
+        self.forked = False
+        _lanes.add(self)
+        register_at_fork(self.forget)
+
+    def start(self, operation: Operation, *, wait: bool) -> None:
+        """Begin ``operation``, and finish it if ``wait``; it keeps a failure under way.
+
+        Raises:
+            PhalanxError: The group has failed before.
+        """
+        if self._broken is None:
+            self._operations.append(operation)
+        if self._broken is not None:  # it may have failed meanwhile, in another thread
+            operation.end(self._broken)
+            operation.raise_error()
+        if wait:
+            self.drive(operation)
+            return
+        if self._pushes:
+            self._push()
+        if not operation.done:
+            self._wake_thread()
+
+    def drive(self, operation: Operation, timeout_s: float | None = None) -> None:
+        """Run operations until this one has ended; it fails after ``timeout_s`` more seconds."""
+        if timeout_s is not None and now_s() + timeout_s < operation.deadline_s:
+            operation.timeout_s, operation.deadline_s = timeout_s, now_s() + timeout_s
+        with self._driving(operation):
+            while not operation.done:
+                with self._turn:
+                    if not operation.done:
+                        self._advance(_PATIENCE_S)
+                self._settle()
+
+    @contextmanager
+    def _driving(self, operation: Operation) -> Iterator[None]:
+        """Have the lane's thread rest meanwhile; break the group where this is interrupted."""
+        self._num_drivers += 1
+        try:
+            yield
+        except BaseException as exc:
+            self._break(self._interrupted(operation, exc))
+            raise
+        finally:
+            self._num_drivers -= 1
+            if self._operations and not self._num_drivers:
+                self._wake_thread()
+
+    def _push(self) -> None:
+        """Run operations in the caller's thread while the others keep coming.
+
+        Where every core has a rank that computes, the lane's thread would take turns with it, and
+        ranks whose threads seldom run at the same time would wait for each other at every piece.
+        """
+        if self._turn.acquire(blocking=False):
+            try:
+                while self._operations and self._advance(0.0):
+                    pass
+            finally:
+                self._turn.release()
+            self._settle()
+
+    def _advance(self, patience_s: float) -> bool:
+        """Run the first operation; tell whether it has ended."""
+        first = self._operations[0]
+        # Tensors that an operation makes and keeps are written outside of that mode, too.
+        mode = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+        try:
+            with mode:
+                ended = first.advance(patience_s)
+        except Exception as exc:
+            self._break(exc)
+            return True
+        if ended:
+            if self._operations and self._operations[0] is first:
+                self._operations.popleft()
+            if first.futures:  # a future that is asked for from here on settles itself
+                self._ended.append(first)
+            return True
+        self._examine(first)
+        return first.done
+
+    def _examine(self, first: Operation) -> None:
+        """Break the group where its first operation cannot end well, or one is over its time."""
+        since_s = now_s() - self._grace_s
+        late = next((each for each in self._operations if each.deadline_s <= since_s), None)
+        call = first.call
+        if call is None or (late is None and not self._liveness.due()):
+            return
+        error = call.find_error(first.title)
+        if error is None and late is not None:
+            error = call.timeout_error(late.title, late.timeout_s + self._grace_s)
+        if error is not None:
+            self._break(error)
+
+    def _interrupted(self, operation: Operation, by: BaseException) -> GroupAborted:
+        me = self._pages.names[self._pages.rank]
+        return GroupAborted(
+            f"Rank {me} gave up {operation.title} ({type(by).__name__}). "
+            "Destroy the group and make a new one.",
+            me,
+        )
+
+    def _break(self, error: BaseException) -> list[Operation]:
+        """Fail everything under way, now and from now on; the other ranks learn of it."""
+        with self._turn:
+            if self._broken is None:
+                self._broken = error
+                me = self._pages.names[self._pages.rank]
+                self._pages.stop(*((LEFT, me) if self._closed else cause_state(error, me)))
+                if not self._closed:
+                    self._report(error)
+            failed = list(self._operations)
+            self._operations.clear()
+            for operation in failed:
+                operation.end(self._broken)
+            self._ended.extend(failed)
+        return failed
+
+    def _settle(self) -> None:
+        """Tell the futures of ended operations; without a lock, because callbacks are a user's."""
+        while self._ended:
+            with suppress(IndexError):  # another thread has taken the last one
+                self._ended.popleft().settle()
+
+    # --- the thread -------------------------------------------------------------------------------
+
+    def _wake_thread(self) -> None:
+        with self._changed:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(
+                    target=self._run, name="phalanx collectives", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while self._await_operations():
+            with self._turn:
+                if self._operations:
+                    self._advance(_PATIENCE_S)
+            self._settle()
+
+    def _await_operations(self) -> bool:
+        """Wait until the thread has something to run; False where it is to end."""
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: self._closed or (self._operations and not self._num_drivers), _IDLE_S
+            ):
+                self._thread = None
+                return False
+            return not self._closed
+
+    def end_thread(self) -> None:
+        """End the thread, unless a future's callback keeps it for too long.
+
+        A thread that is in torch's C++ when the interpreter goes would abort the process.
+        """
+        with self._changed:
+            self._closed = True
+            thread = self._thread
+            self._changed.notify_all()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_EXIT_S)
+
+    def close(self) -> list[str]:
+        """Leave the group. Operations under way fail; their titles are returned."""
+        self.end_thread()
+        left = self._break(GroupAborted(f"Group {self._name()!r} is destroyed."))
+        self._settle()
+        return [operation.title for operation in left]
+
+    def forget(self) -> None:
+        """Give the group up in a forked child, where it would speak in its parent's name."""
+        self._turn = threading.RLock()  # a thread of the parent may have had it
+        self._changed = threading.Condition(threading.Lock())
+        self._thread = None
+        self.forked = self._closed = True
+        self._broken = StateError(
+            f"Group {self._name()!r} must be used by the process that made it, but this is a fork "
+            "of that. Make a group of its own here."
+        )
+        for operation in self._operations:  # their futures are the parent's
+            operation.end(self._broken)
+        self._operations.clear()
+        self._ended.clear()
+
+
+_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    for lane in list(_lanes):
+        lane.end_thread()
