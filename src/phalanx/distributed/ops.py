@@ -57,9 +57,10 @@ def number_of(op: object, dtype: torch.dtype) -> int:
     return number
 
 
-def is_summed(op: object) -> bool:
-    """Tell whether a ``ReduceOp`` is a sum, or an average."""
-    return getattr(op, "op", op) in (ReduceOp.SUM, ReduceOp.AVG)
+def is_summed(op: object, dtype: torch.dtype) -> bool:
+    """Tell whether a reduction of such numbers is ours: a sum, or an average."""
+    ours = dtype in SUMMED_DTYPES or dtype in _HALVES
+    return ours and getattr(op, "op", op) in (ReduceOp.SUM, ReduceOp.AVG)
 
 
 def widened(flat: Tensor, op: object, *, takes_halves: bool) -> Tensor:

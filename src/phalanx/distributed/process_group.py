@@ -177,7 +177,7 @@ class SharedGroup(DescribedGroup):
         """Reduce ``flat`` over all ranks, in place."""
         what = pack(kind, flat.dtype, reduction=number_of(op, flat.dtype), root=root)
         wide = widened(flat, op, takes_halves=self._collectives.takes_halves)
-        if is_summed(op):
+        if is_summed(op, flat.dtype):
             yield from self._collectives.all_reduce(wide, what, len(flat))
             average(wide, op, self._collectives.size)
         else:
@@ -268,7 +268,7 @@ class SharedGroup(DescribedGroup):
         sizes = [len(part) for part in parts]
         number = number_of(op, output.dtype)
         what = pack("reduce_scatter", output.dtype, reduction=number, sizes=sizes)
-        if is_summed(op):
+        if is_summed(op, output.dtype):
             takes_halves = self._collectives.takes_halves
             wide = widened(output, op, takes_halves=takes_halves)
             given = [widened(part, op, takes_halves=takes_halves) for part in parts]
