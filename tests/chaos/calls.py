@@ -145,7 +145,7 @@ KINDS: dict[str, Callable[[Call, int], bool]] = {
     "messages": _messages,
 }
 WITH_POINTS = tuple(kind for kind in KINDS if kind != "messages")
-"""Those that pass the points of :data:`phalanx.distributed.collective_buffers.POINTS`."""
+"""Those that pass the points of :data:`phalanx.distributed.shared_memory.POINTS`."""
 
 LENGTHS = (1, 5, 4097, 70_001, 300_001)
 """Less than a piece, and more; no multiple of anything."""

@@ -1,6 +1,6 @@
-"""Bugs that are planted in native_all_reduce.c, to see that somebody notices.
+"""Bugs that are planted in native/collectives.c, to see that somebody notices.
 
-Each is a text of the file and what stands in its place, by name in :data:`NATIVE_BUGS`. A rank
+Each is texts of the file and what stands in their place, by name in :data:`NATIVE_BUGS`. A rank
 that has one compiles the file anew and uses what comes of it; it is not needed for anything else.
 Where a bug opens a window, the processor is lost in it, as it may be at any time.
 """
@@ -16,33 +16,29 @@ import phalanx
 from phalanx.native import library
 
 _SOURCES = Path(phalanx.__file__).parent
-_FILE = "distributed/native_all_reduce.c"
-_GIVE = "exchange(state, (char *)piece, count, item, 1);"
-_REDUCE = "reduce_##NAME(state, piece + start"
+_FILE = "native/collectives.c"
+_WRITE = "kinds[op->kind].write(op);"
+_READ = "word outcome = kinds[op->kind].read(op);"
+_LOOK_WHO_SLEEPS = "if (__atomic_load_n(page + AWAITED"
+_LAST_LOOK = "if (__atomic_load_n(page_of(op, late) + PROGRESS, __ATOMIC_ACQUIRE) < progress) {"
 
-NATIVE_BUGS: dict[str, tuple[str, str]] = {
-    # Nobody waits for anybody: results are made of whatever lies in the slots.
-    "native_progress_unread": (
-        "if (progress <= 0 || have_reached(state, progress)) return 1;",
-        "return 1;",
-    ),
+NATIVE_BUGS: dict[str, dict[str, str]] = {
+    # Nobody waits for the results of others.
+    "results_not_awaited": {"if (!await_others(op, REDUCED, patience_ns)) return WAITS;": ""},
     # A piece is said to be there before it is written.
-    "native_posted_before_data": (
-        _GIVE,
-        f"post(state, PUBLISHED, PUBLISH); usleep(20000); {_GIVE}",
-    ),
+    "posted_before_data": {_WRITE: f"post(op, PUBLISHED, PUBLISH); usleep(20000); {_WRITE}"},
     # A result is said to be there before it is.
-    "native_posted_before_result": (
-        _REDUCE,
-        f"post(state, REDUCED, REDUCE); usleep(20000); {_REDUCE}",
-    ),
+    "posted_before_result": {
+        _READ: f"if (op->kind == ALL_REDUCE) post(op, REDUCED, READ), usleep(20000); {_READ}"
+    },
+    # A slot is written again while others read it.
+    "one_slot_for_all_pieces": {"op->piece % NUM_SLOTS": "0"},
     # Ranks in different calls take each other's numbers.
-    "native_fingerprints_not_compared": ("rank < state[SIZE] && !state[AGREED]", "rank < 0"),
+    "fingerprints_not_compared": {"if (!all_agree(op)) return DIFFERS;": ""},
     # Nobody looks who sleeps.
-    "native_wake_ups_lost": (
-        "return asleep || state[FAIL_POINTS];",
-        "return (asleep & 0) || state[FAIL_POINTS];",
-    ),
+    "wake_ups_lost": {_LOOK_WHO_SLEEPS: f"if (0 && {_LOOK_WHO_SLEEPS[4:]}"},
+    # A rank looks for the last time before it says for whom it sleeps, and not after that.
+    "said_too_late": {"uint32_t rung =": "usleep(20000); uint32_t rung =", _LAST_LOOK: "{"},
 }
 
 
@@ -69,8 +65,7 @@ def broken_functions(file: str, changes: dict[str, str]) -> dict[str, library.Fu
 
 
 def plant_in_native(name: str) -> None:
-    """Break this process's all-reduces."""
-    right, wrong = NATIVE_BUGS[name]
-    functions = broken_functions(_FILE, {right: wrong})
+    """Break this process's collectives."""
+    functions = broken_functions(_FILE, NATIVE_BUGS[name])
     library.FUNCTIONS.clear()
     library.FUNCTIONS.update(functions)

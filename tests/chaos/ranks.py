@@ -149,7 +149,7 @@ def _take_part(parent: Parent, rank: int, store: str, case: Case) -> dict[str, A
 
 def _await_death(victim: int) -> None:
     waiting = Waiting(DEADLINE_S)
-    while dist.group.WORLD._buffers.pages.alive(victim):
+    while dist.group.WORLD._memory.pages.alive(victim):
         assert not waiting.over()
         waiting.rest()
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from phalanx.distributed.collective_buffers import POINTS
+from phalanx.distributed.shared_memory import POINTS
 from tests.chaos.calls import WITH_POINTS
 from tests.chaos.ranks import CALLS, SIZE, Case, RunResult, Troop
 
@@ -86,18 +86,8 @@ def halting_offences(case: Case, hit_at_s: float, reports: dict[int, RunResult])
     return found
 
 
-def some_victim(kind: str, point: str, number: int) -> int:
-    """Return a rank that passes ``point``; the root is 1."""
-    if point.startswith("piece") and point != "piece ended":
-        if kind in ("broadcast", "scatter"):
-            return 1  # only the root publishes
-        if kind in ("reduce", "gather"):
-            return 0 if number % 2 else 2  # only the root does not
-    return number % SIZE
-
-
 def points_of(kind: str) -> list[str]:
-    reduces_in_parts = kind in ("all_reduce", "unwaited all_reduces")
+    reduces_in_parts = kind in ("all_reduce", "reduce", "unwaited all_reduces")
     return [point for point in POINTS if point != "result given" or reduces_in_parts]
 
 
@@ -118,7 +108,7 @@ def deaths() -> list[object]:
 def test_a_death_inside_a_collective_is_told_to_all_and_a_new_group_works(troop, kind, points):
     found = {}
     for number, point in points:
-        victim = some_victim(kind, point, number)
+        victim = number % SIZE
         case = Case(kind=kind, victim=victim, point=point, passing=1 + number % 2)
         wrong = offences(case, *troop.go_through(case))
         if wrong:
@@ -175,7 +165,6 @@ def test_each_rank_may_be_halted_at_each_point(troops, kind):
     cases = [
         Case(kind, victim, point, deed="stop", timeout_s=HALTED_S)
         for victim, point in itertools.product(range(SIZE), points_of(kind))
-        if victim == some_victim(kind, point, victim) or point in ("operation begun", "piece ended")
     ]
     assert go_halting(troops, cases) == {}
 

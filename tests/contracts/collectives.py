@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.native import library
 from tests.multiprocess.ranks import PLAYED_HOSTS
 
 SIZES = (0, 1, 5, 4096, 70_003)  # the last beyond what is published whole, and no round number
@@ -134,24 +133,6 @@ def reductions(rank: int, kind: str, op_name: str, dtypes: tuple[torch.dtype, ..
         if asked and not near(mine.contiguous(), theirs):
             wrong.append(f"{case}: not what gloo gives")
     return wrong
-
-
-def sums_without_compiled_code(
-    rank: int, without: Sequence[int], dtypes: tuple[torch.dtype, ...], num_elements: int
-) -> list[str]:
-    """Sums where these ranks have nothing compiled; some of several pieces."""
-    functions = dict(library.FUNCTIONS)
-    if rank in without:
-        library.FUNCTIONS.clear()
-    try:
-        return [
-            *reductions(rank, "all_reduce", "SUM", dtypes),
-            *very_large(rank, num_elements),
-            *reductions(rank, "reduce", "SUM", dtypes),
-            *reductions(rank, "all_reduce", "SUM", dtypes),
-        ]
-    finally:
-        library.FUNCTIONS.update(functions)
 
 
 def edges_of_bfloat16(rank: int) -> list[str]:
@@ -289,37 +270,6 @@ def scattered_reductions(rank: int, op_name: str, dtypes: tuple[torch.dtype, ...
         dist.reduce_scatter(result, lists[rank], op, group=ours)
         if not same_bits(result, in_rank_order([one[rank] for one in lists], op)):
             wrong.append(f"reduce_scatter {op_name} {dtype} {length}")
-    return wrong
-
-
-def scaled_sums(rank: int, dtypes: tuple[torch.dtype, ...]) -> list[str]:
-    """PREMUL_SUM, each rank with a factor of its own, given as a number or as a tensor."""
-    ours, size = group("phalanx"), dist.get_world_size()
-    factors = [0.3 * (other + 1) for other in range(size)]
-    wrong = []
-    for seed, dtype, length, layout in cases(dtypes):
-        factor = torch.tensor([factors[rank]], dtype=torch.float64) if seed % 2 else factors[rank]
-        op = dist.ReduceOp.PREMUL_SUM(factor)
-        everybody = [draw(r, length, dtype, layout, seed) for r in range(size)]
-        scaled = [one * f for one, f in zip(everybody, factors, strict=True)]
-        expected = in_rank_order(scaled, dist.ReduceOp.SUM)
-        case = f"{dtype} {length} {layout}"
-        mine = everybody[rank].clone(memory_format=torch.preserve_format)
-        dist.all_reduce(mine, op, group=ours)
-        if not same_bits(mine, expected):
-            wrong.append(f"all_reduce {case}")
-        mine = everybody[rank].clone(memory_format=torch.preserve_format)
-        root = length % size
-        dist.reduce(mine, root, op, group=ours)
-        if not same_bits(mine, expected if rank == root else everybody[rank]):
-            wrong.append(f"reduce {case}")
-        given = torch.cat([everybody[rank].reshape(-1)] * size)
-        result = torch.empty(everybody[rank].numel(), dtype=dtype)
-        dist.reduce_scatter_tensor(result, given, op, group=ours)
-        if not same_bits(result, expected.reshape(-1)) or given.numel() != size * result.numel():
-            wrong.append(f"reduce_scatter {case}")
-        if not same_bits(given, torch.cat([everybody[rank].reshape(-1)] * size)):
-            wrong.append(f"reduce_scatter {case} has changed its input")
     return wrong
 
 

@@ -17,7 +17,6 @@ from tests.multiprocess.ranks import Ranks
 pytestmark = pytest.mark.promise("backend-gives-what-gloo-gives")
 
 LARGE_ELEMENTS = (16 << 20) // 4 + 3
-SEVERAL_PIECES = 1_100_003
 
 
 GATE = ("aaa", "aba")  # one host, and two whose ranks are mixed
@@ -55,19 +54,6 @@ def test_a_reduction_is_gloos_and_in_rank_order(ranks, kind, op):
     check(ranks.run(calls.reductions, kind, op, dtypes))
 
 
-@pytest.mark.parametrize(
-    "without",
-    [
-        pytest.param((), marks=NIGHT, id="none"),
-        pytest.param((0, 1, 2, 3), marks=NIGHT, id="all"),
-        pytest.param((1, 2), id="some"),
-    ],
-)
-def test_sums_have_the_same_bits_where_ranks_lack_compiled_code(ranks, without):
-    dtypes = (*calls.FLOATS, torch.int32, torch.int64)
-    check(ranks.run(calls.sums_without_compiled_code, without, dtypes, SEVERAL_PIECES))
-
-
 def test_sums_of_bfloat16_are_rounded_once_and_to_the_nearest(ranks):
     check(ranks.run(calls.edges_of_bfloat16))
 
@@ -81,10 +67,6 @@ def test_a_bitwise_reduction_is_gloos(ranks, op):
 def test_a_scattered_reduction_is_in_rank_order(ranks, op):
     dtypes = calls.FLOATS if op == "AVG" else (*calls.FLOATS, torch.int64)
     check(ranks.run(calls.scattered_reductions, op, dtypes))
-
-
-def test_a_sum_of_scaled_numbers_is_the_plain_one(ranks):
-    check(ranks.run(calls.scaled_sums, calls.FLOATS))
 
 
 def test_a_group_can_be_split(ranks):

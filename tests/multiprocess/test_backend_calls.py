@@ -22,35 +22,8 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
         yield ranks
 
 
-@pytest.fixture(scope="module")
-def one_host() -> Iterator[Ranks]:
-    """Ranks of calls that differ over the network, where a message waits for its receiver."""
-    with Ranks(3) as ranks:
-        yield ranks
-
-
 def make(timeout_s: float = 60.0, ranks: list[int] | None = None) -> dist.ProcessGroup:
     return dist.new_group(ranks, datetime.timedelta(seconds=timeout_s), "phalanx")
-
-
-def messages_out_of_order(rank: int) -> list[float]:
-    """Rank 0 sends tags 1 to 4, the last one large; rank 1 asks for them backwards."""
-    group = make()
-    got = []
-    if rank == 0:
-        for tag in range(1, 5):
-            dist.send(torch.full((400_000 if tag == 4 else 5,), float(tag)), 1, group, tag)
-    elif rank == 1:
-        for tag in (4, 3, 2, 1):
-            tensor = torch.empty(400_000 if tag == 4 else 5)
-            dist.recv(tensor, 0, group, tag)
-            got.append(tensor.unique().item())
-    dist.destroy_process_group(group)
-    return got
-
-
-def test_messages_are_found_by_tag_whatever_the_order(one_host):
-    assert one_host.run(messages_out_of_order)[1] == [4.0, 3.0, 2.0, 1.0]
 
 
 def messages_from_anybody(rank: int) -> list[int]:
@@ -88,29 +61,6 @@ def everybody_sends_before_anybody_receives(rank: int) -> list[bool]:
 
 def test_large_messages_may_all_be_sent_first(ranks):
     assert ranks.run(everybody_sends_before_anybody_receives) == [[True, True]] * 3
-
-
-def messages_of_those_who_have_left(rank: int) -> list[float]:
-    """Ranks 0 and 2 destroy the group before rank 1 asks for what they have sent."""
-    group, got = make(), []
-    if rank != 1:
-        for number in (1.0, 2.0):
-            dist.send(torch.full((5,), number + rank), 1, group)
-        dist.destroy_process_group(group)
-    dist.barrier()
-    if rank == 1:
-        for sender in (2, 2, 0, 0):
-            tensor = torch.empty(5)
-            dist.recv(tensor, sender, group)
-            got.append(tensor.unique().item())
-        with pytest.raises(PeerError):
-            dist.recv(tensor, 0, group)
-        dist.destroy_process_group(group)
-    return got
-
-
-def test_messages_of_those_who_have_left_can_be_received(one_host):
-    assert one_host.run(messages_of_those_who_have_left)[1] == [3.0, 4.0, 1.0, 2.0]
 
 
 def groups_in_another_order(rank: int) -> list[float]:
@@ -288,28 +238,6 @@ def test_what_cannot_be_is_refused_and_the_group_goes_on(ranks):
     assert "`tensor` must be dense" in sparse
     assert "`op` must be arithmetic for torch.float32" in bits
     assert "`output` must hold 3 times the elements of `input` (3 × torch.float32)" in length
-
-
-def a_message_of_another_size(rank: int) -> str:
-    group = make()
-    said = ""
-    if rank == 0:
-        dist.send(torch.ones(5), 1, group)
-        dist.send(torch.ones(3), 1, group)
-    elif rank == 1:
-        with pytest.raises(ConfigError) as caught:
-            dist.recv(torch.empty(4), 0, group)
-        said = str(caught.value)
-        tensor = torch.zeros(3)
-        dist.recv(tensor, 0, group)
-        assert tensor.tolist() == [1.0] * 3
-    dist.destroy_process_group(group)
-    return said
-
-
-def test_a_message_of_another_size_is_refused_and_the_next_comes_whole(one_host):
-    said = one_host.run(a_message_of_another_size)[1]
-    assert said == "`tensor` must have the 20 bytes that rank 0 has sent, but has 16."
 
 
 def test_a_monitored_barrier_names_the_late_one_and_desync_survives_pickling(ranks):

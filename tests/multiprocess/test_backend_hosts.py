@@ -52,8 +52,6 @@ def sent_to_nobody(rank: int) -> tuple[str, int | None] | None:
         with pytest.raises(PeerTimeout) as caught:
             dist.send(torch.ones(3), 2, group)
         said = str(caught.value), caught.value.rank
-        with pytest.raises(PeerTimeout):  # the group has failed
-            dist.recv(torch.ones(3), 1, group)
     dist.barrier()
     dist.destroy_process_group(group)
     return said
@@ -61,7 +59,7 @@ def sent_to_nobody(rank: int) -> tuple[str, int | None] | None:
 
 def test_a_send_to_an_absent_rank_names_it(ranks):
     text, late = ranks.run(sent_to_nobody)[0]
-    assert text.startswith("Rank 2 of 3 did not come to send to rank 2 of group ")
+    assert text == "Rank 2 of 3 did not answer over the network within 1 s."
     assert late == 2
 
 

@@ -19,7 +19,7 @@ from phalanx.distributed.cuda_group import CudaGroup, nccl_is_here
 from phalanx.distributed.error_store import ErrorStore
 from phalanx.distributed.group_rendezvous import GroupRendezvous
 from phalanx.distributed.hosts import loopback, network_interfaces
-from phalanx.distributed.network import Network, open_gloo
+from phalanx.distributed.network import Network
 from phalanx.distributed.one_host import OneHost
 from phalanx.distributed.process_group import NAME, SharedGroup
 from phalanx.distributed.several_hosts import SeveralHosts
@@ -55,9 +55,7 @@ def open_group(
     interfaces = network_interfaces()
     if len(hosts.ranks) == 1 and not interfaces:
         interfaces = [name for name in [loopback()] if name]
-    # Before the memory: when all of this host share that, each can be reached.
-    at = PrefixStore("gloo/", rendezvous.store)
-    gloo = open_gloo(at, rank, size, timeout_s, interfaces)
+    gloo = rendezvous.connect(interfaces)
     memory = rendezvous.share_memory(here)
     error_store = ErrorStore(rendezvous.store, rank, size)
     network = Network(gloo, rank, memory.pages, error_store, timeout_s)

@@ -24,7 +24,7 @@ _KINDS = (
     "all_to_all",
     "barrier",
 )
-_REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+_REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _DTYPES = tuple(
     sorted(
         {value for value in vars(torch).values() if isinstance(value, torch.dtype)},

@@ -3,8 +3,8 @@
     common namespace   each rank says hello; rank 0 calls those that it has heard, and names a
                        namespace for this group alone
     group's namespace  each that was called comes; rank 0 opens it when all have, and clears the
-                       common one; on each host, the first makes the region; the others map
-                       /proc/<pid>/fd/<fd>
+                       common one; gloo connects all; on each host, the first makes the region; the
+                       others map /proc/<pid>/fd/<fd>
 
 The region has no name, so nothing is left behind by whatever crash.
 
@@ -24,7 +24,9 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -33,6 +35,7 @@ from torch.distributed import PrefixStore, Store
 from phalanx.clock import now_s, pause
 from phalanx.distributed.error_store import ErrorStore
 from phalanx.distributed.hosts import Hosts, hosts_of, this_host
+from phalanx.distributed.network import Gloo, open_gloo
 from phalanx.distributed.shared_memory import SharedMemory
 from phalanx.distributed.status_pages import StatusPages
 from phalanx.errors import GroupAborted, PeerError, PeerLost
@@ -43,6 +46,7 @@ __all__ = ["GroupRendezvous"]
 _FIRST_PAUSE_S = 1e-4
 _LONGEST_PAUSE_S = 10e-3
 _SHOWN_BYTES = 60
+_GLOO, _GLOO_KEYS = "gloo", "gloo/0"  # where gloo's ranks write their addresses
 
 
 class _Hello(NamedTuple):
@@ -144,6 +148,39 @@ class GroupRendezvous:
         hellos = [hello for hello in self._heard if hello]
         self._met.update(hello.word for hello in hellos)
         return hosts_of([hello.host for hello in hellos])
+
+    def connect(self, interfaces: Sequence[str]) -> Gloo:
+        """Return gloo's connection to all ranks.
+
+        gloo waits for a rank that has died until its time is over. So a thread waits for gloo.
+
+        Args:
+            interfaces: Of the network, by name; none for the one that has the host's name.
+
+        Raises:
+            PeerTimeout: A rank did not come.
+            PeerLost: A rank on this host died, or the store is gone.
+
+        Blocks: Until all are connected.
+        """
+        found: Future[Gloo] = Future()
+        store = PrefixStore(_GLOO, self.store)
+        left_s = max(self._deadline_s - now_s(), 1e-3)
+
+        def run() -> None:
+            try:
+                found.set_result(open_gloo(store, self.rank, self.size, left_s, interfaces))
+            except BaseException as exc:
+                found.set_exception(exc)
+
+        assert self._error_store is not None
+        with self._told(), self._error_store.naming(None, self._timeout_s):
+            threading.Thread(target=run, name="phalanx gloo", daemon=True).start()
+            self._pause_s = _FIRST_PAUSE_S
+            while not found.done():
+                self._look_for_deaths()
+                self._pause()
+            return found.result()
 
     def share_memory(self, ranks: Sequence[int]) -> SharedMemory:
         """Return the memory that ``ranks``, which are on this host, share.
@@ -271,7 +308,7 @@ class GroupRendezvous:
         """Delete the keys that all have read, so that the store does not grow with each group."""
         if self.store.add("left", 1) == self.size:
             for rank in range(self.size):
-                for what in ("here", "card", "mapped"):
+                for what in ("here", "card", "mapped", _GLOO_KEYS):
                     self.store.delete_key(f"{what}/{rank}")
             for key in ("heard", "open", "left"):
                 self.store.delete_key(key)
@@ -280,6 +317,16 @@ class GroupRendezvous:
 
     def _rest(self, awaited: Sequence[int]) -> None:
         """Wait a moment for the first of ``awaited``, unless it is in vain."""
+        self._look_for_deaths()
+        if now_s() >= self._deadline_s:
+            raise late_peers("Rank", awaited[:1], self.size, "make the group", self._timeout_s)
+        self._pause()
+
+    def _pause(self) -> None:
+        pause(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+    def _look_for_deaths(self) -> None:
         self._look()
         for rank, hello in enumerate(self._heard):
             if hello and self._is_dead(hello) and hello.word in self._met:
@@ -289,10 +336,6 @@ class GroupRendezvous:
                 )
         if self._error_store and self.store.check(["error"]):
             raise self._error_store.read() or GroupAborted(f"Some rank of {self.size} gave up.")
-        if now_s() >= self._deadline_s:
-            raise late_peers("Rank", awaited[:1], self.size, "make the group", self._timeout_s)
-        pause(self._pause_s)
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     def _is_dead(self, hello: _Hello) -> bool:
         """Tell whether the process of a hello is gone; of another host nobody here can know."""

@@ -41,7 +41,6 @@ class Lane:
         pages: Where the ranks of this host see whether this one takes part.
         name: Returns the group's name, for messages.
         pushes: Whether asynchronous operations run in their caller while the others keep coming.
-        grace_s: How much longer than asked this rank waits for others of its host.
         report: Called with the error that breaks the group, to report it to other hosts.
 
     Attributes:
@@ -54,20 +53,18 @@ class Lane:
         name: Callable[[], str],
         *,
         pushes: bool,
-        grace_s: float,
         report: Callable[[BaseException], object],
     ) -> None:
         self._pages = pages
         self._name = name
         self._pushes = pushes
-        self._grace_s = grace_s
         self._report = report
         self._operations: deque[Operation] = deque()
         self._ended: deque[Operation] = deque()  # whose futures do not know it yet
         self._turn = threading.RLock()  # a signal's handler may call a collective, too
         self._num_drivers = 0
         self._broken: BaseException | None = None
-        self._liveness = LivenessTimer(at_once=False)
+        self._liveness = LivenessTimer()
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition(threading.Lock())
         self._closed = False
@@ -112,7 +109,7 @@ class Lane:
         try:
             yield
         except BaseException as exc:
-            self._break(self._interrupted(operation, exc))
+            self.fail(self._interrupted(operation, exc))
             raise
         finally:
             self._num_drivers -= 1
@@ -142,7 +139,7 @@ class Lane:
             with mode:
                 ended = first.advance(patience_s)
         except Exception as exc:
-            self._break(exc)
+            self.fail(exc)
             return True
         if ended:
             if self._operations and self._operations[0] is first:
@@ -155,16 +152,18 @@ class Lane:
 
     def _examine(self, first: Operation) -> None:
         """Break the group where its first operation cannot end well, or one is over its time."""
-        since_s = now_s() - self._grace_s
-        late = next((each for each in self._operations if each.deadline_s <= since_s), None)
         call = first.call
-        if call is None or (late is None and not self._liveness.due()):
+        if call is None:
+            return
+        since_s = now_s() - call.grace_s
+        late = next((each for each in self._operations if each.deadline_s <= since_s), None)
+        if late is None and not self._liveness.due():
             return
         error = call.find_error(first.title)
         if error is None and late is not None:
-            error = call.timeout_error(late.title, late.timeout_s + self._grace_s)
+            error = call.timeout_error(late.title, late.timeout_s + call.grace_s)
         if error is not None:
-            self._break(error)
+            self.fail(error)
 
     def _interrupted(self, operation: Operation, by: BaseException) -> GroupAborted:
         me = self._pages.names[self._pages.rank]
@@ -174,7 +173,7 @@ class Lane:
             me,
         )
 
-    def _break(self, error: BaseException) -> list[Operation]:
+    def fail(self, error: BaseException) -> list[Operation]:
         """Fail everything under way, now and from now on; the other ranks learn of it."""
         with self._turn:
             if self._broken is None:
@@ -239,7 +238,7 @@ class Lane:
     def close(self) -> list[str]:
         """Leave the group. Operations under way fail; their titles are returned."""
         self.end_thread()
-        left = self._break(GroupAborted(f"Group {self._name()!r} is destroyed."))
+        left = self.fail(GroupAborted(f"Group {self._name()!r} is destroyed."))
         self._settle()
         return [operation.title for operation in left]
 

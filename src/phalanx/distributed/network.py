@@ -46,6 +46,7 @@ _TAG = 2**31 - 2
 _CUT_TAG = 2**31 - 1  # of a receive that no member answers
 _HEAD_WORDS = 4
 _JOIN_S = 1.0
+_REPORT_S = 1.0  # within which the first rank of another host reports who is late there
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 _NO_LIMIT = datetime.timedelta(days=1000)
 _NO_TIME = datetime.timedelta(0)
@@ -57,20 +58,20 @@ Gloo = Any
 def open_gloo(
     store: Store, rank: int, size: int, timeout_s: float, interfaces: Sequence[str]
 ) -> Gloo:
-    """Return a gloo group in which each pair of ranks connects when it is first used.
+    """Return a gloo group whose ranks are all connected.
 
     Args:
         store: Where they find each other's addresses; of these ranks alone.
         rank: Ours.
         size: How many there are.
-        timeout_s: How long a connection may take.
+        timeout_s: How long the connections may take.
         interfaces: Of the network, by name; none for the one that has the host's name.
     """
     options: Any = gloo_options(ProcessGroupGloo)
     options._timeout = datetime.timedelta(seconds=timeout_s)
-    options._devices = [
-        ProcessGroupGloo.create_device(interface=name, lazy_init=True) for name in interfaces
-    ] or [ProcessGroupGloo.create_default_device(lazy_init=True)]
+    options._devices = [ProcessGroupGloo.create_device(interface=name) for name in interfaces] or [
+        ProcessGroupGloo.create_default_device()
+    ]
     return ProcessGroupGloo(store, rank, size, options)
 
 
@@ -83,7 +84,12 @@ class Network:
         pages: Where the ranks of this host say whether they take part.
         error_store: Where the first error of the group stands.
         timeout_s: How long an operation may take, where the call does not say.
+
+    Attributes:
+        fail: Called with the error of a message, to break the group.
     """
+
+    fail: Callable[[BaseException], object]
 
     def __init__(
         self, gloo: Gloo, rank: int, pages: StatusPages, error_store: ErrorStore, timeout_s: float
@@ -93,7 +99,6 @@ class Network:
         self._pages = pages
         self._error_store = error_store
         self._timeout_s = timeout_s
-        self._peers: set[int] = set()  # ranks that this one has a connection to
         self._threads: list[threading.Thread] = []
 
     @property
@@ -120,7 +125,7 @@ class Network:
             received: By sender; they are filled.
             fingerprint: The operation, before its first bytes; None for further ones.
         """
-        swap = _Swap(self, self._error_store.group_size)
+        swap = _Swap(self._error_store.group_size)
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         thread = threading.Thread(
             target=swap.run,
@@ -156,7 +161,6 @@ class Network:
             for rank, data in data_by_rank.items():
                 with self._awaiting(rank, swap):
                     works.append((rank, getattr(self.gloo, call)([data], rank, _TAG)))
-                    self._peers.add(rank)
         for rank, work in works:
             with self._awaiting(rank, swap):
                 work.wait(_NO_LIMIT)
@@ -183,7 +187,6 @@ class Network:
 
     def collective(self, begin: Callable[[Gloo], Work]) -> _Collective:
         """Begin a collective of gloo's."""
-        self._peers.update(range(self._error_store.group_size))
         with self._error_store.naming(None, self._timeout_s):
             return _Collective(begin(self.gloo), self._pages, self._error_store, self._timeout_s)
 
@@ -195,7 +198,6 @@ class Network:
                 work = self.gloo.recv_anysource([data], tag)
             else:
                 work = getattr(self.gloo, call)([data], peer, tag)
-                self._peers.add(peer)
         return MessageWork(work, flat, peer, self)
 
     @contextmanager
@@ -207,6 +209,7 @@ class Network:
         except PeerError as exc:
             here = [index for index, name in enumerate(self._pages.names) if peer in (None, name)]
             known = peer_error(self._pages, [each for each in here if each != self._pages.rank], 0)
+            self.fail(known or exc)
             if known is not None:
                 raise known from exc
             raise
@@ -232,7 +235,7 @@ class Network:
         gloo, self._gloo = self._gloo, None
         if gloo is not None:
             if broken or any(thread.is_alive() for thread in self._threads):
-                for rank in sorted(self._peers - {self._rank}):
+                for rank in set(range(self._error_store.group_size)) - {self._rank}:
                     with suppress(RuntimeError):
                         gloo.recv([torch.empty(1)], rank, _CUT_TAG).wait(_AT_ONCE)
             gloo.abort()
@@ -252,7 +255,9 @@ class _Swap:
         awaited: The rank that it waits for now.
     """
 
-    def __init__(self, network: Network, group_size: int) -> None:
+    grace_s = _REPORT_S
+
+    def __init__(self, group_size: int) -> None:
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._group_size = group_size
@@ -284,6 +289,8 @@ class _Swap:
 
 class _Collective:
     """A collective of gloo's under way."""
+
+    grace_s = _REPORT_S
 
     def __init__(
         self, work: Work, pages: StatusPages, error_store: ErrorStore, timeout_s: float

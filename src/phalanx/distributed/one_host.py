@@ -21,12 +21,10 @@ class OneHost:
         rank: Ours.
         size: How many ranks there are.
         num_hosts: On how many hosts they are.
-        grace_s: How much longer than asked this rank waits for others of its host.
         takes_halves: Whether numbers of 16 bits may be added up as they are.
     """
 
     num_hosts = 1
-    grace_s = 0.0
     takes_halves = True
 
     def __init__(self, memory: SharedMemory) -> None:
@@ -51,9 +49,7 @@ class OneHost:
         """Give every rank the bytes of ``root``."""
         yield self._memory.broadcast(data, root, what, count)
 
-    def all_gather(
-        self, outputs: Sequence[Tensor], given: Tensor, what: int, count: int
-    ) -> Steps:
+    def all_gather(self, outputs: Sequence[Tensor], given: Tensor, what: int, count: int) -> Steps:
         """Give every rank the bytes of all, which may differ in length."""
         yield self._memory.all_gather(outputs, given, what, count)
 

@@ -94,9 +94,9 @@ class SharedGroup(DescribedGroup):
             memory.pages,
             self.getGroupName,
             pushes=memory.cores_per_rank < 2,  # one for the caller, one for the lane's thread
-            grace_s=collectives.grace_s,
             report=self._report,
         )
+        network.fail = self._lane.fail
         self._closed = False
 
     def _report(self, error: BaseException) -> None:
@@ -468,20 +468,22 @@ class SharedGroup(DescribedGroup):
     def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int) -> MessageWork:
         """Send to one rank."""
         check_rank(self._collectives.size, dstRank, "dstRank")
-        self._refuse_if_closed("send")
         flat = flat_of(only(tensors), "tensor")._replace(copied=False)  # nothing is written back
-        return self._network.message("send", flat, dstRank, tag)
+        return self._message("send", flat, dstRank, tag)
 
     def recv(self, tensors: Sequence[Tensor], srcRank: int, tag: int) -> MessageWork:
         """Receive from one rank."""
         check_rank(self._collectives.size, srcRank, "srcRank")
-        self._refuse_if_closed("recv")
-        return self._network.message("recv", output_of(only(tensors), "tensor"), srcRank, tag)
+        return self._message("recv", output_of(only(tensors), "tensor"), srcRank, tag)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> MessageWork:
         """Receive from the first rank that sends."""
-        self._refuse_if_closed("recv")
-        return self._network.message("recv", output_of(only(tensors), "tensor"), None, tag)
+        return self._message("recv", output_of(only(tensors), "tensor"), None, tag)
+
+    def _message(self, kind: str, flat: FlatTensor, peer: int | None, tag: int) -> MessageWork:
+        self._refuse_if_closed(kind)
+        self._num_operations += 1
+        return self._network.message(kind, flat, peer, tag)
 
     # --- parts ------------------------------------------------------------------------------------
 

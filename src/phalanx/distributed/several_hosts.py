@@ -68,8 +68,8 @@ class SeveralHosts:
         self._hosts = hosts
         self._host = hosts.host_of(rank)
         self._leads = rank == hosts.leaders[self._host]
-        # Others of the host wait for their first rank, which is to report its error before.
-        self.grace_s = 0.0 if self._leads else _REPORT_S
+        if not self._leads:  # the first rank is to report its error before
+            memory.grace_s = _REPORT_S
         self._leaders = [leader for leader in hosts.leaders if leader != rank]
         self._others = [other for other in range(hosts.size) if other != rank]
         self._error_store = error_store
@@ -148,9 +148,7 @@ class SeveralHosts:
             if not at_home:
                 yield self._memory.broadcast(part, 0, what, count)
 
-    def all_gather(
-        self, outputs: Sequence[Tensor], given: Tensor, what: int, count: int
-    ) -> Steps:
+    def all_gather(self, outputs: Sequence[Tensor], given: Tensor, what: int, count: int) -> Steps:
         """Give every rank the bytes of all, which may differ in length."""
         fingerprint = self._next(what, count)
         ranks = self._hosts.ranks

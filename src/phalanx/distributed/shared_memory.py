@@ -40,9 +40,9 @@ SUMMED_DTYPES = tuple(DTYPES)
 # As in collectives.c.
 _SHORT_ALL_REDUCE, _ALL_REDUCE, _REDUCE_SCATTER, _SHARE, _SWAP = range(5)
 _ENDED, _WAITS, _STOPS, _DIFFERS, _MISFITS = range(5)
-_NUM_WORDS = 27
+_NUM_WORDS = 29
 _OF_OPERATION = struct.Struct("20q")  # the words from _STOPS_AT on
-_STOPS_AT, _PIECE, _PHASE, _WANTED, _AGREED, _MISFIT = 7, 21, 23, 24, 25, 26
+_STOPS_AT, _PIECE, _PHASE, _WANTED, _AGREED, _MISFIT = 9, 23, 25, 26, 27, 28
 
 _NUM_SLOTS = 2
 _LINE = 64
@@ -74,7 +74,10 @@ class SharedMemory:
     Attributes:
         rank: Ours, counted among the ranks of this host.
         size: How many they are.
+        grace_s: As in `Call`.
     """
+
+    grace_s = 0.0
 
     def __init__(self, region: Region, pages: StatusPages) -> None:
         self.rank, self.size, self.pages = pages.rank, pages.size, pages

@@ -20,7 +20,13 @@ __all__ = ["Call", "Operation", "SharedWork", "Steps"]
 
 
 class Call(Protocol):
-    """A part of an operation that waits for other ranks: in shared memory, or over the network."""
+    """A part of an operation that waits for other ranks: in shared memory, or over the network.
+
+    Attributes:
+        grace_s: How much longer than asked this rank waits, for others to say who is late.
+    """
+
+    grace_s: float
 
     def advance(self, patience_s: float) -> bool:
         """Run until it ends, or others are late for so long; tell whether it has ended."""

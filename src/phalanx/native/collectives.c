@@ -3,13 +3,14 @@
 
        memory   page of rank 0 | page of rank 1 | ... | rank 0: slot a, slot b | rank 1: slot a, ...
 
-   A tensor of any size travels in pieces through slots of fixed size. Even pieces use slots a, odd
-   ones slots b, so a slower rank may still read the piece before; a rank begins piece p when all
-   have ended piece p - 2. A rank's progress, on its page, only grows; in piece p it passes
+   A tensor of any size travels in pieces through slots of fixed size. A rank's progress, on its
+   page, only grows; in piece p it passes
 
-       3p + 1   my slot holds what others need
-       3p + 2   all slots hold the part that I have reduced
-       3p + 3   I have read all slots
+       2p + 1   my slot holds what others need
+       2p + 2   all slots hold the part that I have reduced
+
+   Even pieces use slots a, odd ones slots b. A rank that writes piece p + 1 has seen all publish
+   piece p, and they had read piece p - 1 before; but they may still read piece p.
 
    A rank that waits spins for a moment, then sleeps on its bell, which the rank that it waits for
    rings. It returns to Python every few milliseconds, which looks for deaths, deadlines and signals
@@ -34,7 +35,7 @@ enum { WRITE, PUBLISH, READ, TAKE, OVER };
 
 /* Words of a page, as in distributed/status_pages.py. */
 enum { PROGRESS = 0, AWAITED = 3, WANTED = 4, BELL = 5, FINGERPRINTS = 16, RING = 4, PAGE = 32 };
-enum { PUBLISHED = 1, REDUCED = 2, DONE = 3, PER_PIECE = 3, NUM_SLOTS = 2 };
+enum { PUBLISHED = 1, REDUCED = 2, PER_PIECE = 2, NUM_SLOTS = 2 };
 
 /* The state of one rank: words, which distributed/shared_memory.py writes and reads. */
 typedef struct {
@@ -43,6 +44,7 @@ typedef struct {
     word rank, size, slot_bytes;
     word spin_ns;             /* before a rank sleeps */
     word crowded;             /* ranks outnumber cores */
+    word skips, left_to_skip; /* waits without a spin, because spins were in vain */
     word stops;               /* return after each phase: tests inject faults there */
     word kind, dtype, item;   /* of the operation; a dtype is numbered by its place in `sums` */
     word number, what, count; /* its fingerprint, equal on all ranks */
@@ -57,6 +59,7 @@ typedef struct {
 
 #define BLOCK 1024 /* numbers that are added up in the nearest cache */
 #define LOOKS_PER_CLOCK 32
+#define MOST_SKIPS 31
 #define LATE_NS 1000000 /* between two looks: another process had the core */
 
 static word *page_of(const collective *op, word rank) { return op->pages + PAGE * rank; }
@@ -89,26 +92,36 @@ static word late_rank(const collective *op, word progress) {
     return -1;
 }
 
-static void pause_for_a_look(const collective *op) {
-    if (op->crowded) sched_yield();
+static void pause_for_a_look(void) {
 #if defined(__x86_64__)
-    else __builtin_ia32_pause();
+    __builtin_ia32_pause();
 #endif
 }
 
-/* Spin until the others have reached `progress`; not for longer where that has cost a time slice,
-   because the kernel runs a thread that slept sooner. */
-static int spin(const collective *op, word progress) {
+/* Spin until the others have reached `progress`. Another rank may have been put on our core, or
+   other work: so we yield, do not spin for longer where that has cost a time slice, and spin the
+   more rarely the more often it was in vain. The kernel runs a thread that slept sooner. */
+static int spin(collective *op, word progress) {
+    if (op->left_to_skip > 0) {
+        op->left_to_skip--;
+        return 0;
+    }
     word looks = op->crowded ? 1 : LOOKS_PER_CLOCK, now = now_ns(), until = now + op->spin_ns;
     while (now < until) {
         for (word look = 0; look < looks; look++) {
-            pause_for_a_look(op);
-            if (late_rank(op, progress) < 0) return 1;
+            pause_for_a_look();
+            if (late_rank(op, progress) < 0) {
+                op->skips = 0;
+                return 1;
+            }
         }
         word before = now;
         now = now_ns();
-        if (now - before > LATE_NS) return 0;
+        if (now - before > LATE_NS) break;
+        sched_yield();
     }
+    op->skips = least(2 * op->skips + 1, MOST_SKIPS);
+    op->left_to_skip = op->skips - 1;
     return 0;
 }
 
@@ -135,7 +148,7 @@ static int sleep_until(const collective *op, word progress, word patience_ns) {
 static int await_others(collective *op, word step, word patience_ns) {
     word progress = PER_PIECE * op->piece + step;
     op->wanted = progress;
-    return progress <= 0 || late_rank(op, progress) < 0 || spin(op, progress) ||
+    return late_rank(op, progress) < 0 || spin(op, progress) ||
            sleep_until(op, progress, patience_ns);
 }
 
@@ -316,7 +329,7 @@ static void write_short(collective *op) {
 }
 
 static word read_short(collective *op) {
-    sums[op->dtype](op, 0, NULL, op->count, op->tensor, 0);
+    sums[op->dtype](op, 0, NULL, op->bytes / op->item, op->tensor, 0);
     return ENDED;
 }
 
@@ -400,7 +413,6 @@ static const struct {
 word phalanx_collective(collective *op, word patience_ns) {
     for (;;) switch (op->phase) {
         case WRITE:
-            if (!await_others(op, DONE - NUM_SLOTS * PER_PIECE, patience_ns)) return WAITS;
             kinds[op->kind].write(op);
             op->phase = PUBLISH;
             if (op->stops) return STOPS; /* fall through */
@@ -412,16 +424,14 @@ word phalanx_collective(collective *op, word patience_ns) {
             if (!all_agree(op)) return DIFFERS;
             word outcome = kinds[op->kind].read(op);
             if (outcome != ENDED) return outcome;
-            if (op->kind == ALL_REDUCE)
-                post(op, REDUCED, TAKE);
-            else
-                post(op, DONE, OVER);
+            op->phase = OVER;
+            if (op->kind == ALL_REDUCE) post(op, REDUCED, TAKE);
             if (op->stops) return STOPS;
             break;
         case TAKE:
             if (!await_others(op, REDUCED, patience_ns)) return WAITS;
             exchange(op, 0);
-            post(op, DONE, OVER);
+            op->phase = OVER;
             if (op->stops) return STOPS; /* fall through */
         default:
             op->piece++;

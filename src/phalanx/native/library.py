@@ -1,7 +1,7 @@
 """The library of compiled C functions, called through ctypes; hatch_build.py builds it.
 
-Tables, worker processes and the backend cannot do without it. Training in threads can: what it calls
-here has its like in torch (memory/blocks.py).
+Tables, worker processes and the backend cannot do without it. Training in threads can: what it
+calls here has its like in torch (memory/blocks.py).
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
         "keys_add": [pointer] * 3 + [number, pointer, number, number, number, number],
         "die_after": [number],
     }
-    for name in DTYPES.values():
     for name in ("float32", "float64", "bfloat16"):
         takes[f"finite_{name}"] = [pointer, number]
         takes[f"copy_finite_{name}"] = [pointer, pointer, number]
