@@ -157,6 +157,16 @@ def edges_of_bfloat16(rank: int) -> list[str]:
     return wrong
 
 
+def sparse_sums(rank: int) -> list[str]:
+    """Sums of sparse tensors, which share some of their places."""
+    results = []
+    for backend in ("phalanx", "gloo"):
+        mine = torch.sparse_coo_tensor(torch.tensor([[rank, 4]]), torch.tensor([1.0, 2.0]), (9,))
+        dist.all_reduce(mine, group=group(backend))
+        results.append(mine.to_dense())
+    return [] if torch.equal(*results) else [f"sums of sparse tensors: {results}"]
+
+
 def moves(rank: int, kind: str, dtypes: tuple[torch.dtype, ...]) -> list[str]:
     """Everything that only moves: bit for bit what gloo gives, which takes one layout only."""
     wrong = []

@@ -69,6 +69,10 @@ def test_a_scattered_reduction_is_in_rank_order(ranks, op):
     check(ranks.run(calls.scattered_reductions, op, dtypes))
 
 
+def test_a_sum_of_sparse_tensors_is_gloos(ranks):
+    check(ranks.run(calls.sparse_sums))
+
+
 def test_a_group_can_be_split(ranks):
     check(ranks.run(calls.splits))
 
