@@ -1,8 +1,7 @@
 """The network between the ranks of a group, over gloo.
 
     a user's messages    gloo's own calls, which wait in C++
-    reductions that are  gloo's collectives; the lane looks whether they have ended
-      not ours
+    sparse sums          gloo's collectives; the lane looks whether they have ended
     swap                 bytes between members, both ways at once:
 
         member 0   head, data ──> 1      head, data ──> 2        all at once, then
@@ -37,7 +36,7 @@ from phalanx.distributed.status_pages import LEFT, Fingerprint, StatusPages
 from phalanx.distributed.tensors import FlatTensor, as_bytes
 from phalanx.distributed.uncompiled_methods import uncompiled_methods
 from phalanx.errors import PeerError, StateError
-from phalanx.ipc import fail_point, wait_until
+from phalanx.ipc import fail_point
 from phalanx.torch_internals import gloo_options
 
 __all__ = ["MessageWork", "Network", "open_gloo"]
@@ -302,7 +301,10 @@ class _Collective:
 
     def advance(self, patience_s: float) -> bool:
         """Wait for so long; tell whether it has ended."""
-        if not wait_until(self._work.is_completed, patience_s):
+        if patience_s and not self._work.is_completed():
+            with suppress(RuntimeError):  # this wait's time is over, which ends nothing
+                self._work.wait(datetime.timedelta(seconds=patience_s))
+        if not self._work.is_completed():
             return False
         with self._error_store.naming(None, self._timeout_s):
             self._work.wait()

@@ -1,10 +1,14 @@
 """Which reductions there are, and of which numbers.
 
-SUM and AVG are ours, in the order of ranks, so all ranks get the same bits in every run. Numbers of
-16 bits are added up as float32 and rounded once. Everything else is gloo's.
+They go in the order of ranks, so all ranks get the same bits in every run. Numbers of 16 bits are
+reduced as float32 and rounded once.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,52 +17,50 @@ from torch.distributed import ReduceOp
 from phalanx.distributed.shared_memory import SUMMED_DTYPES
 from phalanx.errors import ConfigError, UnsupportedError
 
-__all__ = ["average", "is_summed", "number_of", "widened"]
+__all__ = ["average", "combined", "is_summed", "number_of", "widened"]
 
-_OPS = (
-    ReduceOp.SUM,
-    ReduceOp.AVG,
-    ReduceOp.PRODUCT,
-    ReduceOp.MIN,
-    ReduceOp.MAX,
-    ReduceOp.BAND,
-    ReduceOp.BOR,
-    ReduceOp.BXOR,
-)
+_COMBINE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVG: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+_ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
 _HALVES = (torch.float16, torch.bfloat16)
-_GLOOS_INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
-_GLOOS_DTYPES = (torch.float32, torch.float64, *_HALVES, *_GLOOS_INTEGERS)
 
 
 def number_of(op: object, dtype: torch.dtype) -> int:
     """Return the number of a ``ReduceOp``, for fingerprints.
 
     Raises:
-        UnsupportedError: Neither we nor gloo have it, for numbers of ``dtype``.
-        ConfigError: It cannot be, for these numbers.
+        UnsupportedError: It is not built.
+        ConfigError: It cannot be, for numbers of ``dtype``.
     """
     kind = getattr(op, "op", op)
-    number = next((at for at, known in enumerate(_OPS) if known == kind), None)
+    number = next((at for at, known in enumerate(_COMBINE) if known == kind), None)
     if number is None:
         raise UnsupportedError(
             f"`op` must be SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR, but is {kind}."
         )
-    if dtype in SUMMED_DTYPES and number < 2:
-        return number
-    if kind in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
+    if (kind in _BITWISE and (dtype.is_floating_point or dtype.is_complex)) or (
+        kind in _ORDERED and dtype.is_complex
+    ):
         raise ConfigError(f"`op` must be arithmetic for {dtype}, but is {kind}.")
-    if dtype not in _GLOOS_DTYPES or (number == 1 and not dtype.is_floating_point):
-        names = ", ".join(str(each).removeprefix("torch.") for each in _GLOOS_DTYPES)
-        raise UnsupportedError(
-            f"`tensor` must be of a dtype that {kind} is built for ({names}; averages of int32 and "
-            f"int64 only), but is of {dtype}. Convert it before."
-        )
     return number
 
 
+def combined(op: object, parts: Sequence[Tensor]) -> Tensor:
+    """Return what the reduction makes of ``parts``, in their order; no average yet."""
+    return reduce(_COMBINE[getattr(op, "op", op)], parts)
+
+
 def is_summed(op: object, dtype: torch.dtype) -> bool:
-    """Tell whether a reduction of such numbers is ours: a sum, or an average."""
+    """Tell whether C adds up such numbers: for a sum, or an average."""
     ours = dtype in SUMMED_DTYPES or dtype in _HALVES
     return ours and getattr(op, "op", op) in (ReduceOp.SUM, ReduceOp.AVG)
 

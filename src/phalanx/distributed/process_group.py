@@ -3,7 +3,7 @@
 torch's own code calls it in two ways: from Python, by every name below, and from C++ (DDP's
 reducer, the functional collectives), by the names that its trampolines look up.
 
-What is not hot is gloo's: messages, and reductions that are no sums.
+Messages and sparse sums are gloo's.
 """
 
 # torch's stubs know overloads of each call by type; ours tell the forms apart when called. And
@@ -40,13 +40,14 @@ from phalanx.distributed.fingerprint import pack
 from phalanx.distributed.lane import Lane
 from phalanx.distributed.network import MessageWork, Network
 from phalanx.distributed.one_host import OneHost
-from phalanx.distributed.ops import average, is_summed, number_of, widened
+from phalanx.distributed.ops import average, combined, is_summed, number_of, widened
 from phalanx.distributed.several_hosts import SeveralHosts
 from phalanx.distributed.shared_memory import SharedMemory
 from phalanx.distributed.tensors import FlatTensor, as_bytes, count_as_changed, flat_of, output_of
 from phalanx.distributed.uncompiled_methods import uncompiled_methods
 from phalanx.distributed.work import Operation, SharedWork, Steps
 from phalanx.errors import ConfigError, StateError
+from phalanx.plan import equal_sizes
 from phalanx.torch_internals import is_profiled
 
 __all__ = ["NAME", "SharedGroup"]
@@ -181,12 +182,20 @@ class SharedGroup(DescribedGroup):
             yield from self._collectives.all_reduce(wide, what, len(flat))
             average(wide, op, self._collectives.size)
         else:
-            yield from self._collectives.agree(what, len(flat))
-            options = dist.AllreduceOptions()
-            options.reduceOp = op
-            yield self._network.collective(lambda gloo: gloo.allreduce([wide], options))
+            yield from self._combine(wide, op, what)
+            average(wide, op, self._collectives.size)
         if wide is not flat:
             flat.copy_(wide)
+
+    def _combine(self, flat: Tensor, op: Any, what: int) -> Steps:
+        """Reduce ``flat`` by torch: each rank a part, which it then gives to all."""
+        sizes = equal_sizes(len(flat), self._collectives.size)
+        parts = flat.split(sizes)
+        mine = [torch.empty_like(parts[self._collectives.rank]) for _ in parts]
+        given, taken = [as_bytes(one) for one in parts], [as_bytes(one) for one in mine]
+        yield from self._collectives.swap(taken, given, what, len(flat))
+        result = as_bytes(combined(op, mine))
+        yield from self._collectives.all_gather(given, result, what, len(flat))
 
     def _reduce_sparse(self, tensor: Tensor, op: Any) -> Steps:
         what = pack("all_reduce", tensor.dtype, reduction=number_of(op, tensor.dtype))
@@ -277,10 +286,11 @@ class SharedGroup(DescribedGroup):
             if wide is not output:
                 output.copy_(wide)
         else:
-            yield from self._collectives.agree(what, sum(sizes))
-            whole = torch.cat(list(parts))
-            yield from self._reduce("reduce_scatter", whole, op)
-            output.copy_(whole.split(sizes)[self._collectives.rank])
+            mine = [torch.empty_like(output) for _ in parts]
+            given, taken = [as_bytes(one) for one in parts], [as_bytes(one) for one in mine]
+            yield from self._collectives.swap(taken, given, what, sum(sizes))
+            output.copy_(combined(op, [widened(one, op, takes_halves=False) for one in mine]))
+            average(output, op, self._collectives.size)
 
     # --- moving -----------------------------------------------------------------------------------
 
