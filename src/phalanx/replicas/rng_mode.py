@@ -167,16 +167,6 @@ class RngMode(TorchDispatchMode):
         return self._generators[device]
 
 
-def _dropout(
-    generator: torch.Generator, values: Tensor, p: float, train: bool | None
-) -> tuple[Tensor, Tensor]:
-    if train is False or p == 0:
-        return values.clone(), torch.ones_like(values, dtype=torch.bool)
-    kept = torch.empty_like(values, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
-    scale = 0.0 if p == 1 else 1 / (1 - p)
-    return values * kept * scale, kept
-
-
 def _like(fill: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def draw(generator: torch.Generator, like: Tensor, *bounds: int, **options: Any) -> Tensor:
         return fill(torch.empty_like(like, **options), *bounds, generator=generator)
@@ -190,7 +180,6 @@ def _randint_like(values: Tensor, *bounds: int, generator: torch.Generator) -> T
 
 
 _WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
-    aten.native_dropout.default: _dropout,
     aten.rand_like.default: _like(Tensor.uniform_),
     aten.randn_like.default: _like(Tensor.normal_),
     aten.randint_like.default: _like(_randint_like),
@@ -223,20 +212,15 @@ def _refuse_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 @functools.cache
 def _with_generator(func: Any) -> Any:
     """Return the overload of ``func`` that takes a generator, or None."""
-    packet = func.overloadpacket
-    overloads = [getattr(packet, name) for name in packet.overloads()]
-    matching = (each for each in overloads if _arguments(each) == _arguments(func))
-    return next(filter(_takes_generator, matching), None)
+    packet, own = func.overloadpacket, _types_by_name(func)
+    for each in (getattr(packet, name) for name in packet.overloads()):
+        if _types_by_name(each) == {**own, "generator": "Optional[Generator]"}:
+            return each
+    return None
 
 
-def _takes_generator(func: Any) -> bool:
-    return any(argument.name == "generator" for argument in func._schema.arguments)
-
-
-def _arguments(func: Any) -> list[tuple[str, str]]:
-    """Return names and types of all arguments but the generator."""
-    arguments = [(each.name, str(each.type)) for each in func._schema.arguments]
-    return [each for each in arguments if each[0] != "generator"]
+def _types_by_name(func: Any) -> dict[str, str]:
+    return {argument.name: str(argument.type) for argument in func._schema.arguments}
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
