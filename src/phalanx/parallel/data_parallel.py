@@ -130,7 +130,7 @@ class DataParallel(Container, Unwrapped):
         self._rules = BufferRules(buffers)
         self._rules.check(_buffer_names(module))
         self._arguments = _arguments_of(module)
-        self.wrap(module)
+        self.module = module
 
     @property
     def devices(self) -> tuple[torch.device, ...]:

@@ -79,7 +79,7 @@ class OnDevice(Unwrapped):
         self.output_device = (
             None if output_device is None else _named("output_device", output_device)
         )
-        self.wrap(module)
+        self.module = module
         self._look_around()
         if self._here:
             module.to(self.device)

@@ -21,11 +21,6 @@ class Unwrapped(nn.Module):
 
     module: nn.Module
 
-    def wrap(self, module: nn.Module) -> None:
-        """Take ``module`` in; to be called once, when `nn.Module` is initialised."""
-        self.module = module
-        self.register_load_state_dict_post_hook(_report_unwrapped_names)  # type: ignore[no-untyped-call]
-
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
@@ -75,7 +70,6 @@ class Unwrapped(nn.Module):
         own = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
         inner = prefix if self._is_prefixed(own, prefix) else prefix + _INNER
         state_dict.update({inner + key[len(prefix) :]: own[key] for key in own})
-        self._loaded_under = prefix
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -109,11 +103,3 @@ class Unwrapped(nn.Module):
             super().__setattr__(name, value)
         else:
             setattr(inner, name, value)
-
-
-# Any: torch's own type for both lists of names.
-def _report_unwrapped_names(module: nn.Module, incompatible: Any) -> None:
-    prefix = module._loaded_under
-    inner = f"{prefix}{_INNER}"
-    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
-        keys[:] = [prefix + key[len(inner) :] if key.startswith(inner) else key for key in keys]

@@ -54,7 +54,7 @@ class Explicit(Torch7Module, _Called):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         check_argument(isinstance(module, nn.Module), "module", "be an `nn.Module`", module)
-        self.wrap(module)
+        self.module = module
 
     def get(self, index: int) -> nn.Module:
         """Return child ``index`` of the module, counted from 0."""
