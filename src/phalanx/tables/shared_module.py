@@ -29,7 +29,7 @@ from phalanx.tables.module_exchange import (
     read_outer,
     split_by_dtype,
 )
-from phalanx.tables.snapshots import load_parts, read_directory
+from phalanx.tables.snapshots import load_parts
 from phalanx.tables.table import Table
 from phalanx.tables.table_group import TableGroup, read_mode
 from phalanx.tables.updaters import Blend, Nesterov
@@ -271,7 +271,7 @@ class SharedModule:
         self._refuse_torn("restore")
         self._find_tensors()
         for exchange in self._exchanges:  # everybody looks, so that all go on or none
-            load_parts(exchange.table._spec, read_directory(directory))
+            load_parts(exchange.table._spec, Path(directory))
         self._world.barrier()
         if self._world.is_master:
             for exchange in self._exchanges:

@@ -18,7 +18,6 @@ from torch import Tensor
 from phalanx.errors import CheckpointError
 from phalanx.files import open_regular, sync_to_disk, written_whole
 from phalanx.ipc import fail_point
-from phalanx.plan import check_argument
 from phalanx.tables.spec import TableSpec
 
 SNAPSHOT_POINTS = ("snapshot begun", "snapshot written", "snapshot renamed")
@@ -27,28 +26,8 @@ SNAPSHOT_POINTS = ("snapshot begun", "snapshot written", "snapshot renamed")
 _VERSION = 3
 
 
-def read_directory(given: object) -> Path:
-    """Return the folder that a user named.
-
-    Raises:
-        ConfigError: It is neither a string nor a path.
-    """
-    check_argument(isinstance(given, str | os.PathLike), "directory", "be a path", given)
-    return Path(given)  # type: ignore[arg-type]
-
-
-def make_folder(directory: Path) -> None:
-    """Make the folder of a snapshot, unless it is there.
-
-    Raises:
-        CheckpointError: It cannot be made.
-    """
-    with _explained(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-
-
 def save_parts(spec: TableSpec, parts: list[Tensor], directory: Path) -> Path:
-    """Write a table down in a folder that is there, and return the file.
+    """Write a table down in a folder, made where it is not there, and return the file.
 
     Raises:
         CheckpointError: The directory cannot be written to.
@@ -81,6 +60,7 @@ def _explained(directory: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _alone_in(directory: Path) -> Iterator[None]:
     """Hold the folder against other workers that write a snapshot to it."""
+    directory.mkdir(parents=True, exist_ok=True)
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

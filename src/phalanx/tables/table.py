@@ -5,45 +5,27 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError, PeerTimeout, StateError, UnsupportedError
-from phalanx.plan import Behind, Staleness
 from phalanx.tables.last_read import LastRead
-from phalanx.tables.membership import Membership
 from phalanx.tables.part import Entry, NotFinite
 from phalanx.tables.router import Router
-from phalanx.tables.snapshots import load_parts, make_folder, read_directory, save_parts
+from phalanx.tables.snapshots import load_parts, save_parts
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.values import read_delta, read_out, read_rows, read_value
+
+if TYPE_CHECKING:
+    from phalanx.tables.table_group import TableGroup
 
 Array = np.ndarray[Any, Any]  # of any shape and dtype: both are checked when they are known
 Numbers = Tensor | Array | Sequence[Any]  # nested sequences have no type of their own
 Rows = Tensor | Array | Sequence[int]
-
-
-class TableWorker(Protocol):
-    """What a table asks of the worker that holds it."""
-
-    worker_id: int
-    timeout_s: float
-    closed: bool
-    left: bool
-    forked: bool
-    membership: Membership
-
-    @property
-    def is_master(self) -> bool:
-        """Whether this is the lowest worker that is waited for."""
-
-    def is_counted(self) -> bool:
-        """Tell whether this worker has not left."""
 
 
 @dataclass
@@ -77,7 +59,7 @@ class Table:
         [[5.0, 5.0], [1.0, 1.0]]
     """
 
-    def __init__(self, spec: TableSpec, storage: Router, group: TableWorker) -> None:
+    def __init__(self, spec: TableSpec, storage: Router, group: TableGroup) -> None:
         """Not for callers, who have ``world.matrix`` and ``world.array``."""
         self._spec = spec
         self._storage = storage
@@ -304,7 +286,7 @@ class Table:
         assert bound is not None
         if self._seen_clock >= membership.clock(worker) - bound:
             return
-        wait_for_clocks(self._group, self._spec.staleness, f"a get of table {self.name!r}")
+        self._group._wait_for_slow(self._spec.staleness, f"a get of table {self.name!r}")
         self._seen_clock = min(membership.clocks().values(), default=0)
 
     # --- the rest ---------------------------------------------------------------------------------
@@ -330,11 +312,9 @@ class Table:
         Blocks: While an add is under way.
         """
         self._check_open()
-        folder = read_directory(directory)
-        make_folder(folder)  # before anything is copied
-        return save_parts(
-            self._spec, self._storage.copy_all(self._group.worker_id, self._group.timeout_s), folder
-        )
+        group = self._group
+        parts = self._storage.copy_all(group.worker_id, group.timeout_s)
+        return save_parts(self._spec, parts, Path(directory))
 
     def restore(self, directory: str | os.PathLike[str]) -> None:
         """Replace values and updater's state by what :meth:`snapshot` wrote; only the master may.
@@ -349,7 +329,7 @@ class Table:
         """
         self._check_open()
         self._check_master("restore")
-        parts = load_parts(self._spec, read_directory(directory))
+        parts = load_parts(self._spec, Path(directory))
         self._storage.replace_all(parts, self._group.worker_id, self._group.timeout_s)
 
     def stats(self) -> TableStats:
@@ -366,10 +346,6 @@ class Table:
                 f"Table {self.name!r} must belong to an open group, but its group is closed."
             )
         if group.forked:
-            self._check_process()
-
-    def _check_process(self) -> None:
-        if self._group.forked:
             raise StateError(
                 f"Table {self.name!r} must be used by the process that opened it, but this one was "
                 "forked from that. Call `join` here, and open the table again."
@@ -426,7 +402,7 @@ class PendingGet:
         """
         if not self._done:
             table = self._table
-            table._check_process()
+            table._check_open()
             if self.round is not None:
                 group = table._group
                 table._storage.finish(group.worker_id, self.round, group.timeout_s)
@@ -471,25 +447,3 @@ class KeyTable(Table):
         """
         self._check_open()
         return self._storage.keys(self._group.worker_id, self._group.timeout_s)
-
-
-def wait_for_clocks(group: TableWorker, staleness: Staleness, what: str, *, ahead: int = 0) -> None:
-    """Wait until nobody is further behind this worker than the bound and ``ahead`` rounds.
-
-    Raises:
-        PeerTimeout: The slowest stayed away; ``.rank`` is it.
-    """
-    membership = group.membership
-
-    def behind() -> Behind | None:
-        return staleness.waits_for(group.worker_id, membership.clocks(), ahead=ahead)
-
-    look = partial(membership.look_for_dead, group.timeout_s)
-    came = membership.changes.wait_until(lambda: behind() is None, group.timeout_s, look)
-    if not came and (left := behind()):
-        raise PeerTimeout(
-            f"Worker {left.worker} did not come to clock {left.clock} within "
-            f"{group.timeout_s:g} s, as {what} by worker {group.worker_id} needs; it is at clock "
-            f"{membership.clock(left.worker)}. Let it `tick`, or leave.",
-            left.worker,
-        )

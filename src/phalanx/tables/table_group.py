@@ -5,15 +5,16 @@ from __future__ import annotations
 import threading
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypedDict, Unpack
 
 import torch
 
 from phalanx.distributed import open_store
-from phalanx.errors import StateError
+from phalanx.errors import PeerTimeout, StateError
 from phalanx.ipc import register_at_fork
 from phalanx.native import require_library
-from phalanx.plan import Staleness, check_argument, say_numbers
+from phalanx.plan import Behind, Staleness, check_argument, say_numbers
 from phalanx.tables.joining import (
     JoinRequest,
     read_join_request,
@@ -23,7 +24,7 @@ from phalanx.tables.joining import (
 from phalanx.tables.row_initializer import Uniform, read_row_init
 from phalanx.tables.run_context import RunContext
 from phalanx.tables.spec import TableSpec, read_dtype
-from phalanx.tables.table import KeyTable, Numbers, Table, wait_for_clocks
+from phalanx.tables.table import KeyTable, Numbers, Table
 from phalanx.tables.updaters import Updater, parse_updater
 from phalanx.tables.values import read_init
 
@@ -135,8 +136,29 @@ class TableGroup:
         self._check_counted("tick")
         clock = self._context.tick(self.worker_id)
         if self._tick_bound is not None:
-            wait_for_clocks(self, Staleness(self._tick_bound), f"round {clock + 1}", ahead=1)
+            self._wait_for_slow(Staleness(self._tick_bound), f"round {clock + 1}", ahead=1)
         return clock
+
+    def _wait_for_slow(self, staleness: Staleness, what: str, *, ahead: int = 0) -> None:
+        """Wait until nobody is further behind this worker than the bound and ``ahead`` rounds.
+
+        Raises:
+            PeerTimeout: The slowest stayed away; ``.rank`` is it.
+        """
+        membership = self.membership
+
+        def behind() -> Behind | None:
+            return staleness.waits_for(self.worker_id, membership.clocks(), ahead=ahead)
+
+        look = partial(membership.look_for_dead, self.timeout_s)
+        came = membership.changes.wait_until(lambda: behind() is None, self.timeout_s, look)
+        if not came and (left := behind()):
+            raise PeerTimeout(
+                f"Worker {left.worker} did not come to clock {left.clock} within "
+                f"{self.timeout_s:g} s, as {what} by worker {self.worker_id} needs; it is at clock "
+                f"{membership.clock(left.worker)}. Let it `tick`, or leave.",
+                left.worker,
+            )
 
     def thread_worker(self) -> TableGroup:
         """Join the same run as one more worker, for another thread of this process.
