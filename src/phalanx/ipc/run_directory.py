@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +23,6 @@ from phalanx.ipc.liveness import Waiting
 from phalanx.ipc.region import Region, reserve
 
 _BASE = Path("/dev/shm")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _OPEN_S = 10.0  # nobody holds the exclusive lock for longer than it takes to remove some files
 
 
@@ -58,13 +56,13 @@ class RunDirectory:
         What crashed runs have left in ``base``, this one's predecessor or another's, is removed.
 
         Args:
-            name: Letters, digits, `.`, `_` and `-`; at most 128; begins with a letter or digit.
+            name: Of a folder.
             base: Where the directory is made.
 
         Raises:
-            ConfigError: The name is none, or the directory is another user's, or open to others.
+            ConfigError: The directory is another user's, or open to others.
         """
-        path = Path(base) / f"{_prefix()}{_checked(name)}"
+        path = Path(base) / f"{_prefix()}{name}"
         waiting = Waiting(_OPEN_S)
         cls.sweep(base=base)
         while (fd := _become_member(path)) is None:
@@ -104,34 +102,22 @@ class RunDirectory:
         """Return the region ``name`` of this run; all members get the same bytes, zeros at first.
 
         Args:
-            name: As for :meth:`join`.
+            name: Of a file.
             nbytes: Its size, the same for all members.
             create: Whether to make it if nobody has.
             reserved: How many of its first bytes have memory from the beginning; None for all.
                 :meth:`Region.reserve_part` gives others memory, before anybody touches them.
 
         Raises:
-            ConfigError: There is such a region of another size.
-            StateError: It is not there and ``create`` is False, or this membership has ended.
+            StateError: It is not there and ``create`` is False.
             OutOfSpace: There is not so much room.
         """
-        if self.closed:
-            raise StateError(
-                f"Run directory {self.path.name!r} must be joined by this process, but is closed. "
-                "After a fork, call `RunDirectory.join` again."
-            )
-        region = self._existing(_checked(name))
+        region = self._existing(name)
         if region is None and create:
             region = self._new(name, nbytes, reserved) or self._existing(name)
         if region is None:
             raise StateError(
                 f"Region {name!r} must be made by a member of the run first, but is not there."
-            )
-        if region.nbytes != nbytes:
-            region.close()
-            raise ConfigError(
-                f"`nbytes` must be the size that region {name!r} was made with ({region.nbytes}), "
-                f"but is {nbytes!r}. Let all members use one version of Phalanx."
             )
         return region
 
@@ -181,15 +167,6 @@ class RunDirectory:
 
 def _prefix() -> str:
     return f"phalanx-run-{os.geteuid()}-"
-
-
-def _checked(name: str) -> str:
-    if not _NAME.fullmatch(name):
-        raise ConfigError(
-            "`name` must be 1 to 128 letters, digits, dots, dashes and underscores, with a "
-            f"letter or digit first, but is {name!r}."
-        )
-    return name
 
 
 # --- the directory --------------------------------------------------------------------------------
