@@ -136,15 +136,10 @@ class Membership:
                 f"is {worker}. Let some leave first."
             )
         if self._words[self._start_of(worker) + _STATE] == _HERE:
-            if self._words[self._start_of(worker) + _PID] == ProcessIdentity.current().pid:
-                raise ConfigError(
-                    f"A process must join {self._label} once, but this one has done so, as worker "
-                    f"{worker}, and not left. Use that group again, or its `thread_worker()` for "
-                    "another thread."
-                )
             raise ConfigError(
                 f"Worker {worker} of {self._label} must be one process or thread, but process "
-                f"{self._words[self._start_of(worker) + _PID]} is it already."
+                f"{self._words[self._start_of(worker) + _PID]} is it already. For another thread, "
+                "use its group's `thread_worker()`."
             )
 
     def leave(self, worker: int, incarnation: int, timeout_s: float) -> None:

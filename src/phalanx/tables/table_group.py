@@ -246,7 +246,7 @@ class TableGroup:
             ...     table.get().tolist()
             [11.0, 22.0, 33.0]
         """
-        return self._open(options, size, 1, dtype, init, is_array=True)
+        return self._open(size, 1, dtype, init, is_array=True, **options)
 
     def matrix(
         self,
@@ -275,7 +275,7 @@ class TableGroup:
 
         Collective: All workers, in bulk-synchronous tables. Blocks: Until the master has opened it.
         """
-        return self._open(options, rows, cols, dtype, init)
+        return self._open(rows, cols, dtype, init, **options)
 
     def keys(
         self,
@@ -312,13 +312,12 @@ class TableGroup:
         """
         fits = type(capacity) is int and 1 <= capacity <= _MAX_KEYS
         check_argument(fits, "capacity", f"be an integer from 1 to {_MAX_KEYS}", capacity)
-        table = self._open(options, 0, cols, dtype, init, capacity=capacity)
+        table = self._open(0, cols, dtype, init, capacity=capacity, **options)
         assert isinstance(table, KeyTable)
         return table
 
     def _open(
         self,
-        options: TableOptions,
         rows: int,
         cols: int,
         dtype: torch.dtype | str,
@@ -326,13 +325,14 @@ class TableGroup:
         *,
         is_array: bool = False,
         capacity: int = 0,
+        updater: str | dict[str, object] | Updater = "sum",
+        name: str | None = None,
+        sync: bool | None = None,
+        staleness: int | None = None,
+        nonfinite: str = "reject",
     ) -> Table:
         self._check_open()
-        unknown = sorted(options.keys() - TableOptions.__annotations__.keys())
-        if unknown:
-            raise TypeError(f"TableGroup got an unexpected option {unknown[0]!r} for a table")
-        name = options.get("name")
-        mode = read_mode(options.get("sync"), options.get("staleness"), self.staleness)
+        mode = read_mode(sync, staleness, self.staleness)
         with self._numbering if name is None else nullcontext():
             spec = TableSpec(
                 name=f"table-{self._num_tables}" if name is None else name,
@@ -340,9 +340,9 @@ class TableGroup:
                 cols=cols,
                 is_array=is_array,
                 dtype=read_dtype(dtype),
-                updater=parse_updater(options.get("updater", "sum")),
+                updater=parse_updater(updater),
                 staleness=mode,
-                nonfinite=options.get("nonfinite", "reject"),
+                nonfinite=nonfinite,
                 capacity=capacity,
             )
             first = read_row_init(init, spec) if capacity else read_init(init, spec)

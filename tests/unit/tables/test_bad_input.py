@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 
 import numpy as np
 import pytest
@@ -76,13 +75,6 @@ def test_a_module_takes_no_snapshot_that_lacks_the_outer_steps_momentum(tmp_path
         other = tables.SharedModule(nn.Linear(2, 2), world, name="a", outer="nesterov")
         with pytest.raises(CheckpointError, match="its updater must be 'nesterov'"):
             other.restore(tmp_path)
-
-
-def test_an_unknown_option_is_an_error_of_the_group():
-    with tables.join() as world:
-        for open_one in (world.array, partial(world.matrix, 2), world.keys):
-            with pytest.raises(TypeError, match="TableGroup got an unexpected option 'shards'"):
-                open_one(2, shards=3)
 
 
 def test_only_the_master_assigns():
