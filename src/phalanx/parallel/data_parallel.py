@@ -289,7 +289,7 @@ def _buffer_names(module: nn.Module) -> list[str]:
     return [
         f"{path}.{key}" if path else key
         for path, each in module.named_modules()
-        for key in each._buffers.keys()  # noqa: SIM118  # TorchScript has no more than that
+        for key in each._buffers
     ]
 
 
