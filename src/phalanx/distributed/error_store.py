@@ -69,7 +69,7 @@ class ErrorStore:
             yield
         except RuntimeError as exc:
             said = self.read()
-            if said is not None:
+            if said is not None and said.rank != self._rank:  # else it is an echo of ours
                 raise said from exc
             who = "some rank" if rank is None else f"rank {rank}"
             if _TIMED_OUT.search(str(exc)):
