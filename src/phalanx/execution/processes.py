@@ -52,7 +52,6 @@ from phalanx.replicas import (
     CallerModes,
 )
 
-_LONGEST_S = 2e6  # 23 days: `poll` counts milliseconds in 31 bits, and infinity is no number to it
 _CPU = torch.device("cpu")
 _Sent = tuple[int, GradientSlot | None]  # a microbatch, and what takes its gradients
 
@@ -63,8 +62,7 @@ class ProcessExecutor(Executor):
     Args:
         source: The module that the user trains; all its parameters lie on the CPU.
         num_workers: Number of processes.
-        timeout_s: How long a microbatch may take before its worker counts as hung. Longer than
-            three weeks, as infinity is, counts as that.
+        timeout_s: How long a microbatch may take before its worker counts as hung.
         failures: Takes note of lost workers.
         shared, reads: As `ExecutorChoice.open` takes them.
         workloads, intra_op: As `Executor` takes them.
@@ -101,7 +99,7 @@ class ProcessExecutor(Executor):
         self._slots = GradientSlots(self.parameters, self.pool)
         self._shared = list(shared)
         self._reads = list(reads)
-        self._timeout_s = min(float(timeout_s), _LONGEST_S)
+        self._timeout_s = timeout_s
         self._failures = failures
         self._pid = os.getpid()
         self._runs = 0
@@ -109,7 +107,7 @@ class ProcessExecutor(Executor):
         # A worker's are its replacement's: the pool frees nothing.
         self._mail = [(Mailbox(self.pool), Mailbox(self.pool)) for _ in range(num_workers)]
         self._workers: list[WorkerProcess | None] = [None] * num_workers
-        self._dismiss = weakref.finalize(self, _dismiss, self._workers)
+        self._dismiss = weakref.finalize(self, dismiss_all, self._workers)
         self._threads = ThreadPool(num_workers, intra_op=self.intra_op, name="phalanx-executor")
         self._forks = ThreadPool(1, intra_op=1, name="phalanx-forks")  # which does nothing else
         try:
@@ -147,11 +145,7 @@ class ProcessExecutor(Executor):
         """Fork other workers before the next run, which see everything as it is then."""
         self._bury()
         # In another thread: a Ctrl-C in between would leave dismissed ones here, to count as lost.
-        self._forks.each(lambda _: self._dismiss_workers())
-
-    def _dismiss_workers(self) -> None:
-        dismiss_all(self._workers)
-        self._workers[:] = [None] * len(self)
+        self._forks.each(lambda _: dismiss_all(self._workers))
 
     def close(self) -> None:
         """Dismiss threads and workers, and give moved tensors memory of their own."""
@@ -335,11 +329,6 @@ class ProcessExecutor(Executor):
         state.result.spans.append(span)
         own = PartialSum(gradients, done.statistics, owners=(slot,))
         state.sums.put(Node(0, microbatch), own)
-
-
-def _dismiss(workers: list[WorkerProcess | None]) -> None:
-    dismiss_all(workers)
-    workers.clear()
 
 
 def _move(tensors: Iterable[Tensor], pool: SharedMemoryPool) -> dict[int, Tensor]:

@@ -9,7 +9,7 @@ import select
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -31,6 +31,7 @@ Serve = Callable[[Connection, Connection], None]  # with its connection, and for
 _DUMP_S = 1.0
 _DUMP_END = b" in _bootstrap\n"  # the outermost frame of the main thread, which is written last
 _EXIT_S = 0.03
+_LONGEST_MS = 2e9  # 23 days: `poll` counts in 31 bits
 _LARGEST_DUMP = 64 << 10
 _STANDARD = (1, 2)  # output and errors, which a worker shares with its parent
 
@@ -106,7 +107,7 @@ class WorkerProcess:
         """
         try:
             self._connection.send_bytes(b"")
-            spoken = dict(self._poll.poll(timeout_s * 1e3))
+            spoken = dict(self._poll.poll(min(timeout_s * 1e3, _LONGEST_MS)))
             if not spoken:
                 raise self._hung(timeout_s)
             if self._connection.fileno() not in spoken:  # a child of its own may hold its end
@@ -170,13 +171,14 @@ class WorkerProcess:
             self._sentinel = -1
 
 
-def dismiss_all(workers: Iterable[WorkerProcess | None]) -> None:
-    """End all of them: between two runs they hold nothing that is not here, too."""
+def dismiss_all(workers: list[WorkerProcess | None]) -> None:
+    """End all of them, and leave None: between two runs they hold nothing that is not here, too."""
     left = [each for each in workers if each is not None and each.parent_pid == os.getpid()]
     for worker in left:
         worker.end()
     for worker in left:
         worker.kill()
+    workers[:] = [None] * len(workers)
 
 
 def _exit_reason(exit_code: int | None) -> str:

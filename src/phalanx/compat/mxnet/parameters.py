@@ -54,11 +54,9 @@ def copy_into(
             )
     _check_shapes(given, known)
     found = [name for name in known if name in given]
-    # All are read before one is written: they may lie in one memory.
-    copies = {name: torch.as_tensor(given[name]).detach().clone() for name in found}
     with torch.no_grad():
-        for name, tensor in copies.items():
-            known[name].copy_(tensor)
+        for name in found:
+            known[name].copy_(torch.as_tensor(given[name]))
 
 
 def _check_shapes(given: Mapping[str, Any], known: Mapping[str, Tensor]) -> None:
