@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from phalanx import tables
 from phalanx.cluster import Connection, Endpoint, Secret, make_secret
-from phalanx.errors import ConfigError, PeerTimeout
+from phalanx.errors import ConfigError, PeerTimeout, StateError
 from phalanx.tables import host_rendezvous
 from phalanx.tables.host_operations import Operation
 from phalanx.tables.host_server import ServerPage
@@ -99,6 +99,9 @@ def test_who_reads_and_writes_the_store_gets_nothing_and_disturbs_nobody(
                 stranger.call(Operation.COUNTS, "`stats`", 0.3, text="t")
         holder = Connection(Endpoint(host, "it", address, "torchrun-r-0", ours))
         assert holder.call(Operation.COUNTS, "`stats`", DEADLINE_S, text="t").args == (0, 0, 0, 0)
+        for name in ("a\0", "../members", "a" * 300):  # names of files, if they were taken
+            with pytest.raises(StateError, match="must be opened first"):
+                holder.call(Operation.COUNTS, "`stats`", DEADLINE_S, text=name)
         holder.close()
 
     for each in values:

@@ -11,7 +11,7 @@ from phalanx.tables.membership import Membership
 from phalanx.tables.own_part import OwnPart
 from phalanx.tables.router import RemoteParts, Router
 from phalanx.tables.run_regions import RunRegions
-from phalanx.tables.spec import TableSpec
+from phalanx.tables.spec import NAME, TableSpec
 from phalanx.tables.table_memory import TableMemory
 
 _SPEC_BYTES = 8192
@@ -89,6 +89,8 @@ class RunContext:
 
     def known_spec(self, name: str) -> TableSpec | None:
         """Return what the table of that name is, if somebody on this host has opened it."""
+        if not NAME.fullmatch(name):  # it may come from another host
+            return None
         try:
             words = self.regions.open_region(f"spec-{name}", _SPEC_BYTES, create=False).buffer
         except StateError:

@@ -16,7 +16,7 @@ DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)
 }
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MAX_ELEMENTS = 1 << 48
 
 
@@ -59,7 +59,7 @@ class TableSpec:
         wanted = (
             "be 1 to 100 letters, digits, dots, dashes and underscores, a letter or digit first"
         )
-        check_argument(_NAME.fullmatch(str(self.name)) is not None, "name", wanted, self.name)
+        check_argument(NAME.fullmatch(str(self.name)) is not None, "name", wanted, self.name)
         for name, low in (("rows", 0), ("cols", 1), ("first_row", 0)):
             value = getattr(self, name)
             shown = "size" if self.is_array and name == "rows" else name
