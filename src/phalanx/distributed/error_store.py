@@ -69,7 +69,9 @@ class ErrorStore:
             yield
         except RuntimeError as exc:
             said = self.read()
-            if said is not None and said.rank != self._rank:  # else it is an echo of ours
+            # That we are lost is an echo of our own error.
+            is_echo = isinstance(said, PeerLost) and said.rank == self._rank
+            if said is not None and not is_echo:
                 raise said from exc
             who = "some rank" if rank is None else f"rank {rank}"
             if _TIMED_OUT.search(str(exc)):
