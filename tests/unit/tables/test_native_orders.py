@@ -29,7 +29,7 @@ NUMBER = 1 << 41
 SAVED = "    phalanx_put(&header[AT], 2 * first + 1);\n"
 NEXT = "    phalanx_put(&header[AT], 2 * first);\n"
 BEGUN = "    phalanx_put(&header[WORD], before + 1);\n"
-CHANGED = "    add_block(p, rows, first_row, 0, count, delta, NULL);\n"
+CHANGED = "    add_block(p, rows, first_row, 0, count, delta);\n"
 IN = "    if (number) phalanx_put(&p->done[worker], number);\n"
 ENDED = "    phalanx_put(&header[WORD], before + 2);\n"
 SPOIL = "    memset(p->record, 7, (size_t)(count * row_bytes)); step();\n"
@@ -46,7 +46,7 @@ def read_beside_adds() -> None:
         ones = torch.ones(512, 512, dtype=torch.int64)
 
         def add() -> None:
-            for _ in range(2000):
+            for _ in range(5000):
                 others.add(ones)
 
         thread = threading.Thread(target=add)
