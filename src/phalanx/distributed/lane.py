@@ -23,7 +23,7 @@ import torch
 from phalanx.clock import now_s
 from phalanx.distributed.peer_errors import cause_state
 from phalanx.distributed.status_pages import LEFT, StatusPages
-from phalanx.distributed.work import Operation
+from phalanx.distributed.work import GroupOperation
 from phalanx.errors import GroupAborted, StateError
 from phalanx.ipc import LivenessTimer, register_at_fork
 
@@ -59,8 +59,8 @@ class Lane:
         self._name = name
         self._pushes = pushes
         self._report = report
-        self._operations: deque[Operation] = deque()
-        self._ended: deque[Operation] = deque()  # whose futures do not know it yet
+        self._operations: deque[GroupOperation] = deque()
+        self._ended: deque[GroupOperation] = deque()  # whose futures do not know it yet
         self._turn = threading.RLock()  # a signal's handler may call a collective, too
         self._num_drivers = 0
         self._broken: BaseException | None = None
@@ -72,7 +72,7 @@ class Lane:
         _lanes.add(self)
         register_at_fork(self.forget)
 
-    def start(self, operation: Operation, *, wait: bool) -> None:
+    def start(self, operation: GroupOperation, *, wait: bool) -> None:
         """Begin ``operation``, and finish it if ``wait``; it keeps a failure under way.
 
         Raises:
@@ -91,7 +91,7 @@ class Lane:
         if not operation.done:
             self._wake_thread()
 
-    def drive(self, operation: Operation, timeout_s: float | None = None) -> None:
+    def drive(self, operation: GroupOperation, timeout_s: float | None = None) -> None:
         """Run operations until this one has ended; it fails after ``timeout_s`` more seconds."""
         if timeout_s is not None and now_s() + timeout_s < operation.deadline_s:
             operation.timeout_s, operation.deadline_s = timeout_s, now_s() + timeout_s
@@ -103,7 +103,7 @@ class Lane:
                 self._settle()
 
     @contextmanager
-    def _driving(self, operation: Operation) -> Iterator[None]:
+    def _driving(self, operation: GroupOperation) -> Iterator[None]:
         """Have the lane's thread rest meanwhile; break the group where this is interrupted."""
         self._num_drivers += 1
         try:
@@ -150,7 +150,7 @@ class Lane:
         self._examine(first)
         return first.done
 
-    def _examine(self, first: Operation) -> None:
+    def _examine(self, first: GroupOperation) -> None:
         """Break the group where its first operation cannot end well, or one is over its time."""
         call = first.call
         if call is None:
@@ -165,7 +165,7 @@ class Lane:
         if error is not None:
             self.fail(error)
 
-    def _interrupted(self, operation: Operation, by: BaseException) -> GroupAborted:
+    def _interrupted(self, operation: GroupOperation, by: BaseException) -> GroupAborted:
         me = self._pages.names[self._pages.rank]
         return GroupAborted(
             f"Rank {me} gave up {operation.title} ({type(by).__name__}). "
@@ -173,7 +173,7 @@ class Lane:
             me,
         )
 
-    def fail(self, error: BaseException) -> list[Operation]:
+    def fail(self, error: BaseException) -> list[GroupOperation]:
         """Fail everything under way, now and from now on; the other ranks learn of it."""
         with self._turn:
             if self._broken is None:

@@ -45,7 +45,7 @@ from phalanx.distributed.several_hosts import SeveralHosts
 from phalanx.distributed.shared_memory import SharedMemory
 from phalanx.distributed.tensors import FlatTensor, as_bytes, count_as_changed, flat_of, output_of
 from phalanx.distributed.uncompiled_methods import uncompiled_methods
-from phalanx.distributed.work import Operation, SharedWork, Steps
+from phalanx.distributed.work import GroupOperation, SharedWork, Steps
 from phalanx.errors import ConfigError, StateError
 from phalanx.plan import equal_sizes
 from phalanx.torch_internals import is_profiled
@@ -108,7 +108,7 @@ class SharedGroup(DescribedGroup):
         self._refuse_if_closed(kind)
         self._num_operations += 1
         title = f"{kind} of group {self._group_name!r}"
-        operation = Operation(title, steps, result, self._seconds(opts))
+        operation = GroupOperation(title, steps, result, self._seconds(opts))
         wait = not getattr(opts, "asyncOp", True)
         if is_profiled():  # a record costs 1 µs where it is off
             with profiler.record_function(f"{NAME}:{kind}"):

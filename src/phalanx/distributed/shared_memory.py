@@ -63,7 +63,7 @@ def slot_bytes(size: int) -> int:
 class SharedMemory:
     """The memory of a group's ranks on this host, as one of them sees it.
 
-    It is the :class:`~phalanx.distributed.work.Call` of the operation that was begun last. Tensors
+    It is the :class:`~phalanx.distributed.work.Wait` of the operation that was begun last. Tensors
     are flat and contiguous, and whoever begins an operation keeps them until it has ended. What
     only moves is given as bytes.
 
@@ -74,7 +74,7 @@ class SharedMemory:
     Attributes:
         rank: Ours, counted among the ranks of this host.
         size: How many they are.
-        grace_s: As in `Call`.
+        grace_s: As in `Wait`.
     """
 
     grace_s = 0.0

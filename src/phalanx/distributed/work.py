@@ -16,10 +16,10 @@ from torch.futures import Future
 from phalanx.clock import now_s
 from phalanx.distributed.uncompiled_methods import uncompiled_methods
 
-__all__ = ["Call", "Operation", "SharedWork", "Steps"]
+__all__ = ["GroupOperation", "SharedWork", "Steps", "Wait"]
 
 
-class Call(Protocol):
+class Wait(Protocol):
     """A part of an operation that waits for other ranks: in shared memory, or over the network.
 
     Attributes:
@@ -38,12 +38,12 @@ class Call(Protocol):
         """Return the error that names the late ranks; None where nobody is late."""
 
 
-Steps = Iterator[Call]
+Steps = Iterator[Wait]
 """An operation: its calls, one after the other, with what this rank does between them."""
 
 
 @dataclass(slots=True, eq=False)
-class Operation:
+class GroupOperation:
     """One operation of a group.
 
     Attributes:
@@ -63,7 +63,7 @@ class Operation:
     result: Any  # nested lists of tensors, as torch gives them
     timeout_s: float
     deadline_s: float = field(init=False)
-    call: Call | None = None
+    call: Wait | None = None
     error: BaseException | None = None
     done: bool = False
     futures: list[Future[Any]] = field(default_factory=list)
@@ -112,7 +112,7 @@ class SharedWork(dist.Work):
     """A collective call under way or finished; what ``async_op=True`` returns."""
 
     def __init__(
-        self, operation: Operation, drive: Callable[[Operation, float | None], None]
+        self, operation: GroupOperation, drive: Callable[[GroupOperation, float | None], None]
     ) -> None:
         super().__init__()
         self._operation = operation
