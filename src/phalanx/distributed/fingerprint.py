@@ -31,6 +31,7 @@ _DTYPES = tuple(
         key=str,
     )
 )
+_NUMBER_BY_KIND = {kind: number for number, kind in enumerate(_KINDS)}
 _NUMBER_BY_DTYPE = {dtype: number for number, dtype in enumerate(_DTYPES)}
 _NO_ROOT = 0xFFFFFF
 
@@ -59,7 +60,7 @@ def pack(
         >>> has_unequal_parts(pack("all_gather", torch.float32, sizes=[1, 2]))
         True
     """
-    packed = _KINDS.index(kind) | _NUMBER_BY_DTYPE[dtype] << 8 | reduction << 16
+    packed = _NUMBER_BY_KIND[kind] | _NUMBER_BY_DTYPE[dtype] << 8 | reduction << 16
     if sizes and min(sizes) != max(sizes):
         return packed | _NO_ROOT + 1 + crc32(repr([*sizes]).encode()) << 24
     return packed | (_NO_ROOT if root is None else root) << 24

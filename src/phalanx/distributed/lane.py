@@ -15,8 +15,8 @@ import atexit
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -95,20 +95,15 @@ class Lane:
         """Run operations until this one has ended; it fails after ``timeout_s`` more seconds."""
         if timeout_s is not None and now_s() + timeout_s < operation.deadline_s:
             operation.timeout_s, operation.deadline_s = timeout_s, now_s() + timeout_s
-        with self._driving(operation):
+        self._num_drivers += 1  # the lane's thread rests meanwhile
+        try:
             while not operation.done:
                 with self._turn:
                     if not operation.done:
                         self._advance(_PATIENCE_S)
-                self._settle()
-
-    @contextmanager
-    def _driving(self, operation: GroupOperation) -> Iterator[None]:
-        """Have the lane's thread rest meanwhile; break the group where this is interrupted."""
-        self._num_drivers += 1
-        try:
-            yield
-        except BaseException as exc:
+                if self._ended:
+                    self._settle()
+        except BaseException as exc:  # interrupted: the group breaks
             self.fail(self._interrupted(operation, exc))
             raise
         finally:
@@ -133,10 +128,12 @@ class Lane:
     def _advance(self, patience_s: float) -> bool:
         """Run the first operation; tell whether it has ended."""
         first = self._operations[0]
-        # Tensors that an operation makes and keeps are written outside of that mode, too.
-        mode = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
         try:
-            with mode:
+            if torch.is_inference_mode_enabled():
+                # Tensors that an operation makes and keeps are written outside of that mode, too.
+                with torch.inference_mode(False):
+                    ended = first.advance(patience_s)
+            else:
                 ended = first.advance(patience_s)
         except Exception as exc:
             self.fail(exc)

@@ -7,7 +7,8 @@ reduced as float32 and rounded once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from dataclasses import dataclass
+from functools import cache, reduce
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed import ReduceOp
 from phalanx.distributed.shared_memory import SUMMED_DTYPES
 from phalanx.errors import ConfigError, UnsupportedError
 
-__all__ = ["average", "combined", "is_summed", "number_of", "widened"]
+__all__ = ["Reduction", "reduction_of"]
 
 _COMBINE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     ReduceOp.SUM: torch.add,
@@ -34,14 +35,57 @@ _ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def number_of(op: object, dtype: torch.dtype) -> int:
-    """Return the number of a ``ReduceOp``, for fingerprints.
+@dataclass(frozen=True)
+class Reduction:
+    """How numbers of one dtype are reduced.
+
+    Attributes:
+        kind: The kind of ``ReduceOp``.
+        number: Its number, for fingerprints.
+        is_summed: Whether C adds up such numbers: for a sum, or an average.
+        is_half: Whether the numbers have 16 bits, of a floating-point dtype.
+    """
+
+    kind: Any  # of torch's own enumeration
+    number: int
+    is_summed: bool
+    is_half: bool
+
+    def combine(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return what the reduction makes of ``parts``, in their order; no average yet."""
+        return reduce(_COMBINE[self.kind], parts)
+
+    def widen(self, flat: Tensor, *, takes_halves: bool) -> Tensor:
+        """Return the numbers that are reduced: ``flat`` itself, or a copy as float32.
+
+        Args:
+            flat: Numbers of a rank.
+            takes_halves: Whether a sum of bfloat16 is rounded once all the same.
+        """
+        if not self.is_half:
+            return flat
+        if takes_halves and flat.dtype in SUMMED_DTYPES and self.kind == ReduceOp.SUM:
+            return flat
+        return flat.float()
+
+    def average(self, total: Tensor, num_ranks: int) -> None:
+        """Divide ``total`` where the reduction is an average; integers towards zero."""
+        if self.kind == ReduceOp.AVG:
+            total.div_(num_ranks, rounding_mode=None if total.is_floating_point() else "trunc")
+
+
+def reduction_of(op: object, dtype: torch.dtype) -> Reduction:
+    """Return how numbers of ``dtype`` are reduced by a ``ReduceOp``.
 
     Raises:
         UnsupportedError: It is not built.
         ConfigError: It cannot be, for numbers of ``dtype``.
     """
-    kind = getattr(op, "op", op)
+    return _reduction_of(getattr(op, "op", op), dtype)
+
+
+@cache
+def _reduction_of(kind: object, dtype: torch.dtype) -> Reduction:
     number = next((at for at, known in enumerate(_COMBINE) if known == kind), None)
     if number is None:
         raise UnsupportedError(
@@ -51,37 +95,6 @@ def number_of(op: object, dtype: torch.dtype) -> int:
         kind in _ORDERED and dtype.is_complex
     ):
         raise ConfigError(f"`op` must be arithmetic for {dtype}, but is {kind}.")
-    return number
-
-
-def combined(op: object, parts: Sequence[Tensor]) -> Tensor:
-    """Return what the reduction makes of ``parts``, in their order; no average yet."""
-    return reduce(_COMBINE[getattr(op, "op", op)], parts)
-
-
-def is_summed(op: object, dtype: torch.dtype) -> bool:
-    """Tell whether C adds up such numbers: for a sum, or an average."""
-    ours = dtype in SUMMED_DTYPES or dtype in _HALVES
-    return ours and getattr(op, "op", op) in (ReduceOp.SUM, ReduceOp.AVG)
-
-
-def widened(flat: Tensor, op: object, *, takes_halves: bool) -> Tensor:
-    """Return the numbers that are reduced: ``flat`` itself, or a copy as float32.
-
-    Args:
-        flat: Numbers of a rank.
-        op: How they are reduced.
-        takes_halves: Whether a sum of bfloat16 is rounded once all the same.
-    """
-    if flat.dtype not in _HALVES:
-        return flat
-    kind = getattr(op, "op", op)
-    if takes_halves and flat.dtype in SUMMED_DTYPES and kind == ReduceOp.SUM:
-        return flat
-    return flat.float()
-
-
-def average(total: Tensor, op: object, num_ranks: int) -> None:
-    """Divide ``total`` where the reduction is an average; integers towards zero."""
-    if getattr(op, "op", op) == ReduceOp.AVG:
-        total.div_(num_ranks, rounding_mode=None if total.is_floating_point() else "trunc")
+    is_half = dtype in _HALVES
+    is_sum = kind in (ReduceOp.SUM, ReduceOp.AVG)
+    return Reduction(kind, number, is_sum and (is_half or dtype in SUMMED_DTYPES), is_half)

@@ -40,7 +40,7 @@ from phalanx.distributed.fingerprint import pack
 from phalanx.distributed.lane import Lane
 from phalanx.distributed.network import MessageWork, Network
 from phalanx.distributed.one_host import OneHost
-from phalanx.distributed.ops import average, combined, is_summed, number_of, widened
+from phalanx.distributed.ops import Reduction, reduction_of
 from phalanx.distributed.several_hosts import SeveralHosts
 from phalanx.distributed.shared_memory import SharedMemory
 from phalanx.distributed.tensors import FlatTensor, as_bytes, count_as_changed, flat_of, output_of
@@ -161,44 +161,44 @@ class SharedGroup(DescribedGroup):
         if any(tensor.is_sparse for tensor in tensors):
             return self._run("all_reduce", self._reduce_sparse(only(tensors), op), tensors, opts)
         flats = [output_of(tensor, "tensor") for tensor in tensors]
-        for flat in flats:
-            number_of(op, flat.data.dtype)
+        reductions = [reduction_of(op, flat.data.dtype) for flat in flats]
         if len(flats) > 1 and share_memory([flat.data for flat in flats]):
             # each is reduced as it is now
             flats = [FlatTensor(flat.tensor, flat.data.clone(), True) for flat in flats]
 
         def steps() -> Steps:
-            for flat in flats:
-                yield from self._reduce("all_reduce", flat.data, op)
+            for flat, reduction in zip(flats, reductions, strict=True):
+                yield from self._reduce("all_reduce", flat.data, reduction)
                 flat.write_back()
 
         return self._run("all_reduce", steps(), tensors, opts)
 
-    def _reduce(self, kind: str, flat: Tensor, op: Any, root: int | None = None) -> Steps:
+    def _reduce(
+        self, kind: str, flat: Tensor, reduction: Reduction, root: int | None = None
+    ) -> Steps:
         """Reduce ``flat`` over all ranks, in place."""
-        what = pack(kind, flat.dtype, reduction=number_of(op, flat.dtype), root=root)
-        wide = widened(flat, op, takes_halves=self._collectives.takes_halves)
-        if is_summed(op, flat.dtype):
+        what = pack(kind, flat.dtype, reduction=reduction.number, root=root)
+        wide = reduction.widen(flat, takes_halves=self._collectives.takes_halves)
+        if reduction.is_summed:
             yield from self._collectives.all_reduce(wide, what, len(flat))
-            average(wide, op, self._collectives.size)
         else:
-            yield from self._combine(wide, op, what)
-            average(wide, op, self._collectives.size)
+            yield from self._combine(wide, reduction, what)
+        reduction.average(wide, self._collectives.size)
         if wide is not flat:
             flat.copy_(wide)
 
-    def _combine(self, flat: Tensor, op: Any, what: int) -> Steps:
+    def _combine(self, flat: Tensor, reduction: Reduction, what: int) -> Steps:
         """Reduce ``flat`` by torch: each rank a part, which it then gives to all."""
         sizes = equal_sizes(len(flat), self._collectives.size)
         parts = flat.split(sizes)
         mine = [torch.empty_like(parts[self._collectives.rank]) for _ in parts]
         given, taken = [as_bytes(one) for one in parts], [as_bytes(one) for one in mine]
         yield from self._collectives.swap(taken, given, what, len(flat))
-        result = as_bytes(combined(op, mine))
+        result = as_bytes(reduction.combine(mine))
         yield from self._collectives.all_gather(given, result, what, len(flat))
 
     def _reduce_sparse(self, tensor: Tensor, op: Any) -> Steps:
-        what = pack("all_reduce", tensor.dtype, reduction=number_of(op, tensor.dtype))
+        what = pack("all_reduce", tensor.dtype, reduction=reduction_of(op, tensor.dtype).number)
         yield from self._collectives.agree(what, tensor.numel())
         options = dist.AllreduceOptions()
         options.reduceOp = op
@@ -217,11 +217,11 @@ class SharedGroup(DescribedGroup):
         root = self._root(opts)
         is_root = self._collectives.rank == root
         flat = (output_of if is_root else flat_of)(only(listed(tensors)), "tensor")
-        number_of(opts.reduceOp, flat.data.dtype)
+        reduction = reduction_of(opts.reduceOp, flat.data.dtype)
 
         def steps() -> Steps:
             data = flat.data if is_root else flat.data.clone()
-            yield from self._reduce("reduce", data, opts.reduceOp, root)
+            yield from self._reduce("reduce", data, reduction, root)
             if is_root:
                 flat.write_back()
 
@@ -262,35 +262,37 @@ class SharedGroup(DescribedGroup):
             for output, parts in pairs
         ]
         count_as_changed(output for output, _ in pairs)
+        reductions = [reduction_of(op, output.data.dtype) for output, _ in jobs]
         for output, parts in jobs:
-            number_of(op, output.data.dtype)
             check_fit(output.data, parts[self._collectives.rank], "output", "this rank's input")
 
         def steps() -> Steps:
-            for output, parts in jobs:
-                yield from self._scatter_reduced(output.data, parts, op)
+            for (output, parts), reduction in zip(jobs, reductions, strict=True):
+                yield from self._scatter_reduced(output.data, parts, reduction)
                 output.write_back()
 
         return self._run("reduce_scatter", steps(), [output.tensor for output, _ in jobs], opts)
 
-    def _scatter_reduced(self, output: Tensor, parts: Sequence[Tensor], op: Any) -> Steps:
+    def _scatter_reduced(
+        self, output: Tensor, parts: Sequence[Tensor], reduction: Reduction
+    ) -> Steps:
         sizes = [len(part) for part in parts]
-        number = number_of(op, output.dtype)
-        what = pack("reduce_scatter", output.dtype, reduction=number, sizes=sizes)
-        if is_summed(op, output.dtype):
+        what = pack("reduce_scatter", output.dtype, reduction=reduction.number, sizes=sizes)
+        if reduction.is_summed:
             takes_halves = self._collectives.takes_halves
-            wide = widened(output, op, takes_halves=takes_halves)
-            given = [widened(part, op, takes_halves=takes_halves) for part in parts]
+            wide = reduction.widen(output, takes_halves=takes_halves)
+            given = [reduction.widen(part, takes_halves=takes_halves) for part in parts]
             yield from self._collectives.reduce_scatter(wide, given, what, sum(sizes))
-            average(wide, op, self._collectives.size)
+            reduction.average(wide, self._collectives.size)
             if wide is not output:
                 output.copy_(wide)
         else:
             mine = [torch.empty_like(output) for _ in parts]
             given, taken = [as_bytes(one) for one in parts], [as_bytes(one) for one in mine]
             yield from self._collectives.swap(taken, given, what, sum(sizes))
-            output.copy_(combined(op, [widened(one, op, takes_halves=False) for one in mine]))
-            average(output, op, self._collectives.size)
+            wide = reduction.combine([reduction.widen(one, takes_halves=False) for one in mine])
+            output.copy_(wide)
+            reduction.average(output, self._collectives.size)
 
     # --- moving -----------------------------------------------------------------------------------
 
