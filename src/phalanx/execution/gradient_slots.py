@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -51,6 +52,9 @@ class GradientSlots:
         self._pool = pool
         self._lock = threading.Lock()
         self._free: list[GradientSlot] = []
+        self._taken: dict[weakref.ref[GradientSlot], GradientSlot] = {}
+        # Of slots that were collected. Only C runs then: a Ctrl-C in Python would be ignored there.
+        self._gone: deque[weakref.ref[GradientSlot]] = deque()
         self._nbytes = 0
         self._places: list[tuple[torch.dtype, int, int]] = []  # how many from where on
         for parameter in parameters:
@@ -66,9 +70,11 @@ class GradientSlots:
     def take(self) -> GradientSlot:
         """Return a free slot; it is free again when it is collected."""
         with self._lock:
+            while self._gone:
+                self._free.append(self._taken.pop(self._gone.popleft()))
             kept = self._free.pop() if self._free else self.at(self._pool.allocate(self._nbytes))
-        slot = replace(kept)
-        weakref.finalize(slot, self._free.append, kept).atexit = False
+            slot = replace(kept)
+            self._taken[weakref.ref(slot, self._gone.append)] = kept
         return slot
 
 

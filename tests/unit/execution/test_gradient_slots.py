@@ -1,0 +1,28 @@
+"""The slots of gradients are free again when nobody holds them."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+import torch
+from torch import nn
+
+from phalanx.execution.gradient_slots import GradientSlots
+from phalanx.memory import SharedMemoryPool
+
+
+def test_no_python_runs_when_a_slot_is_dropped_so_that_a_ctrl_c_is_not_lost_there() -> None:
+    slots = GradientSlots([nn.Parameter(torch.zeros(3))], SharedMemoryPool())
+    first = slots.take()
+    begin, called = first.start, []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            called.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    del first
+    sys.setprofile(None)
+    assert called == []
+    assert slots.take().start == begin
