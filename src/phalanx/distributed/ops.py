@@ -18,7 +18,7 @@ from torch.distributed import ReduceOp
 from phalanx.distributed.shared_memory import SUMMED_DTYPES
 from phalanx.errors import ConfigError, UnsupportedError
 
-__all__ = ["Reduction", "reduction_of"]
+__all__ = ["ReduceKind", "reduction_of"]
 
 _COMBINE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     ReduceOp.SUM: torch.add,
@@ -36,7 +36,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Reduction:
+class ReduceKind:
     """How numbers of one dtype are reduced.
 
     Attributes:
@@ -74,7 +74,7 @@ class Reduction:
             total.div_(num_ranks, rounding_mode=None if total.is_floating_point() else "trunc")
 
 
-def reduction_of(op: object, dtype: torch.dtype) -> Reduction:
+def reduction_of(op: object, dtype: torch.dtype) -> ReduceKind:
     """Return how numbers of ``dtype`` are reduced by a ``ReduceOp``.
 
     Raises:
@@ -85,7 +85,7 @@ def reduction_of(op: object, dtype: torch.dtype) -> Reduction:
 
 
 @cache
-def _reduction_of(kind: object, dtype: torch.dtype) -> Reduction:
+def _reduction_of(kind: object, dtype: torch.dtype) -> ReduceKind:
     number = next((at for at, known in enumerate(_COMBINE) if known == kind), None)
     if number is None:
         raise UnsupportedError(
@@ -97,4 +97,4 @@ def _reduction_of(kind: object, dtype: torch.dtype) -> Reduction:
         raise ConfigError(f"`op` must be arithmetic for {dtype}, but is {kind}.")
     is_half = dtype in _HALVES
     is_sum = kind in (ReduceOp.SUM, ReduceOp.AVG)
-    return Reduction(kind, number, is_sum and (is_half or dtype in SUMMED_DTYPES), is_half)
+    return ReduceKind(kind, number, is_sum and (is_half or dtype in SUMMED_DTYPES), is_half)

@@ -40,7 +40,7 @@ from phalanx.distributed.fingerprint import pack
 from phalanx.distributed.lane import Lane
 from phalanx.distributed.network import MessageWork, Network
 from phalanx.distributed.one_host import OneHost
-from phalanx.distributed.ops import Reduction, reduction_of
+from phalanx.distributed.ops import ReduceKind, reduction_of
 from phalanx.distributed.several_hosts import SeveralHosts
 from phalanx.distributed.shared_memory import SharedMemory
 from phalanx.distributed.tensors import FlatTensor, as_bytes, count_as_changed, flat_of, output_of
@@ -174,7 +174,7 @@ class SharedGroup(DescribedGroup):
         return self._run("all_reduce", steps(), tensors, opts)
 
     def _reduce(
-        self, kind: str, flat: Tensor, reduction: Reduction, root: int | None = None
+        self, kind: str, flat: Tensor, reduction: ReduceKind, root: int | None = None
     ) -> Steps:
         """Reduce ``flat`` over all ranks, in place."""
         what = pack(kind, flat.dtype, reduction=reduction.number, root=root)
@@ -187,7 +187,7 @@ class SharedGroup(DescribedGroup):
         if wide is not flat:
             flat.copy_(wide)
 
-    def _combine(self, flat: Tensor, reduction: Reduction, what: int) -> Steps:
+    def _combine(self, flat: Tensor, reduction: ReduceKind, what: int) -> Steps:
         """Reduce ``flat`` by torch: each rank a part, which it then gives to all."""
         sizes = equal_sizes(len(flat), self._collectives.size)
         parts = flat.split(sizes)
