@@ -274,7 +274,7 @@ class SharedGroup(DescribedGroup):
         return self._run("reduce_scatter", steps(), [output.tensor for output, _ in jobs], opts)
 
     def _scatter_reduced(
-        self, output: Tensor, parts: Sequence[Tensor], reduction: Reduction
+        self, output: Tensor, parts: Sequence[Tensor], reduction: ReduceKind
     ) -> Steps:
         sizes = [len(part) for part in parts]
         what = pack("reduce_scatter", output.dtype, reduction=reduction.number, sizes=sizes)
