@@ -365,6 +365,35 @@ def test_hooks_on_parameters_run_once_on_the_whole_gradient() -> None:
     assert seen == [[5.0, 5.0]]
 
 
+class Spare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("penalised", [False, True])
+def test_hooks_on_parameters_without_a_gradient_do_not_run(register: str, penalised: bool) -> None:
+    net, seen, x = Spare(), [], torch.randn(5, 3)
+    for name, parameter in net.named_parameters():
+        getattr(parameter, register)(lambda _, name=name: seen.append(name))
+
+    def run(model: nn.Module) -> list[str]:
+        seen.clear()
+        loss = model(x).sum()
+        if penalised:
+            loss = loss + net.spare.weight.square().sum()
+        loss.backward()
+        return sorted(seen)
+
+    expected = run(net)
+    with phalanx.DataParallel(net, 3) as model:
+        assert run(model) == expected
+
+
 class Reaching(nn.Module):
     """Holds a container whose module reads a parameter of this module by a kept reference."""
 
