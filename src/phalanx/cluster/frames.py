@@ -50,11 +50,11 @@ class BadFrame(Exception):
 
 
 class Message(NamedTuple):
-    """What one end sends.
+    """A message of one end to the other.
 
     Attributes:
-        kind: What it is.
-        operation: What is asked for.
+        kind: The kind of message.
+        operation: The operation that is asked for.
         worker: The worker that asks.
         incarnation: Which of the workers that had its number.
         number: Of an add: its number among this worker's, from 1; else 0.

@@ -52,7 +52,7 @@ class Link:
 
 
 class Answer(NamedTuple):
-    """What a service returns: numbers, a text, and contiguous arrays."""
+    """An answer of a service: numbers, a text, and contiguous arrays."""
 
     args: tuple[int, ...] = ()
     arrays: Sequence[Array] = ()
@@ -159,7 +159,7 @@ class Server:
             return
         finally:
             self._handshakes.release()
-        end.settimeout(None)  # the kernel cuts off who is gone, or reads nothing
+        end.settimeout(None)  # the kernel ends connections to peers that are gone or read nothing
         stream, link = Stream(end, self._tag), Link()
         self._streams.add(stream)
         try:

@@ -45,7 +45,7 @@ _TAG = 2**31 - 2
 _CUT_TAG = 2**31 - 1  # of a receive that no member answers
 _HEAD_WORDS = 4
 _JOIN_S = 1.0
-_REPORT_S = 1.0  # within which the first rank of another host reports who is late there
+_REPORT_S = 1.0  # the time that a rank of another host has to report a late rank there
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 _NO_LIMIT = datetime.timedelta(days=1000)
 _NO_TIME = datetime.timedelta(0)
@@ -82,7 +82,7 @@ class Network:
         rank: Ours.
         pages: Where the ranks of this host say whether they take part.
         error_store: Where the first error of the group stands.
-        timeout_s: How long an operation may take, where the call does not say.
+        timeout_s: The limit of an operation whose call gives none.
 
     Attributes:
         fail: Called with the error of a message, to break the group.
@@ -97,7 +97,7 @@ class Network:
         self._rank = rank
         self._pages = pages
         self._error_store = error_store
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._threads: list[threading.Thread] = []
 
     @property
@@ -168,7 +168,7 @@ class Network:
     def _awaiting(self, rank: int, swap: _Swap) -> Iterator[None]:
         """Let errors name ``rank``."""
         swap.awaited = rank
-        with self._error_store.naming(rank, self._timeout_s):
+        with self._error_store.naming(rank, self.timeout_s):
             yield
 
     def _check(self, ours: Fingerprint, rank: int, head: list[int], length: int) -> None:
@@ -186,8 +186,8 @@ class Network:
 
     def collective(self, begin: Callable[[Gloo], Work]) -> _Collective:
         """Begin a collective of gloo's."""
-        with self._error_store.naming(None, self._timeout_s):
-            return _Collective(begin(self.gloo), self._pages, self._error_store, self._timeout_s)
+        with self._error_store.naming(None, self.timeout_s):
+            return _Collective(begin(self.gloo), self._pages, self._error_store, self.timeout_s)
 
     def message(self, call: str, flat: FlatTensor, peer: int | None, tag: int) -> MessageWork:
         """Begin to ``send`` to a rank, or to ``recv`` from one; from any where ``peer`` is None."""
@@ -203,7 +203,7 @@ class Network:
     def explaining(self, peer: int | None, timeout_s: float | None = None) -> Iterator[None]:
         """Raise ours for gloo's errors in a message to or from ``peer``."""
         try:
-            with self._error_store.naming(peer, timeout_s or self._timeout_s):
+            with self._error_store.naming(peer, timeout_s or self.timeout_s):
                 yield
         except PeerError as exc:
             here = [index for index, name in enumerate(self._pages.names) if peer in (None, name)]
@@ -212,11 +212,6 @@ class Network:
             if known is not None:
                 raise known from exc
             raise
-
-    @property
-    def timeout_s(self) -> float:
-        """How long an operation may take, where the call does not say."""
-        return self._timeout_s
 
     # ----------------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ class OneHost:
         yield self._memory.agree(what, count)
 
     def all_reduce(self, flat: Tensor, what: int, count: int) -> Steps:
-        """Add up ``flat`` over the ranks, in place and with the same bits on all of them."""
+        """Add up ``flat`` over the ranks, in place; all get bitwise identical sums."""
         yield self._memory.all_reduce(flat, what, count)
 
     def reduce_scatter(

@@ -91,7 +91,7 @@ class SeveralHosts:
         yield self._memory.agree(what, count)
 
     def all_reduce(self, flat: Tensor, what: int, count: int) -> Steps:
-        """Add up ``flat`` over the ranks, in place and with the same bits on all of them."""
+        """Add up ``flat`` over the ranks, in place; all get bitwise identical sums."""
         fingerprint = self._next(what, count)
         for piece in _pieces(len(flat), _PIECE_BYTES // flat.itemsize):
             part = flat[piece]
