@@ -76,6 +76,37 @@ def test_a_collective_may_begin_in_a_futures_callback(ranks, tmp_path: Path):
     assert ranks.run(begun_in_a_callback, str(tmp_path)) == [[6.0] * 20] * 2
 
 
+def a_future_waited_for_in_a_callback(rank: int, folder: str, driven: bool) -> list[float]:
+    group = make(10.0)
+    begun = dist.FileStore(f"{folder}/begun", 2)
+    first, second = torch.ones(3), torch.ones(3)
+
+    def then(_: Any) -> None:
+        future = dist.all_reduce(second, group=group, async_op=True).get_future()
+        begun.set("second", b"")
+        future.wait()  # in C++: this thread runs nothing meanwhile
+
+    if rank == 0:
+        work = dist.all_reduce(first, group=group, async_op=True)
+        told = work.get_future().then(then)
+        begun.set("first", b"")
+        if driven:
+            work.wait()  # the callback runs in here
+        told.wait()
+    else:
+        for key, tensor in (("first", first), ("second", second)):
+            begun.wait([key], datetime.timedelta(seconds=20))
+            dist.all_reduce(tensor, group=group)
+    dist.destroy_process_group(group)
+    return [first.mean().item(), second.mean().item()]
+
+
+@pytest.mark.parametrize("driven", [False, True])
+def test_a_callback_may_wait_for_a_future_of_its_group(ranks, tmp_path: Path, driven):
+    sums = ranks.run(a_future_waited_for_in_a_callback, str(tmp_path), driven)
+    assert sums == [[2.0, 2.0]] * 2
+
+
 def waited_for_in_a_callback(rank: int, folder: str) -> list[float]:
     one, other = make(5.0), make(5.0)
     begun = dist.FileStore(f"{folder}/begun", 2)

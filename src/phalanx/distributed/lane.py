@@ -2,8 +2,8 @@
 
     all_reduce(t)                 runs in its caller
     all_reduce(t, async_op=True)  runs in its caller while the others keep coming, where each rank
-                                  has no second core; else in the lane's thread
-    work.wait()                   runs in its caller what the thread has not begun
+                                  has no second core; else in a thread of the lane
+    work.wait()                   runs in its caller what no thread has begun
 
 A call in C returns after some milliseconds in which the others were late. Then this rank looks
 whether they live, whether a deadline has passed, and Python runs the handlers of signals.
@@ -65,7 +65,8 @@ class Lane:
         self._num_drivers = 0
         self._broken: BaseException | None = None
         self._liveness = LivenessTimer()
-        self._thread: threading.Thread | None = None
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._num_free_threads = 0  # the others are in the callback of a future
         self._changed = threading.Condition(threading.Lock())
         self._closed = False
         self.forked = False
@@ -102,7 +103,11 @@ class Lane:
                     if not operation.done:
                         self._advance(_PATIENCE_S)
                 if self._ended:
-                    self._settle()
+                    self._num_drivers -= 1  # a callback may wait for an operation
+                    try:
+                        self._settle()
+                    finally:
+                        self._num_drivers += 1
         except BaseException as exc:  # interrupted: the group breaks
             self.fail(self._interrupted(operation, exc))
             raise
@@ -187,20 +192,25 @@ class Lane:
         return failed
 
     def _settle(self) -> None:
-        """Tell the futures of ended operations; without a lock, because callbacks are a user's."""
+        """Tell the futures of ended operations; without a lock, because callbacks are a user's.
+
+        A callback may wait for an operation that has not ended: another thread then runs it.
+        """
+        if self._ended and self._operations:
+            self._wake_thread()
         while self._ended:
             with suppress(IndexError):  # another thread has taken the last one
                 self._ended.popleft().settle()
 
-    # --- the thread -------------------------------------------------------------------------------
+    # --- the threads ------------------------------------------------------------------------------
 
     def _wake_thread(self) -> None:
         with self._changed:
-            if self._thread is None and not self._closed:
-                self._thread = threading.Thread(
-                    target=self._run, name="phalanx collectives", daemon=True
-                )
-                self._thread.start()
+            if not self._num_free_threads and not self._closed:
+                self._num_free_threads = 1
+                thread = threading.Thread(target=self._run, name="phalanx collectives", daemon=True)
+                self._threads.add(thread)
+                thread.start()
             self._changed.notify_all()
 
     def _run(self) -> None:
@@ -208,33 +218,38 @@ class Lane:
             with self._turn:
                 if self._operations:
                     self._advance(_PATIENCE_S)
-            self._settle()
+            if self._ended:
+                with self._changed:
+                    self._num_free_threads -= 1
+                self._settle()
+                with self._changed:
+                    self._num_free_threads += 1
 
     def _await_operations(self) -> bool:
-        """Wait until the thread has something to run; False where it is to end."""
+        """Wait until a thread has something to run; False where it is to end."""
         with self._changed:
-            if not self._changed.wait_for(
+            if self._changed.wait_for(
                 lambda: self._closed or (self._operations and not self._num_drivers), _IDLE_S
             ):
-                self._thread = None
-                return False
-            return not self._closed
+                return not self._closed
+            self._num_free_threads -= 1
+            return False
 
-    def end_thread(self) -> None:
-        """End the thread, unless a future's callback keeps it for too long.
+    def end_threads(self) -> None:
+        """End the threads, unless a future's callback keeps one for too long.
 
         A thread that is in torch's C++ when the interpreter goes would abort the process.
         """
         with self._changed:
             self._closed = True
-            thread = self._thread
+            threads = set(self._threads) - {threading.current_thread()}
             self._changed.notify_all()
-        if thread is not None and thread is not threading.current_thread():
+        for thread in threads:
             thread.join(_EXIT_S)
 
     def close(self) -> list[str]:
         """Leave the group. Operations under way fail; their titles are returned."""
-        self.end_thread()
+        self.end_threads()
         left = self.fail(GroupAborted(f"Group {self._name()!r} is destroyed."))
         self._settle()
         return [operation.title for operation in left]
@@ -243,7 +258,7 @@ class Lane:
         """Give the group up in a forked child, where it would speak in its parent's name."""
         self._turn = threading.RLock()  # a thread of the parent may have had it
         self._changed = threading.Condition(threading.Lock())
-        self._thread = None
+        self._threads = weakref.WeakSet()
         self.forked = self._closed = True
         self._broken = StateError(
             f"Group {self._name()!r} must be used by the process that made it, but this is a fork "
@@ -261,4 +276,4 @@ _lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
 @atexit.register
 def _end_threads() -> None:
     for lane in list(_lanes):
-        lane.end_thread()
+        lane.end_threads()
