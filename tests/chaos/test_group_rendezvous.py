@@ -1,4 +1,4 @@
-"""How a group is made where somebody dies on the way, or did so in a rendezvous before."""
+"""How a group is made where somebody dies on the way."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from phalanx.clock import now_s
 from phalanx.distributed.backend import make_group
 from phalanx.distributed.group_rendezvous import GroupRendezvous
 from phalanx.errors import PeerError
-from phalanx.ipc import Region, Waiting
 from tests.multiprocess.children import DEADLINE_S, Child, Children, Parent
 
 SIZE = 3
@@ -57,7 +56,7 @@ def member(parent: Parent, path: str, rank: int, dies_at: str | None) -> None:
 def blind_member(parent: Parent, path: str, rank: int, dies_at: str | None) -> None:
     """The same with a planted bug: nobody sees that somebody is dead."""
 
-    setattr(GroupRendezvous, "_is_dead", lambda *_: False)  # noqa: B010
+    setattr(GroupRendezvous, "_look_for_deaths", lambda *_: None)  # noqa: B010
     member(parent, path, rank, dies_at)
 
 
@@ -88,7 +87,8 @@ def gather(
 
 
 @pytest.mark.parametrize(
-    ("where", "victim"), [("_enter", 2), ("_map", 0), ("_map", 2), ("_tidy", 0), ("_tidy", 2)]
+    ("where", "victim"),
+    [("share_memory", 0), ("share_memory", 2), ("connect", 0), ("connect", 2), ("tidy", 2)],
 )
 def test_a_death_while_a_group_is_made_is_told_at_once(children, tmp_path, where, victim):
     ranks = (0, 1, 2) if victim == 2 else (1, 2, 0)
@@ -102,81 +102,12 @@ def test_a_death_while_a_group_is_made_is_told_at_once(children, tmp_path, where
         assert seconds < DEADLINE_S / 4
 
 
-def late_member(parent: Parent, path: str, rank: int, dies_at: str | None) -> None:
-    """Rank 2 dies when rank 1 knows of rank 0's memory, which is given up before it is mapped."""
-    borrow = GroupRendezvous._borrow
-
-    def borrow_late(self: GroupRendezvous, first: int, *sizes: int) -> Region:
-        hello, fd = self._heard[first], int(self._wait_for(f"card/{first}", first))
-        assert hello is not None
-        Path(f"{path}.known").open("w").close()
-        waiting = Waiting(DEADLINE_S)
-        while Path(f"/proc/{hello.pid}/fd/{fd}").exists():
-            assert not waiting.over()
-            waiting.rest()
-        return borrow(self, first, *sizes)
-
-    def die(*_: object) -> None:
-        Path(f"{path}.known").open().close()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if rank == 1:
-        setattr(GroupRendezvous, "_borrow", borrow_late)  # noqa: B010
-    if rank == 2:
-        setattr(GroupRendezvous, "_map", die)  # noqa: B010
-    member(parent, path, rank, None)
-
-
-def test_who_finds_the_memory_gone_names_who_died_all_the_same(children, tmp_path):
-    os.mkfifo(tmp_path / "store.known")
-    members = gather(children, tmp_path / "store", body=late_member)
-    for one in members:
-        one.put(DEADLINE_S)
-    for one in members[:-1]:
-        assert one.get()[:2] == ("PeerLost", 2)
-
-
 def test_with_deaths_unseen_it_is_told_at_the_deadline_only(children, tmp_path):
-    members = gather(children, tmp_path / "store", "_map", body=blind_member)
+    members = gather(children, tmp_path / "store", "connect", body=blind_member)
     for one in members:
         one.put(LATE_S)
     for one in members[:-1]:
-        error, rank, _ = one.get()
-        assert (error, rank) == ("PeerTimeout", 2)
-
-
-def test_after_a_rendezvous_that_one_missed_the_next_one_succeeds(children, tmp_path):
-    members = gather(children, tmp_path / "store")
-    for one in members[:-1]:
-        one.put(LATE_S)
-    for one in members[:-1]:
-        error, rank, _ = one.get()
-        assert (error, rank) == ("PeerTimeout", 2)
-    for one in members:
-        one.put(DEADLINE_S)
-    for one in members:
-        assert one.get()[0] == "met"
-
-
-def test_nobody_believes_what_the_killed_left_in_the_store(children, tmp_path):
-    old = gather(children, tmp_path / "store")
-    for one in old[:-1]:
-        one.put(DEADLINE_S)
-    _until_heard(tmp_path / "store", 2)
-    for one in old:
-        one.kill()
-    members = gather(children, tmp_path / "store")
-    for one in members:
-        one.put(DEADLINE_S)
-    for one in members:
-        assert one.get()[0] == "met"
-
-
-def _until_heard(path: Path, count: int) -> None:
-    """Wait until so many ranks have said hello."""
-    first = dist.PrefixStore("attempt/0/", dist.FileStore(str(path), SIZE))
-    store = dist.PrefixStore("phalanx/", first)
-    store.wait([f"hello/{rank}" for rank in range(count)], datetime.timedelta(seconds=DEADLINE_S))
+        assert one.get()[0] == "PeerTimeout"
 
 
 def in_turn(parent: Parent, path: str, rank: int) -> None:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from phalanx.distributed.cuda_group import CudaGroup, nccl_is_here
-from phalanx.distributed.error_store import ErrorStore
 from phalanx.distributed.group_rendezvous import GroupRendezvous
 from phalanx.distributed.hosts import loopback, network_interfaces
 from phalanx.distributed.network import Network
@@ -55,9 +54,10 @@ def open_group(
     interfaces = network_interfaces()
     if len(hosts.ranks) == 1 and not interfaces:
         interfaces = [name for name in [loopback()] if name]
-    gloo = rendezvous.connect(interfaces)
     memory = rendezvous.share_memory(here)
-    error_store = ErrorStore(rendezvous.store, rank, size)
+    gloo = rendezvous.connect("all", range(size), interfaces)
+    rendezvous.tidy()
+    error_store = rendezvous.error_store
     network = Network(gloo, rank, memory.pages, error_store, timeout_s)
     collectives: OneHost | SeveralHosts = OneHost(memory)
     if len(hosts.ranks) > 1:
