@@ -77,7 +77,7 @@ def _processes(job: MemoryJob) -> Iterator[Step]:
         _optimizer(job),
         microbatches=None,
         replicas=job.workers,
-        executor=phalanx.Processes(intra_op=1),
+        executor=phalanx.Processes(),
     ) as trainer:
         yield lambda: trainer.step(batch)
 

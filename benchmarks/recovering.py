@@ -166,7 +166,7 @@ def _run_survivor(job: RecoveryJob, tell: Callable[[Beat], None]) -> None:
         loss_of,
         sgd,
         microbatches=None,
-        executor=phalanx.Ranks(intra_op=1),
+        executor=phalanx.Ranks(),
         callbacks=[note],
     ) as trainer:
         trainer.join()

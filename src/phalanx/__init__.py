@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         StateError,
         UnsupportedError,
     )
-    from phalanx.execution import Processes, Ranks, Span, Threads, WorkerLost
+    from phalanx.execution import Processes, Ranks, Span, WorkerLost
     from phalanx.parallel import (
         AbstractParallel,
         DataParallel,
@@ -78,7 +78,6 @@ __all__ = [
     "Span",
     "StateError",
     "StepDone",
-    "Threads",
     "Trainer",
     "UnsupportedError",
     "WorkerLost",
@@ -111,7 +110,7 @@ _NAMES_BY_ROOM = {
         "StateError",
         "UnsupportedError",
     ),
-    "phalanx.execution": ("Processes", "Ranks", "Span", "Threads", "WorkerLost"),
+    "phalanx.execution": ("Processes", "Ranks", "Span", "WorkerLost"),
     "phalanx.compat.mxnet": ("DataBatch", "DataDesc", "DataParallelExecutorGroup", "Monitor"),
     "phalanx.parallel": (
         "AbstractParallel",

@@ -115,10 +115,10 @@ def test_no_worker_hangs_that_is_forked_beside_threads_that_compute(kills: int) 
             None,
             sgd,
             forward=logs,
-            executor=phalanx.Processes(intra_op=2, max_failures=None, timeout_s=DEADLINE_S),
+            executor=phalanx.Processes(max_failures=None, timeout_s=DEADLINE_S),
             callbacks=[noting(lost)],
-            microbatches=None,
-            replicas=2,
+            microbatches=None,  # several threads inside operators, where there are cores for them
+            replicas=1,
         ) as trainer,
     ):
         trainer.step(batch())

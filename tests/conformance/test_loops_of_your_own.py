@@ -85,5 +85,3 @@ def test_what_cannot_be_cut_so_is_refused() -> None:
         DataParallel(mlp(), devices=3, microbatches=2)
     with pytest.raises(ConfigError, match="`microbatches` must"):
         DataParallel(mlp(), microbatches=0)
-    with pytest.raises(ConfigError, match="`intra_op` must be 1 with microbatches"):
-        DataParallel(mlp(), microbatches=4, intra_op=2)

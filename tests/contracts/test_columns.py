@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx.plan import least_loaded
+from phalanx.parallel.abstract_parallel import least_loaded
 from tests.columns import columns_of_layer
 from tests.contracts.containers import (
     COPIES,

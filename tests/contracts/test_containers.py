@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import os
 import threading
 import traceback
 from collections.abc import Callable
@@ -715,10 +716,11 @@ def test_columns_and_replicas_run_at_the_same_time(face: Face) -> None:
 
 
 @faces.in_ours
-def test_operators_run_on_as_many_threads_as_asked_for(face: Face) -> None:
+def test_replicas_share_the_cores(face: Face, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2 * K))
     seen: list[int] = []
     before = torch.get_num_threads()
-    with phalanx.DataParallel(net(), K, intra_op=2) as first, faces.Sum(intra_op=2) as second:
+    with phalanx.DataParallel(net(), K) as first, faces.Sum() as second:
         for seed in range(K):
             second.add(net(seed), "cpu")
         model = first if face is faces.REPLICATED[0] else second

@@ -338,7 +338,6 @@ ROWS: list[Row] = [
     making_trainer(r"at most as many as there are microbatches \(4\), but are 5", replicas=5),
     making_trainer(r"microbatches \(1\), but are 2", microbatches=1, workloads=[1, 1]),
     making_trainer("for microbatches=None.*'auto'", microbatches=None, replicas="auto"),
-    making_trainer("`intra_op` must be 1 with microbatches", executor=phalanx.Threads(intra_op=2)),
     making_trainer(r"`replicas` must .*but is \[\]", replicas=[]),
     making_trainer(r"`replicas` must be at most .* microbatches \(4\), but are 5", replicas=5),
     making_trainer("`replicas` must .*'gpu'", replicas=["gpu"]),

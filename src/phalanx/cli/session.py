@@ -51,7 +51,6 @@ from phalanx.cli.run_folder import RunFolder, name_run, read_metrics, refuse_exi
 from phalanx.cli.summary import draw_summary
 from phalanx.clock import now_s
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError
-from phalanx.execution import Processes, Threads
 from phalanx.train import Trainer, length_of
 
 if TYPE_CHECKING:
@@ -62,14 +61,6 @@ _CONFIG_FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConfigurationOptions:
-    """Where the replicas are, and with how many threads each."""
-
-    devices: tuple[str, ...]
-    intra_op: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainPlan:
     """What is to be done, decided before anything is.
 
@@ -77,14 +68,14 @@ class TrainPlan:
         options: All of them.
         out: The new run folder; None for the next free one under runs/.
         resumed: The run that goes on, or None for a new one.
-        configuration: The one that the run had, if it is to keep it.
+        devices: Those that the replicas had, if the run is to keep them.
         trace: Whether a trace is written.
     """
 
     options: TrainOptions
     out: Path | None
     resumed: RunFolder | None
-    configuration: ConfigurationOptions | None
+    devices: tuple[str, ...] | None
     trace: bool = False
 
 
@@ -96,7 +87,7 @@ def plan_new(given: Given, out: Path | None) -> TrainPlan:
     """
     if out is not None:
         refuse_existing(out)
-    return TrainPlan(options=complete(given), out=out, resumed=None, configuration=None)
+    return TrainPlan(options=complete(given), out=out, resumed=None, devices=None)
 
 
 def plan_resumed(given: Given, path: Path, out: Path | None) -> TrainPlan:
@@ -116,20 +107,20 @@ def plan_resumed(given: Given, path: Path, out: Path | None) -> TrainPlan:
             "A resumed run stays in its folder."
         )
     folder = RunFolder.open(path)
-    stored, configuration = read_config(folder.read_config(), source=str(folder.config_path))
+    stored, devices = read_config(folder.read_config(), source=str(folder.config_path))
     options = continue_with(stored, given, run=str(path))
     return TrainPlan(
         options=options,
         out=None,
         resumed=folder,
-        configuration=configuration if "replicas" not in given else None,
+        devices=devices if "replicas" not in given else None,
     )
 
 
 # Any, here and below: JSON.
 def read_config(
     config: Mapping[str, Any], *, source: str
-) -> tuple[TrainOptions, ConfigurationOptions | None]:
+) -> tuple[TrainOptions, tuple[str, ...] | None]:
     """Check a config.json.
 
     Raises:
@@ -145,15 +136,11 @@ def read_config(
         options, configuration = dict(config["options"]), config["configuration"]
         names = None if configuration is None else configuration["devices"]
         devices = None if names is None else tuple(str(name) for name in names)
-        intra_op = None if configuration is None else int(configuration["intra_op"])
     except (KeyError, TypeError, ValueError, OverflowError) as exc:
         raise CheckpointError(
             f"{source} must hold `format`, `options` and `configuration`, but does not: {exc!r}."
         ) from exc
-    complete_options = read_options(options, source=source)
-    if devices is None or intra_op is None:
-        return complete_options, None
-    return complete_options, ConfigurationOptions(devices=devices, intra_op=intra_op)
+    return read_options(options, source=source), devices
 
 
 class Session:
@@ -308,13 +295,13 @@ class Session:
             )
 
     def _open_trainer(self) -> Trainer:
-        options, kept = self.options, self.job.configuration
+        options, kept = self.options, self.job.devices
         own = None if options.forward is None else import_forward(options.forward)
         return Trainer(
             self.module,
             build_loss(options.loss, self.data) if own is None else None,
             partial(torch.optim.AdamW, lr=options.lr),
-            replicas=parse_replicas(options.replicas) if kept is None else kept.devices,
+            replicas=parse_replicas(options.replicas) if kept is None else kept,
             workloads=parse_workloads(options.workloads),
             microbatches=options.microbatches or None,
             seed=options.seed,
@@ -322,19 +309,12 @@ class Session:
             scheduler_interval="step",
             forward=own,
             metrics=_metrics_for(self.data) if self._counts_classes() else None,
-            executor=self._executor(),
+            executor=options.executor,
             callbacks=(
                 *(self.history, self._listen, self.progress),
                 self._save_epoch,  # last: it saves what they have counted
             ),
         )
-
-    def _executor(self) -> str | Threads | Processes:
-        options, kept = self.options, self.job.configuration
-        intra_op = None if kept is None or options.microbatches else kept.intra_op
-        if options.executor == "processes":
-            return Processes(intra_op=intra_op)
-        return Threads(intra_op=intra_op) if options.executor == "threads" else options.executor
 
     def _counts_classes(self) -> bool:
         """Tell whether the loss is cross entropy, as accuracy and perplexity take for granted."""
@@ -420,7 +400,7 @@ class Session:
         """Say why a run that goes on does so with other bits, if it does."""
         if self.job.resumed is None or self.options.microbatches:
             return ""
-        if self.job.configuration is None:
+        if self.job.devices is None:
             return "; not bit for bit, as without --microbatches the bits depend on replicas"
         return ""
 

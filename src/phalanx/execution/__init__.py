@@ -5,7 +5,7 @@ from phalanx.execution.contract import (
     default_intra_op,
     repeated,
 )
-from phalanx.execution.executor_options import Processes, Ranks, Threads
+from phalanx.execution.executor_options import Processes, Ranks
 from phalanx.execution.failures import FailureLog, WorkerLost
 from phalanx.execution.opening import ExecutorChoice
 from phalanx.execution.processes import ProcessExecutor
@@ -35,7 +35,6 @@ __all__ = [
     "Span",
     "Task",
     "ThreadExecutor",
-    "Threads",
     "WorkerLost",
     "add_statistics",
     "default_intra_op",

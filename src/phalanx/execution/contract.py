@@ -18,7 +18,7 @@ from phalanx.execution.run import RunResult, RunState
 from phalanx.execution.shards import Shards
 from phalanx.execution.task import Task
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
-from phalanx.plan import read_intra_op, read_workloads
+from phalanx.plan import read_workloads
 from phalanx.replicas import (
     Replica,
     RngPlan,
@@ -81,7 +81,7 @@ class Executor(ABC):
         self.sources = tuple(sources)
         self.devices = tuple(devices)
         self.workloads = read_workloads(workloads, len(devices))
-        self.intra_op = read_intra_op(intra_op) or default_intra_op(devices)
+        self.intra_op = intra_op or default_intra_op(devices)
         self.parameters = parameters_of(sources)
         self._places = places_of(self.parameters)
         self._plans: dict[object, RngPlan] = {}  # by kind of run, of those that were watched

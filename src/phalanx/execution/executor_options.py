@@ -1,35 +1,11 @@
-"""What a user says to executors of one kind: `Threads`, `Processes` and `Ranks`."""
+"""What a user says to executors of one kind: `Processes` and `Ranks`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from phalanx.errors import ConfigError
-from phalanx.plan import read_count, read_intra_op, read_number
-
-
-@dataclass(frozen=True, kw_only=True)
-class Threads:
-    """Replicas in threads of this process, with options.
-
-    ``executor="threads"`` is the same with the defaults.
-
-    Args:
-        intra_op: Threads inside operators, per replica. Default: cores divided by replicas. With
-            microbatches every operator runs on one thread, because their number decides the bits.
-
-    Raises:
-        ConfigError: An option cannot work.
-
-    Example:
-        >>> Threads(intra_op=2)
-        Threads(intra_op=2)
-    """
-
-    intra_op: int | None = None
-
-    def __post_init__(self) -> None:
-        read_intra_op(self.intra_op)
+from phalanx.plan import read_count, read_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +15,6 @@ class Processes:
     ``executor="processes"`` is the same with the defaults.
 
     Args:
-        intra_op: As for `Threads`.
         timeout_s: How long a microbatch may take before its worker process counts as hung.
         max_failures: How many worker processes may be lost in all; None for any number.
 
@@ -51,12 +26,10 @@ class Processes:
         20
     """
 
-    intra_op: int | None = None
     timeout_s: float = 300.0
     max_failures: int | None = 20
 
     def __post_init__(self) -> None:
-        read_intra_op(self.intra_op)
         _check_seconds("timeout_s", self.timeout_s)
         if self.max_failures is not None:
             way_out = "Give None for any number."
@@ -73,7 +46,6 @@ class Ranks:
     script calls no `init_process_group()`; ``RANK`` and ``WORLD_SIZE`` say who comes at first.
 
     Args:
-        intra_op: As for `Threads`.
         timeout_s: How long a rank that lives may take for its part of a step.
         lost_after_s: After how long without a sign of life a rank of another host counts as lost;
             a process that ends is noticed at once.
@@ -86,12 +58,10 @@ class Ranks:
         5.0
     """
 
-    intra_op: int | None = None
     timeout_s: float = 300.0
     lost_after_s: float = 5.0
 
     def __post_init__(self) -> None:
-        read_intra_op(self.intra_op)
         for name in ("timeout_s", "lost_after_s"):
             _check_seconds(name, getattr(self, name))
 

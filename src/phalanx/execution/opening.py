@@ -12,7 +12,7 @@ from torch import nn
 from phalanx.distributed import ElasticExchange, Exchange
 from phalanx.errors import UnsupportedError
 from phalanx.execution.contract import Executor
-from phalanx.execution.executor_options import Processes, Ranks, Threads
+from phalanx.execution.executor_options import Processes, Ranks
 from phalanx.execution.failures import FailureLog
 from phalanx.execution.processes import ProcessExecutor
 from phalanx.execution.ranks import RankExecutor, write_once
@@ -28,13 +28,13 @@ class ExecutorChoice:
 
     Attributes:
         kind: "threads", "processes", "inline" or "ranks".
-        options: What was given; the defaults for a name.
+        options: For worker processes and elastic ranks.
         failures: Takes note of worker processes that are lost.
         elastic: The ranks that survive the loss of others; None for any others.
     """
 
     kind: str
-    options: Threads | Processes | Ranks
+    options: Processes | Ranks | None
     failures: FailureLog
     elastic: ElasticExchange | None
 
@@ -46,19 +46,24 @@ class ExecutorChoice:
         Raises:
             ConfigError: It is neither.
         """
-        is_object = isinstance(given, (Threads, Processes, Ranks))
-        is_name = isinstance(given, str) and given in _KINDS
+        options = Processes() if given == "processes" else given
+        is_object = isinstance(options, (Processes, Ranks))
         named = ", ".join(map(repr, _KINDS))
-        wanted = f"be one of {named}, or `Threads(…)`, `Processes(…)` or `Ranks(…)`"
-        check_argument(is_object or is_name, "executor", wanted, given)
-        kind = type(given).__name__.lower() if is_object else given
-        if not is_object:
-            given = Processes() if kind == "processes" else Threads()
-        most = given.max_failures if isinstance(given, Processes) else None
-        elastic = None
-        if isinstance(given, Ranks):
-            elastic = ElasticExchange(timeout_s=given.timeout_s, lost_after_s=given.lost_after_s)
-        return ExecutorChoice(kind=kind, options=given, failures=FailureLog(most), elastic=elastic)
+        wanted = f"be one of {named}, or `Processes(…)` or `Ranks(…)`"
+        check_argument(is_object or given in _KINDS, "executor", wanted, given)
+        most, elastic = None, None
+        if isinstance(options, Processes):
+            most = options.max_failures
+        elif isinstance(options, Ranks):
+            elastic = ElasticExchange(
+                timeout_s=options.timeout_s, lost_after_s=options.lost_after_s
+            )
+        return ExecutorChoice(
+            kind=type(options).__name__.lower() if is_object else given,
+            options=options if is_object else None,
+            failures=FailureLog(most),
+            elastic=elastic,
+        )
 
     @property
     def is_first(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import is_
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,11 @@ from phalanx.errors import ConfigError, StateError
 from phalanx.execution import ThreadExecutor
 from phalanx.parallel.container import Call, Container
 from phalanx.parallel.on_device import keeping
-from phalanx.plan import Merging, check_argument, least_loaded, read_whole
+from phalanx.plan import Merging, check_argument, read_whole
 from phalanx.replicas import known_devices, resolve_device, uncompiled
 from phalanx.types import Device, Nested
 
+D = TypeVar("D")
 _CPU = torch.device("cpu")
 
 
@@ -30,7 +31,6 @@ class AbstractParallel(Container):
 
     Args:
         dim: The dim that the two rules are about.
-        intra_op: Threads inside operators per column; default: cores divided by columns.
 
     Raises:
         ConfigError: ``distribute`` does not return one input per column.
@@ -57,8 +57,8 @@ class AbstractParallel(Container):
     and columns that run concurrently on a CPU too.
     """
 
-    def __init__(self, dim: int = 0, *, intra_op: int | None = None) -> None:
-        super().__init__(intra_op)
+    def __init__(self, dim: int = 0) -> None:
+        super().__init__()
         self.dim = read_whole("dim", dim)
         self._placed: list[torch.device] = []
 
@@ -182,7 +182,7 @@ class AbstractParallel(Container):
         return all(map(is_, executor.sources, self._columns()))
 
     def _make_executor(self) -> ThreadExecutor:
-        return ThreadExecutor(self._columns(), self.devices, intra_op=self._intra_op)
+        return ThreadExecutor(self._columns(), self.devices)
 
 
 class ModelParallel(AbstractParallel):
@@ -200,7 +200,6 @@ class ModelParallel(AbstractParallel):
 
     Args:
         dim: Along which outputs are concatenated; negative ones count from the end.
-        intra_op: Threads inside operators per column; default: cores divided by columns.
 
     Shapes:
         Outputs may differ along ``dim`` only; the result has the sum of their sizes there.
@@ -226,12 +225,28 @@ class ModelParallel(AbstractParallel):
     input's gradients does not change the columns' own.
     """
 
-    def __init__(self, dim: int, *, intra_op: int | None = None) -> None:
-        super().__init__(dim, intra_op=intra_op)
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
 
     def distribute(self, inputs: Nested) -> list[Nested]:
         """Return the whole input for every column."""
         return [inputs] * len(self)
+
+
+def least_loaded(candidates: Sequence[D], placed: Sequence[tuple[D, int]]) -> D:
+    """Return the candidate with fewest bytes; among equals with fewer modules, then the earlier.
+
+    Args:
+        placed: (place, bytes) of every module that has one already, wherever that is.
+
+    Source: fbcunn's ``nextGPU()``, which counted modules only, and not those placed by hand.
+    """
+
+    def load(place: D) -> tuple[int, int]:
+        sizes = [size for where, size in placed if where == place]
+        return sum(sizes), len(sizes)
+
+    return min(candidates, key=load)
 
 
 def _place(column: nn.Module, placed: torch.device) -> torch.device:

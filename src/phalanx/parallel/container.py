@@ -10,7 +10,6 @@ from torch import nn
 
 from phalanx.execution import ThreadExecutor
 from phalanx.parallel.graph import Reduction, RunPart, refuse_transforms, run_pieces
-from phalanx.plan import read_intra_op
 from phalanx.replicas import (
     OwnInShell,
     advance_process_generator,
@@ -74,9 +73,8 @@ class Container(nn.Module):
 
     _one_thread = False  # whether the caller's operators run on one thread in any case
 
-    def __init__(self, intra_op: int | None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._intra_op = read_intra_op(intra_op)
         self._running = _Running()
 
     # -- each kind of container has its own --------------------------

@@ -63,7 +63,6 @@ class DataParallel(Container, Unwrapped):
         buffers: What becomes of buffers that replicas write: ``"mean"`` (weighted by rows),
             ``"first"`` or ``"sum"`` (what each has added), or these by pattern of name. Integer
             counters are never averaged.
-        intra_op: Threads inside operators per replica; default: cores divided by replicas.
 
     Shapes:
         B: rows of the batch, 0 or more. Every split leaf is [B, …]; every merged output is [B, …].
@@ -103,10 +102,9 @@ class DataParallel(Container, Unwrapped):
         layout: Layout | None = None,
         output: str | Mapping[str | int, str] | None = None,
         buffers: str | Mapping[str, str] = "mean",
-        intra_op: int | None = None,
     ) -> None:
-        check_microbatches(microbatches, intra_op)
-        super().__init__(intra_op if microbatches is None else 1)
+        check_microbatches(microbatches)
+        super().__init__()
         check_argument(isinstance(module, nn.Module), "module", "be an `nn.Module`", module)
         check_replicable(module)
         home = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
@@ -238,7 +236,7 @@ class DataParallel(Container, Unwrapped):
             self.module,
             self._devices,
             workloads=self._workloads,
-            intra_op=self._intra_op,
+            intra_op=1 if self._one_thread else None,
             rules=self._rules,
         )
 

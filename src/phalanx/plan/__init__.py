@@ -6,7 +6,6 @@ from phalanx.plan.arguments import (
     check_mean_loss,
     check_microbatches,
     read_count,
-    read_intra_op,
     read_number,
     read_whole,
     say_numbers,
@@ -15,7 +14,6 @@ from phalanx.plan.buffer_rules import BufferRules
 from phalanx.plan.layout import Layout, Rows, open_rows, read_layout
 from phalanx.plan.leaves import copy_rows, flatten, leaf_paths, unflatten
 from phalanx.plan.merging import Merging, merge_leaves
-from phalanx.plan.placement import least_loaded
 from phalanx.plan.slices import (
     equal_sizes,
     ranges_of,
@@ -44,12 +42,10 @@ __all__ = [
     "equal_sizes",
     "flatten",
     "leaf_paths",
-    "least_loaded",
     "merge_leaves",
     "open_rows",
     "ranges_of",
     "read_count",
-    "read_intra_op",
     "read_layout",
     "read_number",
     "read_sizes",

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError
 
-_MOST_THREADS = 4096
-
 
 # Any, here and below: whatever the user wrote.
 def check_argument(fits: bool, name: str, wanted: str, given: Any, way_out: str = "") -> None:
@@ -30,16 +28,10 @@ def check_argument(fits: bool, name: str, wanted: str, given: Any, way_out: str 
         raise ConfigError(f"`{name}` must {wanted}, but is {_shown(given)}.{told}")
 
 
-def check_microbatches(microbatches: Any, intra_op: Any) -> None:
-    """Refuse a number of microbatches that is none, and threads that would change their bits."""
-    if microbatches is None:
-        return
-    read_count("microbatches", microbatches, 1, way_out="Give None for one slice per replica.")
-    if intra_op not in (None, 1):
-        raise ConfigError(
-            "`intra_op` must be 1 with microbatches, whose operators run on one thread each, "
-            f"but is {intra_op!r}. Leave it out, or give microbatches=None."
-        )
+def check_microbatches(microbatches: Any) -> None:
+    """Refuse a number of microbatches that is none."""
+    if microbatches is not None:
+        read_count("microbatches", microbatches, 1, way_out="Give None for one slice per replica.")
 
 
 def check_mean_loss(name: str, loss: Any) -> None:
@@ -76,16 +68,6 @@ def read_count(name: str, given: Any, least: int, unit: str = "", way_out: str =
     wanted = f"be at least {least}{unit and f' {unit}'}"
     check_argument(count >= least, name, wanted, given, way_out)
     return count
-
-
-def read_intra_op(given: Any) -> int | None:
-    """Read a number of threads inside operators; None stands for the default."""
-    if given is None:
-        return None
-    threads = read_count("intra_op", given, 1, "thread", "Give None for the default.")
-    wanted = f"be at most {_MOST_THREADS} threads"
-    check_argument(threads <= _MOST_THREADS, "intra_op", wanted, given)
-    return threads
 
 
 def read_number(name: str, given: Any, way_out: str = "") -> float:

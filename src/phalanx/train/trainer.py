@@ -21,7 +21,6 @@ from phalanx.execution import (
     ExecutorChoice,
     Processes,
     Ranks,
-    Threads,
     describe_rank,
     repeated,
 )
@@ -74,9 +73,9 @@ class Trainer:
             an accelerator or rank; without microbatches, 1.
         workloads: Each replica's relative share of a batch; equal by default. With microbatches, a
             replica that is free takes what is left.
-        executor: "threads", or `Threads` with options: replicas are threads of this process.
-            "processes", or `Processes`: they are worker processes of this host; a step is
-            completed without one that dies. "inline": the one replica runs in the caller's thread,
+        executor: "threads": replicas are threads of this process. "processes", or `Processes` with
+            options: they are worker processes of this host; a step is completed without one that
+            dies. "inline": the one replica runs in the caller's thread,
             for a debugger. "ranks": every process of a `torch.distributed` job has such a trainer,
             is given the same batches, and computes its share of them with its replicas. `Ranks`:
             the same, and ranks continue without one that is lost.
@@ -119,7 +118,7 @@ class Trainer:
         microbatches: int | None = 4,
         replicas: int | str | Sequence[Device] | None = None,
         workloads: Sequence[float] | None = None,
-        executor: str | Threads | Processes | Ranks = "threads",
+        executor: str | Processes | Ranks = "threads",
         seed: int = 0,
         weight: WeightFn | None = None,
         forward: ForwardFn | None = None,
@@ -132,7 +131,7 @@ class Trainer:
     ) -> None:
         choice = ExecutorChoice.read(executor)
         check_replicable(module)
-        check_options(choice, microbatches, clip_norm, seed, callbacks)
+        check_options(microbatches, clip_norm, seed, callbacks)
         layout = read_layout(layout)
         parameters = list(module.parameters())
         self.module = module

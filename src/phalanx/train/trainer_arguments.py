@@ -27,14 +27,13 @@ from phalanx.types import Device
 
 
 def check_options(
-    choice: ExecutorChoice,
     microbatches: int | None,
     clip_norm: float | None,
     seed: int,
     callbacks: Sequence[Any],  # Any: whatever the user wrote
 ) -> None:
     """Refuse values of a trainer's options that cannot work, before anything is made."""
-    check_microbatches(microbatches, choice.options.intra_op)
+    check_microbatches(microbatches)
     if clip_norm is not None and not read_number("clip_norm", clip_norm) > 0:
         raise ConfigError(
             f"`clip_norm` must be above 0, but is {clip_norm!r}. Give None not to clip."
@@ -102,9 +101,7 @@ def read_threads(
     """
     if microbatches is not None:
         return 1
-    return choice.options.intra_op or default_intra_op(
-        [*devices] * (num_ranks_here() if choice.kind == "ranks" else 1)
-    )
+    return default_intra_op([*devices] * (num_ranks_here() if choice.kind == "ranks" else 1))
 
 
 def check_moment(*, closed: bool, in_step: bool = False) -> None:

@@ -19,7 +19,6 @@ from phalanx.plan import (
     check_function,
     flatten,
     leaf_paths,
-    least_loaded,
     read_whole,
 )
 from phalanx.replicas import known_devices, resolve_device
@@ -141,7 +140,7 @@ class _Replicated(Torch7Module, parallel.DataParallel):
 
     def nextGPU(self) -> torch.device:
         """Return the device with fewest replicas."""
-        return least_loaded(known_devices(), [(place, 1) for place in self._gpus])
+        return min(known_devices(), key=self._gpus.count)
 
     def threads(
         self,
