@@ -34,6 +34,7 @@ from phalanx.tables.host_operations import Operation
 from phalanx.tables.host_server import ServerPage
 from phalanx.tables.run_regions import RunRegions
 from tests.chaos.books import Books
+from tests.multiprocess import fork_server
 from tests.multiprocess.children import Child, Children, Parent, wait_for_exit
 from tests.multiprocess.hosts import free_port, variables
 from tests.run_directories import wait_until_removed
@@ -204,6 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
+    fork_server.start(["phalanx.tables"])  # each import makes a fork slower
     console = Console()
     with (
         console.status("keeping books") as status,

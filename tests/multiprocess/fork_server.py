@@ -34,9 +34,9 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["pytest", *NEEDED])  # where `start` was not called
 
 
-def start() -> None:
+def start(needed: Sequence[str] = NEEDED) -> None:
     """Fork the server, which the standard library would start as a Python of its own."""
-    for name in NEEDED:
+    for name in needed:
         import_module(name)
     resource_tracker.ensure_running()
     with pytest.MonkeyPatch.context() as patch:
