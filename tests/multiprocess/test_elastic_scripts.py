@@ -249,6 +249,6 @@ def test_a_rank_that_stops_and_saves_alone_is_told_what_the_others_do(
     ranks = Job(children, tmp_path).start_all({}, stopped_in_one)
     for rank, each in enumerate(ranks):
         each.put((tmp_path / "checkpoint", rank == 1))
-    expected = "rank 1 is about to compare weights while rank 0 is about to run a batch"
+    expected = "rank 1 is about to save while rank 0 is about to run a batch"
     for each in ranks:
         assert expected in outcome(each)

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -33,7 +32,6 @@ from phalanx.types import Nested
 
 _TRACED = 64  # elements of each microbatch that tell one batch from another
 _STEP = "run a batch"
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 class RankExecutor(ThreadExecutor):
@@ -61,7 +59,6 @@ class RankExecutor(ThreadExecutor):
         intra_op: int,
     ) -> None:
         super().__init__(module, devices, workloads=workloads, intra_op=intra_op)
-        self._module = module
         self._exchange = exchange
         try:
             about = describe_rank(module, self.workloads)
@@ -177,55 +174,21 @@ class RankExecutor(ThreadExecutor):
         """Count a run whose outcome is kept here."""
         self._exchange.mark_done()
 
-    def check_alike(self) -> None:
-        """Compare the parameters of all ranks by a checksum.
-
-        Raises:
-            PeerError: They differ; on every rank, naming the same one.
-        """
-        own = {name: _checksum_of(each) for name, each in self._module.named_parameters()}
-        told = [own]
-        with _between_runs(self._exchange) as can:
-            if can:
-                packed = json.dumps(own).encode()
-                told = list(map(json.loads, self._exchange.gather(packed, "compare weights")))
-        for rank, theirs in enumerate(told):
-            differing = [name for name in own if theirs[name] != told[0][name]]
-            if differing:
-                raise PeerError(
-                    f"All ranks must hold the same weights, but rank {rank}'s differ from rank "
-                    f"0's, first in `{differing[0]}`. Let whatever writes them (the learning rate, "
-                    "an optimizer that draws noise, a callback) do the same in every process, from "
-                    "generators with the same seed, and start again from a checkpoint before this.",
-                    rank,
-                )
-
-
-@contextlib.contextmanager
-def _between_runs(exchange: Exchange) -> Iterator[bool]:
-    """Say whether a collective between two runs can be done; nobody repeats one that has failed.
-
-    See Note [In step] in `elastic_exchange.py`: some may have passed it.
-    """
-    exchange.settle()
-    with contextlib.suppress(GroupChanged):
-        yield exchange.in_step
-    exchange.settle()
-
 
 def write_once(write: Callable[[], None], exchange: Exchange) -> None:
     """Let rank 0 write for all; every rank returns when it has.
 
     Where rank 0 is lost meanwhile, its successor writes. Where ranks have changed since the last
-    run, nobody waits for the one that writes.
+    run, nobody waits for the one that writes: see Note [In step] in `elastic_exchange.py`.
 
     Raises:
         Exception: What ``write`` raised, at rank 0.
         PeerError: It raised something there; at the others.
     """
+    exchange.settle()
     is_written = False
-    with _between_runs(exchange) as can:
-        if can:
+    with contextlib.suppress(GroupChanged):  # nobody repeats this: some may have passed it
+        if exchange.in_step:
             failure = ""
             try:
                 if exchange.rank == 0:
@@ -239,6 +202,7 @@ def write_once(write: Callable[[], None], exchange: Exchange) -> None:
             if told:
                 raise PeerError(f"Rank 0 must write for all ranks, but raised {told.decode()}", 0)
             return
+    exchange.settle()
     if exchange.rank == 0 and not is_written:
         write()
 
@@ -283,14 +247,6 @@ def _trace_of(microbatches: Sequence[Nested]) -> int:
                 row = leaf.detach().reshape(-1)[:_TRACED].cpu().contiguous()
                 trace = zlib.crc32(row.view(torch.uint8).numpy().tobytes(), trace)
     return trace
-
-
-def _checksum_of(parameter: Tensor) -> int:
-    """Return the sum of all bits' words: one pass over memory, on the parameter's own device."""
-    values = parameter.detach().contiguous()
-    if values.is_complex():
-        values = torch.view_as_real(values)
-    return int(values.view(_WORDS[values.itemsize]).sum(dtype=torch.int64))
 
 
 def describe_rank(module: nn.Module, workloads: Sequence[float]) -> dict[str, Any]:  # Any: JSON

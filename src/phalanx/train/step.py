@@ -126,8 +126,6 @@ class Engine:
             commit(loss)
 
         stepped = self._step_shards(scale, finish)
-        if peers is not None and (before.steps + 1).bit_count() == 1:  # 1, 2, 4, 8, …: it costs
-            peers.check_alike()  # a pass over all weights
         owned = list(zip(result.replica_of, pieces.sizes, strict=True))
         replicas = range(len(executor.devices))
         return StepDone(
@@ -176,8 +174,7 @@ class Engine:
             ConfigError: Leaves differ in their rows, there are none, or weights are wrong.
             StateError: As :meth:`check_whole`: nothing may be added to it.
         """
-        if self._is_half_stepped:
-            raise _half_stepped()
+        self.check_whole()
         assert self._executor is not None
         peers = self._executor.peers
         workloads = self.workloads if peers is None else peers.all_workloads()
@@ -251,7 +248,6 @@ class Engine:
         if self._executor is not None:
             is_same = _trained_ids(self.optimizer) == self._trained_ids
             if not is_same or not self._executor.take_changes():
-                self.check_alike()
                 self.close()
         if self._executor is None:
             self._make()
@@ -302,40 +298,24 @@ class Engine:
 
         Raises:
             StateError: A step failed half way.
-            PeerError: Ranks' weights differ.
         """
         if self._is_half_stepped:
-            raise _half_stepped()
-        self.check_alike()
+            raise StateError(
+                "The model must be whole to be trained or saved, but the last step failed when its "
+                "optimizer had begun: some weights are new and some are not. Put them back by "
+                "`resume()`, or begin with another trainer."
+            )
 
     def admit(self) -> None:
         """Let new ranks in, where some wait."""
         if self._executor is not None and self._executor.peers is not None:
             self._executor.peers.admit()
 
-    def check_alike(self) -> None:
-        """Compare the weights of all ranks.
-
-        Raises:
-            PeerError: They differ.
-        """
-        if self._executor is not None and self._executor.peers is not None:
-            self._executor.peers.check_alike()
-
     def restore(self) -> None:
         """Take over a state that was loaded into module and optimizer."""
         self._is_half_stepped = False
         if self._executor is not None:
             self._shards = self._executor.open_shards(self.optimizer)
-
-
-def _half_stepped() -> StateError:
-    """Return the error for a step that failed between the first write and the last."""
-    return StateError(
-        "The model must be whole to be trained or saved, but the last step failed when its "
-        "optimizer had begun: some weights are new and some are not. Put them back by "
-        "`resume()`, or begin with another trainer."
-    )
 
 
 def _rate_of(group: dict[str, Any]) -> float:

@@ -449,7 +449,6 @@ class Trainer:
         return self._stopped or any(end is not None and done >= end for done, end in ends)
 
     def _finish_epoch(self, seconds: float, validate: Iterable[Nested] | None) -> EpochDone:
-        self._engine.check_alike()
         done = EpochDone(
             epoch=self.epochs + 1,
             steps=self.steps,
