@@ -65,7 +65,7 @@ def cases(dtypes: Sequence[torch.dtype]) -> Iterator[tuple[int, torch.dtype, int
 
 
 def in_rank_order(parts: list[Tensor], op: object) -> Tensor:
-    """Reduce as we promise: by rank on each host, then by host, halves in float32."""
+    """Reduce as we promise: sums by rank on each host, then by host; halves in float32."""
     dtype = parts[0].dtype
     halves = dtype in (torch.float16, torch.bfloat16)
     parts = [part.float() for part in parts] if halves else parts
@@ -79,7 +79,9 @@ def in_rank_order(parts: list[Tensor], op: object) -> Tensor:
         dist.ReduceOp.BOR: torch.bitwise_or,
         dist.ReduceOp.BXOR: torch.bitwise_xor,
     }[op]
-    hosts = os.environ.get(PLAYED_HOSTS, ",".join("a" * len(parts))).split(",")
+    hosts = ["a"] * len(parts)
+    if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        hosts = os.environ.get(PLAYED_HOSTS, ",".join(hosts)).split(",")
     on_hosts = [
         [p for p, at in zip(parts, hosts, strict=True) if at == host]
         for host in dict.fromkeys(hosts)

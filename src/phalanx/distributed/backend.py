@@ -1,6 +1,6 @@
 """The c10d backend ``phalanx``: collectives over shared memory, and gloo between hosts.
 
-make_group ──> find_hosts ──> all on one host    SharedGroup over OneHost
+make_group ──> find_hosts ──> all on one host    SharedGroup over SharedMemory
                           └─> on several         SharedGroup over SeveralHosts
 
 With NCCL it is a CudaGroup, which gives that the CUDA tensors.
@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from phalanx.distributed.cuda_group import CudaGroup, nccl_is_here
+from phalanx.distributed.error_store import ErrorStore
 from phalanx.distributed.group_rendezvous import GroupRendezvous
 from phalanx.distributed.hosts import loopback, network_interfaces
 from phalanx.distributed.network import Network
-from phalanx.distributed.one_host import OneHost
 from phalanx.distributed.process_group import NAME, SharedGroup
 from phalanx.distributed.several_hosts import SeveralHosts
+from phalanx.distributed.shared_memory import SharedMemory
 from phalanx.native import require_library
 
 __all__ = ["NAME", "SharedGroup", "make_group", "open_group"]
@@ -50,20 +51,27 @@ def open_group(
     timeout_s = timeout.total_seconds()
     rendezvous = GroupRendezvous(store, rank, size, timeout_s, look)
     hosts = rendezvous.find_hosts()
-    here = hosts.ranks[hosts.host_of(rank)]
     interfaces = network_interfaces()
     if len(hosts.ranks) == 1 and not interfaces:
         interfaces = [name for name in [loopback()] if name]
-    memory = rendezvous.share_memory(here)
-    gloo = rendezvous.connect("all", range(size), interfaces)
-    rendezvous.tidy()
-    error_store = rendezvous.error_store
-    network = Network(gloo, rank, memory.pages, error_store, timeout_s)
-    collectives: OneHost | SeveralHosts = OneHost(memory)
+    memory = rendezvous.share_memory(hosts.ranks[hosts.host_of(rank)])
+    # Not the rendezvous' own: a rank that still connects is not to read an error of an operation.
+    error_store = ErrorStore(PrefixStore("made/", rendezvous.store), rank, size)
+
+    def connect(name: str, ranks: Sequence[int]) -> Network:
+        gloo = rendezvous.connect(name, ranks, interfaces)
+        return Network(gloo, ranks, memory.pages, error_store, timeout_s)
+
+    network = connect("all", range(size))
+    networks = [network]
+    collectives: SharedMemory | SeveralHosts = memory
     if len(hosts.ranks) > 1:
-        collectives = SeveralHosts(memory, network, hosts, rank, error_store)
+        leaders = connect("leaders", hosts.leaders) if rank in hosts.leaders else None
+        networks += [leaders] if leaders else []
+        collectives = SeveralHosts(memory, network, leaders, hosts, rank)
+    rendezvous.tidy()
     kind = CudaGroup if nccl_is_here() else SharedGroup
-    return kind(memory, collectives, network, store, timeout_s, make_group)
+    return kind(memory, collectives, networks, store, timeout_s, make_group)
 
 
 # Here, and not in a function that somebody would have to call: importing the room is enough.

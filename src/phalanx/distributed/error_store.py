@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from torch.distributed import Store
 
 from phalanx.errors import GroupAborted, PeerError, PeerLost, PeerTimeout
 
-__all__ = ["ErrorStore"]
+__all__ = ["TIMED_OUT", "ErrorStore"]
 
 _STORE_S = 1.0
-_TIMED_OUT = re.compile("time(d )?out", re.IGNORECASE)  # gloo and stores say it in both ways
+TIMED_OUT = re.compile("time(d )?out", re.IGNORECASE)
+"""What gloo and stores say of a wait that took too long, in both ways."""
 _KINDS: dict[str, type[PeerError]] = {kind.__name__: kind for kind in (PeerLost, PeerTimeout)}
 
 
@@ -57,9 +58,33 @@ class ErrorStore:
         kind, rank, text = (found[0].get(name) for name in ("kind", "rank", "text"))
         return _KINDS.get(str(kind), GroupAborted)(str(text), rank if type(rank) is int else None)
 
+    def say_waiting(self, number: int) -> None:
+        """Say that this rank waits for others in the operation ``number``."""
+        _within(_STORE_S, lambda: self._store.set(f"waits/{self._rank}", str(number)))
+
+    def find_late(self, ranks: Sequence[int], number: int) -> int | None:
+        """Return the first of ``ranks`` that has not said that it waits in ``number``."""
+        late: list[int] = []
+
+        def look() -> None:
+            for rank in ranks:
+                key = f"waits/{rank}"
+                if not self._store.check([key]) or int(self._store.get(key)) < number:
+                    late.append(rank)
+
+        _within(_STORE_S, look)
+        return late[0] if late else None
+
     @contextmanager
-    def naming(self, rank: int | None, timeout_s: float) -> Iterator[None]:
+    def naming(
+        self, rank: int | None, timeout_s: float, find: Callable[[], int | None] = lambda: None
+    ) -> Iterator[None]:
         """Raise ours for gloo's errors: the group's first, or one that names the rank they concern.
+
+        Args:
+            rank: Whom they concern; None for all.
+            timeout_s: How long it was waited.
+            find: Finds out which rank is gone, where they concern all.
 
         Raises:
             PeerLost: The connection to ``rank`` has ended.
@@ -73,8 +98,10 @@ class ErrorStore:
             is_echo = isinstance(said, PeerLost) and said.rank == self._rank
             if said is not None and not is_echo:
                 raise said from exc
+            if rank is None:
+                rank = find()
             who = "some rank" if rank is None else f"rank {rank}"
-            if _TIMED_OUT.search(str(exc)):
+            if TIMED_OUT.search(str(exc)):
                 raise PeerTimeout(
                     f"{who.capitalize()} of {self.group_size} did not answer over the network "
                     f"within {timeout_s:g} s.",

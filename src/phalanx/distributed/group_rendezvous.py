@@ -56,7 +56,6 @@ class GroupRendezvous:
 
     Attributes:
         store: The generation's namespace in the store.
-        error_store: Where the first error of the group stands.
 
     Raises:
         PeerTimeout: In each method: a rank did not come.
@@ -83,7 +82,7 @@ class GroupRendezvous:
         except RuntimeError as exc:
             raise _store_lost(exc) from exc
         self.store = PrefixStore(f"phalanx/{generation}/", store)
-        self.error_store = ErrorStore(self.store, rank, size)
+        self._error_store = ErrorStore(self.store, rank, size)
 
     def find_hosts(self) -> Hosts:
         """Return the ranks of each host; blocks until all have come."""
@@ -127,9 +126,11 @@ class GroupRendezvous:
             except BaseException as exc:
                 found.set_exception(exc)
 
-        with self._reporting(), self.error_store.naming(None, self._timeout_s):
+        with self._reporting(), self._error_store.naming(None, self._timeout_s):
             threading.Thread(target=run, name="phalanx gloo", daemon=True).start()
             self._poll(found.done, ranks)
+            if found.exception():
+                self._look_for_deaths()  # gloo does not say whom it has lost
             return found.result()
 
     def tidy(self) -> None:
@@ -171,7 +172,7 @@ class GroupRendezvous:
                     rank,
                 )
         if self.store.check(["error"]):
-            raise self.error_store.read() or GroupAborted(f"Some rank of {self._size} gave up.")
+            raise self._error_store.read() or GroupAborted(f"Some rank of {self._size} gave up.")
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -179,7 +180,7 @@ class GroupRendezvous:
         try:
             yield
         except PeerError as exc:
-            self.error_store.write(exc)
+            self._error_store.write(exc)
             raise
         except RuntimeError as exc:
             raise _store_lost(exc) from exc

@@ -39,7 +39,6 @@ from phalanx.distributed.described import NAME, DescribedGroup
 from phalanx.distributed.fingerprint import pack
 from phalanx.distributed.lane import Lane
 from phalanx.distributed.network import MessageWork, Network
-from phalanx.distributed.one_host import OneHost
 from phalanx.distributed.ops import ReduceKind, reduction_of
 from phalanx.distributed.several_hosts import SeveralHosts
 from phalanx.distributed.shared_memory import SharedMemory
@@ -68,7 +67,7 @@ class SharedGroup(DescribedGroup):
     Args:
         memory: Of the ranks of this host.
         collectives: Over one host, or over several.
-        network: To all ranks.
+        networks: To all ranks, and between the first ranks of hosts.
         store: Where the ranks have met.
         timeout_s: How long an operation may take, where the call does not say.
         make_part: What makes a group of some of the ranks, as torch makes one of all.
@@ -77,8 +76,8 @@ class SharedGroup(DescribedGroup):
     def __init__(
         self,
         memory: SharedMemory,
-        collectives: OneHost | SeveralHosts,
-        network: Network,
+        collectives: SharedMemory | SeveralHosts,
+        networks: Sequence[Network],
         store: Store,
         timeout_s: float,
         make_part: GroupMaker,
@@ -87,7 +86,8 @@ class SharedGroup(DescribedGroup):
         self._make_part = make_part
         self._memory = memory
         self._collectives = collectives
-        self._network = network
+        self._networks = networks
+        self._network = networks[0]
         # C++ that is given a work from Python, as DDP's `join` gives its reducer one, holds no
         # more than its C++ half, which waits for ever once the Python half is gone.
         self._kept: deque[SharedWork] = deque(maxlen=_MOST_KEPT)
@@ -97,12 +97,14 @@ class SharedGroup(DescribedGroup):
             pushes=memory.cores_per_rank < 2,  # one for the caller, one for the lane's thread
             report=self._report,
         )
-        network.fail = self._lane.fail
+        self._network.fail = self._lane.fail
         self._closed = False
 
     def _report(self, error: BaseException) -> None:
-        self._collectives.report(error)
-        self._network.cut(broken=True)
+        if self._collectives.num_hosts > 1:
+            self._network.error_store.write(error)
+        for network in self._networks:
+            network.cut(broken=True)
 
     def _run(self, kind: str, steps: Steps, result: Any, opts: Any = None) -> SharedWork:
         self._refuse_if_closed(kind)
@@ -555,7 +557,8 @@ class SharedGroup(DescribedGroup):
             self._closed = True
             self._warn_of(self._lane.close())
             self._kept.clear()
-            self._network.close()
+            for network in self._networks:
+                network.cut()
             self._memory.close()
 
     abort = shutdown

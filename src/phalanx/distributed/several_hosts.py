@@ -16,39 +16,39 @@ Data that differs from rank to rank (gather, scatter, all_to_all) goes straight 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import reduce
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Work
 
-from phalanx.distributed.error_store import ErrorStore
-from phalanx.distributed.fingerprint import has_unequal_parts
 from phalanx.distributed.hosts import Hosts
-from phalanx.distributed.network import Network
+from phalanx.distributed.network import Gloo, Network
 from phalanx.distributed.shared_memory import SharedMemory
 from phalanx.distributed.status_pages import Fingerprint
+from phalanx.distributed.tensors import as_bytes
 from phalanx.distributed.work import Steps
 from phalanx.plan import equal_sizes
 
 __all__ = ["SeveralHosts"]
 
-_PIECE_BYTES = 4 << 20
-_SMALL_BYTES = 64 << 10
 _REPORT_S = 2.0  # within which the first rank of a host reports what other hosts do wrong
 
 
 class SeveralHosts:
-    """The collectives over ``memory`` on each host, and the network between.
+    """The collectives over ``memory`` on each host, and the networks between.
 
     Args:
         memory: Of the ranks of this host.
         network: To all ranks.
+        leaders: Between the first ranks of the hosts; None in other ranks.
         hosts: The ranks of each host.
         rank: Ours, in the group.
-        error_store: Where the first error of the group stands.
 
     Attributes:
-        rank: Ours, in the group; this and the others as in `OneHost`.
+        rank: Ours, in the group; this and the others as in `SharedMemory`.
     """
 
     takes_halves = False
@@ -57,71 +57,40 @@ class SeveralHosts:
         self,
         memory: SharedMemory,
         network: Network,
+        leaders: Network | None,
         hosts: Hosts,
         rank: int,
-        error_store: ErrorStore,
     ) -> None:
         self.rank, self.size = rank, hosts.size
         self.num_hosts = len(hosts.ranks)
         self._memory = memory
         self._network = network
+        self._leaders = leaders
         self._hosts = hosts
         self._host = hosts.host_of(rank)
-        self._leads = rank == hosts.leaders[self._host]
-        if not self._leads:  # the first rank is to report its error before
+        if leaders is None:  # the first rank is to report its error before
             memory.grace_s = _REPORT_S
-        self._leaders = [leader for leader in hosts.leaders if leader != rank]
-        self._others = [other for other in range(hosts.size) if other != rank]
-        self._error_store = error_store
         self._number = 0
-
-    def report(self, error: BaseException) -> None:
-        """Let the other hosts know of an error that breaks the group."""
-        self._error_store.write(error)
 
     # --- for all alike ----------------------------------------------------------------------------
 
     def agree(self, what: int, count: int) -> Steps:
         """Wait until all ranks have come to the same operation."""
-        fingerprint = self._next(what, count)
-        yield self._memory.agree(what, count)
-        if self._leads:
-            nothing = dict.fromkeys(self._leaders, torch.empty(0, dtype=torch.uint8))
-            yield self._network.swap(nothing, nothing, fingerprint)
-        yield self._memory.agree(what, count)
+        yield from self._memory.agree(what, count)
+        yield from self._between(what, count)
+        yield from self._memory.agree(what, count)
 
     def all_reduce(self, flat: Tensor, what: int, count: int) -> Steps:
         """Add up ``flat`` over the ranks, in place; all get bitwise identical sums."""
-        fingerprint = self._next(what, count)
-        for piece in _pieces(len(flat), _PIECE_BYTES // flat.itemsize):
-            part = flat[piece]
-            yield self._memory.all_reduce(part, what, count)
-            if self._leads:
-                yield from self._add_hosts(part, _first(fingerprint, piece))
-            yield self._memory.broadcast(_bytes(part), 0, what, count)
-
-    def _add_hosts(self, flat: Tensor, fingerprint: Fingerprint | None) -> Steps:
-        """Add up what the hosts' first ranks hold, in the order of hosts."""
-        if flat.numel() * flat.itemsize <= _SMALL_BYTES:
-            theirs = {leader: torch.empty_like(flat) for leader in self._leaders}
-            yield self._network.swap(dict.fromkeys(theirs, flat), theirs, fingerprint)
-            flat.copy_(self._sum(flat, theirs))
-            return
-        parts = flat.split(equal_sizes(len(flat), self.num_hosts))
-        mine = parts[self._host]
-        theirs = {leader: torch.empty_like(mine) for leader in self._leaders}
-        part_by_rank = dict(zip(self._hosts.leaders, parts, strict=True))
-        del part_by_rank[self.rank]
-        yield self._network.swap(part_by_rank, theirs, fingerprint)
-        mine.copy_(self._sum(mine, theirs))
-        yield self._network.swap(dict.fromkeys(theirs, mine), part_by_rank, None)
-
-    def _sum(self, mine: Tensor, theirs: dict[int, Tensor]) -> Tensor:
-        first, *others = (theirs.get(leader, mine) for leader in self._hosts.leaders)
-        total = first.clone()
-        for other in others:
-            total += other
-        return total
+        yield from self._memory.all_reduce(flat, what, count)
+        sizes = equal_sizes(len(flat), self.num_hosts)
+        mine = [sizes[self._host]] * self.num_hosts
+        parts = flat.new_empty(sum(mine))
+        yield from self._between(what, count, _swap(parts, mine, flat, sizes))
+        if self._leaders is not None:
+            total = reduce(torch.add, parts.split(mine))
+            yield self._leaders.collective(_swap(flat, sizes, total.repeat(self.num_hosts), mine))
+        yield from self._memory.broadcast(as_bytes(flat), 0, what, count)
 
     def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], what: int, count: int
@@ -133,44 +102,41 @@ class SeveralHosts:
 
     def broadcast(self, data: Tensor, root: int, what: int, count: int) -> Steps:
         """Give every rank the bytes of ``root``."""
-        fingerprint = self._next(what, count)
         home = self._hosts.host_of(root)
-        at_home = self._host == home
-        for piece in _pieces(len(data), _PIECE_BYTES):
-            part = data[piece]
-            if at_home:
-                here = self._hosts.ranks[home].index(root)
-                yield self._memory.broadcast(part, here, what, count)
-            if self._leads:
-                sent = dict.fromkeys(self._leaders, part) if at_home else {}
-                received = {} if at_home else {self._hosts.leaders[home]: part}
-                yield self._network.swap(sent, received, _first(fingerprint, piece))
-            if not at_home:
-                yield self._memory.broadcast(part, 0, what, count)
+        if self._host == home:
+            here = self._hosts.ranks[home].index(root)
+            yield from self._memory.broadcast(data, here, what, count)
+        yield from self._between(what, count, _broadcast(data, home))
+        if self._host != home:
+            yield from self._memory.broadcast(data, 0, what, count)
 
     def all_gather(self, outputs: Sequence[Tensor], given: Tensor, what: int, count: int) -> Steps:
         """Give every rank the bytes of all, which may differ in length."""
+        by_host = [
+            torch.empty(sum(len(outputs[rank]) for rank in ranks), dtype=torch.uint8)
+            for ranks in self._hosts.ranks
+        ]
+        slots = [
+            whole.split([len(outputs[rank]) for rank in ranks])
+            for whole, ranks in zip(by_host, self._hosts.ranks, strict=True)
+        ]
+        yield from self._memory.all_gather(slots[self._host], given, what, count)
+        calls = [_broadcast(whole, host) for host, whole in enumerate(by_host)]
+        yield from self._between(what, count, *calls)
+        for whole in by_host:
+            yield from self._memory.broadcast(whole, 0, what, count)
+        for ranks, parts in zip(self._hosts.ranks, slots, strict=True):
+            for rank, part in zip(ranks, parts, strict=True):
+                outputs[rank].copy_(part)
+
+    def _between(self, what: int, count: int, *calls: Callable[[Gloo], Work]) -> Steps:
+        """As the first rank of a host: compare the operation with the others', then do it."""
         fingerprint = self._next(what, count)
-        ranks = self._hosts.ranks
-        if has_unequal_parts(what):  # the first ranks compare what they cut, and no others
-            yield self._memory.agree(what, count)
-        for piece in _pieces(max(map(len, outputs)), max(1, _PIECE_BYTES // self.size)):
-            into = [outputs[rank][piece] for on_host in ranks for rank in on_host]
-            packed = torch.empty(sum(map(len, into)), dtype=torch.uint8)
-            slots = packed.split([len(one) for one in into])
-            sizes = [sum(len(outputs[rank][piece]) for rank in on_host) for on_host in ranks]
-            by_host = packed.split(sizes)
-            before = sum(len(on_host) for on_host in ranks[: self._host])
-            own = slots[before : before + len(ranks[self._host])]
-            yield self._memory.all_gather(own, given[piece], what, count)
-            if self._leads:
-                sent = dict.fromkeys(self._leaders, by_host[self._host])
-                received = dict(zip(self._hosts.leaders, by_host, strict=True))
-                del received[self.rank]
-                yield self._network.swap(sent, received, _first(fingerprint, piece))
-            yield self._memory.broadcast(packed, 0, what, count)
-            for one, slot in zip(into, slots, strict=True):
-                one.copy_(slot)
+        if self._leaders is not None:
+            nothing = [0] * self.num_hosts
+            yield from self._leaders.compare(fingerprint, nothing, nothing)
+            for call in calls:
+                yield self._leaders.collective(call)
 
     # --- another for each -------------------------------------------------------------------------
 
@@ -178,26 +144,26 @@ class SeveralHosts:
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], what: int, count: int
     ) -> Steps:
         """Give each rank other bytes; lengths may all differ."""
-        fingerprint = self._next(what, count)
-        outputs[self.rank].copy_(inputs[self.rank])
-        sent = {rank: inputs[rank] for rank in self._others}
-        received = {rank: outputs[rank] for rank in self._others}
-        yield self._network.swap(sent, received, fingerprint)
+        given, taken = [len(one) for one in inputs], [len(one) for one in outputs]
+        yield from self._network.compare(self._next(what, count), given, taken)
+        sent, received = torch.cat(list(inputs)), torch.empty(sum(taken), dtype=torch.uint8)
+        yield self._network.collective(_swap(received, taken, sent, given))
+        for output, part in zip(outputs, received.split(taken), strict=True):
+            output.copy_(part)
 
     def _next(self, what: int, count: int) -> Fingerprint:
         self._number += 1
         return Fingerprint(self._number, what, count)
 
 
-def _pieces(num_elements: int, per_piece: int) -> Iterator[slice]:
-    """Cut a range into pieces; nothing is one empty piece, so that every operation has one."""
-    for start in range(0, max(1, num_elements), per_piece):
-        yield slice(start, min(start + per_piece, num_elements))
+def _swap(
+    received: Tensor, taken: Sequence[int], sent: Tensor, given: Sequence[int]
+) -> Callable[[Gloo], Work]:
+    options = dist.AllToAllOptions()
+    return lambda gloo: gloo.alltoall_base(received, sent, [*taken], [*given], options)
 
 
-def _first(fingerprint: Fingerprint, piece: slice) -> Fingerprint | None:
-    return fingerprint if piece.start == 0 else None
-
-
-def _bytes(flat: Tensor) -> Tensor:
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+def _broadcast(data: Tensor, host: int) -> Callable[[Gloo], Work]:
+    options = dist.BroadcastOptions()
+    options.rootRank = host
+    return lambda gloo: gloo.broadcast([data], options)

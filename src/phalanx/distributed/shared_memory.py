@@ -16,9 +16,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from phalanx.distributed.fingerprint import Desync, pack
+from phalanx.distributed.fingerprint import Desync
 from phalanx.distributed.peer_errors import peer_error, timeout_error
 from phalanx.distributed.status_pages import Fingerprint, StatusPages
+from phalanx.distributed.work import Steps
 from phalanx.errors import PeerError, StateError
 from phalanx.ipc import Region, fail_point, fail_points
 from phalanx.native import DTYPES, FUNCTIONS
@@ -65,7 +66,8 @@ class SharedMemory:
 
     It is the :class:`~phalanx.distributed.work.Wait` of the operation that was begun last. Tensors
     are flat and contiguous, and whoever begins an operation keeps them until it has ended. What
-    only moves is given as bytes.
+    only moves is given as bytes. ``what`` and ``count`` of an operation are equal on all ranks: see
+    `fingerprint.pack`.
 
     Args:
         region: The memory, of :meth:`needed_bytes`.
@@ -74,9 +76,13 @@ class SharedMemory:
     Attributes:
         rank: Ours, counted among the ranks of this host.
         size: How many they are.
+        num_hosts: On how many hosts the group's ranks are.
+        takes_halves: Whether numbers of 16 bits may be added up as they are.
         grace_s: As in `Wait`.
     """
 
+    num_hosts = 1
+    takes_halves = True
     grace_s = 0.0
 
     def __init__(self, region: Region, pages: StatusPages) -> None:
@@ -107,12 +113,12 @@ class SharedMemory:
 
     # --- operations, which all ranks begin in one order -------------------------------------------
 
-    def agree(self, what: int, count: int) -> SharedMemory:
-        """Begin to wait until all ranks have come to the same operation."""
+    def agree(self, what: int, count: int) -> Steps:
+        """Wait until all ranks have come to the same operation."""
         return self.broadcast(_NOTHING, 0, what, count)
 
-    def all_reduce(self, flat: Tensor, what: int, count: int) -> SharedMemory:
-        """Begin to add up ``flat`` over the ranks, in their order, in place."""
+    def all_reduce(self, flat: Tensor, what: int, count: int) -> Steps:
+        """Add up ``flat`` over the ranks, in their order, in place."""
         num_bytes = flat.numel() * flat.itemsize
         of_tensor = (SUMMED_DTYPES.index(flat.dtype), flat.itemsize, num_bytes)
         if num_bytes <= _SHORT_BYTES:
@@ -120,48 +126,46 @@ class SharedMemory:
         else:
             piece_bytes = min(_PIECE_BYTES, self._slot_bytes)
             self._begin(_ALL_REDUCE, what, count, *of_tensor, piece_bytes, flat.data_ptr())
-        return self
+        yield self
 
     def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], what: int, count: int
-    ) -> SharedMemory:
-        """Begin to add up what the ranks hold for this one, in their order, into ``output``."""
+    ) -> Steps:
+        """Add up what the ranks hold for this one, in their order, into ``output``."""
         outputs = [_NOTHING] * self.size
         outputs[self.rank] = output
         longest = max(part.numel() * part.itemsize for part in inputs)
         self._set_parts(inputs, outputs)
         of_tensors = (SUMMED_DTYPES.index(output.dtype), output.itemsize, longest)
         self._begin(_REDUCE_SCATTER, what, count, *of_tensors, self._part_bytes)
-        return self
+        yield self
 
-    def broadcast(self, data: Tensor, root: int, what: int, count: int) -> SharedMemory:
-        """Begin to give all ranks the bytes of ``root``."""
+    def broadcast(self, data: Tensor, root: int, what: int, count: int) -> Steps:
+        """Give every rank the bytes of ``root``."""
         taken = [_NOTHING] * self.size
         if root != self.rank:
             taken[root] = data
         return self._share(data if root == self.rank else _NOTHING, taken, len(data), what, count)
 
-    def all_gather(
-        self, outputs: Sequence[Tensor], given: Tensor, what: int, count: int
-    ) -> SharedMemory:
-        """Begin to give all ranks the bytes of all; ``outputs`` may differ in length."""
+    def all_gather(self, outputs: Sequence[Tensor], given: Tensor, what: int, count: int) -> Steps:
+        """Give every rank the bytes of all, which may differ in length."""
         return self._share(given, outputs, max(map(len, outputs)), what, count)
 
     def swap(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], what: int, count: int
-    ) -> SharedMemory:
-        """Begin to give each rank other bytes; no rank knows more lengths than its own."""
+    ) -> Steps:
+        """Give each rank other bytes; no rank knows more lengths than its own."""
         self._set_parts(inputs, outputs)
         longest = max(len(part) for part in (*inputs, *outputs))
         self._begin(_SWAP, what, count, 0, 1, longest, self._part_bytes)
-        return self
+        yield self
 
     def _share(
         self, given: Tensor, taken: Sequence[Tensor], longest: int, what: int, count: int
-    ) -> SharedMemory:
+    ) -> Steps:
         self._set_parts([given], taken)
         self._begin(_SHARE, what, count, 0, 1, longest, self._slot_bytes)
-        return self
+        yield self
 
     @property
     def _part_bytes(self) -> int:
@@ -253,8 +257,3 @@ class SharedMemory:
         self._whole = None
         self.pages.close()
         self._region.close()
-
-
-def barrier_fingerprint() -> int:
-    """Return what a barrier is, for :meth:`SharedMemory.agree`."""
-    return pack("barrier", torch.uint8)
