@@ -73,7 +73,8 @@ def test_an_error_and_the_loss_of_all_ranks_fail_the_job(
 
 
 def test_elastic_ranks_name_the_launcher_that_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": "3"}.items():
+    agent = {"TORCHELASTIC_RUN_ID": "a", "RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+    for name, value in agent.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UnsupportedError, match=r"Start `phalanx launch -n 3 script\.py`"):
         phalanx.Trainer(

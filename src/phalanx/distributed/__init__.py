@@ -9,7 +9,7 @@ from phalanx.distributed.codec_hook import CodecHook, codec_hook
 from phalanx.distributed.cuda_group import nccl_is_here
 from phalanx.distributed.elastic_exchange import ElasticExchange, GroupChanged, RanksChanged
 from phalanx.distributed.elastic_membership import tell_of_death
-from phalanx.distributed.exchange import Exchange, ProcessGroup, num_ranks_here
+from phalanx.distributed.exchange import Exchange, ProcessGroup
 from phalanx.distributed.hosts import hosts_of, interfaces_up, network_interfaces, this_host
 from phalanx.distributed.merge_hook import Hook, merge_hook
 from phalanx.distributed.open_store import STORE, keep_store, open_store
@@ -51,7 +51,6 @@ __all__ = [
     "merge_hook",
     "nccl_is_here",
     "network_interfaces",
-    "num_ranks_here",
     "open_store",
     "process_failure",
     "run_script",

@@ -9,7 +9,6 @@ With NCCL it is a CudaGroup, which gives that the CUDA tensors.
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from phalanx.distributed.network import Network
 from phalanx.distributed.process_group import NAME, SharedGroup
 from phalanx.distributed.several_hosts import SeveralHosts
 from phalanx.distributed.shared_memory import SharedMemory
+from phalanx.environment import read_attempt
 from phalanx.native import require_library
 
 __all__ = ["NAME", "SharedGroup", "make_group", "open_group"]
@@ -31,8 +31,7 @@ __all__ = ["NAME", "SharedGroup", "make_group", "open_group"]
 def make_group(store: Store, rank: int, size: int, timeout: datetime.timedelta) -> SharedGroup:
     """Make the group of these ranks; what ``torch.distributed`` calls."""
     # A job that is started again may have the store of the attempt before.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return open_group(PrefixStore(f"attempt/{attempt}/", store), rank, size, timeout)
+    return open_group(PrefixStore(f"attempt/{read_attempt()}/", store), rank, size, timeout)
 
 
 def open_group(

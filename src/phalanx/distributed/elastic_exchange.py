@@ -28,13 +28,17 @@ from torch.distributed import PrefixStore, Store
 from phalanx.distributed.backend import SharedGroup, open_group
 from phalanx.distributed.elastic_membership import About, GroupEpoch, RankMembership, Report
 from phalanx.distributed.exchange import Exchange
-from phalanx.distributed.open_store import (
-    keep_survivors,
-    open_lasting_store,
-    read_rank,
-    refuse_torchrun,
+from phalanx.distributed.open_store import open_lasting_store
+from phalanx.environment import Place, read_place
+from phalanx.errors import (
+    ConfigError,
+    GroupAborted,
+    PeerLost,
+    PeerTimeout,
+    PhalanxError,
+    StateError,
+    UnsupportedError,
 )
-from phalanx.errors import GroupAborted, PeerLost, PeerTimeout, PhalanxError, StateError
 
 __all__ = ["ElasticExchange", "GroupChanged", "RanksChanged"]
 
@@ -71,6 +75,20 @@ class GroupChanged(PeerLost):
     """
 
 
+def _refuse_torchrun(place: Place | None) -> None:
+    """Refuse elastic ranks where torch's agent ends the survivors of a lost rank.
+
+    `phalanx launch` puts a process between the agent and each rank (`rank_restarts.py`).
+    """
+    if place is not None and not place.keeps_survivors:
+        raise UnsupportedError(
+            "`executor=Ranks()` needs a launcher that keeps the survivors of a lost rank, but "
+            "torchrun and `phalanx.launch()` end them. Start "
+            f"`phalanx launch -n {place.local_size or 2} script.py`, or take executor='ranks', "
+            "whose ranks all restart from the last checkpoint."
+        )
+
+
 class ElasticExchange(Exchange):
     """The ranks that train together now.
 
@@ -87,7 +105,7 @@ class ElasticExchange(Exchange):
     """
 
     def __init__(self, *, timeout_s: float, lost_after_s: float) -> None:
-        refuse_torchrun()
+        _refuse_torchrun(read_place())
         self.entered = False
         self.about: list[About] = []
         self.num_done = 0
@@ -120,15 +138,25 @@ class ElasticExchange(Exchange):
         Blocks: Until all are here, or let this one in between two steps.
         """
         self._describe, self._give = describe, give
-        rank, size = read_rank()
-        self._store = open_lasting_store(rank, size, self._timeout_s)
+        place = read_place()
+        if place is None:
+            raise ConfigError(
+                "`executor=Ranks()` must run in processes that a launcher has started, but `RANK` "
+                "and `WORLD_SIZE` are not set. Start `phalanx launch -n 2 script.py`."
+            )
+        self._store = open_lasting_store(place, self._timeout_s)
         self._membership = RankMembership(
-            self._store, rank, size, timeout_s=self._timeout_s, lost_after_s=self._lost_after_s
+            self._store,
+            place.rank,
+            place.size,
+            timeout_s=self._timeout_s,
+            lost_after_s=self._lost_after_s,
         )
         self.entered = True
         received = self._settle(admits=False)
         self._has_state = True
-        keep_survivors()
+        if place.error_file is not None:  # beside it: the launcher keeps this host's other ranks
+            place.error_file.with_name("elastic").touch()
         return received
 
     def admit(self) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -27,7 +26,7 @@ from phalanx.distributed.described import DescribedGroup
 from phalanx.errors import ConfigError, PeerError, PeerLost, StateError
 from phalanx.ipc import wait_until
 
-__all__ = ["Exchange", "ProcessGroup", "differing_names", "num_ranks_here"]
+__all__ = ["Exchange", "ProcessGroup", "differing_names"]
 
 ProcessGroup = dist.ProcessGroup
 
@@ -291,11 +290,6 @@ def _difference(name: str, value: object, first: object) -> str:
 
 def _joined(values: Any) -> str:  # Any: a list, from JSON
     return " and ".join(map(str, values))
-
-
-def num_ranks_here() -> int:
-    """Return how many ranks of the job run on this host, as its launcher says; 1 without any."""
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _as_tensor(content: bytes, length: int) -> Tensor:

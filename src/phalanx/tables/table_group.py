@@ -18,7 +18,6 @@ from phalanx.plan import Behind, Staleness, check_argument, say_numbers
 from phalanx.tables.joining import (
     JoinRequest,
     read_join_request,
-    read_master,
     read_trust,
 )
 from phalanx.tables.row_initializer import Uniform, read_row_init
@@ -439,8 +438,8 @@ def _context_of(
     create: bool,
     timeout_s: float,
 ) -> RunContext:
-    run, worker, num_workers, is_spread = request
-    if not is_spread:
+    run, worker, num_workers, place_of_store = request
+    if place_of_store is None:
         return RunContext(run, create=create)
     # Late: the modules between hosts take a tenth of a second, which runs on one host do without.
     from phalanx.cluster import Secret
@@ -452,7 +451,7 @@ def _context_of(
     assert num_workers is not None
     secret_file, is_trusted = read_trust(secret_file, trusted_network)
     secret = None if secret_file is None else Secret.read(secret_file)
-    address, port = read_master()
+    address, port = place_of_store
     bind = address_to_serve_at(address, secret, trusted_network=is_trusted)
     store = open_store(address, port, worker, num_workers, timeout_s)
     meeting = Meeting(store, secret, run, worker, num_workers)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from phalanx.distributed import num_ranks_here
+from phalanx.environment import num_ranks_here
 from phalanx.errors import ConfigError, StateError, UnsupportedError
 from phalanx.execution import ExecutorChoice, default_intra_op
 from phalanx.plan import (
