@@ -12,7 +12,7 @@ import torch
 
 from phalanx.cluster import RemoteCall
 from phalanx.errors import PeerTimeout
-from phalanx.tables import router, snapshots
+from phalanx.tables import part, router, snapshots
 from phalanx.tables import table as table_module
 from phalanx.tables.host_operations import Operation
 from phalanx.tables.host_service import HostService
@@ -57,6 +57,18 @@ def round_add_counted_twice() -> None:
         put(self, entry._replace(number=0), timeout_s, number)
 
     Rounds.put = put_again  # type: ignore[method-assign]
+
+
+def undone_counts() -> None:
+    """An add that was put back counts as taken."""
+    put_back = TablePart._put_back
+
+    def counting(self: TablePart) -> None:
+        put_back(self)
+        header = self._header
+        self._done[header[part._WORKER]] = header[part._NUMBER]
+
+    TablePart._put_back = counting  # type: ignore[method-assign]
 
 
 def stale_accepted() -> None:
@@ -146,6 +158,7 @@ BUGS: dict[str, Callable[[], None]] = {
         never_asked_again,
         add_counted_twice,
         round_add_counted_twice,
+        undone_counts,
         stale_accepted,
         lost_host_awaited,
         session_stays_broken,

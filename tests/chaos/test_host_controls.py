@@ -23,8 +23,9 @@ from phalanx import tables
 from phalanx.cluster import Message, Server
 from phalanx.errors import CheckpointError, PeerTimeout, StateError
 from phalanx.ipc import ProcessIdentity, inject, wait_until
-from phalanx.tables import host_service
+from phalanx.tables import host_server, host_service, part
 from phalanx.tables.host_operations import Operation
+from phalanx.tables.keys import POINTS as NEW_KEYS
 from phalanx.tables.snapshots import SNAPSHOT_POINTS
 from tests.chaos.books import Books
 from tests.chaos.host_bugs import BUGS
@@ -141,6 +142,67 @@ def requests_are_lost(run: str, bug: str | None, folder: Path) -> None:
 
 def answers_are_lost(run: str, bug: str | None, folder: Path) -> None:
     messages_are_lost(run, bug, folder, "answers")
+
+
+# --- a server dies within an add ------------------------------------------------------------------
+
+
+def die_in_first_server(dies_at: str, died: Path) -> None:
+    """Let the first server that this process forks die when its second add passes ``dies_at``."""
+    serve = host_server.serve
+
+    def serve_and_die(spec: host_server.ServerSpec) -> None:
+        adds_begun = 0
+
+        def fault(point: str, worker: int) -> None:
+            nonlocal adds_begun
+            adds_begun += point == "before lock"
+            if point == dies_at and (point in NEW_KEYS or adds_begun == 2):
+                died.touch()
+                os.kill(os.getpid(), SIGKILL)
+
+        if not died.exists():
+            inject(fault)
+        serve(spec)
+
+    host_server.serve = serve_and_die
+
+
+def add_to_host_1(parent: Parent, folder: Path, kind: str, point: str) -> None:
+    """Worker 0 adds to rows of host 1, in several blocks, which are logged, or in one."""
+    if kind == "blocks":
+        part.BLOCK_ROWS = 1000
+    if os.environ["RANK"] == "1":
+        die_in_first_server(point, folder / "died")
+    with tables.join(timeout_s=DEADLINE_S) as world:
+        if kind == "keys":
+            table, rows = world.keys(2, name="t", capacity=4), list(range(6000))
+        else:
+            table, rows = world.matrix(6000, 2, name="t"), list(range(3100, 6000))
+        world.barrier()
+        if world.worker_id == 0:
+            for number in range(3):
+                table.add(torch.full((len(rows), 2), 10.0**number), rows=rows)
+        world.barrier()
+        parent.tell(table.get(rows).unique().tolist())
+
+
+def a_server_dies_within_an_add(
+    run: str,
+    bug: str | None,
+    folder: Path,
+    kind: str = "rows",
+    point: str = "half the rows written",
+) -> None:
+    """Another is forked and maps the same memory; the worker, which had no answer, asks again."""
+    with workers(run, 2, add_to_host_1, bug, folder, kind, point, num_hosts=2) as started:
+        for worker in started:
+            found = worker.get()
+            assert found == [111.0], f"an add is lost, or there twice: {found}"
+        assert (folder / "died").exists(), f"nobody passed {point!r}"
+        for worker in started:
+            worker.process.join(DEADLINE_S)
+            assert worker.process.exitcode == 0
 
 
 # --- workers that are halted, cut off or killed ---------------------------------------------------
@@ -537,6 +599,7 @@ SCENES: dict[str, tuple[Scene, str]] = {
     "never_asked_again": (requests_are_lost, "did not answer"),
     "add_counted_twice": (answers_are_lost, "an add is lost, or there twice"),
     "round_add_counted_twice": (answers_are_lost, "an add is lost, or there twice"),
+    "undone_counts": (a_server_dies_within_an_add, "an add is lost, or there twice"),
     "stale_accepted": (a_worker_is_cut_off, "who was taken for dead w"),
     "lost_host_awaited": (a_host_is_killed, "somebody waits for the dead"),
     "session_stays_broken": (a_server_is_killed, "a worker that lives counts as lost"),
@@ -562,6 +625,16 @@ def nothing_is_left() -> Iterator[None]:
 @pytest.mark.parametrize("scene", {scene: 0 for scene, _ in SCENES.values()})
 def test_each_scene_goes_well(scene: Scene, tmp_path: Path) -> None:
     scene(a_run(), None, tmp_path)
+
+
+@pytest.mark.parametrize("point", [each for each in part.POINTS if each != "undo written"])  # in C
+@pytest.mark.parametrize("kind", ["rows", "blocks", pytest.param("keys", marks=pytest.mark.night)])
+def test_an_add_counts_once_wherever_the_server_dies(tmp_path, kind, point):
+    a_server_dies_within_an_add(a_run(), None, tmp_path, kind, point)
+
+
+def test_keys_that_were_coming_when_the_server_died_come_once(tmp_path):
+    a_server_dies_within_an_add(a_run(), None, tmp_path, "keys", "keys pending")
 
 
 @pytest.mark.night
