@@ -183,7 +183,7 @@ BUGS: dict[str, Callable[[Patch], None]] = {
 }
 
 
-def plant_in_child(name: str | None) -> None:
-    """Break this process, which will not be needed for anything else."""
+def plant(name: str | None, patch: Patch = setattr) -> None:
+    """Break this process: for good, or until what ``patch`` has changed is put back."""
     if name is not None:
-        BUGS[name](setattr)
+        BUGS[name](patch)

@@ -17,9 +17,9 @@ from phalanx import tables
 from phalanx.errors import PeerTimeout
 from phalanx.ipc import fail_points
 from phalanx.tables import keys, part
-from tests.chaos.table_bugs import BUGS, plant_in_child
+from tests.chaos.table_bugs import BUGS, plant
 from tests.multiprocess.children import Children, Parent, wait_for_exit
-from tests.multiprocess.test_tables import die_at
+from tests.multiprocess.test_tables import death_within_an_add
 from tests.run_directories import wait_until_removed
 
 pytestmark = pytest.mark.promise("acknowledged-adds-are-kept")
@@ -52,62 +52,6 @@ def open_all(world: tables.TableGroup) -> tuple[tables.Table, tables.KeyTable]:
 
 def ones(num_rows: int) -> torch.Tensor:
     return torch.ones(num_rows, 2, dtype=torch.int64)
-
-
-def victim(
-    parent: Parent, run: str, bug: str | None, table: str, keys: list, point: str, blocks: bool
-) -> None:
-    plant_in_child(bug)
-    if blocks:
-        part.BLOCK_ROWS = 2
-    with tables.join(run, timeout_s=DEADLINE_S) as world:
-        rows, by_key = open_all(world)
-        die_at(point, 1)
-        (rows if table == "rows" else by_key).add(ones(len(keys)), rows=keys)
-        parent.tell("acknowledged")
-        fail_points.inject(None)
-        os.kill(os.getpid(), 9)
-
-
-def kill_one(
-    run: str, bug: str | None, table: str, keys: list, point: str, *, blocks: bool = True
-) -> bool:
-    """Let a worker add to some rows, and die at a point; return whether it said so before."""
-    with Children() as children:
-        child = children.start(victim, run, bug, table, keys, point, blocks)
-        wait_for_exit(child.pid)
-        try:
-            return child.get() == "acknowledged"
-        except EOFError:
-            return False
-
-
-def death_within_an_add(run: str, bug: str | None, folder: Path) -> None:
-    with tables.join(run, timeout_s=DEADLINE_S) as world:
-        table, _ = open_all(world)
-        table.add(ones(ROWS), rows=range(ROWS))
-        assert not kill_one(run, bug, "rows", list(range(ROWS)), "half the rows written")
-        assert table.get().unique().tolist() == [2], "half of an add"
-        table.add(ones(ROWS), rows=range(ROWS))
-        assert table.get().unique().tolist() == [3], "an add is lost, or there twice"
-
-
-def death_after_an_add(run: str, bug: str | None, folder: Path) -> None:
-    with tables.join(run, timeout_s=DEADLINE_S) as world:
-        table, _ = open_all(world)
-        assert kill_one(run, bug, "rows", list(range(ROWS)), "never")
-        assert table.get().unique().tolist() == [1], "an acknowledged add is lost"
-
-
-def death_with_the_lock(run: str, bug: str | None, folder: Path) -> None:
-    with tables.join(run, timeout_s=DEADLINE_S) as world:
-        table, _ = open_all(world)
-        assert not kill_one(run, bug, "rows", [1, 2], "lock held")
-        table._group.timeout_s = SHORT_S
-        try:
-            table.add(ones(2), rows=[1, 2])
-        except PeerTimeout as exc:
-            raise AssertionError("somebody waits for the dead") from exc
 
 
 def an_add_that_takes_its_time(act: Callable[[tables.Table], Any]) -> Any:
@@ -220,19 +164,6 @@ def death_within_a_round(run: str, bug: str | None, folder: Path) -> None:
         assert pending.wait().tolist() == [3, 3], "an add of the round is there twice"
 
 
-def death_with_new_keys(run: str, bug: str | None, folder: Path) -> None:
-    with tables.join(run, timeout_s=DEADLINE_S) as world:
-        _, table = open_all(world)
-        table.add(ones(2), rows=[1, 2])
-        assert not kill_one(run, bug, "keys", [1, -8, 7], "half the rows written", blocks=False)
-        assert not table.get([-8, 7]).any(), "a key has what was not added"
-        assert table.keys().tolist() == [1, 2], "a key is there without its add"
-        table.add(ones(3), rows=[2, 7, 9])
-        lines = table.get([1, 2, 7, 9]).tolist()
-        assert lines == [[1, 1], [2, 2], [1, 1], [1, 1]], "an add is lost"
-        assert table.keys().tolist() == [1, 2, 7, 9], "a key is lost"
-
-
 def adds_of_new_keys_by_two(run: str, bug: str | None, folder: Path) -> None:
     with tables.join(run, timeout_s=DEADLINE_S) as one, tables.join(run) as two:
         (_, ours), (_, theirs) = open_all(one), open_all(two)
@@ -245,18 +176,12 @@ def adds_of_new_keys_by_two(run: str, bug: str | None, folder: Path) -> None:
 
 
 SCENES: dict[str, tuple[Scene, str]] = {
-    "undo_not_applied": (death_within_an_add, "half of an add"),
-    "undo_applied_twice": (death_after_an_add, "an acknowledged add is lost"),
     "lock_ignored": (an_add_within_an_add, "DID NOT RAISE"),
-    "lock_outlives_its_holder": (death_with_the_lock, "somebody waits for the dead"),
-    "ack_before_effect": (death_after_an_add, "an acknowledged add is lost"),
     "half_row_visible": (a_get_within_an_add, "half of an add is seen"),
     "snapshot_torn": (a_snapshot_within_an_add, "half of an add is in the snapshot"),
     "clock_not_advanced": (a_worker_too_far_ahead, "DID NOT RAISE"),
     "dead_still_counted": (a_barrier_without_the_dead, "somebody waits for the dead"),
     "round_taken_twice": (death_within_a_round, "an add of the round is there twice"),
-    "key_before_its_add": (death_with_new_keys, "a key "),
-    "key_without_its_add": (death_with_new_keys, "an add is lost"),
     "index_not_followed": (adds_of_new_keys_by_two, "an add is "),
 }
 
@@ -273,9 +198,31 @@ def test_each_scene_goes_well(scene: Scene, tmp_path: Path) -> None:
 
 
 @pytest.mark.night  # it is about the tests
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", SCENES)
 def test_a_planted_bug_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     scene, says = SCENES[bug]
-    BUGS[bug](monkeypatch.setattr)
+    plant(bug, monkeypatch.setattr)
     with pytest.raises((AssertionError, pytest.fail.Exception), match=says):
         scene(a_run(), bug, tmp_path)
+
+
+DEATHS = {
+    "undo_not_applied": (("rows", "half the rows written"), True),
+    "undo_applied_twice": (("rows", "after unlock"), False),
+    "lock_outlives_its_holder": (("rows", "lock held"), False),
+    "ack_before_effect": (("rows", "after unlock"), False),
+    "key_before_its_add": (("keys", "half the rows written"), False),
+    "key_without_its_add": (("keys", "half the rows written"), False),
+}
+"""Bugs that a worker's death within an add shows, and where it dies."""
+assert BUGS.keys() == SCENES.keys() | DEATHS.keys()
+
+
+@pytest.mark.night  # it is about the tests
+@pytest.mark.parametrize("bug", DEATHS)
+def test_a_bug_that_a_death_shows_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, in_blocks = DEATHS[bug]
+    patch = monkeypatch.setattr
+    patch(part, "BLOCK_ROWS", ROWS * ROWS)  # here; nothing is logged
+    with pytest.raises((AssertionError, PeerTimeout), match=r"an add is lost|Lock 'rows"):
+        death_within_an_add(a_run(), place, "sum", in_blocks, bug, patch, SHORT_S)
