@@ -285,30 +285,6 @@ def scattered_reductions(rank: int, op_name: str, dtypes: tuple[torch.dtype, ...
     return wrong
 
 
-def splits(rank: int) -> list[str]:
-    """split_group: a group of every second rank, one of the first alone, and one twice."""
-    ours, size = group("phalanx"), dist.get_world_size()
-    every_second = list(range(rank % 2, size, 2))
-    wrong = []
-    for attempt in range(2):  # of the same ranks again
-        half = ours.split_group(every_second, group_name=f"half {attempt}", group_desc="a half")
-        found = half.size(), half.rank(), half.group_name, half.group_desc
-        if found != (len(every_second), rank // 2, f"half {attempt}", "a half"):
-            wrong.append(f"the half is {found}")
-        total = torch.tensor([rank + 1.0])
-        half.allreduce([total]).wait()
-        if total.item() != sum(other + 1.0 for other in every_second):
-            wrong.append(f"the half's sum is {total.item()}")
-        half.shutdown()
-    first = ours.split_group([0])
-    if (first is None) != (rank > 0):
-        wrong.append(f"the first alone is {first}")
-    if first is not None:
-        first.shutdown()
-    dist.barrier(group=ours)
-    return wrong
-
-
 def very_large(rank: int, num_elements: int) -> list[str]:
     """Through slots that are much smaller; the last piece is three elements long."""
     ours, size = group("phalanx"), dist.get_world_size()

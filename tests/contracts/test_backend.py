@@ -73,10 +73,6 @@ def test_a_sum_of_sparse_tensors_is_gloos(ranks):
     check(ranks.run(calls.sparse_sums))
 
 
-def test_a_group_can_be_split(ranks):
-    check(ranks.run(calls.splits))
-
-
 @pytest.mark.parametrize("kind", calls.MOVES)
 def test_what_moves_is_gloos_bit_for_bit(ranks, kind):
     check(ranks.run(calls.moves, kind, calls.MOVED))

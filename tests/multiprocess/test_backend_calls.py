@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import pickle
-import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import phalanx  # noqa: F401
-from phalanx.errors import ConfigError, PeerError, PeerTimeout, StateError, UnsupportedError
+from phalanx.errors import ConfigError, PeerError, StateError, UnsupportedError
 from tests.multiprocess.ranks import Ranks
 
 
@@ -240,27 +238,6 @@ def test_what_cannot_be_is_refused_and_the_group_goes_on(ranks):
     assert "`output` must hold 3 times the elements of `input` (3 × torch.float32)" in length
 
 
-def test_a_monitored_barrier_names_the_late_one_and_desync_survives_pickling(ranks):
-    answers = ranks.run(watched)
-    assert answers[0] == ("PeerTimeout", 2)
-
-
-def watched(rank: int) -> tuple[str, int | None] | None:
-    group = make()
-    try:
-        if rank != 2:
-            group.monitored_barrier(datetime.timedelta(seconds=1.0))
-    except (PeerTimeout, StateError) as exc:
-        again = pickle.loads(pickle.dumps(exc))
-        return type(again).__name__, again.rank
-    except Exception:
-        return None
-    finally:
-        dist.barrier()
-        dist.destroy_process_group(group)
-    return None
-
-
 def reduced_in_inference_mode(rank: int) -> list[float]:
     """Calls inside and outside of the mode in turn: what one leaves behind serves the other."""
     group, sums = make(), []
@@ -314,25 +291,19 @@ def test_an_expanded_tensor_is_refused_as_output_and_taken_as_input(ranks):
         ]
 
 
-def destroyed_too_early(rank: int) -> list[str]:
+def destroyed_too_early(rank: int) -> None:
     """Rank 0 goes before its call has ended; the others, who never made it, go after it."""
     group = make()
     dist.barrier()  # else rank 0 may be gone while another still connects
     if rank != 0:
         dist.barrier()
     work = dist.all_reduce(torch.ones(600_001), group=group, async_op=True) if rank == 0 else None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        dist.destroy_process_group(group)
+    dist.destroy_process_group(group)
     if work is not None:
         with pytest.raises(PeerError):
             work.wait()
         dist.barrier()
-    return [str(warning.message) for warning in caught]
 
 
-def test_what_has_not_ended_when_a_group_is_destroyed_is_told(ranks):
-    first, *others = ranks.run(destroyed_too_early)
-    assert len(first) == 1
-    assert "1 have not, the first of them all_reduce of group" in first[0]
-    assert others == [[], []]
+def test_what_has_not_ended_when_a_group_is_destroyed_fails(ranks):
+    ranks.run(destroyed_too_early)

@@ -59,8 +59,6 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "all_to_all of one tensor": lambda g: g.alltoall_base(
         one(), one(), [], [], told(dist.AllToAllOptions)
     ),
-    "all_to_all, by position": lambda g: g.alltoall_base(one(), one(), [], [], SHORT),
-    "all_to_all, by name": lambda g: g.all_to_all_single(one(), one(), [], [], timeout=SHORT),
     "barrier": lambda g: g.barrier(told(dist.BarrierOptions)),
 }
 

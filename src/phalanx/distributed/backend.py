@@ -70,7 +70,7 @@ def open_group(
         collectives = SeveralHosts(memory, network, leaders, hosts, rank)
     rendezvous.tidy()
     kind = CudaGroup if nccl_is_here() else SharedGroup
-    return kind(memory, collectives, networks, store, timeout_s, make_group)
+    return kind(memory, collectives, networks, store, timeout_s)
 
 
 # Here, and not in a function that somebody would have to call: importing the room is enough.

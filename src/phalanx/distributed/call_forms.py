@@ -1,13 +1,10 @@
-"""The forms in which torch gives a call's arguments, brought to one, and cut into parts by rank."""
+"""The tensors of a call, checked and cut into parts by rank."""
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.errors import ConfigError, UnsupportedError
@@ -18,19 +15,11 @@ __all__ = [
     "check_rank",
     "cut_by_rank",
     "cut_rows",
-    "listed",
     "only",
-    "options",
-    "share_memory",
 ]
 
 
-# Any, below: options are torch's own classes, which have no common base and no types.
-def listed(tensors: Any) -> Sequence[Any]:
-    """Return a list of what may be one tensor alone."""
-    return [tensors] if isinstance(tensors, Tensor) else tensors
-
-
+# Any, below: a tensor, or a list of them.
 def only(tensors: Sequence[Any]) -> Any:
     """Return the single one of ``tensors``.
 
@@ -80,16 +69,6 @@ def check_rank(size: int, rank: int, name: str) -> None:
         raise ConfigError(f"`{name}` must be a rank of the group (0 to {size - 1}), but is {rank}.")
 
 
-def share_memory(flats: Sequence[Tensor]) -> bool:
-    """Tell whether two of ``flats`` have memory in common."""
-    spans = sorted(
-        (flat.data_ptr(), flat.data_ptr() + flat.numel() * flat.itemsize)
-        for flat in flats
-        if flat.numel()
-    )
-    return any(one[1] > other[0] for one, other in pairwise(spans))
-
-
 def cut_by_rank(size: int, whole: Tensor, part: Tensor, *, filled: bool) -> list[Tensor]:
     """Cut an input, or an output that is filled, into one part per rank, each shaped as ``part``.
 
@@ -137,36 +116,3 @@ def cut_rows(
         )
     per_row = tensor.numel() // num_rows if num_rows else 0
     return list(flat.split([count * per_row for count in counts]))
-
-
-def options(
-    kind: Callable[[], Any],
-    given: Any,
-    timeout: datetime.timedelta | None = None,
-    op: Any = None,
-    root: int | None = None,
-) -> Any:
-    """Return torch's options, made of what the shorter forms of a call give in their place."""
-    if isinstance(given, kind):  # type: ignore[arg-type]
-        return given
-    options = kind()
-    if root is not None:
-        options.rootRank = root
-    if isinstance(given, datetime.timedelta):
-        options.timeout = given
-    elif isinstance(given, int):
-        options.rootRank = given
-    elif given is not None:
-        options.reduceOp = _as_op(given)
-    if op is not None:
-        options.reduceOp = _as_op(op)
-    if timeout is not None:
-        options.timeout = timeout
-    return options
-
-
-def _as_op(given: Any) -> dist.ReduceOp:
-    # `ReduceOp.SUM` says that it is a ReduceOp, but options do not take it for one; PREMUL_SUM is
-    # one only together with its factor.
-    kind = getattr(given, "op", given)
-    return given if kind == dist.ReduceOp.PREMUL_SUM else dist.ReduceOp(kind)

@@ -73,11 +73,11 @@ class CudaGroup(SharedGroup):
         group._register_backend(torch.device(self._device_type), kind, nccl)
         return group
 
-    def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
+    def barrier(self, opts: Any = None) -> Any:
         """Wait until all ranks have come; on a GPU's stream where ``opts.device`` is one."""
         device = getattr(opts, "device", None)
         inner = self._inner_for({device.type} if device is not None else set())
-        return super().barrier(opts, timeout) if inner is None else inner.barrier(opts)
+        return super().barrier(opts) if inner is None else inner.barrier(opts)
 
     @property
     def _device_types(self) -> list[torch.device]:

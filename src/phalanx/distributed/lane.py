@@ -175,7 +175,7 @@ class Lane:
             me,
         )
 
-    def fail(self, error: BaseException) -> list[GroupOperation]:
+    def fail(self, error: BaseException) -> None:
         """Fail everything under way, now and from now on; the other ranks learn of it."""
         with self._turn:
             if self._broken is None:
@@ -189,7 +189,6 @@ class Lane:
             for operation in failed:
                 operation.end(self._broken)
             self._ended.extend(failed)
-        return failed
 
     def _settle(self) -> None:
         """Tell the futures of ended operations; without a lock, because callbacks are a user's.
@@ -247,12 +246,11 @@ class Lane:
         for thread in threads:
             thread.join(_EXIT_S)
 
-    def close(self) -> list[str]:
-        """Leave the group. Operations under way fail; their titles are returned."""
+    def close(self) -> None:
+        """Leave the group; operations under way fail."""
         self.end_threads()
-        left = self.fail(GroupAborted(f"Group {self._name()!r} is destroyed."))
+        self.fail(GroupAborted(f"Group {self._name()!r} is destroyed."))
         self._settle()
-        return [operation.title for operation in left]
 
     def forget(self) -> None:
         """Give the group up in a forked child, where it would speak in its parent's name."""

@@ -13,7 +13,6 @@ Messages and sparse sums are gloo's.
 from __future__ import annotations
 
 import datetime
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
-from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from phalanx.distributed.call_forms import (
     check_count,
@@ -30,10 +29,7 @@ from phalanx.distributed.call_forms import (
     check_rank,
     cut_by_rank,
     cut_rows,
-    listed,
     only,
-    options,
-    share_memory,
 )
 from phalanx.distributed.described import NAME, DescribedGroup
 from phalanx.distributed.fingerprint import pack
@@ -45,13 +41,11 @@ from phalanx.distributed.shared_memory import SharedMemory
 from phalanx.distributed.tensors import FlatTensor, as_bytes, count_as_changed, flat_of, output_of
 from phalanx.distributed.uncompiled_methods import uncompiled_methods
 from phalanx.distributed.work import GroupOperation, SharedWork, Steps
-from phalanx.errors import ConfigError, StateError
+from phalanx.errors import StateError
 from phalanx.plan import equal_sizes
 from phalanx.torch_internals import is_profiled
 
 __all__ = ["NAME", "SharedGroup"]
-
-GroupMaker = Callable[[Store, int, int, datetime.timedelta], dist.ProcessGroup]
 
 _MOST_KEPT, _LARGEST_KEPT_BYTES = 1024, 1024
 _NO_TIME = datetime.timedelta(0)
@@ -70,7 +64,6 @@ class SharedGroup(DescribedGroup):
         networks: To all ranks, and between the first ranks of hosts.
         store: Where the ranks have met.
         timeout_s: How long an operation may take, where the call does not say.
-        make_part: What makes a group of some of the ranks, as torch makes one of all.
     """
 
     def __init__(
@@ -80,10 +73,8 @@ class SharedGroup(DescribedGroup):
         networks: Sequence[Network],
         store: Store,
         timeout_s: float,
-        make_part: GroupMaker,
     ) -> None:
         super().__init__(collectives.rank, collectives.size, store, timeout_s)
-        self._make_part = make_part
         self._memory = memory
         self._collectives = collectives
         self._networks = networks
@@ -145,16 +136,13 @@ class SharedGroup(DescribedGroup):
 
     # --- reducing ---------------------------------------------------------------------------------
 
-    def allreduce(
-        self, tensors: Any, opts: Any = None, timeout: Any = None, op: Any = None
-    ) -> SharedWork:
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> SharedWork:
         """Reduce over all ranks, in place."""
-        opts = options(dist.AllreduceOptions, opts, timeout, op)
-        return self._all_reduce(listed(tensors), opts)
+        return self._all_reduce([only(tensors)], opts or dist.AllreduceOptions())
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> SharedWork:
         """Reduce several tensors over all ranks, in place."""
-        work = self._all_reduce(tensors, options(dist.AllreduceCoalescedOptions, opts))
+        work = self._all_reduce(tensors, opts or dist.AllreduceCoalescedOptions())
         count_as_changed(tensors)
         return work
 
@@ -164,9 +152,6 @@ class SharedGroup(DescribedGroup):
             return self._run("all_reduce", self._reduce_sparse(only(tensors), op), tensors, opts)
         flats = [output_of(tensor, "tensor") for tensor in tensors]
         reductions = [reduction_of(op, flat.data.dtype) for flat in flats]
-        if len(flats) > 1 and share_memory([flat.data for flat in flats]):
-            # each is reduced as it is now
-            flats = [FlatTensor(flat.tensor, flat.data.clone(), True) for flat in flats]
 
         def steps() -> Steps:
             for flat, reduction in zip(flats, reductions, strict=True):
@@ -206,19 +191,12 @@ class SharedGroup(DescribedGroup):
         options.reduceOp = op
         yield self._network.collective(lambda gloo: gloo.allreduce([tensor], options))
 
-    def reduce(
-        self,
-        tensors: Any,
-        opts: Any = None,
-        op: Any = None,
-        timeout: Any = None,
-        root: int | None = None,
-    ) -> SharedWork:
+    def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> SharedWork:
         """Reduce over all ranks into the root's tensor."""
-        opts = options(dist.ReduceOptions, opts, timeout, op, root)
+        opts = opts or dist.ReduceOptions()
         root = self._root(opts)
         is_root = self._collectives.rank == root
-        flat = (output_of if is_root else flat_of)(only(listed(tensors)), "tensor")
+        flat = (output_of if is_root else flat_of)(only(tensors), "tensor")
         reduction = reduction_of(opts.reduceOp, flat.data.dtype)
 
         def steps() -> Steps:
@@ -230,19 +208,15 @@ class SharedGroup(DescribedGroup):
         return self._run("reduce", steps(), [flat.tensor], opts)
 
     def reduce_scatter(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, op: Any = None
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> SharedWork:
         """Reduce over all ranks what each holds for this one."""
-        opts = options(dist.ReduceScatterOptions, opts, timeout, op)
-        if isinstance(outputs, Tensor):
-            outputs, inputs = [outputs], [inputs]
-        output, parts = only(outputs), only(inputs)
+        parts = only(inputs)
         check_count(self._collectives.size, parts, "input_list")
-        return self._reduce_scatter([(output, list(parts))], opts)
+        return self._reduce_scatter([(only(outputs), list(parts))], opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SharedWork:
         """Reduce over all ranks, and keep this rank's part of the result."""
-        opts = options(dist.ReduceScatterOptions, opts)
         return self._reduce_scatter([(output, self._cut(input, output))], opts)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -251,20 +225,19 @@ class SharedGroup(DescribedGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> SharedWork:
         """Do what :meth:`reduce_scatter_single` does, with several tensors."""
-        opts = options(dist.ReduceScatterOptions, opts)
         pairs = zip(outputs, inputs, strict=True)
         return self._reduce_scatter([(o, self._cut(i, o)) for o, i in pairs], opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _reduce_scatter(self, pairs: list[tuple[Tensor, list[Tensor]]], opts: Any) -> SharedWork:
-        op = opts.reduceOp
+        opts = opts or dist.ReduceScatterOptions()
         jobs = [
             (output_of(output, "output"), [flat_of(part, "input").data for part in parts])
             for output, parts in pairs
         ]
         count_as_changed(output for output, _ in pairs)
-        reductions = [reduction_of(op, output.data.dtype) for output, _ in jobs]
+        reductions = [reduction_of(opts.reduceOp, output.data.dtype) for output, _ in jobs]
         for output, parts in jobs:
             check_fit(output.data, parts[self._collectives.rank], "output", "this rank's input")
 
@@ -298,26 +271,21 @@ class SharedGroup(DescribedGroup):
 
     # --- moving -----------------------------------------------------------------------------------
 
-    def broadcast(
-        self, tensors: Any, opts: Any = None, timeout: Any = None, root: int | None = None
-    ) -> SharedWork:
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> SharedWork:
         """Give every rank the root's tensor."""
-        opts = options(dist.BroadcastOptions, opts, timeout, root=root)
+        opts = opts or dist.BroadcastOptions()
         root = self._root(opts)
         is_root = self._collectives.rank == root
-        flat = (flat_of if is_root else output_of)(only(listed(tensors)), "tensor")
+        flat = (flat_of if is_root else output_of)(only(tensors), "tensor")
         what = pack("broadcast", flat.data.dtype, root=root)
         steps = self._collectives.broadcast(as_bytes(flat.data), root, what, len(flat.data))
         filled = [] if is_root else [flat]
         return self._run("broadcast", _filling(filled, steps), [flat.tensor], opts)
 
     def allgather(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> SharedWork:
         """Give every rank the tensors of all, as a list."""
-        opts = options(AllgatherOptions, opts, timeout)
-        if isinstance(inputs, Tensor):
-            outputs, inputs = [outputs], [inputs]
         parts = list(only(outputs))
         check_count(self._collectives.size, parts, "tensor_list")
         return self._all_gather([(parts, only(inputs))], parts, opts)
@@ -370,61 +338,56 @@ class SharedGroup(DescribedGroup):
         return self._run("all_gather", steps(), result, opts)
 
     def gather(
-        self,
-        outputs: Any,
-        inputs: Any,
-        opts: Any = None,
-        timeout: Any = None,
-        root: int | None = None,
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> SharedWork:
         """Give the root the tensors of all, as a list."""
-        opts = options(dist.GatherOptions, opts, timeout, root=root)
-        root, size = self._root(opts), self._collectives.size
-        if isinstance(inputs, Tensor):
-            outputs = [outputs]
-        flat = flat_of(only(listed(inputs)), "tensor")
+        opts = opts or dist.GatherOptions()
+        root, flat = self._root(opts), flat_of(only(inputs), "tensor")
         wanted = list(only(outputs)) if self._collectives.rank == root else []
-        flats = [output_of(output, "gather_list") for output in wanted]
-        if wanted:
-            check_count(size, wanted, "gather_list")
-            count_as_changed(wanted)
-        for one in flats:
-            check_fit(one.data, flat.data, "gather_list", "`tensor`")
-
-        given = [_NOTHING] * size
-        given[root] = as_bytes(flat.data)
-        into = [as_bytes(one.data) for one in flats] or [_NOTHING] * size
+        flats = self._at_root(root, wanted, "gather_list", output_of, flat)
+        count_as_changed(wanted)
+        into = [as_bytes(one.data) for one in flats] or self._for(root, _NOTHING)
         what = pack("gather", flat.data.dtype, root=root)
+        given = self._for(root, as_bytes(flat.data))
         steps = self._collectives.swap(into, given, what, len(flat.data))
         return self._run("gather", _filling(flats, steps), wanted, opts)
 
     def scatter(
-        self,
-        outputs: Any,
-        inputs: Any,
-        opts: Any = None,
-        timeout: Any = None,
-        root: int | None = None,
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> SharedWork:
         """Give each rank its tensor of the root's list."""
-        opts = options(dist.ScatterOptions, opts, timeout, root=root)
-        root, size = self._root(opts), self._collectives.size
-        if isinstance(outputs, Tensor):
-            inputs = [inputs]
-        flat = output_of(only(listed(outputs)), "tensor")
+        opts = opts or dist.ScatterOptions()
+        root, flat = self._root(opts), output_of(only(outputs), "tensor")
         given = list(only(inputs)) if self._collectives.rank == root else []
-        parts = [flat_of(part, "scatter_list").data for part in given]
-        if given:
-            check_count(size, given, "scatter_list")
-        for part in parts:
-            check_fit(part, flat.data, "scatter_list", "`tensor`")
-
-        into = [_NOTHING] * size
-        into[root] = as_bytes(flat.data)
+        parts = self._at_root(root, given, "scatter_list", flat_of, flat)
+        sent = [as_bytes(part.data) for part in parts] or self._for(root, _NOTHING)
         what = pack("scatter", flat.data.dtype, root=root)
-        sent = [as_bytes(part) for part in parts] or [_NOTHING] * size
+        into = self._for(root, as_bytes(flat.data))
         steps = self._collectives.swap(into, sent, what, len(flat.data))
         return self._run("scatter", _filling([flat], steps), [flat.tensor], opts)
+
+    def _for(self, root: int, data: Tensor) -> list[Tensor]:
+        """Return bytes for each rank: ``data`` for the root, and nothing for others."""
+        parts = [_NOTHING] * self._collectives.size
+        parts[root] = data
+        return parts
+
+    def _at_root(
+        self,
+        root: int,
+        tensors: Sequence[Tensor],
+        name: str,
+        take: Callable[[Tensor, str], FlatTensor],
+        like: FlatTensor,
+    ) -> list[FlatTensor]:
+        """Return the root's tensors, one per rank and each as long as ``like``; none elsewhere."""
+        if self._collectives.rank != root:
+            return []
+        check_count(self._collectives.size, tensors, name)
+        flats = [take(tensor, name) for tensor in tensors]
+        for flat in flats:
+            check_fit(flat.data, like.data, name, "`tensor`")
+        return flats
 
     def alltoall(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
@@ -445,10 +408,8 @@ class SharedGroup(DescribedGroup):
         output_split_sizes: Sequence[int],
         input_split_sizes: Sequence[int],
         opts: Any = None,
-        timeout: Any = None,
     ) -> SharedWork:
         """Give each rank a range of rows of every other."""
-        opts = options(dist.AllToAllOptions, opts, timeout)
         size = self._collectives.size
         taken, given = output_of(output, "output"), flat_of(input, "input")
         into = cut_rows(size, output, taken.data, output_split_sizes, "output_split_sizes")
@@ -465,17 +426,9 @@ class SharedGroup(DescribedGroup):
 
     # --- barriers ---------------------------------------------------------------------------------
 
-    def barrier(self, opts: Any = None, timeout: Any = None) -> SharedWork:
+    def barrier(self, opts: Any = None) -> SharedWork:
         """Wait until all ranks have come."""
-        opts = options(dist.BarrierOptions, opts, timeout)
         return self._run("barrier", self._collectives.agree(_BARRIER, 0), [], opts)
-
-    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait until all ranks have come; an error names all late ones, whatever is asked."""
-        del wait_all_ranks
-        opts = options(dist.BarrierOptions, None, timeout)
-        opts.asyncOp = False
-        self.barrier(opts).wait()
 
     # --- messages ---------------------------------------------------------------------------------
 
@@ -499,78 +452,19 @@ class SharedGroup(DescribedGroup):
         self._num_operations += 1
         return self._network.message(kind, flat, peer, tag)
 
-    # --- parts ------------------------------------------------------------------------------------
-
-    def split_group(
-        self,
-        ranks: Sequence[int],
-        timeout: datetime.timedelta | None = None,
-        opts: Any = None,
-        group_name: str | None = None,
-        group_desc: str | None = None,
-        device_types: Any = None,
-    ) -> dist.ProcessGroup | None:
-        """Make a group of ``ranks`` of this one, in ascending order; None for other ranks.
-
-        Args:
-            ranks: Ranks of this group. Others may make another part at the same time.
-            timeout: How long its operations may take; as here, unless told.
-            opts: For other backends; not read.
-            group_name: What it is called.
-            group_desc: What it is for.
-            device_types: For other backends; not read.
-
-        Collective: All of ``ranks``; it blocks until they have come.
-        """
-        del opts, device_types
-        chosen = sorted(ranks)
-        if (
-            not chosen
-            or len(set(chosen)) < len(chosen)
-            or not 0 <= chosen[0] <= chosen[-1] < self.size()
-        ):
-            raise ConfigError(
-                f"`ranks` must be some of the group's ranks (0 to {self.size() - 1}), each once, "
-                f"but is {list(ranks)}."
-            )
-        if self.rank() not in chosen:
-            return None
-        members = ",".join(map(str, chosen))
-        name = group_name or f"{self._group_name}:{members}"
-        part = self._make_part(
-            PrefixStore(f"part/{name}/{members}/", self._store),
-            chosen.index(self.rank()),
-            len(chosen),
-            timeout or datetime.timedelta(seconds=self._timeout_s),
-        )
-        part._set_group_name(name)  # type: ignore[arg-type]
-        part._set_group_desc(group_desc or f"{self._group_desc}:split")
-        return part
-
-    splitGroup = split_group
-
     # --- leaving ----------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         """Leave the group. Operations under way fail; messages that were not taken are lost."""
         if not self._closed and not self._lane.forked:
             self._closed = True
-            self._warn_of(self._lane.close())
+            self._lane.close()
             self._kept.clear()
             for network in self._networks:
                 network.cut()
             self._memory.close()
 
     abort = shutdown
-
-    def _warn_of(self, left: Sequence[str]) -> None:
-        if left:
-            warnings.warn(
-                f"The operations of group {self._group_name!r} must have ended before it is "
-                f"destroyed, but {len(left)} have not, the first of them {left[0]}: their tensors "
-                "are not filled. Call `wait()` on what `async_op=True` returned.",
-                stacklevel=4,  # where `destroy_process_group` is called
-            )
 
     def __repr__(self) -> str:
         hosts = f", {self._collectives.num_hosts} hosts" * (self._collectives.num_hosts > 1)
