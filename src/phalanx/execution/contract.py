@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -31,9 +31,6 @@ from phalanx.replicas import (
     warn_of_assigned,
 )
 from phalanx.types import Nested
-
-if TYPE_CHECKING:
-    from phalanx.execution.ranks import RankExecutor
 
 T = TypeVar("T")
 _ONE_VALUE = "Expected more than 1 value per channel when training"  # what torch says
@@ -60,14 +57,12 @@ class Executor(ABC):
         owns_generator: Whether each replica has a process of its own, whose generator is seeded.
         worker_pids: The worker processes' numbers; empty without any.
         optimizer: The one that is stepped, whose state worker processes drop.
-        peers: This executor, where other processes take part in the job; else None.
     """
 
     _threads: ThreadPool | CallerThread
     owns_generator = False
     worker_pids: Sequence[int] = ()
     optimizer: Optimizer | None = None
-    peers: RankExecutor | None = None
 
     def __init__(
         self,
@@ -171,6 +166,16 @@ class Executor(ABC):
     def open_shards(self, optimizer: Optimizer) -> Shards:
         """Return the optimizer in shards, one for each replica's thread."""
         return Shards(optimizer, self.parameters, len(self))
+
+    def all_workloads(self) -> Sequence[float]:
+        """Return the relative shares of all replicas, those of other ranks too."""
+        return self.workloads
+
+    def mark_done(self) -> None:  # noqa: B027 - nothing to do but for ranks, as below
+        """Count a run whose outcome is kept; ranks that were lost or come must know."""
+
+    def admit(self) -> None:  # noqa: B027
+        """Let new ranks in, where some wait, between two steps."""
 
     def __len__(self) -> int:
         """Return the number of replicas."""

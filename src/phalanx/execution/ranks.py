@@ -70,11 +70,6 @@ class RankExecutor(ThreadExecutor):
         self._trains = [about["model"], about["frozen"]]
         self._look_at_ranks()
 
-    @property
-    def peers(self) -> RankExecutor:  # type: ignore[override]
-        """This executor: others take part."""
-        return self
-
     def _look_at_ranks(self) -> None:
         """Take note of who the ranks are now."""
         exchange = self._exchange

@@ -42,11 +42,11 @@ class Evaluation:
 
     Attributes:
         engine: It runs the module.
-        seed: Where random numbers start; each batch appends its place.
+        steps: Updates done, with which the random numbers start.
     """
 
     engine: Engine
-    seed: tuple[int, ...]
+    steps: int
 
     def evaluate(self, loader: Iterable[Nested], metrics: Metrics) -> dict[str, float]:
         """Return the weighted mean loss and the metrics over all of ``loader``.
@@ -68,8 +68,8 @@ class Evaluation:
                 weight += microbatches.weight
         return {"loss": total / weight, **metrics.compute()}
 
-    def predict(self, loader: Iterable[Nested], home: torch.device) -> Nested:
-        """Return the module's outputs for all of ``loader``, on ``home``.
+    def predict(self, loader: Iterable[Nested]) -> Nested:
+        """Return the module's outputs for all of ``loader``, where the module is.
 
         Raises:
             ConfigError: As :meth:`evaluate`; or outputs have no rows that could be joined.
@@ -84,7 +84,7 @@ class Evaluation:
                         sizes.append(size)
         way_out = "Call `trainer.module` yourself for outputs of another form."
         merging = Merging(dim=self.engine.layout.dim, noun="microbatch", way_out=way_out)
-        return merging.merge(parts, sizes, home)
+        return merging.merge(parts, sizes, next(self.engine.module.parameters()).device)
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[Callable[[], None]]:
@@ -128,7 +128,7 @@ class Evaluation:
             if place == 0:
                 self.engine.open()
                 begin()
-            yield repeated(partial(self._run, batch, task, (*self.seed, place)))
+            yield repeated(partial(self._run, batch, task, place))
         if place < 0:
             raise ConfigError("`loader` must yield at least one batch, but yields none.")
 
@@ -139,9 +139,10 @@ class Evaluation:
         return batch if is_users or is_pair(batch) else (batch, None)
 
     def _run(
-        self, batch: Nested, task: EvaluateTask | PredictTask, seed: tuple[int, ...]
+        self, batch: Nested, task: EvaluateTask | PredictTask, place: int
     ) -> tuple[Microbatches, RunResult]:
-        """Run ``task`` on one batch."""
+        """Run ``task`` on one batch, whose random numbers belong to its place."""
+        seed = (self.engine.seed, self.steps, place)
         weighs = isinstance(task, EvaluateTask)  # targets may be missing
         microbatches = self.engine.split(batch, weighs=weighs)
         with torch.no_grad():

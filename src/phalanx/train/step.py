@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from phalanx.callbacks import StepDone
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError, StateError
-from phalanx.execution import Executor, RunResult, Shards, Span, Task
+from phalanx.execution import Executor, ExecutorChoice, RunResult, Shards, Span, Task
 from phalanx.memory import dense_strides
 from phalanx.metrics import Joining, Metrics
 from phalanx.plan import Layout, equal_sizes, open_rows, read_weights, workload_sizes
@@ -59,7 +59,7 @@ class Engine:
     intra_op: int
     workloads: tuple[float, ...]
     clip_norm: float | None
-    open_executor: Callable[[], Executor]
+    choice: ExecutorChoice
     _executor: Executor | None = None
     _shards: Shards = field(init=False)
     _trained_ids: list[list[int]] = field(default_factory=list)
@@ -89,9 +89,7 @@ class Engine:
             metrics: Counted where there are some; the caller takes that back if this raises.
             commit: Called when the weights are new, in the thread that is last.
         """
-        executor, shards = self._executor, self._shards
-        assert executor is not None
-        peers = executor.peers
+        executor, shards = self.executor, self._shards
 
         # Forward, loss and backward of each microbatch; gradients are added along the fixed tree.
         pieces = self.split(batch)
@@ -121,8 +119,7 @@ class Engine:
             if statistics:
                 write_statistics(buffers, statistics)
             self._is_half_stepped = False
-            if peers is not None:
-                peers.mark_done()
+            executor.mark_done()
             commit(loss)
 
         stepped = self._step_shards(scale, finish)
@@ -143,8 +140,7 @@ class Engine:
 
     def _step_shards(self, scale: float, finish: Callable[[], None]) -> list[Span]:
         """Make each shard's last addition and step it, in a thread; the last calls ``finish``."""
-        executor, shards = self._executor, self._shards
-        assert executor is not None
+        executor, shards = self.executor, self._shards
         num_shards = len(executor.devices)
         stepped: list[Span] = []
         lock = threading.Lock()
@@ -175,9 +171,7 @@ class Engine:
             StateError: As :meth:`check_whole`: nothing may be added to it.
         """
         self.check_whole()
-        assert self._executor is not None
-        peers = self._executor.peers
-        workloads = self.workloads if peers is None else peers.all_workloads()
+        workloads = self.executor.all_workloads()
         rows = open_rows(batch, self.layout)
         count = rows.count()
         if count == 0:
@@ -203,8 +197,7 @@ class Engine:
         result = executor.run(
             task, pieces.pieces, weights=pieces.weights, seed=seed, owners=pieces.owners
         )
-        if executor.peers is not None:
-            executor.peers.mark_done()
+        executor.mark_done()
         return result
 
     def _merge_statistics(self, left: list[Statistics]) -> tuple[Statistics, dict[str, Tensor]]:
@@ -277,7 +270,14 @@ class Engine:
         # engine gives to parameters is what they keep.
         with torch.inference_mode(False):
             _close_gaps(self.optimizer)
-            executor = self.open_executor()
+            executor = self.choice.open(
+                self.module,
+                self.devices,
+                workloads=self.workloads,
+                intra_op=self.intra_op,
+                shared=[self.objective],
+                reads=[self.objective.function],
+            )
             try:
                 executor.optimizer = self.optimizer
                 self._executor = executor
@@ -305,11 +305,6 @@ class Engine:
                 "optimizer had begun: some weights are new and some are not. Put them back by "
                 "`resume()`, or begin with another trainer."
             )
-
-    def admit(self) -> None:
-        """Let new ranks in, where some wait."""
-        if self._executor is not None and self._executor.peers is not None:
-            self._executor.peers.admit()
 
     def restore(self) -> None:
         """Take over a state that was loaded into module and optimizer."""

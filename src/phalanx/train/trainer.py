@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ from phalanx.train.state import TrainerState, join_ranks
 from phalanx.train.step import Engine
 from phalanx.train.trainer_arguments import (
     check_fit,
-    check_members,
     check_moment,
     check_options,
     make_optimizer,
@@ -133,44 +131,30 @@ class Trainer:
         check_replicable(module)
         check_options(microbatches, clip_norm, seed, callbacks)
         layout = read_layout(layout)
-        parameters = list(module.parameters())
+        devices, shares = read_replicas(replicas, microbatches, workloads, module, choice)
         self.module = module
-        self._home = parameters[0].device if parameters else torch.device("cpu")
-        devices, shares = read_replicas(replicas, microbatches, workloads, self._home, choice)
-        intra_op = read_threads(devices, microbatches, choice)
-        self._objective = Objective(loss, forward)
-        self._metrics = Metrics(metrics or {}, Joining(layout))
-        self.optimizer = make_optimizer(optimizer, parameters)
-        check_members(module, self.optimizer)
+        self.optimizer = make_optimizer(optimizer, module)
         self.scheduler = make_scheduler(scheduler, self.optimizer, scheduler_interval)
         self._scheduler_interval = scheduler_interval
         self._optimizer_train = getattr(self.optimizer, "train", None)  # schedule-free ones have it
-        self._seed = seed
-        self._reader = Reader(seed)
         self._choice = choice
-        self._events = EventDispatcher(callbacks, choice)
         self._engine = Engine(
             module=module,
             optimizer=self.optimizer,
+            objective=Objective(loss, forward),
+            weight=weight,
             layout=layout,
             microbatches=microbatches,
-            weight=weight,
-            objective=self._objective,
-            seed=seed,
-            devices=devices,
-            intra_op=intra_op,
-            workloads=shares,
             clip_norm=clip_norm,
-            open_executor=partial(
-                choice.open,
-                module,
-                devices,
-                workloads=shares,
-                intra_op=intra_op,
-                shared=[self._objective],
-                reads=[self._objective.function],
-            ),
+            seed=seed,
+            choice=choice,
+            devices=devices,
+            workloads=shares,
+            intra_op=read_threads(devices, microbatches, choice),
         )
+        self._metrics = Metrics(metrics or {}, Joining(layout))
+        self._reader = Reader(seed)
+        self._events = EventDispatcher(callbacks, choice)
         self._progress = RunProgress(seed=seed, microbatches=microbatches)
         self._last_step: int | None = None  # of the `fit` under way, here or where we have joined
         self._in_step = self._closed = self._stopped = self._in_fit = False
@@ -399,16 +383,15 @@ class Trainer:
             ConfigError: As :meth:`evaluate`; or an output has not a row for each of its inputs'.
         """
         with self._passing() as running:
-            return running.predict(loader, self._home)
+            return running.predict(loader)
 
     @contextmanager
     def _passing(self) -> Iterator[Evaluation]:
         """Begin a pass over a loader; the body does it."""
         self._join_here()
         self._engine.refresh()
-        seed = (self._seed, self.steps)
         with caller_intra_op(1):
-            yield Evaluation(self._engine, seed)
+            yield Evaluation(self._engine, self.steps)
         self._events.tell_of_failures(self.steps)
 
     def _run_epoch(
@@ -485,13 +468,9 @@ class Trainer:
         """Do one update, again where ranks have changed under it, and tell."""
         start_s = now_s()
         check_moment(closed=self._closed, in_step=self._in_step)
-        engine = self._engine
-        engine.open()
-        if self._choice.kind == "ranks":
-            engine.admit()
-            done = repeated(lambda: self._update(batch, start_s, in_epoch=in_epoch))
-        else:
-            done = self._update(batch, start_s, in_epoch=in_epoch)
+        self._engine.open()
+        self._engine.executor.admit()
+        done = repeated(lambda: self._update(batch, start_s, in_epoch=in_epoch))
         if done.step == 1:  # optimizers make their state in their first step
             self._state.capture()
         self._events.tell(done)

@@ -52,7 +52,7 @@ def read_replicas(
     replicas: int | str | Sequence[Device] | None,
     microbatches: int | None,
     workloads: Sequence[float] | None,
-    home: torch.device,
+    module: nn.Module,
     choice: ExecutorChoice,
 ) -> tuple[tuple[torch.device, ...], tuple[float, ...]]:
     """Return the device of each replica, and its share.
@@ -60,6 +60,7 @@ def read_replicas(
     "auto" is one for each core, as far as there are microbatches for them. It is one on an
     accelerator, in the caller's own thread, and for each rank.
     """
+    home = next((each.device for each in module.parameters()), torch.device("cpu"))
     if replicas is None and microbatches is not None:
         replicas = "auto"
     if replicas == "auto":
@@ -154,10 +155,10 @@ def check_members(module: nn.Module, optimizer: Optimizer) -> None:
 
 
 def make_optimizer(
-    given: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None,
-    parameters: list[nn.Parameter],
+    given: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None, module: nn.Module
 ) -> Optimizer:
     """Return the optimizer, or make it, and refuse one that a trainer cannot step."""
+    parameters = list(module.parameters())
     if not parameters:
         raise ConfigError(
             "`module` must have at least one parameter to be trained, but has none. Run it as it "
@@ -176,6 +177,7 @@ def make_optimizer(
             "`optimizer` must step once from dense gradients, but "
             f"{type(made).__name__!r} needs a closure or sparse gradients. Choose another."
         )
+    check_members(module, made)
     return made
 
 
