@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 from phalanx import tables
 from tests.multiprocess import hosts
 from tests.multiprocess.children import Parent, ReusedChildren
+from tests.multiprocess.networks import Networks, networks_of_hosts
 from tests.multiprocess.ranks import Ranks
 
 DEADLINE_S = 60.0
@@ -97,7 +99,20 @@ class HostTables(World):
         return hosts.run_hosts(n, run, n, body, **how)
 
 
+class NetworkTables(World):
+    """Workers are processes of three hosts, each a namespace of the network; needs root."""
+
+    name = "networks"
+
+    def run(self, body: Body, n: int = 3, *, run: str = "", **how: Any) -> list[Any]:
+        if not _networks:
+            _networks.append(_open.enter_context(networks_of_hosts(n)))
+        return hosts.run_networks(_networks[0], run, body, **how)
+
+
 _children = ReusedChildren()
+_networks: list[Networks] = []
+_open = ExitStack()
 
 
 def _join_and_run(parent: Parent, run: str, n: int, body: Body, how: dict[str, Any]) -> None:
@@ -108,6 +123,7 @@ def _join_and_run(parent: Parent, run: str, n: int, body: Body, how: dict[str, A
 
 
 THREADS, PROCESSES, HOSTS = ThreadTables(), ProcessTables(), HostTables()
+NETWORKS = NetworkTables()
 TABLE_WORLDS = [
     pytest.param(THREADS, 1, id="one process"),
     pytest.param(THREADS, 2, id="2 threads", marks=pytest.mark.night),
@@ -117,6 +133,7 @@ TABLE_WORLDS = [
     pytest.param(PROCESSES, 3, id="3 processes", marks=pytest.mark.night),
     pytest.param(HOSTS, 2, id="2 hosts", marks=pytest.mark.night),
     pytest.param(HOSTS, 3, id="3 hosts"),
+    pytest.param(NETWORKS, 3, id="3 networks", marks=pytest.mark.night),
 ]
 
 
@@ -207,6 +224,9 @@ def close() -> None:
     """End the processes that worlds have started; the next run starts others."""
     _children.close()
     hosts.WORKERS.close()
+    hosts.IN_NETWORKS.close()
+    _open.close()
+    _networks.clear()
     for ranks in _ranks.values():
         ranks.__exit__()
     _ranks.clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,13 @@ from phalanx.compat.multiverso import (
     worker_id,
 )
 from phalanx.errors import ConfigError, PeerTimeout, StateError
-from tests.multiprocess.children import Children, Parent
+from tests.multiprocess.children import Parent
+from tests.multiprocess.hosts import become_worker, run_hosts
 
 pytestmark = pytest.mark.promise("multiverso")
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "migrating_multiverso.md").read_text(encoding="utf-8")
-JOIN_S = 60.0
 
 
 @pytest.fixture
@@ -54,32 +55,23 @@ def in_this_process(run: str, n: int, body: Callable[[], Any], sync: bool = Fals
         shutdown()
 
 
-def _worker(parent: Parent, run: str, rank: int, n: int, body: Callable, sync: bool) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
-    os.environ["TORCHELASTIC_RUN_ID"] = run
-    init(sync)
-    result = body()
+def _worker(parent: Parent, given: dict[str, str], body: Callable, how: dict[str, Any]) -> None:
+    become_worker(given)
+    init(how["sync"])
+    parent.tell((worker_id(), body()))
     shutdown()
-    parent.tell(result)
 
 
-def in_processes(run: str, n: int, body: Callable[[], Any], sync: bool = False) -> list[Any]:
-    with Children() as children:
-        started = [children.start(_worker, run, rank, n, body, sync) for rank in range(n)]
-        results = [child.get() for child in started]
-        for child in started:
-            child.process.join(JOIN_S)
-    return results
+def on_hosts(num_hosts: int, run: str, n: int, body: Callable, sync: bool = False) -> list[Any]:
+    return run_hosts(num_hosts, run, n, body, worker=_worker, sync=sync)
 
 
 in_every_configuration = pytest.mark.parametrize(
     ("workers", "n"),
     [
         pytest.param(in_this_process, 1, id="this process"),
-        pytest.param(in_processes, 1, id="1 process", marks=pytest.mark.night),
-        pytest.param(in_processes, 2, id="2 processes"),
-        pytest.param(in_processes, 3, id="3 processes", marks=pytest.mark.night),
+        pytest.param(partial(on_hosts, 1), 3, id="3 processes"),
+        pytest.param(partial(on_hosts, 3), 3, id="3 hosts", marks=pytest.mark.night),
     ],
 )
 

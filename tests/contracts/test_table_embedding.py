@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import phalanx
 from phalanx import tables
 from phalanx.errors import UnsupportedError
+from tests.worlds import in_table_worlds
 
 pytestmark = pytest.mark.promise("updaters-are-their-formulas")
 
@@ -44,26 +45,35 @@ def some_loss(out: Tensor) -> Tensor:
 # --- TableEmbedding -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("padding", [None, 0, 10])
-@pytest.mark.parametrize("shape", [(7,), (4, 5), (2, 1, 3), (0,), (3, 0), ()])
-def test_values_and_trained_rows_are_those_of_nn_embedding(shape, padding, dtype):
-    ours_first = torch.Generator().manual_seed(1)
+SHAPES = [(7,), (4, 5), (2, 1, 3), (0,), (3, 0), ()]
+
+
+def train_in_turn(world: tables.TableGroup, dtype: torch.dtype, padding: int | None) -> None:
+    """All train the twin; the table gets each gradient of one worker."""
+    draw = torch.Generator().manual_seed(1)
     twin = torchs_own(nn.Embedding, dtype, padding_idx=padding)
     optimizer = torch.optim.SGD(twin.parameters(), lr=LR)
-    with tables.join() as world:
-        table = open_table(world, dtype=dtype)
-        embedding = tables.TableEmbedding(table, padding_idx=padding)
-        for _ in range(4):
-            indices = torch.randint(0, ROWS, shape, generator=ours_first)
-            out, want = embedding(indices), twin(indices)
-            assert torch.equal(out, want)
-            assert out.dtype == dtype
-            optimizer.zero_grad()
+    table = open_table(world, dtype=dtype)
+    embedding = tables.TableEmbedding(table, padding_idx=padding)
+    for step, shape in enumerate(2 * SHAPES):
+        indices = torch.randint(0, ROWS, shape, generator=draw)
+        out, want = embedding(indices), twin(indices)
+        assert torch.equal(out, want)
+        assert out.dtype == dtype
+        world.barrier()
+        if step % world.num_workers == world.worker_id:
             some_loss(out).backward()
-            some_loss(want).backward()
-            optimizer.step()
-            assert torch.equal(table.get(), twin.weight)
+        optimizer.zero_grad()
+        some_loss(want).backward()
+        optimizer.step()
+        world.barrier()
+        assert torch.equal(table.get(), twin.weight)
+
+
+@in_table_worlds(padding=[0, 10, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_values_and_trained_rows_are_those_of_nn_embedding(world, n, padding, dtype, run):
+    world.run(partial(train_in_turn, dtype=dtype, padding=padding), n, run=run)
 
 
 def test_a_padding_row_has_no_part_in_an_updater_with_state():

@@ -1,4 +1,7 @@
-"""One contract of parameter tables: workers are one process, its threads, processes, or hosts."""
+"""One contract of parameter tables: workers are one process, its threads, processes, or hosts.
+
+The laws of Multiverso's own tests are in test_multiverso.py, under its names.
+"""
 
 from __future__ import annotations
 
@@ -18,45 +21,7 @@ from tests.worlds import DEADLINE_S, in_table_worlds
 pytestmark = pytest.mark.promise("tables-one-contract")
 
 
-# --- the laws of Multiverso's own tests -----------------------------------------------------------
-
-
-def array_law(world: tables.TableGroup, rounds: int, size: int) -> None:
-    table = world.array(size, name="law")
-    delta = torch.arange(1, size + 1, dtype=torch.float32)
-    n = world.num_workers
-    for i in range(rounds):
-        table.add(delta)
-        table.add(delta)
-        world.barrier()
-        assert torch.equal(table.get(), delta * 2 * (i + 1) * n)
-        world.barrier()
-
-
-@in_table_worlds()
-def test_after_each_barrier_an_array_holds_everybodys_adds(world, n, run):
-    world.run(partial(array_law, rounds=30, size=10_000), n, run=run)
-
-
-def matrix_law(world: tables.TableGroup) -> None:
-    rows, cols, some = 11, 10, [0, 1, 5, 10]
-    table = world.matrix(rows, cols, name="law")
-    delta = torch.arange(1, rows * cols + 1, dtype=torch.float32).view(rows, cols)
-    expected = torch.zeros(rows, cols)
-    for _ in range(20):
-        table.add(delta)
-        table.add(delta[some], rows=some)
-        expected += delta * world.num_workers
-        expected[some] += delta[some] * world.num_workers
-        world.barrier()
-        assert torch.equal(table.get(), expected)
-        assert torch.equal(table.get(some), expected[some])
-        world.barrier()
-
-
-@in_table_worlds()
-def test_after_each_barrier_a_matrix_holds_everybodys_rows(world, n, run):
-    world.run(matrix_law, n, run=run)
+# --- the first values -----------------------------------------------------------------------------
 
 
 def master_init(world: tables.TableGroup) -> list[float]:

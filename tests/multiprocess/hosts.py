@@ -13,9 +13,11 @@ from phalanx import tables
 from phalanx.tables import host_server
 from phalanx.tables.run_regions import RunRegions
 from tests.multiprocess.children import Parent, ReusedChildren, wait_for_exit
+from tests.multiprocess.networks import Networks, enter
 
 DEADLINE_S = 60.0
 WORKERS = ReusedChildren()
+IN_NETWORKS = ReusedChildren()
 
 
 def free_port() -> int:
@@ -63,10 +65,36 @@ def kill_server(run: str, host: int) -> None:
     regions.close()
 
 
-def run_hosts(num_hosts: int, run: str, num_workers: int, body: Callable, **how: object) -> list:
-    """Run ``body`` as each of the workers; return what they return, by number."""
+def run_hosts(
+    num_hosts: int,
+    run: str,
+    num_workers: int,
+    body: Callable,
+    *,
+    worker: Callable = _worker,
+    **how: object,
+) -> list:
+    """Run ``body`` as each of the workers, which ``worker`` joins; return the results by number."""
     port = free_port()
-    given = [variables(run, worker, num_workers, num_hosts, port) for worker in range(num_workers)]
-    results = dict(WORKERS.run(_worker, [(each, body, how) for each in given]))
+    given = [variables(run, rank, num_workers, num_hosts, port) for rank in range(num_workers)]
+    results = dict(WORKERS.run(worker, [(each, body, how) for each in given]))
     assert sorted(results) == list(range(num_workers))
-    return [results[worker] for worker in range(num_workers)]
+    return [results[rank] for rank in range(num_workers)]
+
+
+def _enter_and_work(parent: Parent, network: str, given: dict, body: Callable, how: dict) -> None:
+    enter(network)
+    _worker(parent, given, body, how)
+
+
+def run_networks(networks: Networks, run: str, body: Callable, **how: object) -> list:
+    """Run ``body`` as one worker on each of the hosts; return what they return, by number."""
+    num_hosts = len(networks.names)
+    how["trusted_network"] = True
+    port, calls = free_port(), []
+    for rank, network in enumerate(networks.names):
+        given = variables(run, rank, num_hosts, num_hosts, port)
+        given["MASTER_ADDR"] = networks.addresses[0]
+        calls.append((network, given, body, how))
+    results = dict(IN_NETWORKS.run(_enter_and_work, calls))
+    return [results[rank] for rank in range(num_hosts)]

@@ -1,4 +1,4 @@
-"""Updaters against closed forms in float64, written out here a second time."""
+"""Updaters against closed forms in float64, written out here a second time; workers take turns."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from phalanx import tables
+from tests.worlds import in_table_worlds
 
 pytestmark = pytest.mark.promise("updaters-are-their-formulas")
 
@@ -53,63 +54,65 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_an_updater_follows_its_closed_form(name):
-    first = torch.randn(ROWS, COLS, dtype=torch.float64)
-    gradients = []
-    for step in range(STEPS):
-        rows = list(range(ROWS)) if step % 3 == 0 else torch.randperm(ROWS)[: step % 5].tolist()
-        gradients.append((rows, torch.randn(len(rows), COLS, dtype=torch.float64)))
-    with tables.join() as world:
-        table = world.matrix(
-            ROWS,
-            COLS,
-            torch.float64,
-            updater={"name": name, **OPTIONS[name]},
-            init=first,
-        )
+def drawn(draw: torch.Generator, rows: int = ROWS) -> torch.Tensor:
+    """Draw rows; all workers draw the same."""
+    return torch.randn(rows, COLS, dtype=torch.float64, generator=draw)
+
+
+def add_in_turn(world: tables.TableGroup) -> None:
+    for name, options in OPTIONS.items():
+        draw = torch.Generator().manual_seed(7)
+        first, gradients = drawn(draw), []
+        updater = {"name": name, **options}
+        table = world.matrix(ROWS, COLS, torch.float64, name=name, updater=updater, init=first)
         assert torch.equal(table.get(), first)
-        for rows, gradient in gradients:
-            if len(rows) == ROWS:
-                table.add(gradient)
-            else:
-                table.add(gradient, rows=rows)
-        torch.testing.assert_close(
-            table.get(), closed_form(name, first, gradients), rtol=1e-12, atol=1e-12
-        )
-
-
-def test_dc_asgd_follows_equation_10_of_the_paper():
-    """Two workers; each one's copy is the model as it was when that worker pulled last."""
-    lr, lam = 0.1, 0.5
-    first = torch.randn(ROWS, COLS, dtype=torch.float64)
-    w, copies = first.clone(), [first.clone(), first.clone()]
-    with tables.join(num_workers=2) as one, one.thread_worker() as two:
-        updater = {"name": "dc_asgd", "lr": lr, "compensation": lam}
-        handles = [
-            world.matrix(ROWS, COLS, torch.float64, name="t", updater=updater, init=first)
-            for world in (one, two)
-        ]
-        for handle in handles:
-            handle.get()
+        world.barrier()
         for step in range(STEPS):
-            worker = (step // 2 + step % 3) % 2
-            g = torch.randn(ROWS, COLS, dtype=torch.float64)
-            if step % 4 == 0:
-                torch.testing.assert_close(handles[worker].get(), w, rtol=1e-12, atol=1e-12)
-                copies[worker] = w.clone()
-            if step % 5 == 0:
-                rows = [4, 1]
-                torch.testing.assert_close(handles[worker].get(rows), w[rows])
-                copies[worker][rows] = w[rows]
-                w[rows] -= lr * (
-                    g[rows] + lam * g[rows] * g[rows] * (w[rows] - copies[worker][rows])
-                )
-                handles[worker].add(g[rows], rows=rows)
-            else:
-                w = w - lr * (g + lam * g * g * (w - copies[worker]))
-                handles[worker].add(g)
-        torch.testing.assert_close(handles[0].get(), w, rtol=1e-12, atol=1e-12)
+            count = ROWS if step % 3 == 0 else step % 5
+            rows = torch.arange(ROWS) if count == ROWS else torch.randperm(ROWS, generator=draw)
+            rows = rows[:count].tolist()
+            gradients.append((rows, drawn(draw, count)))
+            if step % world.num_workers == world.worker_id:
+                table.add(gradients[-1][1], rows=None if count == ROWS else rows)
+            world.barrier()
+        expected = closed_form(name, first, gradients)
+        torch.testing.assert_close(table.get(), expected, rtol=1e-12, atol=1e-12)
+
+
+@in_table_worlds()
+def test_an_updater_follows_its_closed_form(world, n, run):
+    world.run(add_in_turn, n, run=run)
+
+
+def compensate_in_turn(world: tables.TableGroup) -> None:
+    """Each worker's copy is the model as it was when that worker pulled last."""
+    lr, lam, n = 0.1, 0.5, world.num_workers
+    draw = torch.Generator().manual_seed(7)
+    w = drawn(draw)
+    copies = [w.clone() for _ in range(n)]
+    updater = {"name": "dc_asgd", "lr": lr, "compensation": lam}
+    table = world.matrix(ROWS, COLS, torch.float64, name="t", updater=updater, init=w)
+    table.get()
+    world.barrier()
+    for step in range(STEPS):
+        worker, gradient = (step // 2 + step % 3) % n, drawn(draw)
+        is_mine = worker == world.worker_id
+        rows = [4, 1] if step % 5 == 0 else list(range(ROWS))
+        if step % 5 == 0 or step % 4 == 0:
+            copies[worker][rows] = w[rows]
+            if is_mine:
+                torch.testing.assert_close(table.get(rows), w[rows], rtol=1e-12, atol=1e-12)
+        change = gradient + lam * gradient * gradient * (w - copies[worker])
+        w[rows] -= lr * change[rows]
+        if is_mine:
+            table.add(gradient[rows], rows=rows if step % 5 == 0 else None)
+        world.barrier()
+    torch.testing.assert_close(table.get(), w, rtol=1e-12, atol=1e-12)
+
+
+@in_table_worlds()
+def test_dc_asgd_follows_equation_10_of_the_paper(world, n, run):
+    world.run(compensate_in_turn, n, run=run)
 
 
 def test_rows_given_twice_add_up_before_the_updater_sees_them():
