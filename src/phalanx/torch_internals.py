@@ -35,7 +35,6 @@ __all__ = [
     "foreach_mul",
     "gloo_options",
     "has_workers",
-    "in_backward",
     "in_forward_mode",
     "in_func_transform",
     "is_made_of_others",
@@ -109,11 +108,6 @@ def run_backward(
         allow_unreachable=True,
         accumulate_grad=True,
     )
-
-
-def in_backward() -> bool:
-    """Tell whether the calling thread is in a backward pass."""
-    return backward_id() != -1
 
 
 def backward_id() -> int:

@@ -167,17 +167,6 @@ def merge_values(rank: int, codec: str, by_step: list[list[float]]) -> tuple[lis
     return merged, states
 
 
-@pytest.mark.parametrize("codec", ["fp16", "bf16"])
-def test_finite_gradients_have_a_finite_mean(ranks: Ranks, codec: str) -> None:
-    values = [[3e38] * 3, [-3e38, 3e38, 3e38], [math.inf, 1.0, 1.0], [1.0, 1.0, 1.0]]
-    for (large, mixed, infinite, plain), _ in ranks.run(merge_values, codec, values):
-        assert large.isfinite().all()
-        assert large[1, 1] > 6e4
-        assert mixed.isfinite().all()
-        assert infinite[1, 1] == math.inf
-        assert torch.allclose(plain[1, 1], torch.tensor(1.0), rtol=2**-7)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("codec", WITH_ERROR)
 def test_a_gradient_that_is_not_finite_is_seen_on_every_rank(
@@ -216,7 +205,7 @@ def count_bytes(rank: int, codec: str | Codec) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("codec", "times_fewer"),
-    [("fp16", 2), ("bf16", 2), ("one_bit", 20), ("top_k", 4.9), (TopK(0.01), 40)],
+    [("one_bit", 20), ("top_k", 4.9), (TopK(0.01), 40)],
 )
 def test_few_bytes_travel(ranks: Ranks, codec: str | Codec, times_fewer: float) -> None:
     for sent, plain in ranks.run(count_bytes, codec):

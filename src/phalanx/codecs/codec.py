@@ -100,20 +100,10 @@ class Cast(Codec):
 
     def shrink(self, gradient: Tensor) -> Payload:
         """Round to ``dtype``, within its range."""
-        return (self.saturate(gradient),)
+        limit, largest = torch.finfo(self.dtype).max, torch.finfo(gradient.dtype).max
+        not_finite = gradient - gradient.clamp(-largest, largest)  # zero where it is finite
+        return (gradient.clamp(-limit, limit).add_(not_finite).to(self.dtype),)
 
     def restore(self, payload: Payload, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return the values in the gradient's own dtype."""
         return payload[0].to(dtype).view(shape)
-
-    def saturate(self, gradient: Tensor, addends: int = 1) -> Tensor:
-        """Return ``gradient`` as ``dtype``, so that ``addends`` such tensors can be added in it.
-
-        No infinity arises out of finite values, here or in their sum in any order: every addition
-        may round up by half an epsilon, so the bound leaves that much room for each.
-        """
-        facts = torch.finfo(self.dtype)
-        limit = facts.max / addends * (1 + facts.eps) ** (1 - addends)
-        largest = torch.finfo(gradient.dtype).max
-        not_finite = gradient - gradient.clamp(-largest, largest)  # zero where it is finite
-        return gradient.clamp(-limit, limit).add_(not_finite).to(self.dtype)

@@ -19,9 +19,9 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.codecs import Cast, Codec, Feedback, Payload
+from phalanx.codecs import Codec, Feedback, Payload
 from phalanx.distributed.merge_hook import refuse_sparse
-from phalanx.errors import CheckpointError, ConfigError
+from phalanx.errors import CheckpointError, ConfigError, UnsupportedError
 from phalanx.memory import dense_strides
 
 __all__ = ["CodecHook", "codec_hook"]
@@ -52,10 +52,11 @@ def codec_hook(
         CodecHook(OneBit(min_elements=20), 2 parameters)
 
     Determinism: the same bits on every rank, and however DDP cuts its buckets, with codecs that
-    have errors. ``fp16`` and ``bf16`` are added by the group's all-reduce, in 16 bits.
+    have errors.
     Collective: Yes, every rank's backward pass. Blocks: as DDP does, until all ranks have come.
     Moves: W − 1 payloads into each rank, where DDP moves 2·(W − 1)/W gradients; so ``one_bit``
-    pays for dozens of ranks, not for thousands. ``fp16`` and ``bf16``: half of what DDP moves.
+    pays for dozens of ranks, not for thousands. For ``fp16`` and ``bf16`` torch's own
+    ``fp16_compress_hook`` and ``bf16_compress_hook`` move less: they add in 16 bits on the way.
     """
     return CodecHook(codec, module, process_group)
 
@@ -82,12 +83,11 @@ class CodecHook:
     def merge(self, _state: object, bucket: GradBucket) -> Future[torch.Tensor]:
         """Start to merge ``bucket``; give this to ``ddp.register_comm_hook(None, hook.merge)``."""
         refuse_sparse(bucket)
+        if any(parameter.is_complex() for parameter in bucket.parameters()):
+            raise UnsupportedError("Gradients must be real to go through a codec, but are complex.")
         if bucket.index() == 0:  # DDP hands them over in order; what is pending has failed
             self._feedback.rollback()
             self._under_way = []
-        codec = self._feedback.codec
-        if isinstance(codec, Cast):
-            return self._add_cast(codec, bucket.buffer())
         self._under_way.append(self._gather(bucket))
         if not bucket.is_last():
             return self._under_way[-1]
@@ -106,42 +106,24 @@ class CodecHook:
                 none. Nothing is changed.
         """
         for name, error in state.items():
-            if name not in self._parameters:
+            parameter = self._parameters.get(name)
+            if parameter is None or parameter.shape != error.shape:
                 raise CheckpointError(
-                    f"Error `{name}` of the codec must belong to a parameter of the module, but "
-                    "there is none of that name. Load a state that was saved with this model."
-                )
-            shape = self._parameters[name].shape
-            if error.shape != shape:
-                raise CheckpointError(
-                    f"Error `{name}` of the codec must have its parameter's shape {tuple(shape)}, "
-                    f"but has {tuple(error.shape)}. Load a state that was saved with this model."
+                    f"Error `{name}` of the codec must belong to a parameter of shape "
+                    f"{tuple(error.shape)}, but the module has none. Load a state that was saved "
+                    "with this model."
                 )
         self._feedback.load_state_dict(state)
 
     def __repr__(self) -> str:
         return f"CodecHook({self._feedback.codec!r}, {len(self._parameters)} parameters)"
 
-    def _add_cast(self, codec: Cast, buffer: Tensor) -> Future[Tensor]:
-        """Let the group add what all ranks have cast; it is divided first, to stay in range."""
-        ranks = dist.get_world_size(self._group)
-        mean = buffer / ranks
-        narrow = codec.saturate(mean, ranks) if codec.takes(mean.shape, mean.dtype) else mean
-        future = dist.all_reduce(narrow, group=self._group, async_op=True).get_future()
-
-        def widen(arrived: Future[object]) -> Tensor:
-            arrived.value()  # raises what went wrong
-            return buffer.copy_(narrow)
-
-        merged: Future[Tensor] = future.then(widen)
-        return merged
-
     def _gather(self, bucket: GradBucket) -> Future[Tensor]:
         """Send each gradient of ``bucket`` encoded, and add what arrives."""
         ranks = dist.get_world_size(self._group)
         buffer: Tensor = bucket.buffer()
         parameters = bucket.parameters()
-        gradients = list(map(_in_shape_of, _gradients_of(bucket), parameters))
+        gradients = list(map(_in_shape_of, bucket.gradients(), parameters))
         payloads = [
             self._feedback.encode(self._name(parameter), gradient)
             for parameter, gradient in zip(parameters, gradients, strict=True)
@@ -174,21 +156,6 @@ class CodecHook:
                 f"{tuple(parameter.shape)} that DDP merges. Make the hook with the same module."
             )
         return name
-
-
-def _gradients_of(bucket: GradBucket) -> list[Tensor]:
-    """Return the gradients of ``bucket`` as views of its buffer.
-
-    Of complex parameters, which DDP never puts into a bucket with others, the buffer holds pairs of
-    real numbers, but `bucket.gradients()` counts as if each pair were one, and misses half.
-    """
-    buffer: Tensor = bucket.buffer()
-    parameters = bucket.parameters()
-    if buffer.is_complex() or not any(parameter.is_complex() for parameter in parameters):
-        return list(bucket.gradients())
-    flat = torch.view_as_complex(buffer.view(-1, 2))
-    pieces = flat.split([parameter.numel() for parameter in parameters])
-    return [piece.view(each.shape) for piece, each in zip(pieces, parameters, strict=True)]
 
 
 def _in_shape_of(gradient: Tensor, parameter: Tensor) -> Tensor:

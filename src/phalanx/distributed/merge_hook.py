@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.distributed import GradBucket
 from torch.futures import Future
 
-from phalanx.errors import ConfigError, PeerError, UnsupportedError
-from phalanx.torch_internals import call_after_backward, in_backward
+from phalanx.errors import ConfigError, UnsupportedError
 
 __all__ = ["Hook", "merge_hook", "refuse_sparse"]
 
@@ -50,10 +49,6 @@ def merge_hook(
     ``torch.distributed.algorithms.Join``; its weight is 0, and its gradient is not looked at. If no
     rank has any, the gradient is zero.
 
-    If a weight is no finite number ≥ 0, or ``weight_fn`` raises, that rank's ``backward()`` raises
-    when it has done its part in the merge, so that no other rank waits for it; theirs raise
-    `PeerError` on the CPU. Gradients are NaN then on every rank, and training can continue.
-
     Args:
         weight_fn: Called once per merge on every rank, at its start and in the thread of the
             backward pass. Returns how many samples or tokens the gradients stand for that this
@@ -65,7 +60,8 @@ def merge_hook(
         The hook, for ``ddp.register_comm_hook(None, hook)``.
 
     Raises:
-        ConfigError: ``reduction`` is another word, or ``weight_fn`` cannot be called.
+        ConfigError: ``reduction`` is another word; or, in ``backward()``, a weight is no finite
+            number ≥ 0.
 
     Example:
         >>> counts = []
@@ -84,8 +80,6 @@ def merge_hook(
     Collective: Yes, every rank's backward pass. Blocks: as DDP does, until all ranks have come.
     Moves: what DDP moves (twice that for 16-bit gradients), and 8 bytes per rank.
     """
-    if not callable(weight_fn):
-        raise ConfigError(f"`weight_fn` must be callable, but is {weight_fn!r}.")
     if reduction not in ("sum", "mean"):
         raise ConfigError(f"`reduction` must be 'sum' or 'mean', but is {reduction!r}.")
     return _Merge(weight_fn, reduction == "mean", process_group).merge
@@ -109,17 +103,13 @@ class _Merge:
         self._weight_fn = weight_fn
         self._is_mean = is_mean
         self._group = group
-        self._parameter_by_id: dict[int, Tensor] = {}  # keeps them, so that ids stay theirs
-        self._has_seen_all = False
         self._weight = 0.0
         self._weights_W = torch.empty(0)
         self._arrival: Future[Tensor] = Future()
-        self._failure: BaseException | None = None
 
     def merge(self, _state: object, bucket: GradBucket) -> Future[torch.Tensor]:
         """Start to merge ``bucket``."""
         refuse_sparse(bucket)
-        self._recognise(bucket)
         buffer: Tensor = bucket.buffer()
         if bucket.index() == 0:  # DDP hands them over in order
             self._start(buffer.device)
@@ -141,69 +131,19 @@ class _Merge:
             return buffer
 
         merged: Future[Tensor] = torch.futures.collect_all([self._arrival, future]).then(divide)
-        if bucket.is_last():
-            self._end()
         return merged
 
-    def _recognise(self, bucket: GradBucket) -> None:
-        """Refuse a second model: the weight would be asked twice for the same samples."""
-        parameters = {id(parameter): parameter for parameter in bucket.parameters()}
-        if self._has_seen_all and not parameters.keys() <= self._parameter_by_id.keys():
-            raise ConfigError(
-                "`hook` must serve one DDP model, but is registered with several. Make a hook for "
-                "each, with a count of its own."
-            )
-        self._parameter_by_id |= parameters
-        self._has_seen_all |= bucket.is_last()
-
     def _start(self, device: torch.device) -> None:
-        """Ask for this rank's weight and tell it to the others."""
-        self._failure = None
-        try:
-            self._weight = _checked(self._weight_fn())
-        except BaseException as failure:  # an interrupt, too
-            # Raised at the end: a rank that left now would let the others wait for its buckets.
-            self._failure, self._weight = failure, math.nan
+        """Ask for this rank's weight and send it to the others."""
+        self._weight = float(self._weight_fn())
+        if not (math.isfinite(self._weight) and self._weight >= 0):
+            raise ConfigError(
+                "`weight_fn` must return a finite number of samples or tokens ≥ 0, but returned "
+                f"{self._weight!r}."
+            )
         dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
         ranks = dist.get_world_size(self._group)
         self._weights_W = torch.zeros(ranks, dtype=dtype, device=device)
         self._weights_W[dist.get_rank(self._group)] = self._weight
         work = dist.all_reduce(self._weights_W, group=self._group, async_op=True)
         self._arrival = work.get_future()
-
-    def _end(self) -> None:
-        """See to it that what went wrong is raised once DDP has finished this backward pass.
-
-        DDP cannot be used again if a hook raises before. Its own callback is queued after the last
-        bucket's hook; a callback that is queued by a callback comes after that.
-        """
-        if in_backward():
-            call_after_backward(lambda: call_after_backward(self._raise))
-        elif self._failure is not None:  # not in a backward pass, but joined
-            raise self._failure
-
-    def _raise(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if self._weights_W.device.type != "cpu":
-            return  # reading the weights would wait for the device; the gradients are NaN
-        for rank, weight in enumerate(self._weights_W.tolist()):
-            if not math.isfinite(weight):
-                raise PeerError(
-                    f"Rank {rank} could not say its weight; its own error tells why. All gradients "
-                    "of this step are NaN.",
-                    rank=rank,
-                )
-
-
-def _checked(weight: float) -> float:
-    try:
-        value = float(weight)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        value = math.nan  # no number at all
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(
-            f"`weight_fn` must return a finite number of samples or tokens ≥ 0, but returned "
-            f"{weight!r}."
-        )
-    return value
