@@ -9,8 +9,7 @@
 #   KILLS=2000          how many workers of parameter tables it kills,
 #   SERVER_KILLS=2000   how many servers of hosts,
 #   RANK_KILLS=300      how many ranks of process groups,
-#   ELASTIC_KILLS=20    how many of ranks that survive,
-#   RAY_KILLS=20        and how many of their actors and nodes on Ray;
+#   ELASTIC_KILLS=20    and how many of ranks that survive;
 #   FRAMES=10000000     how many mutated frames it has servers and clients read
 #   CELLS="3.12:2.8.0"  the versions of Python and torch that `make matrix` tries
 
@@ -26,7 +25,6 @@ KILLS ?= 2000
 SERVER_KILLS ?= 2000
 RANK_KILLS ?= 300
 ELASTIC_KILLS ?= 20
-RAY_KILLS ?= 20
 FRAMES ?= 10000000
 CELLS ?= 3.12:2.8.0 3.13:2.13.0
 
@@ -150,7 +148,6 @@ chaos: $(STAMP)  # kill workers and ranks at random, of trainings, tables and gr
 	@$(BIN)/python -m tests.chaos.server_kills --kills $(SERVER_KILLS)
 	@$(BIN)/python -m tests.chaos.rank_kills --kills $(RANK_KILLS)
 	@$(BIN)/python -W ignore -m tests.chaos.elastic_kills --kills $(ELASTIC_KILLS)
-	@$(BIN)/python -W ignore -m tests.chaos.ray_kills --kills $(RAY_KILLS)
 	@$(BIN)/python -m tests.chaos.frames_fuzz --frames $(FRAMES)
 
 night: $(STAMP)  # every kind of fault at every point in every worker, whole products, torch's own distributed tests

@@ -10,7 +10,7 @@ import argparse
 
 import torch
 
-from phalanx import cluster, tables
+from phalanx import on_ray, tables
 
 SLOPE, OFFSET = 3.0, -1.0
 ROUNDS = 200
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--address")
     parser.add_argument("--workers", type=int)
     said = parser.parse_args()
-    lines = cluster.on_ray(fit, said.workers, args=(500,), address=said.address)
+    lines = on_ray(fit, said.workers, args=(500,), address=said.address)
     slope, offset = lines[0]
     print(f"{len(lines)} workers: y = {slope:.2f} x {offset:+.2f}")
     print(f"the same line in all: {all(line == lines[0] for line in lines)}")

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from phalanx.execution import Processes, Ranks, Span, WorkerLost
+    from phalanx.launching import on_ray
     from phalanx.parallel import (
         AbstractParallel,
         DataParallel,
@@ -85,6 +86,7 @@ __all__ = [
     "codec_hook",
     "launch",
     "merge_hook",
+    "on_ray",
     "preserve_rng",
 ]
 
@@ -112,6 +114,7 @@ _NAMES_BY_ROOM = {
     ),
     "phalanx.execution": ("Processes", "Ranks", "Span", "WorkerLost"),
     "phalanx.compat.mxnet": ("DataBatch", "DataDesc", "DataParallelExecutorGroup", "Monitor"),
+    "phalanx.launching": ("on_ray",),
     "phalanx.parallel": (
         "AbstractParallel",
         "DataParallel",

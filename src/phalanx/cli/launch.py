@@ -90,6 +90,8 @@ def launch(
         "--endpoint": endpoint,
         "--run-id": run_id != "phalanx",
         "--log-dir": log_dir,
+        "--rank-restarts": rank_restarts,
+        "--secret-file": secret_file,
         "--trusted-network": trusted_network,
     }
     of_ray = {"--address": address, "--cpus-per-worker": cpus_per_worker != 1}
@@ -99,23 +101,22 @@ def launch(
                 f"`{name}` must be left out {'with' if ray else 'without'} `--ray`, but is given."
             )
     # Late, as it needs torch, which takes seconds: `--help` does without.
-    from phalanx.distributed import Job, RankFailed, available_cores, launch_script
+    from phalanx.distributed import Job, RankFailed, available_cores, launch_script, run_script
+    from phalanx.launching import on_ray
 
     console = make_console(stderr=True)
     colour = console.is_terminal and not console.no_color
     try:
         if ray:
-            on_ray = cluster.RayJob(
-                workers=ranks,
+            on_ray(
+                run_script,
+                ranks,
+                args=(str(script.resolve()), args or []),
                 cpus_per_worker=cpus_per_worker,
                 address=address,
                 max_restarts=max_restarts,
-                rank_restarts=rank_restarts,
-                secret_file=None if secret_file is None else str(secret_file),
-                colour=colour,
                 timeout_s=_WAIT_ON_RAY_S if timeout_s is None else timeout_s,
             )
-            cluster.launch_script_on_ray(script.resolve(), args or [], on_ray)
             return
         if secret_file is not None:
             if trusted_network:

@@ -8,11 +8,10 @@ from phalanx.distributed.backend import SharedGroup, make_group
 from phalanx.distributed.codec_hook import CodecHook, codec_hook
 from phalanx.distributed.cuda_group import nccl_is_here
 from phalanx.distributed.elastic_exchange import ElasticExchange, GroupChanged, RanksChanged
-from phalanx.distributed.elastic_membership import tell_of_death
 from phalanx.distributed.exchange import Exchange, ProcessGroup
 from phalanx.distributed.hosts import hosts_of, interfaces_up, network_interfaces, this_host
 from phalanx.distributed.merge_hook import Hook, merge_hook
-from phalanx.distributed.open_store import STORE, keep_store, open_store
+from phalanx.distributed.open_store import keep_store, open_store
 
 if TYPE_CHECKING:
     from phalanx.distributed.launcher import (
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from phalanx.distributed.rank_start import run_script
 
 __all__ = [
-    "STORE",
     "CodecHook",
     "ElasticExchange",
     "Exchange",
@@ -55,7 +53,6 @@ __all__ = [
     "process_failure",
     "run_script",
     "signals_put_back",
-    "tell_of_death",
     "this_host",
 ]
 

@@ -35,7 +35,7 @@ from phalanx.distributed.hosts import this_host
 from phalanx.errors import PeerLost, PeerTimeout, StateError
 from phalanx.ipc import ProcessIdentity
 
-__all__ = ["GroupEpoch", "RankMembership", "Report", "RunEnded", "decide", "tell_of_death"]
+__all__ = ["GroupEpoch", "RankMembership", "Report", "RunEnded", "decide"]
 
 _BEAT_S = 0.5
 _FINISHED, _LOST = "finished", "lost"
@@ -150,15 +150,6 @@ def _epoch(
         about=[about[number] for number in members],
         refused=refused,
     )
-
-
-def tell_of_death(store: Store, rank: int, pid: int) -> None:
-    """Tell the others that a launcher has seen a process end; they would wait for its beat."""
-    for number in range(1, store.add("count", 0) + 1):
-        if store.check([f"card/{number}"]):
-            card = _Card(*json.loads(store.get(f"card/{number}")))
-            if (card.rank, card.pid) == (rank, pid) and not store.check([f"left/{number}"]):
-                store.set(f"left/{number}", _LOST)
 
 
 class RankMembership:

@@ -199,12 +199,10 @@ def _run_function(
     launcher: str, folder: str, function: Callable[..., Any], args: tuple[object, ...]
 ) -> Any:
     prepare(int(launcher), folder)
-    values: list[Any] = []
     try:
-        record_failures(lambda: values.append(function(*args)))
+        return record_failures(lambda: function(*args))
     except Exception:  # recorded above; raised on, torch would replace the record by a shorter one
         sys.exit(1)
-    return values[0]
 
 
 def launch_script(script: Path, args: Sequence[str], job: Job) -> None:

@@ -14,7 +14,6 @@ from phalanx.errors import PeerTimeout
 
 __all__ = [
     "FOLDER",
-    "STORE",
     "keep_store",
     "open_lasting_store",
     "open_store",
@@ -23,15 +22,12 @@ __all__ = [
 FOLDER = "PHALANX_JOB_FOLDER"
 """The variable that tells the ranks of a job on one host where it keeps what outlives them."""
 
-STORE = "PHALANX_JOB_STORE"
-"""The variable with the ``host:port`` of a store that outlives the ranks, kept by the launcher."""
-
 
 def open_lasting_store(place: Place, timeout_s: float) -> Store:
     """Return a store that outlives the ranks of the job, where its launcher keeps one.
 
-    That is a folder in that of `phalanx launch`, the store of the driver on Ray, or torchrun's
-    at MASTER_ADDR. Where the launcher keeps none, rank 0 does, and the job cannot do without it.
+    That is a folder in that of `phalanx launch`, or torchrun's store at MASTER_ADDR. Where the
+    launcher keeps none, rank 0 does, and the job cannot do without it.
 
     Raises:
         ConfigError: The variables do not say where it is.
@@ -43,9 +39,8 @@ def open_lasting_store(place: Place, timeout_s: float) -> Store:
         found: Store = FolderStore(Path(folder) / "lasting-store")
         found.set_timeout(timeout)
         return found
-    drivers, _, port_of_drivers = os.environ.get(STORE, "").rpartition(":")
-    address, port = (drivers, int(port_of_drivers)) if drivers else place.find_store()
-    if not (drivers or place.store_is_kept):
+    address, port = place.find_store()
+    if not place.store_is_kept:
         return open_store(address, port, place.rank, place.size, timeout_s)
     try:
         return TCPStore(address, port, None, timeout=timeout, wait_for_workers=False)

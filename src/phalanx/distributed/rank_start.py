@@ -5,7 +5,7 @@
 
 Where the script fails, the moment and the traceback go into the file that the launcher has named,
 so that the first failure can be told from those that it caused. `call` leaves the same, or what the
-function has returned, in a file without a name, which ends with its readers.
+function has returned, in a file without a name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from phalanx.ipc import die_with_parent
 
 __all__ = ["call", "main", "prepare", "record_failures", "run_script"]
 
+T = TypeVar("T")
 _OURS = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 _LEADING = (_OURS, runpy.__file__, "<string>", "<frozen runpy>")
@@ -58,19 +59,22 @@ def prepare(launcher: int, folder: str) -> None:
         dist.Backend.default_device_backend_map["cpu"] = NAME
 
 
-def record_failures(run: Callable[[], object]) -> None:
+def record_failures(
+    run: Callable[[], T], record: Callable[[BaseException], None] | None = None
+) -> T:
     """Call ``run``; if it fails, write down how and when, and let the error go on."""
+    record = record or _record
     try:
-        run()
+        return run()
     except RunEnded as exc:  # nothing is left to be done: no failure
         sys.stderr.write(f"{exc}\n")
         sys.exit(0)
     except SystemExit as exc:
         if exc.code:
-            _record(exc)
+            record(exc)
         raise
     except BaseException as exc:
-        _record(exc)
+        record(exc)
         raise
 
 
@@ -154,33 +158,23 @@ def main() -> None:
 def call() -> None:
     """Call the function that stands on stdin, and leave what comes of it.
 
-    The file of the descriptor on the command line gets, pickled: None and what was returned, or
-    how it failed and the error; both pickled by themselves, since only their reader needs the
-    code that they belong to.
+    The file of the descriptor on the command line gets, pickled, what was returned or how it
+    failed; nothing where the function has ended the process without a failure.
     """
     _, launcher, descriptor = sys.argv
     prepare(int(launcher), "")
+
+    def run() -> bytes:
+        # From the driver of the same user, over a connection of Ray's.
+        function, args = pickle.load(sys.stdin.buffer)
+        return pickle.dumps(function(*args))
+
     with os.fdopen(int(descriptor), "wb") as outcome:
         try:
-            # From the driver, over a connection of Ray's: see Note [Pickle] in `ray_launcher.py`.
-            function, args = pickle.load(sys.stdin.buffer)
-            pickle.dump((None, pickle.dumps(function(*args))), outcome)
-        except RunEnded as exc:  # nothing is left to be done: no failure
-            sys.stderr.write(f"{exc}\n")
-            pickle.dump((None, pickle.dumps(None)), outcome)
-        except BaseException as exc:
-            pickle.dump((_failure_note(exc), _pickled(exc)), outcome)
-            if isinstance(exc, Exception):
-                _end_by(exc)
-            raise
-
-
-def _pickled(exc: BaseException) -> bytes:
-    """Return an error as bytes; none where it cannot be pickled, as the note then says it all."""
-    try:
-        return pickle.dumps(exc)
-    except Exception:
-        return b""
+            value = record_failures(run, lambda exc: pickle.dump(_failure_note(exc), outcome))
+            outcome.write(value)
+        except Exception as exc:
+            _end_by(exc)
 
 
 def _end_by(exc: Exception) -> NoReturn:
