@@ -50,7 +50,7 @@ class RunEnded(StateError):
     """The run that a process wants to join has done all there was to do."""
 
 
-class _Card(NamedTuple):
+class _Member(NamedTuple):
     rank: int
     host: str
     pid: int
@@ -177,12 +177,12 @@ class RankMembership:
         self._lost_after_s = lost_after_s
         self._host = this_host()
         self._members: Sequence[int] = ()
-        self._cards: dict[int, _Card] = {}
+        self._cards: dict[int, _Member] = {}
         self._gone: set[int] = set()
         self._wanting: frozenset[int] = frozenset()  # as the last beat has found
         self._beats: dict[int, tuple[bytes, float]] = {}
         self.number = store.add("count", 1)
-        card = _Card(rank, self._host, *ProcessIdentity.current())
+        card = _Member(rank, self._host, *ProcessIdentity.current())
         store.set(f"card/{self.number}", json.dumps(card))
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="phalanx beat", daemon=True)
@@ -396,9 +396,9 @@ class RankMembership:
             return True
         return now - since_s <= self._lost_after_s
 
-    def _card(self, number: int) -> _Card:
+    def _card(self, number: int) -> _Member:
         if number not in self._cards:
-            self._cards[number] = _Card(*json.loads(self._store.get(f"card/{number}")))
+            self._cards[number] = _Member(*json.loads(self._store.get(f"card/{number}")))
         return self._cards[number]
 
     # --- beside the training ----------------------------------------------------------------------
