@@ -36,7 +36,7 @@ class JobStore(Protocol):
     def get(self, key: str) -> bytes: ...
 
 
-class Place(NamedTuple):
+class HostPlace(NamedTuple):
     """Where a process of the run is.
 
     Attributes:
@@ -89,7 +89,7 @@ class Meeting:
         except RuntimeError as exc:
             raise PeerTimeout(f"The store of the job has no {key!r}: {exc}. {way_out}") from exc
 
-    def _find_place(self, size: int) -> Place:
+    def _find_place(self, size: int) -> HostPlace:
         has_secret = self._secret is not None
         self._put(f"place/{self._rank}", [this_host(), socket.gethostname(), has_secret])
         places = [
@@ -106,7 +106,7 @@ class Meeting:
             )
         hosts = hosts_of([str(host) for host, *_ in places])
         names = tuple(str(places[leader][1]) for leader in hosts.leaders)
-        return Place(hosts.host_of(self._rank), hosts.leaders, names)
+        return HostPlace(hosts.host_of(self._rank), hosts.leaders, names)
 
     def meet_hosts(
         self, bind: str, regions: RunRegions, timeout_s: float
