@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.plan import equal_sizes, read_sizes
+from phalanx.plan import equal_sizes, ranges_of
 from tests.meta.house import (
     class_names,
     count_code,
@@ -27,10 +27,10 @@ def test_lines_of_code_are_those_without_prose_and_blanks() -> None:
 
 def test_a_walk_counts_what_the_package_itself_calls() -> None:
     with profiled() as measure:
-        walk = measure(lambda: [equal_sizes(5, 2), equal_sizes(6, 2), read_sizes([2, 3], 5, 2)])
+        walk = measure(lambda: [equal_sizes(5, 2), equal_sizes(6, 2), ranges_of(5, 2)])
     assert walk.files >= {"plan/slices.py"}
     names = {code.co_name for code in walk.functions}
-    assert names >= {"equal_sizes", "read_sizes"}
+    assert names >= {"equal_sizes", "ranges_of"}
     assert not any(name.startswith("test_") for name in names)
     assert walk.calls >= 3
     assert walk.changes_of_room == 0

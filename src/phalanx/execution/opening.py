@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from phalanx.distributed import ElasticExchange, Exchange
-from phalanx.errors import UnsupportedError
 from phalanx.execution.contract import Executor
 from phalanx.execution.executor_options import Processes, Ranks
 from phalanx.execution.failures import FailureLog
@@ -84,19 +83,6 @@ class ExecutorChoice:
 
     def _exchange(self) -> Exchange:
         return self.elastic or Exchange()
-
-    def refuse_devices(self, devices: Sequence[torch.device]) -> None:
-        """Refuse devices that replicas of this kind cannot lie on.
-
-        Raises:
-            UnsupportedError: There is one.
-        """
-        others = [str(device) for device in devices if device.type != "cpu"]
-        if others and self.kind == "processes":
-            raise UnsupportedError(
-                "`devices` must be CPUs for executor='processes', but hold "
-                f"{', '.join(others)}. Use executor='threads'."
-            )
 
     def open(
         self,

@@ -22,7 +22,6 @@ from phalanx.plan import (
     check_microbatches,
     equal_sizes,
     read_layout,
-    read_sizes,
     read_workloads,
     workload_sizes,
 )
@@ -204,7 +203,8 @@ class DataParallel(Container, Unwrapped):
                 "None."
             )
         calls = [None if part is None else Call.with_inputs(part) for part in parts]
-        sizes = [1] * len(parts) if sizes is None else read_sizes(sizes, None, len(parts))
+        sizes = [1] * len(parts) if sizes is None else sizes
+        check_argument(len(sizes) == len(parts), "sizes", "hold one for each part", sizes)
         rows = [0 if call is None else size for call, size in zip(calls, sizes, strict=True)]
 
         def run(piece: int, module: nn.Module, inputs: Nested) -> Nested:

@@ -17,7 +17,6 @@ from phalanx.plan.merging import Merging, merge_leaves
 from phalanx.plan.slices import (
     equal_sizes,
     ranges_of,
-    read_sizes,
     read_weights,
     read_workloads,
     workload_sizes,
@@ -48,7 +47,6 @@ __all__ = [
     "read_count",
     "read_layout",
     "read_number",
-    "read_sizes",
     "read_weights",
     "read_whole",
     "read_workloads",

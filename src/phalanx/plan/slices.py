@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -115,27 +114,6 @@ def read_workloads(workloads: Any, num_devices: int | None = None) -> list[float
         ) from error
     _check_workloads(shares, num_devices)
     return shares
-
-
-def read_sizes(given: Any, total: int | None, parts: int) -> list[int]:
-    """Read explicit sizes that cut ``total`` rows into ``parts``; None is any total.
-
-    Raises:
-        ConfigError: They do not.
-    """
-    try:
-        sizes = [operator.index(size) for size in given]
-    except TypeError:  # no numbers, or not whole ones
-        sizes = []
-    fits = len(sizes) == parts and all(size >= 0 for size in sizes)
-    if not fits or (total is not None and sum(sizes) != total):
-        together = "" if total is None else f" that make {total} rows together"
-        example = [1] * parts if total is None else equal_sizes(total, parts)
-        raise ConfigError(
-            f"`sizes` must hold {parts} sizes of at least 0{together}, but "
-            f"is {given!r:.80}. Give {example!r} for equal slices."
-        )
-    return sizes
 
 
 def read_weights(weigh: Any, pieces: Sequence[Any], sizes: Sequence[int]) -> list[float]:

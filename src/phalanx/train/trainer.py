@@ -203,11 +203,6 @@ class Trainer:
         return self._engine.intra_op
 
     @property
-    def workloads(self) -> tuple[float, ...]:
-        """Each replica's relative share of the next batch."""
-        return self._engine.workloads
-
-    @property
     def worker_pids(self) -> tuple[int, ...]:
         """The worker processes' numbers; empty without any, and before the first step."""
         return tuple(self._engine.executor.worker_pids) if self._engine.is_open else ()
@@ -319,7 +314,7 @@ class Trainer:
         check_moment(closed=self._closed, in_step=self._in_step)
         elastic = self._choice.elastic
         if elastic is not None and not elastic.entered:
-            about = lambda: describe_rank(self.module, self.workloads)  # noqa: E731
+            about = lambda: describe_rank(self.module, self._engine.workloads)  # noqa: E731
             give = lambda: pack(  # noqa: E731
                 {"content": self._state.capture(), "last step": self._last_step}
             )

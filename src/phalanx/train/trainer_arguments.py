@@ -77,7 +77,12 @@ def read_replicas(
         else:
             replicas = min(microbatches or 1, num_cores())
     devices = resolve_devices(1 if replicas is None else replicas, home, name="replicas")
-    choice.refuse_devices(devices)
+    others = {str(each) for each in devices if each.type != "cpu"}
+    if others and choice.kind == "processes":
+        raise UnsupportedError(
+            "`devices` must be CPUs for executor='processes', but hold "
+            f"{', '.join(sorted(others))}. Use executor='threads'."
+        )
     shares = read_workloads(workloads, len(devices))
     if microbatches is not None and len(devices) > microbatches:
         raise ConfigError(
