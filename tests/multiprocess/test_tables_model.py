@@ -2,167 +2,120 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-import tempfile
+import random
+from collections.abc import Callable
 from pathlib import Path
 
-import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from phalanx import tables
 from phalanx.errors import ConfigError
-from tests.run_directories import wait_until_removed
 
 pytestmark = pytest.mark.promise("tables-one-contract")
 
-ROWS, COLS = 25, 2
-FIRST = 5
+ROWS, COLS, FIRST = 25, 2, 5
+KEYS = [*range(-12, 13), (1 << 63) - 1, -(1 << 63), 1 << 40]
 DEADLINE_S = 60.0
-_numbers = itertools.count()
-
-a_key = st.integers(-12, 12) | st.sampled_from([(1 << 63) - 1, -(1 << 63), 1 << 40])
-a_row = st.integers(0, ROWS - 1)
-values = st.integers(-1000, 1000)
 
 
-def open_table(world: tables.TableGroup, by_key: bool) -> tables.Table:
-    if by_key:
-        return world.keys(COLS, torch.int64, name="t", init=FIRST, capacity=1)
-    return world.matrix(ROWS, COLS, torch.int64, name="t", init=FIRST)
-
-
-class TableMachine(RuleBasedStateMachine):
-    """Workers of one process; integers, so that every sum is exact.
+class Course:
+    """Workers of one process do what chance says; integers, so that every sum is exact.
 
     The model has the rows of a matrix, or those keys that have come.
     """
 
-    @initialize(by_key=st.booleans())
-    def begin(self, by_key: bool) -> None:
-        self.run = f"m{os.getpid()}-{next(_numbers)}"
-        self.by_key = by_key
-        first = tables.join(self.run, timeout_s=DEADLINE_S)
-        self.worlds = [first]
-        self.tables = [open_table(first, by_key)]
-        there = () if by_key else range(ROWS)
-        self.model = {row: np.full(COLS, FIRST) for row in there}
-        self.saved: dict[int, np.ndarray] | None = None
-        self.folder = tempfile.TemporaryDirectory()
+    def __init__(self, run: str, by_key: bool, folder: Path, chance: random.Random) -> None:
+        self.run, self.by_key, self.folder, self.chance = run, by_key, folder, chance
+        self.handles: list[tuple[tables.TableGroup, tables.Table]] = []
+        self.come()
+        self.model = {} if by_key else dict.fromkeys(range(ROWS), np.full(COLS, FIRST))
+        self.save()
 
-    def drawn(self, data: st.DataObject, least: int = 0, most: int = 14) -> list[int]:
-        """Draw keys, or rows of a matrix."""
-        return data.draw(st.lists(a_key if self.by_key else a_row, min_size=least, max_size=most))
-
-    def pick(self, k: int) -> tables.Table:
-        return self.tables[k % len(self.tables)]
+    def pick(self) -> tables.Table:
+        return self.chance.choice(self.handles)[1]
 
     @property
     def master(self) -> tables.Table:
-        lowest = min(range(len(self.worlds)), key=lambda i: self.worlds[i].worker_id)
-        return self.tables[lowest]
+        return min(self.handles, key=lambda handle: handle[0].worker_id)[1]
 
-    @staticmethod
-    def put(model: dict[int, np.ndarray], rows: list[int], delta: np.ndarray) -> None:
-        for each, change in zip(rows, delta, strict=True):
-            model[each] = model.get(each, np.full(COLS, FIRST)) + change
+    def some(self, least: int = 0) -> list[int]:
+        return self.chance.choices(KEYS if self.by_key else range(ROWS), k=least + self.number(14))
 
-    @rule(k=st.integers(0, 5), data=st.data(), value=values, as_numpy=st.booleans())
-    def add(self, k: int, data: st.DataObject, value: int, as_numpy: bool) -> None:
-        rows = self.drawn(data)
-        delta = value + np.arange(len(rows) * COLS, dtype=np.int64).reshape(len(rows), COLS)
-        self.put(self.model, rows, delta)
-        given = np.array(rows, dtype=np.int64) if as_numpy else rows
-        self.pick(k).add(delta if as_numpy else torch.from_numpy(delta), rows=given)
+    def number(self, stop: int) -> int:
+        return self.chance.randrange(stop)
 
-    @rule(k=st.integers(0, 5), first=st.integers(20, 400), value=values)
-    def add_many(self, k: int, first: int, value: int) -> None:
-        """Add to 40 keys, so that the table grows, or to the whole matrix."""
-        rows = list(range(first, first + 40) if self.by_key else range(ROWS))
-        delta = np.full((len(rows), COLS), value)
-        self.put(self.model, rows, delta)
-        self.pick(k).add(torch.from_numpy(delta), rows=rows if self.by_key else None)
-
-    @rule(k=st.integers(0, 5), data=st.data())
-    def refuse(self, k: int, data: st.DataObject) -> None:
-        rows = self.drawn(data, least=1)
-        with pytest.raises(ConfigError):
-            self.pick(k).add(torch.ones(len(rows), COLS + 1, dtype=torch.int64), rows=rows)
-
-    @rule(keys=st.lists(a_key, max_size=8, unique=True), value=values)
-    def assign(self, keys: list[int], value: int) -> None:
-        rows = keys if self.by_key else list(range(ROWS))
-        given = {"rows": keys} if self.by_key else {}
-        self.master.assign(torch.full((len(rows), COLS), value), **given)
-        self.model.update({row: np.full(COLS, value) for row in rows})
-
-    @rule(k=st.integers(0, 5), data=st.data())
-    def get(self, k: int, data: st.DataObject) -> None:
-        rows = self.drawn(data)
-        expected = [self.model.get(row, np.full(COLS, FIRST)).tolist() for row in rows]
-        assert self.pick(k).get(rows).tolist() == expected
-
-    @rule(k=st.integers(0, 5))
-    def get_all(self, k: int) -> None:
-        table, rows = self.pick(k), None
+    def come(self) -> None:
+        joined = None
+        if self.handles and self.number(2):
+            joined = self.handles[0][0].thread_worker()
+        world = joined or tables.join(self.run, timeout_s=DEADLINE_S)
+        make: Callable[..., tables.Table] = world.matrix
+        shape = (ROWS, COLS)
         if self.by_key:
+            make, shape = world.keys, (COLS,)
+        self.handles.append((world, make(*shape, torch.int64, name="t", init=FIRST)))
+
+    def leave(self) -> None:
+        if len(self.handles) > 1:
+            self.handles.pop(self.number(len(self.handles)))[0].close()
+
+    def add(self) -> None:
+        rows = self.some()
+        if self.by_key and self.number(4) == 0:  # so that the table grows
+            rows = list(range(start := self.number(400), start + 40))
+        delta = self.number(2000) - 1000 + np.arange(len(rows) * COLS).reshape(-1, COLS)
+        for row, change in zip(rows, delta, strict=True):
+            self.model[row] = self.model.get(row, np.full(COLS, FIRST)) + change
+        as_numpy = self.number(2)
+        given = np.array(rows, dtype=np.int64) if as_numpy else rows
+        self.pick().add(delta if as_numpy else torch.from_numpy(delta), rows=given)
+
+    def refuse(self) -> None:
+        rows = self.some(least=1)
+        with pytest.raises(ConfigError):
+            self.pick().add(torch.ones(len(rows), COLS + 1, dtype=torch.int64), rows=rows)
+
+    def assign(self) -> None:
+        rows = list(dict.fromkeys(self.some()))
+        value = self.number(1000)
+        self.master.assign(torch.full((len(rows), COLS), value), rows=rows)
+        self.model |= {row: np.full(COLS, value) for row in rows}
+
+    def get(self) -> None:
+        rows = self.some()
+        expected = [self.model.get(row, np.full(COLS, FIRST)).tolist() for row in rows]
+        assert self.pick().get(rows).tolist() == expected
+
+    def get_all(self) -> None:
+        table, rows = self.pick(), None
+        if isinstance(table, tables.KeyTable):
             rows = table.keys()
             assert rows.tolist() == sorted(self.model)
             assert len(table) == len(self.model)
-        if self.model:
-            expected = np.stack([self.model[row] for row in sorted(self.model)])
-            np.testing.assert_array_equal(table.get(rows).numpy(), expected)
+        assert table.get(rows).tolist() == [self.model[row].tolist() for row in sorted(self.model)]
 
-    @rule(k=st.integers(0, 5))
-    def save(self, k: int) -> None:
-        self.pick(k).snapshot(Path(self.folder.name))
+    def save(self) -> None:
+        self.pick().snapshot(self.folder)
         self.saved = dict(self.model)
 
-    @precondition(lambda self: self.saved is not None)
-    @rule()
     def restore(self) -> None:
-        self.master.restore(Path(self.folder.name))
-        assert self.saved is not None
+        self.master.restore(self.folder)
         self.model = dict(self.saved)
 
-    @precondition(lambda self: len(self.worlds) < 5)
-    @rule(thread=st.booleans())
-    def come(self, thread: bool) -> None:
-        how = self.worlds[0].thread_worker if thread else lambda: tables.join(self.run)
-        self.worlds.append(how())
-        self.tables.append(open_table(self.worlds[-1], self.by_key))
 
-    @precondition(lambda self: len(self.worlds) > 1)
-    @rule(k=st.integers(0, 5))
-    def leave(self, k: int) -> None:
-        k %= len(self.worlds)
-        self.worlds.pop(k).close()
-        self.tables.pop(k)
-
-    def teardown(self) -> None:
-        for world in getattr(self, "worlds", []):
-            world.close()
-        if hasattr(self, "run"):
-            self.folder.cleanup()
-            wait_until_removed(self.run)
+ACTS = [Course.add] * 4 + [Course.get, Course.get_all] * 2
+ACTS += [Course.refuse, Course.assign, Course.save, Course.restore, Course.come, Course.leave]
 
 
-HOW = settings(
-    max_examples=8,
-    stateful_step_count=25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-
-
-class TestTableMachine(TableMachine.TestCase):
-    settings = HOW
-
-
-@pytest.mark.night
-class TestTableMachineForLonger(TableMachine.TestCase):
-    settings = settings(HOW, max_examples=50)
+@pytest.mark.parametrize("acts", [300, pytest.param(1500, marks=pytest.mark.night)])
+@pytest.mark.parametrize("by_key", [False, True])
+def test_a_table_is_a_dictionary_whatever_its_workers_do(run, by_key, acts, tmp_path):
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    course = Course(run, by_key, tmp_path, random.Random(seed))
+    for _ in range(acts):
+        course.chance.choice(ACTS)(course)
+    for world, _ in course.handles:
+        world.close()
