@@ -10,23 +10,18 @@ in a table that its messages do not name.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
 import random
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
-from rich.console import Console
 
-from phalanx import tables
 from phalanx.cluster import Endpoint, Message, tag_of
 from phalanx.cluster.connection import _error_of
 from phalanx.cluster.frames import MAX_TEXT_BYTES, BadFrame, Kind, Stream, described, empty_arrays
@@ -36,11 +31,13 @@ from phalanx.tables.host_operations import Operation
 from phalanx.tables.host_server import ServerPage
 from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.spec import TableSpec
+from tests.chaos import command, server_kills
 from tests.multiprocess.children import Children, Parent
-from tests.multiprocess.hosts import become_worker, free_port, variables
+from tests.multiprocess.hosts import free_port, variables
 
 CLIENTS = 3
 ROWS = 7
+TAIL = 5
 DEADLINE_S = 60.0
 ANSWER_S = 0.2  # of a message that may be half of one
 LIVE_SHARE = 1000  # one in so many goes to a server
@@ -121,7 +118,7 @@ ERROR = json.dumps({"error": "PeerTimeout", "message": "Worker 3 did not come.",
 TWO_ROWS = np.array([0, ROWS - 1])
 ARRAYS = {
     Operation.GET: [TWO_ROWS],
-    Operation.ADD: [TWO_ROWS, np.zeros((2, 2), np.float32)],
+    Operation.ADD: [TWO_ROWS, np.zeros((2, 1), np.int64)],
 }
 
 
@@ -134,7 +131,7 @@ def request(operation: int, worker: int, incarnation: int) -> Message:
         incarnation,
         number=int(operation == Operation.ADD),
         timeout_ms=100,
-        text="fuzzed",
+        text="whole",
         arrays=ARRAYS.get(Operation(operation), []),
     )
 
@@ -162,25 +159,8 @@ def keep_faults(folder: Path) -> None:
 
 def keep_books(parent: Parent, given: dict[str, str], folder: Path) -> None:
     """Be a good client; the first one's host has the server that is fuzzed."""
-    become_worker(given)
     keep_faults(folder)
-    with tables.join(timeout_s=DEADLINE_S) as world:
-        world.matrix(CLIENTS * ROWS, 2, name="fuzzed")
-        books = world.matrix(CLIENTS * ROWS, 3, torch.int64, name="books")
-        world.barrier()
-        parent.tell("here")
-        q = 0
-        while not parent.connection.poll():
-            q += 1  # into the first host's rows, which the fuzzed server has
-            books.add([[1, q, q * q]], rows=[world.worker_id])
-            n = books.get([world.worker_id])[0].tolist()
-            assert n == sums(q), f"the books of client {world.worker_id} are wrong: {n}"
-        parent.tell(q)
-        world.barrier()
-
-
-def sums(n: int) -> list[int]:
-    return [n, n * (n + 1) // 2, n * (n + 1) * (2 * n + 1) // 6]
+    server_kills.keep_books(parent, given, CLIENTS, CLIENTS, TAIL)
 
 
 class Peer:
@@ -241,14 +221,12 @@ def ask_a_server(num_messages: int, chance: random.Random, progress: Callable[[i
         growth_bytes = resident_bytes(server) - before
         assert page.server.pid == server, "the server has died"
         regions.close()
-        for client in clients:
-            client.put("enough")
-        adds = sum(client.get() for client in clients)
+        counts, _ = server_kills.close_books(clients)
         faults = "\n".join(each.read_text() for each in Path(folder).glob("faults-*"))
     RunDirectory.sweep()
     assert not faults, faults
     assert growth_bytes < GROWTH_BYTES, f"the server has grown by {growth_bytes} bytes"
-    return adds
+    return 2 * sum(counts)
 
 
 def resident_bytes(pid: int) -> int:
@@ -285,7 +263,7 @@ class Result:
         )
 
 
-def fuzz(num_frames: int, seed: int, progress: Callable[[int], None] = lambda _: None) -> Result:
+def fuzz(num_frames: int, seed: int, progress: command.Progress = lambda _: None) -> Result:
     """Read so many mutated frames, and ask a server some of them."""
     chance, began, asked = random.Random(seed), time.perf_counter(), num_frames // LIVE_SHARE
     taken = read_everything(num_frames - asked, chance, progress)
@@ -293,21 +271,5 @@ def fuzz(num_frames: int, seed: int, progress: Callable[[int], None] = lambda _:
     return Result(num_frames - asked, taken, asked, adds, time.perf_counter() - began)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--frames", type=int, default=10_000_000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    console = Console()
-    with console.status("mutating") as status:
-        result = fuzz(
-            options.frames,
-            options.seed,
-            lambda n: status.update(f"frame {n:,} of {options.frames:,}"),
-        )
-    console.print(f"{result} (seed {options.seed})")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run(fuzz, faults="frames", number=10_000_000)

@@ -7,25 +7,22 @@ or at a random point of its way, and another goes on where the books say that it
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import os
 import random
-import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from rich.console import Console
 
 from phalanx import tables
 from phalanx.tables import keys, part, router
+from tests.chaos import command
 from tests.chaos.books import Books
-from tests.multiprocess import fork_server
 from tests.multiprocess.children import Child, Children, Parent
 from tests.multiprocess.test_tables import die_at, take_locks_to_read
 from tests.run_directories import wait_until_removed
@@ -50,14 +47,11 @@ def keep_books(
     clerk: int,
     counts: dict[str, int],
     death: tuple[str, int] | None,
-    begin: Callable[[], None] | None,
 ) -> None:
     """Be a clerk: add, read back, and say so, for ever."""
     torch.set_num_threads(1)
     if clerk % 2:
         part.BLOCK_ROWS = 2  # so that adds of a few rows have a middle, and are logged
-    if begin is not None:
-        begin()
     with tables.join(run, timeout_s=DEADLINE_S) as world:
         if death is not None and death[0] == "reader's lock held":
             # It is taken only where adds overtake a get.
@@ -96,6 +90,16 @@ class Result:
     longest_s: float = 0.0
     runs: int = 0
     seconds: float = 0.0
+
+    def __str__(self) -> str:
+        kills = ", ".join(f"{self.deaths[point]} at {point}" for point in (*POINTS, _MOMENT))
+        adds = ", ".join(f"{self.adds[book]} {book}" for book in BOOKS)
+        return (
+            f"killed in {self.seconds:.0f} s, {self.runs} runs: {kills}\n"
+            f"acknowledged adds: {adds}; every one is there once, and none is there by half\n"
+            f"interrupted adds undone: {self.undone}; there, but not heard of: "
+            f"{self.open_and_there}; longest add: {self.longest_s * 1e3:.0f} ms"
+        )
 
 
 class _Clerk:
@@ -143,15 +147,14 @@ def run_books(
     kills: int,
     draw: random.Random,
     result: Result,
-    begin: Callable[[], None] | None = None,
-    progress: Callable[[int], None] = lambda _: None,
+    progress: command.Progress = lambda _: None,
 ) -> None:
     """Keep books in run ``name`` until so many clerks are dead; fail where they are not right."""
     with Children() as children, tables.join(name, timeout_s=DEADLINE_S) as world:
         books = Books(world, CLERKS)
 
         def start(clerk: int, counts: dict[str, int], death: tuple[str, int] | None) -> Child:
-            return children.start(keep_books, name, clerk, counts, death, begin)
+            return children.start(keep_books, name, clerk, counts, death)
 
         clerks = [_Clerk(number, start, draw) for number in range(CLERKS)]
         for _ in range(kills - CLERKS):
@@ -191,7 +194,7 @@ def _compare(books: Books, clerk: _Clerk, result: Result) -> None:
         clerk.counts[book] = n
 
 
-def soak(kills: int, seed: int, progress: Callable[[int], None] = lambda _: None) -> Result:
+def soak(kills: int, seed: int, progress: command.Progress = lambda _: None) -> Result:
     """Kill so many clerks, in runs of some; fail where the books are not right."""
     result, draw = Result(), random.Random(seed)
     began = time.perf_counter()
@@ -202,27 +205,5 @@ def soak(kills: int, seed: int, progress: Callable[[int], None] = lambda _: None
     return result
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    fork_server.start(["phalanx.tables"])  # each import makes a fork slower
-    console = Console()
-    with console.status("keeping books") as status:
-        result = soak(
-            options.kills, options.seed, lambda n: status.update(f"kill {n} of {options.kills}")
-        )
-    kills = ", ".join(f"{result.deaths[point]} at {point}" for point in (*POINTS, _MOMENT))
-    adds = ", ".join(f"{result.adds[book]} {book}" for book in BOOKS)
-    console.print(
-        f"killed in {result.seconds:.0f} s, {result.runs} runs, seed {options.seed}: {kills}\n"
-        f"acknowledged adds: {adds}; every one is there once, and none is there by half\n"
-        f"interrupted adds undone: {result.undone}; there, but not heard of: "
-        f"{result.open_and_there}; longest add: {result.longest_s * 1e3:.0f} ms"
-    )
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run(soak, faults="kills", number=2000)

@@ -9,34 +9,29 @@ measured from the kill.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import random
 import signal
 import statistics
-import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
-from rich.console import Console
 
 from phalanx import tables
 from phalanx.cluster import Connection, Endpoint, Secret, make_secret
 from phalanx.tables.host_operations import Operation
 from phalanx.tables.host_server import ServerPage
 from phalanx.tables.run_regions import RunRegions
+from tests.chaos import command
 from tests.chaos.books import Books
-from tests.multiprocess import fork_server
 from tests.multiprocess.children import Child, Children, Parent, wait_for_exit
-from tests.multiprocess.hosts import free_port, variables
+from tests.multiprocess.hosts import become_worker, free_port, variables
 from tests.run_directories import wait_until_removed
 
 HOSTS = 3
@@ -47,40 +42,44 @@ DEADLINE_S = 60.0
 _numbers = itertools.count()
 
 
-def check_all(books: Books, counts: Sequence[int]) -> None:
-    """Fail unless so many adds of each client are there, and nothing else."""
-    for client, q in enumerate(counts):
-        check(books, client, q)
-    assert [books.count_tail(host) for host in range(HOSTS)] == [sum(counts)] * HOSTS
-    books.check_own_keys(counts)
-
-
-def check(books: Books, client: int, q: int) -> None:
-    """Fail unless exactly the first ``q`` adds of a client are there."""
-    assert books.count("rows", client) == [q] * HOSTS
-    assert books.count("keys", client) == [q]
-
-
-def keep_books(parent: Parent, given: dict[str, str]) -> None:
+def keep_books(parent: Parent, given: dict[str, str], clients: int, hosts: int, tail: int) -> None:
     """Be a client: add and read back until the parent speaks, then compare all books."""
-    torch.set_num_threads(1)
-    os.environ.update(given)
+    become_worker(given)
     with tables.join(timeout_s=DEADLINE_S) as world:
-        books, me, q = Books(world, CLIENTS, HOSTS, TAIL), world.worker_id, 0
+        books, me, q = Books(world, clients, hosts, tail), world.worker_id, 0
+
+        def check(client: int, q: int) -> None:
+            assert books.count("rows", client) == [q] * hosts
+            assert books.count("keys", client) == [q]
+
         world.barrier()
         parent.tell("here")
         while not parent.connection.poll():
             q += 1
             for book in ("rows", "keys"):
                 books.add(book, me, q)
-            check(books, me, q)
-            books.count_tail(q % HOSTS)
+            check(me, q)
+            books.count_tail(q % hosts)
         assert parent.hear() == "enough"
         parent.tell(q)
-        check_all(books, parent.hear())
+        counts = parent.hear()
+        for client, q in enumerate(counts):
+            check(client, q)
+        assert [books.count_tail(host) for host in range(hosts)] == [sum(counts)] * hosts
+        books.check_own_keys(counts)
         parent.tell(books.rows.stats().undone + books.keys.stats().undone)
         world.barrier()
     parent.tell("left")
+
+
+def close_books(clients: Sequence[Child]) -> tuple[list[int], int]:
+    """Let clients compare all books; return how often each has added, and the adds undone."""
+    for client in clients:
+        client.put("enough")
+    counts = [client.get() for client in clients]
+    for client in clients:
+        client.put(counts)
+    return counts, max(client.get() for client in clients)
 
 
 @dataclass
@@ -148,29 +147,27 @@ class Target:
 
 
 @contextmanager
-def clients_on_hosts(name: str, secret_file: Path) -> Iterator[list[Child]]:
+def clients_on_hosts(name: str, folder: Path) -> Iterator[list[Child]]:
     """Start the clients, which add when this is entered."""
     port = free_port()
+    make_secret(folder / "secret")
     with Children() as children:
         clients = []
         for worker in range(CLIENTS):
             given = variables(name, worker, CLIENTS, HOSTS, port)
-            given["PHALANX_SECRET_FILE"] = str(secret_file)
-            clients.append(children.start(keep_books, given))
+            given["PHALANX_SECRET_FILE"] = str(folder / "secret")
+            clients.append(children.start(keep_books, given, CLIENTS, HOSTS, TAIL))
         for client in clients:
             assert client.get() == "here"
         yield clients
 
 
-def soak(
-    kills: int, seed: int, folder: Path, progress: Callable[[int], None] = lambda _: None
-) -> Result:
+def soak(kills: int, seed: int, progress: command.Progress = lambda _: None) -> Result:
     """Kill so many servers; fail where the books are not right."""
     result, draw = Result(), random.Random(seed)
     name = f"kills{os.getpid()}-{next(_numbers)}"
-    make_secret(folder / name)
-    secret = Secret.read(folder / name)
-    with clients_on_hosts(name, folder / name) as clients:
+    with tempfile.TemporaryDirectory() as folder, clients_on_hosts(name, Path(folder)) as clients:
+        secret = Secret.read(Path(folder) / "secret")
         targets = [Target(f"torchrun-{name}-0", host, secret) for host in range(HOSTS)]
         began = time.perf_counter()
         for number in range(1, kills + 1):
@@ -184,13 +181,8 @@ def soak(
                     client.get()
             progress(number)
         result.seconds = time.perf_counter() - began
-        for client in clients:
-            client.put("enough")
-        counts = [client.get() for client in clients]
+        counts, result.undone = close_books(clients)
         result.adds = 2 * sum(counts)
-        for client in clients:
-            client.put(counts)
-        result.undone = max(client.get() for client in clients)
         for target in targets:
             target.close()
         for client in clients:
@@ -200,26 +192,5 @@ def soak(
     return result
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    fork_server.start(["phalanx.tables"])  # each import makes a fork slower
-    console = Console()
-    with (
-        console.status("keeping books") as status,
-        tempfile.TemporaryDirectory() as folder,
-    ):
-        result = soak(
-            options.kills,
-            options.seed,
-            Path(folder),
-            lambda n: status.update(f"server {n} of {options.kills} is killed"),
-        )
-    console.print(f"Servers of {HOSTS} hosts, killed (seed {options.seed})\n{result}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run(soak, faults="kills", number=2000)
