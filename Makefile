@@ -75,7 +75,7 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py $(AUTOLOAD) $(COMPILED) 
 	@printf '%s\n' '$(CURDIR)' > $(STAMP)
 
 train: $(STAMP)  ## train the default model on the default data and show the result
-	@$(BIN)/phalanx train $(ARGS)
+	@$(BIN)/phalanx train $(or $(ARGS),digits)
 
 # Files go whole to one of WORKERS processes, since fixtures of a module start workers and ranks. They
 # go in the order of their names: the long ones of chaos and conformance begin. More processes than two gain

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.cli.models import GPT, mlp
+from benchmarks.models import GPT, mlp
 
 __all__ = ["gpt2", "resnet50", "small_mlp"]
 

@@ -10,10 +10,11 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from phalanx import DataBatch, DataDesc, DataParallelExecutorGroup, Monitor
-from phalanx.cli.data.digits import open_digits
+from phalanx.cli.data import open_data
 
 BATCH, WORKLOADS = 100, [1, 5, 9]
 
@@ -52,10 +53,10 @@ def plain_loss(net: Net, batch: DataBatch) -> Tensor:
 def main() -> None:
     """Train in a group and in plain PyTorch, and compare."""
     torch.manual_seed(0)
-    data = open_digits(batch_size=BATCH, seed=0)
+    data = open_data("digits")
     mask = (torch.arange(64).view(8, 8) % 7 != 0).float()
-    train = batches(data.train, mask)
-    held = batches(data.test or [], mask)
+    train = batches(DataLoader(data.train, batch_size=BATCH, shuffle=True), mask)
+    held = batches(DataLoader(data.validation, batch_size=BATCH), mask)
     net = Net()
     twin = copy.deepcopy(net)
     monitor = Monitor(interval=10, pattern="body|head", sort=True)

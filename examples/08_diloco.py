@@ -40,9 +40,8 @@ def make_net() -> nn.Module:
 
 def read_digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return the training and the test set as (images, labels)."""
-    data = open_data("digits", batch_size=2000, seed=0, test_fraction=0.4)
-    (train,), (test,) = data.train, data.test
-    return train, test
+    data = open_data("digits")
+    return data.train.tensors, data.validation.tensors
 
 
 def train(run: str, worker: int, every: int, outer: dict | None) -> tuple[float, int]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
 
 import phalanx
 from phalanx.cli.data import open_data
@@ -269,11 +270,11 @@ def test_fresh_runs_that_fix_nothing_and_runs_on_fixed_replicas_have_one_hash() 
 
     def digest(**options: Any) -> str:
         torch.manual_seed(0)
-        digits = open_data("digits", batch_size=64, seed=0)
+        digits = DataLoader(open_data("digits").train, batch_size=64, shuffle=True)
         layers = nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2)
         net = nn.Sequential(*layers, nn.Linear(16 * 36, 10))
         with phalanx.Trainer(net, nn.CrossEntropyLoss(), adamw, **options) as trainer:
-            trainer.fit(digits.train, steps=4)
+            trainer.fit(digits, steps=4)
         weights = b"".join(each.numpy().tobytes() for each in net.state_dict().values())
         return hashlib.sha256(weights).hexdigest()
 

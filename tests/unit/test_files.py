@@ -68,7 +68,7 @@ def test_all_files_of_a_run_have_the_users_mode(tmp_path, umask):
         nn.Linear(3, 2), nn.functional.mse_loss, lambda p: torch.optim.Adam(p), executor="inline"
     ) as trainer:
         trainer.step((torch.ones(4, 3), torch.ones(4, 2)))
-        trainer.save(folder.checkpoint_path)
+        trainer.save(folder.checkpoints_path)
         folder.write_model(trainer.module)
     assert modes(folder.path) == {oct(0o666 & ~umask)}
 

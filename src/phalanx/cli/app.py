@@ -18,8 +18,10 @@ from phalanx.cli.console import drop_output, flush_output, make_console, prepare
 from phalanx.cli.doctor import doctor
 from phalanx.cli.launch import launch
 from phalanx.cli.report import report
+from phalanx.cli.score import evaluate, predict
 from phalanx.cli.secret_file import secret
-from phalanx.cli.train import INTERRUPTED, train
+from phalanx.cli.signals import INTERRUPTED
+from phalanx.cli.train import resume, train
 from phalanx.errors import InternalError, OutOfSpace, PhalanxError
 
 _REFUSED = 2  # as for a command line that cannot be parsed
@@ -37,7 +39,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(train)
+for command in (train, resume, evaluate, predict):
+    app.command()(command)
 # What follows the script is the script's, options as well.
 app.command(context_settings={"allow_interspersed_args": False})(launch)
 app.command()(secret)

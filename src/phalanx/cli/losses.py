@@ -1,121 +1,57 @@
-"""From the text of ``--loss`` and ``--forward`` to functions, and the refusal of what cannot fit.
+"""The losses of ``phalanx train``, and the refusal of outputs and targets that cannot fit.
 
-torch computes some pairs of outputs and targets that no loss is meant for: cross entropy of one
-float column takes it for probabilities of one class and is 0 for whatever the model says; the mean
-squared error of [B] and [B, 1] is taken over B x B pairs.
+torch computes some pairs that no loss is meant for: the cross entropy of one column is 0 whatever
+the model predicts; the mean squared error of [B] and [B, 1] is taken over B × B pairs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from phalanx.cli.data.attribute import call_without_arguments, import_attribute
-from phalanx.cli.data.data import Data
+from phalanx.cli.imports import import_attribute
 from phalanx.errors import ConfigError
-from phalanx.types import ForwardFn, LossFn
+from phalanx.types import LossFn
 
-__all__ = ["LOSSES", "NamedLoss", "build_loss", "import_forward", "token_cross_entropy"]
+__all__ = ["check_loss", "find_loss"]
 
-_FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+_LOSSES: dict[str, LossFn] = {
     "cross_entropy": F.cross_entropy,
     "mse": F.mse_loss,
     "l1": F.l1_loss,
     "bce": F.binary_cross_entropy_with_logits,
 }
-LOSSES = tuple(_FUNCTIONS)
 
 
-def build_loss(spec: str | None, data: Data) -> LossFn:
-    """Make the loss that ``spec`` names; None for cross entropy, in nats.
-
-    Raises:
-        ConfigError: There is no such loss, or no function of that name.
-    """
-    if spec is not None and ":" in spec:
-        return _own_function("--loss", spec, takes="outputs and targets")
-    if spec is not None and spec not in LOSSES:
-        raise ConfigError(
-            f"`--loss` must be {', '.join(LOSSES)} or module:attribute, but is {spec!r}."
-        )
-    if data.kind == "tokens" and spec in (None, "cross_entropy"):
-        return token_cross_entropy
-    if data.kind == "images" and spec in (None, "cross_entropy"):
-        return F.cross_entropy  # of classes that were checked when the data was read
-    return NamedLoss("cross_entropy" if spec is None else spec)
-
-
-def import_forward(spec: str) -> ForwardFn:
-    """Import what ``--forward`` names.
+def find_loss(spec: str, task: str) -> tuple[str, LossFn]:
+    """Return a loss and its name; "auto" is cross entropy to classify, else mse.
 
     Raises:
-        ConfigError: There is no such function.
+        ConfigError: There is no such loss.
     """
-    return _own_function("--forward", spec, takes="the model and a microbatch")
-
-
-def token_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Mean cross entropy over all tokens, in nats.
-
-    Shapes:
-        logits_BTV, targets int64 [B, T] -> scalar.
-    """
-    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
-
-
-@dataclass(frozen=True)
-class NamedLoss:
-    """One of :data:`LOSSES`, by its name.
-
-    Example:
-        >>> import torch
-        >>> NamedLoss("mse")(torch.ones(2, 1), torch.zeros(2, 1)).item()
-        1.0
-    """
-
-    name: str
-
-    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss.
-
-        Raises:
-            ConfigError: torch would take such outputs or targets for something else.
-        """
-        if self.name != "cross_entropy" and targets.shape != outputs.shape:
-            self._refuse(f"Targets must have the outputs' shape {_shape(outputs)}", targets)
-        if self.name == "cross_entropy" and (outputs.dim() < 2 or outputs.shape[1] < 2):
-            self._refuse("Outputs must have a column for each of 2 or more classes", outputs)
-        return _FUNCTIONS[self.name](outputs, targets)
-
-    def _refuse(self, wanted: str, found: Tensor) -> None:
-        others = ", ".join(name for name in LOSSES if name != self.name)
+    if spec == "auto":
+        spec = "cross_entropy" if task == "classify" else "mse"
+    if ":" in spec:
+        function = import_attribute(spec)
+        function = function() if isinstance(function, type) else function
+        if callable(function):
+            return spec, function
+    if spec not in _LOSSES:
         raise ConfigError(
-            f"{wanted} for the loss {self.name}, but have shape {_shape(found)}. Give --loss "
-            f"({others}, or your own as module:attribute), or change data or model."
+            f"`--loss` must be {', '.join(_LOSSES)} or module:attribute, but is {spec!r}."
         )
+    return spec, _LOSSES[spec]
 
 
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape)
-
-
-def _own_function(flag: str, spec: str, *, takes: str) -> Callable[..., Any]:
-    """Import a function; a class is called without arguments for an object of it."""
-    found = import_attribute(spec)
-    if isinstance(found, type):
-        found = call_without_arguments(found, spec)
-    if not callable(found):
+def check_loss(name: str, outputs: Tensor, targets: Tensor) -> None:
+    """Refuse outputs and targets that a loss of torch's would take for something else."""
+    if name == "cross_entropy" and (outputs.dim() < 2 or outputs.shape[1] < 2):
         raise ConfigError(
-            f"`{flag}` must name a function of {takes}, but `{spec}` is a {type(found).__name__}."
+            "The model must have an output for each of 2 or more classes, but its outputs have "
+            f"the shape {tuple(outputs.shape)}. Give --task regress, or another model."
         )
-    if isinstance(found, nn.Module) and next(found.parameters(), None) is not None:
+    if name in ("mse", "l1", "bce") and outputs.shape != targets.shape:
         raise ConfigError(
-            f"`{flag}` must name what has no parameters, but `{spec}` has. Make them part of the "
-            "model, and let --forward compute the loss."
+            f"Targets must have the shape {tuple(outputs.shape)} of the outputs for the loss "
+            f"{name}, but have {tuple(targets.shape)}. Change the data or the model."
         )
-    function: Callable[..., Any] = found
-    return function

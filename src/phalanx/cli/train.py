@@ -1,90 +1,163 @@
-"""``phalanx train``: the command, and what Ctrl-C does to it."""
+"""``phalanx train`` and ``phalanx resume``."""
 
 from __future__ import annotations
 
-import contextlib
-import signal
-from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 
 from phalanx.cli.console import make_console
-from phalanx.cli.options import Given, takes_options
+from phalanx.cli.signals import INTERRUPTED
 
-INTERRUPTED = 130  # what a shell says of a program that Ctrl-C ended
+__all__ = ["resume", "train"]
 
 
-@takes_options
+def _option(metavar: str, help: str, **settings: Any) -> Any:  # Any: as typer.Option
+    return typer.Option(metavar=metavar, help=help, **settings)
+
+
+_DATA_HELP = (
+    "A CSV, TSV, NPZ or NPY file, a text, a folder of pictures with a subfolder for each class, "
+    "a folder saved by `datasets`, digits (Phalanx brings them), or module:attribute."
+)
+Executor = Annotated[
+    Literal["threads", "processes", "inline"],
+    typer.Option(
+        help="threads of this process; processes, which may die without loss; or inline, one "
+        "replica in the main thread."
+    ),
+]
+Replicas = Annotated[
+    str,
+    _option("auto|N|DEVICES", "A number, or a device for each, as cpu,cuda:0. auto: every core."),
+]
+DoesTrace = Annotated[
+    bool, typer.Option("--trace", help="Also write trace.json, for ui.perfetto.dev.")
+]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+Trust = Annotated[
+    bool,
+    typer.Option("--trust", help="Import code that a folder names which others can write, too."),
+]
+
+
 def train(
-    given: Given,
+    data: Annotated[str, typer.Argument(metavar="DATA", help=_DATA_HELP)],
     *,
-    trace: Annotated[
-        bool,
-        typer.Option(
-            "--trace",
-            help="Also write trace.json: what each replica did when, for ui.perfetto.dev.",
+    model: Annotated[
+        str,
+        _option(
+            "MODEL", "mlp, cnn, gpt, or module:attribute: an nn.Module. auto: by the form of DATA."
         ),
-    ] = False,
+    ] = "auto",
+    target: Annotated[
+        str | None, _option("COLUMN", "The column to predict.", show_default="the last one")
+    ] = None,
+    task: Annotated[
+        Literal["auto", "classify", "regress"],
+        typer.Option(help="auto: words and whole numbers are classes."),
+    ] = "auto",
+    loss: Annotated[
+        str,
+        _option(
+            "LOSS",
+            "cross_entropy, mse, l1, bce (of logits), or module:attribute: a function of outputs "
+            "and targets. auto: by the task.",
+        ),
+    ] = "auto",
+    validation: Annotated[
+        str, _option("SHARE|DATA", "The share of the rows that is kept apart, or other data.")
+    ] = "0.1",
+    epochs: Annotated[int, _option("N", "Passes over the data.", min=1)] = 10,
+    batch_size: Annotated[int, _option("N", "Rows in a step.", min=1)] = 64,
+    lr: Annotated[float, _option("RATE", "AdamW's learning rate in the first step.")] = 2e-3,
+    schedule: Annotated[
+        Literal["linear", "cosine", "constant"],
+        typer.Option(help="How the learning rate falls to 0 in the last epoch, or stays."),
+    ] = "linear",
+    clip_norm: Annotated[
+        float | None,
+        _option("NORM", "The largest norm of the gradients.", show_default="unlimited"),
+    ] = None,
+    early_stopping: Annotated[
+        int | None,
+        _option("N", "Stop after N epochs without a better loss.", min=1, show_default="never"),
+    ] = None,
+    every_steps: Annotated[
+        int | None,
+        _option(
+            "N", "Save every N steps, too.", min=1, show_default="after each epoch and at a stop"
+        ),
+    ] = None,
+    replicas: Replicas = "auto",
+    executor: Executor = "threads",
+    microbatches: Annotated[
+        int,
+        _option(
+            "M",
+            "Cut each batch into M pieces: the weights are then bitwise identical for any number "
+            "of replicas. 0: one piece for each replica.",
+            min=0,
+        ),
+    ] = 4,
+    seed: Annotated[int, _option("N", "Decides weights, order and dropout.", min=0)] = 0,
+    trace: DoesTrace = False,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="The run folder, new or empty.",
-            show_default="runs/DATA-MODEL-NNN",
-        ),
-    ] = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Continue the run in this folder, bit for bit, with its own options; "
-            "--replicas, --workloads, --epochs, --lr and --executor may be changed. Give "
-            "module:attribute again: that is not taken from a folder.",
-        ),
+        _option("DIR", "The run folder, new or empty.", show_default="runs/DATA-MODEL-NNN"),
     ] = None,
 ) -> None:
-    """Train a model on replicas, and leave weights, metrics and a figure in a run folder.
+    """Train a model on data, and leave weights, metrics and curves in a run folder.
 
-    Ctrl-C finishes the step, saves, and says how to continue.
+    Ctrl-C finishes the step, saves, and prints the command that continues.
     """
     # Late, as it needs torch, which takes seconds: `--help` does without.
-    from phalanx.cli.session import Session, plan_new, plan_resumed
+    from phalanx.cli.training_run import Options, TrainingRun
 
-    plan = plan_new(given, out) if resume is None else plan_resumed(given, resume, out)
-    with (
-        Session(replace(plan, trace=trace), make_console()) as session,
-        stopped_by_signals(session.stop),
-    ):
-        finished = session.run()
-    if not finished:
+    options = Options(
+        data=data,
+        model=model,
+        target=target,
+        task=task,
+        loss=loss,
+        validation=validation,
+        epochs=epochs,
+        batch_size=batch_size,
+        lr=lr,
+        schedule=schedule,
+        clip_norm=clip_norm,
+        early_stopping=early_stopping,
+        every_steps=every_steps,
+        replicas=replicas,
+        executor=executor,
+        microbatches=microbatches,
+        seed=seed,
+    )
+    run, opened = TrainingRun.begin(options, out)
+    if not run.train(opened, make_console(), trace=trace):
         raise typer.Exit(INTERRUPTED)
 
 
-@contextlib.contextmanager
-def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Turn the first SIGINT, SIGTERM or SIGHUP into a call of ``stop``; the next ends the run.
+def resume(
+    run: RunPath,
+    *,
+    epochs: Annotated[
+        int | None, _option("N", "Passes since the run's beginning.", show_default="unchanged")
+    ] = None,
+    replicas: Annotated[Replicas | None, _option("auto|N|DEVICES", "As for train.")] = None,
+    executor: Executor | None = None,
+    trace: DoesTrace = False,
+    trust: Trust = False,
+) -> None:
+    """Continue a run from its last checkpoint; the weights are bitwise those of an unbroken run."""
+    # Late, as above.
+    from phalanx.cli.data import open_data
+    from phalanx.cli.training_run import TrainingRun
 
-    After the first, the signals have their default effect, which needs no Python to run: it works
-    in a step that never ends as well. A SIGHUP that is ignored, as under `nohup`, stays so.
-    """
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
-
-    def receive(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        for each in numbers:
-            signal.signal(each, signal.SIG_DFL)
-        stop()
-
-    before = {}
-    try:
-        for number in numbers:
-            before[number] = signal.signal(number, receive)
-        yield
-    finally:
-        for number, handler in before.items():  # None: C code has set it
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    given = {"epochs": epochs, "replicas": replicas, "executor": executor}
+    changed = {name: value for name, value in given.items() if value is not None}
+    opened = TrainingRun.open(run, trust=trust, **changed)
+    data = open_data(opened.options.data, schema=opened.schema)
+    if not opened.train(data, make_console(), trace=trace):
+        raise typer.Exit(INTERRUPTED)

@@ -51,13 +51,14 @@ def run_of(lines, **fields):
 
 
 def test_a_run_folder_and_a_file_of_jsonl_are_read(tmp_path):
-    folder = write_run(tmp_path / "a", [*records(), lost(21)], {"options": {"lr": 0.1}})
+    config = {"format": 2, "options": {"lr": 0.1}}
+    folder = write_run(tmp_path / "a", [*records(), lost(21)], config)
     (folder / "model.safetensors").write_bytes(b"weights")
     file = tmp_path / "b.jsonl"
     file.write_text("".join(map(written_record, records(7))) + '{"kind": "st')  # still written
     one, other = read_runs([folder, file])
     assert (one.name, len(one.steps), len(one.epochs), len(one.failures)) == ("a", 20, 2, 1)
-    assert one.config == {"options": {"lr": 0.1}}
+    assert one.config == config
     assert one.weights == "9a129038d9a0"
     assert (other.name, len(other.steps), other.config, other.weights) == ("b.jsonl", 7, {}, None)
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.callbacks import Record
-from phalanx.cli.run_folder import RunFolder, read_metrics
+from phalanx.callbacks import NO_RECORD, Record, read_record
+from phalanx.cli.run_folder import RunFolder
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.files import open_regular
 
@@ -97,7 +97,7 @@ def _read_run(path: Path, name: str) -> RecordedRun:
             f"`RUN` must be a run folder or a file of `JSONL`, but {str(metrics_path)!r} is not "
             "there. Name what `phalanx train` has written."
         )
-    records = read_metrics(metrics_path)
+    records = _read_metrics(metrics_path)
     by_kind: dict[str, list[Record]] = {"step": [], "epoch": [], "failure": [], "ranks": []}
     for record in records:
         _check_places(record, metrics_path)
@@ -114,6 +114,26 @@ def _read_run(path: Path, name: str) -> RecordedRun:
         config=folder.read_config() if is_folder and folder.config_path.is_file() else {},
         weights=_hash_of(folder.model_path) if is_folder else None,
     )
+
+
+def _read_metrics(path: Path) -> list[Record]:
+    """Read a file of `JSONL`; the last line of a run under way may be torn."""
+    try:
+        with open_regular(path) as file:
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError as error:
+        raise CheckpointError(f"{path} must be a readable file, but is not: {error}.") from error
+    lines = text.removesuffix("\n").split("\n")  # JSON may hold U+2028, where `splitlines` cuts
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(read_record(line))
+        except NO_RECORD as error:
+            if number < len(lines):
+                raise CheckpointError(
+                    f"Line {number} of {path} must be a step or an epoch, but is {line[:80]!r}."
+                ) from error
+    return records
 
 
 def _check_places(record: Record, path: Path) -> None:

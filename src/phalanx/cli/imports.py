@@ -36,7 +36,7 @@ def import_attribute(spec: str) -> Any:
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as exc:
-        # The user's module may itself import what is not there: that is another story.
+        # The module itself is there where it is another one that it lacks.
         if exc.name is None or not f"{module_name}.".startswith(f"{exc.name}."):
             exc.add_note(f"raised while importing `{module_name}` for `{spec}`")
             raise
@@ -59,15 +59,20 @@ def import_attribute(spec: str) -> Any:
 
 
 # Any: see above.
-def call_without_arguments(function: Any, spec: str) -> Any:
-    """Call what ``spec`` named; an argument that it needs is an error here, not inside it.
+def make(found: Any, spec: str, values: Any) -> Any:
+    """Return what ``spec`` named; a function or a class is called for it, without arguments.
+
+    Args:
+        values: Types whose objects are taken as they are, callable or not.
 
     Raises:
         ConfigError: It cannot be called without arguments.
         Exception: Whatever the function itself raises, with a note.
     """
+    if isinstance(found, values) or not callable(found):
+        return found
     try:
-        inspect.signature(function).bind()
+        inspect.signature(found).bind()
     except TypeError as exc:
         raise ConfigError(
             f"`{spec}` must be callable without arguments, but is not: {exc}. "
@@ -76,7 +81,7 @@ def call_without_arguments(function: Any, spec: str) -> Any:
     except ValueError:
         pass  # some built-in callables have no signature to look at
     try:
-        return function()
+        return found()
     except Exception as exc:
         exc.add_note(f"raised by `{spec}`")
         raise

@@ -1,0 +1,256 @@
+"""The data of ``phalanx train``: a file, a folder, or ``module:attribute``.
+
+.csv .tsv           a table whose target is one column (tables_of_text.py)
+.npz .npy           x and y; or x_train, y_train, x_test, y_test
+a folder            pictures, one subfolder for each class; or saved by the library `datasets`
+module:attribute    a Dataset, a loader, or a pair of them (training, validation)
+digits              handwritten digits, which Phalanx brings with it
+any other file      text: each byte is predicted from the bytes before it
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+
+from phalanx.cli.imports import import_attribute, make
+from phalanx.cli.schema import Data, Schema, encode_targets
+from phalanx.cli.tables_of_text import open_table
+from phalanx.errors import ConfigError
+
+__all__ = ["open_data", "split"]
+
+_CONTEXT = 64  # bytes that each byte of a text is predicted from, at most
+_PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
+_PARTS_OF_VALIDATION = ("val", "validation", "test")
+
+Array = npt.NDArray[Any]
+
+
+def open_data(
+    spec: str, *, target: str | None = None, task: str = "auto", schema: Schema | None = None
+) -> Data:
+    """Open data, see the top of this file.
+
+    Args:
+        spec: A path, ``module:attribute``, or "digits".
+        target: The column to predict; default: the last one.
+        task: "classify", "regress", or "auto": words and whole numbers are classes.
+        schema: Of a run, whose classes and categories are used; default: they are found.
+
+    Raises:
+        ConfigError: There is no such data, or it cannot be read.
+
+    Example:
+        >>> data = open_data("digits")
+        >>> len(data.train), len(data.validation), data.schema.input_shape
+        (1442, 355, (1, 8, 8))
+    """
+    path = Path(spec)
+    if spec == "digits" and not path.exists():
+        path = Path(str(files("phalanx.cli") / "assets" / "digits.npz"))
+    if path.is_dir():
+        return _open_folder(path, target, schema)
+    if not path.is_file():
+        if ":" in spec:
+            return _open_own(spec, task)
+        raise ConfigError(
+            f"`DATA` must be a file, a folder or module:attribute, but {spec!r} is none of these."
+        )
+    try:
+        if path.suffix in (".csv", ".tsv"):
+            return open_table(path, target=target, task=task, schema=schema)
+        if path.suffix == ".npz":
+            return _open_npz(path, task, schema)
+        if path.suffix == ".npy":
+            return _open_npy(path, target, task, schema)
+        return _open_text(path)
+    except (OSError, UnicodeError, ValueError) as error:
+        raise ConfigError(
+            f"`DATA` must be a readable file, but {spec!r} is not: {error}"
+        ) from error
+
+
+def split(data: Data, share: float, seed: int) -> tuple[Any, Any]:
+    """Return the training and the validation set; the latter is None without any.
+
+    Rows are drawn by ``seed``; of a text the end is taken.
+    """
+    has_rows = hasattr(data.train, "__len__") and not isinstance(data.train, DataLoader)
+    if data.validation is not None or not share or not has_rows:
+        return data.train, data.validation
+    rows = list(range(len(data.train)))
+    if not data.schema.is_text:
+        rows = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
+    cut = len(rows) - max(1, round(len(rows) * share))
+    if cut < 1:
+        raise ConfigError(
+            f"`DATA` must have 2 rows or more, but has {len(rows)}. Give --validation 0."
+        )
+    return Subset(data.train, rows[:cut]), Subset(data.train, rows[cut:])
+
+
+def _open_npz(path: Path, task: str, schema: Schema | None) -> Data:
+    with np.load(path, allow_pickle=False) as stored:
+        arrays = dict(stored)
+    inputs = arrays.get("x_train", arrays.get("x"))
+    if inputs is None:
+        raise ConfigError(
+            f"`DATA` must hold x (and y), or x_train and so on, but {str(path)!r} holds "
+            f"{', '.join(arrays)}."
+        )
+    data = _from_arrays(inputs, arrays.get("y_train", arrays.get("y")), task, schema)
+    if "x_test" not in arrays:
+        return data
+    test = _from_arrays(arrays["x_test"], arrays.get("y_test"), task, data.schema)
+    return replace(data, validation=test.train)
+
+
+def _open_npy(path: Path, target: str | None, task: str, schema: Schema | None) -> Data:
+    targets = path.with_name(target or "y.npy")
+    found = np.load(targets, allow_pickle=False) if targets.is_file() else None
+    return _from_arrays(np.load(path, allow_pickle=False), found, task, schema)
+
+
+def _from_arrays(x: Array, y: Array | None, task: str, schema: Schema | None) -> Data:
+    """Make rows of arrays; bytes are pixels, and pictures without channels have one."""
+    inputs = torch.from_numpy(x).float() / (255.0 if x.dtype == np.uint8 else 1.0)
+    if inputs.dim() == 3:
+        inputs = inputs[:, None]
+    shape = tuple(inputs.shape[1:])
+    if y is None:
+        return Data(train=TensorDataset(inputs), schema=schema or Schema(input_shape=shape))
+    if len(x) != len(y):
+        raise ConfigError(f"x and y must have as many rows, but have {len(x)} and {len(y)}.")
+    if y.ndim > 1 and math.prod(y.shape[1:]) > 1:
+        targets, classes = torch.from_numpy(y).float(), tuple[str, ...]()
+        task = "regress"
+    else:
+        if task == "auto" and y.dtype.kind in "iub":
+            task = "classify"
+        targets, task, classes = encode_targets(y.reshape(-1).tolist(), task, schema)
+    outputs = len(classes) or math.prod(targets.shape[1:])
+    found = Schema(task=task, input_shape=shape, num_outputs=outputs, classes=classes)
+    return Data(train=TensorDataset(inputs, targets), schema=schema or found)
+
+
+class _Pictures(Dataset[tuple[Tensor, Tensor]]):
+    """Pictures of subfolders, one for each class, which are decoded when they are asked for."""
+
+    def __init__(self, root: Path, classes: Sequence[str], size: tuple[int, int] | None) -> None:
+        self._files = [
+            (path, number)
+            for number, name in enumerate(classes)
+            for path in sorted((root / name).rglob("*"))
+            if path.suffix.lower() in _PICTURES
+        ]
+        if not self._files:
+            raise ConfigError(
+                "`DATA` must be a folder with a subfolder of pictures for each class, but "
+                f"{str(root)!r} has none."
+            )
+        self.size: tuple[int, int] = size or self._open(0).size
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def _open(self, place: int) -> Any:  # Any: PIL has its own types
+        from PIL import Image  # matplotlib brings it
+
+        return Image.open(self._files[place][0]).convert("RGB")
+
+    def __getitem__(self, place: int) -> tuple[Tensor, Tensor]:
+        pixels = np.asarray(self._open(place).resize(self.size), dtype=np.float32) / 255
+        return torch.from_numpy(pixels).permute(2, 0, 1), torch.tensor(self._files[place][1])
+
+
+def _open_folder(root: Path, target: str | None, schema: Schema | None) -> Data:
+    if any((root / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        return _open_hugging_face(root, target, schema)
+    home = root / "train" if (root / "train").is_dir() else root
+    found = sorted(each.name for each in home.iterdir() if each.is_dir())
+    classes = tuple(found) if schema is None else schema.classes
+    train = _Pictures(home, classes, None if schema is None else schema.size)
+    width, height = train.size
+    if schema is None:
+        schema = Schema(
+            task="classify",
+            input_shape=(3, height, width),
+            num_outputs=len(classes),
+            classes=classes,
+            size=train.size,
+        )
+    places = [root / name for name in _PARTS_OF_VALIDATION if (root / name).is_dir()]
+    validation = _Pictures(places[0], classes, train.size) if places and home != root else None
+    return Data(train=train, validation=validation, schema=schema)
+
+
+def _open_hugging_face(root: Path, target: str | None, schema: Schema | None) -> Data:
+    """Open a folder that `datasets` saved: one column is the target, the others are the input."""
+    try:
+        from datasets import load_from_disk  # optional
+    except ImportError as error:
+        raise ConfigError(
+            f"{str(root)!r} must be read by the library `datasets`, which is not installed. "
+            "Install it by `pip install datasets`."
+        ) from error
+    stored = load_from_disk(str(root))
+    parts = dict(stored) if isinstance(stored, dict) else {"train": stored}
+    training = parts.get("train", next(iter(parts.values())))
+    names = list(training.column_names)
+    name = (schema.target if schema else target) or next(
+        (each for each in ("label", "labels") if each in names), names[-1]
+    )
+
+    def rows(part: Any) -> tuple[Array, Array | None]:
+        columns = part.with_format("numpy")[:]
+        y = columns.pop(name, None)
+        inputs = [np.asarray(column) for column in columns.values()]
+        x = inputs[0] if len(inputs) == 1 else np.stack(inputs, axis=1)
+        if x.ndim == 4 and x.shape[-1] in (1, 3):  # pictures have their channels last
+            x = np.ascontiguousarray(np.moveaxis(x, -1, 1))
+        return x, y
+
+    data = _from_arrays(*rows(training), "auto", schema)
+    data = replace(data, schema=replace(data.schema, target=name))
+    others = [parts[each] for each in ("validation", "test") if each in parts]
+    if not others:
+        return data
+    return replace(data, validation=_from_arrays(*rows(others[0]), "auto", data.schema).train)
+
+
+def _open_text(path: Path) -> Data:
+    stream = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
+    used = (len(stream) - 1) // _CONTEXT * _CONTEXT
+    if used < 2 * _CONTEXT:
+        raise ConfigError(
+            f"`DATA` must be a text of more than {2 * _CONTEXT} bytes, but {str(path)!r} has "
+            f"{len(stream)}."
+        )
+    rows = TensorDataset(stream[:used].view(-1, _CONTEXT), stream[1 : used + 1].view(-1, _CONTEXT))
+    schema = Schema(task="classify", input_shape=(_CONTEXT,), num_outputs=256, is_text=True)
+    return Data(train=rows, schema=schema)
+
+
+def _open_own(spec: str, task: str) -> Data:
+    found = make(import_attribute(spec), spec, Dataset | tuple | list | DataLoader)
+    train, validation = (
+        found if isinstance(found, (tuple, list)) and len(found) == 2 else (found, None)
+    )
+    for part in (train, validation):
+        if part is not None and not hasattr(part, "__getitem__") and not hasattr(part, "__iter__"):
+            raise ConfigError(
+                f"`{spec}` must be a Dataset, a loader, or a pair of them, but is or holds a "
+                f"{type(part).__name__}."
+            )
+    return Data(train=train, validation=validation, schema=Schema(task=task))

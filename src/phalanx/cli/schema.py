@@ -1,0 +1,134 @@
+"""The form of a run's data, and its targets as tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from phalanx.errors import ConfigError
+
+__all__ = ["Data", "Schema", "encode_targets"]
+
+_FEW = 20  # whole numbers with more values than this are classes where they repeat as often
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schema:
+    """The form of the training data, by which later data is read; JSON holds it.
+
+    Attributes:
+        task: "classify", "regress", or "none" for rows without targets.
+        input_shape: Of one row; None for data of the user's own.
+        num_outputs: Classes, or numbers to predict; None for data of the user's own.
+        classes: Names of the classes, in the order of their numbers; empty where they have none.
+        columns: Of a table: the names of the inputs.
+        target: Of a table: the name of the column to predict.
+        categories: Of a table: the words of each column that is no column of numbers.
+        size: Width and height of pictures.
+        is_text: Whether the rows are pieces of one text.
+    """
+
+    task: str = "none"
+    input_shape: tuple[int, ...] | None = None
+    num_outputs: int | None = None
+    classes: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    target: str | None = None
+    categories: dict[str, list[str]] = field(default_factory=dict)
+    size: tuple[int, int] | None = None
+    is_text: bool = False
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> Self:  # Any: JSON
+        """Read what :meth:`to_json` returned.
+
+        Raises:
+            TypeError: It is something else.
+        """
+        lists = {name: tuple(each) for name, each in stored.items() if isinstance(each, list)}
+        return cls(**{**stored, **lists})
+
+    def to_json(self) -> dict[str, Any]:  # Any: JSON
+        """Return a dict of texts, numbers and lists."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Data that is open.
+
+    Attributes:
+        train: A Dataset of (input, target), or a loader of the user's own.
+        validation: The same; None where it is cut from ``train``.
+        schema: The form of both.
+    """
+
+    train: Any
+    validation: Any = None
+    schema: Schema
+
+
+def encode_targets(
+    values: Sequence[Any], task: str, schema: Schema | None
+) -> tuple[Tensor, str, tuple[str, ...]]:
+    """Return targets as a tensor, the task, and the names of the classes.
+
+    Args:
+        values: Words or numbers.
+        task: As in :func:`open_data`.
+        schema: Of a run: its task and classes are used.
+
+    Raises:
+        ConfigError: A word or number is unknown to ``schema``, or no number where one is needed.
+    """
+    numbers = [_number(value) for value in values]
+    if schema is not None and schema.task != "none":
+        task = schema.task
+    elif task == "auto":
+        task = _task_of(numbers)
+    if task == "regress":
+        found = [number for number in numbers if number is not None and not math.isnan(number)]
+        if len(found) < len(values):
+            raise ConfigError(
+                "The target must be a number in each row to be regressed, but is missing or a word "
+                f"in {len(values) - len(found)} of {len(values)} rows. Give --task classify."
+            )
+        return torch.tensor(found)[:, None], task, ()
+    names = [_name(value, number) for value, number in zip(values, numbers, strict=True)]
+    classes = schema.classes if schema is not None and schema.classes else _sorted(names)
+    places = {name: place for place, name in enumerate(classes)}
+    unknown = next((name for name in names if name not in places), None)
+    if unknown is not None:
+        raise ConfigError(
+            f"The target must be one of the classes {', '.join(classes[:20])} that the run was "
+            f"trained on, but is {unknown!r} in a row."
+        )
+    return torch.tensor([places[name] for name in names]), task, classes
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _task_of(numbers: Sequence[float | None]) -> str:
+    if any(number is None or math.isnan(number) for number in numbers):
+        return "classify"
+    is_whole = all(number.is_integer() for number in numbers if number is not None)
+    few = max(_FEW, len(numbers) // _FEW)
+    return "classify" if is_whole and len(set(numbers)) <= few else "regress"
+
+
+def _name(value: Any, number: float | None) -> str:
+    return str(int(number)) if number is not None and number.is_integer() else str(value)
+
+
+def _sorted(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(sorted(set(names), key=lambda name: (_number(name) or 0.0, name)))

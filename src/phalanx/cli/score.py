@@ -1,0 +1,71 @@
+"""``phalanx evaluate`` and ``phalanx predict``: a run's model on other data."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from phalanx.cli.console import make_console
+from phalanx.cli.train import RunPath, Trust
+from phalanx.errors import ConfigError
+from phalanx.files import written_whole
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from phalanx.cli.schema import Schema
+
+__all__ = ["evaluate", "predict"]
+
+Other = Annotated[str, typer.Argument(metavar="DATA", help="Data as that of `phalanx train`.")]
+
+
+def evaluate(run: RunPath, data: Other, *, trust: Trust = False) -> None:
+    """Print the loss, and the accuracy for classes, of a run's model on data."""
+    # Late, as they need torch, which takes seconds: `--help` does without.
+    from phalanx.cli.data import open_data
+    from phalanx.cli.training_run import TrainingRun
+
+    opened = TrainingRun.open(run, trust=trust)
+    found = opened.evaluate(open_data(data, schema=opened.schema))
+    make_console().print("  ".join(f"{name} {value:.4f}" for name, value in found.items()))
+
+
+def predict(
+    run: RunPath,
+    data: Other,
+    *,
+    out: Annotated[
+        Path, typer.Option("-o", "--out", metavar="FILE", help="A CSV, written or replaced.")
+    ] = Path("predictions.csv"),
+    trust: Trust = False,
+) -> None:
+    """Write a CSV with a row for each row of data: the class and the probabilities, or numbers."""
+    # Late, as above.
+    from phalanx.cli.data import open_data
+    from phalanx.cli.training_run import TrainingRun
+
+    opened = TrainingRun.open(run, trust=trust)
+    if opened.schema.is_text:
+        raise ConfigError("`RUN` must be trained on rows, but is trained on a text.")
+    outputs = opened.predict(open_data(data, schema=opened.schema))
+    with written_whole(out) as draft, draft.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows(_rows_of(outputs, opened.schema))
+    make_console().print(f"{len(outputs):,} rows in {out}")
+
+
+def _rows_of(outputs: Tensor, schema: Schema) -> Iterator[Sequence[object]]:
+    flat = outputs.reshape(len(outputs), -1)
+    if schema.task == "classify":
+        names = schema.classes or [str(place) for place in range(flat.shape[1])]
+        yield ["prediction", *(f"p({name})" for name in names)]
+        for row, place in zip(flat.softmax(1).tolist(), flat.argmax(1).tolist(), strict=True):
+            yield [names[place], *row]
+    else:
+        width = flat.shape[1]
+        yield ["prediction"] if width == 1 else [f"prediction_{place}" for place in range(width)]
+        yield from flat.tolist()

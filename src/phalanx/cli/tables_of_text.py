@@ -1,0 +1,114 @@
+"""Tables of text: CSV and TSV with a header, where one column is the target."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from phalanx.cli.schema import Data, Schema, encode_targets
+from phalanx.errors import ConfigError
+
+__all__ = ["open_table"]
+
+_GAPS = ("", "na", "n/a", "nan", "null", "none", "?")
+
+
+def open_table(path: Path, *, target: str | None, task: str, schema: Schema | None) -> Data:
+    """Open a table; columns of words are numbered in alphabetical order, gaps are nan.
+
+    With ``schema`` its columns are read, and the target may be missing.
+
+    Raises:
+        ConfigError: The table has no header or no rows, lacks a column, or has an unknown word.
+    """
+    header, rows = _read(path)
+    name = (schema.target if schema is not None else target) or header[-1]
+    if schema is None and name not in header:
+        raise ConfigError(f"`--target` must be a column of {path}, but is {name!r}. {_has(header)}")
+    columns = schema.columns if schema else tuple(each for each in header if each != name)
+    missing = [each for each in columns if each not in header]
+    if missing:
+        raise ConfigError(
+            f"{path} must have the column {missing[0]!r}, but lacks it. {_has(header)}"
+        )
+    categories = dict(schema.categories) if schema else {}
+    values = {each: [row[place].strip() for row in rows] for place, each in enumerate(header)}
+    inputs = torch.stack(
+        [_read_column(each, values[each], categories, schema is None) for each in columns], dim=1
+    )
+    if name not in values:
+        return Data(train=TensorDataset(inputs), schema=schema or Schema())
+    targets, task, classes = encode_targets(values[name], task, schema)
+    found = Schema(
+        task=task,
+        input_shape=(len(columns),),
+        num_outputs=len(classes) or 1,
+        classes=classes,
+        columns=columns,
+        target=name,
+        categories=categories,
+    )
+    return Data(train=TensorDataset(inputs, targets), schema=schema or found)
+
+
+def _read(path: Path) -> tuple[list[str], list[list[str]]]:
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        first = file.readline()
+        file.seek(0)
+        delimiter = "\t" if path.suffix == ".tsv" else max(",;\t", key=first.count)
+        header, *rows = [row for row in csv.reader(file, delimiter=delimiter) if row] or [[]]
+    header = [name.strip() for name in header]
+    if len(header) < 2 or not rows:
+        raise ConfigError(
+            f"{path} must have a header of 2 columns or more and rows below it, but has "
+            f"{len(header)} and {len(rows)}."
+        )
+    if all(_number_of(name) is not None for name in header):
+        raise ConfigError(
+            f"{path} must begin with the names of its columns, but has numbers there."
+        )
+    for number, row in enumerate(rows, 2):
+        if len(row) != len(header):
+            raise ConfigError(
+                f"Line {number} of {path} must have {len(header)} cells, but has {len(row)}."
+            )
+    return header, rows
+
+
+def _read_column(
+    name: str, texts: Sequence[str], categories: dict[str, list[str]], is_new: bool
+) -> Tensor:
+    """Return numbers; ``categories`` gets the words of a column that ``is_new``."""
+    numbers = [_number_of(text) for text in texts]
+    if name not in categories:
+        if all(number is not None for number in numbers):
+            return torch.tensor(numbers)
+        if is_new:
+            categories[name] = sorted(set(texts))
+    places = {word: float(place) for place, word in enumerate(categories.get(name, ()))}
+    unknown = next((text for text in texts if text not in places), None)
+    if unknown is not None:
+        raise ConfigError(
+            f"Column {name!r} must hold {'words' if places else 'numbers'} as in the training "
+            f"data, but holds {unknown!r}."
+        )
+    return torch.tensor([places[text] for text in texts])
+
+
+def _number_of(text: str) -> float | None:
+    if text.lower() in _GAPS:
+        return math.nan
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _has(header: Sequence[str]) -> str:
+    return f"It has {', '.join(header)}."

@@ -1,0 +1,365 @@
+"""A run of ``phalanx train``: its options, its model, and what trains, evaluates and predicts."""
+
+from __future__ import annotations
+
+import math
+import platform
+import shlex
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, IterableDataset
+
+from phalanx import __version__
+from phalanx.callbacks import JSONL, Checkpoint, EarlyStopping, History, Progress, Trace
+from phalanx.cli.data import open_data, split
+from phalanx.cli.losses import check_loss, find_loss
+from phalanx.cli.models import Standardize, build_model, choose_model
+from phalanx.cli.run_folder import RunFolder, name_run
+from phalanx.cli.schema import Data, Schema
+from phalanx.cli.signals import stopped_by_signals
+from phalanx.errors import CheckpointError, ConfigError
+from phalanx.train import Trainer, length_of
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+__all__ = ["Options", "TrainingRun"]
+
+_RUNS = Path("runs")
+_SCHEDULES: dict[str, Callable[[float], float]] = {
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
+    "constant": lambda done: 1.0,  # noqa: ARG005
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a training, as the command has them and config.json keeps them."""
+
+    data: str
+    model: str
+    target: str | None
+    task: str
+    loss: str
+    validation: str
+    epochs: int
+    batch_size: int
+    lr: float
+    schedule: str
+    clip_norm: float | None
+    early_stopping: int | None
+    every_steps: int | None
+    replicas: str
+    executor: str
+    microbatches: int
+    seed: int
+
+    def names_code(self) -> bool:
+        """Tell whether an option is module:attribute."""
+        return any(
+            ":" in spec and not Path(spec).exists() for spec in (self.data, self.model, self.loss)
+        )
+
+
+class TrainingRun:
+    """A run: its folder, options, model, and the form of its data.
+
+    Args:
+        folder: Where everything is written.
+        options: Of the training.
+        schema: Of the training data.
+    """
+
+    def __init__(self, folder: RunFolder, options: Options, schema: Schema) -> None:
+        self.folder, self.options, self.schema = folder, options, schema
+        self.module = build_model(options.model, schema, seed=options.seed)
+
+    @classmethod
+    def begin(cls, options: Options, out: Path | None) -> tuple[Self, Data]:
+        """Open the data, and make the folder of a new run.
+
+        Raises:
+            ConfigError: An option cannot work; no folder is left.
+        """
+        torch.manual_seed(options.seed)  # a user's data may draw numbers when it is opened
+        data = open_data(options.data, target=options.target, task=options.task)
+        model = choose_model(data.schema) if options.model == "auto" else options.model
+        place = str(Path(options.data).absolute()) if Path(options.data).exists() else options.data
+        options = replace(options, model=model, data=place)
+        name = name_run(options.data, model)
+        folder = RunFolder.create_next(_RUNS, name) if out is None else RunFolder.create(out)
+        try:
+            return cls(folder, options, data.schema), data
+        except BaseException:
+            folder.discard_if_unused()
+            raise
+
+    @classmethod
+    def open(cls, path: Path, *, trust: bool, **changed: object) -> Self:
+        """Open the run in a folder, with some options ``changed``.
+
+        Raises:
+            ConfigError: It is no run, or names code and others can write there.
+            CheckpointError: Its config.json is damaged.
+        """
+        folder = RunFolder(path)
+        config = folder.read_config()
+        try:
+            schema = Schema.from_json(config["schema"])
+            options = replace(Options(**config["options"]), **changed)  # type: ignore[arg-type]
+            unsafe = options.names_code() and not trust and not folder.may_name_code()
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{folder.config_path} must hold the options and the schema of a run, but does "
+                f"not: {error!r:.80}."
+            ) from error
+        if unsafe:
+            raise ConfigError(
+                f"`RUN` must be a folder that only you can write if it names code, but others can "
+                f"write {path}. Look at its config.json, and give --trust if you trust it."
+            )
+        return cls(folder, options, schema)
+
+    # -- training ----------------------------------------------------
+
+    def train(self, data: Data, console: Console, *, trace: bool) -> bool:
+        """Train to the last epoch, from the last checkpoint if there is one.
+
+        Returns:
+            Whether it came to its end; False if a signal stopped it.
+        """
+        checkpoint = Checkpoint(
+            self.folder.checkpoints_path, every_epochs=1, every_steps=self.options.every_steps
+        )
+        try:
+            with self.folder.held():
+                return self._train(data, console, checkpoint, trace=trace)
+        except Exception as error:
+            if checkpoint.last is not None:
+                error.add_note(f"Continue from its last checkpoint: {self._continuation}")
+            raise
+        finally:
+            self.folder.discard_if_unused()
+
+    @property
+    def _continuation(self) -> str:
+        return f"phalanx resume {shlex.quote(str(self.folder.path))}"
+
+    def _train(self, data: Data, console: Console, checkpoint: Checkpoint, *, trace: bool) -> bool:
+        options, folder = self.options, self.folder
+        train, validation = self._split(data)
+        loader = self._loader(train, shuffle=True)
+        history = History()
+        callbacks: list[Any] = [history, JSONL(folder.metrics_path), Progress(console)]
+        if options.early_stopping is not None:
+            monitor = "train.loss" if validation is None else "validation.loss"
+            callbacks.append(EarlyStopping(monitor, patience=options.early_stopping))
+        if trace:
+            callbacks.append(Trace(folder.trace_path))
+        last = checkpoint.last
+        if last is None:
+            self._fit_standardization(train)
+        with self._open_trainer(data, [*callbacks, checkpoint], length_of(loader)) as trainer:
+            if last is not None:
+                trainer.resume(last)
+            if trainer.epochs >= options.epochs:
+                raise ConfigError(
+                    f"`--epochs` must be more than the {trainer.epochs} that the run has finished, "
+                    f"but is {options.epochs}. Give --epochs {2 * trainer.epochs}."
+                )
+            self._write_config()
+            console.print(self._describe())
+            with stopped_by_signals(trainer.stop, console) as interruption:
+                trainer.fit(
+                    loader,
+                    epochs=options.epochs,
+                    validate=None if validation is None else self._loader(validation),
+                    progress=False,
+                )
+            if not interruption.happened:
+                folder.write_model(trainer.module)
+            self._draw(history, console)
+            console.print(self._conclude(trainer, interrupted=interruption.happened))
+        return not interruption.happened
+
+    def _split(self, data: Data) -> tuple[Any, Any]:
+        text, seed = self.options.validation, self.options.seed
+        if Path(text).exists():
+            return data.train, open_data(text, schema=data.schema).train
+        try:
+            share = float(text)
+        except ValueError:
+            share = -1.0
+        if not 0 <= share < 1:
+            raise ConfigError(
+                "`--validation` must be a share of the rows from 0 to less than 1, or other data, "
+                f"but is {text!r}."
+            )
+        return split(data, share, seed)
+
+    def _loader(self, rows: Any, *, shuffle: bool = False) -> Any:
+        """Return batches of a Dataset; a loader of the user's own is used unchanged."""
+        is_stream = isinstance(rows, IterableDataset)
+        if not is_stream and not hasattr(rows, "__getitem__"):
+            return rows
+        size = self.options.batch_size
+        shuffle = shuffle and not is_stream
+        # The rest of an epoch is left out: it may be too small for batch norm.
+        drops = shuffle and len(rows) >= size
+        return DataLoader(rows, batch_size=size, shuffle=shuffle, drop_last=drops)
+
+    def _fit_standardization(self, train: Any) -> None:
+        for layer in self.module.modules():
+            if isinstance(layer, Standardize):
+                layer.fit(train)
+
+    def _open_trainer(
+        self, data: Data, callbacks: list[Any], num_batches: int | None = None
+    ) -> Trainer:
+        options = self.options
+        outputs, targets = self._try(data.train)
+        name, loss = find_loss(options.loss, self._task_for(targets))
+        check_loss(name, outputs, targets)
+        return Trainer(
+            self.module,
+            loss,
+            partial(torch.optim.AdamW, lr=options.lr),
+            microbatches=options.microbatches or None,
+            replicas=_read_replicas(options.replicas, options.microbatches),
+            executor=options.executor,
+            seed=options.seed,
+            clip_norm=options.clip_norm,
+            scheduler=self._schedule(num_batches),
+            scheduler_interval="step",
+            metrics=_metrics_for(self._task_for(targets), outputs),
+            callbacks=callbacks,
+        )
+
+    def _try(self, rows: Any) -> tuple[Tensor, Tensor]:
+        """Return the model's outputs for the first rows, and their targets."""
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            batch = next(iter(self._loader(rows)))
+            if not isinstance(batch, (list, tuple)) or len(batch) < 2:
+                raise ConfigError("`DATA` must have targets, but has rows of inputs alone.")
+            inputs, targets = batch[:2]
+            self.module.eval()
+            try:
+                return self.module(inputs[:2]), targets[:2]
+            finally:
+                self.module.train()
+
+    def _task_for(self, targets: Tensor) -> str:
+        if self.schema.task in ("classify", "regress"):
+            return self.schema.task
+        return "regress" if targets.is_floating_point() else "classify"
+
+    def _schedule(self, num_batches: int | None) -> Callable[[Optimizer], LambdaLR] | None:
+        """Return the learning rate's way to the last epoch; constant for data without a length."""
+        if self.options.schedule not in _SCHEDULES:
+            raise ConfigError(
+                f"`--schedule` must be {', '.join(_SCHEDULES)}, but is {self.options.schedule!r}."
+            )
+        if not num_batches:
+            return None
+        rate, total = _SCHEDULES[self.options.schedule], self.options.epochs * num_batches
+        return lambda optimizer: LambdaLR(optimizer, lambda step: rate(min(1.0, step / total)))
+
+    def _write_config(self) -> None:
+        self.folder.write_config(
+            {
+                "options": asdict(self.options),
+                "schema": self.schema.to_json(),
+                "versions": {
+                    "phalanx": __version__,
+                    "torch": torch.__version__,
+                    "python": platform.python_version(),
+                },
+            }
+        )
+
+    def _describe(self) -> str:
+        options = self.options
+        count = sum(parameter.numel() for parameter in self.module.parameters())
+        return (
+            f"{options.model} on {options.data}, {count:,} parameters; batches of "
+            f"{options.batch_size}, seed {options.seed}\nRun folder: {self.folder.path}"
+        )
+
+    def _draw(self, history: History, console: Console) -> None:
+        title = f"{self.options.model} on {Path(self.options.data).name}"
+        try:
+            history.plot(self.folder.figure_path, title=title)
+        except ConfigError as error:  # the run is worth more than its picture
+            console.print(f"training.png is not written: {error}")
+
+    def _conclude(self, trainer: Trainer, *, interrupted: bool) -> str:
+        path = self.folder.path
+        if not interrupted:
+            return (
+                f"Weights, metrics and training.png are in {path}. Predict with:\n"
+                f"  phalanx predict {shlex.quote(str(path))} DATA"
+            )
+        return (
+            f"Stopped after step {trainer.steps}, in epoch {trainer.epochs + 1} of "
+            f"{self.options.epochs}. Continue with:\n  {self._continuation}"
+        )
+
+    # -- the trained model -------------------------------------------
+
+    def evaluate(self, data: Data) -> dict[str, float]:
+        """Return the loss and the metrics over ``data``."""
+        self._load_weights()
+        with self._open_trainer(data, []) as trainer:
+            return trainer.evaluate(self._loader(data.train))
+
+    def predict(self, data: Data) -> Tensor:
+        """Return the outputs for all rows of ``data``; its targets may be missing."""
+        self._load_weights()
+        self.module.eval()
+        with torch.inference_mode():
+            outputs = [self.module(_inputs_of(batch)) for batch in self._loader(data.train)]
+        if not all(isinstance(each, Tensor) for each in outputs):
+            raise ConfigError("The model must return a tensor to predict, but does not.")
+        return torch.cat(outputs)
+
+    def _load_weights(self) -> None:
+        path = self.folder.model_path
+        if not path.is_file():
+            raise ConfigError(
+                f"`RUN` must be finished, but {self.folder.path} has no model.safetensors. "
+                f"Finish it: {self._continuation}"
+            )
+        self.module.load_state_dict(load_file(path))
+
+
+def _read_replicas(text: str, microbatches: int) -> int | str | list[str] | None:
+    """Read ``--replicas``: a number, "auto", or a device for each; see `Trainer`."""
+    if text == "auto" and not microbatches:
+        return None
+    if text == "auto" or text.isdecimal():
+        return int(text) if text != "auto" else text
+    return text.split(",")
+
+
+def _metrics_for(task: str, outputs: Tensor) -> dict[str, Metric]:
+    if task != "classify" or outputs.dim() < 2 or outputs.shape[1] < 2:
+        return {}
+    from torchmetrics.classification import MulticlassAccuracy  # slow to import
+
+    # "micro": the fraction of rows that are right, where torchmetrics' default averages classes.
+    return {"accuracy": MulticlassAccuracy(num_classes=outputs.shape[1], average="micro")}
+
+
+def _inputs_of(batch: Any) -> Any:  # Any: a user's
+    return batch[0] if isinstance(batch, (list, tuple)) else batch

@@ -1,0 +1,217 @@
+"""Data of every kind becomes rows, and a schema by which later data is read."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from phalanx.cli.data import open_data, split
+from phalanx.cli.schema import Schema, encode_targets
+from phalanx.errors import ConfigError
+
+pytestmark = pytest.mark.promise("command-line")
+
+FLOWERS = """size;colour;kind
+1.5;red;rose
+;blue;tulip
+3;red;rose
+"""
+
+
+def written(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def rows_of(dataset: object) -> list[list[object]]:
+    return [[part.tolist() for part in dataset[place]] for place in range(len(dataset))]
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def test_a_table_has_numbers_words_gaps_and_classes(tmp_path):
+    data = open_data(written(tmp_path / "flowers.csv", FLOWERS))
+    schema = data.schema
+    assert (schema.task, schema.classes, schema.num_outputs) == ("classify", ("rose", "tulip"), 2)
+    assert (schema.columns, schema.target) == (("size", "colour"), "kind")
+    assert schema.categories == {"colour": ["blue", "red"]}
+    first, second, third = rows_of(data.train)
+    assert (first, third) == ([[1.5, 1.0], 0], [[3.0, 1.0], 0])
+    assert np.isnan(second[0][0])
+    assert second[0][1:] + second[1:] == [0.0, 1]
+
+
+def test_a_schema_goes_through_json_and_reads_other_data(tmp_path):
+    schema = open_data(written(tmp_path / "flowers.csv", FLOWERS)).schema
+    stored = Schema.from_json(json.loads(json.dumps(schema.to_json())))
+    assert stored == schema
+    later = written(tmp_path / "later.tsv", "colour\textra\tsize\nred\t9\t2\n")
+    assert rows_of(open_data(later, schema=stored).train) == [[[2.0, 1.0]]]
+    with_targets = written(tmp_path / "more.csv", "kind,colour,size\ntulip,red,2\n")
+    assert rows_of(open_data(with_targets, schema=stored).train) == [[[2.0, 1.0], 1]]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("size,colour\n1,green\n", "Column 'colour' must hold words as in the training data"),
+        ("size,colour\nbig,red\n", "Column 'size' must hold numbers as in the training data"),
+        ("size,kind\n1,rose\n", "must have the column 'colour', but lacks it. It has size, kind."),
+        ("size,colour,kind\n1,red,oak\n", "must be one of the classes rose, tulip"),
+        ("size,colour\n1,red,3\n", "Line 2 of .* must have 2 cells, but has 3"),
+        ("1,2\n3,4\n", "must begin with the names of its columns"),
+        ("size,colour\n", "must have a header of 2 columns or more and rows below"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_refused(tmp_path, text, message):
+    schema = open_data(written(tmp_path / "flowers.csv", FLOWERS)).schema
+    with pytest.raises(ConfigError, match=message):
+        open_data(written(tmp_path / "other.csv", text), schema=schema)
+
+
+@pytest.mark.parametrize(
+    ("values", "asked", "task", "classes", "targets"),
+    [
+        (["b", "a", "b"], "auto", "classify", ("a", "b"), [1, 0, 1]),
+        ([3, 10, 3], "auto", "classify", ("3", "10"), [0, 1, 0]),
+        (["1.5", "2", "1"], "auto", "regress", (), [[1.5], [2.0], [1.0]]),
+        ([1, 2], "regress", "regress", (), [[1.0], [2.0]]),
+        ([0.5, 1.5], "classify", "classify", ("0.5", "1.5"), [0, 1]),
+    ],
+)
+def test_targets_decide_the_task(values, asked, task, classes, targets):
+    found, found_task, found_classes = encode_targets(values, asked, None)
+    assert (found.tolist(), found_task, found_classes) == (targets, task, classes)
+
+
+def test_many_whole_numbers_are_regressed_unless_they_repeat():
+    assert encode_targets(range(30), "auto", None)[1] == "regress"
+    assert encode_targets([*range(30)] * 30, "auto", None)[1] == "classify"
+
+
+def test_words_are_no_numbers_to_regress():
+    with pytest.raises(ConfigError, match="missing or a word in 1 of 2 rows"):
+        encode_targets(["1.5", "x"], "regress", None)
+
+
+# --- arrays, pictures, text -----------------------------------------------------------------------
+
+
+def test_arrays_have_pixels_labels_and_a_test_set(tmp_path):
+    x = np.full((4, 3, 3), 255, dtype=np.uint8)
+    np.savez(tmp_path / "a.npz", x_train=x, y_train=[1, 0, 1, 2], x_test=x[:1], y_test=[2])
+    data = open_data(str(tmp_path / "a.npz"))
+    assert (data.schema.input_shape, data.schema.classes) == ((1, 3, 3), ("0", "1", "2"))
+    assert data.train[0][0].tolist() == [[[1.0] * 3] * 3]
+    assert rows_of(data.validation)[0][1] == 2
+    np.save(tmp_path / "x.npy", np.zeros((3, 5)))
+    assert open_data(str(tmp_path / "x.npy")).schema == Schema(input_shape=(5,))
+    np.save(tmp_path / "y.npy", np.zeros((3, 2)))
+    several = open_data(str(tmp_path / "x.npy")).schema
+    assert (several.task, several.num_outputs) == ("regress", 2)
+
+
+def test_arrays_without_inputs_or_of_other_lengths_are_refused(tmp_path):
+    np.savez(tmp_path / "a.npz", images=np.zeros(3))
+    with pytest.raises(ConfigError, match=r"must hold x .* holds images"):
+        open_data(str(tmp_path / "a.npz"))
+    np.savez(tmp_path / "b.npz", x=np.zeros((3, 2)), y=np.zeros(2))
+    with pytest.raises(ConfigError, match="as many rows, but have 3 and 2"):
+        open_data(str(tmp_path / "b.npz"))
+
+
+def test_pictures_of_a_folder_have_the_classes_of_its_subfolders(tmp_path):
+    for part in ("train", "val"):
+        for number, name in enumerate(("cat", "dog")):
+            folder = tmp_path / part / name
+            folder.mkdir(parents=True)
+            Image.new("RGB", (6, 4), (255 * number, 0, 0)).save(folder / "1.png")
+    data = open_data(str(tmp_path))
+    assert (data.schema.classes, data.schema.size) == (("cat", "dog"), (6, 4))
+    inputs, target = data.validation[1]
+    assert (tuple(inputs.shape), inputs.amax().item(), target.item()) == ((3, 4, 6), 1.0, 1)
+    with pytest.raises(ConfigError, match="a subfolder of pictures"):
+        open_data(str(tmp_path / "train" / "cat"))
+
+
+def test_each_byte_of_a_text_follows_its_context(tmp_path):
+    data = open_data(written(tmp_path / "book.txt", "abcdefgh" * 50))
+    assert data.schema.is_text
+    inputs, targets = data.train[0]
+    assert inputs[1:].tolist() == targets[:-1].tolist()
+    train, validation = split(data, 0.2, seed=0)
+    assert (train.indices, validation.indices) == ([0, 1, 2, 3, 4], [5])
+    with pytest.raises(ConfigError, match="a text of more than 128 bytes"):
+        open_data(written(tmp_path / "short.txt", "abc"))
+
+
+# --- code of the user's own -----------------------------------------------------------------------
+
+OWN = """
+from torch.utils.data import TensorDataset
+import torch
+rows = TensorDataset(torch.ones(4, 2), torch.zeros(4))
+def both():
+    return rows, rows
+def broken():
+    raise ArithmeticError("mine")
+number = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_rows.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop("own_rows", None)
+
+
+def test_data_of_ones_own_is_an_object_or_made_by_a_function(own):
+    assert open_data("own_rows:rows").validation is None
+    assert len(open_data("own_rows:both").validation) == 4
+    with pytest.raises(ArithmeticError) as caught:
+        open_data("own_rows:broken")
+    assert caught.value.__notes__ == ["raised by `own_rows:broken`"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("own_rows:number", "must be a Dataset, a loader, or a pair"),
+        ("own_rows:lacking", "must have the attribute `lacking`"),
+        ("lacking:rows", "must be importable, but was not found"),
+        ("own_rows:no name", "must be of the form"),
+        ("lacking.csv", "must be a file, a folder or module:attribute"),
+    ],
+)
+def test_data_that_is_not_there_is_refused(own, spec, message):
+    with pytest.raises(ConfigError, match=message):
+        open_data(spec)
+
+
+def test_the_seed_decides_the_rows_of_the_validation(own):
+    data = open_data("own_rows:rows")
+    one, same, other = (split(data, 0.25, seed)[1].indices for seed in (0, 0, 3))
+    assert one == same
+    assert len({*one, *split(data, 0.25, 0)[0].indices}) == 4
+    assert other != one
+    assert split(data, 0.0, 0) == (data.train, None)
+
+
+def test_a_saved_dataset_of_hugging_face_is_read(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"a": [1.0, 2.0], "b": [3.0, 4.0], "label": [1, 0]})
+    rows.save_to_disk(str(tmp_path / "saved"))
+    data = open_data(str(tmp_path / "saved"))
+    assert rows_of(data.train) == [[[1.0, 3.0], 1], [[2.0, 4.0], 0]]
+    assert (data.schema.target, data.schema.classes) == ("label", ("0", "1"))
+    assert torch.is_tensor(data.train[0][0])
