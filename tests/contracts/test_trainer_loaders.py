@@ -366,21 +366,3 @@ def test_reading_moves_no_generator_of_the_process() -> None:
         disturb(5)
         t.fit(augmented(0), epochs=2)
         assert (torch.rand(()).item(), np.random.rand(), random.random()) == expected
-
-
-@pytest.mark.parametrize("changed", [{"batch_size": 3}, {"num_workers": 1}])
-def test_a_resume_with_another_loader_warns_at_the_users_line(
-    changed: dict[str, int], tmp_path: Path
-) -> None:
-    options = {"batch_size": 2, "num_workers": 0}
-    with trainer(Seen()) as first:
-        first.fit(DataLoader(Rows(), **options))
-        first.save(tmp_path / "c")
-    ((name, value),) = changed.items()
-    with trainer(Seen()) as second:
-        second.resume(tmp_path / "c")
-        told = f"`{name}` of the loader must be {options[name]} as in the checkpoint.* is {value}"
-        with pytest.warns(UserWarning, match=told) as warned:
-            second.fit(DataLoader(Rows(), **{**options, **changed}))
-        assert warned[0].filename == __file__
-        second.fit(DataLoader(Rows(), **options))  # a loader that is chosen later is no surprise

@@ -138,12 +138,6 @@ def length_of(loader: Iterable[Nested]) -> int | None:
         return None
 
 
-def options_of(loader: object) -> dict[str, int]:
-    """Return the options of a `DataLoader` that decide how its data is drawn."""
-    found = {name: getattr(loader, name, None) for name in ("batch_size", "num_workers")}
-    return {name: value for name, value in found.items() if type(value) is int}
-
-
 def begin_epoch(loader: object, epoch: int) -> None:
     """Announce the epoch to the loader and to every part of it that has ``set_epoch``.
 

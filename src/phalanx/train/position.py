@@ -64,45 +64,27 @@ class Position(NamedTuple):
 
 @dataclass(kw_only=True)
 class RunProgress:
-    """How far a run has come, and with which settings: a part of its state.
-
-    Attributes:
-        loader: Options of the last loader that `fit` was given.
-    """
+    """How far a run has come, and with which settings: a part of its state."""
 
     seed: int
     microbatches: int | None
     position: Position = field(default_factory=Position)
-    loader: dict[str, int] = field(default_factory=dict)
-    _is_resumed: bool = False  # until a `fit` has compared the loader's options
 
     # Any, here and below: plain values.
     def state_dict(self) -> dict[str, Any]:
         """Return all of it."""
-        settings = {name: getattr(self, name) for name in ("seed", "microbatches", "loader")}
+        settings = {"seed": self.seed, "microbatches": self.microbatches}
         return {**settings, "position": tuple(self.position)}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Continue from ``state``; seed and microbatches stay as they were given."""
-        self.position, self.loader = Position(*state["position"]), state["loader"]
-        self._is_resumed = True
+        self.position = Position(*state["position"])
 
     def warn_of_settings(self, saved: dict[str, Any]) -> None:
         """Warn, at the line that calls `resume()`, of other settings than those saved."""
         for name in ("microbatches", "seed"):
-            _warn_of_other(f"`{name}`", saved[name], getattr(self, name))
-
-    def read_from(self, loader: dict[str, int]) -> None:
-        """Note the options of a `fit`'s loader; warn where a resumed run had others."""
-        if self._is_resumed:
-            for name in self.loader.keys() & loader.keys():
-                _warn_of_other(f"`{name}` of the loader", self.loader[name], loader[name])
-        self.loader, self._is_resumed = loader, False
-
-
-def _warn_of_other(name: str, saved: object, given: object) -> None:
-    if saved != given:
-        warn_user(
-            f"{name} must be {saved!r} as in the checkpoint to continue bit for bit, but is "
-            f"{given!r}.",
-        )
+            if (given := getattr(self, name)) != saved[name]:
+                warn_user(
+                    f"`{name}` must be {saved[name]!r} as in the checkpoint to continue bit for "
+                    f"bit, but is {given!r}.",
+                )

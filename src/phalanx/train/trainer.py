@@ -30,7 +30,7 @@ from phalanx.train.checkpoint import Content, pack, read_checkpoint, write_check
 from phalanx.train.dispatcher import EventDispatcher
 from phalanx.train.evaluation import Evaluation, enter_training
 from phalanx.train.objective import Objective
-from phalanx.train.order import Reader, length_of, options_of
+from phalanx.train.order import Reader, length_of
 from phalanx.train.position import Loss, Position, RunProgress
 from phalanx.train.state import TrainerState, join_ranks
 from phalanx.train.step import Engine
@@ -255,7 +255,6 @@ class Trainer:
         check_fit(loader, validate, epochs, steps)
         check_moment(closed=self._closed)
         self.join()
-        self._progress.read_from(options_of(loader))
         if epochs is not None and self.epochs >= epochs:
             warn_user(
                 f"`epochs` must be more than the {self.epochs} that the run has finished, counted "
