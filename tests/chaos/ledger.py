@@ -51,7 +51,7 @@ def keep_books(
     """Be a clerk: add, read back, and say so, for ever."""
     torch.set_num_threads(1)
     if clerk % 2:
-        part.BLOCK_ROWS = 2  # so that adds of a few rows have a middle, and are logged
+        part.BLOCK_ROWS = 2  # so that adds of a few rows have a middle
     with tables.join(run, timeout_s=DEADLINE_S) as world:
         if death is not None and death[0] == "reader's lock held":
             # It is taken only where adds overtake a get.

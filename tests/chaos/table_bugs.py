@@ -28,11 +28,7 @@ _WORD, _AT = part._WORD, part._AT
 
 def _in_python(patch: Patch) -> None:
     """Have every add made by Python code, where bugs can be planted."""
-
-    def add(self: TablePart, entry: Any, timeout_s: float) -> None:
-        self.change(part.checked(entry), timeout_s, logged=False)
-
-    patch(TablePart, "add", add)
+    patch(TablePart, "add", TablePart._add_in_python)
 
 
 def undo_not_applied(patch: Patch) -> None:
@@ -47,7 +43,7 @@ def undo_applied_twice(patch: Patch) -> None:
 
     def forgetful(self: TablePart, worker: int, number: int) -> None:
         end(self, worker, number)
-        self._header[_AT] |= 1
+        self._header[_AT] = 1
         self._header[_WORD] += 1
 
     patch(TablePart, "_end", forgetful)
@@ -132,6 +128,7 @@ def dead_still_counted(patch: Patch) -> None:
 
 def round_taken_twice(patch: Patch) -> None:
     """Who goes on with the round of somebody who died begins at its first add."""
+    _in_python(patch)
     patch(TablePart, "has", lambda self, worker, number: False)
 
 

@@ -170,7 +170,7 @@ def die_in_first_server(dies_at: str, died: Path) -> None:
 
 
 def add_to_host_1(parent: Parent, folder: Path, kind: str, point: str) -> None:
-    """Worker 0 adds to rows of host 1, in several blocks, which are logged, or in one."""
+    """Worker 0 adds to rows of host 1, in several blocks or in one."""
     if kind == "blocks":
         part.BLOCK_ROWS = 1000
     if os.environ["RANK"] == "1":

@@ -223,6 +223,5 @@ assert BUGS.keys() == SCENES.keys() | DEATHS.keys()
 def test_a_bug_that_a_death_shows_is_caught(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place, in_blocks = DEATHS[bug]
     patch = monkeypatch.setattr
-    patch(part, "BLOCK_ROWS", ROWS * ROWS)  # here; nothing is logged
     with pytest.raises((AssertionError, PeerTimeout), match=r"an add is lost|Lock 'rows"):
         death_within_an_add(a_run(), place, "sum", in_blocks, bug, patch, SHORT_S)

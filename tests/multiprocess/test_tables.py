@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import signal
-import threading
 
 import pytest
 import torch
@@ -122,8 +120,7 @@ def death_within_an_add(
 ) -> None:
     """Kill a worker at a point of an add; compare with a table of nobody who dies."""
     kind, point = place
-    is_passed = point == "undo written" and updater == "sum"  # in C
-    is_there = in_blocks or is_passed or point in ("before unlock", "after unlock")
+    is_there = point in ("before unlock", "after unlock")
     later = [OTHERS, SOME, CHANGES[kind]]
     adds = [SOME, *[CHANGES[kind]] * is_there, *later]
     expected = contents_after(adds, updater, kind)[-4:]
@@ -145,7 +142,6 @@ def death_within_an_add(
 def test_an_add_that_a_death_interrupts_is_there_whole_or_not_at_all(
     run, place, updater, in_blocks
 ):
-    """One of several blocks is in its worker's log before a row is changed, and so is there."""
     death_within_an_add(run, place, updater, in_blocks)
 
 
@@ -178,53 +174,6 @@ def test_a_restore_that_a_death_interrupts_must_be_made_again(run, tmp_path, kin
             assert contents(table) == before
             add(table, SOME)
             assert contents(table) == after
-
-
-def victim_in_blocks(parent: Parent, run: str) -> None:
-    part.BLOCK_ROWS = 2
-    with tables.join(run, timeout_s=DEADLINE_S) as world:
-        table = open_table(world, "sum")
-        parent.tell("ready")
-        die_at("lock held", 1)
-        add(table, None)
-
-
-@pytest.mark.parametrize("has_successor", [False, True])
-def test_a_get_waits_for_who_makes_the_rest_of_a_dead_workers_add(run, has_successor):
-    """Else it would answer without an add that is there a moment later."""
-    with (
-        Children() as children,
-        tables.join(run, timeout_s=DEADLINE_S) as world,
-        world.thread_worker() as other,
-        contextlib.ExitStack() as later,
-    ):
-        table, others = (open_table(each, "sum") for each in (world, other))
-        child = children.start(victim_in_blocks, run)
-        assert child.get() == "ready"
-        wait_for_exit(child.pid)
-        if has_successor:
-            assert later.enter_context(world.thread_worker()).worker_id == 2
-        begun, go_on = threading.Event(), threading.Event()
-
-        def fault(reached: str, worker: int) -> None:
-            if reached == "before lock":
-                begun.set()
-                assert go_on.wait(DEADLINE_S)
-
-        fail_points.inject(fault)
-        thread = threading.Thread(target=others.get)
-        thread.start()
-        try:
-            assert begun.wait(DEADLINE_S)
-            world.timeout_s = 0.2
-            with pytest.raises(PeerTimeout, match="log of worker 2"):
-                table.get()
-        finally:
-            world.timeout_s = DEADLINE_S
-            go_on.set()
-            thread.join(DEADLINE_S)
-            fail_points.inject(None)
-        assert torch.equal(table.get(), 1 + DELTA[:ROWS])
 
 
 # --- growing, while others read and write ---------------------------------------------------------

@@ -89,21 +89,6 @@ def copy_to(source: Tensor, target: Tensor) -> None:
         function(source.data_ptr(), target.data_ptr(), num_bytes, past)
 
 
-def copy_finite_to(source: Tensor, target: Tensor) -> bool:
-    """Copy as :func:`copy_to`, and tell whether neither NaN nor infinity was among the numbers.
-
-    Example:
-        >>> copy_finite_to(torch.tensor([1.0, float("nan")]), torch.empty(2))
-        False
-    """
-    is_small = target.nbytes < PAST_CACHE_BYTES
-    if is_small or not target.dtype.is_floating_point or not _lies_plain(source):
-        copy_to(source, target)
-        return all_finite(target)
-    function = FUNCTIONS[f"copy_finite_{DTYPES[target.dtype]}"]
-    return bool(function(source.data_ptr(), target.data_ptr(), target.numel()))
-
-
 def _lies_plain(tensor: Tensor) -> bool:
     """Tell whether memory holds the very numbers: autograd's zeros may have none."""
     return has_memory(tensor) and not tensor.is_conj() and not tensor.is_neg()

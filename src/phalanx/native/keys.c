@@ -111,18 +111,20 @@ int64_t phalanx_keys_get(const keys_part *p, const key_index *index, const int64
 int64_t phalanx_keys_add(const keys_part *p, const key_index *index, const int64_t *keys, int64_t count,
                          const char *delta, int64_t look, int64_t worker, int64_t number, int64_t ms) {
     const part *rows = p->rows;
-    if (look && !phalanx_part_is_finite(rows, delta, count)) return NOT_FINITE;
     if (phalanx_lock_take(rows->lock, ms)) return LATE;
-    int64_t before = rows->header[WORD], answer = DONE, num_keys = counted_by(index, p);
-    if (before & 1)
+    int64_t answer, num_keys = counted_by(index, p);
+    if (rows->header[WORD] & 1)
         answer = UNSETTLED;
     else if (num_keys < 0)
         answer = BEHIND;
+    else if (count > rows->header[RECORDED])
+        answer = CRAMPED;
     else if (phalanx_index_find(index, keys, count, p->counts[STOP], rows->record_rows))
         answer = ABSENT;
     else {
         phalanx_put(&p->counts[NEXT_STOP], p->counts[STOP]);
-        phalanx_part_add_at_once(rows, rows->record_rows, 0, count, delta, worker, number);
+        answer = phalanx_part_add_at_once(rows, rows->record_rows, 0, count, delta, look, worker,
+                                          number);
     }
     phalanx_lock_release(rows->lock);
     return answer;

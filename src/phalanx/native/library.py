@@ -15,16 +15,16 @@ import torch
 
 from phalanx.errors import UnsupportedError
 
-_VERSION = 23  # as in native.h: a library of another one is left alone
+_VERSION = 24  # as in native.h: a library of another one is left alone
 # What returns a number.
 _ANSWERS = (
     "finite",
-    "copy_finite",
     "within",
     "collective",
     "changes",
     "lock_",
-    "part_",
+    "part_add",
+    "part_get",
     "index_find",
     "keys_",
 )
@@ -69,7 +69,7 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
         "changes_wait": [pointer, number, number],
         "collective": [pointer, number],
         "part_add": [pointer, pointer, number, pointer, number, number, number, number],
-        "part_make": [pointer, pointer, number, number, pointer],
+        "part_change": [pointer, pointer, number, number, pointer],
         "part_get": [pointer, pointer, number, pointer],
         "index_insert": [pointer, number],
         "index_find": [pointer, pointer, number, number, pointer],
@@ -79,7 +79,6 @@ def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
     }
     for name in ("float32", "float64", "bfloat16"):
         takes[f"finite_{name}"] = [pointer, number]
-        takes[f"copy_finite_{name}"] = [pointer, pointer, number]
     found: dict[str, Function] = {}
     for name, types in takes.items():
         function = getattr(library, f"phalanx_{name}")
@@ -155,7 +154,7 @@ class PartView(_View):
 
     _fields_ = (
         *_addresses("header", "done", "lock", "values", "record", "record_rows"),
-        *_words("num_rows", "num_cols", "first_row", "dtype"),
+        *_words("num_rows", "num_cols", "first_row", "block_rows", "dtype"),
         ("scale", ctypes.c_double),
     )
 

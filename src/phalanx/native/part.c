@@ -1,5 +1,5 @@
 /* Rows of a part of a table, read and added to by one call. See tables/part.py for the protocol, and
-   for what is not done here: beginning a logged add, ending it, and updaters that have a state. */
+   for what is not done here: updaters that have a state, and undoing what a death interrupted. */
 
 #include <errno.h>
 #include <signal.h>
@@ -8,7 +8,7 @@
 
 #include "part.h"
 
-#define NEAR 4096 /* bytes: such a block, its old values and its delta stay in the first cache */
+#define NEAR (1 << 18) /* bytes: such a block and its delta stay in the second cache */
 
 #define PAST_CACHE (8 << 20) /* bytes: as in memory/blocks.py */
 
@@ -25,7 +25,7 @@ void phalanx_put(word *at, int64_t value) {
     atomic_store_explicit(at, value, memory_order_release);
 }
 
-int phalanx_part_is_finite(const part *p, const void *delta, int64_t num_rows) {
+static int is_finite(const part *p, const void *delta, int64_t num_rows) {
     int64_t count = num_rows * p->num_cols;
     if (p->dtype == FLOAT32) return phalanx_finite_float32(delta, count) != 0;
     if (p->dtype == FLOAT64) return phalanx_finite_float64(delta, count) != 0;
@@ -35,7 +35,8 @@ int phalanx_part_is_finite(const part *p, const void *delta, int64_t num_rows) {
 
 /* Add the delta's rows to rows, one after the other; where `rows` is NULL, to `count` of them from
    `first` on, as if they were one. */
-static void add(const part *p, const int64_t *rows, int64_t first, int64_t count, const char *delta) {
+void phalanx_part_change(const part *p, const int64_t *rows, int64_t first, int64_t count,
+                         const char *delta) {
     static const int64_t none = 0;
     int64_t num_rows = p->num_rows, num_cols = p->num_cols;
     void *values = p->values;
@@ -60,66 +61,63 @@ static void add(const part *p, const int64_t *rows, int64_t first, int64_t count
 }
 
 /* Save and change the `count` rows that begin at row `first` of an add. */
-static void add_block(const part *p, const int64_t *rows, int64_t first_row, int64_t first, int64_t count,
-                      const char *delta) {
+static void add_block(const part *p, const int64_t *rows, int64_t first_row, int64_t first,
+                      int64_t count, const char *delta, int64_t past) {
     word *header = p->header;
-    int64_t row_bytes = p->num_cols * size_of(p->dtype);
-    phalanx_put(&header[AT], 2 * first);
-    atomic_thread_fence(memory_order_seq_cst);
+    int64_t row_bytes = p->num_cols * size_of(p->dtype), *numbers = p->record_rows + first;
+    char *record = p->record + first * row_bytes;
     /* A copy, brought within: what is put back is right, whatever others do to `rows`. */
     if (rows) {
-        phalanx_clamp(rows + first, count, first_row, p->num_rows, p->record_rows);
-        phalanx_take(p->values, p->num_rows, row_bytes, p->record_rows, count, 0, p->record, 0);
-        phalanx_put(&header[COUNT], count);
+        phalanx_clamp(rows + first, count, first_row, p->num_rows, numbers);
+        phalanx_take(p->values, p->num_rows, row_bytes, numbers, count, 0, record, 0);
     } else {
-        memcpy(p->record, p->values + first * row_bytes, (size_t)(count * row_bytes));
-        phalanx_put(&header[COUNT], -count);
+        phalanx_copy(p->values + first * row_bytes, record, count * row_bytes, past);
     }
-    phalanx_put(&header[AT], 2 * first + 1);
+    phalanx_put(&header[AT], first + count);
     atomic_thread_fence(memory_order_seq_cst);
     step();
-    add(p, rows ? p->record_rows : NULL, first, count, delta + first * row_bytes);
+    phalanx_part_change(p, rows ? numbers : NULL, first, count, delta + first * row_bytes);
 }
 
-/* Save and change rows `first` to `stop` of an add that was begun. Rows that follow one another go in
-   blocks that stay in the nearest cache: then memory is passed once. */
-void phalanx_part_make(const part *p, const int64_t *rows, int64_t first, int64_t stop,
-                       const char *delta) {
-    int64_t most = NEAR / (p->num_cols * size_of(p->dtype));
-    if (rows || most < 1) most = rows ? stop - first : 1;
-    for (; first < stop; first += most)
-        add_block(p, rows, 0, first, stop - first < most ? stop - first : most, delta);
-}
-
-/* Make an add of one block, unless it has a number and is in. The lock is held, and WORD even. */
-void phalanx_part_add_at_once(const part *p, const int64_t *rows, int64_t first_row, int64_t count,
-                      const char *delta, int64_t worker, int64_t number) {
+/* Make an add, unless it has a number and is in. The lock is held, and WORD even. If told, look
+   whether each block is finite; where one is not, leave the add as a death would. */
+int64_t phalanx_part_add_at_once(const part *p, const int64_t *rows, int64_t first_row,
+                                 int64_t count, const char *delta, int64_t look, int64_t worker,
+                                 int64_t number) {
     word *header = p->header;
-    int64_t before = header[WORD];
-    if (!count || (number && p->done[worker] >= number)) return;
+    int64_t before = header[WORD], row_bytes = p->num_cols * size_of(p->dtype);
+    int64_t most = rows ? p->block_rows : NEAR > row_bytes ? NEAR / row_bytes : 1;
+    int64_t past = count * row_bytes >= PAST_CACHE; /* then nobody reads the record soon */
+    if (!count || (number && p->done[worker] >= number)) return DONE;
+    if (count > header[RECORDED]) return CRAMPED;
     phalanx_put(&header[WORKER], number ? worker : -1);
     phalanx_put(&header[NUMBER], number);
-    phalanx_put(&header[LOGGED], 0);
+    phalanx_put(&header[BLOCK], rows ? most : 0);
     phalanx_put(&header[AT], 0);
     phalanx_put(&header[WORD], before + 1);
-    add_block(p, rows, first_row, 0, count, delta);
-    phalanx_put(&header[AT], 2 * count);
+    for (int64_t first = 0; first < count; first += most) {
+        int64_t some = count - first < most ? count - first : most;
+        if (look && !is_finite(p, delta + first * row_bytes, some)) return NOT_FINITE;
+        add_block(p, rows, first_row, first, some, delta, past);
+    }
+    phalanx_put(&header[AT], ALL);
     if (number) phalanx_put(&p->done[worker], number);
     phalanx_put(&header[WORD], before + 2);
     step();
+    return DONE;
 }
 
-/* Add to at most so many rows as the record holds, whole or not at all: all rows of the part where `rows` is NULL.
-   Look first whether the delta is finite, if told. An add with a number, of a worker, counts once. */
+/* Add to rows, whole or not at all: to all rows of the part where `rows` is NULL. An add with a
+   number, of a worker, counts once. */
 int64_t phalanx_part_add(const part *p, const int64_t *rows, int64_t count, const char *delta,
                          int64_t look, int64_t worker, int64_t number, int64_t ms) {
     if (rows && !phalanx_within(rows, count, p->first_row, p->num_rows)) return OUTSIDE;
-    if (look && !phalanx_part_is_finite(p, delta, count)) return NOT_FINITE;
     if (phalanx_lock_take(p->lock, ms)) return LATE;
-    int64_t is_settled = !(p->header[WORD] & 1);
-    if (is_settled) phalanx_part_add_at_once(p, rows, p->first_row, count, delta, worker, number);
+    int64_t answer = UNSETTLED;
+    if (!(p->header[WORD] & 1))
+        answer = phalanx_part_add_at_once(p, rows, p->first_row, count, delta, look, worker, number);
     phalanx_lock_release(p->lock);
-    return is_settled ? DONE : UNSETTLED;
+    return answer;
 }
 
 /* Copy rows, all of them if `count` is negative, of one moment, without the lock; UNSETTLED where

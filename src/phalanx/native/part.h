@@ -6,8 +6,9 @@
 #include "native.h"
 
 /* See part.c, and tables/part.py for the words of the header and the answers. */
-enum { WORD, WORKER, NUMBER, LOGGED, AT, COUNT };
-enum { DONE, LATE, OUTSIDE, NOT_FINITE, UNSETTLED, BEHIND, ABSENT };
+enum { WORD, WORKER, NUMBER, BLOCK, AT, RECORDED };
+enum { DONE, LATE, OUTSIDE, NOT_FINITE, UNSETTLED, BEHIND, ABSENT, CRAMPED };
+enum { ALL = -1 };
 enum { FLOAT32, FLOAT64, INT32, INT64, BFLOAT16 };
 
 typedef _Atomic int64_t word;
@@ -19,7 +20,7 @@ typedef struct {
     phalanx_lock *lock;
     char *values, *record;
     int64_t *record_rows;
-    int64_t num_rows, num_cols, first_row, dtype;
+    int64_t num_rows, num_cols, first_row, block_rows, dtype;
     double scale;
 } part;
 
@@ -31,6 +32,6 @@ static inline int64_t size_of(int64_t dtype) {
 }
 
 void phalanx_put(word *at, int64_t value);
-int phalanx_part_is_finite(const part *p, const void *delta, int64_t num_rows);
-void phalanx_part_add_at_once(const part *p, const int64_t *rows, int64_t first_row, int64_t count,
-                      const char *delta, int64_t worker, int64_t number);
+int64_t phalanx_part_add_at_once(const part *p, const int64_t *rows, int64_t first_row,
+                                 int64_t count, const char *delta, int64_t look, int64_t worker,
+                                 int64_t number);

@@ -79,7 +79,6 @@ class KeyPart(TablePart):
 
     def __init__(self, memory: TableMemory, *args: Any) -> None:  # Any: as `TablePart` takes them
         super().__init__(memory, *args)
-        self._memory = memory
         self._keys, self._counts = memory.keys, memory.counts
         self._first_rows = RowInitializer(memory.spec, memory.region, memory.first_row_at)
         self._following = threading.Lock()
@@ -173,13 +172,13 @@ class KeyPart(TablePart):
     # --- changing: the lock is held ---------------------------------------------------------------
 
     def _add_once(self, entry: Entry, wait_ms: int) -> int:
-        rows, delta, worker, _, number, unchecked = entry
+        rows, delta, worker, _, number = entry
         assert rows is not None
         at, count, source = rows.data_ptr(), rows.numel(), delta.data_ptr()
         index = self._known
         for _ in range(_ATTEMPTS):
             answer: int = self._add_keys_in_c(
-                self._keys_at, index.at, at, count, source, unchecked, worker, number, wait_ms
+                self._keys_at, index.at, at, count, source, self._looks, worker, number, wait_ms
             )
             if answer != BEHIND:
                 return answer
@@ -196,13 +195,11 @@ class KeyPart(TablePart):
 
     def _places_of(self, keys: Tensor) -> Tensor:
         """Return the places of keys; bring those that are not there."""
-        places, counts = torch.empty_like(keys), self._counts
-        stop, is_begun = counts[_STOP], self._header[0] & 1
+        places, stop = torch.empty_like(keys), self._counts[_STOP]
         self._follow(settled=True).find(keys, stop, places)
         absent = places < 0
         new, which = torch.unique(keys[absent], return_inverse=True)
-        if not is_begun:  # else they have been brought, in the same order
-            self._bring(new)
+        self._bring(new)
         places[absent] = stop + which
         return places
 

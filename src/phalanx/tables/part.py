@@ -1,43 +1,43 @@
 """A range of rows that processes share; a killed process never leaves it half changed.
 
-    header   | WORD | WORKER | NUMBER | LOGGED | AT | COUNT | UNDONE | ·        8 bytes each
-    record   old values and states of one block of rows, and the numbers of these rows
+    header   | WORD | WORKER | NUMBER | BLOCK | AT | RECORDED | NUMBERED | UNDONE |   8 bytes each
+    record   old values and states of the rows of one add, and the numbers of these rows
     DONE     for each worker, the number of the last of its numbered adds that is in
 
 # Note [An add, store by store]
 
-    WORKER, NUMBER, LOGGED   whose add it is
+    WORKER, NUMBER           whose add it is
+    BLOCK                    how many rows are changed at once; 0 where the add is of all rows
     AT = 0
     WORD odd                 an add is under way
     for each block of rows:
-      AT = 2 · first         the block that begins at row `first` of the add is next, and untouched
-      old rows → record; COUNT    of rows in it, negative where they follow one another
-      AT = 2 · first + 1     its old rows are in the record
+      old rows → record      behind those of the blocks before
+      AT                     so many rows of the add are in the record
       rows changed
-    AT = 2 · (all rows)      all are changed
+    AT = ALL                 all are changed
     DONE[WORKER] = NUMBER    where the add has a number
     WORD + 1                 even
 
-Whoever takes the lock and finds WORD odd settles: if AT is odd it puts the record back. Then an add
-that is in its worker's log (log.py) is made from row AT / 2 on, so what was logged will be whole.
-One that is not, of one block, is over: absent if the record was put back or nothing was changed,
-else whole. A death while somebody settles changes nothing in that.
+Whoever takes the lock and finds WORD odd settles: it puts the rows of the record back, the last
+block first, because a row may be in several; then the add is absent. Where AT is ALL, it ends the
+add instead. A death while somebody settles changes nothing in that. An add with a number counts
+once however often it is asked for: DONE says so, and it changes between the last row and the end.
 
-So an add with a number counts once however often it is asked for: DONE says so, and it changes
-between the last row and the end of the add.
+The record has memory for RECORDED rows, and for the numbers of NUMBERED; both grow with the adds.
 
 # Note [Reading without the lock]
 A reader notes an even WORD, copies, and looks at WORD again: where it is the same, no add had begun
 meanwhile. Else it tries again, and then takes the lock. So a get waits for an add that is under
 way, whichever rows it changes.
 
-C (native/part.c) does both where the updater has no state, with fences for processors that reorder
-stores: an add of one block in one call, each larger block in one, cut so that it stays in the
-nearest cache. Other updaters, and values that are assigned, are written in Python.
+C (native/part.c) does both in one call where the updater has no state, with fences for processors
+that reorder stores. It looks at each block of a delta before it changes rows: where one is not
+finite, it leaves the add as a death would. Other updaters, new keys, and values that are assigned
+are written in Python.
 
 # Note [A restore]
-It takes the place of everything, and has no record: LOGGED = 2 while it is under way. Where a death
-interrupts it, all calls say so until the table is restored again.
+It takes the place of everything, and has no record: AT = RESTORING while it is under way. Where a
+death interrupts it, all calls say so until the table is restored again.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from torch import Tensor
 
 from phalanx.errors import StateError
 from phalanx.ipc import Mutex, Waiting, fail_point, fail_points
-from phalanx.memory import all_finite, all_within, copy_to
+from phalanx.memory import all_within, copy_to
 from phalanx.native import DTYPES, FUNCTIONS, PartView, address_of
-from phalanx.tables.table_memory import TableMemory
+from phalanx.tables.table_memory import NUMBERED, RECORDED, TableMemory
 from phalanx.tables.updaters import Change
-from phalanx.tables.values import outside
+from phalanx.tables.values import nonfinite, outside, refuse_nonfinite
 
 POINTS = (
     "before lock",
@@ -66,19 +66,21 @@ POINTS = (
 )
 """Fail points of an add, in order (:func:`phalanx.ipc.fail_point`)."""
 
-BLOCK_ROWS = 1 << 18  # changed at once, where the record has room for them
-_WORD, _WORKER, _NUMBER, _LOGGED, _AT, _COUNT, _UNDONE = range(7)
-DONE, _LATE, _OUTSIDE, _NOT_FINITE, UNSETTLED, BEHIND, _ABSENT = range(7)
+BLOCK_ROWS = 1 << 18  # changed at once, where their numbers stay in the cache
+_BLOCK_ELEMENTS = 1 << 18
+_WORD, _WORKER, _NUMBER, _BLOCK, _AT = range(5)
+_UNDONE = 7
+DONE, _LATE, _OUTSIDE, _NOT_FINITE, UNSETTLED, BEHIND, _ABSENT, _CRAMPED = range(8)
 """What C answers."""
+_ALL, _RESTORING = -1, -2  # in place of how many rows are in the record
 _NOBODY = -1
-_RESTORES = 2
 _SLICE_MS = 20
 
 T = TypeVar("T")
 
 
 class Entry(NamedTuple):
-    """One add, checked.
+    """One add.
 
     Attributes:
         rows: Of the part, as the table numbers them; None for all.
@@ -86,7 +88,6 @@ class Entry(NamedTuple):
         worker: The one that adds.
         assigns: Whether the delta is the new value.
         number: Of an add that may come again, among those of its worker, from 1; else 0.
-        unchecked: Whether the delta must be finite and has not been looked at yet.
     """
 
     rows: Tensor | None
@@ -94,11 +95,6 @@ class Entry(NamedTuple):
     worker: int
     assigns: bool = False
     number: int = 0
-    unchecked: bool = False
-
-
-class NotFinite(Exception):
-    """A delta that had to be finite is not; the table is as it was."""
 
 
 class TablePart:
@@ -107,26 +103,20 @@ class TablePart:
     Args:
         memory: The table's.
         lock: Held to change anything.
-        logged: Returns what of a logged add is this part's, by worker and number.
     """
 
-    def __init__(
-        self,
-        memory: TableMemory,
-        lock: Mutex,
-        logged: Callable[[int, int], Entry],
-    ) -> None:
+    def __init__(self, memory: TableMemory, lock: Mutex) -> None:
         spec = memory.spec
         self.lock = lock
         self.parts = parts = memory.columns
         self.first_row = spec.first_row
         self.num_rows, num_cols = parts[0].shape
-        self._old_parts, self._old_numbers = memory.record()
-        self.most_rows = min(len(self._old_numbers), BLOCK_ROWS)
+        self._memory = memory
+        self._old_parts, self._old_numbers = memory.old_columns, memory.old_numbers
+        self._block_rows = max(1, min(_BLOCK_ELEMENTS // num_cols, BLOCK_ROWS))
         self._header, self._done = memory.header, memory.done
         self._spec = spec
         self._updater = updater = spec.updater
-        self._logged = logged
         self._view = PartView(
             address_of(self._header),
             address_of(self._done),
@@ -137,13 +127,15 @@ class TablePart:
             self.num_rows,
             num_cols,
             self.first_row,
+            self._block_rows,
             list(DTYPES).index(parts[0].dtype),
             1.0 if updater.scale is None else updater.scale,
         )
         self._at = self._view.address
         self._is_simple = updater.scale is not None
+        self._looks = int(spec.nonfinite != "allow")
         self._get_in_c, self._add_in_c = FUNCTIONS["part_get"], FUNCTIONS["part_add"]
-        self._make_in_c = FUNCTIONS["part_make"]
+        self._change_in_c = FUNCTIONS["part_change"]
 
     def begin(self, init: Tensor) -> None:
         """Give a new part its first values: one number, or all of its rows."""
@@ -154,7 +146,7 @@ class TablePart:
 
     @property
     def num_undone(self) -> int:
-        """How many adds a death had interrupted that others put back, or ended."""
+        """How many adds have been put back."""
         return self._header[_UNDONE]
 
     def has(self, worker: int, number: int) -> bool:
@@ -192,86 +184,126 @@ class TablePart:
     # --- changing ---------------------------------------------------------------------------------
 
     def add(self, entry: Entry, timeout_s: float) -> None:
-        """Take one add of one block, whole or not at all; one that has a number, once.
+        """Take one add, whole or not at all; one that has a number, once.
 
         Raises:
-            NotFinite: The entry was unchecked, and is not.
-            ConfigError: A row is not of this part.
+            ConfigError: A row is not of this part, or the delta holds what the table rejects.
+            OutOfSpace: There is no memory for the record. Nothing is changed.
         """
         if self._is_simple and not entry.assigns and fail_points.fault is None:
             answer = self._add_once(entry, 0)
             if answer != DONE:
                 self._add_after(answer, entry, timeout_s)
-            return
-        self._refuse_outside(entry.rows)
-        self.change(checked(entry), timeout_s, logged=False)
-
-    def _refuse_outside(self, rows: Tensor | None) -> None:
-        if rows is not None and not all_within(rows, self.num_rows, self.first_row):
-            raise outside(rows, self._spec)
+        else:
+            self._add_in_python(entry, timeout_s)
 
     def _add_after(self, answer: int, entry: Entry, timeout_s: float) -> None:
         """Take an add that C has not taken at once."""
         waiting = Waiting(timeout_s)
         while answer != DONE:
-            if answer == _NOT_FINITE:
-                raise NotFinite
             if answer == _OUTSIDE:
                 assert entry.rows is not None
                 raise outside(entry.rows, self._spec)
             if answer == _ABSENT:
-                self.change(entry, waiting.remaining_s(), logged=False)
+                self._add_in_python(entry, waiting.remaining_s())
                 return
-            if answer == UNSETTLED:
+            if answer in (UNSETTLED, _NOT_FINITE):
                 self._call_settled(bool, timeout_s)
+            if answer == _NOT_FINITE:
+                raise nonfinite(self._spec, "delta")
+            if answer == _CRAMPED:
+                self._call_settled(lambda: self._extend_record(entry), timeout_s)
             if waiting.over():
                 raise self.lock.late(timeout_s)
             answer = self._add_once(entry, _SLICE_MS)
 
     def _add_once(self, entry: Entry, wait_ms: int) -> int:
-        rows, delta, worker, _, number, unchecked = entry
+        rows, delta, worker, _, number = entry
         at, count = (None, self.num_rows) if rows is None else (rows.data_ptr(), rows.numel())
         source = delta.data_ptr()
         answer: int = self._add_in_c(
-            self._at, at, count, source, unchecked, worker, number, wait_ms
+            self._at, at, count, source, self._looks, worker, number, wait_ms
         )
         return answer
 
-    def change(self, entry: Entry, timeout_s: float, *, logged: bool) -> None:
-        """Take one add, whole or not at all; one that has a number, once.
-
-        Args:
-            entry: The add, checked.
-            timeout_s: How long to wait for the lock.
-            logged: Whether others find it in its worker's log, so that it may have several blocks.
-        """
+    def _add_in_python(self, entry: Entry, timeout_s: float) -> None:
+        self._refuse_outside(entry.rows)
+        refuse_nonfinite(entry.delta, self._spec, "delta")
         fail_point("before lock")
         with self.lock.held(timeout_s):
             fail_point("lock held")
             self._settle()
             if entry.number and self.has(entry.worker, entry.number):
                 return
+            self._extend_record(entry)
             entry = self._prepared(entry)
-            self._rehearse(entry)
-            self._begin(entry, logged=logged)
+            self._begin(entry)
             try:
-                self._make(entry, 0)
+                self._change_rows(entry)
             except Exception:  # of the updater
-                if self._header[_AT] == 0:  # else whoever comes next settles
-                    if logged:
-                        self._done[entry.worker] = entry.number
-                    self._header[_WORD] += 1
+                self._undo()
                 raise
+            self._header[_AT] = _ALL
+            self._end(entry.worker, entry.number)
             fail_point("before unlock")
         fail_point("after unlock")
 
-    def _begin(self, entry: Entry, *, logged: bool) -> None:
+    def _refuse_outside(self, rows: Tensor | None) -> None:
+        if rows is not None and not all_within(rows, self.num_rows, self.first_row):
+            raise outside(rows, self._spec)
+
+    def _extend_record(self, entry: Entry) -> None:
+        """Have memory for the record of an add. The lock is held, and nothing is half made."""
+        has_numbers = entry.rows is not None
+        count = self.num_rows if entry.rows is None else entry.rows.numel()
+        if count > self._header[NUMBERED if has_numbers else RECORDED]:
+            self._memory.extend_record(count, has_numbers=has_numbers)
+
+    def _prepared(self, entry: Entry) -> Entry:
+        """Return an add with its rows counted from the part's first, each once if it must be."""
+        if entry.rows is None:
+            return entry
+        rows, delta = entry.rows - self.first_row, entry.delta
+        if not (self._is_simple or entry.assigns):  # rows that are assigned are there once
+            rows, delta = add_up_repeats(rows, delta)
+        return entry._replace(rows=rows, delta=delta)
+
+    def _begin(self, entry: Entry) -> None:
         header = self._header
         header[_WORKER] = entry.worker if entry.number else _NOBODY
         header[_NUMBER] = entry.number
-        header[_LOGGED] = logged
+        header[_BLOCK] = 0 if entry.rows is None else self._block_rows
         header[_AT] = 0
         header[_WORD] += 1
+
+    def _change_rows(self, entry: Entry) -> None:
+        count, block = len(entry.delta), self._block_rows
+        for first in range(0, count, block):
+            span = slice(first, min(first + block, count))
+            rows: slice | Tensor = span
+            if entry.rows is not None:
+                rows = self._old_numbers[span].copy_(entry.rows[span])
+            news = [part[rows].clone() for part in self.parts]
+            for old, new in zip(self._old_parts, news, strict=True):
+                old[span] = new
+            self._header[_AT] = span.stop
+            fail_point("undo written")
+            self._change_block(rows, entry.delta[span], news, assigns=entry.assigns)
+            fail_point("half the rows written")
+
+    def _change_block(
+        self, rows: slice | Tensor, delta: Tensor, news: list[Tensor], *, assigns: bool
+    ) -> None:
+        if self._is_simple and not assigns:
+            at, first = (None, rows.start) if isinstance(rows, slice) else (rows.data_ptr(), 0)
+            self._change_in_c(self._at, at, first, len(delta), delta.data_ptr())
+            return
+        if assigns:
+            news = [delta]
+        else:
+            self._updater.apply(Change(news[0], delta, news[1:]))
+        for part, new in zip(self.parts, news, strict=False):
+            part[rows] = new
 
     def _end(self, worker: int, number: int) -> None:
         self._commit()
@@ -282,117 +314,37 @@ class TablePart:
     def _commit(self) -> None:
         """Let what an add has brought count; a part of rows has nothing."""
 
+    # --- undoing: the lock is held ----------------------------------------------------------------
+
     def _settle(self) -> None:
-        """End what a dead process has begun. The lock is held."""
+        """Undo, or end, what a dead process has begun."""
         header = self._header
         if not header[_WORD] & 1:
             return
-        at, worker, number = header[_AT], header[_WORKER], header[_NUMBER]
-        if header[_LOGGED] == _RESTORES:
+        if header[_AT] == _RESTORING:
             raise StateError(
                 f"Table {self._spec.name!r} must be restored as a whole, but its master died "
                 "meanwhile. Call `restore` again."
             )
-        if at & 1:
-            self._put_back()
-        if header[_LOGGED]:
-            entry = self._prepared(self._logged(worker, number))
-            header[_UNDONE] += 1
-            self._make(entry, at >> 1)
-        elif at & 1 or at == 0:
-            header[_UNDONE] += 1
-            header[_WORD] += 1
+        if header[_AT] == _ALL:
+            self._end(header[_WORKER], header[_NUMBER])
         else:
-            self._end(worker, number)
+            header[_UNDONE] += 1
+            self._undo()
+
+    def _undo(self) -> None:
+        self._put_back()
+        self._header[_WORD] += 1
 
     def _put_back(self) -> None:
-        count, first = self._header[_COUNT], self._header[_AT] >> 1
+        count, block = self._header[_AT], self._header[_BLOCK]
         for part, old in zip(self.parts, self._old_parts, strict=True):
-            if count < 0:
-                part[first : first - count] = old[:-count]
-            else:
-                part.index_copy_(0, self._old_numbers[:count], old[:count])
-
-    def _prepared(self, entry: Entry) -> Entry:
-        """Return an add with its rows counted from the part's first, each once if it must be."""
-        rows, delta, *_ = entry
-        if rows is None:
-            return entry
-        rows = rows - self.first_row if self.first_row else rows
-        if self._is_simple and not entry.assigns:
-            return entry._replace(rows=rows)
-        if not entry.assigns:  # whose rows are there once
-            rows, delta = add_up_repeats(rows, delta)
-        return entry._replace(rows=rows, delta=delta)
-
-    def _rehearse(self, entry: Entry) -> None:
-        """Let a user's updater raise before anything is changed, where there are several blocks."""
-        count = self.num_rows if entry.rows is None else entry.rows.numel()
-        if count > self.most_rows and not self._updater.is_built_in:
-            for first in range(0, count, self.most_rows):
-                stop = min(first + self.most_rows, count)
-                rows = None if entry.rows is None else entry.rows[first:stop]
-                self._apply(entry, rows, first, stop)
-
-    def _make(self, entry: Entry, first: int) -> None:
-        """Make an add that was begun, from its row ``first`` on, and end it."""
-        header = self._header
-        count = self.num_rows if entry.rows is None else entry.rows.numel()
-        in_c = self._is_simple and not entry.assigns
-        while first < count:
-            stop = min(first + self.most_rows, count)
-            if in_c:
-                self._change_in_c(entry, first, stop)
-            else:
-                self._change_block(entry, first, stop)
-            first = stop
-            fail_point("half the rows written")
-        header[_AT] = 2 * max(count, 1)
-        self._end(entry.worker, entry.number)
-
-    def _change_in_c(self, entry: Entry, first: int, stop: int) -> None:
-        rows, delta = entry.rows, entry.delta
-        at = None if rows is None else rows.data_ptr()
-        self._make_in_c(self._at, at, first, stop, delta.data_ptr())
-
-    def _change_block(self, entry: Entry, first: int, stop: int) -> None:
-        header = self._header
-        header[_AT] = 2 * first
-        rows = self._save(entry.rows, first, stop)
-        news = self._apply(entry, rows, first, stop)
-        header[_AT] = 2 * first + 1
-        fail_point("undo written")
-        for target, new in zip(self.parts, news, strict=False):
-            if rows is None:
-                target[first:stop] = new
-            else:
-                target.index_copy_(0, rows, new)
-
-    def _save(self, rows: Tensor | None, first: int, stop: int) -> Tensor | None:
-        """Copy old rows into the record, and return their numbers, which stay as they are."""
-        count = stop - first
-        if rows is None:
-            for part, old in zip(self.parts, self._old_parts, strict=True):
-                copy_to(part[first:stop], old[:count])
-            self._header[_COUNT] = -count
-            return None
-        numbers = self._old_numbers[:count]
-        # Brought within, so that no other memory is written, whatever happens to `rows`.
-        torch.clamp(rows[first:stop], 0, self.num_rows - 1, out=numbers)
-        for part, old in zip(self.parts, self._old_parts, strict=True):
-            torch.index_select(part, 0, numbers, out=old[:count])
-        self._header[_COUNT] = count
-        return numbers
-
-    def _apply(self, entry: Entry, rows: Tensor | None, first: int, stop: int) -> list[Tensor]:
-        """Return the values of a block, and its states unless the values are assigned."""
-        delta = entry.delta[first:stop]
-        if entry.assigns:
-            return [delta]
-        chosen = slice(first, stop) if rows is None else rows
-        news = [part[chosen].clone() for part in self.parts]
-        self._updater.apply(Change(news[0], delta, news[1:]))
-        return news
+            if not block:
+                copy_to(old[:count], part[:count])
+                continue
+            for first in reversed(range(0, count, block)):
+                span = slice(first, min(first + block, count))
+                part[self._old_numbers[span]] = old[span]
 
     # --- restoring --------------------------------------------------------------------------------
 
@@ -404,14 +356,13 @@ class TablePart:
         """
         header = self._header
         with self.lock.held(timeout_s):
-            if header[_LOGGED] != _RESTORES:
+            if header[_AT] != _RESTORING:
                 self._settle()
             self._reserve(len(parts[0]))
-            header[_LOGGED] = _RESTORES
+            header[_AT] = _RESTORING
             header[_WORD] |= 1
             self._replace(parts)
             header[_WORD] += 1
-            header[_LOGGED] = 0
 
     def _reserve(self, stop: int) -> None:
         """Have memory for so many rows; where they are numbered, it is there."""
@@ -420,19 +371,6 @@ class TablePart:
         for own, given in zip(self.parts, parts, strict=True):
             own.copy_(given)
             fail_point("restoring")
-
-
-def checked(entry: Entry) -> Entry:
-    """Return an add after a look at its numbers.
-
-    Raises:
-        NotFinite: It was unchecked, and is not.
-    """
-    if not entry.unchecked:
-        return entry
-    if not all_finite(entry.delta):
-        raise NotFinite
-    return entry._replace(unchecked=False)
 
 
 def add_up_repeats(rows: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:

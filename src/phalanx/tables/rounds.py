@@ -11,8 +11,8 @@ this table; the clocks of membership.py count ticks.
 A worker's adds stay in its own log (log.py) until their round is applied. A dead worker loses no
 logged add: the next round applies its log. A worker may die while it applies a round: the part
 knows which adds it has (part.py), and the next worker resumes there. A worker that joins meanwhile
-first finishes that round (TAKEN is ahead of APPLIED); otherwise its own
-adds would be missing in a round that has been merged. A new worker with the number of a dead or
+first finishes that round (TAKEN is ahead of APPLIED); otherwise its own adds would be missing in a
+round that has been merged. A new worker with the number of a dead or
 departed one inherits its line: the logged updates are applied, the arrival of the other incarnation
 is discarded. A worker whose get ends at the deadline has arrived all the same; its next get is the
 same one.
@@ -21,16 +21,22 @@ same one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from contextlib import nullcontext
 
-from phalanx.ipc import Mutex, late_peers
-from phalanx.tables.log import WorkerLog
+from phalanx.ipc import Mutex, Waiting, late_peers
+from phalanx.tables.log import NUM_LOGS, WorkerLog, first_number
 from phalanx.tables.membership import Membership
-from phalanx.tables.part import Entry
-from phalanx.tables.table_memory import APPLIED, ARRIVED_AS, CLOCK, LOGS, TAKEN, TableMemory
-
-_NUM_LOGS = 2
+from phalanx.tables.part import Entry, TablePart
+from phalanx.tables.run_regions import RunRegions
+from phalanx.tables.table_memory import (
+    APPLIED,
+    ARRIVED_AS,
+    CLOCK,
+    LOGS,
+    MERGED,
+    TAKEN,
+    TableMemory,
+)
 
 
 class Rounds:
@@ -40,8 +46,8 @@ class Rounds:
         memory: The table's.
         lock: Held to take a round in.
         membership: The workers that must arrive.
-        log_of: Returns a worker's log.
-        take_in: Makes the adds of a round, in order; called with the lock held.
+        regions: Where the logs' memory comes from.
+        part: The rows that a round changes.
     """
 
     def __init__(
@@ -49,16 +55,25 @@ class Rounds:
         memory: TableMemory,
         lock: Mutex,
         membership: Membership,
-        log_of: Callable[[int], WorkerLog],
-        take_in: Callable[[int, list[Entry], float], None],
+        regions: RunRegions,
+        part: TablePart,
     ) -> None:
         self._memory = memory
         self._line = memory.table
         self._lock = lock
         self._membership = membership
-        self._log_of = log_of
-        self._take_in = take_in
+        self._regions = regions
+        self._part = part
+        self._how = memory.spec.updater.merge
+        self._logs: dict[int, WorkerLog] = {}
         self._mutex = threading.Lock()  # threads may share a worker, and so its line
+
+    def _log_of(self, worker: int) -> WorkerLog:
+        log = self._logs.get(worker)
+        if log is None:
+            lock = self._memory.lock_of_log(worker, self._membership.worker_of)
+            log = self._logs[worker] = WorkerLog(self._memory, worker, lock, self._regions)
+        return log
 
     def enter(self, worker: int, timeout_s: float) -> None:
         """Begin with the round that is open now."""
@@ -80,7 +95,7 @@ class Rounds:
         with log.lock.held(timeout_s), self._mutex if number is None else nullcontext():
             number = self.clock_of(entry.worker) + 1 if number is None else number
             if number > self._line[APPLIED]:
-                log.append_to_round(entry, number, self._line[APPLIED])
+                log.append(entry, number, self._line[APPLIED])
 
     def clock_of(self, worker: int) -> int:
         """Return the last round that ``worker`` has arrived at."""
@@ -146,14 +161,29 @@ class Rounds:
 
     def _take(self, number: int, timeout_s: float) -> None:
         """Apply the logged adds of a round. The lock is held."""
-        rounds = [self._memory.of_workers(LOGS + 2 * index) for index in range(_NUM_LOGS)]
-        entries = [
+        waiting = Waiting(timeout_s)
+        self._line[TAKEN] = number
+        for entry in self._merged(self._entries(number), number):
+            self._part.add(entry, waiting.remaining_s())
+        self._line[APPLIED] = number
+        self._membership.changes.tell()
+
+    def _entries(self, number: int) -> list[Entry]:
+        rounds = [self._memory.of_workers(LOGS + 2 * index) for index in range(NUM_LOGS)]
+        return [
             entry
             for worker, numbers in enumerate(zip(*rounds, strict=True))
             if number in numbers
-            for entry in self._log_of(worker).entries_of_round(number)
+            for entry in self._log_of(worker).entries(number)
         ]
-        self._line[TAKEN] = number
-        self._take_in(number, entries, timeout_s)
-        self._line[APPLIED] = number
-        self._membership.changes.tell()
+
+    def _merged(self, entries: list[Entry], number: int) -> list[Entry]:
+        """Make one add of a round's, in their order, where the updater wants it so."""
+        if self._how is None or not entries or any(entry.rows is not None for entry in entries):
+            return entries
+        merged = entries[0].delta.clone()
+        for entry in entries[1:]:
+            merged.add_(entry.delta)
+        if self._how == "mean":
+            merged.div_(len(entries))
+        return [Entry(None, merged, MERGED, number=first_number(number))]

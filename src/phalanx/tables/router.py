@@ -20,10 +20,10 @@ from phalanx.errors import PhalanxError
 from phalanx.ipc import Waiting, fail_point, fail_points
 from phalanx.memory import all_within
 from phalanx.tables.asking import abandon, ask, wait_for
-from phalanx.tables.own_part import ALL_FINISHED, OwnPart
-from phalanx.tables.part import Entry, TablePart, checked
+from phalanx.tables.own_part import OwnPart
+from phalanx.tables.part import Entry
 from phalanx.tables.spec import TableSpec
-from phalanx.tables.values import outside
+from phalanx.tables.values import outside, refuse_nonfinite
 
 if TYPE_CHECKING:  # else runs on one host would import what speaks to others
     from phalanx.cluster import RemoteCall
@@ -54,11 +54,9 @@ class Router:
         self._cut = here.cut
         self._others: dict[int, dict[int, RemotePart]] = {}  # by worker, then by index
         self._turns: dict[int, threading.Lock] = {}  # by worker
-        self._unfinished = here.memory.unfinished
         self._part = here.part
-        self._only = here.part if remote is None else None  # the part, where there is one
         in_order = spec.staleness.is_bulk_synchronous or spec.updater.remembers
-        self._looks_itself = spec.has_keys or (self._only is not None and not in_order)
+        self._looks_itself = spec.has_keys or (remote is None and not in_order)
 
     def remote_parts(self, worker: int) -> dict[int, RemotePart]:
         """Return the parts on other hosts, by their index, as a worker uses them."""
@@ -118,11 +116,9 @@ class Router:
 
     def read(self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float) -> None:
         """Copy rows, checked, into ``out``, as ``worker``."""
-        if self._unfinished.tobytes() != ALL_FINISHED:
-            self.here.end_logged_adds(timeout_s)
         if fail_points.fault is not None:
             fail_point("before read")
-        if self._only is not None or self._cut.is_own(rows):
+        if self._remote is None or self._cut.is_own(rows):
             self._part.read(rows, out, timeout_s)
         else:
             self._read_parts(rows, out, worker, timeout_s)
@@ -168,22 +164,14 @@ class Router:
     # --- changing ---------------------------------------------------------------------------------
 
     def add(self, entry: Entry, timeout_s: float) -> None:
-        """Take one add, whole or not at all on each host; one with a number, once.
-
-        Raises:
-            NotFinite: The entry was unchecked, and is not.
-        """
-        if self._unfinished.tobytes() != ALL_FINISHED:
-            self.here.end_logged_adds(timeout_s)
-        only, rows = self._only, entry.rows
-        if only is not None and not entry.number and _count(rows, only) <= only.most_rows:
-            only.add(entry, timeout_s)
-        elif self._remote is None or self._cut.is_own(rows):
-            self.here.add(entry, timeout_s)
+        """Take one add, whole or not at all on each host; one with a number, once."""
+        if self._remote is None or self._cut.is_own(entry.rows):
+            self._part.add(entry, timeout_s)
         else:
-            self._add_to_hosts(checked(entry), timeout_s)
+            self._add_to_hosts(entry, timeout_s)
 
     def _add_to_hosts(self, entry: Entry, timeout_s: float) -> None:
+        refuse_nonfinite(entry.delta, self.spec, "delta")
         mine, others = self._cut_add(entry)
         waiting, parts = Waiting(timeout_s), self.remote_parts(entry.worker)
 
@@ -192,7 +180,7 @@ class Router:
 
         def add_here() -> None:
             if mine is not None:
-                self.here.add(mine, timeout_s)
+                self._part.add(mine, timeout_s)
 
         with self._turn_of(entry.worker):
             ask([partial(begin, index) for index in others], add_here)
@@ -221,11 +209,12 @@ class Router:
 
     def put(self, entry: Entry, timeout_s: float) -> None:
         """Log an add for its worker's round, on every host that has rows of it."""
+        refuse_nonfinite(entry.delta, self.spec, "delta")
         rounds = self.here.rounds
         if self._remote is None:
             rounds.put(entry, timeout_s)
             return
-        mine, others = self._cut_add(checked(entry))
+        mine, others = self._cut_add(entry)
         parts = self.remote_parts(entry.worker)
 
         def begin(index: int) -> RemoteCall:
@@ -280,7 +269,6 @@ class Router:
 
         Each part's are of one moment; keys ascend.
         """
-        self.here.end_logged_adds(timeout_s)
         parts = self._all_parts(worker)
         if self.spec.has_keys:
             found = [part.copy_all(timeout_s) for part in parts]
@@ -300,7 +288,6 @@ class Router:
 
     def replace_all(self, parts: list[Tensor], worker: int, timeout_s: float) -> None:
         """Replace everything by what :meth:`copy_all` returned."""
-        self.here.end_logged_adds(timeout_s)
         of_part: Callable[[int], Any] = self._cut.span  # Any: what a tensor may be indexed by
         if self.spec.has_keys:
             owners = torch.from_numpy(self._cut.owners(parts[0].numpy()).astype("int64"))
@@ -310,16 +297,14 @@ class Router:
 
     def num_keys(self, worker: int) -> int:
         """Return how many keys are there."""
-        self.here.end_logged_adds(_CALL_S)
         return sum(part.num_keys(_CALL_S) for part in self._all_parts(worker))
 
     def keys(self, worker: int, timeout_s: float) -> Tensor:
         """Return the keys that are there, in ascending order."""
-        self.here.end_logged_adds(timeout_s)
         return torch.cat([part.keys(timeout_s) for part in self._all_parts(worker)]).sort().values
 
     def num_undone(self, worker: int) -> int:
-        """Return how many interrupted adds any worker undid or completed, on all hosts."""
+        """Return how many interrupted adds any worker undid, on all hosts."""
         others = self.remote_parts(worker).values()
         return self._part.num_undone + sum(part.num_undone(_CALL_S) for part in others)
 
@@ -332,7 +317,3 @@ class Router:
         """Let go of the memory, also where somebody keeps a handle of the table."""
         for each in (self.here, self):  # the parts refer to `here`, and would keep each other
             vars(each).clear()
-
-
-def _count(rows: Tensor | None, part: TablePart) -> int:
-    return part.num_rows if rows is None else rows.numel()

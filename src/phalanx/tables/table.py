@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError, PeerTimeout, StateError, UnsupportedError
 from phalanx.tables.last_read import LastRead
-from phalanx.tables.part import Entry, NotFinite
+from phalanx.tables.part import Entry
 from phalanx.tables.router import Router
 from phalanx.tables.snapshots import load_parts, save_parts
 from phalanx.tables.spec import TableSpec
@@ -34,7 +34,8 @@ class TableStats:
 
     Attributes:
         adds: Adds that were taken, or put down for a round.
-        undone: Adds, by anybody, that a death interrupted and the next worker undid, or ended.
+        undone: Adds, by anybody, that a death interrupted, or that were refused midway: they were
+            undone.
         nbytes: The table's shared memory, on this host.
     """
 
@@ -68,7 +69,6 @@ class Table:
         self._late_round: int | None = None  # of a get that ended at its deadline
         self._is_bulk = spec.staleness.is_bulk_synchronous
         self._is_bounded = spec.staleness.is_bounded
-        self._is_guarded = spec.nonfinite != "allow"
         self._seen_clock = -1  # lowest clock at the last staleness check
         self._no_rows = torch.empty((0, spec.cols), dtype=spec.dtype, device="cpu")
         self._last_read = LastRead(self._first_rows()) if spec.updater.remembers else None
@@ -106,7 +106,8 @@ class Table:
             ConfigError: Shape or dtype is another, a row is outside the table, or the delta holds
                 NaN or infinity and the table rejects those. The table is unchanged.
             StateError: This worker has left.
-            OutOfSpace: There is no memory for new keys. The table is unchanged.
+            OutOfSpace: There is no memory for new keys, or to record so many rows. The table is
+                unchanged.
             PeerTimeout: Another worker held the rows beyond the deadline.
 
         Over several hosts a part that fails leaves the other hosts' parts in; where it is this
@@ -114,8 +115,7 @@ class Table:
 
         Collective: No. Blocks: While another worker of a host adds to the table, or it grows, or is
         copied for a snapshot.
-        Moves: the delta, once; the rows that it changes, once more for the record. An add of more
-        than 262,144 numbers passes through its worker's log: its delta once more.
+        Moves: the delta, once; the rows that it changes, once more for the record.
         """
         self._check_open()
         spec = self._spec
@@ -124,14 +124,7 @@ class Table:
         value = read_delta(delta, spec, None if index is None else index.numel())
         if self._last_read is not None:
             index, value = self._last_read.widened(index, value)
-        entry = Entry(index, value, self._group.worker_id, unchecked=self._is_guarded)
-        try:
-            self._take(entry)
-        except NotFinite:
-            raise ConfigError(
-                f"`delta` must be finite for table {self.name!r}, but holds NaN or infinity. Make "
-                "the table with `nonfinite='allow'` to take such adds."
-            ) from None
+        self._take(Entry(index, value, self._group.worker_id))
         self._num_adds += 1
 
     def _take(self, entry: Entry) -> None:

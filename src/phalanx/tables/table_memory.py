@@ -2,19 +2,18 @@
 
     table      READY | APPLIED | TAKEN | · | · | · | · | ·                   8 bytes each
     header     of the rows (part.py)
-    worker w   CLOCK | ARRIVED_AS | NUMBER | TAIL | FINISHED | ROUND, END | ROUND, END | LOGGED_AS
-    DONE       a word for each worker (part.py)
-    UNFINISHED a byte for each log: it may hold adds that are not in (log.py)
+    worker w   CLOCK | ARRIVED_AS | ROUND, END | ROUND, END | · | ·
+    DONE       a word for each worker, and one for merged rounds (part.py)
     locks      of the rounds; of the rows; of each worker's log
     of keys    the counts (keys.py), and what a row holds at first (row_initializer.py)
-    record     the old rows of one block of an add, and their numbers (part.py)
     rows       [keys], values, states
+    record     old values and states of the rows of an add, and their numbers (part.py)
 
 Words of the table are written with its lock held, those of a worker by this worker alone, or with
-its log's lock held. LOGGED_AS is the incarnation that wrote the log, ARRIVED_AS the one that wrote
-CLOCK. Behind the workers' lines is one for a log of the table's own.
+its log's lock held. ARRIVED_AS is the incarnation that wrote CLOCK.
 
-A keys table's region is as long as the table may ever become; its memory is taken as keys come.
+The record, and the rows of a keys table, have as many addresses as they may ever need; their memory
+is taken as adds and keys come, and kept.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ MERGED = MAX_WORKERS
 """Under which number merged rounds are made."""
 READY, APPLIED, TAKEN = range(3)
 """Three words: 1 once the table has its first values, the last round applied, the last begun."""
-CLOCK, ARRIVED_AS, NUMBER, TAIL, FINISHED, LOGS = range(6)
-"""A worker's last round, as whom it came there, and its log's words (log.py)."""
-LOGGED_AS = 9
+CLOCK, ARRIVED_AS, LOGS = range(3)
+"""A worker's last round, as whom it came there, and its logs' words (log.py)."""
 RESERVED = 3
 """Of the counts of keys: for how many there is memory."""
-NUM_LOGS = MAX_WORKERS + 1
+RECORDED, NUMBERED = 5, 6
+"""Of the header: for how many rows the record has memory, and for how many rows' numbers."""
 
-BLOCK_ELEMENTS = 1 << 18  # an add saves and changes one block at a time, while it is in the cache
-_BLOCK_KEYS = 1 << 14
 _MOST_KEYS = 1 << 30  # an index has places in 32 bits
 _MOST_BYTES = 1 << 39  # of a keys table: addresses that are kept for it, not memory
-_LINE, _WORKER_LINE, _COUNTS = 8, 16, 8  # words
+_MOST_RECORD_BYTES = 1 << 34  # of a record, and four times the table's if these are more
+_LEAST_RECORD_BYTES = 1 << 16
+_LINE, _COUNTS = 8, 8  # words
 _RULE_BYTES = 64  # before the first row, see row_initializer.py
 _PAGE = 4096
 
@@ -64,12 +63,12 @@ class TableMemory:
         table: The table's words.
         header: Those of the rows.
         done: Which numbered adds are in (part.py).
-        unfinished: A byte for each log.
         columns: Values and each state, as (rows, width).
         keys: Of a keys table: the key of each row.
         counts: Of a keys table: see keys.py.
         first_row_at: Of a keys table: where row_initializer.py has its memory.
         most_rows: For how many rows there are addresses.
+        old_columns, old_numbers: The record: where old values and states go, and their rows.
 
     Raises:
         OutOfSpace: There is not so much memory.
@@ -77,25 +76,27 @@ class TableMemory:
 
     def __init__(self, spec: TableSpec, regions: RunRegions) -> None:
         self.spec = spec
-        self._recorded: _Kinds = [*spec.columns, (torch.int64, 1)]
         kinds: _Kinds = [(torch.int64, 1), *spec.columns] if spec.has_keys else spec.columns
-        self._row_bytes = [dtype.itemsize * width for dtype, width in kinds]
+        self._row_bytes = _row_bytes(kinds)
         self.most_rows = spec.rows
         if spec.has_keys:
             self.most_rows = min(_MOST_KEYS, max(1, _MOST_BYTES // self.row_bytes))
-        self._record_rows = _record_rows(spec)
+        recorded: _Kinds = [*spec.columns, (torch.int64, 1)]
+        self._recorded_bytes = _row_bytes(recorded)
+        self._most_recorded = max(_MOST_RECORD_BYTES // sum(self._recorded_bytes), 4 * spec.rows)
         self._place()
         self.region = regions.open_region(
-            f"table-{spec.name}", self._end, reserved=self._head if spec.has_keys else None
+            f"table-{spec.name}", self._end, reserved=self._head if spec.has_keys else self._stop
         )
         buffer = self.region.buffer
-        self._words = buffer[: self._flags].cast("q")
-        self.unfinished = buffer[self._flags : self._flags + NUM_LOGS]
+        self._words = buffer[: self._locks].cast("q")
         self.table, self.header = self._words[:_LINE], self._words[_LINE : 2 * _LINE]
-        self.done = self._words[self._done : self._done + NUM_LOGS]
+        self.done = self._words[self._done : self._done + MAX_WORKERS + 1]
         self.counts = buffer[self._counts : self._counts + 8 * _COUNTS].cast("q")
         self.columns = self._views(kinds, self._starts, self.most_rows)
         self.keys = self.columns.pop(0).view(-1) if spec.has_keys else torch.empty(0, device="cpu")
+        *self.old_columns, numbers = self._views(recorded, self._records, self._most_recorded)
+        self.old_numbers = numbers.view(-1)
 
     def _place(self) -> None:
         """Find where everything begins, in bytes."""
@@ -108,19 +109,15 @@ class TableMemory:
             return start
 
         take(8 * _LINE * 2)
-        self._workers = take(8 * _WORKER_LINE * NUM_LOGS) // 8
-        self._done = take(8 * NUM_LOGS) // 8
-        self._flags = take(NUM_LOGS)
-        self._locks = take(Mutex.NBYTES * (2 + NUM_LOGS))
+        self._workers = take(8 * _LINE * MAX_WORKERS) // 8
+        self._done = take(8 * (MAX_WORKERS + 1)) // 8
+        self._locks = take(Mutex.NBYTES * (2 + MAX_WORKERS))
         self._counts = take(8 * _COUNTS * spec.has_keys)
         self.first_row_at = take((_RULE_BYTES + spec.cols * spec.dtype.itemsize) * spec.has_keys)
-        self._record = [
-            take(self._record_rows * width * dtype.itemsize) for dtype, width in self._recorded
-        ]
         self._head = take(0, _PAGE)  # what is there from the beginning
-        self._starts = [
-            take(self.most_rows * size, _PAGE if spec.has_keys else 64) for size in self._row_bytes
-        ]
+        self._starts = [take(self.most_rows * size, _PAGE) for size in self._row_bytes]
+        self._stop = take(0, _PAGE)
+        self._records = [take(self._most_recorded * size, _PAGE) for size in self._recorded_bytes]
         self._end = at
 
     def _views(self, kinds: _Kinds, starts: list[int], num_rows: int) -> list[Tensor]:
@@ -133,13 +130,13 @@ class TableMemory:
 
     def worker(self, worker: int) -> memoryview:
         """Return the words of a worker."""
-        start = self._workers + _WORKER_LINE * worker
-        return self._words[start : start + _WORKER_LINE]
+        start = self._workers + _LINE * worker
+        return self._words[start : start + _LINE]
 
     def of_workers(self, word: int) -> list[int]:
         """Return one word of every worker."""
-        stop = self._workers + _WORKER_LINE * MAX_WORKERS
-        return self._words[self._workers + word : stop : _WORKER_LINE].tolist()
+        stop = self._workers + _LINE * MAX_WORKERS
+        return self._words[self._workers + word : stop : _LINE].tolist()
 
     def lock(self, rank_of: Callable[[int], int | None]) -> Mutex:
         """Return the table's lock."""
@@ -160,11 +157,6 @@ class TableMemory:
 
     # --- rows -------------------------------------------------------------------------------------
 
-    def record(self) -> tuple[list[Tensor], Tensor]:
-        """Return where old values and states go, and the numbers of their rows."""
-        *parts, rows = self._views(self._recorded, self._record, self._record_rows)
-        return parts, rows.view(-1)
-
     @property
     def row_bytes(self) -> int:
         """Bytes of a row, all columns together."""
@@ -173,9 +165,11 @@ class TableMemory:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the table takes now, without logs."""
+        *of_columns, of_number = self._recorded_bytes
+        record = self.header[RECORDED] * sum(of_columns) + self.header[NUMBERED] * of_number
         if not self.spec.has_keys:
-            return self.region.nbytes
-        return self._head + self.row_bytes * self.counts[RESERVED]
+            return self._stop + record
+        return self._head + self.row_bytes * self.counts[RESERVED] + record
 
     def reserve_rows(self, start: int, stop: int) -> None:
         """Take the memory of rows of a keys table.
@@ -183,19 +177,40 @@ class TableMemory:
         Raises:
             OutOfSpace: There is not so much, or there cannot be so many rows.
         """
-        if stop > self.most_rows:
-            raise OutOfSpace(
-                f"Table {self.spec.name!r} must have at most {self.most_rows} keys on a host, but "
-                f"{stop} are to come.",
-                None,
-                None,
-            )
+        self._refuse_more(stop, self.most_rows, "keys on a host")
         for begin, size in zip(self._starts, self._row_bytes, strict=True):
             self.region.reserve_part(begin + start * size, (stop - start) * size)
         self.counts[RESERVED] = stop
 
+    def extend_record(self, num_rows: int, *, has_numbers: bool) -> None:
+        """Take memory for the record of an add.
 
-def _record_rows(spec: TableSpec) -> int:
-    """Return how many rows are changed at once: so many that the record stays in the cache."""
-    rows = _BLOCK_KEYS if spec.has_keys else spec.rows
-    return max(1, min(rows, BLOCK_ELEMENTS // spec.cols))
+        Raises:
+            OutOfSpace: There is not so much, or there cannot be so many rows.
+        """
+        self._refuse_more(num_rows, self._most_recorded, "rows in an add")
+        least = _LEAST_RECORD_BYTES // sum(self._recorded_bytes)
+        stop = min(max(num_rows, least), self._most_recorded)
+        *columns, numbers = zip(self._records, self._recorded_bytes, strict=True)
+        self._extend(RECORDED, columns, stop)
+        if has_numbers:
+            self._extend(NUMBERED, [numbers], stop)
+
+    def _extend(self, word: int, columns: list[tuple[int, int]], stop: int) -> None:
+        start = self.header[word]
+        if start < stop:
+            for begin, size in columns:
+                self.region.reserve_part(begin + start * size, (stop - start) * size)
+            self.header[word] = stop
+
+    def _refuse_more(self, count: int, most: int, what: str) -> None:
+        if count > most:
+            raise OutOfSpace(
+                f"Table {self.spec.name!r} must have at most {most} {what}, but not {count}.",
+                None,
+                None,
+            )
+
+
+def _row_bytes(kinds: _Kinds) -> list[int]:
+    return [dtype.itemsize * width for dtype, width in kinds]

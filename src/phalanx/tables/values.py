@@ -168,7 +168,7 @@ def read_value(given: object, spec: TableSpec, num_rows: int | None, name: str =
         ConfigError: Shape or dtype is another, or it holds what the table does not take.
     """
     value = read_delta(given, spec, num_rows, name)
-    _refuse_nonfinite(value, spec, name)
+    refuse_nonfinite(value, spec, name)
     return value
 
 
@@ -180,13 +180,24 @@ def read_init(given: object, spec: TableSpec, num_rows: int | None = None) -> Te
     """
     if given is None or (isinstance(given, int | float) and not isinstance(given, bool)):
         value = _of_dtype([given or 0], spec, "init").view(())
-        _refuse_nonfinite(value, spec, "init")
+        refuse_nonfinite(value, spec, "init")
         return value
     return read_value(given, spec, num_rows, "init")
 
 
-def _refuse_nonfinite(value: Tensor, spec: TableSpec, name: str) -> None:
+def refuse_nonfinite(value: Tensor, spec: TableSpec, name: str) -> None:
+    """Raise if numbers are not finite, and the table rejects that.
+
+    Raises:
+        ConfigError: They are not.
+    """
     if spec.nonfinite != "allow" and not all_finite(value):
-        raise ConfigError(
-            f"`{name}` must be finite for table {spec.name!r}, but holds NaN or infinity."
-        )
+        raise nonfinite(spec, name)
+
+
+def nonfinite(spec: TableSpec, name: str) -> ConfigError:
+    """Return the error of numbers that are not finite, though they must be."""
+    return ConfigError(
+        f"`{name}` must be finite for table {spec.name!r}, but holds NaN or infinity. Make the "
+        "table with `nonfinite='allow'` to take such numbers."
+    )

@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from phalanx.memory import (
-    PAST_CACHE_BYTES,
     all_finite,
-    copy_finite_to,
     copy_to,
     in_memory_order,
 )
@@ -54,19 +52,6 @@ def test_what_is_not_finite_is_seen_wherever_it_is(needs_compiled, dtype, size):
             spoilt[place] = bad
             assert not all_finite(spoilt)
             assert not all_finite(spoilt.repeat(2, 2).T)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("size", [ODD, PAST_CACHE_BYTES // 2 + ODD])
-def test_what_is_not_finite_is_seen_while_it_is_copied(needs_compiled, dtype, size):
-    source, target = torch.ones(size + 1, dtype=dtype)[1:], torch.empty(size, dtype=dtype)
-    assert copy_finite_to(source, target)
-    assert torch.equal(target, source)
-    for place in (0, size // 2, size - 1):
-        source[place] = float("inf")
-        assert not copy_finite_to(source, target)
-        assert torch.equal(target, source)
-        source[place] = 1.0
 
 
 @pytest.mark.parametrize("numbers", [torch.ones(3, dtype=torch.int64), torch.empty(0), np.pi])

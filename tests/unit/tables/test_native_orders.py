@@ -26,13 +26,14 @@ pytestmark = [
 ]
 
 NUMBER = 1 << 41
-SAVED = "    phalanx_put(&header[AT], 2 * first + 1);\n"
-NEXT = "    phalanx_put(&header[AT], 2 * first);\n"
+SAVED = "    phalanx_put(&header[AT], first + count);\n"
+RECORDS = "    if (rows) {\n        phalanx_clamp("
 BEGUN = "    phalanx_put(&header[WORD], before + 1);\n"
-CHANGED = "    add_block(p, rows, first_row, 0, count, delta);\n"
+CHANGED = "    phalanx_put(&header[AT], ALL);\n"
 IN = "    if (number) phalanx_put(&p->done[worker], number);\n"
 ENDED = "    phalanx_put(&header[WORD], before + 2);\n"
-SPOIL = "    memset(p->record, 7, (size_t)(count * row_bytes)); step();\n"
+SPOIL = "    memset(record, 7, (size_t)(count * row_bytes)); step();\n"
+LOOP = "    for (int64_t first = 0; first < count; first += most) {\n        int64_t some"
 
 
 def kill() -> None:
@@ -69,14 +70,18 @@ def find_what_others_bring() -> None:
 
 
 ORDERS: dict[str, tuple[Callable[[], None], str, dict[str, str]]] = {
-    "the record counts before it is written": (kill, "part.c", {NEXT: NEXT + SAVED + SPOIL}),
+    "the record counts before it is written": (
+        kill,
+        "part.c",
+        {RECORDS: SAVED + SPOIL + RECORDS},
+    ),
     "rows change before the record counts": (kill, "part.c", {SAVED: ""}),
     "rows change before the add has begun": (
         kill,
         "part.c",
         {BEGUN: "", CHANGED: CHANGED + BEGUN},
     ),
-    "the number counts before the rows": (kill, "part.c", {IN: "", CHANGED: IN + CHANGED}),
+    "the number counts before the rows": (kill, "part.c", {IN: "", LOOP: IN + LOOP}),
     "the add ends before its number counts": (kill, "part.c", {IN: "", ENDED: ENDED + IN}),
     "a reader does not look again": (
         read_beside_adds,

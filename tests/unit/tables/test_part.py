@@ -53,7 +53,7 @@ def test_an_add_refused_in_a_late_block_leaves_every_bit(looking_late, updater, 
         with pytest.raises(ConfigError, match="must be finite for table"):
             made.add(delta, rows=rows)
         assert torch.equal(made.get(), first_values(7))
-        assert (made.stats().undone, made.stats().adds) == (0, 0)
+        assert made.stats().adds == 0
         made.add(torch.ones(7))
         assert not torch.equal(made.get(), first_values(7))
 
@@ -128,27 +128,31 @@ def test_an_add_of_one_block_is_whole_or_absent_wherever_its_process_dies(rows, 
     [None, [5, 1, 3, 1, 0]],
     [("sum", die_in_c), ("adagrad", die_in_python)],
 )
-def test_an_add_of_several_blocks_is_whole_wherever_its_process_dies(small_blocks, rows, dying):
-    """It is in the log by then; who reads next makes the rest, unless it dies of that, too."""
+def test_an_add_of_several_blocks_is_whole_or_absent_wherever_its_process_dies(
+    small_blocks, rows, dying
+):
+    """Who reads next puts its rows back, unless it dies of that, too."""
     updater, die = dying
-    cols = 600 if die is die_in_c else 2  # two rows are more than C changes at once, or few
+    cols = 1 << 16 if die is die_in_c else 2  # two rows are more than C changes at once, or few
     with tables.join(timeout_s=20.0) as world:
         made = world.matrix(6, cols, updater=updater)
         plain = world.matrix(6, cols, updater=updater)
         count = 6 if rows is None else len(rows)
         delta = torch.arange(count * cols, dtype=torch.float32).view(-1, cols)
-        index = None if rows is None else torch.tensor(rows)
         for each in (made, plain):
-            each.add(delta, rows=rows)  # so that the log's memory is there, for both processes
+            each.add(delta, rows=rows)  # so that the record's memory is there, for both processes
+        index = None if rows is None else torch.tensor(rows)
         for stores in range(1, 60):
-            entry = Entry(index, delta, 0)
-            add = partial(made._storage.add, entry, 20.0)
+            before = made.get()
+            add = partial(made._storage.add, Entry(index, delta, 0), 20.0)
             killed = dies(partial(die, made._storage, stores, add))
             settle = partial(made._storage.here.part.copy_all, 20.0)
-            dies(partial(die, made._storage, 1 + 5 * stores % 13, settle))
-            plain.add(delta, rows=rows)
+            dies(partial(die_in_python, made._storage, 1 + stores % 2, settle))
+            if not torch.equal(made.get(), before):
+                plain.add(delta, rows=rows)
             assert torch.equal(made.get(), plain.get())
             if not killed:
-                assert stores > 10
+                assert stores > 8
+                assert not torch.equal(made.get(), before)
                 return
     raise AssertionError("the add never ended")
