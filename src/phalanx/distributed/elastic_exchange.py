@@ -21,11 +21,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from phalanx.distributed.backend import SharedGroup, open_group
+from phalanx.distributed.backend import open_group
 from phalanx.distributed.elastic_membership import About, GroupEpoch, RankMembership, Report
 from phalanx.distributed.exchange import Exchange
 from phalanx.distributed.open_store import open_lasting_store
@@ -35,15 +34,12 @@ from phalanx.errors import (
     GroupAborted,
     PeerLost,
     PeerTimeout,
-    PhalanxError,
-    StateError,
     UnsupportedError,
 )
 
 __all__ = ["ElasticExchange", "GroupChanged", "RanksChanged"]
 
 _LOSSES = (PeerLost, PeerTimeout, GroupAborted)
-_WORD = torch.int64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +115,7 @@ class ElasticExchange(Exchange):
         self._membership: RankMembership
         self._describe: Callable[[], About] = dict
         self._give: Callable[[], bytes] = bytes
-        self._group: SharedGroup | None = None
+        self._group = None
         self._has_state = False
         self._is_lost = False
         self._told: list[int] = []  # the processes that `take_change` has told of
@@ -275,55 +271,31 @@ class ElasticExchange(Exchange):
 
     def _pass_state(self, epoch: GroupEpoch) -> bytes | None:
         """Give the state to those that are new; return it to this one if it is."""
-        if not epoch.new:
-            return None
+        is_new = self._membership.number in epoch.new
+        received = None
         if self._place == epoch.source:
-            state, refusal = self._state_to_give()
-            header = torch.tensor([self.num_done, len(state)], dtype=_WORD)
-            packed = torch.tensor(bytearray(state), dtype=torch.uint8)
-            for place, number in enumerate(epoch.members):
-                if number in epoch.new and place != self._place:
-                    self._send(header, place)
-                    if state:
-                        self._send(packed, place)
-            if refusal is not None and len(epoch.new) == len(epoch.members) > 1:
-                raise refusal  # nobody else can begin
-            if refusal is not None:
-                message = f"No rank can come later or in a lost one's place: {refusal}"
-                warnings.warn(message, stacklevel=2)
-            received = None
-        elif self._membership.number in epoch.new:
-            header = torch.empty(2, dtype=_WORD)
-            self._receive(header, epoch.source)
-            self.num_done, length = header.tolist()
-            if length == 0:
-                raise StateError(
-                    "A rank must be given the state by a peer as it comes, but that cannot pack "
-                    f"it; rank {epoch.source} says why."
-                )
-            packed = torch.empty(length, dtype=torch.uint8)
-            self._receive(packed, epoch.source)
-            received = packed.numpy().tobytes()
-        else:
-            return None
-        if self._membership.number in epoch.new:
+            others = [place for place, number in enumerate(epoch.members) if number in epoch.new]
+            others = [place for place in others if place != self._place]
+            state = torch.tensor(bytearray(self._give() if others else b""), dtype=torch.uint8)
+            for place in others:
+                self._send(torch.tensor([len(state)]), place)
+                self._send(state, place)
+        elif is_new:
+            length = torch.zeros(1, dtype=torch.int64)
+            self._receive(length, epoch.source)
+            state = torch.empty(int(length), dtype=torch.uint8)
+            self._receive(state, epoch.source)
+            received = state.numpy().tobytes()
+            self.num_done = epoch.done
+        if is_new:
             self._membership.wait_no_longer()
             self._has_state = True
         return received
 
-    def _state_to_give(self) -> tuple[bytes, PhalanxError | None]:
-        """Return the state; nothing, and why, where there is none that can be packed."""
-        try:
-            return self._give(), None
-        except PhalanxError as error:
-            return b"", error
-
     def _send(self, tensor: Tensor, place: int) -> None:
-        assert self._group is not None
         self._group.send([tensor], place, 0).wait()
 
     def _receive(self, tensor: Tensor, place: int) -> None:
-        assert self._group is not None
         self._group.recv([tensor], place, 0).wait()
 
     def begin(self, about: About) -> None:
@@ -331,41 +303,6 @@ class ElasticExchange(Exchange):
 
     def align(self, tensors: Iterable[Tensor]) -> None:
         """Do nothing: :meth:`enter` has given the state."""
-
-    # --- by whom it is carried --------------------------------------------------------------------
-
-    def gather(self, document: bytes, about: str) -> list[bytes]:
-        """Return every rank's document, by rank; as `Exchange.gather`."""
-        return [document] if self.size == 1 else super().gather(document, about)
-
-    def _all_gather(self, found: list[Tensor], own: Tensor) -> None:
-        assert self._group is not None
-        self._group.allgather([found], [own]).wait()
-
-    def _all_to_all(
-        self, received: Tensor, sent: Tensor, sizes: list[int], sent_sizes: list[int]
-    ) -> dist.Work | None:
-        if self.size == 1:
-            received.copy_(sent)
-            return None
-        assert self._group is not None
-        return self._group.all_to_all_single(received, sent, sizes, sent_sizes)
-
-    def _all_gather_single(self, found: Tensor, own: Tensor) -> dist.Work | None:
-        if self.size == 1:
-            found.copy_(own)
-            return None
-        assert self._group is not None
-        return self._group.all_gather_single(found, own)
-
-    def _broadcast(self, tensor: Tensor, owner: int) -> dist.Work | None:
-        if self.size == 1:
-            return None
-        assert self._group is not None
-        options = dist.BroadcastOptions()
-        options.rootRank = owner
-        options.asyncOp = True
-        return self._group.broadcast([tensor], options)
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:

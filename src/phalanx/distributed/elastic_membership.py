@@ -19,7 +19,6 @@ left does, on those that have. Two may decide: the store keeps the first word.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import threading
@@ -187,7 +186,6 @@ class RankMembership:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="phalanx beat", daemon=True)
         self._thread.start()
-        atexit.register(self.leave)
 
     def leave(self, *, finished: bool = False) -> None:
         """Tell the others that this process takes no part any more; idempotent.
@@ -199,7 +197,6 @@ class RankMembership:
             return
         self._ended.set()
         self._thread.join(_BEAT_S)
-        atexit.unregister(self.leave)
         with contextlib.suppress(RuntimeError):  # the store is gone, and everybody with it
             self._store.set(f"left/{self.number}", _FINISHED if finished else _LOST)
             self.wait_no_longer()
@@ -255,7 +252,6 @@ class RankMembership:
                     key = f"report/{asked + 1}/{self.number}"
                     self._store.set(key, json.dumps(asdict(report)))
             late = now_s() - begin_s > self._timeout_s
-            self._tell_of_dead_here()
             self._decide(late=late)
             pause(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -370,18 +366,13 @@ class RankMembership:
         key = f"left/{number}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
-    def _tell_of_dead_here(self) -> None:
-        """Write down which members of this host are dead: those elsewhere would wait for a beat."""
-        for number in self._members:
-            card = self._card(number)
-            if number not in self._gone and card.host == self._host and self._is_gone(number):
-                self._store.set(f"left/{number}", self._left(number) or _LOST)
-
     def _is_gone(self, number: int) -> bool:
         if number == self.number:
             return False
         if number not in self._gone and (self._left(number) or not self._shows_life(number)):
             self._gone.add(number)
+            if self._card(number).host == self._host:  # those elsewhere would wait for a beat
+                self._store.set(f"left/{number}", self._left(number) or _LOST)
         return number in self._gone
 
     def _shows_life(self, number: int) -> bool:

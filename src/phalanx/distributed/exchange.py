@@ -33,8 +33,6 @@ ProcessGroup = dist.ProcessGroup
 _LENGTH = 8  # bytes that a document's length takes
 _ABOUT = 24  # and those of what it is about
 _FEW = 4  # words that a message shows of each of two ranks
-# Its name since torch 2.13, and before.
-_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _LET_GO_S = 0.2  # a thread that is about to do it needs none; a failed operation may keep them
 
 
@@ -60,6 +58,8 @@ class Exchange:
     is_behind = False  # whether the others have done one run more
     in_step = True  # whether all ranks are at the same place between two runs
 
+    _group: Any = None  # a ProcessGroup; torch's stubs lack its operations
+
     def __init__(self, group: ProcessGroup | None = None) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise StateError(
@@ -67,29 +67,15 @@ class Exchange:
                 "`torch.distributed.init_process_group()` first, in every process of the job."
             )
         self.about: list[Mapping[str, Any]] = []  # Any: JSON
-        self._process_group = group
+        self._group = group or dist.group.WORLD
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self._device = self._device_of_documents()
+        self._device = torch.device("cpu")  # of documents
+        kinds = {each.type for each in self._group._device_types}
+        if "cpu" not in kinds:
+            self._device = torch.device(min(kinds), torch.accelerator.current_device_index())
         self._lent: list[weakref.ref[Tensor]] = []
         weakref.finalize(self, _await_return, self._lent)
-
-    @property
-    def device_types(self) -> frozenset[str]:
-        """The kinds of devices whose tensors the ranks can exchange."""
-        group = self._process_group or dist.group.WORLD
-        if isinstance(group, DescribedGroup):  # which may serve more than torch knows of it
-            return group.device_types
-        return frozenset(
-            each.partition(":")[0] for each in dist.get_backend_config(group).split(",")
-        )
-
-    def _device_of_documents(self) -> torch.device:
-        """Return where the ranks can exchange tensors: on the CPU, else on an accelerator."""
-        kinds = self.device_types
-        if "cpu" in kinds:
-            return torch.device("cpu")
-        return torch.device(min(kinds), torch.accelerator.current_device_index())
 
     @property
     def newcomers_wait(self) -> bool:
@@ -118,12 +104,16 @@ class Exchange:
 
     def align(self, tensors: Iterable[Tensor]) -> None:
         """Give all ranks the values that rank 0 has in these tensors, as they begin."""
-        with torch.no_grad():
-            for tensor in tensors:
-                whole = tensor.detach().contiguous()
-                self.spread([(whole, 0)])
-                if whole.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(whole)
+        for tensor in tensors if self.size > 1 else ():
+            whole = tensor.detach().contiguous()
+            if whole.numel():
+                self._broadcast(whole)
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(whole)
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        group, lent = self._group, self._lend(tensor)
+        self._begin(lambda: group.broadcast([lent]))()
 
     def settle(self) -> None:
         """Form another group where a rank was lost and that can be."""
@@ -156,10 +146,10 @@ class Exchange:
 
     def _gather(self, own: Tensor) -> Tensor:
         """Return every rank's tensor, by rank; all are of one shape and dtype."""
-        found = torch.empty((self.size, *own.shape), dtype=own.dtype, device=self._device)
+        own = own.to(self._device)
+        found = own.new_empty((self.size, *own.shape))
         if own.numel():
-            with self._telling():
-                self._all_gather(list(found.unbind()), own.to(self._device))
+            self.begin_join(own, found.view(-1))()
         return found.cpu()
 
     def begin_swap(
@@ -176,9 +166,13 @@ class Exchange:
         Returns:
             A function that waits until it has ended.
         """
-        with self._telling():
-            work = self._all_to_all(received, sent, list(sizes), list(sent_sizes))
-        return partial(self._wait, work)
+        if self.size == 1:
+            received.copy_(sent)
+            return _nothing
+        group, received, sent = self._group, self._lend(received), self._lend(sent)
+        return self._begin(
+            lambda: group.alltoall_base(received, sent, list(sizes), list(sent_sizes))
+        )
 
     def begin_numbers(self, own: Sequence[float]) -> Callable[[], list[list[float]]]:
         """Begin to tell all ranks ``own``, as many numbers on every rank.
@@ -202,58 +196,29 @@ class Exchange:
         Returns:
             A function that waits until it has ended.
         """
+        if self.size == 1:
+            found.copy_(own)
+            return _nothing
+        group, found, own = self._group, self._lend(found), self._lend(own)
+        return self._begin(lambda: group._allgather_base(found, own))
+
+    def _begin(self, operation: Callable[[], dist.Work]) -> Callable[[], None]:
         with self._telling():
-            work = self._all_gather_single(found, own)
+            work = operation()
         return partial(self._wait, work)
 
-    def _wait(self, work: dist.Work | None) -> None:
+    def _wait(self, work: dist.Work) -> None:
         with self._telling():
-            if work is not None:
-                work.wait()
+            work.wait()
 
-    def spread(self, slices: Sequence[tuple[Tensor, int]]) -> None:
-        """Make each tensor everywhere what it is at its owner: pairs of (tensor, owner's rank)."""
-        with self._telling():
-            pending = [self._broadcast(tensor, owner) for tensor, owner in slices if tensor.numel()]
-            for work in pending:
-                if work is not None:
-                    work.wait()
-
-    # --- by whom it is carried --------------------------------------------------------------------
-
-    def _all_gather(self, found: list[Tensor], own: Tensor) -> None:
-        *found, own = self._lend([*found, own])
-        dist.all_gather(found, own, group=self._process_group)
-
-    def _all_to_all(
-        self, received: Tensor, sent: Tensor, sizes: list[int], sent_sizes: list[int]
-    ) -> dist.Work | None:
-        received, sent = self._lend([received, sent])
-        work: dist.Work | None = dist.all_to_all_single(
-            received, sent, sizes, sent_sizes, group=self._process_group, async_op=True
-        )
-        return work
-
-    def _all_gather_single(self, found: Tensor, own: Tensor) -> dist.Work | None:
-        found, own = self._lend([found, own])
-        work: dist.Work | None = _all_gather_single(
-            found, own, group=self._process_group, async_op=True
-        )
-        return work
-
-    def _broadcast(self, tensor: Tensor, owner: int) -> dist.Work | None:
-        (tensor,) = self._lend([tensor])
-        work: dist.Work | None = dist.broadcast(
-            tensor, group=self._process_group, async_op=True, group_src=owner
-        )
-        return work
-
-    def _lend(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Return aliases for a backend. See Note [Lent tensors]."""
+    def _lend(self, tensor: Tensor) -> Tensor:
+        """Return an alias for a backend. See Note [Lent tensors]."""
+        if isinstance(self._group, DescribedGroup):  # ours keeps none
+            return tensor
         self._lent[:] = [each for each in self._lent if each() is not None]
-        aliases = [each.detach() for each in tensors]
-        self._lent += map(weakref.ref, aliases)
-        return aliases
+        alias = tensor.detach()
+        self._lent.append(weakref.ref(alias))
+        return alias
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
@@ -268,6 +233,10 @@ class Exchange:
                 "model may be in the middle of a step: start the job again from its last "
                 "checkpoint."
             ) from error
+
+
+def _nothing() -> None:
+    """Wait for an operation of one rank."""
 
 
 def _await_return(lent: Sequence[weakref.ref[Tensor]]) -> None:
