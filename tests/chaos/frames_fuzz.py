@@ -172,7 +172,7 @@ class Peer:
         self.tag = tag_of(endpoint.run, endpoint.host)
         enter = request(Operation.ENTER, 0, 0)
         for client in (1, 2):  # twice, so that its incarnation is not that of a good client
-            args = (CLIENTS, client, client, 0)
+            args = (CLIENTS, client, 0)
             self._session.send(enter._replace(args=args))
             answer = self._session.receive(0)
             assert answer.kind == Kind.ANSWER

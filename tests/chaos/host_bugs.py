@@ -12,13 +12,14 @@ import torch
 
 from phalanx.cluster import RemoteCall
 from phalanx.errors import PeerTimeout
-from phalanx.tables import part, router, snapshots
+from phalanx.tables import part, snapshots
 from phalanx.tables import table as table_module
 from phalanx.tables.host_operations import Operation
 from phalanx.tables.host_service import HostService
 from phalanx.tables.part import TablePart
 from phalanx.tables.remote_part import RemoteHost, RemotePart
 from phalanx.tables.rounds import Rounds
+from phalanx.tables.router import Router
 
 
 def make_adds_in_python() -> None:
@@ -145,7 +146,9 @@ def drafts_stay() -> None:
 
 def silence_unheard() -> None:
     """Who waits for a round looks at the workers on its own host's page only."""
-    router.wait_for = lambda calls: None
+    Router.finish = lambda self, worker, number, timeout_s: (  # type: ignore[method-assign]
+        self.here.rounds.finish(number, timeout_s)
+    )
 
 
 BUGS: dict[str, Callable[[], None]] = {

@@ -13,14 +13,14 @@ import torch
 
 from phalanx import tables
 from phalanx.cluster import RemoteCall, connection
-from phalanx.tables import asking, remote_part, router
+from phalanx.tables import remote_part, router
 from tests.interrupts import interrupt_at
 from tests.multiprocess import hosts
 from tests.multiprocess.hosts import run_hosts
 
 pytestmark = pytest.mark.promise("interrupts-leave-whole-steps")
 
-MODULES = (asking, router, remote_part, connection, contextlib, threading)
+MODULES = (router, remote_part, connection, contextlib, threading)
 MOST_PLACES = 400
 
 

@@ -15,7 +15,7 @@ import logging
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -115,12 +115,9 @@ class Server:
         port = self._listener.getsockname()[1]
         self.address = f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
 
-    def serve(self, go_on: Callable[[], bool]) -> None:
-        """Answer until ``go_on()`` is False, which is asked every 100 ms and may wait for locks."""
-        accepting = threading.Thread(target=self._accept, name="phalanx server", daemon=True)
-        accepting.start()
-        while go_on():
-            pause(_LOOK_S)
+    def start(self) -> None:
+        """Begin to answer, in threads."""
+        threading.Thread(target=self._accept, name="phalanx server", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening, and end all connections."""

@@ -24,17 +24,17 @@ from phalanx.tables.spec import TableSpec
 _KEYS_SEED = np.int64(0x5DEECE66D)
 
 
-class Piece(NamedTuple):
-    """The rows of one part in a list of rows.
+class Share(NamedTuple):
+    """What of a list of rows, or of the whole table, one part has.
 
     Attributes:
         part: Its index.
-        rows: Or keys, in the order of the list.
+        rows: Or keys, in the order of the list; None for all of the part.
         span: Where they are in the list sorted by part.
     """
 
     part: int
-    rows: Tensor
+    rows: Tensor | None
     span: slice
 
 
@@ -75,14 +75,6 @@ class Cut:
             return self.num_parts == 1 or not rows.numel()
         return all_within(rows, self._own_stop - self._own_start, self._own_start)
 
-    def only_part(self, rows: Tensor) -> int | None:
-        """Return the part that has all of these rows; None where none has, or by a longer look."""
-        if self._spec.has_keys or not rows.numel():
-            return None
-        index = bisect_right(self._starts, rows[0].item(), 1, self.num_parts) - 1
-        start, stop = self._starts[index : index + 2]
-        return index if all_within(rows, stop - start, start) else None
-
     # --- lists of rows ----------------------------------------------------------------------------
 
     def owners(self, rows: NDArray[np.int64]) -> NDArray[np.uint16]:
@@ -92,25 +84,37 @@ class Cut:
         mixed = mix(rows ^ _KEYS_SEED) >> np.uint64(32)
         return (mixed % np.uint64(self.num_parts)).astype(np.uint16)
 
-    def route(self, rows: Tensor) -> tuple[Tensor, list[Piece]]:
-        """Sort rows by part, those of one part as they came.
+    def shares(self, rows: Tensor | None) -> tuple[Tensor | None, list[Share]]:
+        """Cut a list of rows, None for the whole table, by part; rows of one part stay in order.
 
         Returns:
-            Where in the list the sorted rows stood, and a piece for each part that has any of them.
+            Where in the list the sorted rows stood, None where they are sorted already; and a share
+            for each part that has any.
         """
+        if rows is None:
+            return None, [Share(index, None, self.span(index)) for index in range(self.num_parts)]
+        index = self._only_part(rows)
+        if index is not None:
+            return None, [Share(index, rows, slice(None))]
         # In numpy: it needs half of torch's time for few rows, and sorts small numbers by counting.
-        num_parts, numbers = self.num_parts, rows.numpy()
+        numbers = rows.numpy()
         owners = self.owners(numbers)
         order = np.argsort(owners, kind="stable")
-        ends = np.bincount(owners, minlength=num_parts).cumsum().tolist()
-        sorted_rows = numbers.take(order)
-        pieces = []
-        for index in range(num_parts):
-            start, stop = ends[index - 1] if index else 0, ends[index]
-            if start < stop:
-                own = torch.from_numpy(sorted_rows[start:stop])
-                pieces.append(Piece(index, own, slice(start, stop)))
-        return torch.from_numpy(order), pieces
+        ends = np.bincount(owners, minlength=self.num_parts).cumsum().tolist()
+        sorted_rows = torch.from_numpy(numbers.take(order))
+        spans = map(slice, [0, *ends], ends)
+        shares = [Share(i, sorted_rows[s], s) for i, s in enumerate(spans) if s.start < s.stop]
+        return torch.from_numpy(order), shares
+
+    def _only_part(self, rows: Tensor) -> int | None:
+        """Return the part that has all of these rows; None where none has, or by a longer look."""
+        if not rows.numel():
+            return self.own
+        if self._spec.has_keys:
+            return None
+        index = bisect_right(self._starts, rows[0].item(), 1, self.num_parts) - 1
+        start, stop = self._starts[index : index + 2]
+        return index if all_within(rows, stop - start, start) else None
 
 
 def part_of(spec: TableSpec, host: int, num_hosts: int) -> TableSpec:

@@ -15,139 +15,123 @@ import ipaddress
 import json
 import socket
 from collections import Counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from phalanx.cluster import Endpoint, Secret
-from phalanx.distributed import hosts_of, this_host
+from phalanx.distributed import hosts_of, open_store, this_host
 from phalanx.errors import ConfigError, PeerTimeout
 from phalanx.ipc import ProcessIdentity, Waiting
 from phalanx.tables.host_server import ServerPage, ServerSpec, ServerWatch
-from phalanx.tables.run_regions import RunRegions
+from phalanx.tables.remote_part import RemoteHost
+from phalanx.tables.run_context import RunContext
 
 _START_S = 60.0  # of a server on a busy machine
 _CLOSE_S = 5.0
 _met: Counter[str] = Counter()  # how often this process has met others, by the name it was given
 
 
-class JobStore(Protocol):
-    """What is used of a store."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-
-
-class HostPlace(NamedTuple):
-    """Where a process of the run is.
-
-    Attributes:
-        host: This host's number.
-        leaders: The first rank of each host, which tells the others of its server.
-        names: What each host calls itself.
-    """
-
-    host: int
-    leaders: tuple[int, ...]
-    names: tuple[str, ...]
-
-
-class Meeting:
-    """One process that looks for the others of its run.
+def join_hosts(
+    run: str,
+    rank: int,
+    size: int,
+    master: tuple[str, int],
+    secret: Secret | None,
+    *,
+    trusted_network: bool,
+    timeout_s: float,
+) -> RunContext:
+    """Begin this host's share of a run, see that it has a server, and find the other hosts'.
 
     Args:
-        store: Of the job.
-        secret: What connections are encrypted with; None in a network that is trusted.
-        name: Of what has started the processes, the same on all hosts.
+        run: Name of what has started the processes, the same on all hosts.
         rank: This process's.
         size: The number of processes.
-
-    Attributes:
-        place: Where this process is.
-        run_here: The run's name on this host: one machine may simulate several.
+        master: Address and port of the job's store.
+        secret: What connections are encrypted with; None in a network that is trusted.
+        trusted_network: Whether servers may do without a secret.
+        timeout_s: How long to wait for the others.
 
     Raises:
-        ConfigError: Some processes have a secret, and others have none.
-        PeerTimeout: One did not say where it is.
+        ConfigError: Servers would speak to anybody, or some processes have no secret.
+        PeerTimeout: A process does not say where it is, or a host has no server in time.
     """
+    bind = address_to_serve_at(master[0], secret, trusted_network=trusted_network)
+    name = f"{run}-{_met[run]}" if _met[run] else run
+    store = _RunStore(open_store(*master, rank, size, timeout_s), name)
+    places = _places(store, rank, size, has_secret=secret is not None)
+    hosts = hosts_of([there for there, *_ in places])
+    host = hosts.host_of(rank)
+    # The host's number is part of the name, since one machine may simulate several.
+    context = RunContext(f"{name}-{host}", create=True)
+    page, waiting = ServerPage(context.regions), Waiting(timeout_s + _START_S)
+    me = ProcessIdentity.current()
+    watch = ServerWatch(page, ServerSpec(f"{name}-{host}", host, name, bind, secret, me))
+    try:
+        address = watch.wait_for_server(waiting.remaining_s())
+        if rank == hosts.leaders[host]:
+            store.put(f"server/{host}", address)
+        tls = None if secret is None else secret.tls(server=False)
+        endpoints = []
+        for number, leader in enumerate(hosts.leaders):
+            title = f"Host {number} ({places[leader][1]})"
+            way_out = (
+                f"{title} has not said where its server is. Rank {leader}, the first process "
+                "there, starts it: see its output, and start all hosts again."
+            )
+            there = str(store.take(f"server/{number}", way_out))
+            endpoints.append(Endpoint(number, title, there, name, tls))
+    except BaseException:
+        watch.close(_CLOSE_S)
+        context.close(_CLOSE_S)
+        raise
+    _met[run] += 1
+    others = [each for each in endpoints if each.host != host]
 
-    def __init__(
-        self, store: JobStore, secret: Secret | None, name: str, rank: int, size: int
-    ) -> None:
+    def connect() -> list[RemoteHost]:
+        return [RemoteHost(each) for each in others]
+
+    context.has_others(host, len(endpoints), connect, watch.close, store)
+    return context
+
+
+class _RunStore:
+    """The job's store, as far as it is this run's."""
+
+    def __init__(self, store: Any, name: str) -> None:  # Any: of torch, or of ours
         self._store = store
-        self._secret = secret
         self._name = name
-        self._run = f"{name}-{_met[name]}" if _met[name] else name
-        self._rank = rank
-        self.place = self._find_place(size)
-        self.run_here = f"{self._run}-{self.place.host}"
 
-    def _put(self, key: str, value: object) -> None:
-        self._store.set(f"phalanx/tables/{self._run}/{key}", json.dumps(value))
+    def put(self, key: str, value: object) -> None:
+        self._store.set(f"phalanx/tables/{self._name}/{key}", json.dumps(value))
 
-    def _take(self, key: str, way_out: str) -> Any:  # Any: JSON
+    def take(self, key: str, way_out: str) -> Any:  # Any: JSON
         try:
-            return json.loads(self._store.get(f"phalanx/tables/{self._run}/{key}"))
+            return json.loads(self._store.get(f"phalanx/tables/{self._name}/{key}"))
         except RuntimeError as exc:
             raise PeerTimeout(f"The store of the job has no {key!r}: {exc}. {way_out}") from exc
 
-    def _find_place(self, size: int) -> HostPlace:
-        has_secret = self._secret is not None
-        self._put(f"place/{self._rank}", [this_host(), socket.gethostname(), has_secret])
-        places = [
-            self._take(f"place/{rank}", f"See that rank {rank} runs and calls `tables.join`.")
-            for rank in range(size)
-        ]
-        others = [rank for rank, place in enumerate(places) if place[2] != has_secret]
-        if others:
+
+def _places(store: _RunStore, rank: int, size: int, *, has_secret: bool) -> list[tuple[str, str]]:
+    """Say where this process is; return what equals among processes of a host, and its name.
+
+    Raises:
+        ConfigError: Some processes have a secret, and others have none.
+        PeerTimeout: One does not say where it is.
+    """
+    store.put(f"place/{rank}", [this_host(), socket.gethostname(), has_secret])
+    places = []
+    for other in range(size):
+        way_out = f"See that rank {other} runs and calls `tables.join`."
+        host, name, other_has_secret = store.take(f"place/{other}", way_out)
+        if other_has_secret != has_secret:
             have, has = ("none", "one") if has_secret else ("one", "none")
             raise ConfigError(
-                f"All processes of a run must have its secret, or none, but rank {others[0]} has "
+                f"All processes of a run must have its secret, or none, but rank {other} has "
                 f"{have} and this one has {has}. Bring the secret file to all hosts, and name it "
                 "there by PHALANX_SECRET_FILE or `secret_file`."
             )
-        hosts = hosts_of([str(host) for host, *_ in places])
-        names = tuple(str(places[leader][1]) for leader in hosts.leaders)
-        return HostPlace(hosts.host_of(self._rank), hosts.leaders, names)
-
-    def meet_hosts(
-        self, bind: str, regions: RunRegions, timeout_s: float
-    ) -> tuple[list[Endpoint], ServerWatch]:
-        """See that this host has a server, and find those of the others.
-
-        Args:
-            bind: The address at which this host's server listens.
-            regions: This host's memory.
-            timeout_s: How long to wait for the others.
-
-        Returns:
-            The servers of all hosts, and what sees that this host's server is started again.
-
-        Raises:
-            PeerTimeout: A host has no server in time.
-        """
-        host, leaders, names = self.place
-        page, waiting = ServerPage(regions), Waiting(timeout_s + _START_S)
-        me = ProcessIdentity.current()
-        spec = ServerSpec(self.run_here, host, self._run, bind, self._secret, me)
-        watch = ServerWatch(page, spec)
-        try:
-            address = watch.wait_for_server(waiting.remaining_s())
-            if self._rank == leaders[host]:
-                self._put(f"server/{host}", address)
-            tls = None if self._secret is None else self._secret.tls(server=False)
-            endpoints = []
-            for number, (leader, name) in enumerate(zip(leaders, names, strict=True)):
-                title = f"Host {number} ({name})"
-                way_out = (
-                    f"{title} has not said where its server is. Rank {leader}, the first process "
-                    "there, starts it: see its output, and start all hosts again."
-                )
-                there = str(self._take(f"server/{number}", way_out))
-                endpoints.append(Endpoint(number, title, there, self._run, tls))
-        except BaseException:
-            watch.close(_CLOSE_S)
-            raise
-        _met[self._name] += 1
-        return endpoints, watch
+        places.append((str(host), str(name)))
+    return places
 
 
 def address_to_serve_at(master: str, secret: Secret | None, *, trusted_network: bool) -> str:
@@ -156,7 +140,10 @@ def address_to_serve_at(master: str, secret: Secret | None, *, trusted_network: 
     Raises:
         ConfigError: Nobody may speak to servers.
     """
-    address = own_address(master)
+    family = socket.AF_INET6 if ":" in master else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((master, 9))  # sends nothing: it asks the kernel for the route
+        address = str(probe.getsockname()[0])
     if secret is None and not trusted_network and not ipaddress.ip_address(address).is_loopback:
         raise ConfigError(
             "`secret_file` must be given for tables on several hosts, or `trusted_network` be "
@@ -165,16 +152,3 @@ def address_to_serve_at(master: str, secret: Secret | None, *, trusted_network: 
             f"reaches {address} reads and changes the tables."
         )
     return address
-
-
-def own_address(other: str) -> str:
-    """Return the address of this host from which ``other`` is reached.
-
-    Example:
-        >>> own_address("127.0.0.1")
-        '127.0.0.1'
-    """
-    family = socket.AF_INET6 if ":" in other else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((other, 9))  # sends nothing: it asks the kernel for the route
-        return str(probe.getsockname()[0])

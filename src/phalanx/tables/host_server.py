@@ -16,16 +16,16 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from phalanx.clock import now_s
+from phalanx.clock import now_s, pause
 from phalanx.cluster import Secret, Server, tag_of
 from phalanx.errors import PeerTimeout, PhalanxError
 from phalanx.ipc import Mutex, ProcessIdentity, fork_apart, wait_until
 from phalanx.tables.host_service import HostService
+from phalanx.tables.membership import Membership
 from phalanx.tables.run_context import RunContext
 from phalanx.tables.run_regions import RunRegions
 
@@ -207,29 +207,28 @@ def _serve(spec: ServerSpec, context: RunContext, page: ServerPage) -> None:
     server = Server(service, address, tag=tag_of(spec.cluster, spec.host), tls=tls)
     try:
         page.begin(server.address)
-        server.serve(_until_all_have_left(service, spec.starter))
+        server.start()
+        _wait_until_all_have_left(service, spec.starter)
         page.end()
     finally:
         server.close()
 
 
-def _until_all_have_left(service: HostService, starter: ProcessIdentity) -> Callable[[], bool]:
-    """Return what tells whether to go on: workers are here, or may still come."""
-    here_s, ended_s = now_s(), math.inf
-
-    def go_on() -> bool:
-        nonlocal here_s, ended_s
-        now = now_s()
+def _wait_until_all_have_left(service: HostService, starter: ProcessIdentity) -> None:
+    idle_since_s = now_s()
+    while now_s() - idle_since_s < _most_idle_s(service.membership, starter):
+        pause(_LOOK_S)
         service.lose_those_without_session()
-        if service.is_over():  # who came may have left before anybody looked
-            ended_s = min(ended_s, now)
-            return now < ended_s + _OVER_S
-        ended_s = math.inf
-        is_wanted = starter.alive()  # asked first: it may join and die between the two
-        if not service.has_begun():
-            return is_wanted
-        if service.is_anybody_here():
-            here_s = now
-        return now < here_s + _NOBODY_HERE_S  # the rest may have died before they came
+        service.membership.mark_dead(_LOCK_S)
+        if service.membership.here():
+            idle_since_s = now_s()
 
-    return go_on
+
+def _most_idle_s(membership: Membership, starter: ProcessIdentity) -> float:
+    """Return for how long to serve nobody."""
+    is_wanted = starter.alive()  # asked first: it may join and die between the two
+    if not membership.has_begun():
+        return math.inf if is_wanted else 0.0
+    if membership.awaited():  # the rest may have died before they came
+        return _NOBODY_HERE_S
+    return _OVER_S

@@ -13,13 +13,14 @@ A request may come twice. Each that must count once carries what tells a repetit
     add of a round       the same number, which the log keeps, too (log.py)
     tick, arrive         the clock itself
     barrier              the last one that the worker has passed
-    enter                two numbers of the client's, kept beside its incarnation
+    enter                a number of the client's, kept on the page of workers
 """
 
 from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -46,8 +47,6 @@ _LOCK_S = 10.0  # a lock is held for microseconds, unless its owner is halted
 _LONGEST_WAIT_S = 1e5
 _BACK_S, _AFTER_A_START_S = 2.0, 10.0
 _INCARNATION_BITS = 40
-_CLIENT_LO, _CLIENT_HI, _INCARNATION = range(3)
-_LINE = 8
 _READING = {Operation.GET, Operation.COPY_ALL, Operation.COUNTS, Operation.KEYS}
 
 
@@ -56,16 +55,17 @@ class HostService:
 
     Args:
         context: The run as this host has it.
+
+    Attributes:
+        membership: The workers of the run, on this host's page.
     """
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
-        self._membership = context.membership
-        region = context.regions.open_region("elsewhere", 8 * _LINE * MAX_WORKERS)
-        self._lines = region.buffer[: 8 * _LINE * MAX_WORKERS].cast("q")
+        self.membership = context.membership
         self._storages: dict[str, Router] = {}
         self._mutex = threading.RLock()
-        self._sessions: dict[tuple[int, int], Link] = {}  # by worker and incarnation
+        self._sessions: Counter[tuple[int, int]] = Counter()  # of a worker and incarnation
         self._broken_s: dict[tuple[int, int], float] = {}  # when that of one was
         self._began_s = now_s()
         self._answers: dict[int, Callable[[Message], Answer]] = {
@@ -91,7 +91,7 @@ class HostService:
 
     def _refuse_stale(self, asked: Message) -> None:
         """Fence off a worker that was taken for dead, or whose number is another's by now."""
-        if not self._membership.is_here(asked.worker, asked.incarnation):
+        if not self.membership.is_here(asked.worker, asked.incarnation):
             raise StateError(
                 f"Worker {asked.worker} must be of the run, but was taken for lost on this host, "
                 "or its number is another's by now. What it asked for was not done. Join again."
@@ -100,79 +100,48 @@ class HostService:
     # --- workers ----------------------------------------------------------------------------------
 
     def _enter(self, asked: Message, link: Link) -> Answer:
-        number, low, high, expected = asked.args
+        number, client, expected, *_ = asked.args
         with self._mutex:
-            known = self._line_of_client((low, high))
-            if known is None:
-                if asked.incarnation:  # it has been here, and was taken for lost
-                    self._refuse_stale(asked)
-                known = self._membership.enter(
+            worker = asked.worker
+            if asked.incarnation:  # its session broke
+                self._refuse_stale(asked)
+            else:
+                worker = self.membership.enter(
                     worker=None if number < 0 else number,
                     num_expected=expected or None,
                     timeout_s=_seconds(asked),
-                    elsewhere=True,
+                    client=client,
                 )
-                line = self._line(known)
-                line[_CLIENT_LO] = line[_CLIENT_HI] = 0
-                line[_INCARNATION] = self._membership.incarnation(known)
-                line[_CLIENT_LO], line[_CLIENT_HI] = low, high
-            incarnation = self._line(known)[_INCARNATION]
-            link.session = known, incarnation
-            self._sessions[known, incarnation] = link
-        return Answer((known, incarnation, self._membership.num_barriers))
+            link.session = worker, self.membership.incarnation(worker)
+            self._sessions[link.session] += 1
+        return Answer((*link.session, self.membership.num_barriers))
 
     def ended(self, link: Link) -> None:
-        """Note that a session has ended, if it has not been opened again over another one."""
-        with self._mutex:
-            if link.session is not None and self._sessions.get(link.session) is link:
-                del self._sessions[link.session]
+        """Note that a connection has ended; where it was a worker's session, that counts."""
+        if link.session is not None:
+            with self._mutex:
+                self._sessions[link.session] -= 1
                 self._broken_s[link.session] = now_s()
 
     def lose_those_without_session(self) -> None:
         """Mark workers of other hosts dead whose sessions are gone."""
         with self._mutex:
             now, unknown_s = now_s(), self._began_s + _AFTER_A_START_S - _BACK_S
-            for worker in filter(self._membership.is_elsewhere, self._membership.here()):
-                key = worker, self._line(worker)[_INCARNATION]
-                if key not in self._sessions and now > self._broken_s.get(key, unknown_s) + _BACK_S:
-                    self._membership.mark_lost(*key, _LOCK_S)
-
-    def _line(self, worker: int) -> memoryview:
-        return self._lines[_LINE * worker : _LINE * (worker + 1)]
-
-    def _line_of_client(self, client: tuple[int, int]) -> int | None:
-        """Return the number under which a client has entered, if it has."""
-        for worker in self._membership.here():
-            line = self._line(worker)
-            if (line[_CLIENT_LO], line[_CLIENT_HI]) == client and self._membership.is_here(
-                worker, line[_INCARNATION]
-            ):
-                return worker
-        return None
+            for worker in filter(self.membership.is_elsewhere, self.membership.here()):
+                key = worker, self.membership.incarnation(worker)
+                if not self._sessions[key] and now > self._broken_s.get(key, unknown_s) + _BACK_S:
+                    self.membership.mark_lost(*key, _LOCK_S)
 
     def _leave(self, asked: Message) -> Answer:
-        self._membership.leave(asked.worker, asked.incarnation, _seconds(asked))
+        self.membership.leave(asked.worker, asked.incarnation, _seconds(asked))
         return Answer()
 
-    def has_begun(self) -> bool:
-        """Tell whether a worker has come."""
-        return self._membership.has_begun()
-
-    def is_anybody_here(self) -> bool:
-        """Tell whether a worker has come and not left."""
-        return bool(self._membership.here())
-
-    def is_over(self) -> bool:
-        """Tell whether workers have come, and every one has left or died."""
-        self._membership.mark_dead(_LOCK_S)
-        return self.has_begun() and not self._membership.awaited()
-
     def _tick(self, asked: Message) -> Answer:
-        self._membership.advance_to(asked.worker, asked.args[0])
+        self.membership.advance_to(asked.worker, asked.args[0])
         return Answer()
 
     def _barrier(self, asked: Message) -> Answer:
-        wait = self._membership.wait_at_barrier
+        wait = self.membership.wait_at_barrier
         return Answer((wait(asked.worker, _seconds(asked), asked.args[0]),))
 
     # --- tables -----------------------------------------------------------------------------------
@@ -194,13 +163,13 @@ class HostService:
         if init is None:
 
             def somebody_else_fills_it() -> bool:
-                master = min(self._membership.awaited(), default=asked.worker)
+                master = min(self.membership.awaited(), default=asked.worker)
                 return storage.here.is_ready or master == asked.worker
 
-            self._membership.changes.wait_until(
+            self.membership.changes.wait_until(
                 somebody_else_fills_it,
                 timeout_s,
-                lambda: self._membership.look_for_dead(timeout_s),
+                lambda: self.membership.look_for_dead(timeout_s),
             )
             if not storage.here.is_ready:
                 return Answer((0, 0))

@@ -32,7 +32,7 @@ _LOCK_AT = (1 + MAX_WORKERS) * _LINE * 8
 _EXPECTED, _LOOKED_NS, _BARRIERS = range(3)
 _STATE, _PID, _START, _CLOCK, _INCARNATION, _BARRIER, _PASSED = range(7)
 _EMPTY, _HERE, _LEFT, _DEAD = range(4)
-_ELSEWHERE = ProcessIdentity(0, 0)
+_ELSEWHERE = 0  # in place of the pid of a process on another host
 _LOOK_EVERY_NS = 10_000_000  # less than the time between two looks of one that waits
 
 
@@ -69,7 +69,7 @@ class Membership:
         worker: int | None,
         num_expected: int | None,
         timeout_s: float,
-        elsewhere: bool = False,
+        client: int = 0,
     ) -> int:
         """Write a new worker down and return its number.
 
@@ -77,18 +77,22 @@ class Membership:
             worker: Its number; None for the next one.
             num_expected: How many were announced to it.
             timeout_s: How long to wait for the page's lock.
-            elsewhere: Its process is on another host, whose server says when it has died; it takes
-                the number over from one that was there.
+            client: Of a process on another host: a number of its own, by which one that asks again
+                is known. It takes its number over from a worker that was there.
 
         Raises:
             ConfigError: The number is somebody's, there is no free one, or another number of
                 workers was announced before.
         """
-        me = _ELSEWHERE if elsewhere else ProcessIdentity.current()
+        me = ProcessIdentity(_ELSEWHERE, client) if client else ProcessIdentity.current()
         with self.lock.held(timeout_s):
             self._mark_dead()
-            if elsewhere and worker is not None:
-                self._mark(worker, _DEAD)
+            if client:
+                for known in self.here():
+                    if self._process(known) == me:
+                        return known
+                if worker is not None:
+                    self._mark(worker, _DEAD)
             self._announce(num_expected)
             worker = self._free_number() if worker is None else worker
             self._refuse_taken(worker)
@@ -168,9 +172,7 @@ class Membership:
 
     def _mark_dead(self) -> None:
         for worker in self.here():
-            at = self._start_of(worker)
-            process = ProcessIdentity(self._words[at + _PID], self._words[at + _START])
-            if process != _ELSEWHERE and not process.alive():
+            if not self._has_process(worker):
                 self._mark(worker, _DEAD)
 
     def mark_lost(self, worker: int, incarnation: int, timeout_s: float) -> None:
@@ -189,6 +191,15 @@ class Membership:
 
     def _start_of(self, worker: int) -> int:
         return (1 + worker) * _LINE
+
+    def _process(self, worker: int) -> ProcessIdentity:
+        at = self._start_of(worker)
+        return ProcessIdentity(self._words[at + _PID], self._words[at + _START])
+
+    def _has_process(self, worker: int) -> bool:
+        """Tell whether a worker's process lives, or is on another host."""
+        process = self._process(worker)
+        return process.pid == _ELSEWHERE or process.alive()
 
     def _states(self) -> list[int]:
         return self._words[_LINE + _STATE :: _LINE].tolist()
@@ -226,14 +237,12 @@ class Membership:
 
     def is_elsewhere(self, worker: int) -> bool:
         """Tell whether the process of ``worker`` is on another host."""
-        return self._words[self._start_of(worker) + _PID] == _ELSEWHERE.pid
+        return self._process(worker).pid == _ELSEWHERE
 
     def lives(self, worker: int) -> bool:
         """Tell whether a worker is here, and its process, where that is of this host."""
-        at = self._start_of(worker)
-        process = ProcessIdentity(self._words[at + _PID], self._words[at + _START])
-        is_here = self._words[at + _STATE] == _HERE
-        return is_here and (process == _ELSEWHERE or process.alive())
+        is_here = self._words[self._start_of(worker) + _STATE] == _HERE
+        return is_here and self._has_process(worker)
 
     def worker_of(self, pid: int) -> int | None:
         """Return the worker that a process is, if it is exactly one."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import struct
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -49,7 +48,7 @@ class RemoteHost:
         self.host = endpoint.host
         self.connection = Connection(endpoint)
         self.num_barriers = 0
-        self._client = struct.unpack("<qq", secrets.token_bytes(16))
+        self._client = 1 + secrets.randbits(62)
         self._opening = Connection(endpoint)  # of the session, which no call may take
         self._session: Stream | None = None
         self._thread: threading.Thread | None = None
@@ -76,7 +75,7 @@ class RemoteHost:
         return entered
 
     def _open(self, worker: int, expected: int, timeout_s: float) -> tuple[int, ...]:
-        args = (worker, *self._client, expected)
+        args = (worker, self._client, expected)
         answer = self._opening.call(Operation.ENTER, "`join`", timeout_s, args=args)
         self._session = self._opening.take_idle()
         return answer.args
@@ -109,6 +108,18 @@ class RemoteHost:
         """Let go of the session in a forked child, which may outlive the worker."""
         if self._session is not None:
             self._session.close()
+
+    def part(self, spec: TableSpec) -> RemotePart:
+        """Return this host's part of a table, as the worker uses it; see `part_of`."""
+        return RemotePart(self, spec)
+
+    def leave(self, timeout_s: float) -> None:
+        """Stop counting there."""
+        self.connection.call(Operation.LEAVE, "`leave`", timeout_s)
+
+    def tick(self, clock: int, timeout_s: float) -> None:
+        """Say that this worker has ticked ``clock`` times in all."""
+        self.connection.call(Operation.TICK, "a tick", timeout_s, args=(clock,))
 
     def wait_at_barrier(self, timeout_s: float) -> int:
         """Come to the next barrier there, wait, and return its number."""

@@ -9,9 +9,9 @@ host when all workers have arrived there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from phalanx.errors import PhalanxError
 from phalanx.ipc import Waiting, fail_point, fail_points
 from phalanx.memory import all_within
-from phalanx.tables.asking import abandon, ask, wait_for
+from phalanx.tables.cut import part_of
 from phalanx.tables.own_part import OwnPart
 from phalanx.tables.part import Entry
 from phalanx.tables.spec import TableSpec
@@ -27,15 +27,14 @@ from phalanx.tables.values import outside, refuse_nonfinite
 
 if TYPE_CHECKING:  # else runs on one host would import what speaks to others
     from phalanx.cluster import RemoteCall
-    from phalanx.tables.remote_part import RemotePart
-
-RemoteParts = Callable[[int], "list[RemotePart]"]
-"""Returns a table's parts on other hosts, in their order, as a worker uses them."""
+    from phalanx.tables.remote_part import RemoteHost, RemotePart
 
 READ_POINTS = ("before read", "reader's lock held", "rows read")
 """Fail points of a get, in order; it takes a lock only where adds overtake it."""
 
 _CALL_S = 30.0  # where a caller gives no deadline
+
+T = TypeVar("T")
 
 
 class Router:
@@ -44,27 +43,36 @@ class Router:
     Args:
         spec: The table, of all hosts.
         here: This host's part.
-        remote: Returns those of other hosts; None where there is no other.
+        remotes_of: Returns the other hosts as a worker reaches them; None where there is no other.
     """
 
-    def __init__(self, spec: TableSpec, here: OwnPart, remote: RemoteParts | None = None) -> None:
+    def __init__(
+        self,
+        spec: TableSpec,
+        here: OwnPart,
+        remotes_of: Callable[[int], list[RemoteHost]] | None = None,
+    ) -> None:
         self.spec = spec
         self.here = here
-        self._remote = remote
+        self._remotes_of = remotes_of
         self._cut = here.cut
-        self._others: dict[int, dict[int, RemotePart]] = {}  # by worker, then by index
+        self._others: dict[int, dict[int, RemotePart]] = {}  # by worker, then by host
         self._turns: dict[int, threading.Lock] = {}  # by worker
         self._part = here.part
         in_order = spec.staleness.is_bulk_synchronous or spec.updater.remembers
-        self._looks_itself = spec.has_keys or (remote is None and not in_order)
+        self._looks_itself = spec.has_keys or (remotes_of is None and not in_order)
 
     def remote_parts(self, worker: int) -> dict[int, RemotePart]:
-        """Return the parts on other hosts, by their index, as a worker uses them."""
+        """Return the parts on other hosts, by host, as a worker uses them."""
+        if self._remotes_of is None:
+            return {}
         others = self._others.get(worker)
         if others is None:
-            remote = [] if self._remote is None else self._remote(worker)
-            indices = (i for i in range(self._cut.num_parts) if i != self._cut.own)
-            others = self._others[worker] = dict(zip(indices, remote, strict=True))
+            num_parts = self._cut.num_parts
+            others = self._others[worker] = {
+                remote.host: remote.part(part_of(self.spec, remote.host, num_parts))
+                for remote in self._remotes_of(worker)
+            }
         return others
 
     def forget(self, worker: int) -> None:
@@ -118,7 +126,7 @@ class Router:
         """Copy rows, checked, into ``out``, as ``worker``."""
         if fail_points.fault is not None:
             fail_point("before read")
-        if self._remote is None or self._cut.is_own(rows):
+        if self._remotes_of is None or self._cut.is_own(rows):
             self._part.read(rows, out, timeout_s)
         else:
             self._read_parts(rows, out, worker, timeout_s)
@@ -126,84 +134,56 @@ class Router:
             fail_point("rows read")
 
     def _read_parts(self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float) -> None:
-        cut = self._cut
-        if rows is None:
-            spans = range(cut.num_parts)
-            self._read_each([(i, None, out[cut.span(i)]) for i in spans], worker, timeout_s)
-            return
-        index = cut.only_part(rows)
-        if index is not None:
-            self._read_each([(index, rows, out)], worker, timeout_s)
-            return
-        order, pieces = cut.route(rows)
-        found = torch.empty_like(out)
-        self._read_each([(i, own, found[span]) for i, own, span in pieces], worker, timeout_s)
-        # The inverse of `order`, because selecting rows is four times as fast as placing them.
-        ascending = torch.arange(order.numel(), device="cpu")
-        back = torch.empty_like(order).scatter_(0, order, ascending)
-        torch.index_select(found, 0, back, out=out)
+        waiting, (order, shares) = Waiting(timeout_s), self._cut.shares(rows)
+        found = out if order is None else torch.empty_like(out)
+        self._ask(
+            worker,
+            {share.part: (share.rows, found[share.span]) for share in shares},
+            lambda part, wanted: part.begin_read(*wanted, waiting.remaining_s()),
+            lambda wanted: self._part.read(*wanted, waiting.remaining_s()),
+        )
+        if order is not None:
+            # The inverse of `order`, because selecting rows is four times as fast as placing them.
+            ascending = torch.arange(order.numel(), device="cpu")
+            back = torch.empty_like(order).scatter_(0, order, ascending)
+            torch.index_select(found, 0, back, out=out)
 
-    def _read_each(
-        self, wanted: list[tuple[int, Tensor | None, Tensor]], worker: int, timeout_s: float
+    def _ask(
+        self,
+        worker: int,
+        asked: dict[int, T],
+        begin: Callable[[RemotePart, T], RemoteCall],
+        here: Callable[[T], object],
     ) -> None:
-        """Read rows of parts, None for all of one, into tensors."""
-        waiting, others = Waiting(timeout_s), self.remote_parts(worker)
-
-        def read_here() -> None:
-            for index, rows, out in wanted:
-                if index not in others:
-                    self._part.read(rows, out, waiting.remaining_s())
-
-        asked = [(others[index], rows, out) for index, rows, out in wanted if index in others]
-
-        def begin(part: RemotePart, rows: Tensor | None, out: Tensor) -> RemoteCall:
-            return part.begin_read(rows, out, waiting.remaining_s())
-
-        ask([partial(begin, *each) for each in asked], read_here)
+        """Ask parts, by index, each for its own; this host's does ``here`` meanwhile."""
+        others, own = self.remote_parts(worker), self._cut.own
+        calls = [partial(begin, others[i], each) for i, each in asked.items() if i != own]
+        ask(calls, partial(here, asked[own]) if own in asked else bool)
 
     # --- changing ---------------------------------------------------------------------------------
 
     def add(self, entry: Entry, timeout_s: float) -> None:
         """Take one add, whole or not at all on each host; one with a number, once."""
-        if self._remote is None or self._cut.is_own(entry.rows):
+        if self._remotes_of is None or self._cut.is_own(entry.rows):
             self._part.add(entry, timeout_s)
         else:
-            self._add_to_hosts(entry, timeout_s)
+            refuse_nonfinite(entry.delta, self.spec, "delta")
+            waiting = Waiting(timeout_s)
+            with self._turn_of(entry.worker):
+                self._ask(
+                    entry.worker,
+                    self._cut_add(entry),
+                    lambda part, each: part.begin_add(each, waiting.remaining_s()),
+                    lambda each: self._part.add(each, timeout_s),
+                )
 
-    def _add_to_hosts(self, entry: Entry, timeout_s: float) -> None:
-        refuse_nonfinite(entry.delta, self.spec, "delta")
-        mine, others = self._cut_add(entry)
-        waiting, parts = Waiting(timeout_s), self.remote_parts(entry.worker)
-
-        def begin(index: int) -> RemoteCall:
-            return parts[index].begin_add(others[index], waiting.remaining_s())
-
-        def add_here() -> None:
-            if mine is not None:
-                self._part.add(mine, timeout_s)
-
-        with self._turn_of(entry.worker):
-            ask([partial(begin, index) for index in others], add_here)
-
-    def _cut_add(self, entry: Entry) -> tuple[Entry | None, dict[int, Entry]]:
-        """Cut an add: what is this host's, and what is other parts', by their index."""
-        cut, rows, delta = self._cut, entry.rows, entry.delta
-        others = [index for index in range(cut.num_parts) if index != cut.own]
-        if rows is None:
-            mine = entry._replace(delta=delta[cut.span(cut.own)])
-            return mine, {i: entry._replace(delta=delta[cut.span(i)]) for i in others}
-        if cut.is_own(rows):
-            return entry, {}
-        index = cut.only_part(rows)
-        if index is not None:
-            return None, {index: entry}
-        order, pieces = cut.route(rows)
-
-        def share(own: Tensor, places: Tensor) -> Entry:
-            return entry._replace(rows=own, delta=delta[places])
-
-        shares = {i: share(own, order[span]) for i, own, span in pieces}
-        return shares.pop(cut.own, None), shares
+    def _cut_add(self, entry: Entry) -> dict[int, Entry]:
+        """Cut an add over the parts, by their index."""
+        order, shares = self._cut.shares(entry.rows)
+        delta = entry.delta if order is None else entry.delta[order]
+        return {
+            share.part: entry._replace(rows=share.rows, delta=delta[share.span]) for share in shares
+        }
 
     # --- rounds -----------------------------------------------------------------------------------
 
@@ -211,48 +191,33 @@ class Router:
         """Log an add for its worker's round, on every host that has rows of it."""
         refuse_nonfinite(entry.delta, self.spec, "delta")
         rounds = self.here.rounds
-        if self._remote is None:
+        if self._remotes_of is None:
             rounds.put(entry, timeout_s)
             return
-        mine, others = self._cut_add(entry)
-        parts = self.remote_parts(entry.worker)
-
-        def begin(index: int) -> RemoteCall:
-            return parts[index].begin_add(others[index], timeout_s, number)
-
-        def put_here() -> None:
-            if mine is not None:
-                rounds.put(mine, timeout_s, number)
-
         with self._turn_of(entry.worker):
             number = rounds.clock_of(entry.worker) + 1
-            ask([partial(begin, index) for index in others], put_here)
+            self._ask(
+                entry.worker,
+                self._cut_add(entry),
+                lambda part, each: part.begin_add(each, timeout_s, number),
+                lambda each: rounds.put(each, timeout_s, number),
+            )
 
     def arrive(self, worker: int) -> int:
         """Say that ``worker`` has put down all of its round, and return it."""
-        rounds, parts = self.here.rounds, list(self.remote_parts(worker).values())
-        if not parts:
-            return rounds.arrive(worker)
         with self._turn_of(worker):  # no thread of the worker puts anything down meanwhile
-            number = rounds.arrive(worker)
-
-        ask([partial(part.begin_arrive, number, _CALL_S) for part in parts])
+            number = self.here.rounds.arrive(worker)
+        others = self.remote_parts(worker).values()
+        ask(partial(part.begin_arrive, number, _CALL_S) for part in others)
         return number
 
     def finish(self, worker: int, number: int, timeout_s: float) -> None:
         """Wait until the round is in on every host; see :meth:`Rounds.finish`."""
-        calls: list[RemoteCall] = []
-        try:
-            for part in self.remote_parts(worker).values():
-                calls.append(part.begin_finish(number, timeout_s))
-            try:
-                self.here.rounds.finish(number, timeout_s)
-            except PhalanxError:
-                wait_for(calls)  # a silent host may be why others stay away
-                raise
-            wait_for(calls)
-        finally:
-            abandon(calls)
+        others = self.remote_parts(worker).values()
+        ask(
+            (partial(part.begin_finish, number, timeout_s) for part in others),
+            partial(self.here.rounds.finish, number, timeout_s),
+        )
 
     def _turn_of(self, worker: int) -> threading.Lock:
         """Return what a worker's threads hold while they add to other hosts.
@@ -269,22 +234,12 @@ class Router:
 
         Each part's are of one moment; keys ascend.
         """
-        parts = self._all_parts(worker)
-        if self.spec.has_keys:
-            found = [part.copy_all(timeout_s) for part in parts]
-            keys, *values = [torch.cat(pieces) for pieces in zip(*found, strict=True)]
-            keys, order = keys.sort()
-            return [keys, *(each[order] for each in values)]
-        if len(parts) == 1:
-            copies: list[Tensor] = parts[0].copy_all(timeout_s)
+        found = [part.copy_all(timeout_s) for part in self._all_parts(worker)]
+        copies = found[0] if len(found) == 1 else [torch.cat(p) for p in zip(*found, strict=True)]
+        if not self.spec.has_keys:
             return copies
-        copies = []
-        for index, part in enumerate(parts):  # one at a time: the whole may be large
-            pieces = part.copy_all(timeout_s)
-            copies = copies or [p.new_empty((self.spec.rows, p.shape[1])) for p in pieces]
-            for copy, piece in zip(copies, pieces, strict=True):
-                copy[self._cut.span(index)] = piece
-        return copies
+        order = copies[0].argsort()
+        return [each[order] for each in copies]
 
     def replace_all(self, parts: list[Tensor], worker: int, timeout_s: float) -> None:
         """Replace everything by what :meth:`copy_all` returned."""
@@ -317,3 +272,35 @@ class Router:
         """Let go of the memory, also where somebody keeps a handle of the table."""
         for each in (self.here, self):  # the parts refer to `here`, and would keep each other
             vars(each).clear()
+
+
+def ask(begin: Iterable[Callable[[], RemoteCall]], here: Callable[[], object] = bool) -> None:
+    """Begin each call, do this host's part meanwhile, and wait for all that have begun.
+
+    The error of a host that does not answer comes before all others, since others may have waited
+    for it; notes on an error say which hosts have done their parts.
+    """
+    calls: list[RemoteCall] = []
+    errors: list[tuple[bool, PhalanxError]] = []  # each after whether there was an answer
+    done: list[str] = []
+    try:
+        try:
+            for each in begin:
+                calls.append(each())
+            here()
+        except PhalanxError as exc:
+            errors.append((True, exc))
+        for call in calls:
+            try:
+                call.wait()
+                done.append(f"{call.host} has done its part of {call.title}.")
+            except PhalanxError as exc:
+                errors.append((call.answered, exc))
+    finally:
+        for call in calls:  # an answer would come into memory that is the caller's again
+            call.abandon()
+    if errors:
+        error = min(errors, key=lambda each: each[0])[1]
+        for note in done:
+            error.add_note(note)
+        raise error

@@ -10,7 +10,6 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
-from phalanx.distributed import open_store
 from phalanx.errors import PeerTimeout, StateError
 from phalanx.ipc import register_at_fork
 from phalanx.native import require_library
@@ -79,7 +78,6 @@ class TableGroup:
         self._numbering = threading.Lock()
         self._closing = threading.RLock()
         self._tick_bound: int | None = staleness.bound if staleness.is_bounded else None
-        context.count_in(self)
         register_at_fork(self._note_fork)
 
     # --- the workers -----------------------------------------------------------------------------
@@ -216,7 +214,7 @@ class TableGroup:
 
     def _let_go(self) -> None:
         self.closed = True
-        self._context.count_out(self, self.worker_id, self.timeout_s)
+        self._context.count_out(self.worker_id, self.timeout_s)
 
     def __enter__(self) -> TableGroup:
         return self
@@ -443,22 +441,21 @@ def _context_of(
         return RunContext(run, create=create)
     # Late: the modules between hosts take a tenth of a second, which runs on one host do without.
     from phalanx.cluster import Secret
-    from phalanx.tables.host_rendezvous import Meeting, address_to_serve_at
-    from phalanx.tables.run_on_hosts import ContextOnHosts
+    from phalanx.tables.host_rendezvous import join_hosts
 
     assert run is not None
     assert worker is not None
     assert num_workers is not None
     secret_file, is_trusted = read_trust(secret_file, trusted_network)
     secret = None if secret_file is None else Secret.read(secret_file)
-    address, port = place_of_store
-    bind = address_to_serve_at(address, secret, trusted_network=is_trusted)
-    store = open_store(address, port, worker, num_workers, timeout_s)
-    meeting = Meeting(store, secret, run, worker, num_workers)
-    return ContextOnHosts(
-        meeting.run_here,
-        meeting.place.host,
-        lambda regions: meeting.meet_hosts(bind, regions, timeout_s),
+    return join_hosts(
+        run,
+        worker,
+        num_workers,
+        place_of_store,
+        secret,
+        trusted_network=is_trusted,
+        timeout_s=timeout_s,
     )
 
 

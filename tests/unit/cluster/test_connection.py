@@ -72,16 +72,13 @@ class Served:
 
 @contextmanager
 def serving(secret: Secret | None) -> Iterator[Served]:
-    echo, ended = Echo(), threading.Event()
+    echo = Echo()
     tls = None if secret is None else secret.tls(server=True)
     server = Server(echo, "127.0.0.1:0", tag=TAG, tls=tls)
-    thread = threading.Thread(target=server.serve, args=(lambda: not ended.is_set(),))
-    thread.start()
+    server.start()
     try:
         yield Served(server, echo, secret)
     finally:
-        ended.set()
-        thread.join(DEADLINE_S)
         server.close()
 
 
