@@ -25,7 +25,7 @@ def assert_caught(course: Course, name: str) -> None:
 
 def is_of_worker(value: Any) -> bool:
     """Tell whether a partial sum lies in shared memory, as those of undisturbed threads do not."""
-    return value is not None and bool(value.owners)
+    return value is not None and bool(value.kept_alive)
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ class Executor(ABC):
     """Replicas that run microbatches, each with a thread of this process that looks after it.
 
     Args:
-        sources: Each replica's module, or the one that all are replicas of.
+        modules: Each replica's module of the user's, or the one that all are replicas of.
         devices: One per replica.
         workloads: Relative shares; equal by default; 0 switches a replica off.
         intra_op: Threads inside operators, per replica. Default: cores divided by CPU replicas.
@@ -66,19 +66,19 @@ class Executor(ABC):
 
     def __init__(
         self,
-        sources: Sequence[nn.Module],
+        modules: Sequence[nn.Module],
         devices: Sequence[torch.device],
         workloads: Sequence[float] | None,
         intra_op: int | None,
     ) -> None:
-        for source in dict.fromkeys(sources):
-            check_replicable(source)
-        self.sources = tuple(sources)
+        for module in dict.fromkeys(modules):
+            check_replicable(module)
+        self.modules = tuple(modules)
         self.devices = tuple(devices)
         self.workloads = read_workloads(workloads, len(devices))
         self.intra_op = intra_op or default_intra_op(devices)
-        self.parameters = parameters_of(sources)
-        self._places = places_of(self.parameters)
+        self.parameters = parameters_of(modules)
+        self._addresses = addresses_of(self.parameters)
         self._plans: dict[object, RngPlan] = {}  # by kind of run, of those that were watched
         self._warned: set[str] = set()  # attributes that `forward` was seen to assign
 
@@ -134,7 +134,7 @@ class Executor(ABC):
             Exception: What ``task`` raised, with a note that names replica and microbatch. Nothing
                 that the caller can see has changed then.
         """
-        modes = [source.training for source in self.sources]
+        modes = [each.training for each in self.modules]
         kind = (type(task), torch.is_grad_enabled(), *modes)
         plan = self._plans.get(kind) or self._first_plan(all(modes))
         state = RunState(task, pieces, weights, seed, plan, self.workloads, owners, only)
@@ -147,9 +147,9 @@ class Executor(ABC):
 
     def _first_plan(self, trains: bool) -> RngPlan:
         """Return how the first run of a kind gets its random numbers."""
-        compiled = any(map(has_compiled, self.sources))
+        compiled = any(map(has_compiled, self.modules))
         # A mode that sees calls would keep torch from a faster way.
-        fused = not trains and any(map(has_fused_evaluation, self.sources))
+        fused = not trains and any(map(has_fused_evaluation, self.modules))
         return RngPlan(
             watched=True,
             throughout=compiled or fused,
@@ -202,12 +202,12 @@ class Executor(ABC):
         """Run all microbatches of ``state`` that weigh something."""
 
 
-def parameters_of(sources: Sequence[nn.Module]) -> list[nn.Parameter]:
+def parameters_of(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
     """Return all parameters of the modules, each once."""
-    return list(dict.fromkeys(p for source in dict.fromkeys(sources) for p in source.parameters()))
+    return list(dict.fromkeys(p for module in dict.fromkeys(modules) for p in module.parameters()))
 
 
-def places_of(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
+def addresses_of(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
     """Return which parameters these are, and where they lie in memory."""
     return [(id(parameter), parameter.data_ptr()) for parameter in parameters]
 

@@ -29,8 +29,8 @@ from phalanx.errors import ConfigError, PhalanxError, StateError, UnsupportedErr
 from phalanx.execution.channel import Mailbox, pack
 from phalanx.execution.contract import (
     Executor,
+    addresses_of,
     parameters_of,
-    places_of,
 )
 from phalanx.execution.failures import FailureLog, WorkerLost
 from phalanx.execution.gradient_slots import GradientSlot, GradientSlots
@@ -136,14 +136,14 @@ class ProcessExecutor(Executor):
         if changes is not None:
             self._assigned |= {(index, name): None for index, name, _ in changes}
             return True
-        if places_of(parameters_of(self.sources)) != self._places:
+        if addresses_of(parameters_of(self.modules)) != self._addresses:
             return False
         self._take_over()
         return True
 
     def refresh(self) -> None:
         """Fork other workers before the next run, which see everything as it is then."""
-        self._bury()
+        self._report_dead()
         # In another thread: a Ctrl-C in between would leave dismissed ones here, to count as lost.
         self._forks.each(lambda _: dismiss_all(self._workers))
 
@@ -174,16 +174,16 @@ class ProcessExecutor(Executor):
         self._moved |= _move(tensors, self.pool)
         self._fingerprint = AttributeFingerprint(self._source, *self._reads)  # where all lies now
         self._assigned: dict[tuple[int, str], None] = {}  # by object and name, since the fork
-        self._places = places_of(self.parameters)
+        self._addresses = addresses_of(self.parameters)
 
     def _fork_missing(self) -> None:
         """Fork a worker in the place of each that is gone; nobody computes meanwhile."""
-        self._bury()
+        self._report_dead()
         missing = [index for index, worker in enumerate(self._workers) if worker is None]
         if missing:
             self._forks.each(lambda _: self._fork(missing))
 
-    def _bury(self) -> None:
+    def _report_dead(self) -> None:
         """Report the workers that have ended with nothing to do."""
         for index, worker in enumerate(self._workers):
             try:
@@ -327,7 +327,7 @@ class ProcessExecutor(Executor):
         state.result.replica_of[microbatch] = index
         span = Span(replica=index, microbatch=microbatch, start_s=done.start_s, stop_s=done.stop_s)
         state.result.spans.append(span)
-        own = PartialSum(gradients, done.statistics, owners=(slot,))
+        own = PartialSum(gradients, done.statistics, kept_alive=(slot,))
         state.sums.put(Node(0, microbatch), own)
 
 

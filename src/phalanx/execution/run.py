@@ -26,12 +26,12 @@ Gradients = list[Tensor | None]  # by parameter, 1-D in memory order
 class PartialSum:
     """What one microbatch, or several already added, contribute to the step.
 
-    ``owners`` are kept alive as long as their memory is in use here.
+    ``kept_alive`` are objects whose memory is in use here.
     """
 
     gradients: Gradients
     statistics: dict[str, Statistic]
-    owners: tuple[object, ...] = ()
+    kept_alive: tuple[object, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ def add_sums(left: PartialSum, right: PartialSum) -> PartialSum:
     return PartialSum(
         add_gradients(left.gradients, right.gradients),
         left.statistics,
-        left.owners + right.owners if taken_over else left.owners,
+        left.kept_alive + right.kept_alive if taken_over else left.kept_alive,
     )
 
 

@@ -63,6 +63,7 @@ class Shards:
         self._parts: list[tuple[Optimizer, list[int]]] = []  # of this step, with their places
         self._left: Gradients = []
         self._right: Gradients = []
+        self._num_states = 0
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -147,6 +148,15 @@ class Shards:
         self._left, self._right, self._parts = [], [], []
         if was_cut:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers
+            if len(self.optimizer.state) != self._num_states:
+                self._sort_state()
+
+    def _sort_state(self) -> None:
+        """Put the entries of the state, which threads have made, into the parameters' order."""
+        state = self.optimizer.state
+        ordered = [p for group in self.optimizer.param_groups for p in group["params"]]
+        state.update([(p, state.pop(p)) for p in ordered if p in state])
+        self._num_states = len(state)
 
 
 def is_cut(optimizer: Optimizer) -> bool:

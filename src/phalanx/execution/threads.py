@@ -13,9 +13,9 @@ from torch import nn
 from phalanx.clock import now_s
 from phalanx.execution.contract import (
     Executor,
+    addresses_of,
     annotate_error,
     parameters_of,
-    places_of,
 )
 from phalanx.execution.run import (
     Gradients,
@@ -76,22 +76,21 @@ class ThreadExecutor(Executor):
         rules: BufferRules | None = None,
         inline: bool = False,
     ) -> None:
-        sources = [source] * len(devices) if isinstance(source, nn.Module) else list(source)
-        super().__init__(sources, devices, workloads, intra_op)
         if isinstance(source, nn.Module):
-            read = [Source(source, rules=rules)] * len(devices)
+            sources = [Source(source, rules=rules)] * len(devices)
         else:
-            read = [Source(own, prefix=f"{i}.", rules=rules) for i, own in enumerate(source)]
+            sources = [Source(own, prefix=f"{i}.", rules=rules) for i, own in enumerate(source)]
+        super().__init__([each.module for each in sources], devices, workloads, intra_op)
         reaching = SourceGradients(self.parameters)
         self.replicas = [
             Replica(own, device, index, reaching)
-            for index, (own, device) in enumerate(zip(read, devices, strict=True))
+            for index, (own, device) in enumerate(zip(sources, devices, strict=True))
         ]
-        self._read = list(dict.fromkeys(read))
-        self._moved = [each for each in self._read if each.has_copies]
+        self._sources = list(dict.fromkeys(sources))
+        self._copied = [each for each in self._sources if each.has_copies]
         self.one_run = threading.RLock()
-        compiled = any(map(has_compiled, dict.fromkeys(sources)))
-        self._compile_once = CompileOnce(sources) if compiled else None
+        compiled = any(map(has_compiled, dict.fromkeys(self.modules)))
+        self._compile_once = CompileOnce(self.modules) if compiled else None
         self._threads = (
             CallerThread(devices, intra_op=self.intra_op)
             if inline or (len(devices) == 1 and devices[0].type != "cpu")
@@ -102,8 +101,8 @@ class ThreadExecutor(Executor):
         """Let the next runs see assigned attributes; False where the parameters are others."""
         if self._threads.closed:  # a second Ctrl-C leaves threads behind
             return False
-        changed = [each for each in self._read if not each.fingerprint.is_current()]
-        if changed and places_of(parameters_of(self.sources)) != self._places:
+        changed = [each for each in self._sources if not each.fingerprint.is_current()]
+        if changed and addresses_of(parameters_of(self.modules)) != self._addresses:
             return False
         for each in changed:
             each.read()
@@ -111,7 +110,7 @@ class ThreadExecutor(Executor):
 
     def refresh(self) -> None:
         """Take over everything from the module now."""
-        for each in self._read:
+        for each in self._sources:
             each.read()
 
     def add_gradients(self, result: RunResult) -> Gradients:
@@ -120,7 +119,8 @@ class ThreadExecutor(Executor):
         Returns:
             By parameter, in memory order; nobody else holds their memory.
         """
-        left, *right = [each.gradients for each in result.operands] or [[None] * len(self._places)]
+        nothing: Gradients = [None] * len(self.parameters)
+        left, *right = [each.gradients for each in result.operands] or [nothing]
         count = len(self)
         for other in right:
             add = lambda i: add_gradients(left[i::count], other[i::count])  # noqa: B023, E731
@@ -139,7 +139,7 @@ class ThreadExecutor(Executor):
             self.each(serve)
         else:
             with self.one_run:
-                for each in self._moved:
+                for each in self._copied:
                     each.update_copies()
                 self._threads.each(serve)
 
@@ -175,8 +175,8 @@ class ThreadExecutor(Executor):
             result.results[index] = state.task(context)
         result.drew = result.drew or context.rng.used
         written: Statistics = {}
-        if forward and replica.statistics.are_there:
-            written = replica.statistics.collect(state.weights[index])
+        if forward and replica.buffers.are_there:
+            written = replica.buffers.collect(state.weights[index])
         gradients = replica.take_gradients()
         state.sums.put(Node(0, index), PartialSum(gradients, written))
         result.replica_of[index] = replica.index

@@ -197,7 +197,7 @@ class Worker:
             fail_point("after backward")
             return Done(
                 result=result,
-                statistics=self._replica.statistics.collect(message.weight),
+                statistics=self._replica.buffers.collect(message.weight),
                 gradients=self._writer.finish(self._replica.take_gradients()),
                 assigned=self._replica.assigned() if spec.rng.watched else (),
                 start_s=start_s,
@@ -210,7 +210,7 @@ class Worker:
             self._spec = pickle.loads(packed)
             self._packed_spec = packed
             self.fingerprint.apply(self._spec.changes)
-            self._replica.statistics.outdate()  # the program may have written to the buffers
+            self._replica.buffers.outdate()  # the program may have written to the buffers
         if not self._source.fingerprint.is_current():
             self._source.read()
         self._replica.update_shell()

@@ -179,7 +179,7 @@ class AbstractParallel(Container):
         return [self.get_submodule(str(index)) for index in range(len(self._placed))]
 
     def _is_of(self, executor: ThreadExecutor) -> bool:
-        return all(map(is_, executor.sources, self._columns()))
+        return all(map(is_, executor.modules, self._columns()))
 
     def _make_executor(self) -> ThreadExecutor:
         return ThreadExecutor(self._columns(), self.devices)

@@ -85,7 +85,7 @@ class Container(nn.Module):
 
     def _is_of(self, executor: ThreadExecutor) -> bool:
         """Tell whether ``executor`` runs the modules that this container holds now."""
-        return executor.sources[0] is self._trained()
+        return executor.modules[0] is self._trained()
 
     def _owners(self, num_pieces: int) -> Sequence[int] | None:
         """Return the worker of each piece; None: whoever is free."""

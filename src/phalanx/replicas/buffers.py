@@ -203,9 +203,9 @@ class _Buffer:
         if now is None:
             self.own = None
             return False
-        if self._is_told(now):
+        if self._is_noticed(now):
             return True
-        if self.counter is not None and self.counter._is_told(self.counter._now()):
+        if self.counter is not None and self.counter._is_noticed(self.counter._now()):
             return True
         # Batch norm's kernel writes its statistics without raising torch's version counter.
         trains = any(module.training for module, _ in self.places)
@@ -220,7 +220,7 @@ class _Buffer:
                 return value
         return self.own
 
-    def _is_told(self, now: Tensor | None) -> bool:
+    def _is_noticed(self, now: Tensor | None) -> bool:
         """Tell whether torch has noticed that the copy was written to or replaced."""
         return now is not None and (now is not self.own or now._version != self._versions[1])
 

@@ -35,11 +35,11 @@ class Replica:
     Attributes:
         module: The shell's module.
         parameters: Its parameters, in the order of ``source.parameters``.
-        statistics: Its buffers.
+        buffers: Its buffers, and what microbatches write to them.
     """
 
     module: nn.Module
-    statistics: ReplicaBuffers
+    buffers: ReplicaBuffers
 
     def __init__(
         self,
@@ -79,10 +79,10 @@ class Replica:
         leaves = dict(zip(map(id, self._originals), self.parameters, strict=True))
         self._shell = Shell(source.module, leaves)
         self.module = self._shell.module
-        self.statistics = ReplicaBuffers(
+        self.buffers = ReplicaBuffers(
             source.module, self.module, self.device, source.prefix, source.rules
         )
-        self.statistics.start()  # or a forward pass would write to the source's
+        self.buffers.start()  # or a forward pass would write to the source's
         self._fingerprint = source.fingerprint
 
     def assigned(self) -> list[str]:
@@ -119,8 +119,8 @@ class Replica:
         """
         if any(parameter.grad is not None for parameter in self.parameters):
             raise _went_back_outside()
-        if forward and self.statistics.are_there:
-            self.statistics.start()
+        if forward and self.buffers.are_there:
+            self.buffers.start()
 
     def take_gradients(self) -> list[Tensor | None]:
         """Return and forget all gradients, in memory order, on the source's device.
@@ -152,7 +152,7 @@ class Replica:
 
     def _discard(self) -> None:
         """Forget the gradients and the buffers that a failed microbatch has left."""
-        self.statistics.outdate()
+        self.buffers.outdate()
         self._caught.clear()
         for parameter in self.parameters:
             parameter.grad = None
