@@ -123,6 +123,8 @@ class Result:
             self.wrong.append(f"{who}raised {survivor.error}: {survivor.message}")
         in_what = r"(\w+ #\d+|no operation yet)"
         named = rf"Rank {victim} of {RANKS} has died.* of each: rank {victim}: {in_what}"
+        if survivor.kind == "messages":  # gloo may see its connection end before the kernel says
+            named += rf"|The connection to rank {victim} of {RANKS} is lost"
         if not re.match(named, survivor.message):
             self.wrong.append(f"{who}was not told whom, and in what: {survivor.message}")
         if not 0 <= after_s < LATEST_S:
@@ -192,9 +194,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     after_ms = sorted(1e3 * seconds for seconds in result.told_after_s)
     late = sum(ms > 1e3 * PROMISED_S for ms in after_ms)
     console.print(
-        f"{result.seconds:.0f} s; {result.calls} calls with the right result; survivors told after "
-        f"{statistics.median(after_ms):.0f} ms (median), {after_ms[-1]:.0f} ms at the latest, "
-        f"{late} of {len(after_ms)} after {1e3 * PROMISED_S:g} ms"
+        f"{result.seconds:.0f} s; {result.calls} calls with the right result; survivors named the "
+        f"killed rank after p50 {statistics.median(after_ms):.0f} ms, "
+        f"p99 {after_ms[99 * len(after_ms) // 100]:.0f} ms, max {after_ms[-1]:.0f} ms; "
+        f"{late} of {len(after_ms)} after more than {1e3 * PROMISED_S:g} ms"
     )
     for wrong in result.wrong:
         console.print(wrong, style="red")

@@ -13,12 +13,7 @@ __all__ = ["cause_state", "is_missing", "peer_error", "remote_timeout_error", "t
 
 
 def peer_error(
-    pages: StatusPages,
-    ranks: Sequence[int],
-    progress: int,
-    title: str = "",
-    *,
-    closely: bool = True,
+    pages: StatusPages, ranks: Sequence[int], progress: int, title: str = ""
 ) -> PeerError | None:
     """Return why a wait for ``ranks`` to reach ``progress`` cannot end well, or None.
 
@@ -27,42 +22,30 @@ def peer_error(
         ranks: Those that are awaited.
         progress: The number that they must reach; a rank that has reached it may be gone.
         title: The operation that waits.
-        closely: Whether to ask the kernel which of them live, too; else only their pages.
     """
     missing = [rank for rank in ranks if is_missing(pages, rank, progress)]
     during = f" during {title}" if title else ""
-    if closely:
-        for rank in missing:
-            name = pages.names[rank]
-            state, _ = pages.state_of(rank)
-            if state == HERE and not pages.alive(rank) and is_missing(pages, rank, progress):
-                return PeerLost(
-                    f"Rank {name} of {pages.group_size} has died{during}. "
-                    f"{_last_of(pages, rank, pages.rank)} Destroy the group and make a new one.",
-                    name,
-                )
+    again = "Destroy the group and make a new one."
+    for rank in missing:
+        state, _ = pages.state_of(rank)
+        if state == HERE and not pages.alive(rank) and is_missing(pages, rank, progress):
+            name, last = pages.names[rank], _last_of(pages, rank, pages.rank)
+            text = f"Rank {name} of {pages.group_size} has died{during}. {last} {again}"
+            return PeerLost(text, name)
     for rank in missing:
         name = pages.names[rank]
         state, cause = pages.state_of(rank)
-        if state == LOST:
-            return PeerLost(
-                f"Rank {cause} of {pages.group_size} has died, as rank {name} has found{during}. "
-                f"{_last_of(pages, *_named(pages, cause), pages.rank)} Destroy the group and make "
-                "a new one.",
-                cause,
-            )
+        who = f"Rank {name} of {pages.group_size}"
         if state == LEFT and is_missing(pages, rank, progress):
-            return PeerLost(
-                f"Rank {name} of {pages.group_size} has destroyed its group{during}. "
-                f"{_last_of(pages, rank, pages.rank)}",
-                name,
-            )
+            last = _last_of(pages, rank, pages.rank)
+            return PeerLost(f"{who} has destroyed its group{during}. {last}", name)
+        if state == LOST:
+            last = _last_of(pages, *_named(pages, cause), pages.rank)
+            found = f"has died, as rank {name} has found{during}"
+            return PeerLost(f"Rank {cause} of {pages.group_size} {found}. {last} {again}", cause)
         if state == GAVE_UP:
-            return GroupAborted(
-                f"Rank {name} of {pages.group_size} gave up the group{during} because of rank "
-                f"{cause}. See the error there.",
-                cause,
-            )
+            why = f"gave up the group{during} because of rank {cause}"
+            return GroupAborted(f"{who} {why}. See the error there.", cause)
     return None
 
 

@@ -71,13 +71,6 @@ class StatusPages:
         """Return how many bytes of a region the pages take, a multiple of 64."""
         return 8 * size * WORDS_PER_PAGE
 
-    @classmethod
-    def is_in(cls, region: Region, rank: int, size: int, owner: ProcessIdentity) -> bool:
-        """Tell whether the region holds the pages of ``size`` ranks, the one of ``rank`` owned."""
-        words = region.buffer[: cls.needed_bytes(size)].cast("q")
-        at = rank * WORDS_PER_PAGE
-        return (words[at + _PID], words[at + _START]) == owner
-
     def progress_of(self, rank: int) -> int:
         """Return how far ``rank`` is."""
         return self._words[rank * WORDS_PER_PAGE + _PROGRESS]

@@ -38,32 +38,19 @@ def flat_of(tensor: Tensor, name: str) -> FlatTensor:
     """Return ``tensor`` in one line.
 
     Raises:
-        UnsupportedError: It is on another device, sparse, or has no memory.
-        ConfigError: It is quantized or nested.
+        UnsupportedError: It is on another device, sparse, quantized or nested, or has no memory.
     """
     if not tensor.is_cpu:
         raise UnsupportedError(
             f"`{name}` must be on the CPU, but is on {tensor.device}. Use a group of another "
             'backend for it, such as `new_group(backend="nccl")`.'
         )
-    if tensor.is_quantized:
-        raise ConfigError(
-            f"`{name}` must hold numbers as they are, but is quantized ({tensor.dtype}). Give "
-            "`.dequantize()`, or `.int_repr()` where all ranks have one scale and zero point."
-        )
-    if tensor.is_nested:
-        raise ConfigError(
-            f"`{name}` must have one shape, but is nested. Give each of `.unbind()`, or a padded "
-            "one (`torch.nested.to_padded_tensor`)."
-        )
-    if tensor.layout is not torch.strided:
+    is_plain = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
+    if not (is_plain and has_memory(tensor)):
         raise UnsupportedError(
-            f"`{name}` must be dense, but is of layout {tensor.layout}. Give `.to_dense()`."
-        )
-    if not has_memory(tensor):
-        raise UnsupportedError(
-            f"`{name}` must hold numbers, but is a {type(tensor).__name__} without memory. Give "
-            "the numbers themselves, as `to_local()` does those of a DTensor."
+            f"`{name}` must be dense and hold its numbers itself, but is a {type(tensor).__name__} "
+            f"of {tensor.dtype} and layout {tensor.layout}. Give `.to_dense()`, `.dequantize()`, "
+            "or the `to_local()` of a DTensor."
         )
     if torch.is_inference_mode_enabled():
         # The thread that moves the operation on writes, and may not be in that mode.
@@ -77,7 +64,7 @@ def output_of(tensor: Tensor, name: str) -> FlatTensor:
 
     Raises:
         UnsupportedError: As :func:`flat_of`.
-        ConfigError: As there, or several of its elements are one in memory.
+        ConfigError: Several of its elements are one in memory.
     """
     flat = flat_of(tensor, name)
     if flat.copied and is_expanded(tensor):
