@@ -29,8 +29,8 @@ from benchmarks.panels import Line, Lines
 from benchmarks.processes import Child
 from benchmarks.report import Cell, Column, Judged, Report, Row, Sheet, publish
 from phalanx.clock import now_s
-from phalanx.distributed import RankFailed, launch
 from phalanx.errors import PeerError
+from phalanx.launching import RankFailed, launch
 
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 100_000_000)
 BUSY_SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)

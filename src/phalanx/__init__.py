@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         StepDone,
     )
     from phalanx.compat.mxnet import DataBatch, DataDesc, DataParallelExecutorGroup, Monitor
-    from phalanx.distributed import launch
     from phalanx.distributed.codec_hook import codec_hook
     from phalanx.distributed.merge_hook import merge_hook
     from phalanx.errors import (
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from phalanx.execution import Processes, Ranks, Span, WorkerLost
-    from phalanx.launching import on_ray
+    from phalanx.launching import launch, on_ray
     from phalanx.parallel import (
         AbstractParallel,
         DataParallel,
@@ -98,7 +97,7 @@ _NAMES_BY_ROOM = {
         "RanksChanged",
         "StepDone",
     ),
-    "phalanx.distributed": ("codec_hook", "launch", "merge_hook"),
+    "phalanx.distributed": ("codec_hook", "merge_hook"),
     "phalanx.errors": (
         "CheckpointError",
         "ConfigError",
@@ -114,7 +113,7 @@ _NAMES_BY_ROOM = {
     ),
     "phalanx.execution": ("Processes", "Ranks", "Span", "WorkerLost"),
     "phalanx.compat.mxnet": ("DataBatch", "DataDesc", "DataParallelExecutorGroup", "Monitor"),
-    "phalanx.launching": ("on_ray",),
+    "phalanx.launching": ("launch", "on_ray"),
     "phalanx.parallel": (
         "AbstractParallel",
         "DataParallel",

@@ -5,8 +5,9 @@
     MPICH's mpiexec                 PMI_RANK, …
     Slurm's srun                    SLURM_PROCID, …
 
-Nothing else in the package reads these variables. MASTER_ADDR and MASTER_PORT say where the store
-of the job is: our launchers and torchrun set them, and the user does with MPI and Slurm.
+Nothing else in the package reads these variables, but for `rank_restarts.py`, which imports the
+standard library only. MASTER_ADDR and MASTER_PORT say where the store of the job is: our launchers
+and torchrun set them, and the user does with MPI and Slurm.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import NamedTuple
 from phalanx.errors import ConfigError
 from phalanx.ipc import ProcessIdentity
 
-__all__ = ["Place", "num_ranks_here", "read_attempt", "read_place"]
+__all__ = ["Place", "error_file", "num_ranks_here", "read_attempt", "read_place"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,6 @@ class Place:
         store: Address and port of the job's store; None where they are not said.
         store_is_kept: Whether the launcher keeps the store, so that it outlives the ranks.
         keeps_survivors: Whether the launcher lets the other ranks of a host live when one fails.
-        error_file: Where the launcher reads why this rank has failed.
     """
 
     job: str
@@ -50,7 +50,6 @@ class Place:
     store: tuple[str, int] | None = None
     store_is_kept: bool = False
     keeps_survivors: bool = True
-    error_file: Path | None = None
 
     @property
     def is_spread(self) -> bool:
@@ -166,7 +165,6 @@ def read_place(environment: Mapping[str, str] | None = None) -> Place | None:
         store=_store(found),
         store_is_kept=found.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         keeps_survivors=not is_agents or "PHALANX_RANK_RESTARTS" in found,
-        error_file=Path(file) if (file := found.get("TORCHELASTIC_ERROR_FILE")) else None,
     )
 
 
@@ -174,6 +172,12 @@ def read_attempt(environment: Mapping[str, str] | None = None) -> int:
     """Return how often the launcher has started all ranks again."""
     found = os.environ if environment is None else environment
     return int(found.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def error_file() -> Path | None:
+    """Return the file where a launcher reads why this rank has failed, if there is one."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(path) if path else None
 
 
 def num_ranks_here() -> int:

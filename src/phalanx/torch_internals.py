@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.distributed.rendezvous import _rendezvous_handlers
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,7 +41,6 @@ __all__ = [
     "keeps_graph",
     "make_subclass",
     "pytree",
-    "rendezvous_handlers",
     "run_backward",
 ]
 
@@ -77,9 +75,6 @@ NUMERIC_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 
 MADE_OF_OTHERS: Any = torch._C.DispatchKey.CompositeImplicitAutograd
 """The dispatch key of operators that are written in terms of others."""
-
-rendezvous_handlers: dict[str, Callable[..., Any]] = _rendezvous_handlers
-"""What `init_process_group()` asks, by scheme; to be written to, too."""
 
 make_subclass: Callable[..., Any] = torch.Tensor._make_subclass
 """Return a tensor of a subclass (parameters), in the memory of another one."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
+from torch.distributed import TCPStore
 from torch.optim import Optimizer
 
 import phalanx
@@ -235,19 +236,29 @@ def test_momentum_may_begin_later_for_some_parameters() -> None:
         torch.testing.assert_close(ours, theirs.detach())
 
 
-def step_all_in_elastic_ranks(parent: Parent, rank: int, size: int, folder: Path) -> None:
+def step_all_in_elastic_ranks(
+    parent: Parent, rank: int, size: int, port: int, folder: Path
+) -> None:
     torch.set_num_threads(1)
-    for name in OPTIMIZERS:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the parent keeps it
+    for run, name in enumerate(OPTIMIZERS):
         own = folder / name.replace(" ", "-")
         own.mkdir(exist_ok=True)
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), PHALANX_JOB_FOLDER=str(own))
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(run)
         parent.tell(pickle.dumps(trained(phalanx.Ranks(), 1, name, torch.float32, own)))
 
 
 def test_a_step_equals_a_plain_loops_in_elastic_ranks(tmp_path: Path) -> None:
     """Each of them steps all parameters."""
+    store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     with Children() as children:
-        ranks = [children.start(step_all_in_elastic_ranks, rank, 2, tmp_path) for rank in range(2)]
+        ranks = [
+            children.start(step_all_in_elastic_ranks, rank, 2, store.port, tmp_path)
+            for rank in range(2)
+        ]
         for name in OPTIMIZERS:
             expected = plain(name, torch.float32)
             for each in ranks:

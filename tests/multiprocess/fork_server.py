@@ -25,7 +25,7 @@ __all__ = ["context", "start"]
 
 NEEDED = (
     "torch._dynamo",  # which the first optimizer of a process would import
-    "phalanx.distributed.launcher",
+    "phalanx.launching",
     "phalanx.tables",
     "phalanx.train",
 )

@@ -28,8 +28,8 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 from torch.distributed.launcher.api import LaunchConfig
 
 from phalanx.cli import app
-from phalanx.distributed import launcher, rank_start
 from phalanx.ipc import die_with_parent
+from phalanx.launching import launcher, rank_start
 from tests.multiprocess.fork_server import context
 
 __all__ = ["Script", "fork_ranks", "run_forked"]
@@ -216,9 +216,7 @@ def fork_ranks(patch: pytest.MonkeyPatch) -> None:
 _run_function_of_ours = launcher._run_function
 
 
-def _run_function(
-    pid: str, folder: str, function: Callable[..., Any], args: tuple[object, ...]
-) -> Any:
+def _run_function(pid: str, function: Callable[..., Any], args: tuple[object, ...]) -> Any:
     # Its parent is the server, which ends with the process that tests.
     rank_start.die_with_parent = lambda _: die_with_parent(os.getppid())
-    return _run_function_of_ours(pid, folder, function, args)
+    return _run_function_of_ours(pid, function, args)

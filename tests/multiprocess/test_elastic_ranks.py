@@ -127,29 +127,26 @@ def fit(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> Run:
 
 
 class Job:
-    """Ranks, each to be started and killed by itself, with a folder as `phalanx launch` has one."""
+    """Ranks, each to be started and killed by itself, with a store as a launcher keeps one."""
 
-    def __init__(self, children: Children, folder: Path, hosts: int = 1, size: int = SIZE) -> None:
+    def __init__(self, children: Children, hosts: int = 1, size: int = SIZE) -> None:
         self._children = children
         self.size = size
         self._hosts = hosts
-        self._store: TCPStore | None = None
-        if hosts > 1:
-            self._store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-        self._folder = folder
+        self._store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
 
     def start(self, rank: int, plan: Plan | None = None, body: Callable = fit, *more: Any) -> Child:
-        given = {"RANK": str(rank), "WORLD_SIZE": str(self.size)}
-        if self._store is None:
-            given["PHALANX_JOB_FOLDER"] = str(self._folder)
-        else:
-            given |= {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(self._store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "PHALANX_HOST": f"host-{rank * self._hosts // self.size}",
-            }
-        return self._children.start(rank_main, given, plan, body, *more)
+        given = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "PHALANX_HOST": f"host-{rank * self._hosts // self.size}",
+        }
+        child = self._children.start(rank_main, given, plan, body, *more)
+        child.job = self  # so that the store lives as long as its ranks
+        return child
 
     def start_all(self, plans: dict[int, Plan], body: Callable = fit, *more: Any) -> list[Child]:
         return [self.start(rank, plans.get(rank), body, *more) for rank in range(self.size)]
@@ -182,9 +179,9 @@ def outcome(child: Child) -> Any:
     ],
 )
 def test_those_left_finish_with_the_bits_of_an_undisturbed_run(
-    place: str, rank: int, children: Children, tmp_path: Path, expected: Run
+    place: str, rank: int, children: Children, expected: Run
 ) -> None:
-    ranks = Job(children, tmp_path).start_all({rank: Plan(place)})
+    ranks = Job(children).start_all({rank: Plan(place)})
     lost = ranks.pop(rank)
     for each in ranks:
         assert_same_bits(outcome(each), expected)
@@ -195,24 +192,24 @@ def test_those_left_finish_with_the_bits_of_an_undisturbed_run(
 @pytest.mark.parametrize(
     "place", ["after the messages", pytest.param("after sharing", marks=pytest.mark.night)]
 )
-def test_on_two_hosts_too(place: str, children: Children, tmp_path: Path, expected: Run) -> None:
-    job = Job(children, tmp_path, hosts=2)
+def test_on_two_hosts_too(place: str, children: Children, expected: Run) -> None:
+    job = Job(children, hosts=2)
     ranks = job.start_all({2: Plan(place)})  # alone on its host
     for each in ranks[:2]:
         assert_same_bits(outcome(each), expected)
 
 
-def test_the_last_one_goes_on_alone(children: Children, tmp_path: Path, expected: Run) -> None:
+def test_the_last_one_goes_on_alone(children: Children, expected: Run) -> None:
     plans = {0: Plan("before the slices"), 1: Plan("after sharing", step=11)}
-    ranks = Job(children, tmp_path).start_all(plans)
+    ranks = Job(children).start_all(plans)
     assert_same_bits(outcome(ranks[2]), expected)
 
 
 def test_a_rank_that_missed_what_the_others_have_does_it_alone(
-    children: Children, tmp_path: Path, expected: Run
+    children: Children, expected: Run
 ) -> None:
     plans = {1: Plan("after sharing", "fail", DONE_AT), 2: Plan("after sharing", step=DONE_AT)}
-    ranks = Job(children, tmp_path).start_all(plans)
+    ranks = Job(children).start_all(plans)
     for each in ranks[:2]:
         assert_same_bits(outcome(each), expected)
 
@@ -226,9 +223,7 @@ def evaluated(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> 
 @pytest.mark.parametrize(
     "plans", [pytest.param({}, marks=pytest.mark.night), {2: Plan("after the messages")}]
 )
-def test_an_evaluation_is_finished(
-    plans: dict[int, Plan], children: Children, tmp_path: Path
-) -> None:
+def test_an_evaluation_is_finished(plans: dict[int, Plan], children: Children) -> None:
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),
         trainer("threads", 1, [], made()) as trained,
@@ -237,7 +232,7 @@ def test_an_evaluation_is_finished(
         with torch.autocast("cpu", enabled=False):
             wanted = trained.evaluate(batches())["loss"]
     behind = {1: Plan("after the messages", "fail")} if plans else {}
-    ranks = Job(children, tmp_path).start_all({**plans, **behind}, evaluated)
+    ranks = Job(children).start_all({**plans, **behind}, evaluated)
     for each in ranks[:2]:
         assert outcome(each) == [wanted] * 2
 
@@ -251,7 +246,7 @@ def saved(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> bool
 def test_a_checkpoint_is_written_though_the_writer_dies(
     children: Children, tmp_path: Path, expected: Run
 ) -> None:
-    ranks = Job(children, tmp_path).start_all({0: Plan("before the messages")}, saved)
+    ranks = Job(children).start_all({0: Plan("before the messages")}, saved)
     for each in ranks:
         each.put(tmp_path / "checkpoint")
     assert [outcome(each) for each in ranks[1:]] == [True, True]
@@ -288,9 +283,9 @@ def elastic_of(trained: phalanx.Trainer) -> ElasticExchange:
     [(2, 1), *(pytest.param(*each, marks=pytest.mark.night) for each in [(1, 0), (1, 1), (2, 0)])],
 )
 def test_a_rank_that_is_started_again_is_given_the_state(
-    hosts: int, rank: int, children: Children, tmp_path: Path, expected: Run
+    hosts: int, rank: int, children: Children, expected: Run
 ) -> None:
-    job = Job(children, tmp_path, hosts)
+    job = Job(children, hosts)
     ranks = job.start_all({rank: Plan("after the messages")}, meeting)
     wait_for_exit(ranks[rank].pid)
     ranks[rank] = job.start(rank)
@@ -309,9 +304,9 @@ def lost_in_the_hand_over(parent: Parent, trained: phalanx.Trainer, losses: list
     return meeting(parent, trained, losses)
 
 
-def test_the_giver_dies_while_it_gives(children: Children, tmp_path: Path, expected: Run) -> None:
+def test_the_giver_dies_while_it_gives(children: Children, expected: Run) -> None:
     """The first rank gives at the start, so it is the second's turn to die."""
-    job = Job(children, tmp_path)
+    job = Job(children)
     ranks = [
         job.start(0, Plan("after the messages")),
         job.start(1, None, lost_in_the_hand_over),
@@ -339,8 +334,8 @@ def looped(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> Run
     return result(trained, losses)
 
 
-def test_a_loop_of_the_users_own(children: Children, tmp_path: Path) -> None:
-    job = Job(children, tmp_path)
+def test_a_loop_of_the_users_own(children: Children) -> None:
+    job = Job(children)
     ranks = job.start_all({2: Plan("before the slices")}, looped)
     for each in ranks:
         each.put(True)
@@ -362,10 +357,8 @@ def test_a_loop_of_the_users_own(children: Children, tmp_path: Path) -> None:
     assert_same_bits(dataclasses.replace(late, losses=losses), expected)
 
 
-def test_a_run_whose_ranks_have_all_died_begins_anew(
-    children: Children, tmp_path: Path, expected: Run
-) -> None:
-    job = Job(children, tmp_path)
+def test_a_run_whose_ranks_have_all_died_begins_anew(children: Children, expected: Run) -> None:
+    job = Job(children)
     ranks = job.start_all(dict.fromkeys(range(SIZE), Plan("committed")))
     for each in ranks:
         wait_for_exit(each.pid)
@@ -387,8 +380,8 @@ def killed_afterwards(parent: Parent, trained: phalanx.Trainer, losses: list[flo
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_who_comes_after_the_end_is_told(children: Children, tmp_path: Path) -> None:
-    job = Job(children, tmp_path)
+def test_who_comes_after_the_end_is_told(children: Children) -> None:
+    job = Job(children)
     others = [job.start(0, None, told_to_go), job.start(1, None, killed_afterwards)]
     lost = job.start(2, Plan("committed"), told_to_go)
     assert [outcome(each) for each in others] == [""] * 2
@@ -409,10 +402,8 @@ def another(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> st
     return told_to_go(parent, trained, losses)
 
 
-def test_who_comes_with_another_model_is_refused_alone(
-    children: Children, tmp_path: Path, expected: Run
-) -> None:
-    job = Job(children, tmp_path)
+def test_who_comes_with_another_model_is_refused_alone(children: Children, expected: Run) -> None:
+    job = Job(children)
     ranks = job.start_all({2: Plan("before the slices")}, meeting)
     wait_for_exit(ranks[2].pid)
     told = outcome(job.start(2, None, another))
@@ -422,10 +413,8 @@ def test_who_comes_with_another_model_is_refused_alone(
         assert_same_bits(outcome(each), expected)
 
 
-def test_a_rank_that_was_halted_too_long_is_told(
-    children: Children, tmp_path: Path, expected: Run
-) -> None:
-    job = Job(children, tmp_path)
+def test_a_rank_that_was_halted_too_long_is_told(children: Children, expected: Run) -> None:
+    job = Job(children)
     ranks = [
         job.start(0, None, fit, 2.0),
         job.start(1, Plan("before the slices", "halt"), told_to_go, 2.0),
@@ -509,10 +498,8 @@ def assert_right(rank: Child, expected: Run) -> None:
 
 @pytest.mark.night  # it is about the tests
 @pytest.mark.parametrize("bug", list(BUGS))
-def test_a_planted_bug_is_caught(
-    bug: str, children: Children, tmp_path: Path, expected: Run
-) -> None:
-    job = Job(children, tmp_path)
+def test_a_planted_bug_is_caught(bug: str, children: Children, expected: Run) -> None:
+    job = Job(children)
     plans = {2: Plan("after sharing")}
     if bug == "nobody_is_behind":
         plans = {

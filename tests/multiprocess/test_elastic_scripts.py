@@ -78,11 +78,9 @@ def shuffled(parent: Parent | None, trained: phalanx.Trainer, losses: list[float
     return result(trained, losses[-3:])
 
 
-def test_a_rank_that_comes_at_the_first_step_of_an_epoch_shuffles_alike(
-    children: Children, tmp_path: Path
-) -> None:
+def test_a_rank_that_comes_at_the_first_step_of_an_epoch_shuffles_alike(children: Children) -> None:
     expected = undisturbed(shuffled)
-    for each in start_with_a_late_one(Job(children, tmp_path), shuffled):
+    for each in start_with_a_late_one(Job(children), shuffled):
         assert_same_bits(outcome(each), expected)
 
 
@@ -92,11 +90,9 @@ def counted(parent: Parent | None, trained: phalanx.Trainer, losses: list[float]
     return result(trained, losses[-2:])
 
 
-def test_a_rank_that_comes_ends_at_the_step_where_the_others_do(
-    children: Children, tmp_path: Path
-) -> None:
+def test_a_rank_that_comes_ends_at_the_step_where_the_others_do(children: Children) -> None:
     expected = undisturbed(counted)
-    for each in start_with_a_late_one(Job(children, tmp_path), counted):
+    for each in start_with_a_late_one(Job(children), counted):
         assert_same_bits(outcome(each), expected)
 
 
@@ -110,10 +106,8 @@ def closed_at_last(parent: Parent, trained: phalanx.Trainer, losses: list[float]
     return f"{trained.steps}"
 
 
-def test_who_closes_because_of_an_error_has_not_finished(
-    children: Children, tmp_path: Path
-) -> None:
-    job = Job(children, tmp_path, size=2)
+def test_who_closes_because_of_an_error_has_not_finished(children: Children) -> None:
+    job = Job(children, size=2)
     ranks = job.start_all({}, closed_at_last)
     for each in ranks:
         each.put(False)
@@ -138,10 +132,8 @@ def tried_again(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -
     return trained.steps
 
 
-def test_a_fit_whose_ranks_did_not_come_trains_nothing_alone(
-    children: Children, tmp_path: Path
-) -> None:
-    rank = Job(children, tmp_path, size=2).start(0, None, tried_again, 1.0)
+def test_a_fit_whose_ranks_did_not_come_trains_nothing_alone(children: Children) -> None:
+    rank = Job(children, size=2).start(0, None, tried_again, 1.0)
     assert rank.get() == "refused"
     rank.put()
     assert "2 ranks must come" in outcome(rank)
@@ -160,10 +152,8 @@ def dies_at_the_group(parent: Parent, trained: phalanx.Trainer, losses: list[flo
     trained.fit(batches())
 
 
-def test_who_begins_does_not_wait_for_ever_for_one_that_died_then(
-    children: Children, tmp_path: Path
-) -> None:
-    job = Job(children, tmp_path)
+def test_who_begins_does_not_wait_for_ever_for_one_that_died_then(children: Children) -> None:
+    job = Job(children)
     ranks = [job.start(rank, None, told_of_the_timeout, 3.0) for rank in range(2)]
     job.start(2, None, dies_at_the_group)
     for each in ranks:
@@ -179,9 +169,9 @@ def dies_at_the_second_group(parent: Parent, trained: phalanx.Trainer, losses: l
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.night), 1])
 def test_who_dies_as_the_next_group_is_made_is_not_waited_for(
-    rank: int, children: Children, tmp_path: Path
+    rank: int, children: Children
 ) -> None:
-    job, told = Job(children, tmp_path), 2 * DEADLINE_S  # before that nobody gives up
+    job, told = Job(children), 2 * DEADLINE_S  # before that nobody gives up
     job.start(rank, None, dies_at_the_second_group, told)
     job.start(2, Plan("before the slices", step=3), one_epoch, told)
     assert_same_bits(outcome(job.start(1 - rank, None, one_epoch, told)), undisturbed(one_epoch))
@@ -246,7 +236,7 @@ def stopped_in_one(parent: Parent, trained: phalanx.Trainer, losses: list[float]
 def test_a_rank_that_stops_and_saves_alone_is_told_what_the_others_do(
     children: Children, tmp_path: Path
 ) -> None:
-    ranks = Job(children, tmp_path).start_all({}, stopped_in_one)
+    ranks = Job(children).start_all({}, stopped_in_one)
     for rank, each in enumerate(ranks):
         each.put((tmp_path / "checkpoint", rank == 1))
     expected = "rank 1 is about to save while rank 0 is about to run a batch"

@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from phalanx import launch
-from phalanx.distributed import RankFailed
 from phalanx.errors import PeerError
+from phalanx.launching import RankFailed
 from tests.multiprocess.forked_scripts import Script, fork_ranks
 
 pytestmark = pytest.mark.promise("launchers")
@@ -128,7 +128,9 @@ def test_a_traceback_begins_in_the_script_and_says_things_once(tmp_path):
 def gathered(word: str) -> list[str]:
     dist.init_process_group("phalanx")
     words: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(words, f"{word} {dist.get_rank()} {os.environ['GLOO_SOCKET_IFNAME']}")
+    dist.all_gather_object(
+        words, f"{word} {dist.get_rank()} {os.environ.get('GLOO_SOCKET_IFNAME')}"
+    )
     dist.destroy_process_group()
     return words
 
@@ -139,10 +141,10 @@ def gathered(word: str) -> list[str]:
 def test_a_function_runs_in_every_rank_and_returns_by_rank(start, monkeypatch):
     """They have the interface that the user names; forks have the variables of their server."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    interface = "eth7"
+    interface: str | None = "eth7"
     if start == "in forks":
         fork_ranks(monkeypatch)
-        interface = "lo"
+        interface = None
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     assert (
         launch(gathered, 2, args=("rank",))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.ipc import wait_until
 from tests.multiprocess.forked_scripts import Script
 from tests.multiprocess.hosts import free_port
 from tests.multiprocess.ranks import START_S
@@ -78,66 +75,6 @@ def test_two_launchers_make_one_job_of_two_hosts(tmp_path):
     finally:
         for one in started:
             one.end()
-
-
-ENDING = """
-import os, pathlib, sys
-from phalanx.ipc import wait_until
-folder = pathlib.Path(sys.argv[0]).parent
-host = os.environ["PHALANX_HOST"]
-(folder / f"{host}-runs").touch()
-assert wait_until((folder / f"{host}-may-end").exists, 100.0)
-sys.exit(3 if host == "b" else 0)
-"""
-
-
-@pytest.fixture
-def two_hosts(tmp_path: Path) -> Iterator[list[Script]]:
-    """Start two launchers, whose ranks run until they may end; that of host b fails then."""
-    (tmp_path / "script.py").write_text(ENDING)
-    port = free_port()
-    started = []
-    try:
-        for host in "ab":
-            started.append(launch(tmp_path, 1, f"localhost:{port}", PHALANX_HOST=host))
-            assert wait_until(lambda: is_open(port), START_S)  # by a, whose store then outlives b
-        for host in "ab":
-            assert wait_until((tmp_path / f"{host}-runs").exists, START_S)
-        yield started
-    finally:
-        for one in started:
-            one.end()
-
-
-@pytest.mark.night
-def test_a_launcher_whose_ranks_have_ended_does_not_wait_for_one_that_failed(two_hosts, tmp_path):
-    a, b = two_hosts
-    (tmp_path / "a-may-end").touch()
-    (tmp_path / "b-may-end").touch()
-    assert b.wait(START_S) == 3
-    assert a.wait(START_S) == 0
-
-
-@pytest.mark.night
-def test_a_launcher_that_waits_for_another_hears_sigterm(two_hosts, tmp_path):
-    a, b = two_hosts
-    (tmp_path / "a-may-end").touch()
-    assert wait_until(lambda: not children(a.pid), START_S)  # its rank's process is gone
-    for _ in range(5):  # torch drops a signal that comes just when a rank has ended
-        os.kill(a.pid, signal.SIGTERM)
-        if wait_until(lambda: a.exit_code is not None, START_S / 10):
-            break
-    assert a.exit_code == -signal.SIGTERM
-    assert b.exit_code is None
-
-
-def is_open(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(("localhost", port)) == 0
-
-
-def children(pid: int) -> str:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text()
 
 
 def ip(*words: str) -> None:

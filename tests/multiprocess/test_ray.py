@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx import PeerTimeout, Trainer, UnsupportedError, on_ray
-from phalanx.distributed import RankFailed
 from phalanx.errors import ConfigError
 from phalanx.files import written_whole
 from phalanx.ipc import wait_until
+from phalanx.launching import RankFailed
 from phalanx.launching.ray import plan_ranks
 from tests.multiprocess.hosts import free_port
 from tests.multiprocess.test_tables_hosts import DEADLINE_S, SCRIPT, expected_lines

@@ -15,10 +15,11 @@ from typing import Literal
 import torch
 
 from phalanx import __version__
-from phalanx.distributed import available_cores, interfaces_up, nccl_is_here, network_interfaces
+from phalanx.distributed import interfaces_up, nccl_is_here, network_interfaces
 from phalanx.errors import PhalanxError
 from phalanx.ipc import Region, available_memory_bytes, cores_allowed
 from phalanx.native import is_compiled
+from phalanx.replicas import num_cores
 
 __all__ = ["Check", "run_checks"]
 
@@ -77,7 +78,7 @@ def _versions() -> Check:
 
 
 def _cores() -> Check:
-    cores, quota = available_cores(), cores_allowed()
+    cores, quota = num_cores(), cores_allowed()
     threads = f"{torch.get_num_threads()} threads in an operator"
     value = f"{cores} of {os.cpu_count()}, {threads}, {torch.backends.cpu.get_cpu_capability()}"
     if quota is not None and quota < cores:

@@ -101,8 +101,8 @@ def launch(
                 f"`{name}` must be left out {'with' if ray else 'without'} `--ray`, but is given."
             )
     # Late, as it needs torch, which takes seconds: `--help` does without.
-    from phalanx.distributed import Job, RankFailed, available_cores, launch_script, run_script
-    from phalanx.launching import on_ray
+    from phalanx.launching import Job, RankFailed, launch_script, on_ray, run_script
+    from phalanx.replicas import num_cores
 
     console = make_console(stderr=True)
     colour = console.is_terminal and not console.no_color
@@ -130,7 +130,7 @@ def launch(
         if trusted_network:
             os.environ[_TRUSTED_NETWORK] = "1"
         job = Job(
-            ranks=available_cores() if ranks is None else ranks,
+            ranks=num_cores() if ranks is None else ranks,
             nodes=parse_nodes(nnodes),
             endpoint=endpoint,
             run_id=run_id,

@@ -28,7 +28,7 @@ from phalanx.distributed.backend import open_group
 from phalanx.distributed.elastic_membership import About, GroupEpoch, RankMembership, Report
 from phalanx.distributed.exchange import Exchange
 from phalanx.distributed.open_store import open_lasting_store
-from phalanx.environment import Place, read_place
+from phalanx.environment import Place, error_file, read_place
 from phalanx.errors import (
     ConfigError,
     GroupAborted,
@@ -151,8 +151,9 @@ class ElasticExchange(Exchange):
         self.entered = True
         received = self._settle(admits=False)
         self._has_state = True
-        if place.error_file is not None:  # beside it: the launcher keeps this host's other ranks
-            place.error_file.with_name("elastic").touch()
+        note = error_file()
+        if note is not None:  # beside it: the launcher keeps this host's other ranks
+            note.with_name("elastic").touch()
         return received
 
     def admit(self) -> None:

@@ -116,7 +116,8 @@ class GroupRendezvous:
             interfaces: Of the network, by name; none for the one that has the host's name.
         """
         found: Future[Gloo] = Future()
-        store = PrefixStore(f"gloo/{name}", self.store)
+        # A client of its own: one that waits for a key lets nobody else ask.
+        store = PrefixStore(f"gloo/{name}", self.store).clone()  # type: ignore[attr-defined]
         left_s = max(self._deadline_s - now_s(), 1e-3)
         rank, size = ranks.index(self._rank), len(ranks)
 

@@ -35,8 +35,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from phalanx.clock import pause
 from phalanx.cluster import draw_secret
-from phalanx.distributed import RankFailed, describe_failures, keep_store, process_failure
+from phalanx.distributed import keep_store
 from phalanx.errors import ConfigError, PeerTimeout, UnsupportedError
+from phalanx.launching.rank_failures import RankFailed, describe_failures, process_failure
 from phalanx.plan import check_function, read_count
 
 __all__ = ["on_ray", "plan_ranks"]
@@ -44,7 +45,7 @@ __all__ = ["on_ray", "plan_ranks"]
 _ANSWER_S = 10.0  # of a cluster; Ray itself tries for minutes
 _OTHERS_S = 3.0  # after a failure: for those of the others, one of which may be its cause
 _LAST_LINES_S = 0.5  # for Ray to print what the ranks wrote last
-_PROGRAM = "from phalanx.distributed.rank_start import call; call()"
+_PROGRAM = "from phalanx.launching.rank_start import call; call()"
 
 
 def on_ray(

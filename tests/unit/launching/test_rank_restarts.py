@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from phalanx.distributed import rank_restarts
-from phalanx.distributed.launcher import signals_put_back
+from phalanx.launching import rank_restarts
+from phalanx.launching.launcher import signals_put_back
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from phalanx.distributed.launcher import signals_put_back
 )
 def test_a_restart_names_the_rank_and_how_it_ended(end, how, status, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(rank_restarts, "_RANK", ("-c", f"import os, sys; {end}"))
-    monkeypatch.setattr(sys, "argv", ["rank_restarts.py", "1", str(os.getppid()), "folder"])
+    monkeypatch.setattr(sys, "argv", ["rank_restarts.py", "1", str(os.getppid())])
     (tmp_path / "2").mkdir()
     for name, value in {
         "RANK": "2",

@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from phalanx.distributed.launcher import (
-    describe_failures,
-    first_failure,
-)
-from phalanx.distributed.rank_start import record_failures
+from phalanx.launching.rank_failures import describe_failures, first_failure
+from phalanx.launching.rank_start import record_failures
 
 
 def failure(

@@ -1,15 +1,13 @@
 """A process between the launcher and one rank: it restarts the rank, and keeps the survivors.
 
-    launcher ──> python rank_restarts.py RESTARTS LAUNCHER FOLDER script.py args… ──> the rank
+    launcher ──> python rank_restarts.py RESTARTS LAUNCHER script.py args… ──> the rank
 
 torch's agent ends all ranks of a host as soon as one of them fails. Elastic ranks (`Ranks()`) train
 on without the one that was lost, so this process keeps a failure to itself until all ranks of the
 host have ended, if its rank has said that its group is elastic. A rank that was killed while
 another one finished the training is then no failure of the job. A rank with an error is.
 
-It runs as a file and imports the standard library only: it costs a few MiB and starts at once. In
-jobs on several hosts the one above rank 0 also keeps the store, which then outlives that rank; for
-this it needs torch.
+It runs as a file and imports the standard library only: it costs a few MiB and starts at once.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from types import FrameType
 __all__: list[str] = []
 
 _POLL_S = 0.2
-_RANK = ("-u", "-c", "from phalanx.distributed.rank_start import main; main()")
+_RANK = ("-u", "-c", "from phalanx.launching.rank_start import main; main()")
 
 
 class _Ended(BaseException):
@@ -34,19 +32,15 @@ class _Ended(BaseException):
 
 def _main() -> int:
     """Run the rank until it succeeds, or no restarts are left; return its exit status."""
-    restarts, launcher, folder, *script = sys.argv[1:]
-    if not folder:
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    restarts, launcher, *script = sys.argv[1:]
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _end)
-    status, store = 0, None
+    status = 0
     for attempt in range(int(restarts) + 1):
         environment = {**os.environ, "PHALANX_RANK_RESTARTS": str(attempt)}
-        words = [sys.executable, *_RANK, str(os.getpid()), folder, *script]
+        words = [sys.executable, *_RANK, str(os.getpid()), *script]
         with subprocess.Popen(words, env=environment) as child:
             try:
-                if not folder and store is None and os.environ["RANK"] == "0":
-                    store = _keep_store()  # while the rank starts
                 status = _await_rank(child, int(launcher))
             except _Ended as ended:
                 child.send_signal(ended.args[0])
@@ -105,14 +99,6 @@ def _own_folder() -> Path:
 def _is_elastic() -> bool:
     """Tell whether the rank has said that its group is elastic (`elastic_exchange.py`)."""
     return (_own_folder() / "elastic").exists()
-
-
-def _keep_store() -> object:
-    """Keep the job's store, as torchrun's agent does."""
-    from torch.distributed import TCPStore  # late: one of the job's processes needs it
-
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return TCPStore(address, port, None, is_master=True, wait_for_workers=False, multi_tenant=True)
 
 
 def _how(status: int) -> str:
