@@ -1,9 +1,10 @@
-"""One script on two hosts, started by each of the launchers; hosts are played on one machine."""
+"""One script, started by each of the launchers; hosts are played on one machine."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,8 @@ pytestmark = pytest.mark.promise("launchers")
 DEADLINE_S = 150.0
 SCRIPT = """
 import os
-os.environ["PHALANX_HOST"] = "host-" + str(int(os.environ[os.environ["RANKS"]]) // 2)
+if rank := os.environ.get(os.environ["RANKS"]):
+    os.environ["PHALANX_HOST"] = f"host-{int(rank) // 2}"
 import torch
 from phalanx import tables
 os.chdir("/")  # a script may
@@ -45,39 +47,21 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def expected_lines(num_workers: int) -> set[str]:
-    n = float(num_workers)
-    return {f"worker {worker} sees {[n, n]} {[n, 2 * n, 3 * n]}" for worker in range(num_workers)}
-
-
-def variables_of(script: Path, ranks: str, **more: str) -> dict[str, str]:
-    return {
-        **{name: value for name, value in os.environ.items() if name != "PHALANX_HOST"},
-        "PHALANX_SECRET_FILE": str(script.parent / "secret"),
-        "OMP_NUM_THREADS": "1",
-        "RANKS": ranks,
-        **more,
-    }
-
-
-def check(lines: str, codes: list[int], *, num_workers: int) -> None:
-    """See that all workers have met, and that nothing is left."""
-    expected = expected_lines(num_workers)
-    assert {line for line in expected if line in lines} == expected, lines
-    assert set(codes) == {0}, lines
-    run = "|".join(map(re.escape, re.findall("its run is (.*?);", lines)))
-    assert run
-    assert wait_until(lambda: not re.search(run, " ".join(os.listdir("/dev/shm"))), 30.0)
-
-
 def play(
     script: Path, ranks: str, commands: list[list[str]], num_workers: int = 4, **variables: str
 ) -> None:
     """Run the commands at once; see that all workers have met, and nothing is left."""
+    environment = {
+        **{name: value for name, value in os.environ.items() if name != "PHALANX_HOST"},
+        "PHALANX_SECRET_FILE": str(script.parent / "secret"),
+        "OMP_NUM_THREADS": "1",
+        "RANKS": ranks,
+        **variables,
+    }
     started = [
         subprocess.Popen(
             command,
-            env=variables_of(script, ranks, **variables),
+            env=environment,
             cwd=script.parent,
             text=True,
             stdout=subprocess.PIPE,
@@ -90,7 +74,13 @@ def play(
     finally:
         for process in started:
             process.kill()
-    check("".join(told), [process.returncode for process in started], num_workers=num_workers)
+    lines, n = "".join(told), float(num_workers)
+    for worker in range(num_workers):
+        assert f"worker {worker} sees {[n, n]} {[n, 2 * n, 3 * n]}" in lines, lines
+    assert {process.returncode for process in started} == {0}, lines
+    run = "|".join(map(re.escape, re.findall("its run is (.*?);", lines)))
+    assert run
+    assert wait_until(lambda: not re.search(run, " ".join(os.listdir("/dev/shm"))), 30.0)
 
 
 @pytest.mark.night
@@ -115,3 +105,15 @@ def test_srun_by_its_variables(script):
         "MASTER_PORT": str(port),
     }
     play(script, "SLURM_PROCID", commands, **variables)
+
+
+@pytest.mark.parametrize("name", ["mpirun.openmpi", "mpirun.mpich"])
+def test_processes_of_mpirun_are_workers_of_one_run(script, name):
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"there is no {name}")
+    told = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+    open_mpi = "Open MPI" in told or "OpenRTE" in told
+    options = ["--allow-run-as-root", "--oversubscribe"] if open_mpi else []
+    command = [found, *options, "-n", "3", sys.executable, str(script)]
+    play(script, "NONE", [command], num_workers=3)

@@ -60,25 +60,17 @@ def be_worker(parent: Parent, network: str, given: dict[str, str], body: Callabl
 @pytest.mark.night
 def test_phalanx_launch_in_three_networks(networks, tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(
-        "import os\n" + SCRIPT[SCRIPT.index("import torch") :]
-    )  # hosts are told apart below
+    script.write_text(SCRIPT)
     make_secret(tmp_path / "secret")
-    options = [
-        "-n",
-        "1",
-        "--nnodes",
-        str(NUM_HOSTS),
-        "--endpoint",
-        f"{networks.addresses[0]}:{PORT}",
-    ]
-    options += ["--secret-file", str(tmp_path / "secret"), str(script)]
-    command = [sys.executable, "-c", "from phalanx.cli.app import main; main()", "launch", *options]
+    options = ["-n", "1", "--nnodes", str(NUM_HOSTS), "--endpoint"]
+    options += [f"{networks.addresses[0]}:{PORT}", "--secret-file", str(tmp_path / "secret")]
+    command = [sys.executable, "-c", "from phalanx.cli.app import main; main()", "launch"]
+    command += [*options, str(script)]
     commands = [
         [*networks.words(host), "env", f"PHALANX_HOST=host-{host}", *command]
         for host in range(NUM_HOSTS)
     ]
-    play(script, "RANK", commands, num_workers=NUM_HOSTS)
+    play(script, "NONE", commands, num_workers=NUM_HOSTS)
 
 
 def add_until_told(parent: Parent, world: tables.TableGroup) -> None:
