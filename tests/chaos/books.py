@@ -7,7 +7,8 @@ would be seen. There are three books:
     rows     int64 matrix; on each host the client's row twice over, a row whose sum stays 0, and
              a tail that every add raises by 1
     whole    int64 array: the client's line, and a tail that every add raises by 1
-    keys     int64 by key: the client's key twice over, and a key of its own for each q
+    keys     int64 by key: the client's key twice over, a key of its own for each q, and two that
+             every add raises by 1
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from phalanx import tables
 
 WHOLE_TAIL = 40
+PAIR = [0, 1]  # keys
 
 
 class Books:
@@ -63,8 +65,8 @@ class Books:
             self.whole.add(delta)
         else:
             own = own_key(client, q)
-            keys = [-1 - client, own, -1 - client, own]
-            self.keys.add([line, line, line, [0] * 3], rows=keys)
+            keys = [-1 - client, own, *PAIR, -1 - client, own]
+            self.keys.add([line, line, [1] * 3, [1] * 3, line, [0] * 3], rows=keys)
 
     def count(self, book: str, client: int) -> list[int]:
         """Return how many adds of a client are there, by host; fail unless each is once, whole."""
@@ -79,7 +81,9 @@ class Books:
             lines, tail = values[: 3 * self._clients].view(-1, 3), values[3 * self._clients :]
             assert bool((tail == lines[:, 0].sum()).all()), f"half of an add: {values.tolist()}"
             return [_count(book, client, lines[client].tolist(), 1)]
-        return [_count(book, client, self.keys.get([-1 - client])[0].tolist(), 2)]
+        line, one, other = self.keys.get([-1 - client, *PAIR]).tolist()
+        assert one == other, f"half of an add: {one}, {other}"
+        return [_count(book, client, line, 2)]
 
     def count_tail(self, host: int) -> int:
         """Return how many adds the tail of a host shows; fail where it shows half of one."""
@@ -97,7 +101,7 @@ class Books:
             for q in range(1, n + 1)
         }
         there = self.keys.keys().tolist()
-        assert there == sorted([*clients, *own]), "a key is lost, or there without its add"
+        assert there == sorted([*clients, *PAIR, *own]), "a key is lost, or there without its add"
         lines = self.keys.get(list(own)).tolist() if own else []
         assert lines == list(own.values()), "a key's row is not what was added to it"
 

@@ -278,11 +278,16 @@ def serve_in_mode(world: tables.TableGroup, mode: str, folder: Path) -> list:
             keys.snapshot(folder)
             matrix.snapshot(folder)
         world.barrier()
+        shared = tables.SharedModule(torch.nn.Linear(2, 3, device="cpu"), world)
+        shared.sync()
+        embedding = tables.TableEmbedding(world.matrix(2, 2, name="e", updater="sgd"))
+    embedding(torch.tensor([1], device="cpu")).sum().backward()
+    shared.sync()
     return [each[:, 0].tolist() for each in found]
 
 
 @in_table_worlds(mode=list(MODES))
-def test_tables_serve_in_every_mode_of_torchs(world, n, mode, run, tmp_path):
+def test_tables_modules_and_embeddings_serve_in_every_mode_of_torchs(world, n, mode, run, tmp_path):
     twice = [2.0 * n * row for row in range(3 * n)]
     matrix = [0.5 + each for each in twice]
     found = [matrix[::-1], matrix, twice[::-1], [float(n), 0.0], []]

@@ -176,44 +176,6 @@ def test_a_restore_that_a_death_interrupts_must_be_made_again(run, tmp_path, kin
             assert contents(table) == after
 
 
-# --- growing, while others read and write ---------------------------------------------------------
-
-NUM_KEYS = 1500
-
-
-def pair_adder(parent: Parent, run: str, worker: int) -> None:
-    """Add to k and −k at once, so that whoever reads both sees the same row twice."""
-    torch.set_num_threads(1)
-    draw = torch.Generator().manual_seed(worker)
-    with tables.join(run, num_workers=3, timeout_s=DEADLINE_S) as world:
-        table = world.keys(2, torch.int64, name="t", capacity=1)
-        world.barrier()
-        keys = 1 + torch.randperm(NUM_KEYS, generator=draw)
-        halves = 0
-        for some in keys.split(7):
-            pairs = torch.stack([some, -some], 1).view(-1)
-            delta = torch.stack([some, torch.ones_like(some)], 1).repeat_interleave(2, 0)
-            table.add(delta, rows=pairs)
-            asked = 1 + torch.randint(NUM_KEYS, (5,), generator=draw)
-            one, other = table.get(torch.cat([asked, -asked])).chunk(2)
-            halves += int(not torch.equal(one, other))
-            own, _ = table.get(pairs).view(-1, 2, 2).unbind(1)
-            assert (own[:, 1] >= 1).all()
-        world.barrier()
-        parent.tell((halves, len(table), table.get(table.keys())[:, 1].sum().item()))
-
-
-def test_while_it_grows_nobody_loses_an_add_or_sees_half_of_one(run):
-    with Children() as children:
-        started = [children.start(pair_adder, run, worker) for worker in range(3)]
-        for halves, num_keys, adds in [child.get() for child in started]:
-            assert halves == 0
-            assert num_keys == 2 * NUM_KEYS
-            assert adds == 3 * 2 * NUM_KEYS
-        for child in started:
-            child.process.join(DEADLINE_S)
-
-
 # --- a worker that is lost ------------------------------------------------------------------------
 
 MODES = {"asynchronous": {}, "bulk": {"sync": True}, "bounded": {"staleness": 1}}

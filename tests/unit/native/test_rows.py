@@ -40,8 +40,10 @@ def test_rows_of_tables_are_read_and_added_to(dtype, cols, count, scale):
     delta = drawn(dtype, count, cols, seed=1)
     with tables.join() as world:
         table = world.matrix(ROWS, cols, dtype, init=values, updater=updater, nonfinite="allow")
-        assert torch.equal(table.get(numbers), values[numbers])
-        table.add(delta, rows=numbers)
+        out = torch.empty(count, cols, dtype=dtype)
+        assert table.get(numbers, out=out) is out
+        assert torch.equal(out, values[numbers])
+        table.add(delta, rows=numbers.int().numpy())
         wanted = added(values, numbers, delta, scale if scale == 1.0 else -abs(scale))
         assert torch.equal(table.get(), wanted)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -119,20 +118,6 @@ def test_a_snapshot_restores_values_and_state(tmp_path, kind):
         steps(back, range(2))
         assert all(map(torch.equal, everything(back), wanted))
     assert [p.name for p in tmp_path.iterdir()] == ["t.snapshot"]
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64]
-)
-def test_every_dtype_adds_up_and_reads_into_out(dtype):
-    with tables.join() as world:
-        table = world.matrix(6, 2, dtype, init=torch.ones(6, 2, dtype=dtype))
-        table.add(torch.full((2, 2), 3, dtype=dtype), rows=torch.tensor([5, 5], dtype=torch.int32))
-        table.add([[1, 1]], rows=np.array([0]))
-        out = torch.empty(3, 2, dtype=dtype)
-        assert table.get([5, 0, 5], out=out) is out
-        assert out.tolist() == [[7, 7], [2, 2], [7, 7]]
-        assert table.get().dtype == dtype
 
 
 def test_who_was_announced_and_never_came_is_named_at_the_end():
