@@ -1,4 +1,4 @@
-"""Ctrl-C in calls over several hosts: no lock stays held, no call is left, later ones are right."""
+"""Ctrl-C in calls: no lock stays held, no call is left, and each add is whole on each host."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ import torch
 
 from phalanx import tables
 from phalanx.cluster import RemoteCall, connection
-from phalanx.tables import remote_part, router
+from phalanx.ipc import mutex
+from phalanx.tables import part, remote_part, router
+from tests import worlds
 from tests.interrupts import interrupt_at
-from tests.multiprocess import hosts
 from tests.multiprocess.hosts import run_hosts
+from tests.worlds import in_table_worlds
 
 pytestmark = pytest.mark.promise("interrupts-leave-whole-steps")
 
-MODULES = (router, remote_part, connection, contextlib, threading)
+MODULES = (router, remote_part, connection, mutex, part, contextlib, threading)
+UPDATERS = ["sgd", "adam", "sum"]
 MOST_PLACES = 400
 
 
 @pytest.fixture(scope="module", autouse=True)
-def children_end():
+def worlds_end():
     yield
-    hosts.WORKERS.close()
+    worlds.close()
 
 
 def interrupted_everywhere(act: Callable[[], object], check: Callable[[], None]) -> int:
@@ -44,37 +47,39 @@ def interrupted_everywhere(act: Callable[[], object], check: Callable[[], None])
 
 
 def be_interrupted(world: tables.TableGroup, kind: str) -> None:
-    table = world.array(8, torch.int64, name="t", sync=kind == "add to a round")
-    ones, out = torch.ones(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)
+    sync, updater = kind == "add to a round", kind if kind in UPDATERS else "sum"
+    table = world.matrix(9, 3, torch.float64, name="t", sync=sync, updater=updater)
+    ones, out = torch.ones(9, 3, dtype=torch.float64), torch.zeros(9, 3, dtype=torch.float64)
     world.barrier()
     num_places = 0
     if world.worker_id == 0:
-        acts = {
-            "add": lambda: table.add(ones),
-            "add to a round": lambda: table.add(ones),
-            "get": lambda: table.get(out=out),
-        }
 
         def check() -> None:
-            assert not table._storage._turn_of(0).locked()
-            if kind == "get":
-                out.fill_(-1)  # the caller's again
-                assert table.get([0, 7]).tolist() == [0, 0]
-                assert out.tolist() == [-1] * 8
+            if kind != "get":
+                table.add(ones)  # no lock is held
+                return
+            out.fill_(-1)  # the caller's again
+            assert not table.get([0, 8]).any()
+            assert out.eq(-1).all()
 
-        num_places = interrupted_everywhere(acts[kind], check)
-        assert num_places > 20
-    found = table.get().tolist()
-    if world.worker_id == 0 and kind != "get":
-        table_is_whole = len(set(found[:4])) == len(set(found[4:])) == 1
-        assert table_is_whole, found
-        assert all(1 <= each <= num_places + 1 for each in found), found
+        act = partial(table.get, out=out) if kind == "get" else partial(table.add, ones)
+        num_places = interrupted_everywhere(act, check)
+        assert num_places > 3
+    world.barrier()
+    if kind != "get":
+        table.add(ones)  # nor of the other worker
+    world.barrier()
+    by_host = table.get().view(3, -1)
+    assert kind == "get" or all(len(each.unique()) == 1 for each in by_host), by_host
+    if num_places and updater == "sum" and kind != "get":
+        least = num_places + 1 + world.num_workers  # by `check`, by the last call, by all
+        assert all(least <= each[0] <= least + num_places for each in by_host), by_host
     world.barrier()
 
 
-@pytest.mark.parametrize("kind", ["add", "add to a round", "get"])
-def test_a_call_interrupted_anywhere_holds_nothing_back(run, kind):
-    run_hosts(2, run, 2, partial(be_interrupted, kind=kind))
+@in_table_worlds(at_least=3, kind=["get", "add to a round", *UPDATERS])
+def test_a_call_interrupted_anywhere_holds_nothing_back(world, n, kind, run):
+    world.run(partial(be_interrupted, kind=kind), n, run=run)
 
 
 def miss_the_end_of_a_barrier(world: tables.TableGroup) -> list[int]:
