@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
 import socket
 from collections import Counter
 from typing import Any
 
 from phalanx.cluster import Endpoint, Secret
 from phalanx.distributed import hosts_of, open_store, this_host
+from phalanx.environment import Place
 from phalanx.errors import ConfigError, PeerTimeout
 from phalanx.ipc import ProcessIdentity, Waiting
 from phalanx.tables.host_server import ServerPage, ServerSpec, ServerWatch
@@ -31,34 +33,26 @@ _met: Counter[str] = Counter()  # how often this process has met others, by the 
 
 
 def join_hosts(
-    run: str,
-    rank: int,
-    size: int,
-    master: tuple[str, int],
-    secret: Secret | None,
-    *,
-    trusted_network: bool,
-    timeout_s: float,
+    place: Place, secret_file: str | None, trusted_network: bool | None, timeout_s: float
 ) -> RunContext:
     """Begin this host's share of a run, see that it has a server, and find the other hosts'.
 
     Args:
-        run: Name of what has started the processes, the same on all hosts.
-        rank: This process's.
-        size: The number of processes.
-        master: Address and port of the job's store.
-        secret: What connections are encrypted with; None in a network that is trusted.
-        trusted_network: Whether servers may do without a secret.
+        place: This process's in the job.
+        secret_file: The file of what connections are encrypted with, if there is one.
+        trusted_network: Whether servers may do without. Where both are None, variables say.
         timeout_s: How long to wait for the others.
 
     Raises:
         ConfigError: Servers would speak to anybody, or some processes have no secret.
         PeerTimeout: A process does not say where it is, or a host has no server in time.
     """
+    rank, run, master = place.rank, place.job, place.find_store()
+    secret, trusted_network = _read_trust(secret_file, trusted_network)
     bind = address_to_serve_at(master[0], secret, trusted_network=trusted_network)
     name = f"{run}-{_met[run]}" if _met[run] else run
-    store = _RunStore(open_store(*master, rank, size, timeout_s), name)
-    places = _places(store, rank, size, has_secret=secret is not None)
+    store = _RunStore(open_store(*master, rank, place.size, timeout_s), name)
+    places = _places(store, rank, place.size, has_secret=secret is not None)
     hosts = hosts_of([there for there, *_ in places])
     host = hosts.host_of(rank)
     # The host's number is part of the name, since one machine may simulate several.
@@ -132,6 +126,25 @@ def _places(store: _RunStore, rank: int, size: int, *, has_secret: bool) -> list
             )
         places.append((str(host), str(name)))
     return places
+
+
+def _read_trust(
+    secret_file: str | None, trusted_network: bool | None
+) -> tuple[Secret | None, bool]:
+    """Return the secret and whether the network is trusted: as given, or by variables.
+
+    Raises:
+        ConfigError: There are both, or the file is none.
+    """
+    if secret_file is None and trusted_network is None:
+        secret_file = os.environ.get("PHALANX_SECRET_FILE") or None
+        trusted_network = bool(os.environ.get("PHALANX_TRUSTED_NETWORK"))
+    if secret_file and trusted_network:
+        raise ConfigError(
+            "`trusted_network` must be False where `secret_file` is given, but both are set. With "
+            "a secret everything between hosts is encrypted, and no network needs to be trusted."
+        )
+    return (Secret.read(secret_file) if secret_file else None), bool(trusted_network)
 
 
 def address_to_serve_at(master: str, secret: Secret | None, *, trusted_network: bool) -> str:

@@ -1,93 +1,91 @@
-"""Which run to join, and as which worker: by the caller, or by the launcher of this process.
-
-A process that a launcher has started is never a run of its own: incomplete variables are refused.
-"""
+"""How a worker comes to its run: by a name from the caller, or by the launcher of the process."""
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Mapping
-from typing import NamedTuple
-
-from phalanx.environment import read_place
+from phalanx.environment import Place, read_place
 from phalanx.errors import ConfigError
+from phalanx.native import require_library
+from phalanx.plan import Staleness, check_argument
+from phalanx.tables.run_context import RunContext
+from phalanx.tables.spec import NAME
+from phalanx.tables.table_group import TableGroup, read_mode, read_seconds
 
 
-class JoinRequest(NamedTuple):
-    """What to join.
-
-    Attributes:
-        run: Name of the run, or None for this process alone.
-        worker: Our number, or None for the next one.
-        num_workers: How many are expected, or None if nobody knows.
-        store: Where workers on several hosts meet; None where all are on one.
-    """
-
-    run: str | None
-    worker: int | None
-    num_workers: int | None
-    store: tuple[str, int] | None = None
-
-
-def read_join_request(
-    run: str | None, num_workers: int | None, environment: Mapping[str, str] | None = None
-) -> JoinRequest:
-    """Decide which run to join.
+def join(
+    run: str | None = None,
+    *,
+    sync: bool = False,
+    staleness: int | None = None,
+    num_workers: int | None = None,
+    create: bool = True,
+    timeout_s: float = 30.0,
+    secret_file: str | None = None,
+    trusted_network: bool | None = None,
+) -> TableGroup:
+    """Become a worker: of this process alone, of the run that was started, or of run ``run``.
 
     Args:
-        run: The name, if the caller gave one. It comes before all variables.
-        num_workers: How many are expected, if the caller said.
-        environment: The variables; None for this process's.
+        run: A name that the processes of one run on this host agree on. None for the run of what
+            started us (torchrun, mpirun, srun), else for this process and its threads alone.
+        sync: Whether tables are bulk-synchronous unless they say otherwise.
+        staleness: k for bounded staleness, unless tables say otherwise; 0 is bulk-synchronous.
+        num_workers: How many will come. Then barriers and rounds wait for those too that have not
+            come yet; else only for those that are here.
+        create: Whether to begin the run if nobody has.
+        timeout_s: How long calls wait for others.
+        secret_file: Where workers are on several hosts: the file that `phalanx secret` made, the
+            same on each. Default: the variable ``PHALANX_SECRET_FILE``.
+        trusted_network: In place of a secret: whoever reaches the servers may read and change the
+            tables, and nothing is encrypted. Default: ``PHALANX_TRUSTED_NETWORK``.
 
     Raises:
-        ConfigError: The variables contradict the caller, or do not say enough.
+        ConfigError: The name is none, others said another ``num_workers``, or variables lack.
+        StateError: There is no such run, and ``create`` is False.
+        OutOfSpace: There is no room in ``/dev/shm``.
+        UnsupportedError: The C library was not built when phalanx was installed.
 
     Example:
-        >>> found = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "7"}
-        >>> read_join_request(None, None, found)
-        JoinRequest(run='torchrun-port-7-0', worker=1, num_workers=2, store=None)
-        >>> read_join_request(None, None, {})
-        JoinRequest(run=None, worker=None, num_workers=None, store=None)
+        >>> with join() as world:
+        ...     world.worker_id, world.num_workers, world.is_master
+        (0, 1, True)
+    """
+    require_library("Tables")
+    timeout_s = read_seconds(timeout_s)
+    mode = read_mode(sync, staleness, Staleness(None))
+    place = _place_of(run, num_workers)
+    if place is None:
+        context = RunContext(run, create=create)
+    elif place.is_spread:
+        # Late: what is between hosts takes a tenth of a second, which runs on one host do without.
+        from phalanx.tables.host_rendezvous import join_hosts
+
+        context = join_hosts(place, secret_file, trusted_network, timeout_s)
+    else:
+        context = RunContext(place.job, create=create)
+    try:
+        rank, size = (None, num_workers) if place is None else (place.rank, place.size)
+        return TableGroup(context, context.enter(rank, size, timeout_s), mode, timeout_s)
+    except BaseException:
+        context.close(timeout_s)
+        raise
+
+
+def _place_of(run: str | None, num_workers: int | None) -> Place | None:
+    """Return this process's place in the job whose ranks are the workers; None if there is none.
+
+    Raises:
+        ConfigError: The name or the number of workers cannot be.
     """
     if run is not None:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", run):
-            raise ConfigError(
-                "`run` must be 1 to 100 letters, digits, dots, dashes and underscores, a letter "
-                f"or digit first, but is {run!r}."
-            )
-        return JoinRequest(run, None, num_workers)
-    place = read_place(environment)
-    if place is None:
-        return JoinRequest(None, None, num_workers)
-    if num_workers not in (None, place.size):
+        wanted = (
+            "be 1 to 100 letters, digits, dots, dashes and underscores, a letter or digit first"
+        )
+        check_argument(NAME.fullmatch(run) is not None, "run", wanted, run)
+        return None
+    place = read_place()
+    if place is not None and num_workers not in (None, place.size):
         raise ConfigError(
             f"`num_workers` must be the number of processes that were started ({place.size}), but "
             f"is {num_workers}."
         )
-    if place.size == 1:
-        return JoinRequest(None, None, num_workers)
-    store = place.find_store() if place.is_spread else None
-    return JoinRequest(place.job, place.rank, place.size, store)
-
-
-def read_trust(
-    secret_file: str | None,
-    trusted_network: bool | None,
-    environment: Mapping[str, str] | None = None,
-) -> tuple[str | None, bool]:
-    """Return the secret's file and whether the network is trusted: as given, or by variables.
-
-    Raises:
-        ConfigError: Both are given.
-    """
-    found = os.environ if environment is None else environment
-    if secret_file is None and trusted_network is None:
-        secret_file = found.get("PHALANX_SECRET_FILE") or None
-        trusted_network = bool(found.get("PHALANX_TRUSTED_NETWORK"))
-    if secret_file and trusted_network:
-        raise ConfigError(
-            "`trusted_network` must be False where `secret_file` is given, but both are set. With "
-            "a secret everything between hosts is encrypted, and no network needs to be trusted."
-        )
-    return secret_file, bool(trusted_network)
+    return None if place is None or place.size == 1 else place

@@ -12,13 +12,7 @@ import torch
 
 from phalanx.errors import PeerTimeout, StateError
 from phalanx.ipc import register_at_fork
-from phalanx.native import require_library
 from phalanx.plan import Behind, Staleness, check_argument, say_numbers
-from phalanx.tables.joining import (
-    JoinRequest,
-    read_join_request,
-    read_trust,
-)
 from phalanx.tables.row_initializer import Uniform, read_row_init
 from phalanx.tables.run_context import RunContext
 from phalanx.tables.spec import TableSpec, read_dtype
@@ -51,7 +45,7 @@ class TableOptions(TypedDict, total=False):
 
 
 class TableGroup:
-    """One worker as a member of a run; made by :func:`join`.
+    """One worker as a member of a run; made by :func:`phalanx.tables.join`.
 
     Attributes:
         worker_id: This worker's number, from 0.
@@ -63,7 +57,7 @@ class TableGroup:
     def __init__(
         self, context: RunContext, worker_id: int, staleness: Staleness, timeout_s: float
     ) -> None:
-        """Not for callers, who have :func:`join`."""
+        """Not for callers, who have :func:`phalanx.tables.join`."""
         self.worker_id = worker_id
         self.timeout_s = timeout_s
         self.staleness = staleness
@@ -114,7 +108,7 @@ class TableGroup:
         """
         self._check_open()
         self._check_counted("barrier")
-        timeout_s = self.timeout_s if timeout_s is None else _seconds(timeout_s)
+        timeout_s = self.timeout_s if timeout_s is None else read_seconds(timeout_s)
         return self._context.wait_at_barrier(self.worker_id, timeout_s)
 
     def tick(self) -> int:
@@ -161,6 +155,7 @@ class TableGroup:
         """Join the same run as one more worker, for another thread of this process.
 
         Example:
+            >>> from phalanx.tables import join
             >>> with join(num_workers=2) as world, world.thread_worker() as other:
             ...     world.worker_id, other.worker_id, world.workers
             (0, 1, [0, 1])
@@ -237,13 +232,14 @@ class TableGroup:
         """Open a table of one dimension; see :meth:`matrix`.
 
         Example:
+            >>> from phalanx.tables import join
             >>> with join() as world:
             ...     table = world.array(3, init=[1, 2, 3])
             ...     table.add([10, 20, 30])
             ...     table.get().tolist()
             [11.0, 22.0, 33.0]
         """
-        return self._open(size, 1, dtype, init, is_array=True, **options)
+        return self._open(size, 1, dtype, init, options, is_array=True)
 
     def matrix(
         self,
@@ -272,7 +268,7 @@ class TableGroup:
 
         Collective: All workers, in bulk-synchronous tables. Blocks: Until the master has opened it.
         """
-        return self._open(rows, cols, dtype, init, **options)
+        return self._open(rows, cols, dtype, init, options)
 
     def keys(
         self,
@@ -301,6 +297,7 @@ class TableGroup:
             PeerTimeout: The master did not open it; ``.rank`` is its number.
 
         Example:
+            >>> from phalanx.tables import join
             >>> with join() as world:
             ...     table = world.keys(3, capacity=100)
             ...     table.add([[1, 2, 3]], rows=[-(1 << 60)])
@@ -309,7 +306,7 @@ class TableGroup:
         """
         fits = type(capacity) is int and 1 <= capacity <= _MAX_KEYS
         check_argument(fits, "capacity", f"be an integer from 1 to {_MAX_KEYS}", capacity)
-        table = self._open(0, cols, dtype, init, capacity=capacity, **options)
+        table = self._open(0, cols, dtype, init, options, capacity=capacity)
         assert isinstance(table, KeyTable)
         return table
 
@@ -319,17 +316,16 @@ class TableGroup:
         cols: int,
         dtype: torch.dtype | str,
         init: object,
+        options: TableOptions,
         *,
         is_array: bool = False,
         capacity: int = 0,
-        updater: str | dict[str, object] | Updater = "sum",
-        name: str | None = None,
-        sync: bool | None = None,
-        staleness: int | None = None,
-        nonfinite: str = "reject",
     ) -> Table:
+        for unknown in options.keys() - TableOptions.__annotations__.keys():
+            raise TypeError(f"Tables of a TableGroup have no option {unknown!r}.")
+        name = options.get("name")
         self._check_open()
-        mode = read_mode(sync, staleness, self.staleness)
+        mode = read_mode(options.get("sync"), options.get("staleness"), self.staleness)
         with self._numbering if name is None else nullcontext():
             spec = TableSpec(
                 name=f"table-{self._num_tables}" if name is None else name,
@@ -337,9 +333,9 @@ class TableGroup:
                 cols=cols,
                 is_array=is_array,
                 dtype=read_dtype(dtype),
-                updater=parse_updater(updater),
+                updater=parse_updater(options.get("updater", "sum")),
                 staleness=mode,
-                nonfinite=nonfinite,
+                nonfinite=options.get("nonfinite", "reject"),
                 capacity=capacity,
             )
             first = read_row_init(init, spec) if capacity else read_init(init, spec)
@@ -377,89 +373,8 @@ class TableGroup:
         return f"TableGroup(worker {self.worker_id} of {self.num_workers} in {where})"
 
 
-def join(
-    run: str | None = None,
-    *,
-    sync: bool = False,
-    staleness: int | None = None,
-    num_workers: int | None = None,
-    create: bool = True,
-    timeout_s: float = 30.0,
-    secret_file: str | None = None,
-    trusted_network: bool | None = None,
-) -> TableGroup:
-    """Become a worker: of this process alone, of the run that was started, or of run ``run``.
-
-    Args:
-        run: A name that the processes of one run on this host agree on. None for the run of what
-            started us (torchrun, mpirun, srun), else for this process and its threads alone.
-        sync: Whether tables are bulk-synchronous unless they say otherwise.
-        staleness: k for bounded staleness, unless tables say otherwise; 0 is bulk-synchronous.
-        num_workers: How many will come. Then barriers and rounds wait for those too that have not
-            come yet; else only for those that are here.
-        create: Whether to begin the run if nobody has.
-        timeout_s: How long calls wait for others.
-        secret_file: Where workers are on several hosts: the file that `phalanx secret` made, the
-            same on each. Default: the variable ``PHALANX_SECRET_FILE``.
-        trusted_network: In place of a secret: whoever reaches the servers may read and change the
-            tables, and nothing is encrypted. Default: ``PHALANX_TRUSTED_NETWORK``.
-
-    Raises:
-        ConfigError: The name is none, others said another ``num_workers``, or variables lack.
-        StateError: There is no such run, and ``create`` is False.
-        OutOfSpace: There is no room in ``/dev/shm``.
-        UnsupportedError: The C library was not built when phalanx was installed.
-
-    Example:
-        >>> with join() as world:
-        ...     world.worker_id, world.num_workers, world.is_master
-        (0, 1, True)
-    """
-    require_library("Tables")
-    timeout_s = _seconds(timeout_s)
-    mode = read_mode(sync, staleness, Staleness(None))
-    request = read_join_request(run, num_workers)
-    context = _context_of(request, secret_file, trusted_network, create=create, timeout_s=timeout_s)
-    try:
-        worker = context.enter(request.worker, request.num_workers, timeout_s)
-    except BaseException:
-        context.close(timeout_s)
-        raise
-    return TableGroup(context, worker, mode, timeout_s)
-
-
-def _context_of(
-    request: JoinRequest,
-    secret_file: str | None,
-    trusted_network: bool | None,
-    *,
-    create: bool,
-    timeout_s: float,
-) -> RunContext:
-    run, worker, num_workers, place_of_store = request
-    if place_of_store is None:
-        return RunContext(run, create=create)
-    # Late: the modules between hosts take a tenth of a second, which runs on one host do without.
-    from phalanx.cluster import Secret
-    from phalanx.tables.host_rendezvous import join_hosts
-
-    assert run is not None
-    assert worker is not None
-    assert num_workers is not None
-    secret_file, is_trusted = read_trust(secret_file, trusted_network)
-    secret = None if secret_file is None else Secret.read(secret_file)
-    return join_hosts(
-        run,
-        worker,
-        num_workers,
-        place_of_store,
-        secret,
-        trusted_network=is_trusted,
-        timeout_s=timeout_s,
-    )
-
-
-def _seconds(timeout_s: Any) -> float:  # Any: as the user gave it
+def read_seconds(timeout_s: Any) -> float:  # Any: as the user gave it
+    """Read how long a caller wants to wait for others."""
     fits = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
     fits = fits and 0 <= timeout_s < _LONGEST_S
     check_argument(fits, "timeout_s", f"be seconds from 0 to {_LONGEST_S:g}", timeout_s)

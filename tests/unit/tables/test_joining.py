@@ -5,29 +5,35 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import ConfigError
-from phalanx.tables.joining import JoinRequest, read_join_request
+from phalanx.tables import join
 
 TWO = {"RANK": "1", "WORLD_SIZE": "2"}
-HERE = {**TWO, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a"}
+HERE = {**TWO, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "joining"}
 SPREAD = {**HERE, "LOCAL_WORLD_SIZE": "1"}
-PORT = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
 
 @pytest.mark.parametrize(
-    ("run", "num_workers", "environment", "request_"),
+    ("run", "num_workers", "environment", "shown"),
     [
-        (None, None, {}, JoinRequest(None, None, None)),
-        (None, 3, {}, JoinRequest(None, None, 3)),
-        ("mine", 3, TWO, JoinRequest("mine", None, 3)),
-        (None, 2, HERE, JoinRequest("torchrun-a-0", 1, 2)),
-        (None, None, {"RANK": "0", "WORLD_SIZE": "1"}, JoinRequest(None, None, None)),
-        (None, 2, {**SPREAD, **PORT}, JoinRequest("torchrun-a-0", 1, 2, ("10.0.0.1", 29500))),
+        (None, None, {}, "worker 0 of 1 in this process"),
+        (None, 3, {}, "worker 0 of 3 in this process"),
+        ("mine", 1, TWO, "worker 0 of 1 in run 'mine'"),
+        (None, 2, HERE, "worker 1 of 2 in run 'torchrun-joining-0'"),
+        (None, None, {"RANK": "0", "WORLD_SIZE": "1"}, "worker 0 of 1 in this process"),
     ],
 )
 def test_the_run_is_the_callers_or_the_launchers_or_this_process(
-    run, num_workers, environment, request_
+    monkeypatch, run, num_workers, environment, shown
 ):
-    assert read_join_request(run, num_workers, environment) == request_
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    world = join(run, num_workers=num_workers, timeout_s=30.0)
+    assert repr(world) == f"TableGroup({shown})"
+    world.timeout_s = 0.0  # nobody else comes
+    if world.num_workers > 1 and world.run:
+        with pytest.warns(UserWarning, match="did not come"):
+            world.close()
+    world.close()
 
 
 @pytest.mark.parametrize(
@@ -39,6 +45,8 @@ def test_the_run_is_the_callers_or_the_launchers_or_this_process(
         ("a/b", None, {}, "`run` must be 1 to 100 letters"),
     ],
 )
-def test_variables_that_contradict_are_refused(run, num_workers, environment, message):
+def test_variables_that_contradict_are_refused(monkeypatch, run, num_workers, environment, message):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=message):
-        read_join_request(run, num_workers, environment)
+        join(run, num_workers=num_workers)
