@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics.classification import MulticlassAccuracy
 
 import phalanx
-from phalanx.callbacks import CSV, EMA, JSONL, BestCheckpoint, EarlyStopping, History
+from phalanx.callbacks import CSV, EMA, JSONL, Checkpoint, EarlyStopping, History
 
 OUT = Path("callbacks-run")
 
@@ -49,7 +49,7 @@ def main() -> None:
     train, validation = make_batches(12, seed=1), make_batches(4, seed=2)
 
     history, ema = History(), EMA(decay=0.95)
-    best = BestCheckpoint(OUT / "best", "validation.accuracy", mode="max", keep=2)
+    best = Checkpoint(OUT / "best", monitor="validation.accuracy", mode="max", keep=2)
     stopping = EarlyStopping("validation.loss", patience=4)
     log = [JSONL(OUT / "metrics.jsonl"), CSV(OUT / "epochs.csv")]
     with make_trainer(2, [history, ema, best, stopping, *log]) as trainer:

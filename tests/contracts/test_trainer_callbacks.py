@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import phalanx
-from phalanx.callbacks import CSV, EMA, JSONL, BestCheckpoint, EarlyStopping, History, Progress
+from phalanx.callbacks import CSV, EMA, JSONL, Checkpoint, EarlyStopping, History, Progress
 from phalanx.errors import ConfigError
 from tests.worlds import World, in_every_executor, in_executor_worlds
 
@@ -98,7 +98,7 @@ def averaged() -> nn.Module:
 
 def all_callbacks(folder: Path) -> list[Any]:
     return [
-        BestCheckpoint(folder / "best", keep=2),
+        Checkpoint(folder / "best", keep=2, monitor="validation.loss"),
         EMA(decay=0.8),
         EarlyStopping(patience=EPOCHS),
         History(),

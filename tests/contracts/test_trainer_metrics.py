@@ -21,7 +21,7 @@ from torchmetrics.classification import (
 from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, Running
 
 from phalanx import Layout, Trainer
-from phalanx.callbacks import CSV, BestCheckpoint, History
+from phalanx.callbacks import CSV, Checkpoint, History
 from phalanx.errors import CheckpointError, ConfigError
 from tests.worlds import World, in_executor_worlds
 
@@ -242,7 +242,7 @@ def test_each_number_of_a_metric_has_its_name(tmp_path: Path) -> None:
         "classes": ClasswiseWrapper(MulticlassAccuracy(CLASSES, average=None)),
     }
     table, history = CSV(tmp_path / "epochs.csv"), History()
-    best = BestCheckpoint(tmp_path / "best", "train.extremes.raw", "max")
+    best = Checkpoint(tmp_path / "best", monitor="train.extremes.raw", mode="max")
     with trainer(metrics=several, callbacks=[table, history, best]) as run:
         (done,) = run.fit(BATCHES)
         assert run.epochs == 1

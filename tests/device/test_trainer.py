@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 import phalanx
-from phalanx.callbacks import EMA, JSONL, BestCheckpoint, EarlyStopping, History, Trace
+from phalanx.callbacks import EMA, JSONL, Checkpoint, EarlyStopping, History, Trace
 from phalanx.errors import UnsupportedError
 from tests.zoo import assert_same_bits
 
@@ -78,7 +78,10 @@ def on_cpu(found: Any) -> Any:
 def everything(devices: list[str], folder: Path, **loading: Any) -> dict[str, Any]:
     """Train with all that a trainer has beside, and return all that comes of it."""
     ema, history = EMA(decay=0.9), History()
-    best, stopping = BestCheckpoint(folder / "best"), EarlyStopping(patience=1)
+    best, stopping = (
+        Checkpoint(folder / "best", monitor="validation.loss"),
+        EarlyStopping(patience=1),
+    )
     callbacks = [ema, history, best, stopping, JSONL(folder / "log"), Trace(folder / "trace")]
     with trainer(
         devices,

@@ -1,6 +1,6 @@
-"""What listens to a training: callbacks for `Trainer`, and the events that they get."""
+"""Callbacks of a `Trainer`, and the events that they receive."""
 
-from phalanx.callbacks.best_checkpoint import BestCheckpoint
+from phalanx.callbacks.callback import Callback, EventHandler
 from phalanx.callbacks.early_stopping import EarlyStopping
 from phalanx.callbacks.ema import EMA
 from phalanx.callbacks.event_records import (
@@ -12,7 +12,6 @@ from phalanx.callbacks.event_records import (
 )
 from phalanx.callbacks.events import (
     AttachedTrainer,
-    Callback,
     EpochDone,
     Event,
     FitBegun,
@@ -23,10 +22,10 @@ from phalanx.callbacks.events import (
     WorkerLost,
 )
 from phalanx.callbacks.figure import draw_training
-from phalanx.callbacks.history import EpochMeans, History, Totals
+from phalanx.callbacks.history import EpochMeans, History
 from phalanx.callbacks.log_files import CSV, JSONL, TensorBoard
+from phalanx.callbacks.periodic_checkpoint import Checkpoint
 from phalanx.callbacks.progress import Progress, format_mean, progress_for
-from phalanx.callbacks.saved_checkpoints import Checkpoint
 from phalanx.callbacks.trace import Trace
 
 __all__ = [
@@ -35,13 +34,13 @@ __all__ = [
     "JSONL",
     "NO_RECORD",
     "AttachedTrainer",
-    "BestCheckpoint",
     "Callback",
     "Checkpoint",
     "EarlyStopping",
     "EpochDone",
     "EpochMeans",
     "Event",
+    "EventHandler",
     "FitBegun",
     "FitEnded",
     "History",
@@ -51,7 +50,6 @@ __all__ = [
     "Span",
     "StepDone",
     "TensorBoard",
-    "Totals",
     "Trace",
     "WorkerLost",
     "draw_training",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from phalanx.callbacks.callback import Callback
 from phalanx.callbacks.events import AttachedTrainer, EpochDone, FitBegun
 from phalanx.callbacks.monitored_mean import MonitoredMean, check_best
 from phalanx.errors import ConfigError
@@ -13,7 +14,7 @@ from phalanx.plan import read_count, read_number
 __all__ = ["EarlyStopping"]
 
 
-class EarlyStopping:
+class EarlyStopping(Callback):
     """A callback that stops `fit` after some epochs that were no better than the best.
 
     Args:
@@ -50,25 +51,25 @@ class EarlyStopping:
             raise ConfigError(f"`min_delta` must be at least 0, but is {min_delta!r}.")
         self.best: float | None = None
         self.waited = 0
-        self._trainer: AttachedTrainer | None = None
 
     def attach(self, trainer: AttachedTrainer) -> None:
         """Start over, with the training of ``trainer``."""
-        self._trainer = trainer
+        super().attach(trainer)
         self.best, self.waited = None, 0
 
-    def __call__(self, event: object) -> None:
-        """Look at an epoch."""
-        if isinstance(event, FitBegun):
-            self._monitor.check(event)
-        elif isinstance(event, EpochDone):
-            value = self._monitor.read(event)
-            if self._monitor.is_better(value, self.best, self.min_delta):
-                self.best, self.waited = value, 0
-            else:
-                self.waited += 1
-            if self.waited >= self.patience and self._trainer is not None:
-                self._trainer.stop()
+    def on_fit_begin(self, event: FitBegun) -> None:
+        """Refuse a `fit` whose epochs will have no such metric."""
+        self._monitor.check(event)
+
+    def on_epoch_end(self, event: EpochDone) -> None:
+        """Compare an epoch with the best one."""
+        value = self._monitor.read(event)
+        if self._monitor.is_better(value, self.best, self.min_delta):
+            self.best, self.waited = value, 0
+        else:
+            self.waited += 1
+        if self.waited >= self.patience and self.trainer is not None:
+            self.trainer.stop()
 
     def state_dict(self) -> dict[str, Any]:  # Any: JSON
         """Return the best value, and how long ago it was."""

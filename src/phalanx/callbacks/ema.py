@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from phalanx.callbacks.callback import Callback
 from phalanx.callbacks.events import AttachedTrainer, StepDone
 from phalanx.errors import ConfigError, StateError
 from phalanx.plan import check_argument, read_number
@@ -15,7 +16,7 @@ from phalanx.plan import check_argument, read_number
 __all__ = ["EMA"]
 
 
-class EMA:
+class EMA(Callback):
     """A callback that averages the weights after every step; torch's `AveragedModel`.
 
     After the first step the average is the weights themselves, then
@@ -37,7 +38,6 @@ class EMA:
         fits = 0 <= read_number("decay", decay) < 1
         check_argument(fits, "decay", "be at least 0 and below 1", decay, "Give 0.999, say.")
         self.decay = float(decay)
-        self._trained: nn.Module | None = None
         self._averaged: AveragedModel | None = None
 
     @property
@@ -71,12 +71,13 @@ class EMA:
                 f"`module` must be one that `copy.deepcopy` can copy to be averaged, but it raised "
                 f"{error!r}. Keep what cannot be copied out of it, or leave `EMA` out."
             ) from error
-        self._trained, self._averaged = trainer.module, averaged
+        super().attach(trainer)
+        self._averaged = averaged
 
-    def __call__(self, event: object) -> None:
-        """Average after a step."""
-        if isinstance(event, StepDone) and self._trained is not None:
-            self._opened.update_parameters(self._trained)
+    def on_step_end(self, event: StepDone) -> None:  # noqa: ARG002
+        """Average the weights."""
+        if self.trainer is not None:
+            self._opened.update_parameters(self.trainer.module)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the average, its buffers, and how many steps it is of."""

@@ -1,8 +1,8 @@
-"""What a trainer tells its callbacks, and what these see of it."""
+"""The events of a training, and the trainer as callbacks see it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +15,6 @@ from phalanx.execution import Span, WorkerLost
 
 __all__ = [
     "AttachedTrainer",
-    "Callback",
     "EpochDone",
     "Event",
     "FitBegun",
@@ -124,14 +123,10 @@ class EpochDone:
 
 
 Event = FitBegun | StepDone | EpochDone | WorkerLost | RanksChanged | FitEnded
-# It may have more, found by name: `attach(trainer)`, called when the trainer is made;
-# `state_dict()` and `load_state_dict(state)`, for checkpoints; `saves`, True if it saves the
-# trainer.
-Callback = Callable[[Event], None]
 
 
 class AttachedTrainer(Protocol):
-    """What a callback that has ``attach(trainer)`` sees of a `Trainer`; it may use all of that."""
+    """The part of a `Trainer` that our callbacks use; yours may use all of it."""
 
     module: nn.Module
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phalanx.callbacks.callback import Callback
 from phalanx.callbacks.event_records import (
     NO_RECORD,
     Record,
@@ -18,7 +19,7 @@ from phalanx.callbacks.event_records import (
     record_of,
     written_record,
 )
-from phalanx.callbacks.events import AttachedTrainer, EpochDone, FitEnded, StepDone
+from phalanx.callbacks.events import AttachedTrainer, EpochDone, Event, FitEnded, StepDone
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.files import open_regular, written_whole
 from phalanx.plan import check_argument
@@ -26,12 +27,12 @@ from phalanx.plan import check_argument
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["CSV", "JSONL", "TensorBoard", "is_writer", "read_path", "writing_to"]
+__all__ = ["CSV", "JSONL", "TensorBoard", "read_path", "writing_to"]
 
 _OF_AN_EPOCH = ("epoch", "steps", "samples", "seconds")
 
 
-class JSONL:
+class JSONL(Callback):
     """A callback that writes a line of JSON for each step, each epoch, each lost worker and each
     change of ranks.
 
@@ -48,17 +49,17 @@ class JSONL:
 
     def __init__(self, path: str | Path) -> None:
         self._path = read_path(path)
-        self._trainer: AttachedTrainer | None = None
         self._last: _Place | None = None  # what was written last, by us
 
     def attach(self, trainer: AttachedTrainer) -> None:
         """Write down the training of ``trainer``."""
-        self._trainer, self._last = trainer, None
+        super().attach(trainer)
+        self._last = None
 
-    def __call__(self, event: object) -> None:
+    def __call__(self, event: Event) -> None:
         """Write a line; some ten microseconds."""
         record = record_of(event)
-        if record is None or not is_writer(self._trainer):
+        if record is None or not self.is_writer:
             return
         with writing_to(self._path):
             if record["kind"] in ("step", "epoch"):
@@ -101,7 +102,7 @@ def _place_of(record: Record) -> _Place:
     return record["step"] - (record["kind"] != "step"), False
 
 
-class CSV:
+class CSV(Callback):
     """A callback that writes a row for each epoch: what it was, and its means.
 
     The columns are "epoch", "steps", "samples", "seconds", "train.loss" and so on. A file that is
@@ -116,15 +117,10 @@ class CSV:
 
     def __init__(self, path: str | Path) -> None:
         self._path = read_path(path)
-        self._trainer: AttachedTrainer | None = None
 
-    def attach(self, trainer: AttachedTrainer) -> None:
-        """Write down the training of ``trainer``."""
-        self._trainer = trainer
-
-    def __call__(self, event: object) -> None:
+    def on_epoch_end(self, event: EpochDone) -> None:
         """Rewrite the file with one row more: they are few, and there may be new columns."""
-        if not isinstance(event, EpochDone) or not is_writer(self._trainer):
+        if not self.is_writer:
             return
         row = {name: getattr(event, name) for name in _OF_AN_EPOCH} | _means_of(event, ".")
         with writing_to(self._path):
@@ -150,7 +146,7 @@ class CSV:
         )
 
 
-class TensorBoard:
+class TensorBoard(Callback):
     """A callback that writes scalars for TensorBoard, which shows them during the training.
 
     Each step has "step/loss", "step/learning_rate" (and "…_1" for further groups of parameters) and
@@ -177,33 +173,37 @@ class TensorBoard:
                 "by `pip install tensorboard`, or write a `JSONL` or a `CSV`."
             ) from error
         self._folder = Path(folder)
-        self._trainer: AttachedTrainer | None = None
         self._writer: SummaryWriter | None = None
         self._last_step = 0
 
     def attach(self, trainer: AttachedTrainer) -> None:
         """Write down the training of ``trainer``."""
+        super().attach(trainer)
         self._close()
-        self._trainer = trainer
 
-    def __call__(self, event: object) -> None:
-        """Write the scalars of a step or an epoch; the files are closed with each `fit`."""
-        if isinstance(event, FitEnded):
-            self._close()
-        elif not is_writer(self._trainer):
+    def on_step_end(self, event: StepDone) -> None:
+        """Write the scalars of a step."""
+        if not self.is_writer:
             return
-        elif isinstance(event, StepDone):
-            if event.step != self._last_step + 1:
-                self._close()  # the next writer lets what comes after be left out
-            writer = self._open(event.step)
-            for name, value in _scalars_of(event).items():
-                writer.add_scalar(name, value, event.step)
-            self._last_step = event.step
-        elif isinstance(event, EpochDone):
-            writer = self._open(event.steps)
-            for name, value in _means_of(event, "/").items():
-                writer.add_scalar(name, value, event.steps)
-            writer.flush()
+        if event.step != self._last_step + 1:
+            self._close()  # the next writer lets what comes after be left out
+        writer = self._open(event.step)
+        for name, value in _scalars_of(event).items():
+            writer.add_scalar(name, value, event.step)
+        self._last_step = event.step
+
+    def on_epoch_end(self, event: EpochDone) -> None:
+        """Write the scalars of an epoch."""
+        if not self.is_writer:
+            return
+        writer = self._open(event.steps)
+        for name, value in _means_of(event, "/").items():
+            writer.add_scalar(name, value, event.steps)
+        writer.flush()
+
+    def on_fit_end(self, event: FitEnded) -> None:  # noqa: ARG002
+        """Close the files."""
+        self._close()
 
     def _open(self, step: int) -> SummaryWriter:
         if self._writer is None:
@@ -250,11 +250,6 @@ def read_path(path: Any) -> Path:  # Any: whatever the user wrote
             f"`path` must be a file, but {str(path)!r} is a folder. Name a file in it."
         )
     return found
-
-
-def is_writer(trainer: AttachedTrainer | None) -> bool:
-    """Tell whether this process writes files for all."""
-    return trainer is None or trainer.is_first_rank
 
 
 def _text_of(path: Path) -> str:

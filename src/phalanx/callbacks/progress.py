@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from phalanx.callbacks.callback import Callback, EventHandler
 from phalanx.callbacks.events import (
-    AttachedTrainer,
-    Callback,
     EpochDone,
+    Event,
     FitBegun,
     FitEnded,
     RanksChanged,
@@ -30,7 +30,7 @@ _MOST_MEANS = 10  # in a line: a confusion matrix has many
 _MOST_DRAWING_SHARE = 0.05
 
 
-class Progress:
+class Progress(Callback):
     """A callback that shows each `fit`: a line for each epoch and event, and a bar.
 
     The bar is shown on a terminal, and in a notebook that has ``ipywidgets``; it needs no thread of
@@ -46,35 +46,51 @@ class Progress:
     ) -> None:
         self._console = console
         self._clock = clock
-        self._trainer: AttachedTrainer | None = None
         self._bar: RichProgress | None = None
         self._last_epoch: int | None = None
         self._next_s = self._epoch_began_s = 0.0
         self._samples = 0  # of the epoch, in this `fit`
 
-    def attach(self, trainer: AttachedTrainer) -> None:
-        """Show the training of ``trainer``."""
-        self._trainer = trainer
+    def __call__(self, event: Event) -> None:
+        """Show the event, on the first of the ranks."""
+        if self.is_writer:
+            super().__call__(event)
 
-    def __call__(self, event: object) -> None:
-        """Take in one event, and show it if it is time."""
-        if self._trainer is not None and not self._trainer.is_first_rank:
-            return
-        if isinstance(event, StepDone):
-            self._samples += event.samples
-            if self._bar is not None and self._clock() >= self._next_s:
-                self._draw(event, self._bar)
-        elif isinstance(event, FitBegun):
-            self._begin(event)
-        elif isinstance(event, FitEnded):
-            self.close()
-        elif isinstance(event, EpochDone):
-            self.say(_describe_epoch(event, self._samples, self._last_epoch))
-            self._begin_epoch()
-        elif isinstance(event, WorkerLost):
-            self.say(_describe_loss(event))
-        elif isinstance(event, RanksChanged):
-            self.say(_describe_ranks(event))
+    def on_fit_begin(self, event: FitBegun) -> None:
+        """Print the replicas, and open the bar."""
+        self.close()
+        if self.trainer is not None:
+            self.say(_describe_replicas(len(self.trainer.devices), self.trainer.intra_op))
+        self._last_epoch = event.last_epoch
+        console = self._open_console()
+        if _can_redraw(console):
+            self._bar = _make_bar(console)
+            self._bar.add_task("", total=event.steps_per_epoch, epoch="", loss=0.0, speed=0.0)
+            self._bar.start()
+        self._begin_epoch()
+
+    def on_step_end(self, event: StepDone) -> None:
+        """Draw the bar, if it is time."""
+        self._samples += event.samples
+        if self._bar is not None and self._clock() >= self._next_s:
+            self._draw(event, self._bar)
+
+    def on_epoch_end(self, event: EpochDone) -> None:
+        """Print a line."""
+        self.say(_describe_epoch(event, self._samples, self._last_epoch))
+        self._begin_epoch()
+
+    def on_worker_lost(self, event: WorkerLost) -> None:
+        """Print a line."""
+        self.say(_describe_loss(event))
+
+    def on_ranks_changed(self, event: RanksChanged) -> None:
+        """Print a line."""
+        self.say(_describe_ranks(event))
+
+    def on_fit_end(self, event: FitEnded) -> None:  # noqa: ARG002
+        """Remove the bar."""
+        self.close()
 
     def say(self, line: str) -> None:
         """Print a line that stays."""
@@ -90,18 +106,6 @@ class Progress:
         if self._console is None:
             self._console = _make_console()
         return self._console
-
-    def _begin(self, event: FitBegun) -> None:
-        self.close()
-        if self._trainer is not None:
-            self.say(_describe_replicas(len(self._trainer.devices), self._trainer.intra_op))
-        self._last_epoch = event.last_epoch
-        console = self._open_console()
-        if _can_redraw(console):
-            self._bar = _make_bar(console)
-            self._bar.add_task("", total=event.steps_per_epoch, epoch="", loss=0.0, speed=0.0)
-            self._bar.start()
-        self._begin_epoch()
 
     def _begin_epoch(self) -> None:
         self._samples = 0
@@ -124,7 +128,7 @@ class Progress:
         self._next_s = ended_s + max(_INTERVAL_S, (ended_s - began_s) / _MOST_DRAWING_SHARE)
 
 
-def progress_for(wanted: bool | None, callbacks: Sequence[Callback]) -> Progress | None:
+def progress_for(wanted: bool | None, callbacks: Sequence[EventHandler]) -> Progress | None:
     """Return the display of a `fit` beside its ``callbacks``; None where one of them shows it.
 
     Args:

@@ -15,14 +15,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from phalanx.callbacks.events import (
-    AttachedTrainer,
-    FitBegun,
-    FitEnded,
-    StepDone,
-    WorkerLost,
-)
-from phalanx.callbacks.log_files import is_writer, read_path, writing_to
+from phalanx.callbacks.callback import Callback
+from phalanx.callbacks.events import AttachedTrainer, FitBegun, FitEnded, StepDone, WorkerLost
+from phalanx.callbacks.log_files import read_path, writing_to
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError
 from phalanx.files import open_regular, written_whole
@@ -39,7 +34,7 @@ _PER_S = 1e6  # microseconds
 TraceEvent = dict[str, Any]
 
 
-class Trace:
+class Trace(Callback):
     """A callback that writes a trace for https://ui.perfetto.dev or chrome://tracing.
 
     It has a row for the steps, one for each replica, with each microbatch, its part of the sum and
@@ -59,32 +54,36 @@ class Trace:
 
     def __init__(self, path: str | Path, *, most_steps: int = 10_000) -> None:
         self._path = read_path(path)
-        self._trainer: AttachedTrainer | None = None
         self._most_steps = read_count("most_steps", most_steps, 1, "step")
-        # Each with the moment in which it was told.
+        # Each with the moment of its event.
         self._steps: deque[tuple[float, StepDone]] = deque(maxlen=self._most_steps)
         self._lost: deque[tuple[float, WorkerLost]] = deque(maxlen=self._most_steps)
 
     def attach(self, trainer: AttachedTrainer) -> None:
         """Start over, with the training of ``trainer``."""
-        self._trainer = trainer
+        super().attach(trainer)
         self._steps.clear()
         self._lost.clear()
 
-    def __call__(self, event: object) -> None:
-        """Keep one event; nothing is written before the end."""
-        if isinstance(event, StepDone):
-            self._steps.append((now_s(), event))
-        elif isinstance(event, WorkerLost):
-            self._lost.append((now_s(), event))
-        elif isinstance(event, FitBegun):
-            self._refuse_other_files()
-        elif isinstance(event, FitEnded):
-            self.write()
+    def on_fit_begin(self, event: FitBegun) -> None:  # noqa: ARG002
+        """Refuse a file that is no trace."""
+        self._refuse_other_files()
+
+    def on_step_end(self, event: StepDone) -> None:
+        """Keep the step; nothing is written before the end."""
+        self._steps.append((now_s(), event))
+
+    def on_worker_lost(self, event: WorkerLost) -> None:
+        """Keep the loss."""
+        self._lost.append((now_s(), event))
+
+    def on_fit_end(self, event: FitEnded) -> None:  # noqa: ARG002
+        """Write the file."""
+        self.write()
 
     def write(self) -> None:
         """Write what there is; nothing where no step was made."""
-        if not self._steps or not is_writer(self._trainer):
+        if not self._steps or not self.is_writer:
             return
         self._refuse_other_files()
         events = lay_out_trace(self._steps, self._lost)
@@ -93,7 +92,7 @@ class Trace:
             draft.write_text(f"{_MARK},{text[1:]}\n", encoding="utf-8")
 
     def _refuse_other_files(self) -> None:
-        if not is_writer(self._trainer) or not self._path.exists():
+        if not self.is_writer or not self._path.exists():
             return
         with writing_to(self._path), open_regular(self._path) as file:
             begin = file.read(len(_MARK))

@@ -7,8 +7,8 @@ from contextlib import ExitStack, contextmanager
 
 from phalanx.callbacks import (
     AttachedTrainer,
-    Callback,
     Event,
+    EventHandler,
     FitBegun,
     FitEnded,
     StepDone,
@@ -28,7 +28,7 @@ class EventDispatcher:
 
     def __init__(
         self,
-        callbacks: Sequence[Callback],
+        callbacks: Sequence[EventHandler],
         choice: ExecutorChoice,
     ) -> None:
         self._elastic = choice.elastic

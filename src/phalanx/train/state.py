@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from phalanx.callbacks import Callback
+from phalanx.callbacks import Callback, EventHandler
 from phalanx.distributed import ElasticExchange
 from phalanx.errors import CheckpointError, PhalanxError, StateError
 from phalanx.metrics import Metrics
@@ -59,7 +59,7 @@ class TrainerState:
         optimizer: Optimizer,
         scheduler: LRScheduler | None,
         *,
-        callbacks: Sequence[Callback],
+        callbacks: Sequence[EventHandler],
         metrics: Metrics,
         progress: RunProgress,
     ) -> None:
@@ -142,12 +142,13 @@ class TrainerState:
                 )
 
 
-def _named(callbacks: Sequence[Callback]) -> dict[str, Stateful]:
+def _named(callbacks: Sequence[EventHandler]) -> dict[str, Stateful]:
     """Return callbacks that have a state by their classes' names; the second is "EMA 2"."""
     count: Counter[str] = Counter()
     found: dict[str, Stateful] = {}
     for callback in callbacks:
-        if isinstance(callback, Stateful):
+        stateless = getattr(type(callback), "state_dict", None) is Callback.state_dict
+        if isinstance(callback, Stateful) and not stateless:
             name = type(callback).__name__
             count[name] += 1
             found[f"callback {name if count[name] == 1 else f'{name} {count[name]}'!r}"] = callback

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from phalanx.callbacks import Callback, EpochDone, FitBegun, FitEnded, StepDone
+from phalanx.callbacks import EpochDone, EventHandler, FitBegun, FitEnded, StepDone
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError, StateError
 from phalanx.execution import (
@@ -88,8 +88,7 @@ class Trainer:
         scheduler_interval: When :meth:`fit` steps it: after every "epoch" or every "step". An epoch
             steps `ReduceLROnPlateau` by the loss of its validation, or of its training without one.
         metrics: torchmetrics or functions by name, counted in :meth:`fit` and :meth:`evaluate`.
-        callbacks: Called with every event, in order. Checkpoints hold the state of each callback
-            that has ``state_dict`` and ``load_state_dict``.
+        callbacks: `Callback`s, or functions that are called with every event, in order.
 
     Raises:
         ConfigError: An argument cannot work.
@@ -125,7 +124,7 @@ class Trainer:
         scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
         scheduler_interval: str = "epoch",
         metrics: Mapping[str, Any] | None = None,  # Any: a metric or a function
-        callbacks: Sequence[Callback] = (),
+        callbacks: Sequence[EventHandler] = (),
     ) -> None:
         choice = ExecutorChoice.read(executor)
         check_replicable(module)

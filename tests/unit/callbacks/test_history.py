@@ -1,17 +1,15 @@
-"""A history keeps what a figure needs; what was written of it restores it."""
+"""A history keeps losses and epochs, also through a checkpoint."""
 
 from __future__ import annotations
 
-import json
-import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import phalanx
-from phalanx.callbacks import History, Totals, record_of
-from tests.unit.callbacks.events import events_of_run, fit_begun, step_done
+from phalanx.callbacks import History, record_of
+from tests.unit.callbacks.events import events_of_run, fit_begun
 
 
 def played(num_steps):
@@ -26,37 +24,6 @@ def test_every_event_becomes_one_record():
     assert [record["kind"] for record in records] == (["step"] * 10 + ["epoch"]) * 2
     assert [record["step"] for record in records if record["kind"] == "step"] == [*range(1, 21)]
     assert [record["last_step"] for record in records if record["kind"] == "epoch"] == [10, 20]
-
-
-def test_a_history_that_was_written_and_restored_is_the_same():
-    history, twin = played(20), History()
-    twin.restore(json.loads(json.dumps([record_of(event) for event in events_of_run(20)])))
-    assert twin.losses == history.losses
-    assert twin.epochs == history.epochs
-    twin.restore([])
-    assert twin.losses == twin.epochs == []
-
-
-def test_a_loss_that_json_cannot_hold_comes_back_as_not_a_number():
-    history = History()
-    history.restore([{"kind": "step", "step": 1, "loss": None}])
-    assert math.isnan(history.losses[0])
-
-
-def test_totals_count_what_lies_between_steps_but_not_tests():
-    totals = Totals()
-    totals.add(step_done(1), 1.0)  # 0.1 s: nothing is known of what was before
-    totals.add(step_done(2), 1.5)  # 0.5 s
-    totals.interrupt()
-    totals.add(step_done(3), 9.0)  # 0.1 s
-    assert totals.training_seconds == pytest.approx(0.7)
-    assert totals.samples_per_s() == pytest.approx(3 * 8 / 0.7)
-    assert totals.busy() == pytest.approx([0.8, 0.8])
-
-
-def test_totals_of_nothing_are_nothing():
-    assert Totals().samples_per_s() == 0
-    assert Totals().busy() == []
 
 
 def state_of(history):

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from phalanx.callbacks import BestCheckpoint, EarlyStopping
+from phalanx.callbacks import Checkpoint, EarlyStopping
 from tests.unit.callbacks.events import epoch_done
 
 
@@ -97,7 +97,7 @@ def names_in(folder):
     ids=str,
 )
 def test_the_best_epochs_are_kept_the_best_first(tmp_path, options, values, kept):
-    best = BestCheckpoint(tmp_path / "best", **options)
+    best = Checkpoint(tmp_path / "best", monitor="validation.loss", **options)
     attached(best)
     assert best.best is None
     play(best, values)
@@ -109,7 +109,7 @@ def test_the_best_epochs_are_kept_the_best_first(tmp_path, options, values, kept
 
 
 def test_nothing_of_the_users_is_removed(tmp_path):
-    best = BestCheckpoint(tmp_path)
+    best = Checkpoint(tmp_path, monitor="validation.loss")
     attached(best)
     play(best, [3.0])
     (tmp_path / "step-00000010" / "thesis.txt").write_text("mine")
@@ -128,7 +128,7 @@ def test_nothing_of_the_users_is_removed(tmp_path):
 
 
 def test_a_folder_that_is_gone_is_not_missed(tmp_path):
-    best = BestCheckpoint(tmp_path)
+    best = Checkpoint(tmp_path, monitor="validation.loss")
     attached(best)
     best.load_state_dict({"kept": [[3.0, "step-00000010"]]})
     best(epoch_done(2, validation={"loss": 2.0}))
@@ -136,14 +136,14 @@ def test_a_folder_that_is_gone_is_not_missed(tmp_path):
 
 
 def test_all_ranks_save_and_the_first_removes(tmp_path):
-    best = BestCheckpoint(tmp_path)
+    best = Checkpoint(tmp_path, monitor="validation.loss")
     attached(best, is_first_rank=False)
     play(best, [3.0, 2.0])
     assert names_in(tmp_path) == ["step-00000010", "step-00000020"]
 
 
 def test_the_best_is_one_that_is_still_there(tmp_path):
-    older = BestCheckpoint(tmp_path, keep=2)
+    older = Checkpoint(tmp_path, keep=2, monitor="validation.loss")
     attached(older)
     play(older, [3.0, 2.0])
     shutil.rmtree(tmp_path / "step-00000020")
@@ -151,7 +151,7 @@ def test_the_best_is_one_that_is_still_there(tmp_path):
 
 
 def test_an_epoch_that_could_not_be_saved_is_not_among_the_best(tmp_path):
-    best = BestCheckpoint(tmp_path)
+    best = Checkpoint(tmp_path, monitor="validation.loss")
     trainer = attached(best)
     play(best, [3.0])
     trainer.fails = True
@@ -179,7 +179,7 @@ def test_an_epoch_that_could_not_be_saved_is_not_among_the_best(tmp_path):
     ids=str,
 )
 def test_what_is_no_state_of_the_best_is_refused_and_no_way_out_of_the_folder(kept, tmp_path):
-    best = BestCheckpoint(tmp_path)
+    best = Checkpoint(tmp_path, monitor="validation.loss")
     with pytest.raises((KeyError, TypeError, ValueError)):
         best.load_state_dict({"kept": kept})
     assert best.kept == {}

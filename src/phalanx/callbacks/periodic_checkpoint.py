@@ -1,0 +1,212 @@
+"""Save checkpoints every so many epochs or steps, and keep the last or the best."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from phalanx.callbacks.callback import Callback
+from phalanx.callbacks.events import EpochDone, FitBegun, FitEnded, StepDone
+from phalanx.callbacks.monitored_mean import MonitoredMean
+from phalanx.errors import ConfigError
+from phalanx.plan import check_argument, read_count
+from phalanx.warning import warn_user
+
+__all__ = ["Checkpoint"]
+
+_NAME = re.compile(r"step-\d{8,18}")
+_FILES = {"checkpoint.json", "model.safetensors", "state.pt"}
+
+
+class Checkpoint(Callback):
+    """A callback that saves every so many epochs or steps, and keeps the last or the best.
+
+    Below ``path`` there are folders such as ``step-00001200``, each for `Trainer.resume`, and each
+    whole: a crash while one is written leaves the others. Without ``monitor``, a `fit` that ends by
+    `Trainer.stop` or Ctrl-C is saved where it ends. A folder that is kept no more is removed after
+    another was saved, unless it holds something that `Trainer.save` does not write.
+
+    Args:
+        path: A folder, made when it is needed.
+        every_epochs: Save after each epoch whose number this divides; default: 1 without
+            ``every_steps``.
+        every_steps: Save after each step whose number this divides; not with ``monitor``.
+        keep: How many checkpoints stay: the last ones, or with ``monitor`` the best ones.
+        monitor: "train.<metric>" or "validation.<metric>": keep the epochs that are the best by it.
+        mode: "min" if less of ``monitor`` is better, or "max".
+
+    Raises:
+        ConfigError: An argument cannot work; at the beginning of `fit`: its epochs will have no
+            such metric.
+
+    Collective: On ranks each saves, as `Trainer.save` wants; the first one removes.
+
+    Example:
+        >>> import tempfile, torch, phalanx
+        >>> checkpoint = Checkpoint(tempfile.mkdtemp(), every_steps=2)
+        >>> data = [(torch.ones(4, 3), torch.zeros(4, 1))] * 3
+        >>> sgd = lambda params: torch.optim.SGD(params, lr=0.1)
+        >>> with phalanx.Trainer(
+        ...     torch.nn.Linear(3, 1), torch.nn.MSELoss(), sgd, replicas=1, callbacks=[checkpoint]
+        ... ) as trainer:
+        ...     if checkpoint.last:  # of a run that was stopped
+        ...         trainer.resume(checkpoint.last)
+        ...     epochs = trainer.fit(data, epochs=3)
+        >>> checkpoint.last.name
+        'step-00000008'
+    """
+
+    saves = True
+
+    def __init__(
+        self,
+        path: str | Path,
+        every_epochs: int | None = None,
+        every_steps: int | None = None,
+        keep: int = 1,
+        monitor: str | None = None,
+        mode: str = "min",
+    ) -> None:
+        check_argument(isinstance(path, (str, os.PathLike)), "path", "be a path", path)
+        self.path = Path(path)
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"`path` must be a folder, but {str(path)!r} is a file.")
+        if every_epochs is None and every_steps is None:
+            every_epochs = 1
+        for name, value in (("every_epochs", every_epochs), ("every_steps", every_steps)):
+            if value is not None:
+                read_count(name, value, 1)
+        if monitor is not None and every_steps is not None:
+            raise ConfigError(
+                f"`every_steps` must be left out with `monitor`, which epochs have, but is "
+                f"{every_steps}."
+            )
+        self._every_epochs, self._every_steps = every_epochs, every_steps
+        self._keep = read_count("keep", keep, 1)
+        self._monitor = None if monitor is None else MonitoredMean(monitor, mode)
+        # The one to go first stands last. A checkpoint's value is its step without `monitor`.
+        self._ranked: list[tuple[float, str]] = []
+
+    @property
+    def kept(self) -> dict[Path, float]:
+        """The folders that are kept and their values of ``monitor`` (else steps), best first."""
+        return {self.path / name: value for value, name in self._ranked}
+
+    @property
+    def best(self) -> Path | None:
+        """The best checkpoint that is there; without ``monitor`` the newest; None for none."""
+        return next((folder for folder in self.kept if folder.is_dir()), None)
+
+    @property
+    def last(self) -> Path | None:
+        """The newest checkpoint that is there: of this run, else of one before; None for none."""
+        ours = [folder for folder in self.kept if folder.is_dir()]
+        found = [each for each in self.path.glob("step-*") if _NAME.fullmatch(each.name)]
+        others = [each for each in found if (each / "checkpoint.json").is_file()]
+        return max(ours or others, key=lambda each: int(each.name[5:]), default=None)
+
+    def attach(self, trainer: Any) -> None:
+        """Start over, with the training of ``trainer``."""
+        super().attach(trainer)
+        self._ranked = []
+
+    def on_fit_begin(self, event: FitBegun) -> None:
+        """Refuse a `fit` whose epochs will have no such metric."""
+        if self._monitor is not None:
+            self._monitor.check(event)
+
+    def on_step_end(self, event: StepDone) -> None:
+        """Save, if it is time."""
+        if _is_due(event.step, self._every_steps):
+            self._save(event.step, event.step)
+
+    def on_epoch_end(self, event: EpochDone) -> None:
+        """Save, if it is time."""
+        if _is_due(event.epoch, self._every_epochs):
+            value = event.steps if self._monitor is None else self._monitor.read(event)
+            if math.isfinite(value):
+                self._save(event.steps, value)
+
+    def on_fit_end(self, event: FitEnded) -> None:
+        """Save the end of a `fit` that was stopped."""
+        if self._monitor is None and event.stopped and event.steps > 0:
+            self._save(event.steps, event.steps)
+
+    def _save(self, step: int, value: float) -> None:
+        if self.trainer is None:
+            return
+        before, name = self._ranked, f"step-{step:08d}"
+        others = [each for each in before if each[1] != name]
+        place = sum(not self._is_better(value, other) for other, _ in others)
+        if place >= self._keep:
+            return
+        ranked = [*others[:place], (value, name), *others[place:]]
+        self._ranked = ranked[: self._keep]  # before the save: the checkpoint must hold itself
+        try:
+            self.trainer.save(self.path / name)
+        except BaseException:
+            self._ranked = before
+            raise
+        if self.is_writer:
+            for _, dropped in ranked[self._keep :]:
+                _remove(self.path / dropped)
+
+    def _is_better(self, value: float, than: float) -> bool:
+        if self._monitor is None:
+            return value >= than
+        return self._monitor.is_better(value, than)
+
+    def state_dict(self) -> dict[str, Any]:  # Any: plain values
+        """Return which folders are kept, and their values."""
+        return {"kept": [[float(value), name] for value, name in self._ranked]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned.
+
+        Raises:
+            KeyError, TypeError, ValueError: It is nothing of the kind; nothing has changed then.
+        """
+        kept = [(value, name) for value, name in state["kept"]]
+        for value, name in kept:
+            if not isinstance(value, float) or not math.isfinite(value):
+                raise ValueError(f"`kept` holds the value {value!r:.80}")
+            if not isinstance(name, str) or not _NAME.fullmatch(name):  # it may be removed later
+                raise ValueError(f"`kept` holds {name!r:.80}, no folder of ours")
+        self._ranked = kept
+
+    def __repr__(self) -> str:
+        options = {
+            "every_epochs": self._every_epochs,
+            "every_steps": self._every_steps,
+            "keep": self._keep,
+            "monitor": self._monitor and self._monitor.name,
+        }
+        given = [f"{name}={value!r}" for name, value in options.items() if value is not None]
+        return f"Checkpoint({str(self.path)!r}, {', '.join(given)})"
+
+
+def _is_due(number: int, every: int | None) -> bool:
+    return every is not None and number % every == 0
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder that holds what `Trainer.save` writes, and nothing else."""
+    if not folder.is_dir():
+        return
+    found = list(folder.iterdir())
+    if folder.is_symlink() or not all(each.name in _FILES and _is_file(each) for each in found):
+        warn_user(
+            f"{folder} is kept no more, but stays: it is a link, or holds more than a checkpoint.",
+        )
+        return
+    for path in found:
+        path.unlink()
+    folder.rmdir()
+
+
+def _is_file(path: Path) -> bool:
+    return path.is_symlink() or not path.is_dir()
