@@ -315,24 +315,20 @@ def assign_state(net: nn.Sequential) -> None:
     net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()}, assign=True)
 
 
-def replace_layer(net: nn.Sequential) -> None:
-    net[1] = nn.Linear(7, 7)
-
-
-def widen_layer(net: nn.Sequential) -> None:
-    net[1] = nn.Linear(7, 9)
-
-
-def add_layer(net: nn.Sequential) -> None:
-    net.append(nn.Linear(7, 2))
+def replace_layer(net: nn.Sequential, size: int = 7) -> None:
+    net[1] = nn.Linear(7, size)
 
 
 def add_buffer(net: nn.Sequential) -> None:
     net[0].register_buffer("mean", torch.zeros(3))
 
 
-def drop_layer(net: nn.Sequential) -> None:
-    del net[1]
+OTHERS = {
+    "wider": partial(replace_layer, size=9),
+    "a layer more": lambda net: net.append(nn.Linear(7, 2)),
+    "a layer less": lambda net: net.pop(1),
+    "a buffer more": add_buffer,
+}
 
 
 def begin_and_change(
@@ -365,7 +361,7 @@ def test_tensors_that_took_the_place_of_shared_ones_are_shared(change, run):
     assert first == second
 
 
-@pytest.mark.parametrize("change", [widen_layer, add_layer, drop_layer, add_buffer])
+@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
 def test_a_module_with_other_tensors_than_were_shared_is_refused(change, tmp_path):
     with tables.join() as world:
         net, shared = begin_and_change(world, change)
