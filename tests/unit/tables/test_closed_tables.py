@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -36,45 +36,24 @@ def held() -> tuple[int, int]:
     return nbytes, len(os.listdir("/proc/self/fd"))
 
 
-def use_matrix(world: tables.TableGroup) -> tables.Table:
-    table = world.matrix(1 << 12, 16, updater="adagrad")
-    table.add(torch.ones(1, 16), rows=[3])
-    table.get([3])
-    return table
+KINDS: list[Callable[[tables.TableGroup], tables.Table]] = [
+    lambda world: world.matrix(1 << 12, 16, updater="adagrad"),
+    lambda world: world.matrix(1 << 12, 16, sync=True),
+    lambda world: world.matrix(1 << 12, 16, updater="dc_asgd"),
+    lambda world: world.keys(16, capacity=16),  # grows
+]
 
 
-def use_rounds(world: tables.TableGroup) -> tables.Table:
-    table = world.array(100_000, sync=True)
-    table.add(torch.ones(100_000))
-    table.get()
-    return table
-
-
-def use_keys(world: tables.TableGroup) -> tables.Table:
-    table = world.keys(8, capacity=16)
-    table.add(torch.ones(500, 8), rows=torch.arange(500))  # grows
-    table.get([1, 499, 1 << 40])
-    return table
-
-
-def use_last_read(world: tables.TableGroup) -> tables.Table:
-    table = world.matrix(10_000, 4, updater="dc_asgd")
-    table.get()
-    table.add(torch.ones(10_000, 4))
-    world.barrier()
-    return table
-
-
-KINDS = [use_matrix, use_rounds, use_keys, use_last_read]
-
-
-@pytest.mark.parametrize("use", KINDS)
+@pytest.mark.parametrize("make", KINDS, ids=["updater", "rounds", "last read", "keys"])
 @pytest.mark.parametrize("run", [None, "closed"])
-def test_closing_a_world_frees_its_tables_though_handles_are_kept(use, run):
+def test_closing_a_world_frees_its_tables_though_handles_are_kept(make, run):
     run = run and f"{run}-{os.getpid()}"
     before = held()
     with tables.join(run=run, num_workers=1) as world:
-        table = use(world)
+        table, rows = make(world), torch.arange(1 << 12)
+        table.add(torch.ones(1 << 12, 16), rows=rows)
+        table.get(rows)
+        table.add(torch.ones(1 << 12, 16), rows=rows)
         assert held()[0] - before[0] > 4 * PAGE_BYTES
     assert held()[0] - before[0] <= PAGE_BYTES
     with pytest.raises(StateError, match="its group is closed"):

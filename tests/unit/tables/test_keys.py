@@ -65,26 +65,17 @@ def test_what_a_uniform_table_holds_depends_on_key_and_seed_alone(world):
     assert not (other == first).any()
 
 
+NOT_INT64 = "`rows` must be a list of int64 numbers"
+
+
 @pytest.mark.parametrize(
     ("delta", "rows", "message"),
     [
-        (
-            torch.ones(2, 3),
-            None,
-            "`rows` must be keys of table 'embed' to read or add to, but is",
-        ),
-        (
-            torch.ones(2, 3),
-            [0.5, 1.5],
-            "`rows` must be a list of int64 numbers, but is of torch.float32",
-        ),
-        (torch.ones(2, 3), [[1, 2]], "`rows` must be a list of int64 numbers"),
+        (torch.ones(2, 3), None, "`rows` must be keys of table 'embed' to read or add to, but is"),
+        (torch.ones(2, 3), [0.5, 1.5], f"{NOT_INT64}, but is of torch.float32"),
+        (torch.ones(2, 3), [[1, 2]], NOT_INT64),
         (torch.ones(1, 3), [1 << 63], "`rows` must hold plain numbers"),
-        (
-            torch.ones(1, 3),
-            np.array([1 << 63], np.uint64),
-            "`rows` must be a list of int64 numbers",
-        ),
+        (torch.ones(1, 3), np.array([1 << 63], np.uint64), NOT_INT64),
         (torch.ones(2, 3), [1, 2, 3], r"`delta` must have shape \(3, 3\) for table 'embed'"),
         (torch.ones(2, 2), [1, 2], r"`delta` must have shape \(2, 3\)"),
         (torch.ones(2, 3).double(), [1, 2], "`delta` must be of torch.float32 like table 'embed'"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch
 from phalanx import tables
 from phalanx.native import FUNCTIONS
 from tests.chaos.native_bugs import broken_functions, can_be_planted
+from tests.chaos.test_table_controls import adds_of_new_keys_by_two
 from tests.unit.tables.test_part import (
     test_an_add_of_one_block_is_whole_or_absent_wherever_its_process_dies as kill_at_every_store,
 )
@@ -61,12 +63,7 @@ def read_beside_adds() -> None:
 
 
 def find_what_others_bring() -> None:
-    with tables.join("orders") as one, tables.join("orders") as other:
-        opened = [w.keys(1, name="t") for w in (one, other)]
-        for number in range(1, 6):
-            for table in opened:
-                table.add([[1.0]], rows=[number])
-            assert opened[0].get([number]).item() == opened[1].get([number]).item() == 2.0
+    adds_of_new_keys_by_two("orders", None, Path())
 
 
 ORDERS: dict[str, tuple[Callable[[], None], str, dict[str, str]]] = {
