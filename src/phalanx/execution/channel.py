@@ -1,7 +1,7 @@
 """Messages between an executor and its worker processes, in memory that both see.
 
-A message is pickled, and the memory of its tensors and arrays written beside the pickle. A worker
-reads a batch where it lies, because tasks copy their rows; the executor copies what it reads.
+A message is a pickle, followed by the memory of its tensors and arrays. A worker reads a batch
+where it lies, because tasks copy their rows; the executor copies the results that it reads.
 
 This is the pickle of `multiprocessing`, between a process and its own forks; it crosses no host and
 reads no file (SECURITY.md). Torch's own sharing is not used: it would move the tensors' storage.
@@ -41,7 +41,7 @@ def _adopted_at(number: int) -> object:
 
 
 class _Packer(pickle.Pickler):
-    """Send numbers in the place of shared objects, and the memory of tensors apart."""
+    """Pickle numbers instead of shared objects, and keep the memory of tensors apart."""
 
     numbers: dict[int, int]  # by id
 
@@ -74,8 +74,8 @@ def pack(
 class Mailbox:
     """Room for one message at a time, which one process writes and the other reads.
 
-    Whoever writes waits for the reader's answer before the next message, so nothing is overwritten
-    that is still to be read.
+    The writer waits for the reader's answer before it writes the next message, so it overwrites
+    nothing that is still to be read.
 
         number of parts | their sizes | the pickle | memory of a tensor | …
     """
@@ -108,7 +108,7 @@ class Mailbox:
         """Return the message.
 
         Args:
-            copies: Give it memory of its own; else it holds until the next message is written.
+            copies: Copy its tensors; else they are valid until the next message is written.
         """
         words = self._view.cast("q")
         head = words[: 1 + words[0]]

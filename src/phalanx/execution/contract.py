@@ -44,7 +44,7 @@ def repeated(attempt: Callable[[], T]) -> T:
 
 
 class Executor(ABC):
-    """Replicas that run microbatches, each with a thread of this process that looks after it.
+    """Replicas that run microbatches, with a thread of this process for each.
 
     Args:
         modules: Each replica's module of the user's, or the one that all are replicas of.
@@ -54,7 +54,7 @@ class Executor(ABC):
 
     Attributes:
         parameters: All parameters, each once, in whose order gradients are summed.
-        owns_generator: Whether each replica has a process of its own, whose generator is seeded.
+        owns_generator: Whether each replica has a separate process, whose generator is seeded.
         worker_pids: The worker processes' numbers; empty without any.
         optimizer: The one that is stepped, whose state worker processes drop.
     """
@@ -121,8 +121,7 @@ class Executor(ABC):
             pieces: The microbatches.
             weights: What each microbatch stands for; one of weight 0 is left out.
             seed: Where the random numbers of this run start; each microbatch appends its index.
-            owners: The replica that computes each microbatch; another one does only if that one
-                is lost. Default: whoever is free.
+            owners: The replica that computes each microbatch. Default: the next that is free.
             only: The microbatches that run here, while others run on other ranks. Default: all.
                 `DistributedDataParallel` gives it; `RankExecutor` chooses it itself.
 
@@ -183,10 +182,10 @@ class Executor(ABC):
 
     @abstractmethod
     def take_changes(self) -> bool:
-        """Let the next runs see the attributes that were assigned; call it before a run.
+        """Let the next runs see attributes that were assigned; to be called before a run.
 
         Returns:
-            False where the parameters are others, or lie elsewhere: open another executor.
+            False where parameters were replaced or moved: another executor must be opened.
         """
 
     @abstractmethod
@@ -227,7 +226,7 @@ def annotate_error(error: BaseException, replica: Replica, microbatch: int) -> N
 
 
 def explain_error(error: BaseException) -> None:
-    """Note the way out on an error that comes of cutting the batch."""
+    """Note the remedy on an error that comes from cutting the batch."""
     if isinstance(error, ValueError) and _ONE_VALUE in str(error):
         error.add_note(
             "This piece of the batch has 1 row, of which batch norm has no variance. Cut the batch "

@@ -1,4 +1,4 @@
-"""What a user says to executors of one kind: `Processes` and `Ranks`."""
+"""Options of executors: `Processes` and `Ranks`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Ranks:
 
     When a rank dies, those left form another group and do the step again: the weights are the same
     bits as if nothing had happened, given ``microbatches``. A process that comes in its place, or
-    later, is given the state by a peer between two steps. They meet in a group of their own, so the
+    later, is given the state by a peer between two steps. They meet in a separate group, so the
     script calls no `init_process_group()`; ``RANK`` and ``WORLD_SIZE`` say who comes at first.
 
     Args:

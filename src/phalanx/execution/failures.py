@@ -41,7 +41,7 @@ class FailureLog:
         most: How many may be lost in all; None for any number.
 
     Attributes:
-        unreported: The losses that nobody has taken, with their moments.
+        unreported: The losses that :meth:`take` has not returned yet, with their moments.
     """
 
     def __init__(self, most: int | None) -> None:

@@ -24,7 +24,7 @@ _MOVED_BYTES = 1 << 20  # a hook takes 13 µs, which counts beside the copy of a
 
 @dataclass(eq=False)
 class GradientSlot:
-    """Shared memory of one microbatch; free again when nobody holds it.
+    """Shared memory of one microbatch; free again when the object is collected.
 
     Attributes:
         start: Where it begins in the pool.

@@ -66,7 +66,7 @@ class ExecutorChoice:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the one that writes files, however many there are."""
+        """True in the one process that writes files."""
         return self.kind != "ranks" or self._exchange().rank == 0
 
     def write_once(self, write: Callable[[], None]) -> None:

@@ -6,13 +6,13 @@
              ◄─ loss, outputs, statistics ─────
              ◄─ gradients, in a slot in the pool
 
-Each worker has a thread here that hands it one microbatch after another, adds what comes back
-along the tree, and notices at once when the worker is gone. Everything that has come back lies
-here, so a death costs the microbatch in the worker's hands and nothing else.
+Each worker has a thread here, which sends it one microbatch after another, adds its gradients
+along the tree, and notices at once when the worker is gone. All finished results lie here, so a
+death costs only the microbatch that the worker was computing.
 
-A worker has the program's objects as they were when it was forked. Others are forked when a pass
-over data begins, or an attribute was assigned that no message can carry (`AttributeFingerprint`);
-always between two runs, when no thread of ours computes.
+A worker has the program's objects as they were when it was forked. The workers are replaced by new
+forks when a pass over data begins, and when an attribute was assigned that no message can carry
+(see `AttributeFingerprint`); always between two runs, when no thread of the executor computes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ProcessExecutor(Executor):
     """Replicas of one module in worker processes of this host, which are forks of this one.
 
     Args:
-        source: The module that the user trains; all its parameters lie on the CPU.
+        module: The module that the user trains; all its parameters lie on the CPU.
         num_workers: Number of processes.
         timeout_s: How long a microbatch may take before its worker counts as hung.
         failures: Takes note of lost workers.
@@ -74,7 +74,7 @@ class ProcessExecutor(Executor):
     Raises:
         UnsupportedError: It has parameters or buffers that processes cannot share.
 
-    Determinism: as `ThreadExecutor`, with the same bits, whoever dies.
+    Determinism: as `ThreadExecutor`, and bitwise the same whichever worker dies.
     """
 
     owns_generator = True
@@ -82,7 +82,7 @@ class ProcessExecutor(Executor):
 
     def __init__(
         self,
-        source: nn.Module,
+        module: nn.Module,
         num_workers: int,
         *,
         timeout_s: float,
@@ -92,9 +92,9 @@ class ProcessExecutor(Executor):
         workloads: Sequence[float],
         intra_op: int,
     ) -> None:
-        super().__init__([source], [_CPU] * num_workers, workloads, intra_op)
-        _check_shareable(source)
-        self._source = source
+        super().__init__([module], [_CPU] * num_workers, workloads, intra_op)
+        _check_shareable(module)
+        self._module = module
         self.pool = SharedMemoryPool()
         self._slots = GradientSlots(self.parameters, self.pool)
         self._shared = list(shared)
@@ -142,13 +142,13 @@ class ProcessExecutor(Executor):
         return True
 
     def refresh(self) -> None:
-        """Fork other workers before the next run, which see everything as it is then."""
+        """Replace the workers by new forks before the next run, which see all later changes."""
         self._report_dead()
-        # In another thread: a Ctrl-C in between would leave dismissed ones here, to count as lost.
+        # In a thread: a Ctrl-C in between would leave dismissed workers here, to count as lost.
         self._forks.each(lambda _: dismiss_all(self._workers))
 
     def close(self) -> None:
-        """Dismiss threads and workers, and give moved tensors memory of their own."""
+        """Dismiss threads and workers, and move tensors out of shared memory."""
         if self._threads.closed and os.getpid() == self._pid:
             for worker in self._workers:  # threads left by an interrupt may wait for them still
                 if worker is not None:
@@ -166,25 +166,25 @@ class ProcessExecutor(Executor):
     # -- workers -----------------------------------------------------
 
     def _take_over(self) -> None:
-        """Take over module and loss as they are now; workers are forked later."""
+        """Take over the present module and loss; workers are forked later."""
         self.refresh()
         tensors: list[Tensor] = []
-        for module in AttributeFingerprint(self._source, *self._reads).modules:
-            tensors += [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        for each in AttributeFingerprint(self._module, *self._reads).modules:
+            tensors += [*each.parameters(recurse=False), *each.buffers(recurse=False)]
         self._moved |= _move(tensors, self.pool)
-        self._fingerprint = AttributeFingerprint(self._source, *self._reads)  # where all lies now
+        self._fingerprint = AttributeFingerprint(self._module, *self._reads)  # where all lies now
         self._assigned: dict[tuple[int, str], None] = {}  # by object and name, since the fork
         self._addresses = addresses_of(self.parameters)
 
     def _fork_missing(self) -> None:
-        """Fork a worker in the place of each that is gone; nobody computes meanwhile."""
+        """Replace each worker that is gone by a new fork; no thread computes meanwhile."""
         self._report_dead()
         missing = [index for index, worker in enumerate(self._workers) if worker is None]
         if missing:
             self._forks.each(lambda _: self._fork(missing))
 
     def _report_dead(self) -> None:
-        """Report the workers that have ended with nothing to do."""
+        """Report the workers that have ended while they were idle."""
         for index, worker in enumerate(self._workers):
             try:
                 if worker is not None:
@@ -197,7 +197,7 @@ class ProcessExecutor(Executor):
             inbox, outbox = self._mail[index]
             worker = Worker(
                 index=index,
-                source=self._source,
+                module=self._module,
                 shared=self._shared,
                 fingerprint=self._fingerprint,
                 slots=self._slots,
@@ -351,13 +351,13 @@ def _import_for_autograd() -> None:
     import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
 
-def _check_shareable(source: nn.Module) -> None:
+def _check_shareable(module: nn.Module) -> None:
     """Refuse a module whose tensors processes cannot share; nothing is done to it.
 
     Raises:
         UnsupportedError: A tensor lies on another device, or is not dense.
     """
-    tensors = {"Parameter": source.named_parameters(), "Buffer": source.named_buffers()}
+    tensors = {"Parameter": module.named_parameters(), "Buffer": module.named_buffers()}
     for kind, named in tensors.items():
         for name, tensor in named:
             is_dense = tensor.layout is torch.strided and not tensor.is_quantized

@@ -43,7 +43,7 @@ def nodes_of(leaves: range, rows: Sequence[float]) -> list[Node]:
 
 
 def add_nodes(num_leaves: int, found: Mapping[Node, T], add: Callable[[T, T], T]) -> T | None:
-    """Return the sum of all nodes, added along the tree; None where there is none.
+    """Return the sum of all nodes, added along the tree; None without any.
 
     Args:
         num_leaves: Of the tree.
@@ -92,7 +92,7 @@ class RankReduction:
         rows: Sequence[float],
         ranges: Sequence[range],
     ) -> Gradients:
-        """Return the sums of all ranks' gradients; None for a parameter that nobody has one for.
+        """Return the sums of all ranks' gradients; None for a parameter that no rank has one for.
 
         Args:
             own: This rank's partial sums.

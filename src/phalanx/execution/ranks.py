@@ -84,7 +84,7 @@ class RankExecutor(ThreadExecutor):
 
     @property
     def owns_generator(self) -> bool:  # type: ignore[override]
-        """Whether the rank's one replica is all that draws in its process."""
+        """True where the rank's one replica is all that draws in its process."""
         return [device.type for device in self.devices] == ["cpu"]
 
     def all_workloads(self) -> Sequence[float]:
@@ -174,7 +174,7 @@ def write_once(write: Callable[[], None], exchange: Exchange) -> None:
     """Let rank 0 write for all; every rank returns when it has.
 
     Where rank 0 is lost meanwhile, its successor writes. Where ranks have changed since the last
-    run, nobody waits for the one that writes: see Note [In step] in `elastic_exchange.py`.
+    run, the others do not wait for it: see Note [In step] in `elastic_exchange.py`.
 
     Raises:
         Exception: What ``write`` raised, at rank 0.

@@ -24,9 +24,9 @@ Gradients = list[Tensor | None]  # by parameter, 1-D in memory order
 
 @dataclass
 class PartialSum:
-    """What one microbatch, or several already added, contribute to the step.
+    """The contribution of one microbatch, or of several already added, to the step.
 
-    ``kept_alive`` are objects whose memory is in use here.
+    ``kept_alive`` are objects whose memory the gradients use.
     """
 
     gradients: Gradients
@@ -50,7 +50,7 @@ class RunResult:
 
     Attributes:
         results: What the task returned, by microbatch; None for microbatches of weight 0.
-        sums: Partial sums that nobody has added yet, by node of the tree.
+        sums: Partial sums that are still to be added, by node of the tree.
         replica_of: Which replica here computed each microbatch; -1 for those left out, or run
             elsewhere.
         drew: Whether the model drew random numbers from the microbatches' own generators.
@@ -72,7 +72,7 @@ class RunResult:
 class TreeSums(Generic[T]):
     """Wait for both operands of an addition, then let the thread that brought the second one add.
 
-    The last addition is left to the caller, who has all threads at hand to share it.
+    The last addition is left to the caller, who can share it among all threads.
     A leaf without rows is None and does not take part.
 
     Args:
@@ -141,8 +141,8 @@ class RunState:
         workloads: The replicas' relative shares.
 
     Attributes:
-        result: Filled by whoever computes; without the sums.
-        assigned: Names of attributes; looked for where ``rng`` is watched.
+        result: Filled by the threads; without the sums.
+        assigned: Attributes that `forward` has assigned; looked for where ``rng`` is watched.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class RunState:
 
     @property
     def over(self) -> bool:
-        """Whether all are done, or something failed."""
+        """True when all microbatches are done, or something failed."""
         return self._failed or all(self.result.replica_of[each] >= 0 for each in self._own)
 
     def take(self, replica: int) -> int | None:
@@ -192,7 +192,7 @@ class RunState:
             return queue.pop(0) if queue and not self._failed else None
 
     def give_back(self, microbatch: int, replica: int) -> None:
-        """Let a microbatch be computed again that ``replica`` was lost with."""
+        """Queue a microbatch again, with which ``replica`` was lost."""
         with self._lock:
             self._queues[replica].append(microbatch)
 

@@ -44,11 +44,11 @@ class Task(ABC):
 
 @dataclass(frozen=True)
 class MicrobatchResult:
-    """What one microbatch gave a trainer.
+    """The results of one microbatch for a trainer.
 
     Attributes:
         loss: Its mean loss.
-        outputs: The module's outputs, detached; None where nobody asked.
+        outputs: The module's outputs, detached; None where they were not asked for.
         targets: The microbatch's targets, on the same device.
     """
 

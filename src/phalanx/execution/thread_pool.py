@@ -29,7 +29,7 @@ _SIGNALS = (  # those that programs answer, Ctrl-C first; to look at all takes 0
 
 
 class _WorkerThread:
-    """What the pool and one of its threads share; the thread holds nothing else of the pool.
+    """State shared by the pool and one of its threads, which holds nothing else of the pool.
 
     Wake-up calls may come twice: what counts are the tickets, so an interrupt between any two
     instructions of the caller can be answered by calling again.
@@ -101,8 +101,8 @@ class ThreadPool:
         closes the pool.
 
         Args:
-            on_interrupt: Called in the caller's thread before it goes on waiting; it may tell the
-                tasks to end early, as nobody will see their results.
+            on_interrupt: Called in the caller's thread before it waits again; it may let the
+                tasks end early, as their results are dropped.
             uninterrupted: Nothing else is possible here.
 
         Raises:
@@ -183,7 +183,7 @@ class ThreadPool:
         """Dismiss the threads and wait until they are gone; closing twice does nothing.
 
         While a call is on, it waits for its end; from inside of one (a hook, a signal's handler)
-        the call ends first, and nobody waits.
+        the call ends first, and this returns at once.
         """
         if os.getpid() != self._pid:  # a fork: the threads are the other process's
             self.closed = True

@@ -48,7 +48,7 @@ class ThreadExecutor(Executor):
     the next microbatch.
 
     Args:
-        source: The module that the user trains, or one for each device; parameters are read in
+        module: The module that the user trains, or one for each device; parameters are read in
             place. Buffers of several modules go by their name after the module's index, such as
             ``"0.seen"``.
         devices, workloads, intra_op: As `Executor` takes them.
@@ -68,7 +68,7 @@ class ThreadExecutor(Executor):
 
     def __init__(
         self,
-        source: nn.Module | Sequence[nn.Module],
+        module: nn.Module | Sequence[nn.Module],
         devices: Sequence[torch.device],
         *,
         workloads: Sequence[float] | None = None,
@@ -76,10 +76,10 @@ class ThreadExecutor(Executor):
         rules: BufferRules | None = None,
         inline: bool = False,
     ) -> None:
-        if isinstance(source, nn.Module):
-            sources = [Source(source, rules=rules)] * len(devices)
+        if isinstance(module, nn.Module):
+            sources = [Source(module, rules=rules)] * len(devices)
         else:
-            sources = [Source(own, prefix=f"{i}.", rules=rules) for i, own in enumerate(source)]
+            sources = [Source(own, prefix=f"{i}.", rules=rules) for i, own in enumerate(module)]
         super().__init__([each.module for each in sources], devices, workloads, intra_op)
         reaching = SourceGradients(self.parameters)
         self.replicas = [
@@ -117,7 +117,7 @@ class ThreadExecutor(Executor):
         """Make the last addition of a run, every thread for some of the parameters.
 
         Returns:
-            By parameter, in memory order; nobody else holds their memory.
+            By parameter, in memory order; the caller alone holds their memory.
         """
         nothing: Gradients = [None] * len(self.parameters)
         left, *right = [each.gradients for each in result.operands] or [nothing]

@@ -1,9 +1,9 @@
-"""The work of a worker process: one replica, one microbatch after another.
+"""The code that runs in a worker process: one replica, one microbatch after another.
 
-It is a fork of the program (see `worker_process.py`), so it has the module, the loss and all that
-they read as they were at that moment. Parameters and buffers lie in memory that it shares with the
-program; whatever else a microbatch needs comes with its message. Losing a worker at any instruction
-loses nothing but what it was about to do.
+A worker is a fork of the program (see `worker_process.py`), so it has the module, the loss and all
+that they read as they were at that moment. Parameters and buffers lie in memory that it shares with
+the program; everything else that a microbatch needs comes with its message. A worker that is lost
+at any instruction costs only the microbatch that it was computing.
 """
 
 from __future__ import annotations
@@ -115,22 +115,25 @@ class Failed:
 
 @dataclass(kw_only=True)
 class Worker:
-    """One replica in a process of its own, a fork of the program that has made all of this.
+    """One replica in a separate process.
+
+    The program makes this object, then forks: the child calls :meth:`serve`, and the replica below
+    is made there.
 
     Attributes:
-        index: Which worker.
-        source: The module that the user trains.
+        index: The number of the worker.
+        module: The module that the user trains.
         shared: Objects that tasks refer to, such as the loss.
-        fingerprint: Where changes of their attributes go.
-        slots: They take the gradients.
+        fingerprint: The objects whose attributes a message may change.
+        slots: Shared memory for the gradients.
         intra_op: Threads inside operators.
-        optimizer: The program's, whose state workers have no use for.
-        inbox: Where microbatches come.
-        outbox: Where answers go.
+        optimizer: The program's; the worker drops its state.
+        inbox: Messages of the program.
+        outbox: Answers of the worker.
     """
 
     index: int
-    source: nn.Module
+    module: nn.Module
     shared: Sequence[object]
     fingerprint: AttributeFingerprint
     slots: GradientSlots
@@ -170,7 +173,7 @@ class Worker:
 
     @functools.cached_property
     def _source(self) -> Source:
-        return Source(self.source)
+        return Source(self.module)
 
     @functools.cached_property
     def _replica(self) -> Replica:
@@ -205,7 +208,7 @@ class Worker:
             )
 
     def _spec_of(self, packed: bytes) -> RunSpec:
-        """Be as the spec of a microbatch says, and return it."""
+        """Unpack the spec of a microbatch, bring the replica up to date with it, and return it."""
         if packed != self._packed_spec:
             self._spec = pickle.loads(packed)
             self._packed_spec = packed
@@ -218,7 +221,7 @@ class Worker:
 
 
 def _forget_state(optimizer: Optimizer) -> None:
-    """Let go of memory that the program writes to: it would copy each page before, for us."""
+    """Drop the state: the program writes to its memory, and would copy each page for the fork."""
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, Tensor) and value.device.type == "cpu":

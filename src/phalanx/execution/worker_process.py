@@ -58,7 +58,7 @@ class WorkerProcess:
     team does not survive a fork: the child of a thread that has one waits for it without end.
 
     Args:
-        answers: Where it writes its answers; nobody else does any more.
+        answers: Its outbox; a worker before it, if any, must be gone.
         serve: Called in the worker.
 
     Raises:

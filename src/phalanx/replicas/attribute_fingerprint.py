@@ -1,4 +1,4 @@
-"""Whether an attribute of a module, a loss or a function was assigned since a moment.
+"""Detection of attributes of modules, losses and functions that were assigned.
 
 Replicas and worker processes share what they read with the program. A fingerprint tells when they
 have to be made again: it holds the values of all attributes, parameters, buffers and children, and
@@ -27,7 +27,7 @@ PlainChanges = list[tuple[int, str, Any]]  # Any: numbers and strings of the use
 
 
 class AttributeFingerprint:
-    """The attributes of everything that a call of the given objects reads, as they are now.
+    """The present attributes of everything that a call of the given objects reads.
 
     Args:
         roots: Modules, and losses or functions of any kind. A module stands for all modules in it;

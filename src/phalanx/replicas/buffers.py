@@ -2,8 +2,8 @@
 
 Every microbatch starts from the buffers as they are at the start of the step, and writes its own
 copies. The copies are merged along the same tree as the gradients, each buffer by its rule
-(`plan.BufferRules`): a mean is weighted by what the microbatches stand for and summed in float64; a
-counter is as the first microbatch left it; of a sum, each microbatch brings what it has added.
+(`plan.BufferRules`). A mean is weighted by what the microbatches stand for and summed in float64. A
+counter is as the first microbatch left it. To a sum, each microbatch brings what it has added.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from phalanx.torch_internals import foreach_add, foreach_copy, foreach_div, fore
 
 @dataclass
 class Statistic:
-    """What microbatches left in one buffer: by rule a weighted sum, the first's, or what was added.
+    """The contribution of microbatches to one buffer.
 
-    Rules are ``mean``, ``first`` and ``sum``.
+    By rule: ``mean``, their weighted sum; ``first``, the first one's; ``sum``, what they added.
     """
 
     value: Tensor
@@ -85,7 +85,7 @@ def write_statistics(buffers: Mapping[str, Tensor], merged: Statistics) -> None:
 
 
 def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors to tensors, those of one kind in one call: an accelerator waits for calls."""
+    """Copy tensors to tensors, in one call for each kind: an accelerator waits for calls."""
     groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         kind = target.dtype, source.dtype, target.device, source.device
@@ -99,7 +99,7 @@ def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 class ReplicaBuffers:
     """The buffers of one replica: its copies, and which of them a microbatch has written.
 
-    A buffer is never overwritten but replaced: graphs that are still to run backward may hold it.
+    A copy is replaced, never overwritten: a graph that is still to run backward may hold it.
 
     Args:
         source: The module whose buffers the copies start from.

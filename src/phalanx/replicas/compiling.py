@@ -1,4 +1,4 @@
-"""What `torch.compile` has made, which is compiled once for all replicas, and what it shall leave.
+"""Modules made by `torch.compile`, compiled once for all replicas; and functions it must not touch.
 
 Torch keeps compiled code with the code of the function that it was made from, for all modules that
 run it. So replicas, whose shells share the compiler, find the code that the first of them has
@@ -78,7 +78,7 @@ def _shapes(values: Nested) -> tuple[Any, ...]:  # Any: shapes, and kinds of wha
 
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Run ``function``, and all that it calls, as it is written, also within `torch.compile`.
+    """Keep ``function``, and all that it calls, from being compiled within `torch.compile`.
 
     Workers run in other threads, where the compiler cannot follow, and what draws their random
     numbers is called by operators, not by the model. Torch's own decorator would import the

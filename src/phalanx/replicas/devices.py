@@ -42,7 +42,7 @@ def resolve_devices(
 
 
 def known_devices() -> tuple[torch.device, ...]:
-    """Return all accelerators of this machine, or its CPU where there is none."""
+    """Return all accelerators of this machine, or its CPU where it has none."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None:
         return (torch.device("cpu"),)

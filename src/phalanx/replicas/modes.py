@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class CallerModes:
-    """What the calling thread had switched on; entered by each replica's thread.
+    """Modes of the calling thread, entered by each replica's thread.
 
     A replica's thread works on the caller's own current stream of every accelerator, so that
     everything before and after the call is in order with it without any event.
@@ -45,9 +45,9 @@ class CallerModes:
     def entered(self, device: torch.device) -> Iterator[None]:
         """Run the body under these modes, with ``device`` as the thread's current one.
 
-        Torch's cache of cast weights is one for all threads: whoever leaves autocast clears it for
-        the others, and the bits of a layer used twice depend on that. So it is off, for an autocast
-        inside of the model, too.
+        All threads share torch's cache of cast weights: a thread that leaves autocast clears it for
+        the others, and the bits of a layer used twice depend on that. So the cache is off, also for
+        an autocast inside of the model.
         """
         with contextlib.ExitStack() as stack:
             stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
@@ -161,7 +161,7 @@ def set_intra_op(count: int) -> None:
 
 
 class _Holders:
-    """Who keeps the caller's operators on one thread at present; the last to leave restores."""
+    """The containers that keep the caller's operators on one thread; the last to leave restores."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -16,7 +16,7 @@ RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 def run_layer_by_layer(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Call a function of `RECURRENT` once for each layer, with dropout between the calls.
 
-    An accelerator's kernel for all layers draws from a state of its own, which runs on from call
+    An accelerator's kernel for all layers draws from its own state, which carries over from call
     to call.
 
     Args:

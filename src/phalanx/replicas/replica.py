@@ -93,10 +93,12 @@ class Replica:
     def running(self) -> Iterator[None]:
         """Run microbatches in the body, in this thread, each after :meth:`begin`.
 
-        What the body leaves if it fails is forgotten. Gradients that its backward passes bring to
-        the source itself are this replica's. They run in this thread: torch has one thread for all
-        backward passes on an accelerator, where replicas would wait for each other, and for the
-        caller's own backward pass, which waits for them.
+        If the body fails, its gradients and buffers are dropped. Gradients that its backward passes
+        bring to the source itself belong to this replica.
+
+        Backward passes run in this thread, too. Torch has one thread for all of them on an
+        accelerator: there, replicas would wait for each other, and for the caller's own backward
+        pass, which waits for them.
         """
         with (
             self._reaching.catching(self.index) as self._caught,
@@ -115,7 +117,7 @@ class Replica:
             forward: False for a backward pass on its own: the source may be another by now.
 
         Raises:
-            UnsupportedError: A graph of the replica was gone back through from outside.
+            UnsupportedError: A backward pass from outside has run through a graph of the replica.
         """
         if any(parameter.grad is not None for parameter in self.parameters):
             raise _went_back_outside()
@@ -125,8 +127,8 @@ class Replica:
     def take_gradients(self) -> list[Tensor | None]:
         """Return and forget all gradients, in memory order, on the source's device.
 
-        They stand in the order of the executor's parameters, with None for those of others. No
-        two of them share memory.
+        They have the order of the executor's parameters, with None for parameters of other replicas
+        and those without a gradient. No two of them share memory.
         """
         gradients: list[Tensor | None] = [None] * len(self._reaching.parameters)
         for place, parameter, original in zip(
@@ -146,7 +148,7 @@ class Replica:
         return _apart(gradients)
 
     def originals_of(self, leaves: Collection[int]) -> frozenset[int]:
-        """Return the ids of the source's parameters for those of leaves of this replica."""
+        """Return the ids of the source's parameters, given the ids of leaves of this replica."""
         pairs = zip(self.parameters, self._originals, strict=True)
         return frozenset(id(theirs) for own, theirs in pairs if {id(own), id(theirs)} & {*leaves})
 
@@ -159,7 +161,7 @@ class Replica:
 
 
 def _went_back_outside() -> UnsupportedError:
-    """Return the error for gradients that a replica has got outside of its own backward pass."""
+    """Return the error for gradients that came to a replica outside of its own backward pass."""
     return UnsupportedError(
         "A backward pass from outside of a replica has reached its parameters: a tensor of its "
         "graph was kept, by a hook or in an attribute, and used in another loss. Its gradients "
@@ -196,9 +198,9 @@ def check_replicable(source: nn.Module) -> None:
 
 
 def _apart(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Give memory of their own to gradients that share it: they are going to be added to.
+    """Copy gradients that share memory with others: they are going to be added to.
 
-    Autograd hands the gradient of a sum to both operands, reshaped where they are.
+    Autograd gives the gradient of a sum to both operands, reshaped where they are.
     """
     found = list(gradients)
     spans = [

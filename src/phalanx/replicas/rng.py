@@ -1,13 +1,13 @@
-"""The random numbers of one microbatch: where `forward` and `backward` get them from.
+"""The random numbers of one microbatch, in `forward` and `backward`.
 
     RngPlan ──► ProcessRng seeds the generator of a process of one replica, or
             ──► MicrobatchRng sees every call of torch's functions from Python, and enters
-                ──► RngMode around those that may draw: it sees every operator and gives it a
-                    generator of the microbatch's own
+                ──► RngMode around those that may draw: it sees every operator and gives it the
+                    microbatch's generator
 
 Seeing every operator costs a small transformer 40 % of its step, seeing every call a few percent.
-What is drawn otherwise, such as inside a function of TorchScript, moves the process's generator,
-which the first run of a kind does not permit.
+A draw that neither sees, such as one inside a function of TorchScript, moves the process's
+generator. The first run of a kind refuses that.
 """
 
 from __future__ import annotations
@@ -103,18 +103,18 @@ def seed_of_process() -> int:
 
 
 def advance_process_generator() -> None:
-    """Move the generator of `seed_of_process` on, as a model that draws would have done."""
+    """Draw one number from the process's generator, as a model that draws would have done."""
     torch.rand(())
 
 
 @dataclass(frozen=True)
 class RngPlan:
-    """How a run gives its microbatches their numbers.
+    """The way in which a run gives its microbatches their numbers.
 
     Attributes:
         watched: The first run of its kind: a model that moves the process's generators is refused.
         throughout: Look at every operator, not at calls from Python.
-        own: The process computes one microbatch at a time, and nobody else draws in it meanwhile.
+        own: The process computes one microbatch at a time, and no other thread draws meanwhile.
         shared: Several replicas run on one accelerator.
     """
 
@@ -133,8 +133,8 @@ class RngPlan:
 class ProcessRng:
     """Seed the process's generator for a microbatch, and put it back after each entry.
 
-    The numbers are those of `RngMode`, and calls cost nothing. It is for one microbatch at a time,
-    in a process where nobody else draws meanwhile.
+    The numbers are the same as with `RngMode`, and calls cost nothing. It is for a process that
+    computes one microbatch at a time, where no other thread draws meanwhile.
     """
 
     used = False  # unknown, and of no interest where this is used
@@ -156,7 +156,7 @@ class ProcessRng:
 
 
 class MicrobatchRng(TorchFunctionMode):
-    """Draw all torch random numbers of the body, in this thread, from a generator of its own.
+    """Draw all torch random numbers of the body, in this thread, from the microbatch's generator.
 
     It is entered around the user's code, as often as that is called: the numbers continue where
     they stopped. torch's functions cost more inside.
@@ -167,7 +167,7 @@ class MicrobatchRng(TorchFunctionMode):
 
     Attributes:
         used: Whether anything was drawn.
-        plan: That which was given.
+        plan: As given.
 
     Raises:
         UnsupportedError: In a watched run, the generators of torch, NumPy or Python have moved; or

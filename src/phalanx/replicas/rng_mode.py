@@ -1,4 +1,4 @@
-"""A mode in which every operator that draws is given a generator of the microbatch's own.
+"""A mode that gives every operator that draws the microbatch's generator.
 
 The CPU's default generator is one for all threads, so what a replica draws from it depends on what
 the others draw meanwhile. A mode sees every operator, which is slow; `phalanx.replicas.rng` says
@@ -77,7 +77,7 @@ class RngMode(TorchDispatchMode):
         return self._seed, {device: g.get_state() for device, g in self._generators.items()}
 
     def set_states(self, states: Any) -> None:
-        """Go on from what :meth:`states` returned, of these or of others."""
+        """Continue from states that :meth:`states` returned."""
         self._seed, by_device = states
         self._generators = {device: torch.Generator(device) for device in by_device}
         for device, state in by_device.items():
@@ -123,11 +123,11 @@ class RngMode(TorchDispatchMode):
 
     @contextlib.contextmanager
     def lending(self, device: torch.device) -> Iterator[None]:
-        """Let whatever draws on an accelerator in the body draw this microbatch's numbers.
+        """Let all operators on an accelerator in the body draw this microbatch's numbers.
 
         Fused kernels take no generator, so the device's default one is lent. Its state is read on
-        the host as a kernel is launched: other threads wait for launches only. Nobody else may set
-        that generator meanwhile.
+        the host as a kernel is launched: other threads wait for launches only. No other thread may
+        set that generator meanwhile.
         """
         own = self._generator(device)
         default = torch.get_device_module(device).default_generators[device.index]

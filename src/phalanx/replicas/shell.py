@@ -114,7 +114,7 @@ class Shell:
 
     # Any: an attribute of the user's module.
     def _own(self, value: Any) -> Any:
-        """Return what the shell has in the place of ``value``."""
+        """Return the shell's counterpart of ``value``."""
         if id(value) in self._own_by_id:
             return self._own_by_id[id(value)]
         if isinstance(value, (list, tuple, dict)):
@@ -149,7 +149,7 @@ def warn_of_assigned(names: Sequence[str]) -> None:
 
 
 def _complete(own: nn.Module) -> None:
-    """Make anew what torch keeps beside the tables of a module."""
+    """Make what torch keeps in addition to a module's tables: lists of weights, bound methods."""
     attributes = vars(own)
     if isinstance(own, nn.RNNBase):
         names = own._flat_weights_names
@@ -162,11 +162,11 @@ def _complete(own: nn.Module) -> None:
 
 
 def _stay() -> None:
-    """Leave weights where they are: cuDNN's layout would be memory of the replica's own."""
+    """Leave weights where they are: in cuDNN's layout they would leave the shared memory."""
 
 
 def _is_expected(source: nn.Module, name: str) -> bool:
-    """Tell whether `forward` may assign an attribute that nobody misses afterwards."""
+    """Tell whether `forward` may assign an attribute: it is computed again when it is needed."""
     return (
         name in _SHARED
         or isinstance(getattr(type(source), name, None), functools.cached_property)
@@ -176,7 +176,7 @@ def _is_expected(source: nn.Module, name: str) -> bool:
 
 
 def alias_of(parameter: nn.Parameter, home: Tensor) -> Tensor:
-    """Return a leaf like ``parameter`` in the memory of ``home``, with a gradient of its own.
+    """Return a leaf like ``parameter`` in the memory of ``home``, and a separate `grad`.
 
     Both have one version counter, so that autograd notices writes to either.
     """

@@ -41,7 +41,7 @@ class Source:
         self.read()
 
     def read(self) -> None:
-        """Let replicas see the module as it is now."""
+        """Let replicas see the present module; they make new shells then."""
         self.fingerprint = AttributeFingerprint(self.module)
 
     def on(self, device: torch.device) -> list[Tensor]:
@@ -58,7 +58,7 @@ class Source:
 
     @property
     def has_copies(self) -> bool:
-        """Whether there are copies on other devices."""
+        """True where replicas have copies on other devices."""
         return any(self._copies.values())
 
     def update_copies(self) -> None:

@@ -1,9 +1,9 @@
-"""Gradients of a graph that reaches the user's module in the place of its replica.
+"""Gradients of a graph that reaches the user's module instead of its replica.
 
-A replica's parameters are leaves of their own, in the same memory. A loss that uses the module's
+A replica's parameters are separate leaves in the same memory. A loss that uses the module's
 parameters (an L2 penalty), or a function that the module keeps and that holds `self` (a lambda, a
-method wrapped by `torch.compile` or `torch.vmap`), leads to the module's own leaves. What arrives
-there while a replica runs belongs to that replica's microbatch:
+method wrapped by `torch.compile` or `torch.vmap`), leads to the module's own leaves. Gradients that
+arrive there while a replica runs belong to that replica's microbatch:
 
     replica's loss ─► replica's parameters ─► `grad`, taken by the replica ─┐
                   └─► module's parameters ──► caught here ──────────────────┴─► added
