@@ -28,7 +28,7 @@ from phalanx.distributed.backend import open_group
 from phalanx.distributed.elastic_membership import About, GroupEpoch, RankMembership, Report
 from phalanx.distributed.exchange import Exchange
 from phalanx.distributed.open_store import open_lasting_store
-from phalanx.environment import Place, error_file, read_place
+from phalanx.environment import error_file, read_place
 from phalanx.errors import (
     ConfigError,
     GroupAborted,
@@ -71,20 +71,6 @@ class GroupChanged(PeerLost):
     """
 
 
-def _refuse_torchrun(place: Place | None) -> None:
-    """Refuse elastic ranks where torch's agent ends the survivors of a lost rank.
-
-    `phalanx launch` puts a process between the agent and each rank (`rank_restarts.py`).
-    """
-    if place is not None and not place.keeps_survivors:
-        raise UnsupportedError(
-            "`executor=Ranks()` needs a launcher that keeps the survivors of a lost rank, but "
-            "torchrun, Ray and `phalanx.launch()` end them. Start "
-            f"`phalanx launch -n {place.local_size or 2} script.py`, or take executor='ranks', "
-            "whose ranks all restart from the last checkpoint."
-        )
-
-
 class ElasticExchange(Exchange):
     """The ranks that train together now.
 
@@ -101,7 +87,15 @@ class ElasticExchange(Exchange):
     """
 
     def __init__(self, *, timeout_s: float, lost_after_s: float) -> None:
-        _refuse_torchrun(read_place())
+        place = read_place()
+        if place is not None and not place.keeps_survivors:
+            raise UnsupportedError(
+                "`executor=Ranks()` needs a launcher that keeps the survivors of a lost rank, but "
+                "torchrun, Ray and `phalanx.launch()` end them. Start "
+                f"`phalanx launch -n {place.local_size or 2} script.py`, or take executor='ranks', "
+                "whose ranks all restart from the last checkpoint."
+            )
+        self._launched = place
         self.entered = False
         self.about: list[About] = []
         self.num_done = 0
@@ -134,7 +128,7 @@ class ElasticExchange(Exchange):
         Blocks: Until all are here, or let this one in between two steps.
         """
         self._describe, self._give = describe, give
-        place = read_place()
+        place = self._launched
         if place is None:
             raise ConfigError(
                 "`executor=Ranks()` must run in processes that a launcher has started, but `RANK` "
@@ -275,8 +269,7 @@ class ElasticExchange(Exchange):
         is_new = self._membership.number in epoch.new
         received = None
         if self._place == epoch.source:
-            others = [place for place, number in enumerate(epoch.members) if number in epoch.new]
-            others = [place for place in others if place != self._place]
+            others = {epoch.members.index(number) for number in epoch.new} - {self._place}
             state = torch.tensor(bytearray(self._give() if others else b""), dtype=torch.uint8)
             for place in others:
                 self._send(torch.tensor([len(state)]), place)

@@ -179,7 +179,7 @@ class RankMembership:
         self._cards: dict[int, _Member] = {}
         self._gone: set[int] = set()
         self._wanting: frozenset[int] = frozenset()  # as the last beat has found
-        self._beats: dict[int, tuple[bytes, float]] = {}
+        self._beats: dict[int, tuple[str, float]] = {}
         self.number = store.add("count", 1)
         card = _Member(rank, self._host, *ProcessIdentity.current())
         store.set(f"card/{self.number}", json.dumps(card))
@@ -302,28 +302,8 @@ class RankMembership:
         if late and self.number in self._members:  # a new process knows nothing of their step
             living = list(reports)
         waiting = self._waiting()
-        if not living and self._has_ended():
-            before = [number for number in self._members if self._has_our_place(number)]
-            if any(self._is_this_process(number) for number in before):
-                raise StateError(
-                    "A script must train with `Ranks()` in one `Trainer`, but this process has "
-                    "been a rank of a run that has ended. Use that trainer before it is "
-                    "closed, or start another job."
-                )
-            finished = [n for n in before if self._left(n) == _FINISHED]
-            if finished:
-                raise StateError(
-                    "The run that this rank would join has ended, and this rank's process before "
-                    f"it ({self._card(finished[0]).pid}) had finished it, but not what the script "
-                    "does afterwards, which is not done again. See that process's error; if it was "
-                    "killed there is none, and its launcher names the signal (SIGKILL is sent by "
-                    "somebody, or by the kernel for lack of memory). Start the job again, or "
-                    "that part alone."
-                )
-            raise RunEnded(
-                "The run that this rank would join has ended, and all its ranks have left: nothing "
-                "is left to be done here. Start all ranks for another run."
-            )
+        if not living and any(self._left(number) == _FINISHED for number in self._members):
+            raise self._end_of_run()
         if not late and min(living or waiting, default=0) != self.number:
             return  # who is late decides, too: the one whose turn it is may live and not move
         places = {n: self._card(n).rank for n in (*living, *waiting)}
@@ -331,11 +311,32 @@ class RankMembership:
         if epoch is not None:
             self._store.compare_set(f"epoch/{self.epoch + 1}", "", json.dumps(asdict(epoch)))
 
+    def _end_of_run(self) -> StateError:
+        """Return why this process cannot join a run that has ended."""
+        mine = self._card(self.number)
+        for number in self._members:
+            card = self._card(number)
+            if card == mine:
+                return StateError(
+                    "A script must train with `Ranks()` in one `Trainer`, but this process has "
+                    "been a rank of a run that has ended. Use that trainer before it is "
+                    "closed, or start another job."
+                )
+            if card.rank == mine.rank and self._left(number) == _FINISHED:
+                return StateError(
+                    "The run that this rank would join has ended, and this rank's process before "
+                    f"it ({card.pid}) had finished it, but then failed or was killed in the rest "
+                    "of the script, which is not done again. Start the job again, or that part "
+                    "alone."
+                )
+        return RunEnded(
+            "The run that this rank would join has ended, and all its ranks have left: nothing "
+            "is left to be done here. Start all ranks for another run."
+        )
+
     def _report(self, number: int) -> Report | None:
-        key = f"report/{self.epoch + 1}/{number}"
-        if not self._store.check([key]):
-            return None
-        return Report(**json.loads(self._store.get(key)))
+        report = self._read(f"report/{self.epoch + 1}/{number}")
+        return Report(**json.loads(report)) if report else None
 
     def _waiting(self) -> dict[int, About]:
         found: dict[int, About] = {}
@@ -347,23 +348,13 @@ class RankMembership:
 
     def _wants(self, number: int) -> str:
         """Return what a process that waits is about to train; empty if it does not wait."""
-        key = f"waiting/{number}"  # never deleted: one that was there can be read
-        return self._store.get(key).decode() if self._store.check([key]) else ""
-
-    def _has_ended(self) -> bool:
-        """Tell whether a member of the last epoch has finished."""
-        return any(self._left(number) == _FINISHED for number in self._members)
-
-    def _has_our_place(self, number: int) -> bool:
-        return self._card(number).rank == self._card(self.number).rank
-
-    def _is_this_process(self, number: int) -> bool:
-        card = self._card(number)
-        mine = ProcessIdentity.current()
-        return card.host == self._host and ProcessIdentity(card.pid, card.start_ticks) == mine
+        return self._read(f"waiting/{number}")
 
     def _left(self, number: int) -> str:
-        key = f"left/{number}"
+        return self._read(f"left/{number}")
+
+    def _read(self, key: str) -> str:
+        """Return a value, none of which is ever deleted; empty where there is none."""
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _is_gone(self, number: int) -> bool:
@@ -379,9 +370,8 @@ class RankMembership:
         card = self._card(number)
         if card.host == self._host:
             return ProcessIdentity(card.pid, card.start_ticks).alive()
-        key, now = f"beat/{number}", now_s()
-        beat = bytes(self._store.get(key)) if self._store.check([key]) else b""
-        last, since_s = self._beats.setdefault(number, (b"", now))
+        beat, now = self._read(f"beat/{number}"), now_s()
+        last, since_s = self._beats.setdefault(number, ("", now))
         if beat != last:
             self._beats[number] = beat, now
             return True
