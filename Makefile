@@ -15,7 +15,7 @@
 
 .DEFAULT_GOAL := help
 BENCHMARKS := bench-step bench-allreduce bench-memory bench-recovery bench-tables bench-hosts bench-gpu
-.PHONY: help venv train test test-fast matrix core-seconds check format bits house promises docs bench $(BENCHMARKS) chaos night gpu clean .venv/moved
+.PHONY: help venv train test test-fast matrix core-seconds check format bits house promises docs wheels bench $(BENCHMARKS) chaos night gpu clean .venv/moved
 
 PYTHON ?= python3
 ARGS ?=
@@ -135,6 +135,22 @@ $(VENV)/.docs: $(STAMP)
 docs: $(VENV)/.docs  ## build the site into out/site; open out/site/index.html, no server is needed
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "out/site/index.html"
+
+$(VENV)/.wheels: $(STAMP)
+	@echo "Installing what builds wheels into $(VENV) (once; zig has 100 MB)"
+	@$(INSTALL) -e '.[wheels]'
+	@touch $@
+
+wheels: $(VENV)/.wheels  # build the sdist and the wheels of two machines into dist/, check them, and try ours in an empty environment
+	@rm -rf dist
+	@$(BIN)/python -m hatchling build -t sdist
+	@for machine in x86_64 aarch64; do PHALANX_WHEEL=$$machine $(BIN)/python -m hatchling build -t wheel; done
+	@for wheel in dist/*.whl; do $(BIN)/python -m auditwheel show $$wheel | grep -A1 'following platform tag'; done
+	@$(BIN)/python -m twine check --strict dist/*
+	@rm -rf build/empty; "$(PYTHON)" -m venv build/empty
+	@build/empty/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*$$(uname -m).whl
+	@cd build && empty/bin/phalanx train digits --model mlp --epochs 1 --out empty/run \
+	    && empty/bin/python -c 'from phalanx import tables; tables.TableGroup'
 
 bench: $(STAMP)  ## run all benchmarks into one page, out/bench/index.html (half an hour); bench-step, -tables, …: one of them
 	@$(BIN)/python -m benchmarks all $(ARGS)
