@@ -6,7 +6,6 @@ from phalanx.ipc.fail_points import fail_point, inject
 from phalanx.ipc.forks import flush_output, fork, fork_apart, let_go, take_signals
 from phalanx.ipc.limits import available_memory_bytes, cores_allowed
 from phalanx.ipc.liveness import LivenessTimer, Waiting, late_peers, wait_until
-from phalanx.ipc.memory_order import fence
 from phalanx.ipc.mutex import Mutex
 from phalanx.ipc.process import ProcessIdentity, die_with_parent, signal_main_thread
 from phalanx.ipc.region import Region, aligned
@@ -25,7 +24,6 @@ __all__ = [
     "cores_allowed",
     "die_with_parent",
     "fail_point",
-    "fence",
     "flush_output",
     "fork",
     "fork_apart",

@@ -8,7 +8,6 @@ from phalanx.native.library import (
     KeysView,
     PartView,
     address_of,
-    compiled_for,
     is_compiled,
     require_library,
 )
@@ -21,7 +20,6 @@ __all__ = [
     "KeysView",
     "PartView",
     "address_of",
-    "compiled_for",
     "is_compiled",
     "require_library",
 ]

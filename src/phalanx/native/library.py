@@ -16,18 +16,6 @@ import torch
 from phalanx.errors import UnsupportedError
 
 _VERSION = 24  # as in native.h: a library of another one is left alone
-# What returns a number.
-_ANSWERS = (
-    "finite",
-    "within",
-    "collective",
-    "changes",
-    "lock_",
-    "part_add",
-    "part_get",
-    "index_find",
-    "keys_",
-)
 DTYPES = {
     torch.float32: "float32",
     torch.float64: "float64",
@@ -37,6 +25,31 @@ DTYPES = {
 }
 """What functions for numbers of a dtype end with, in the order of their numbers in part.c."""
 
+_TAKES = {
+    "within": "pnnn",
+    "copy": "ppnn",
+    "finite_float32": "pn",
+    "finite_float64": "pn",
+    "finite_bfloat16": "pn",
+    "lock_make": "p",
+    "lock_take": "pn",
+    "lock_release": "p",
+    "lock_owner": "p",
+    "changes": "p",
+    "changes_tell": "p",
+    "changes_wait": "pnn",
+    "collective": "pn",
+    "part_add": "ppnpnnnn",
+    "part_change": "ppnnp",
+    "part_get": "ppnp",
+    "index_insert": "pn",
+    "index_find": "ppnnp",
+    "keys_get": "pppnpp",
+    "keys_add": "pppnpnnnn",
+    "die_after": "n",
+}
+"""What each function takes: pointers and numbers of 64 bits. Those that answer return a number."""
+
 # Any: what ctypes makes of a C function.
 Function = Callable[..., Any]
 
@@ -45,45 +58,21 @@ def _load(path: Path) -> ctypes.CDLL | None:
     """Return the library, or None where there is none, or one of another version."""
     try:
         library = ctypes.CDLL(str(path))
-        version = library.phalanx_version
+        return library if library.phalanx_version() == _VERSION else None
     except (OSError, AttributeError):
         return None
-    version.restype = ctypes.c_int64
-    return library if version() == _VERSION else None
 
 
 def _functions(library: ctypes.CDLL | None) -> dict[str, Function]:
     """Return the functions by name, with the types of what they take."""
     if library is None:
         return {}
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    takes: dict[str, list[type]] = {
-        "within": [pointer, number, number, number],
-        "copy": [pointer, pointer, number, number],
-        "lock_make": [pointer],
-        "lock_take": [pointer, number],
-        "lock_release": [pointer],
-        "lock_owner": [pointer],
-        "changes": [pointer],
-        "changes_tell": [pointer],
-        "changes_wait": [pointer, number, number],
-        "collective": [pointer, number],
-        "part_add": [pointer, pointer, number, pointer, number, number, number, number],
-        "part_change": [pointer, pointer, number, number, pointer],
-        "part_get": [pointer, pointer, number, pointer],
-        "index_insert": [pointer, number],
-        "index_find": [pointer, pointer, number, number, pointer],
-        "keys_get": [pointer, pointer, pointer, number, pointer, pointer],
-        "keys_add": [pointer] * 3 + [number, pointer, number, number, number, number],
-        "die_after": [number],
-    }
-    for name in ("float32", "float64", "bfloat16"):
-        takes[f"finite_{name}"] = [pointer, number]
+    kinds = {"p": ctypes.c_void_p, "n": ctypes.c_int64}
     found: dict[str, Function] = {}
-    for name, types in takes.items():
+    for name, letters in _TAKES.items():
         function = getattr(library, f"phalanx_{name}")
-        function.argtypes = types
-        function.restype = number if name.startswith(_ANSWERS) else None
+        function.argtypes = [kinds[letter] for letter in letters]
+        function.restype = ctypes.c_int64
         found[name] = function
     return found
 
@@ -117,16 +106,6 @@ def require_library(what: str) -> None:
             "installed. Install a C compiler (on Debian and Ubuntu: apt install gcc), then "
             "phalanx again."
         )
-
-
-def compiled_for(name: str, dtype: torch.dtype) -> Function | None:
-    """Return the function of that name for numbers of ``dtype``, if there is one.
-
-    Example:
-        >>> compiled_for("add", torch.bool) is None
-        True
-    """
-    return FUNCTIONS.get(f"{name}_{DTYPES.get(dtype)}")
 
 
 _Fields = tuple[tuple[str, type], ...]
