@@ -70,11 +70,7 @@ def _group() -> tables.TableGroup:
 
 
 def barrier() -> None:
-    """Wait until all workers have come, left or died.
-
-    Raises:
-        PeerTimeout: A worker did not come within the ``timeout_s`` of `init`; ``.rank`` is it.
-    """
+    """Wait until all workers have come, left or died, or raise PeerTimeout."""
     _group().barrier()
 
 
@@ -94,15 +90,15 @@ def is_master_worker() -> bool:
 
 
 class TableHandler:
-    """A table that workers add to and read: an :class:`ArrayTableHandler` or a
-    :class:`MatrixTableHandler`.
+    """A table that workers add to and read: one of the two below, made alike by all, in one order.
+
+    Raises:
+        ConfigError: ``init_value`` has another size, or another worker's table has; in a call, a
+            row is outside the table, ``data`` has another size, or holds NaN or infinity.
+        StateError: ``init`` was not called.
     """
 
     _table: tables.Table
-
-    def get(self) -> Tensor:
-        """Return the value, float32, the caller's own: ``params.copy_(table.get())``."""
-        return self._table.get()
 
     def _add(self, data: Data, rows: Sequence[int] | Tensor | None) -> None:
         shape = self._table.shape
@@ -114,15 +110,9 @@ class TableHandler:
 class ArrayTableHandler(TableHandler):
     """A table of one dimension, of float32.
 
-    All workers make the same tables in the same order.
-
     Args:
         size: How many numbers, from 0 on.
         init_value: What the table holds at first; only the master's counts. None is zeros.
-
-    Raises:
-        ConfigError: ``init_value`` has another size, or another worker's table has.
-        StateError: ``init`` was not called.
 
     Example:
         >>> init()
@@ -137,32 +127,22 @@ class ArrayTableHandler(TableHandler):
         value = None if init_value is None else _floats(init_value, (size,), "init_value")
         self._table = _group().array(size, init=value)
 
+    def get(self) -> Tensor:
+        """Return the value, float32, the caller's own: ``params.copy_(table.get())``."""
+        return self._table.get()
+
     def add(self, data: Data, sync: bool = False) -> None:  # noqa: ARG002 - Multiverso's
-        """Add ``data`` to the table.
-
-        Args:
-            data: As many numbers as the table has; they may be changed afterwards.
-            sync: Of Multiverso's; changes nothing, as each add is in when it returns.
-
-        Raises:
-            ConfigError: There are more or fewer numbers, or NaN or infinity among them.
-        """
+        """Add ``data``, as many numbers as the table has; ``sync`` changes nothing."""
         self._add(data, None)
 
 
 class MatrixTableHandler(TableHandler):
     """A table of rows, of float32.
 
-    All workers make the same tables in the same order.
-
     Args:
         num_row: How many rows, from 0 on.
         num_col: Row width, at least 1.
         init_value: What the table holds at first; only the master's counts. None is zeros.
-
-    Raises:
-        ConfigError: ``init_value`` has another size, or another worker's table has.
-        StateError: ``init`` was not called.
 
     Example:
         >>> init()
@@ -180,14 +160,7 @@ class MatrixTableHandler(TableHandler):
         self._table = _group().matrix(num_row, num_col, init=value)
 
     def get(self, row_ids: Sequence[int] | Tensor | None = None) -> Tensor:
-        """Return the rows in the order asked, or all of them; (K, num_col), float32.
-
-        Args:
-            row_ids: 0-based; a row may be asked twice.
-
-        Raises:
-            ConfigError: A row is outside the table.
-        """
+        """Return rows by 0-based number in the order asked, or all; (K, num_col), float32."""
         return self._table.get(row_ids)
 
     def add(
@@ -196,17 +169,7 @@ class MatrixTableHandler(TableHandler):
         row_ids: Sequence[int] | Tensor | None = None,
         sync: bool = False,  # noqa: ARG002 - Multiverso's
     ) -> None:
-        """Add ``data`` to the rows of ``row_ids``, or to all.
-
-        Args:
-            data: As many numbers as those rows have; they may be changed afterwards.
-            row_ids: 0-based; a row may stand there twice, then both are added.
-            sync: Of Multiverso's; changes nothing, as each add is in when it returns.
-
-        Raises:
-            ConfigError: A row is outside the table, there are more or fewer numbers, or NaN or
-                infinity is among them.
-        """
+        """Add ``data`` to rows, a row given twice twice, or to all; ``sync`` changes nothing."""
         self._add(data, row_ids)
 
 
