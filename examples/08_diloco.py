@@ -22,7 +22,7 @@ from phalanx import tables
 from phalanx.cli.data import open_data
 
 WORKERS, STEPS, BATCH, PACE = 2, 600, 32, 20
-OUTER = {"name": "nesterov", "lr": 0.7, "momentum": 0.6}  # 0.9 wants more than 30 outer steps
+OUTER = tables.Nesterov(lr=0.7, momentum=0.6)  # 0.9 wants more than 30 outer steps
 
 
 def make_net() -> nn.Module:

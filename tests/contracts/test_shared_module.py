@@ -80,7 +80,6 @@ def sgd(net: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
 
 def begin(world: tables.TableGroup) -> dict[str, list]:
     net = seeded_net(world.worker_id)
-    net.norm.num_batches_tracked.fill_(10 + world.worker_id)
     tables.SharedModule(net, world)
     return state_of(net)
 
@@ -88,9 +87,7 @@ def begin(world: tables.TableGroup) -> dict[str, list]:
 @in_table_worlds(mode=[{}, {"sync": True}, {"staleness": 1}])
 def test_every_copy_begins_with_the_masters_values(world, n, mode, run):
     found = world.run(begin, n, run=run, **mode)
-    master = seeded_net(0)
-    master.norm.num_batches_tracked.fill_(10)
-    assert found == [state_of(master)] * n
+    assert found == [state_of(seeded_net(0))] * n
 
 
 # --- one worker -----------------------------------------------------------------------------------
@@ -425,7 +422,7 @@ def whole_number_net() -> nn.Module:
         ({"every": 2.5}, "`every` must be a whole number, but is 2.5"),
         ({"merge": "max"}, "`merge` must be 'sum' or 'mean', but is 'max'"),
         ({"merge": None}, "`merge` must be 'sum' or 'mean', but is None"),
-        ({"outer": "adam"}, "`outer` must be None, 'nesterov', .* but is 'adam'"),
+        ({"outer": "adam"}, "`outer` must be None, 'nesterov' or .*, but is 'adam'"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(change, message):
@@ -453,31 +450,6 @@ def test_narrow_floats_lose_no_small_changes(dtype):
             moving.sync()
         still.sync()
         assert nets[0].weight.item() == 256 + 2 * last_bit
-
-
-def test_complex_parameters_and_odd_buffers_are_shared():
-    class Odd(nn.Module):
-        def __init__(self, value: float) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.full((2, 3), complex(value, 2 * value)))
-            self.register_buffer("flags", torch.tensor([value > 1, True]))
-            self.register_buffer("bytes", torch.tensor([int(value)], dtype=torch.uint8))
-            self.register_buffer("phase", torch.tensor([complex(value)]), persistent=False)
-
-    with tables.join(num_workers=2) as world, world.thread_worker() as other:
-        nets = [Odd(1.0), Odd(3.0)]
-        shared = [
-            tables.SharedModule(net, w, merge="sum", name="odd")
-            for net, w in zip(nets, (world, other), strict=True)
-        ]
-        assert nets[1].flags.tolist() == [False, True]
-        assert nets[1].bytes.tolist() == [1]
-        with torch.no_grad():
-            nets[1].weight += 1j
-        shared[1].sync()
-        shared[0].sync()
-        assert torch.equal(nets[0].weight, torch.full((2, 3), 1 + 3j))
-        assert nets[0].phase.tolist() == [1.0]
 
 
 def test_a_parameter_keeps_its_place_layout_and_optimizer_state():

@@ -13,16 +13,17 @@ Shapes:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
+from phalanx.plan import check_argument
 from phalanx.tables.part import Entry
 from phalanx.tables.table import Table
-from phalanx.tables.updaters import Nesterov, Sum, Updater, parse_updater
+from phalanx.tables.updaters import Nesterov
 
 DILOCO_LR, DILOCO_MOMENTUM = 0.7, 0.9  # arXiv 2311.08105, table 5
 
@@ -38,7 +39,7 @@ class FlatTensors:
     def __init__(self, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._tensors = tensors
-        self.size = sum(_real(tensor).numel() for tensor in tensors.values())
+        self.size = sum(tensor.numel() for tensor in tensors.values())
 
     @property
     def layout(self) -> list[tuple[str, torch.dtype, torch.Size]]:
@@ -48,34 +49,27 @@ class FlatTensors:
     def gather(self, flat: Tensor | None = None) -> Tensor:
         """Copy the tensors into ``flat``, a new one if None."""
         flat = torch.empty(self.size, dtype=self.dtype, device="cpu") if flat is None else flat
-        for part, tensor in zip(self._parts(flat), self._tensors.values(), strict=True):
-            part.copy_(_real(tensor.detach()))
+        for part, tensor in self._pairs(flat):
+            part.copy_(tensor)
         return flat
 
     def scatter(self, flat: Tensor) -> None:
-        """Copy ``flat`` into the tensors."""
-        for part, tensor in zip(self._parts(flat), self._tensors.values(), strict=True):
-            _real(tensor.detach()).copy_(part)
-
-    def round(self, flat: Tensor) -> None:
-        """Round ``flat`` to what the tensors can hold."""
-        for part, tensor in zip(self._parts(flat), self._tensors.values(), strict=True):
-            if _real(tensor).dtype != self.dtype:
-                part.copy_(part.to(_real(tensor).dtype))
+        """Copy ``flat`` into the tensors, and round it to what they can hold."""
+        for part, tensor in self._pairs(flat):
+            tensor.copy_(part)
+            if tensor.dtype != self.dtype:
+                part.copy_(tensor)
 
     def name_nonfinite(self, flat: Tensor) -> str:
         """Return the name of the first tensor whose part is not finite."""
-        parts = zip(self._parts(flat), self._tensors, strict=True)
-        return next(name for part, name in parts if not bool(part.isfinite().all()))
+        parts = zip(self._pairs(flat), self._tensors, strict=True)
+        return next(name for (part, _), name in parts if not bool(part.isfinite().all()))
 
-    def _parts(self, flat: Tensor) -> list[Tensor]:
-        tensors = [_real(tensor) for tensor in self._tensors.values()]
+    def _pairs(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return each tensor beside its part of ``flat``, in the same shape."""
+        tensors = [tensor.detach() for tensor in self._tensors.values()]
         pieces = flat.split([tensor.numel() for tensor in tensors])
-        return [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        return [(piece.view(t.shape), t) for piece, t in zip(pieces, tensors, strict=True)]
 
 
 class ParameterExchange:
@@ -143,7 +137,6 @@ class ParameterExchange:
         got = self._pending.wait()
         if not (alone and torch.equal(got, self._base)):
             self.flat.scatter(got)
-        self.flat.round(got)
         self._base, self._spare = got, self._base
 
 
@@ -164,33 +157,15 @@ def split_by_dtype(tensors: Sequence[tuple[str, Tensor]]) -> list[FlatTensors]:
     """
     groups: dict[torch.dtype, dict[str, Tensor]] = {}
     for name, tensor in tensors:
-        wide = tensor.dtype in (torch.float64, torch.complex128)
-        groups.setdefault(torch.float64 if wide else torch.float32, {})[name] = tensor
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        groups.setdefault(wide, {})[name] = tensor
     return [FlatTensors(group, dtype) for dtype, group in groups.items()]
 
 
-# --- how the table takes what is given -----------------------------------------------------------
-
-
 def read_outer(outer: object) -> Nesterov | None:
-    """Return the outer step that was meant: by name, by name and options, or itself.
-
-    Raises:
-        ConfigError: It is another, or an option cannot be.
-    """
-    if outer is None or type(outer) is Nesterov:
-        return outer
-    options = {"name": outer} if isinstance(outer, str) else outer
-    if not isinstance(options, Mapping) or options.get("name") != Nesterov.name:
-        raise ConfigError(
-            "`outer` must be None, 'nesterov', a mapping with that name and its options, or "
-            f"`tables.Nesterov(…)`, but is {outer!r}."
-        )
-    made = parse_updater({"lr": DILOCO_LR, "momentum": DILOCO_MOMENTUM, **options})
-    assert isinstance(made, Nesterov)
-    return made
-
-
-def choose_updater(merge: str, outer: Nesterov | None, *, in_rounds: bool) -> Updater:
-    """Return how the table takes deltas: a round's merged, or one by one as they come."""
-    return replace(outer or Sum(), merge=merge if in_rounds else None)
+    """Return the outer step that was meant: none, DiLoCo's by its name, or itself."""
+    if outer == "nesterov":
+        return Nesterov(lr=DILOCO_LR, momentum=DILOCO_MOMENTUM)
+    fits = outer is None or type(outer) is Nesterov
+    check_argument(fits, "outer", "be None, 'nesterov' or `tables.Nesterov(…)`", outer)
+    return cast("Nesterov | None", outer)

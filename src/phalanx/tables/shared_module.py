@@ -12,11 +12,12 @@ the same with outer="nesterov"       DiLoCo
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from phalanx.errors import ConfigError, StateError
@@ -25,14 +26,13 @@ from phalanx.tables.module_exchange import (
     FlatTensors,
     ParameterExchange,
     StatisticsExchange,
-    choose_updater,
     read_outer,
     split_by_dtype,
 )
 from phalanx.tables.snapshots import load_parts
 from phalanx.tables.table import Table
 from phalanx.tables.table_group import TableGroup, read_mode
-from phalanx.tables.updaters import Blend, Nesterov
+from phalanx.tables.updaters import Blend, Nesterov, Sum
 
 
 class SharedModule:
@@ -40,9 +40,9 @@ class SharedModule:
 
     Every worker trains its own copy with an optimizer of its own, and calls :meth:`step` after each
     of its steps. Parameters exchange differences; floating-point buffers (running statistics) are
-    averaged; integer and boolean buffers (counters) begin with the master's and are each worker's
-    own from there. Tied parameters are one; frozen ones are shared, and stay as they are. A tensor
-    that takes another's place, as with ``load_state_dict(assign=True)``, is shared in its place.
+    averaged; other buffers (counters) are each worker's own. Tied parameters are one; frozen ones
+    are shared, and stay as they are. A tensor that takes another's place, as with
+    ``load_state_dict(assign=True)``, is shared in its place.
 
     =============  =================================================================================
     mode           after a sync the copy holds
@@ -62,8 +62,8 @@ class SharedModule:
         merge: "mean" makes one step as long as a worker's own of what n workers found; "sum" one
             that may be n times as long.
         outer: None, or "nesterov": the shared values go down old − new with momentum, in tables
-            that all workers share. ``{"name": "nesterov", "lr": 0.7, "momentum": 0.9}`` are its
-            options and what they are if not given; ``tables.Nesterov(…)`` does as well.
+            that all workers share, as in DiLoCo: ``tables.Nesterov(lr=0.7, momentum=0.9)``, which
+            may have other options.
         sync, staleness: The mode; the world's if None, as for ``world.array``.
         name: What its tables' names begin with; None numbers them, in the order of opening.
 
@@ -101,7 +101,7 @@ class SharedModule:
         world: TableGroup,
         every: int = 1,
         merge: str = "mean",
-        outer: str | dict[str, object] | Nesterov | None = None,
+        outer: str | Nesterov | None = None,
         *,
         sync: bool | None = None,
         staleness: int | None = None,
@@ -121,9 +121,7 @@ class SharedModule:
         self._staleness = read_mode(sync, staleness, world.staleness)
         self._bound = self._staleness.bound if self._staleness.is_bounded else None
         self._is_torn = False  # whether a sync has begun and not ended
-        parameters, statistics, counters = _sort_tensors(module)
-        self._exchanges = self._open_exchanges(name, parameters, statistics)
-        self._take_counters(name, counters)
+        self._exchanges = self._open_exchanges(name, *_sort_tensors(module))
         self._receive()
 
     # --- opening ----------------------------------------------------------------------------------
@@ -144,7 +142,8 @@ class SharedModule:
     ) -> list[ParameterExchange]:
         in_rounds = self._staleness.is_bulk_synchronous
         mode = {"sync": in_rounds, "staleness": self._bound}
-        updater = choose_updater(self.merge, self.outer, in_rounds=in_rounds)
+        # A round's deltas are merged, others are taken one by one as they come.
+        updater = replace(self.outer or Sum(), merge=self.merge if in_rounds else None)
         downhill, averages = self.outer is not None, self.merge == "mean" and not in_rounds
         exchanges = []
         for flat in parameters:
@@ -156,10 +155,6 @@ class SharedModule:
                 StatisticsExchange(flat, table, downhill=False, averages=not in_rounds)
             )
         return exchanges
-
-    def _take_counters(self, name: str | None, flat: FlatTensors) -> None:
-        if flat.size:
-            flat.scatter(self._open(flat, "counters", name, sync=False).get())
 
     # --- exchanging -------------------------------------------------------------------------------
 
@@ -221,7 +216,7 @@ class SharedModule:
 
     def _find_tensors(self) -> None:
         """Share what the module holds by now under the names of what was shared."""
-        found = [flat for group in _sort_tensors(self.module)[:2] for flat in group]
+        found = [flat for group in _sort_tensors(self.module) for flat in group]
         if [flat.layout for flat in found] != [each.flat.layout for each in self._exchanges]:
             raise StateError(
                 "`module` must keep the names, shapes and dtypes that it had when it was shared, "
@@ -288,22 +283,19 @@ class SharedModule:
         )
 
 
-def _sort_tensors(module: nn.Module) -> tuple[list[FlatTensors], list[FlatTensors], FlatTensors]:
-    """Return parameters, floating-point buffers and all other buffers, each tensor once."""
-    parameters: list[tuple[str, Tensor]] = list(module.named_parameters())
-    buffers = list(module.named_buffers())
-    for name, tensor in parameters + buffers:
+def _sort_tensors(module: nn.Module) -> tuple[list[FlatTensors], list[FlatTensors]]:
+    """Return parameters and floating-point buffers, each tensor once."""
+    parameters = list(module.named_parameters())
+    known = {id(tensor) for _, tensor in parameters}
+    floating = [item for item in module.named_buffers() if item[1].is_floating_point()]
+    statistics = [item for item in floating if id(item[1]) not in known]
+    if not parameters:
+        raise ConfigError(f"`module` must have parameters, but {type(module).__name__} has none.")
+    for name, tensor in (*parameters, *statistics):
         lazy = is_lazy(tensor)
         if lazy or tensor.is_meta or tensor.layout is not torch.strided:
             kind = "not initialised" if lazy else "meta" if tensor.is_meta else str(tensor.layout)
             raise ConfigError(f"`{name}` must be a dense tensor with memory, but is {kind}.")
-    if not parameters:
-        raise ConfigError(f"`module` must have parameters, but {type(module).__name__} has none.")
-    for name, tensor in parameters:
-        if not (tensor.is_floating_point() or tensor.is_complex()):
+        if not tensor.is_floating_point():
             raise ConfigError(f"`{name}` must be of floating point, but is of {tensor.dtype}.")
-    known = {id(tensor) for _, tensor in parameters}
-    buffers = [(name, tensor) for name, tensor in buffers if id(tensor) not in known]
-    floating = [item for item in buffers if item[1].is_floating_point() or item[1].is_complex()]
-    counters = {n: t for n, t in buffers if not (t.is_floating_point() or t.is_complex())}
-    return split_by_dtype(parameters), split_by_dtype(floating), FlatTensors(counters, torch.int64)
+    return split_by_dtype(parameters), split_by_dtype(statistics)
