@@ -44,7 +44,7 @@ def read_digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     return data.train.tensors, data.validation.tensors
 
 
-def train(run: str, worker: int, every: int, outer: dict | None) -> tuple[float, int]:
+def train(run: str, worker: int, every: int, outer: tables.Nesterov | None) -> tuple[float, int]:
     """Train one copy; return how many of the test digits it then knows, and how often it synced."""
     (images, labels), (test_images, test_labels) = read_digits()
     images, labels = images[worker::WORKERS], labels[worker::WORKERS]

@@ -77,12 +77,6 @@ class Course:
         with pytest.raises(ConfigError):
             self.pick().add(torch.ones(len(rows), COLS + 1, dtype=torch.int64), rows=rows)
 
-    def assign(self) -> None:
-        rows = list(dict.fromkeys(self.some()))
-        value = self.number(1000)
-        self.master.assign(torch.full((len(rows), COLS), value), rows=rows)
-        self.model |= {row: np.full(COLS, value) for row in rows}
-
     def get(self) -> None:
         rows = self.some()
         expected = [self.model.get(row, np.full(COLS, FIRST)).tolist() for row in rows]
@@ -106,7 +100,7 @@ class Course:
 
 
 ACTS = [Course.add] * 4 + [Course.get, Course.get_all] * 2
-ACTS += [Course.refuse, Course.assign, Course.save, Course.restore, Course.come, Course.leave]
+ACTS += [Course.refuse, Course.save, Course.restore, Course.come, Course.leave]
 
 
 @pytest.mark.parametrize("acts", [300, pytest.param(1500, marks=pytest.mark.night)])

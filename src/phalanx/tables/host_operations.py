@@ -23,7 +23,7 @@ class Operation(IntEnum):
     BARRIER = 4  # the last one passed  [its number]
     OPEN = 5  # text: spec  arrays: first values, or a rule's bounds and seed  [done, clock]
     GET = 6  # arrays: rows  [their values]
-    ADD = 7  # round or 0, whether it assigns  number: its own  arrays: rows, delta
+    ADD = 7  # round or 0  number: its own  arrays: rows, delta
     ARRIVE = 8  # round
     FINISH = 9  # round
     COPY_ALL = 10  # [arrays: of a keys table the keys; values, states]

@@ -190,12 +190,12 @@ class HostService:
 
     def _add(self, asked: Message) -> Answer:
         """Make an add, or write it down for a round."""
-        storage, (round_number, assigns, *_) = self._storage(asked.text), asked.args
+        storage, round_number = self._storage(asked.text), asked.args[0]
         spec, number = storage.spec, _number_of_add(asked)
         rows = _rows(asked, spec) if len(asked.arrays) > 1 else None
-        shape = (spec.rows if rows is None else rows.numel(), spec.entry_cols(bool(assigns)))
+        shape = (spec.rows if rows is None else rows.numel(), spec.delta_cols)
         delta = _given(asked, -1, spec.dtype, shape)
-        entry = Entry(rows, delta, asked.worker, bool(assigns), number=number)
+        entry = Entry(rows, delta, asked.worker, number)
         if round_number:
             storage.here.rounds.put(entry, _seconds(asked), round_number)
         else:

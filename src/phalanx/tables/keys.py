@@ -172,7 +172,7 @@ class KeyPart(TablePart):
     # --- changing: the lock is held ---------------------------------------------------------------
 
     def _add_once(self, entry: Entry, wait_ms: int) -> int:
-        rows, delta, worker, _, number = entry
+        rows, delta, worker, number = entry
         assert rows is not None
         at, count, source = rows.data_ptr(), rows.numel(), delta.data_ptr()
         index = self._known

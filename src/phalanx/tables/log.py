@@ -1,7 +1,7 @@
 """The adds that a worker has written down for a round of a table, before they are made.
 
     line of worker w   … | ROUND, END | ROUND, END | …      8 bytes each
-    an entry           a head (kind, how many rows, number), the rows, the delta
+    an entry           a head (whether it has rows, how many, number), the rows, the delta
 
 An entry counts as soon as END lies behind it. From then on it will be in the round, whoever dies
 (rounds.py). A worker has two logs, because it may have come to the end of a round that is not made
@@ -28,7 +28,6 @@ from phalanx.tables.table_memory import LOGS, TableMemory
 
 _ROUND, _END = range(2)
 NUM_LOGS = 2
-_HAS_ROWS, _ASSIGNS = 1, 2  # bits of an entry's kind
 _HEAD_BYTES = 64
 _FIRST_BYTES = 1 << 16
 _MOST_BYTES = 1 << 34  # addresses of a log, and four times the table's if these are more
@@ -166,7 +165,7 @@ class _Log:
 
     def _write(self, at: int, entry: Entry) -> None:
         head, region = self._head(at), self._region
-        head[0] = _HAS_ROWS * (entry.rows is not None) | _ASSIGNS * entry.assigns
+        head[0] = entry.rows is not None
         head[1] = len(entry.delta)
         head[2] = entry.number
         at += _HEAD_BYTES
@@ -177,17 +176,16 @@ class _Log:
         copy_to(flat, region.tensor(entry.delta.dtype, len(flat), at))
 
     def _read(self, at: int) -> Entry:
-        kind, num_rows, number = self._head(at)[:3]
+        has_rows, num_rows, number = self._head(at)[:3]
         region, spec = self._region, self._spec
         at += _HEAD_BYTES
         rows: Tensor | None = None
-        if kind & _HAS_ROWS:
+        if has_rows:
             rows = region.tensor(torch.int64, num_rows, at)
             at += aligned(8 * num_rows)
-        assigns = bool(kind & _ASSIGNS)
-        cols = spec.entry_cols(assigns)
+        cols = spec.delta_cols
         delta = region.tensor(spec.dtype, num_rows * cols, at).view(num_rows, cols)
-        return Entry(rows, delta, self._worker, assigns, number)
+        return Entry(rows, delta, self._worker, number)
 
 
 def _entry_bytes(entry: Entry) -> int:

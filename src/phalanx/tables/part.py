@@ -32,8 +32,7 @@ way, whichever rows it changes.
 
 C (native/part.c) does both in one call where the updater has no state, with fences for processors
 that reorder stores. It looks at each block of a delta before it changes rows: where one is not
-finite, it leaves the add as a death would. Other updaters, new keys, and values that are assigned
-are written in Python.
+finite, it leaves the add as a death would. Other updaters, and new keys, are written in Python.
 
 # Note [A restore]
 It takes the place of everything, and has no record: AT = RESTORING while it is under way. Where a
@@ -86,14 +85,12 @@ class Entry(NamedTuple):
         rows: Of the part, as the table numbers them; None for all.
         delta: What is added to them.
         worker: The one that adds.
-        assigns: Whether the delta is the new value.
         number: Of an add that may come again, among those of its worker, from 1; else 0.
     """
 
     rows: Tensor | None
     delta: Tensor
     worker: int
-    assigns: bool = False
     number: int = 0
 
 
@@ -190,7 +187,7 @@ class TablePart:
             ConfigError: A row is not of this part, or the delta holds what the table rejects.
             OutOfSpace: There is no memory for the record. Nothing is changed.
         """
-        if self._is_simple and not entry.assigns and fail_points.fault is None:
+        if self._is_simple and fail_points.fault is None:
             answer = self._add_once(entry, 0)
             if answer != DONE:
                 self._add_after(answer, entry, timeout_s)
@@ -218,7 +215,7 @@ class TablePart:
             answer = self._add_once(entry, _SLICE_MS)
 
     def _add_once(self, entry: Entry, wait_ms: int) -> int:
-        rows, delta, worker, _, number = entry
+        rows, delta, worker, number = entry
         at, count = (None, self.num_rows) if rows is None else (rows.data_ptr(), rows.numel())
         source = delta.data_ptr()
         answer: int = self._add_in_c(
@@ -264,7 +261,7 @@ class TablePart:
         if entry.rows is None:
             return entry
         rows, delta = entry.rows - self.first_row, entry.delta
-        if not (self._is_simple or entry.assigns):  # rows that are assigned are there once
+        if not self._is_simple:
             rows, delta = add_up_repeats(rows, delta)
         return entry._replace(rows=rows, delta=delta)
 
@@ -288,21 +285,16 @@ class TablePart:
                 old[span] = new
             self._header[_AT] = span.stop
             fail_point("undo written")
-            self._change_block(rows, entry.delta[span], news, assigns=entry.assigns)
+            self._change_block(rows, entry.delta[span], news)
             fail_point("half the rows written")
 
-    def _change_block(
-        self, rows: slice | Tensor, delta: Tensor, news: list[Tensor], *, assigns: bool
-    ) -> None:
-        if self._is_simple and not assigns:
+    def _change_block(self, rows: slice | Tensor, delta: Tensor, news: list[Tensor]) -> None:
+        if self._is_simple:
             at, first = (None, rows.start) if isinstance(rows, slice) else (rows.data_ptr(), 0)
             self._change_in_c(self._at, at, first, len(delta), delta.data_ptr())
             return
-        if assigns:
-            news = [delta]
-        else:
-            self._updater.apply(Change(news[0], delta, news[1:]))
-        for part, new in zip(self.parts, news, strict=False):
+        self._updater.apply(Change(news[0], delta, news[1:]))
+        for part, new in zip(self.parts, news, strict=True):
             part[rows] = new
 
     def _end(self, worker: int, number: int) -> None:

@@ -195,7 +195,7 @@ class RemotePart:
             Operation.ADD,
             "an add",
             timeout_s,
-            args=(round_number, int(entry.assigns)),
+            args=(round_number,),
             number=self._num_adds,
             arrays=as_arrays([entry.rows, entry.delta]),
         )

@@ -92,9 +92,10 @@ class TableSpec:
         columns = [(dtype, (num_rows, width)) for dtype, width in self.columns]
         return [(torch.int64, (num_rows,)), *columns] if self.has_keys else [*columns]
 
-    def entry_cols(self, assigns: bool) -> int:
-        """Return how wide a row of an add's delta is, or of what is assigned."""
-        return 2 * self.cols if self.updater.is_wide and not assigns else self.cols
+    @property
+    def delta_cols(self) -> int:
+        """How wide a row of an add's delta is."""
+        return 2 * self.cols if self.updater.is_wide else self.cols
 
     def as_mapping(self) -> dict[str, object]:
         """Return the spec as JSON holds it, for the other workers, or beside a snapshot."""

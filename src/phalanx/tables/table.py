@@ -18,7 +18,7 @@ from phalanx.tables.part import Entry
 from phalanx.tables.router import Router
 from phalanx.tables.snapshots import load_parts, save_parts
 from phalanx.tables.spec import TableSpec
-from phalanx.tables.values import read_delta, read_out, read_rows, read_value
+from phalanx.tables.values import read_delta, read_out, read_rows
 
 if TYPE_CHECKING:
     from phalanx.tables.table_group import TableGroup
@@ -138,40 +138,6 @@ class Table:
             self._storage.put(entry, self._group.timeout_s)
         else:
             self._storage.add(entry, self._group.timeout_s)
-
-    def assign(self, value: Numbers, rows: Rows | None = None) -> None:
-        """Replace values, past the updater, whose state stays; only the master may.
-
-        In a bulk-synchronous table it takes part in the round as an add does.
-
-        Args:
-            value: For ``rows``, or for the whole table.
-            rows: As of :meth:`add`, each once; new keys come.
-
-        Raises:
-            ConfigError: Shape or dtype is another, a row is outside the table, or is there twice.
-            StateError: Another worker is the master.
-            OutOfSpace: There is no memory for so many keys. The table is unchanged.
-        """
-        self._check_open()
-        self._check_master("assign")
-        index = read_rows(rows, self._spec)
-        self._storage.refuse_outside(index)
-        if index is not None and len(index.unique()) != len(index):
-            raise ConfigError(
-                "`rows` must hold each row once for `assign`, but one is there twice."
-            )
-        delta = read_value(value, self._spec, None if index is None else index.numel())
-        self._take(Entry(index, delta, self._group.worker_id, assigns=True))
-
-    def _check_master(self, what: str) -> None:
-        group = self._group
-        master = group.membership.master(group.worker_id, group.timeout_s)
-        if master != self._group.worker_id:
-            raise StateError(
-                f"`{what}` must be called by the master, worker {master}, but is called by worker "
-                f"{self._group.worker_id}. Write `if world.is_master:` before it."
-            )
 
     # --- get --------------------------------------------------------------------------------------
 
@@ -321,9 +287,15 @@ class Table:
             StateError: Another worker is the master.
         """
         self._check_open()
-        self._check_master("restore")
+        group = self._group
+        master = group.membership.master(group.worker_id, group.timeout_s)
+        if master != group.worker_id:
+            raise StateError(
+                f"`restore` must be called by the master, worker {master}, but is called by worker "
+                f"{group.worker_id}. Write `if world.is_master:` before it."
+            )
         parts = load_parts(self._spec, Path(directory))
-        self._storage.replace_all(parts, self._group.worker_id, self._group.timeout_s)
+        self._storage.replace_all(parts, group.worker_id, group.timeout_s)
 
     def stats(self) -> TableStats:
         """Return what this worker has done so far."""

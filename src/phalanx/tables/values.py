@@ -5,6 +5,8 @@ Everything is checked here, before anything is locked or changed.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from phalanx.tables.spec import TableSpec
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
-def read_rows(given: object, spec: TableSpec) -> Tensor | None:
+def read_rows(given: Any, spec: TableSpec) -> Tensor | None:
     """Return a list of rows or keys as (K,) int64; None for all rows.
 
     Keys are a copy; rows may be the caller's own. Whether they are within the table, its storage
@@ -25,33 +27,26 @@ def read_rows(given: object, spec: TableSpec) -> Tensor | None:
     Raises:
         ConfigError: It is no list of integers, or keys are not given.
     """
-    try:  # what most callers give, looked at as little as possible
-        if type(given) is Tensor and given.dtype is torch.int64 and given.dim() == 1:
-            is_ours = given.is_cpu and given.is_contiguous() and given.data_ptr()
-            if is_ours:
-                return given.clone() if spec.has_keys else given
-    except RuntimeError:  # of a kind that refuses to tell
-        pass
-    return _read_other_rows(given, spec)
-
-
-def _read_other_rows(given: object, spec: TableSpec) -> Tensor | None:
-    if given is None:
+    is_plain = type(given) is Tensor and given.dtype is torch.int64 and given.dim() == 1
+    if is_plain and given.is_cpu and given.is_contiguous() and given.data_ptr():
+        rows: Tensor = given  # what most callers give
+    elif given is None:
         if spec.has_keys:
             raise ConfigError(
                 f"`rows` must be keys of table {spec.name!r} to read or add to, but is None. Give "
                 "`table.keys()` for all that are there."
             )
         return None
-    rows = _numbers(given, "rows")
-    if rows.dim() != 1 or (rows.dtype not in _INTEGERS and rows.numel()):
-        raise ConfigError(
-            f"`rows` must be a list of int64 numbers, but is of {rows.dtype} and shape "
-            f"{tuple(rows.shape)}."
-        )
-    numbers = rows.to(torch.int64)
+    else:
+        rows = _numbers(given, "rows")
+        if rows.dim() != 1 or (rows.dtype not in _INTEGERS and rows.numel()):
+            raise ConfigError(
+                f"`rows` must be a list of int64 numbers, but is of {rows.dtype} and shape "
+                f"{tuple(rows.shape)}."
+            )
+        rows = rows.to(torch.int64)
     # A copy: keys are looked up twice, and another thread may change the caller's between the two.
-    return numbers.clone() if spec.has_keys else numbers
+    return rows.clone() if spec.has_keys else rows
 
 
 def outside(rows: Tensor, spec: TableSpec) -> ConfigError:
@@ -92,7 +87,7 @@ def _numbers(given: object, name: str, dtype: torch.dtype | None = None) -> Tens
         ) from exc
 
 
-def read_delta(given: object, spec: TableSpec, num_rows: int | None, name: str = "delta") -> Tensor:
+def read_delta(given: Any, spec: TableSpec, num_rows: int | None, name: str = "delta") -> Tensor:
     """Return a delta as (K, D) of the table's dtype.
 
     Args:
@@ -105,17 +100,11 @@ def read_delta(given: object, spec: TableSpec, num_rows: int | None, name: str =
         ConfigError: Shape or dtype is another.
     """
     wanted = spec.shape if num_rows is None else (num_rows, *spec.shape[1:])
-    try:  # what most callers give, looked at as little as possible
-        if type(given) is Tensor and given.dtype is spec.dtype and given.shape == wanted:
-            is_ours = given.is_cpu and given.is_contiguous() and not given.is_neg()
-            if is_ours and not given.requires_grad and given.data_ptr():
-                return given.view(-1, 1) if spec.is_array else given
-    except RuntimeError:  # of a kind that refuses to tell
-        pass
-    return _read_other_delta(given, spec, wanted, name)
-
-
-def _read_other_delta(given: object, spec: TableSpec, wanted: tuple[int, ...], name: str) -> Tensor:
+    is_plain = type(given) is Tensor and given.dtype is spec.dtype and given.shape == wanted
+    is_plain = is_plain and given.is_cpu and given.is_contiguous() and not given.requires_grad
+    if is_plain and given.data_ptr() and not given.is_neg():
+        delta: Tensor = given  # what most callers give
+        return delta.view(-1, 1) if spec.is_array else delta
     delta = _of_dtype(given, spec, name)
     if delta.shape == (0,):  # as an empty list is
         delta = delta.reshape(0, *wanted[1:])
@@ -161,17 +150,6 @@ def _fits(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     return is_plain and may_be_written and out.shape == shape and out.dtype == dtype
 
 
-def read_value(given: object, spec: TableSpec, num_rows: int | None, name: str = "value") -> Tensor:
-    """Return new values of rows, as :func:`read_delta` returns a delta.
-
-    Raises:
-        ConfigError: Shape or dtype is another, or it holds what the table does not take.
-    """
-    value = read_delta(given, spec, num_rows, name)
-    refuse_nonfinite(value, spec, name)
-    return value
-
-
 def read_init(given: object, spec: TableSpec, num_rows: int | None = None) -> Tensor:
     """Return the first values: of all rows, or one number (None for 0) without dimensions.
 
@@ -182,7 +160,9 @@ def read_init(given: object, spec: TableSpec, num_rows: int | None = None) -> Te
         value = _of_dtype([given or 0], spec, "init").view(())
         refuse_nonfinite(value, spec, "init")
         return value
-    return read_value(given, spec, num_rows, "init")
+    value = read_delta(given, spec, num_rows, "init")
+    refuse_nonfinite(value, spec, "init")
+    return value
 
 
 def refuse_nonfinite(value: Tensor, spec: TableSpec, name: str) -> None:

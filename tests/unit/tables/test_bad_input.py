@@ -76,14 +76,14 @@ def test_a_module_takes_no_snapshot_that_lacks_the_outer_steps_momentum(tmp_path
             other.restore(tmp_path)
 
 
-def test_only_the_master_assigns():
+def test_only_the_master_restores(tmp_path):
     with tables.join(num_workers=2) as one, one.thread_worker() as two:
         table, other = one.array(2, name="t"), two.array(2, name="t")
-        table.assign([3, 4])
-        with pytest.raises(StateError, match="`assign` must be called by the master, worker 0"):
-            other.assign([0, 0])
-        table.assign([9], rows=[1])
-        assert other.get().tolist() == [3.0, 9.0]
+        table.snapshot(tmp_path)
+        table.add([3, 4])
+        with pytest.raises(StateError, match="`restore` must be called by the master, worker 0"):
+            other.restore(tmp_path)
+        assert other.get().tolist() == [3.0, 4.0]
 
 
 KEYS_OF_5 = torch.tensor([5, -(1 << 63), 0, 123456789012345, -9])
