@@ -17,7 +17,6 @@ from torch.distributed import PrefixStore, Store
 from phalanx.distributed.cuda_group import CudaGroup, nccl_is_here
 from phalanx.distributed.error_store import ErrorStore
 from phalanx.distributed.group_rendezvous import GroupRendezvous
-from phalanx.distributed.hosts import loopback, network_interfaces
 from phalanx.distributed.network import Network
 from phalanx.distributed.process_group import NAME, SharedGroup
 from phalanx.distributed.several_hosts import SeveralHosts
@@ -50,15 +49,12 @@ def open_group(
     timeout_s = timeout.total_seconds()
     rendezvous = GroupRendezvous(store, rank, size, timeout_s, look)
     hosts = rendezvous.find_hosts()
-    interfaces = network_interfaces()
-    if len(hosts.ranks) == 1 and not interfaces:
-        interfaces = [name for name in [loopback()] if name]
     memory = rendezvous.share_memory(hosts.ranks[hosts.host_of(rank)])
     # Not the rendezvous' own: a rank that still connects is not to read an error of an operation.
     error_store = ErrorStore(PrefixStore("made/", rendezvous.store), rank, size)
 
     def connect(name: str, ranks: Sequence[int]) -> Network:
-        gloo = rendezvous.connect(name, ranks, interfaces)
+        gloo = rendezvous.connect(name, ranks)
         return Network(gloo, ranks, memory.pages, error_store, timeout_s)
 
     network = connect("all", range(size))

@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 from torch.distributed import Store
 
@@ -17,6 +18,7 @@ __all__ = ["TIMED_OUT", "ErrorStore"]
 _STORE_S = 1.0
 TIMED_OUT = re.compile("time(d )?out", re.IGNORECASE)
 """What gloo and stores say of a wait that took too long, in both ways."""
+T = TypeVar("T")
 _KINDS: dict[str, type[PeerError]] = {kind.__name__: kind for kind in (PeerLost, PeerTimeout)}
 
 
@@ -31,32 +33,21 @@ class ErrorStore:
     def write(self, error: BaseException) -> None:
         """Write ``error``, unless one stands there."""
         rank = getattr(error, "rank", None)
-        told = {
-            "kind": type(error).__name__,
-            "rank": self._rank if rank is None else rank,
-            "text": str(error),
-        }
+        told = json.dumps([type(error).__name__, self._rank if rank is None else rank, str(error)])
 
         def put() -> None:
             if self._store.add("error/count", 1) == 1:
-                self._store.set("error", json.dumps(told))
+                self._store.set("error", told)
 
         _within(_STORE_S, put)
 
     def read(self) -> PeerError | None:
-        """Return the error that was told first, if any."""
-        found: list[dict[str, object]] = []
-
-        def get() -> None:
-            if self._store.check(["error"]):
-                told = json.loads(self._store.get("error"))
-                found.append(told if isinstance(told, dict) else {})
-
-        _within(_STORE_S, get)
-        if not found:
+        """Return the error that was written first, if any."""
+        told = _within(_STORE_S, lambda: self._get("error"))
+        if told is None:
             return None
-        kind, rank, text = (found[0].get(name) for name in ("kind", "rank", "text"))
-        return _KINDS.get(str(kind), GroupAborted)(str(text), rank if type(rank) is int else None)
+        kind, rank, text = json.loads(told)
+        return _KINDS.get(kind, GroupAborted)(text, rank)
 
     def say_waiting(self, number: int) -> None:
         """Say that this rank waits for others in the operation ``number``."""
@@ -64,16 +55,15 @@ class ErrorStore:
 
     def find_late(self, ranks: Sequence[int], number: int) -> int | None:
         """Return the first of ``ranks`` that has not said that it waits in ``number``."""
-        late: list[int] = []
 
-        def look() -> None:
-            for rank in ranks:
-                key = f"waits/{rank}"
-                if not self._store.check([key]) or int(self._store.get(key)) < number:
-                    late.append(rank)
+        def look() -> int | None:
+            waits = (int(self._get(f"waits/{rank}") or 0) >= number for rank in ranks)
+            return next((rank for rank, comes in zip(ranks, waits, strict=True) if not comes), None)
 
-        _within(_STORE_S, look)
-        return late[0] if late else None
+        return _within(_STORE_S, look)
+
+    def _get(self, key: str) -> bytes | None:
+        return self._store.get(key) if self._store.check([key]) else None
 
     @contextmanager
     def naming(
@@ -114,13 +104,15 @@ class ErrorStore:
             ) from exc
 
 
-def _within(seconds: float, call: Callable[[], None]) -> None:
+def _within(seconds: float, call: Callable[[], T]) -> T | None:
     """Call for as long as that: a store on a host that has vanished never answers."""
+    found: list[T] = []
 
     def try_it() -> None:
-        with suppress(RuntimeError, ValueError):
-            call()
+        with suppress(RuntimeError):
+            found.append(call())
 
     thread = threading.Thread(target=try_it, name="phalanx error store", daemon=True)
     thread.start()
     thread.join(seconds)
+    return found[0] if found else None

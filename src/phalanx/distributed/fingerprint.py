@@ -10,7 +10,7 @@ import torch
 from phalanx.distributed.status_pages import Fingerprint
 from phalanx.errors import StateError
 
-__all__ = ["Desync", "describe", "has_unequal_parts", "pack", "unpack"]
+__all__ = ["Desync", "describe", "pack", "unpack"]
 
 _KINDS = (
     "nothing",
@@ -57,8 +57,6 @@ def pack(
     Example:
         >>> unpack(pack("broadcast", torch.float32, root=2))
         ('broadcast', torch.float32, 0, 2)
-        >>> has_unequal_parts(pack("all_gather", torch.float32, sizes=[1, 2]))
-        True
     """
     packed = _NUMBER_BY_KIND[kind] | _NUMBER_BY_DTYPE[dtype] << 8 | reduction << 16
     if sizes and min(sizes) != max(sizes):
@@ -77,11 +75,6 @@ def unpack(packed: int) -> tuple[str, torch.dtype, int, int | None]:
     )
 
 
-def has_unequal_parts(packed: int) -> bool:
-    """Tell whether the parts of the ranks differ in size."""
-    return packed >> 24 > _NO_ROOT
-
-
 def describe(fingerprint: Fingerprint) -> str:
     """Say an operation as ``all_reduce #7 (SUM of 1000 × float32)``."""
     number, what, num_elements = fingerprint
@@ -92,16 +85,15 @@ def describe(fingerprint: Fingerprint) -> str:
         return f"barrier #{number}"
     reduced = f"{_REDUCTIONS[reduction]} of " if "reduce" in kind else ""
     at = "" if root is None else f", root {root}"
-    parts = " in unequal parts" if has_unequal_parts(what) else ""
     name = str(dtype).removeprefix("torch.")
-    return f"{kind} #{number} ({reduced}{num_elements} × {name}{parts}{at})"
+    return f"{kind} #{number} ({reduced}{num_elements} × {name}{at})"
 
 
 def _way_out(ours: Fingerprint, theirs: Fingerprint) -> str:
     if ours[0] == theirs[0] != 0 and unpack(ours[1])[0] == unpack(theirs[1])[0]:
-        if has_unequal_parts(ours[1]) or has_unequal_parts(theirs[1]):
-            return "Give it tensors of the same sizes, by rank, and of one dtype, on all ranks."
-        return "Give it tensors of one size and dtype, one reduction and one root, on all ranks."
+        return (
+            "Give it tensors of the same sizes and dtype, one reduction and one root, on all ranks."
+        )
     return "Look for a call that only some ranks make."
 
 

@@ -105,7 +105,7 @@ class GroupRendezvous:
             pages = StatusPages(region, ranks.index(self._rank), ranks, self._size)
             return SharedMemory(region, pages)
 
-    def connect(self, name: str, ranks: Sequence[int], interfaces: Sequence[str]) -> Gloo:
+    def connect(self, name: str, ranks: Sequence[int]) -> Gloo:
         """Return gloo's connection between ``ranks``; blocks until all of them are connected.
 
         gloo waits for a rank that has died until its time is over. So a thread waits for gloo.
@@ -113,17 +113,17 @@ class GroupRendezvous:
         Args:
             name: Of the connection; the group may have several.
             ranks: This one among them.
-            interfaces: Of the network, by name; none for the one that has the host's name.
         """
         found: Future[Gloo] = Future()
         # A client of its own: one that waits for a key lets nobody else ask.
         store = PrefixStore(f"gloo/{name}", self.store).clone()  # type: ignore[attr-defined]
         left_s = max(self._deadline_s - now_s(), 1e-3)
         rank, size = ranks.index(self._rank), len(ranks)
+        on_one_host = len({card.host for card in self._cards}) == 1
 
         def run() -> None:
             try:
-                found.set_result(open_gloo(store, rank, size, left_s, interfaces))
+                found.set_result(open_gloo(store, rank, size, left_s, on_one_host=on_one_host))
             except BaseException as exc:
                 found.set_exception(exc)
 

@@ -16,7 +16,6 @@ __all__ = [
     "Hosts",
     "hosts_of",
     "interfaces_up",
-    "loopback",
     "network_interfaces",
     "this_host",
 ]
@@ -93,8 +92,3 @@ def interfaces_up() -> list[str]:
         if int(flags, 16) & _IS_UP:
             names.append(path.parent.name)
     return names
-
-
-def loopback() -> str | None:
-    """Return the network interface that no other host reaches; None where there is none in use."""
-    return "lo" if "lo" in interfaces_up() else None

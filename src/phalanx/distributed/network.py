@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo, Store, Work
 
 from phalanx.distributed.error_store import TIMED_OUT, ErrorStore
 from phalanx.distributed.fingerprint import Desync
+from phalanx.distributed.hosts import network_interfaces
 from phalanx.distributed.peer_errors import peer_error, remote_timeout_error
 from phalanx.distributed.status_pages import LEFT, Fingerprint, StatusPages
 from phalanx.distributed.tensors import FlatTensor, as_bytes
@@ -42,9 +43,7 @@ Gloo = Any
 """A `ProcessGroupGloo`; torch's stubs do not know what can be called on one."""
 
 
-def open_gloo(
-    store: Store, rank: int, size: int, timeout_s: float, interfaces: Sequence[str]
-) -> Gloo:
+def open_gloo(store: Store, rank: int, size: int, timeout_s: float, *, on_one_host: bool) -> Gloo:
     """Return a gloo group whose ranks are all connected.
 
     Args:
@@ -52,13 +51,17 @@ def open_gloo(
         rank: Ours.
         size: How many there are.
         timeout_s: How long the connections may take.
-        interfaces: Of the network, by name; none for the one that has the host's name.
+        on_one_host: Whether all ranks are; then no other host can reach them.
     """
     options: Any = gloo_options(ProcessGroupGloo)
     options._timeout = datetime.timedelta(seconds=timeout_s)
-    options._devices = [ProcessGroupGloo.create_device(interface=name) for name in interfaces] or [
-        ProcessGroupGloo.create_default_device()
+    options._devices = [
+        ProcessGroupGloo.create_device(interface=name) for name in network_interfaces()
     ]
+    if not options._devices and on_one_host:
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    elif not options._devices:  # the interface that has the host's name
+        options._devices = [ProcessGroupGloo.create_default_device()]
     gloo = ProcessGroupGloo(store, rank, size, options)
     gloo._set_default_timeout(_NO_LIMIT)  # the lane keeps the time
     return gloo
