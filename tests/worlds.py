@@ -107,7 +107,8 @@ class NetworkTables(World):
     def run(self, body: Body, n: int = 3, *, run: str = "", **how: Any) -> list[Any]:
         if not _networks:
             _networks.append(_open.enter_context(networks_of_hosts(n)))
-        return hosts.run_networks(_networks[0], run, body, **how)
+        how["trusted_network"] = True
+        return hosts.run_hosts(n, run, n, body, networks=_networks[0], **how)
 
 
 _children = ReusedChildren()

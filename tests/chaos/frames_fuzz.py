@@ -138,16 +138,8 @@ def request(operation: int, worker: int, incarnation: int) -> Message:
 
 # --- a server, and good clients beside ------------------------------------------------------------
 
-ASKED = [
-    *(Operation.GET, Operation.ADD, Operation.TICK),
-    *(
-        Operation.ARRIVE,
-        Operation.COPY_ALL,
-        Operation.COUNTS,
-        Operation.KEYS,
-        Operation.REPLACE_ALL,
-    ),
-]
+NOT_ASKED = {"ENTER", "LEAVE", "OPEN", "BARRIER", "FINISH"}
+ASKED = [operation for operation in Operation if operation.name not in NOT_ASKED]
 
 
 def keep_faults(folder: Path) -> None:

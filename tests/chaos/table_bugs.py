@@ -6,14 +6,10 @@ name. The real code is never far: what a bug leaves out, or does twice, stands i
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
-from phalanx.errors import PeerTimeout
 from phalanx.ipc import Mutex, Waiting
 from phalanx.tables import keys, part
 from phalanx.tables.keys import KeyPart
@@ -55,34 +51,19 @@ def lock_ignored(patch: Patch) -> None:
 
 
 def lock_outlives_its_holder(patch: Patch) -> None:
-    """The lock is a file, which a death leaves where it is."""
+    """Nobody takes a lock that somebody holds, or died holding."""
     _in_python(patch)
+    take = Mutex.take
 
-    def path_of(lock: Mutex) -> Path:
-        name = lock.label.replace(" ", "-")  # the same for all who share it
-        return Path(tempfile.gettempdir()) / f"phalanx-bug-{name}"
-
-    def acquire(lock: Mutex, timeout_s: float) -> None:
+    def take_unowned(self: Mutex, timeout_s: float) -> None:
         waiting = Waiting(timeout_s)
-        while True:
-            try:
-                os.close(os.open(path_of(lock), os.O_CREAT | os.O_EXCL))
-                return
-            except FileExistsError:
-                if waiting.over():
-                    raise PeerTimeout(f"Lock {lock.label!r} must become free.") from None
-                waiting.rest()
+        while self.owner:
+            if waiting.over():
+                raise self.late(timeout_s)
+            waiting.rest()
+        take(self, timeout_s)
 
-    @contextmanager
-    def held(self: Mutex, timeout_s: float = 30.0) -> Iterator[None]:
-        if self.label.startswith("rows"):
-            acquire(self, timeout_s)
-        try:
-            yield
-        finally:
-            path_of(self).unlink(missing_ok=True)
-
-    patch(Mutex, "held", held)
+    patch(Mutex, "take", take_unowned)
 
 
 def ack_before_effect(patch: Patch) -> None:

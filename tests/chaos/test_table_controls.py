@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -38,8 +37,6 @@ def small_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(keys, "_LEAST_ROOM", 1)
     yield
     fail_points.inject(None)
-    for left in Path(tempfile.gettempdir()).glob("phalanx-bug-*"):
-        left.unlink()
 
 
 # --- scenes ---------------------------------------------------------------------------------------

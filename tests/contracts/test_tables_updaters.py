@@ -12,7 +12,7 @@ from tests.worlds import in_table_worlds
 
 pytestmark = pytest.mark.promise("updaters-are-their-formulas")
 
-STEPS, ROWS, COLS = 50, 6, 3
+STEPS, ROWS, COLS = 30, 6, 3
 
 
 def closed_form(name: str, w: torch.Tensor, gradients: list) -> torch.Tensor:

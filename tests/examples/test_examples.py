@@ -69,6 +69,7 @@ def as_users(words: list[str], folder: Path) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert "Exception ignored" not in done.stderr  # by what ends with the interpreter
     return done.stdout
 
 

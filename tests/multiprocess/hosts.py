@@ -27,14 +27,22 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def variables(run: str, worker: int, num_workers: int, num_hosts: int, port: int) -> dict[str, str]:
+def variables(
+    run: str,
+    worker: int,
+    num_workers: int,
+    num_hosts: int,
+    port: int,
+    networks: Networks | None = None,
+) -> dict[str, str]:
     """Return what torchrun tells a worker; workers are spread evenly, in their order."""
     host = worker * num_hosts // num_workers
     return {
+        "NETWORK": networks.names[host] if networks else "",
         "RANK": str(worker),
         "WORLD_SIZE": str(num_workers),
         "LOCAL_WORLD_SIZE": str(-(-num_workers // num_hosts)),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": networks.addresses[0] if networks else "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": run,
         "PHALANX_HOST": f"host-{host}",
@@ -45,6 +53,8 @@ def become_worker(given: dict[str, str]) -> None:
     """Let `join` find ``given``, and a host's server, its fork, end soon after its workers."""
     torch.set_num_threads(1)
     os.environ.update(given)
+    if given["NETWORK"]:
+        enter(given["NETWORK"])
     host_server._OVER_S = 0.05
 
 
@@ -72,29 +82,13 @@ def run_hosts(
     body: Callable,
     *,
     worker: Callable = _worker,
+    networks: Networks | None = None,
     **how: object,
 ) -> list:
     """Run ``body`` as each of the workers, which ``worker`` joins; return the results by number."""
-    port = free_port()
-    given = [variables(run, rank, num_workers, num_hosts, port) for rank in range(num_workers)]
-    results = dict(WORKERS.run(worker, [(each, body, how) for each in given]))
+    port, spread = free_port(), (num_workers, num_hosts)
+    given = [variables(run, rank, *spread, port, networks) for rank in range(num_workers)]
+    pool = IN_NETWORKS if networks else WORKERS
+    results = dict(pool.run(worker, [(each, body, how) for each in given]))
     assert sorted(results) == list(range(num_workers))
     return [results[rank] for rank in range(num_workers)]
-
-
-def _enter_and_work(parent: Parent, network: str, given: dict, body: Callable, how: dict) -> None:
-    enter(network)
-    _worker(parent, given, body, how)
-
-
-def run_networks(networks: Networks, run: str, body: Callable, **how: object) -> list:
-    """Run ``body`` as one worker on each of the hosts; return what they return, by number."""
-    num_hosts = len(networks.names)
-    how["trusted_network"] = True
-    port, calls = free_port(), []
-    for rank, network in enumerate(networks.names):
-        given = variables(run, rank, num_hosts, num_hosts, port)
-        given["MASTER_ADDR"] = networks.addresses[0]
-        calls.append((network, given, body, how))
-    results = dict(IN_NETWORKS.run(_enter_and_work, calls))
-    return [results[rank] for rank in range(num_hosts)]

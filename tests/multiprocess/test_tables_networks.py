@@ -18,7 +18,7 @@ from phalanx.errors import PeerTimeout
 from phalanx.ipc import RunDirectory
 from tests.multiprocess.children import Child, Children, Parent
 from tests.multiprocess.hosts import become_worker, variables
-from tests.multiprocess.networks import Networks, enter, networks_of_hosts
+from tests.multiprocess.networks import Networks, networks_of_hosts
 from tests.multiprocess.test_tables_hosts import SCRIPT, play
 
 NUM_HOSTS = 3
@@ -41,16 +41,14 @@ def workers(networks: Networks, folder: Path, body: Callable[..., None]) -> Iter
     with Children() as children:
         started = []
         for worker in range(NUM_HOSTS):
-            given = variables(networks.names[0], worker, NUM_HOSTS, NUM_HOSTS, PORT)
-            given["MASTER_ADDR"] = networks.addresses[0]
+            given = variables(networks.names[0], worker, NUM_HOSTS, NUM_HOSTS, PORT, networks)
             given["PHALANX_SECRET_FILE"] = str(folder / "secret")
-            started.append(children.start(be_worker, networks.names[worker], given, body))
+            started.append(children.start(be_worker, given, body))
         yield started
     RunDirectory.sweep()
 
 
-def be_worker(parent: Parent, network: str, given: dict[str, str], body: Callable) -> None:
-    enter(network)
+def be_worker(parent: Parent, given: dict[str, str], body: Callable) -> None:
     become_worker(given)
     with tables.join(timeout_s=DEADLINE_S) as world:
         body(parent, world)
@@ -70,7 +68,7 @@ def test_phalanx_launch_in_three_networks(networks, tmp_path):
         [*networks.words(host), "env", f"PHALANX_HOST=host-{host}", *command]
         for host in range(NUM_HOSTS)
     ]
-    play(script, "NONE", commands, num_workers=NUM_HOSTS)
+    play(script, "", commands, num_workers=NUM_HOSTS)
 
 
 def add_until_told(parent: Parent, world: tables.TableGroup) -> None:
