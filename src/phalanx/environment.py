@@ -22,7 +22,7 @@ from typing import NamedTuple
 from phalanx.errors import ConfigError
 from phalanx.ipc import ProcessIdentity
 
-__all__ = ["Place", "error_file", "num_ranks_here", "read_attempt", "read_place"]
+__all__ = ["Place", "error_file", "num_ranks_here", "read_attempt", "read_place", "read_rank"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +172,11 @@ def read_attempt(environment: Mapping[str, str] | None = None) -> int:
     """Return how often the launcher has started all ranks again."""
     found = os.environ if environment is None else environment
     return int(found.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def read_rank() -> int:
+    """Return this process's rank as torch's agent numbers it; 0 where no agent has started it."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def error_file() -> Path | None:

@@ -128,9 +128,7 @@ def test_a_traceback_begins_in_the_script_and_says_things_once(tmp_path):
 def gathered(word: str) -> list[str]:
     dist.init_process_group("phalanx")
     words: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(
-        words, f"{word} {dist.get_rank()} {os.environ.get('GLOO_SOCKET_IFNAME')}"
-    )
+    dist.all_gather_object(words, f"{word} {dist.get_rank()}")
     dist.destroy_process_group()
     return words
 
@@ -139,17 +137,10 @@ def gathered(word: str) -> list[str]:
     "start", ["in forks", pytest.param("as users' do", marks=pytest.mark.night)]
 )
 def test_a_function_runs_in_every_rank_and_returns_by_rank(start, monkeypatch):
-    """They have the interface that the user names; forks have the variables of their server."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    interface: str | None = "eth7"
     if start == "in forks":
         fork_ranks(monkeypatch)
-        interface = None
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    assert (
-        launch(gathered, 2, args=("rank",))
-        == [[f"rank {rank} {interface}" for rank in range(2)]] * 2
-    )
+    assert launch(gathered, 2, args=("rank",)) == [[f"rank {rank}" for rank in range(2)]] * 2
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 

@@ -21,8 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from phalanx.distributed.described import DescribedGroup
+from phalanx.distributed.open_store import open_store
+from phalanx.environment import read_place
 from phalanx.errors import ConfigError, PeerError, PeerLost, StateError
 from phalanx.ipc import wait_until
 
@@ -39,7 +42,8 @@ _LET_GO_S = 0.2  # a thread that is about to do it needs none; a failed operatio
 class Exchange:
     """A process group, for documents and for slices of memory.
 
-    Every method is a collective: all ranks call it, in the same order.
+    Every method is a collective: all ranks call it, in the same order. Where a launcher has started
+    the process and the script has made no group, this makes the default one.
 
     Args:
         group: Default: the default group.
@@ -50,7 +54,7 @@ class Exchange:
         about: What each rank trains, by rank, from :meth:`begin` on.
 
     Raises:
-        StateError: There is no group.
+        StateError: There is no group, and no launcher has started this process.
     """
 
     # Of groups whose ranks may change, which `ElasticExchange` has:
@@ -61,11 +65,8 @@ class Exchange:
     _group: Any = None  # a ProcessGroup; torch's stubs lack its operations
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise StateError(
-                "Ranks must be in a process group, but `torch.distributed` has none. Call "
-                "`torch.distributed.init_process_group()` first, in every process of the job."
-            )
+        if not dist.is_initialized():
+            _make_default_group()
         self.about: list[Mapping[str, Any]] = []  # Any: JSON
         self._group = group or dist.group.WORLD
         self.rank = dist.get_rank(group)
@@ -237,6 +238,19 @@ class Exchange:
 
 def _nothing() -> None:
     """Wait for an operation of one rank."""
+
+
+def _make_default_group() -> None:
+    place = read_place()
+    if place is None:
+        raise StateError(
+            "Ranks must be in a process group, but `torch.distributed` has none. Start the script "
+            "with `phalanx launch`, torchrun, mpirun or srun, or call "
+            "`torch.distributed.init_process_group()` first, in every process of the job."
+        )
+    timeout_s = default_pg_timeout.total_seconds()
+    store = open_store(*place.find_store(), place.rank, place.size, timeout_s)
+    dist.init_process_group("phalanx", store=store, rank=place.rank, world_size=place.size)
 
 
 def _await_return(lent: Sequence[weakref.ref[Tensor]]) -> None:

@@ -23,18 +23,13 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import (
-    DefaultLogsSpecs,
-    LogsDest,
-    SignalException,
-    Std,
-)
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -42,7 +37,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from phalanx.errors import ConfigError
 from phalanx.ipc import RunDirectory
 from phalanx.launching.one_host import ONE_HOST
-from phalanx.launching.rank_failures import RankFailed, describe_failures
+from phalanx.launching.rank_failures import RankFailed, RankFailure, describe_failures
 from phalanx.launching.rank_start import prepare, record_failures
 from phalanx.plan import check_function, read_count
 from phalanx.replicas import num_cores
@@ -199,24 +194,19 @@ def _run(
     """
     try:
         with _folder() as folder, _quiet_agent(), signals_put_back(), _variables(job):
-            notes = _FailureNotes(job.log_dir or folder / "logs", tee)
-            run = elastic_launch(_config(job, logs_specs=notes, **more), entrypoint)
+            logs = job.log_dir or folder / "logs"
+            specs = DefaultLogsSpecs(log_dir=str(logs), tee=tee)
+            run = elastic_launch(_config(job, logs_specs=specs, **more), entrypoint)
             try:
                 values: dict[int, Any] = run(*args)
             except ChildFailedError as exc:
-                # Read while the folder stands.
-                raise describe_failures({**notes.read(), **exc.failures}) from None
-            except RendezvousTimeoutError:
+                raise describe_failures(_read_failures(logs, exc.failures)) from None
+            except (RendezvousTimeoutError, RendezvousConnectionError) as exc:
                 raise RankFailed(
-                    f"{job.num_hosts} must come to {job.endpoint} within "
-                    f"{job.timeout_s:g} s, but did not. Start `phalanx launch` on each with the "
-                    "same `--endpoint`, `--nnodes` and `--run-id`, and see that this port of that "
-                    "host can be reached from the others."
-                ) from None
-            except RendezvousConnectionError as exc:
-                raise RankFailed(
-                    f"The host at {job.endpoint}, where the others meet, must outlive the job, but "
-                    f"cannot be reached ({exc}). See whether it runs, and start all hosts again."
+                    f"{job.num_hosts} must meet at {job.endpoint} within {job.timeout_s:g} s, and "
+                    f"that host must outlive the job, but did not: {exc}. Start `phalanx launch` "
+                    "on each with the same `--endpoint`, `--nnodes` and `--run-id`, and see that "
+                    "this port can be reached from the others."
                 ) from exc
             return values
     except SignalException as exc:
@@ -228,34 +218,28 @@ def _run(
     )
 
 
-class _FailureNotes(DefaultLogsSpecs):
-    """Where the ranks of the last attempt write down their failures.
+def _read_failures(logs: Path, reported: Mapping[int, ProcessFailure]) -> dict[int, RankFailure]:
+    """Return how this host's ranks have failed, by rank.
 
     torch's agent reports the ranks that had ended when it first looked. A rank that fails informs
-    its peers at once but ends only after its clean-up, so the peers may end before it.
+    its peers at once but ends only after its clean-up, so the peers may end before it. Notes name
+    it.
+
+    Args:
+        logs: The folder of torch's logs, where ranks leave notes.
+        reported: The agent's report.
     """
-
-    def __init__(self, folder: Path, tee: Std) -> None:
-        super().__init__(log_dir=str(folder), tee=tee)
-        self._files: dict[int, tuple[int, str]] = {}  # by rank: local rank, file
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Choose the files of an attempt that begins."""
-        files = super().reify(envs)
-        self._files = {
-            int(envs[local].get("RANK", local)): (local, file)
-            for local, file in files.error_files.items()
-        }
-        return files
-
-    def read(self) -> dict[int, ProcessFailure]:
-        """Return what this host's ranks have written, by rank."""
-        failures = {}
-        for rank, (local, file) in self._files.items():
-            if Path(file).is_file():
-                note = json.loads(Path(file).read_text(encoding="utf-8"))["message"]["extraInfo"]
-                failures[rank] = ProcessFailure(local, note["pid"], note["exit_code"], file)
-        return failures
+    notes = {}
+    attempts = sorted(logs.glob("*/attempt_*"), key=lambda path: path.stat().st_mtime)
+    for path in attempts[-1].glob("*/error.json"):
+        note = json.loads(path.read_text(encoding="utf-8"))
+        notes[note["rank"]] = note
+    found = {
+        rank: RankFailure(note["pid"], note["exit_code"], note) for rank, note in notes.items()
+    }
+    for rank, failure in reported.items():
+        found[rank] = RankFailure(failure.pid, failure.exitcode, notes.get(rank))
+    return found
 
 
 def _config(job: Job, **more: Any) -> LaunchConfig:

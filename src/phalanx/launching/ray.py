@@ -31,13 +31,11 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
 from phalanx.clock import pause
 from phalanx.cluster import draw_secret
 from phalanx.distributed import keep_store
 from phalanx.errors import ConfigError, PeerTimeout, UnsupportedError
-from phalanx.launching.rank_failures import RankFailed, describe_failures, process_failure
+from phalanx.launching.rank_failures import RankFailed, RankFailure, describe_failures
 from phalanx.plan import check_function, read_count
 
 __all__ = ["on_ray", "plan_ranks"]
@@ -218,7 +216,7 @@ def _run_once(
 
 def _await_ranks(ray: Any, runs: Mapping[Any, int]) -> list[Any]:
     values: dict[int, Any] = {}
-    failures: dict[int, ProcessFailure] = {}
+    failures: dict[int, RankFailure] = {}
     waiting = list(runs)
     while waiting:
         done, waiting = ray.wait(waiting, timeout=_OTHERS_S if failures else None)
@@ -234,7 +232,7 @@ def _await_ranks(ray: Any, runs: Mapping[Any, int]) -> list[Any]:
             # Of the same user's code; nothing by `sys.exit(0)`, or half of it by a signal.
             outcome = pickle.loads(outcome) if outcome and exit_code >= 0 else None
             if exit_code:
-                failures[rank] = process_failure(0, pid, exit_code, outcome)
+                failures[rank] = RankFailure(pid, exit_code, outcome)
             else:
                 values[rank] = outcome
     if failures:

@@ -1,0 +1,194 @@
+"""One script, started by every launcher on two hosts in networks of their own: the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.multiprocess.networks import Networks, networks_of_hosts
+from tests.multiprocess.ranks import START_S
+
+pytestmark = [
+    pytest.mark.promise("launchers-change-no-bit", "launchers"),
+    pytest.mark.night,
+]
+
+SCRIPT = """
+import hashlib, sys, torch, phalanx
+from torch import nn
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
+data = [(torch.randn(7, 5), torch.randint(3, (7,))) for _ in range(6)]
+adamw = lambda parameters: torch.optim.AdamW(parameters, lr=0.01)
+with phalanx.Trainer(
+    net, nn.functional.cross_entropy, adamw,
+    executor=sys.argv[1], replicas=1, microbatches=4, seed=0,
+) as trainer:
+    trainer.fit(data, epochs=2)
+weights = b"".join(each.detach().numpy().tobytes() for each in net.parameters())
+print(f"weights {hashlib.sha256(weights).hexdigest()[:16]}\\n", end="", flush=True)
+"""
+RANKS = (2, 1)  # of the hosts
+SIZE = sum(RANKS)
+PORT = 29500  # of a network that nobody else is in
+RAY_PORT = 6379
+
+Commands = list[list[str]]
+Starter = Callable[[Networks, str], Commands]
+
+
+@pytest.fixture(scope="module")
+def networks() -> Iterator[Networks]:
+    with networks_of_hosts(len(RANKS)) as networks:
+        yield networks
+
+
+def python(networks: Networks, host: int, *words: str, **variables: object) -> list[str]:
+    """Return what runs Python on a host, with more variables."""
+    given = {"PHALANX_HOST": f"host-{host}", "OMP_NUM_THREADS": "1", **variables}
+    settings = [f"{name}={value}" for name, value in given.items()]
+    return [*networks.words(host), "env", *settings, sys.executable, *words]
+
+
+def agents(networks: Networks, *words: str, run_id: str, num_ranks: str, script: str) -> Commands:
+    """Return one command for each host, of a launcher with agents."""
+    return [
+        python(
+            *(networks, host, *words, num_ranks, str(ranks), "--nnodes", "2"),
+            *(run_id, "run", script, "ranks"),
+        )
+        for host, ranks in enumerate(RANKS)
+    ]
+
+
+def phalanx_launch(networks: Networks, script: str) -> Commands:
+    run = ("-c", "from phalanx.cli.app import main; main()", "launch")
+    endpoint = ("--endpoint", f"{networks.addresses[0]}:{PORT}")
+    return agents(networks, *run, *endpoint, run_id="--run-id", num_ranks="-n", script=script)
+
+
+def torchrun(networks: Networks, script: str) -> Commands:
+    endpoint = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{networks.addresses[0]}:{PORT}")
+    run = ("-m", "torch.distributed.run", *endpoint)
+    count = "--nproc-per-node"
+    return agents(networks, *run, run_id="--rdzv-id", num_ranks=count, script=script)
+
+
+def one_by_one(
+    networks: Networks, script: str, variables: Callable[[int, int, int], dict[str, object]]
+) -> Commands:
+    """Return one command for each rank, as a starter without agents would run it."""
+    commands = []
+    for host, ranks in enumerate(RANKS):
+        for local_rank in range(ranks):
+            given = variables(len(commands), local_rank, ranks)
+            given |= {"MASTER_ADDR": networks.addresses[0], "MASTER_PORT": PORT}
+            commands.append(python(networks, host, script, "ranks", **given))
+    return commands
+
+
+def mpirun(networks: Networks, script: str) -> Commands:
+    """Set what Open MPI sets: between networks it would need ssh."""
+    return one_by_one(
+        networks,
+        script,
+        lambda rank, local_rank, local_size: {
+            "OMPI_COMM_WORLD_RANK": rank,
+            "OMPI_COMM_WORLD_SIZE": SIZE,
+            "OMPI_COMM_WORLD_LOCAL_RANK": local_rank,
+            "OMPI_COMM_WORLD_LOCAL_SIZE": local_size,
+        },
+    )
+
+
+def srun(networks: Networks, script: str) -> Commands:
+    """Set what Slurm sets."""
+    return one_by_one(
+        networks,
+        script,
+        lambda rank, local_rank, _: {
+            "SLURM_PROCID": rank,
+            "SLURM_STEP_NUM_TASKS": SIZE,
+            "SLURM_LOCALID": local_rank,
+            "SLURM_STEP_TASKS_PER_NODE": "2,1",
+            "SLURM_NODEID": int(rank >= RANKS[0]),
+            "SLURM_JOB_ID": 1,
+            "SLURM_STEP_ID": 0,
+        },
+    )
+
+
+def weights(said: str) -> list[str]:
+    return re.findall(r"weights (\w+)", said)
+
+
+def run_all(commands: Commands) -> str:
+    """Run commands side by side; return what they say, when all have ended well."""
+    started = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for command in commands
+    ]
+    try:
+        said = [each.communicate(timeout=2 * START_S)[0] for each in started]
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+    assert [each.returncode for each in started] == [0] * len(started), "\n".join(said)
+    return "\n".join(said)
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("script") / "script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def expected(script: str) -> str:
+    """Return the weights of one process."""
+    (alone,) = weights(run_all([["env", "OMP_NUM_THREADS=1", sys.executable, script, "inline"]]))
+    return alone
+
+
+@pytest.mark.parametrize("starter", [phalanx_launch, torchrun, mpirun, srun])
+def test_every_launcher_trains_to_the_bits_of_one_process(
+    starter: Starter, networks: Networks, script: str, expected: str
+) -> None:
+    assert weights(run_all(starter(networks, script))) == [expected] * SIZE
+
+
+@contextlib.contextmanager
+def ray_cluster(networks: Networks) -> Iterator[None]:
+    """Run a node of Ray on each host."""
+    nodes = []
+    head = f"{networks.addresses[0]}:{RAY_PORT}"
+    try:
+        for host, address in enumerate(networks.addresses):
+            place = ["--head", "--port", str(RAY_PORT)] if host == 0 else ["--address", head]
+            place += ["--node-ip-address", address, "--num-cpus", str(RANKS[host])]
+            words = ("-m", "ray.scripts.scripts", "start", *place, "--block")
+            quiet = {"RAY_USAGE_STATS_ENABLED": 0, "RAY_INCLUDE_DASHBOARD": 0}
+            nodes.append(subprocess.Popen(python(networks, host, *words, **quiet)))
+        yield
+    finally:
+        for node in nodes:
+            node.terminate()
+            node.wait()
+
+
+def test_ray_trains_to_the_bits_of_one_process(
+    networks: Networks, script: str, expected: str
+) -> None:
+    pytest.importorskip("ray", reason="needs ray, of the extra `ray`")
+    run = ("-c", "from phalanx.cli.app import main; main()", "launch", "--ray", "-n", str(SIZE))
+    with ray_cluster(networks):
+        address = ("--address", f"{networks.addresses[0]}:{RAY_PORT}")
+        command = python(networks, 0, *run, *address, script, "ranks", RAY_DEDUP_LOGS=0)
+        assert weights(run_all([command])) == [expected] * SIZE
