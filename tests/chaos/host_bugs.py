@@ -146,7 +146,7 @@ def drafts_stay() -> None:
 
 def silence_unheard() -> None:
     """Who waits for a round looks at the workers on its own host's page only."""
-    Router.finish = lambda self, worker, number, timeout_s: (  # type: ignore[method-assign]
+    Router.finish = lambda self, number, timeout_s: (  # type: ignore[method-assign]
         self.here.rounds.finish(number, timeout_s)
     )
 

@@ -268,7 +268,7 @@ def add_until_refused(parent: Parent) -> None:
         table = world.array(4 * NUM_HOSTS, name="t")
         world.barrier()
         if world.worker_id == NUM_HOSTS - 1:
-            for remote in world._context.remotes_of(world.worker_id):
+            for remote in world._worker.remotes:
                 remote._opening.close()  # it is not opened again
                 remote._session.shut()
             try:

@@ -44,7 +44,7 @@ def add_while_this_host_refuses(world: tables.TableGroup) -> list:
     table = world.array(9, torch.int64, name="t")
     world.barrier()
     if world.worker_id == 0:
-        remotes = world._context.remotes_of(0)
+        remotes = world._worker.remotes
         names = [each.connection.endpoint.name for each in remotes]
         done = [f"{name} has done its part of an add of table 't'." for name in names]
         refuse_once(remotes[1])
@@ -56,7 +56,7 @@ def add_while_this_host_refuses(world: tables.TableGroup) -> list:
             table.add(torch.ones(9, dtype=torch.int64))
         inject(None)
         assert raised.value.__notes__ == done
-        assert not table._storage._turn_of(0).locked()
+        assert not table._storage._turn.locked()
     world.barrier()
     return table.get().tolist()
 

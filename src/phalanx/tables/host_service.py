@@ -22,6 +22,8 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,8 +39,8 @@ from phalanx.tables.host_operations import (
     as_tensor,
 )
 from phalanx.tables.membership import MAX_WORKERS
+from phalanx.tables.own_part import OwnPart
 from phalanx.tables.part import Entry
-from phalanx.tables.router import Router
 from phalanx.tables.row_initializer import Uniform
 from phalanx.tables.run_context import RunContext
 from phalanx.tables.spec import TableSpec
@@ -63,7 +65,7 @@ class HostService:
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self.membership = context.membership
-        self._storages: dict[str, Router] = {}
+        self._tables: dict[str, OwnPart] = {}
         self._mutex = threading.RLock()
         self._sessions: Counter[tuple[int, int]] = Counter()  # of a worker and incarnation
         self._broken_s: dict[tuple[int, int], float] = {}  # when that of one was
@@ -146,78 +148,76 @@ class HostService:
 
     # --- tables -----------------------------------------------------------------------------------
 
-    def _storage(self, name: str) -> Router:
+    def _table(self, name: str) -> OwnPart:
         """Return a table's memory; a server that was started again finds it by its name."""
-        found = self._storages.get(name)
+        found = self._tables.get(name)
         if found is None:
             spec = self._context.known_spec(name)
             if spec is None:
                 raise StateError(f"Table {name!r} must be opened first, but is not.")
-            found = self._storages[name] = self._context.storage(spec, _LOCK_S)
+            found = self._tables[name] = self._context.part(spec, _LOCK_S)
         return found
+
+    def _part(self, asked: Message) -> Any:  # Any: a `KeyPart` has more methods than a `TablePart`
+        return self._table(asked.text).part
 
     def _open(self, asked: Message) -> Answer:
         spec, timeout_s = TableSpec.from_mapping(_parsed(asked.text)), _seconds(asked)
-        storage = self._storages[spec.name] = self._context.storage(spec, _LOCK_S)
+        table = self._tables[spec.name] = self._context.part(spec, _LOCK_S)
         init = _read_init(asked, spec) if asked.arrays else None
         if init is None:
 
             def somebody_else_fills_it() -> bool:
                 master = min(self.membership.awaited(), default=asked.worker)
-                return storage.here.is_ready or master == asked.worker
+                return table.is_ready or master == asked.worker
 
-            self.membership.changes.wait_until(
-                somebody_else_fills_it,
-                timeout_s,
-                lambda: self.membership.look_for_dead(timeout_s),
-            )
-            if not storage.here.is_ready:
+            look = partial(self.membership.look_for_dead, timeout_s)
+            self.membership.changes.wait_until(somebody_else_fills_it, timeout_s, look)
+            if not table.is_ready:
                 return Answer((0, 0))
-        storage.open(asked.worker, init, timeout_s)
-        return Answer((1, storage.here.rounds.clock_of(asked.worker)))
+        table.open(asked.worker, init, timeout_s)
+        return Answer((1, table.rounds.clock_of(asked.worker)))
 
     def _get(self, asked: Message) -> Answer:
-        storage = self._storage(asked.text)
-        spec = storage.spec
+        table = self._table(asked.text)
+        spec = table.spec
         rows = _rows(asked, spec) if asked.arrays else None
         num_rows = spec.rows if rows is None else rows.numel()
         most = max(spec.rows, MAX_ARRAY_BYTES // (spec.cols * spec.dtype.itemsize))
         if num_rows > most:
             raise ConfigError(f"A get must be of at most {most} rows, but is of {num_rows}.")
         out = torch.empty((num_rows, spec.cols), dtype=spec.dtype, device="cpu")
-        storage.read(rows, out, asked.worker, _seconds(asked))
+        table.part.read(rows, out, _seconds(asked))
         return Answer(arrays=[as_array(out)])
 
     def _add(self, asked: Message) -> Answer:
         """Make an add, or write it down for a round."""
-        storage, round_number = self._storage(asked.text), asked.args[0]
-        spec, number = storage.spec, _number_of_add(asked)
+        table, round_number = self._table(asked.text), asked.args[0]
+        spec, number = table.spec, _number_of_add(asked)
         rows = _rows(asked, spec) if len(asked.arrays) > 1 else None
         shape = (spec.rows if rows is None else rows.numel(), spec.delta_cols)
         delta = _given(asked, -1, spec.dtype, shape)
         entry = Entry(rows, delta, asked.worker, number)
         if round_number:
-            storage.here.rounds.put(entry, _seconds(asked), round_number)
+            table.rounds.put(entry, _seconds(asked), round_number)
         else:
-            storage.add(entry, _seconds(asked))
+            table.part.add(entry, _seconds(asked))
         return Answer()
 
     def _arrive(self, asked: Message) -> Answer:
-        self._storage(asked.text).here.rounds.arrive(asked.worker, asked.args[0])
+        self._table(asked.text).rounds.arrive(asked.worker, asked.args[0])
         return Answer()
 
     def _finish(self, asked: Message) -> Answer:
-        rounds = self._storage(asked.text).here.rounds
+        rounds = self._table(asked.text).rounds
         rounds.finish(rounds.arrive(asked.worker, asked.args[0]), _seconds(asked))
         return Answer()
 
     def _copy_all(self, asked: Message) -> Answer:
-        storage = self._storage(asked.text)
-        return Answer(arrays=as_arrays(storage.copy_all(asked.worker, _seconds(asked))))
+        return Answer(arrays=as_arrays(self._part(asked).copy_all(_seconds(asked))))
 
     def _replace_all(self, asked: Message) -> Answer:
-        storage = self._storage(asked.text)
-        spec = storage.spec
+        spec = self._table(asked.text).spec
         num_rows = asked.arrays[0].size if spec.has_keys and asked.arrays else spec.rows
         wanted = spec.parts(num_rows)
         if len(asked.arrays) != len(wanted):
@@ -225,19 +225,17 @@ class HostService:
                 f"A restore must have {len(wanted)} arrays, but has {len(asked.arrays)}."
             )
         parts = [_given(asked, i, *each) for i, each in enumerate(wanted)]
-        storage.replace_all(parts, asked.worker, _seconds(asked))
+        self._part(asked).replace_all(parts, _seconds(asked))
         return Answer()
 
     def _counts(self, asked: Message) -> Answer:
-        storage = self._storage(asked.text)
-        num_keys = storage.num_keys(asked.worker) if storage.spec.has_keys else 0
-        return Answer((storage.num_undone(asked.worker), num_keys))
+        part, has_keys = self._part(asked), self._table(asked.text).spec.has_keys
+        return Answer((part.num_undone, part.num_keys(_seconds(asked)) if has_keys else 0))
 
     def _keys(self, asked: Message) -> Answer:
-        storage = self._storage(asked.text)
-        if not storage.spec.has_keys:
+        if not self._table(asked.text).spec.has_keys:
             raise ConfigError(f"Table {asked.text!r} must have keys, but has rows.")
-        return Answer(arrays=[as_array(storage.keys(asked.worker, _seconds(asked)))])
+        return Answer(arrays=[as_array(self._part(asked).keys(_seconds(asked)))])
 
 
 def _given(asked: Message, index: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -9,7 +9,7 @@ host when all workers have arrived there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,76 +38,60 @@ T = TypeVar("T")
 
 
 class Router:
-    """All parts of a table, for the workers of one process.
+    """All parts of a table, as one worker uses them.
 
     Args:
         spec: The table, of all hosts.
         here: This host's part.
-        remotes_of: Returns the other hosts as a worker reaches them; None where there is no other.
+        worker: The worker's number.
+        remotes: The other hosts, as the worker reaches them.
     """
 
     def __init__(
-        self,
-        spec: TableSpec,
-        here: OwnPart,
-        remotes_of: Callable[[int], list[RemoteHost]] | None = None,
+        self, spec: TableSpec, here: OwnPart, worker: int, remotes: Sequence[RemoteHost] = ()
     ) -> None:
         self.spec = spec
         self.here = here
-        self._remotes_of = remotes_of
-        self._cut = here.cut
-        self._others: dict[int, dict[int, RemotePart]] = {}  # by worker, then by host
-        self._turns: dict[int, threading.Lock] = {}  # by worker
         self._part = here.part
+        self._cut = here.cut
+        self._worker = worker
+        self._others = {
+            remote.host: remote.part(part_of(spec, remote.host, here.cut.num_parts))
+            for remote in remotes
+        }
+        # Held while adds go to other hosts: they are numbered, and taken in the order of their
+        # numbers, so that one that comes late is taken for a repetition. Nor may the worker's round
+        # change meanwhile.
+        self._turn = threading.Lock()
         in_order = spec.staleness.is_bulk_synchronous or spec.updater.remembers
-        self._looks_itself = spec.has_keys or (remotes_of is None and not in_order)
+        self._looks_itself = spec.has_keys or not (self._others or in_order)
 
-    def remote_parts(self, worker: int) -> dict[int, RemotePart]:
-        """Return the parts on other hosts, by host, as a worker uses them."""
-        if self._remotes_of is None:
-            return {}
-        others = self._others.get(worker)
-        if others is None:
-            num_parts = self._cut.num_parts
-            others = self._others[worker] = {
-                remote.host: remote.part(part_of(self.spec, remote.host, num_parts))
-                for remote in self._remotes_of(worker)
-            }
-        return others
-
-    def forget(self, worker: int) -> None:
-        """Let go of what a worker that has closed had; another may get its number."""
-        self._others.pop(worker, None)
-
-    def _all_parts(self, worker: int) -> list[Any]:
+    def _all_parts(self) -> list[Any]:
         # Any: a `KeyPart` has more methods than a `TablePart`.
-        parts: list[Any] = list(self.remote_parts(worker).values())
+        parts: list[Any] = list(self._others.values())
         parts.insert(self._cut.own, self._part)
         return parts
 
     # --- the first value --------------------------------------------------------------------------
 
-    def open(self, worker: int, init: Any, timeout_s: float) -> None:  # Any: as `OwnPart.open`
-        """Fill all parts as the master, or wait until the master has; then begin as ``worker``.
+    def open(self, init: Any, timeout_s: float) -> None:  # Any: as `OwnPart.open`
+        """Fill all parts as the master, or wait until the master has; then begin.
 
         Raises:
             PeerTimeout: The master did not open the table; ``.rank`` is its number.
         """
         whole = not isinstance(init, Tensor) or init.dim() == 0 or self.spec.has_keys
-        waiting, here, cut = Waiting(timeout_s), self.here, self._cut
+        waiting, here, cut, worker = Waiting(timeout_s), self.here, self._cut, self._worker
         here.open(worker, init if whole else init[cut.span(cut.own)], timeout_s)
-        others = self.remote_parts(worker)
-        if not others:
-            return
         clocks = {
             index: part.open(init if whole else init[cut.span(index)], waiting.remaining_s())
-            for index, part in others.items()
+            for index, part in self._others.items()
         }
-        if self.spec.staleness.is_bulk_synchronous:
+        if clocks and self.spec.staleness.is_bulk_synchronous:
             # A worker that comes later finds rounds that are in on one host and not on another.
             latest = max(here.rounds.clock_of(worker), *clocks.values())
             here.rounds.arrive(worker, latest)
-            for index, part in others.items():
+            for index, part in self._others.items():
                 if clocks[index] < latest:
                     part.begin_arrive(latest, waiting.remaining_s()).wait()
 
@@ -122,22 +106,21 @@ class Router:
         if not (self._looks_itself or rows is None or all_within(rows, self.spec.rows)):
             raise outside(rows, self.spec)
 
-    def read(self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float) -> None:
-        """Copy rows, checked, into ``out``, as ``worker``."""
+    def read(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> None:
+        """Copy rows, checked, into ``out``."""
         if fail_points.fault is not None:
             fail_point("before read")
-        if self._remotes_of is None or self._cut.is_own(rows):
+        if not self._others or self._cut.is_own(rows):
             self._part.read(rows, out, timeout_s)
         else:
-            self._read_parts(rows, out, worker, timeout_s)
+            self._read_parts(rows, out, timeout_s)
         if fail_points.fault is not None:
             fail_point("rows read")
 
-    def _read_parts(self, rows: Tensor | None, out: Tensor, worker: int, timeout_s: float) -> None:
+    def _read_parts(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> None:
         waiting, (order, shares) = Waiting(timeout_s), self._cut.shares(rows)
         found = out if order is None else torch.empty_like(out)
         self._ask(
-            worker,
             {share.part: (share.rows, found[share.span]) for share in shares},
             lambda part, wanted: part.begin_read(*wanted, waiting.remaining_s()),
             lambda wanted: self._part.read(*wanted, waiting.remaining_s()),
@@ -150,28 +133,26 @@ class Router:
 
     def _ask(
         self,
-        worker: int,
         asked: dict[int, T],
         begin: Callable[[RemotePart, T], RemoteCall],
         here: Callable[[T], object],
     ) -> None:
         """Ask parts, by index, each for its own; this host's does ``here`` meanwhile."""
-        others, own = self.remote_parts(worker), self._cut.own
-        calls = [partial(begin, others[i], each) for i, each in asked.items() if i != own]
+        own = self._cut.own
+        calls = [partial(begin, self._others[i], each) for i, each in asked.items() if i != own]
         ask(calls, partial(here, asked[own]) if own in asked else bool)
 
     # --- changing ---------------------------------------------------------------------------------
 
     def add(self, entry: Entry, timeout_s: float) -> None:
         """Take one add, whole or not at all on each host; one with a number, once."""
-        if self._remotes_of is None or self._cut.is_own(entry.rows):
+        if not self._others or self._cut.is_own(entry.rows):
             self._part.add(entry, timeout_s)
         else:
             refuse_nonfinite(entry.delta, self.spec, "delta")
             waiting = Waiting(timeout_s)
-            with self._turn_of(entry.worker):
+            with self._turn:
                 self._ask(
-                    entry.worker,
                     self._cut_add(entry),
                     lambda part, each: part.begin_add(each, waiting.remaining_s()),
                     lambda each: self._part.add(each, timeout_s),
@@ -191,76 +172,65 @@ class Router:
         """Log an add for its worker's round, on every host that has rows of it."""
         refuse_nonfinite(entry.delta, self.spec, "delta")
         rounds = self.here.rounds
-        if self._remotes_of is None:
+        if not self._others:
             rounds.put(entry, timeout_s)
             return
-        with self._turn_of(entry.worker):
+        with self._turn:
             number = rounds.clock_of(entry.worker) + 1
             self._ask(
-                entry.worker,
                 self._cut_add(entry),
                 lambda part, each: part.begin_add(each, timeout_s, number),
                 lambda each: rounds.put(each, timeout_s, number),
             )
 
-    def arrive(self, worker: int) -> int:
-        """Say that ``worker`` has put down all of its round, and return it."""
-        with self._turn_of(worker):  # no thread of the worker puts anything down meanwhile
-            number = self.here.rounds.arrive(worker)
-        others = self.remote_parts(worker).values()
-        ask(partial(part.begin_arrive, number, _CALL_S) for part in others)
+    def arrive(self) -> int:
+        """Say that the worker has put down all of its round, and return it."""
+        with self._turn:  # no thread of the worker puts anything down meanwhile
+            number = self.here.rounds.arrive(self._worker)
+        ask(partial(part.begin_arrive, number, _CALL_S) for part in self._others.values())
         return number
 
-    def finish(self, worker: int, number: int, timeout_s: float) -> None:
+    def finish(self, number: int, timeout_s: float) -> None:
         """Wait until the round is in on every host; see :meth:`Rounds.finish`."""
-        others = self.remote_parts(worker).values()
         ask(
-            (partial(part.begin_finish, number, timeout_s) for part in others),
+            (partial(part.begin_finish, number, timeout_s) for part in self._others.values()),
             partial(self.here.rounds.finish, number, timeout_s),
         )
 
-    def _turn_of(self, worker: int) -> threading.Lock:
-        """Return what a worker's threads hold while they add to other hosts.
-
-        Adds are numbered, and taken in the order of their numbers: one that comes late is taken for
-        a repetition. Nor may the round that the worker is in change meanwhile.
-        """
-        return self._turns.setdefault(worker, threading.Lock())
-
     # --- all of it --------------------------------------------------------------------------------
 
-    def copy_all(self, worker: int, timeout_s: float) -> list[Tensor]:
+    def copy_all(self, timeout_s: float) -> list[Tensor]:
         """Return copies of the values and of each state; of a keys table the keys before them.
 
         Each part's are of one moment; keys ascend.
         """
-        found = [part.copy_all(timeout_s) for part in self._all_parts(worker)]
+        found = [part.copy_all(timeout_s) for part in self._all_parts()]
         copies = found[0] if len(found) == 1 else [torch.cat(p) for p in zip(*found, strict=True)]
         if not self.spec.has_keys:
             return copies
         order = copies[0].argsort()
         return [each[order] for each in copies]
 
-    def replace_all(self, parts: list[Tensor], worker: int, timeout_s: float) -> None:
+    def replace_all(self, parts: list[Tensor], timeout_s: float) -> None:
         """Replace everything by what :meth:`copy_all` returned."""
         of_part: Callable[[int], Any] = self._cut.span  # Any: what a tensor may be indexed by
         if self.spec.has_keys:
             owners = torch.from_numpy(self._cut.owners(parts[0].numpy()).astype("int64"))
             of_part = owners.__eq__
-        for index, part in enumerate(self._all_parts(worker)):
+        for index, part in enumerate(self._all_parts()):
             part.replace_all([each[of_part(index)] for each in parts], timeout_s)
 
-    def num_keys(self, worker: int) -> int:
+    def num_keys(self) -> int:
         """Return how many keys are there."""
-        return sum(part.num_keys(_CALL_S) for part in self._all_parts(worker))
+        return sum(part.num_keys(_CALL_S) for part in self._all_parts())
 
-    def keys(self, worker: int, timeout_s: float) -> Tensor:
+    def keys(self, timeout_s: float) -> Tensor:
         """Return the keys that are there, in ascending order."""
-        return torch.cat([part.keys(timeout_s) for part in self._all_parts(worker)]).sort().values
+        return torch.cat([part.keys(timeout_s) for part in self._all_parts()]).sort().values
 
-    def num_undone(self, worker: int) -> int:
+    def num_undone(self) -> int:
         """Return how many interrupted adds any worker undid, on all hosts."""
-        others = self.remote_parts(worker).values()
+        others = self._others.values()
         return self._part.num_undone + sum(part.num_undone(_CALL_S) for part in others)
 
     @property

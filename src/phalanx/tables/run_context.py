@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ _CALL_S = 30.0
 
 
 class RunContext:
-    """What the workers of one process share; on several hosts each is a worker on all of them.
+    """What the workers of one process share, and a host's server has.
 
     Args:
         run: The run's name on this host, or None for this process alone.
@@ -41,9 +42,9 @@ class RunContext:
         self.run = run
         self.regions = RunRegions(run)
         self._mutex = threading.Lock()
-        self._storages: dict[str, Router] = {}
+        self._parts: dict[str, OwnPart] = {}  # by table
+        self._routers: weakref.WeakSet[Router] = weakref.WeakSet()
         self._num_open = 0  # workers of this process
-        self._remotes: dict[int, list[RemoteHost]] = {}  # by worker, in the order of hosts
         self.has_others(0, 1, list, lambda _: None, None)
         try:
             nbytes = Membership.needed_bytes()
@@ -80,7 +81,7 @@ class RunContext:
 
     # --- workers ----------------------------------------------------------------------------------
 
-    def enter(self, worker: int | None, num_expected: int | None, timeout_s: float) -> int:
+    def enter(self, worker: int | None, num_expected: int | None, timeout_s: float) -> RunWorker:
         """Become a worker on every host; the first host gives the numbers out.
 
         Raises:
@@ -103,53 +104,32 @@ class RunContext:
                 self.membership.leave(number, self.membership.incarnation(number), timeout_s)
             raise
         with self._mutex:
-            self._remotes[number] = remotes
             self._num_open += 1
-        return number
+        return RunWorker(self, number, remotes)
 
-    def remotes_of(self, worker: int) -> list[RemoteHost]:
-        """Return the other hosts, as a worker of this process knows them.
-
-        Raises:
-            StateError: It has closed.
-        """
-        remotes = self._remotes.get(worker) if self._num_hosts > 1 else []
-        if remotes is None:
-            raise StateError(
-                f"A worker must be of the run, but worker {worker} has closed. Let its calls end "
-                "before `close()`."
-            )
-        return remotes
-
-    def leave(self, worker: int, incarnation: int, timeout_s: float) -> None:
-        """Stop counting ``worker`` on all hosts; one that does not answer finds out by itself."""
-        self.membership.leave(worker, incarnation, timeout_s)
-        for remote in self.remotes_of(worker):
-            with suppress(PhalanxError):
-                remote.leave(min(timeout_s, _LEAVE_S))
-
-    def tick(self, worker: int) -> int:
-        """Count a tick of ``worker`` on all hosts, and return how many that makes."""
-        clock = self.membership.advance(worker)
-        for remote in self.remotes_of(worker):
-            remote.tick(clock, _CALL_S)
-        return clock
-
-    def wait_at_barrier(self, worker: int, timeout_s: float) -> int:
-        """Come to the first host's barrier, where all workers come, and wait for the others."""
-        if self._host == 0:
-            return self.membership.wait_at_barrier(worker, timeout_s)
-        return self.remotes_of(worker)[0].wait_at_barrier(timeout_s)
+    def count_out(self, timeout_s: float) -> None:
+        """Let a worker of this process go; the last one closes the context."""
+        with self._mutex:
+            self._num_open -= 1
+            is_last = self._num_open == 0
+        if is_last:
+            self.close(timeout_s)  # without the mutex, which a thread in a table may need
 
     # --- tables -----------------------------------------------------------------------------------
 
-    def storage(self, spec: TableSpec, timeout_s: float) -> Router:
-        """Return the memory of a table, made if this process has none of it.
+    def router(self, spec: TableSpec, worker: RunWorker, timeout_s: float) -> Router:
+        """Return the table's memory on all hosts, as a worker uses it.
 
         Raises:
             ConfigError: Another worker made a table of this name and of another kind.
             UnsupportedError: There are several hosts, and its updater is none of ours.
         """
+        router = Router(spec, self.part(spec, timeout_s), worker.number, worker.remotes)
+        self._routers.add(router)
+        return router
+
+    def part(self, spec: TableSpec, timeout_s: float) -> OwnPart:
+        """Return this host's part of a table, made if this process has none of it."""
         host, num_hosts = self._host, self._num_hosts
         if num_hosts > 1 and not spec.updater.is_built_in:
             raise UnsupportedError(
@@ -158,12 +138,10 @@ class RunContext:
             )
         self._agree_on(part_of(spec, host, num_hosts), timeout_s)
         with self._mutex:
-            if spec.name not in self._storages:
+            if spec.name not in self._parts:
                 own = OwnPart(spec, self.regions, self.membership, host=host, num_hosts=num_hosts)
-                self._storages[spec.name] = Router(
-                    spec, own, self.remotes_of if num_hosts > 1 else None
-                )
-            return self._storages[spec.name]
+                self._parts[spec.name] = own
+            return self._parts[spec.name]
 
     def _agree_on(self, spec: TableSpec, timeout_s: float) -> None:
         """Write the spec down as the table's first worker, or compare it with what that one gave.
@@ -194,25 +172,75 @@ class RunContext:
         length = words[:8].cast("q")[0]
         return TableSpec.from_mapping(json.loads(bytes(words[8 : 8 + length]))) if length else None
 
-    # --- the end ----------------------------------------------------------------------------------
-
-    def count_out(self, worker: int, timeout_s: float) -> None:
-        """Let go of what a worker of this process had; the last one closes the context."""
-        with self._mutex:
-            remotes = self._remotes.pop(worker, [])
-            self._num_open -= 1
-            is_last = self._num_open == 0
-        for storage in list(self._storages.values()):
-            storage.forget(worker)
-        for remote in remotes:
-            remote.close()
-        if is_last:
-            self.close(timeout_s)  # without the mutex, which a thread in a table may need
-
     def close(self, timeout_s: float) -> None:
         """Close all tables, and leave the run."""
         self._end(timeout_s)
-        for storage in list(self._storages.values()):
-            storage.close()
+        # The memory goes, though somebody keeps a handle of a table.
+        for each in (*self._routers, *self._parts.values()):
+            vars(each).clear()
+        self._parts.clear()
         self.regions.close()
-        self._storages.clear()
+
+
+class RunWorker:
+    """A worker of this process, which is one on each host of the run.
+
+    Args:
+        context: The run.
+        number: The worker's.
+        remotes: The other hosts, in their order, as the worker reaches them.
+
+    Attributes:
+        number: As given.
+        remotes: As given.
+    """
+
+    def __init__(self, context: RunContext, number: int, remotes: list[RemoteHost]) -> None:
+        self.number = number
+        self.remotes = remotes
+        self._context = context
+        self._membership = context.membership
+        self._incarnation = context.membership.incarnation(number)
+        self._routers: dict[str, Router] = {}  # one of each table, since it numbers the adds
+
+    @property
+    def has_number(self) -> bool:
+        """Whether no other worker has been given the number since."""
+        return self._membership.incarnation(self.number) == self._incarnation
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it counts: it has not left, and has not been taken for dead."""
+        return self._membership.is_here(self.number, self._incarnation)
+
+    def router(self, spec: TableSpec, timeout_s: float) -> Router:
+        """Return a table's memory on all hosts; see :meth:`RunContext.router`."""
+        if spec.name not in self._routers:
+            self._routers[spec.name] = self._context.router(spec, self, timeout_s)
+        return self._routers[spec.name]
+
+    def tick(self) -> int:
+        """Count a tick on all hosts, and return how many that makes."""
+        clock = self._membership.advance(self.number)
+        for remote in self.remotes:
+            remote.tick(clock, _CALL_S)
+        return clock
+
+    def wait_at_barrier(self, timeout_s: float) -> int:
+        """Come to the first host's barrier, where all workers come, and wait for the others."""
+        if self.remotes and self.remotes[0].host == 0:
+            return self.remotes[0].wait_at_barrier(timeout_s)
+        return self._membership.wait_at_barrier(self.number, timeout_s)
+
+    def leave(self, timeout_s: float) -> None:
+        """Stop counting on all hosts; one that does not answer finds out by itself."""
+        self._membership.leave(self.number, self._incarnation, timeout_s)
+        for remote in self.remotes:
+            with suppress(PhalanxError):
+                remote.leave(min(timeout_s, _LEAVE_S))
+
+    def close(self, timeout_s: float) -> None:
+        """Let go of everything that is this worker's alone; with the last one, of all."""
+        for remote in self.remotes:
+            remote.close()
+        self._context.count_out(timeout_s)

@@ -227,7 +227,7 @@ class Table:
         group = self._group
         if self._is_bounded:
             self._wait_for_slow()
-        self._storage.read(rows, target, group.worker_id, group.timeout_s)
+        self._storage.read(rows, target, group.timeout_s)
         if self._last_read is not None:
             self._last_read.remember(rows, target)
 
@@ -236,7 +236,7 @@ class Table:
         spec, group = self._spec, self._group
         with torch.inference_mode(False):  # else nobody could write to it outside of that mode
             rows = torch.empty((spec.rows, spec.cols), dtype=spec.dtype, device="cpu")
-        self._storage.read(None, rows, group.worker_id, group.timeout_s)
+        self._storage.read(None, rows, group.timeout_s)
         return rows
 
     def _wait_for_slow(self) -> None:
@@ -272,7 +272,7 @@ class Table:
         """
         self._check_open()
         group = self._group
-        parts = self._storage.copy_all(group.worker_id, group.timeout_s)
+        parts = self._storage.copy_all(group.timeout_s)
         return save_parts(self._spec, parts, Path(directory))
 
     def restore(self, directory: str | os.PathLike[str]) -> None:
@@ -295,14 +295,12 @@ class Table:
                 f"{group.worker_id}. Write `if world.is_master:` before it."
             )
         parts = load_parts(self._spec, Path(directory))
-        self._storage.replace_all(parts, group.worker_id, group.timeout_s)
+        self._storage.replace_all(parts, group.timeout_s)
 
     def stats(self) -> TableStats:
         """Return what this worker has done so far."""
         self._check_open()
-        return TableStats(
-            self._num_adds, self._storage.num_undone(self._group.worker_id), self._storage.nbytes
-        )
+        return TableStats(self._num_adds, self._storage.num_undone(), self._storage.nbytes)
 
     def _check_open(self) -> None:
         group = self._group
@@ -356,7 +354,7 @@ class PendingGet:
         group = table._group
         self.round = late_round
         if late_round is None and table._is_bulk and group.is_counted():
-            self.round = table._storage.arrive(group.worker_id)
+            self.round = table._storage.arrive()
         self._done = False
 
     def wait(self) -> Tensor:
@@ -370,7 +368,7 @@ class PendingGet:
             table._check_open()
             if self.round is not None:
                 group = table._group
-                table._storage.finish(group.worker_id, self.round, group.timeout_s)
+                table._storage.finish(self.round, group.timeout_s)
             table._read(self._rows, self._target)
             self._done = True
         return self._answer
@@ -402,7 +400,7 @@ class KeyTable(Table):
     def __len__(self) -> int:
         """Return how many keys are there."""
         self._check_open()
-        return self._storage.num_keys(self._group.worker_id)
+        return self._storage.num_keys()
 
     def keys(self) -> Tensor:
         """Return the keys that are there, (K,) int64 in ascending order.
@@ -411,4 +409,4 @@ class KeyTable(Table):
         table they are those of the rounds that are in; this is no get, and ends no round.
         """
         self._check_open()
-        return self._storage.keys(self._group.worker_id, self._group.timeout_s)
+        return self._storage.keys(self._group.timeout_s)

@@ -14,7 +14,7 @@ from phalanx.errors import PeerTimeout, StateError
 from phalanx.ipc import register_at_fork
 from phalanx.plan import Behind, Staleness, check_argument, say_numbers
 from phalanx.tables.row_initializer import Uniform, read_row_init
-from phalanx.tables.run_context import RunContext
+from phalanx.tables.run_context import RunContext, RunWorker
 from phalanx.tables.spec import TableSpec, read_dtype
 from phalanx.tables.table import KeyTable, Numbers, Table
 from phalanx.tables.updaters import Updater, parse_updater
@@ -55,10 +55,10 @@ class TableGroup:
     """
 
     def __init__(
-        self, context: RunContext, worker_id: int, staleness: Staleness, timeout_s: float
+        self, context: RunContext, worker: RunWorker, staleness: Staleness, timeout_s: float
     ) -> None:
         """Not for callers, who have :func:`phalanx.tables.join`."""
-        self.worker_id = worker_id
+        self.worker_id = worker.number
         self.timeout_s = timeout_s
         self.staleness = staleness
         self.run = context.run
@@ -66,8 +66,8 @@ class TableGroup:
         self.closed = False
         self.left = False
         self.forked = False  # a forked child is not this worker
-        self._incarnation = context.membership.incarnation(worker_id)
         self._context = context
+        self._worker = worker
         self._num_tables = 0
         self._numbering = threading.Lock()
         self._closing = threading.RLock()
@@ -91,9 +91,7 @@ class TableGroup:
     @property
     def is_master(self) -> bool:
         """Whether this is the lowest worker that is waited for."""
-        if self.closed or self.forked:
-            return False
-        if self.membership.incarnation(self.worker_id) != self._incarnation:
+        if self.closed or self.forked or not self._worker.has_number:
             return False
         return self.membership.master(self.worker_id, self.timeout_s) == self.worker_id
 
@@ -109,7 +107,7 @@ class TableGroup:
         self._check_open()
         self._check_counted("barrier")
         timeout_s = self.timeout_s if timeout_s is None else read_seconds(timeout_s)
-        return self._context.wait_at_barrier(self.worker_id, timeout_s)
+        return self._worker.wait_at_barrier(timeout_s)
 
     def tick(self) -> int:
         """End this worker's round; return how many it has ended.
@@ -125,7 +123,7 @@ class TableGroup:
         """
         self._check_open()
         self._check_counted("tick")
-        clock = self._context.tick(self.worker_id)
+        clock = self._worker.tick()
         if self._tick_bound is not None:
             self._wait_for_slow(Staleness(self._tick_bound), f"round {clock + 1}", ahead=1)
         return clock
@@ -171,7 +169,7 @@ class TableGroup:
         """
         self.left = True
         if not self.closed and self.is_counted():
-            self._context.leave(self.worker_id, self._incarnation, self.timeout_s)
+            self._worker.leave(self.timeout_s)
 
     def close(self) -> None:
         """Leave and let go of everything; the last one out removes what the run has shared.
@@ -209,7 +207,7 @@ class TableGroup:
 
     def _let_go(self) -> None:
         self.closed = True
-        self._context.count_out(self.worker_id, self.timeout_s)
+        self._worker.close(self.timeout_s)
 
     def __enter__(self) -> TableGroup:
         return self
@@ -339,8 +337,8 @@ class TableGroup:
                 capacity=capacity,
             )
             first = read_row_init(init, spec) if capacity else read_init(init, spec)
-            storage = self._context.storage(spec, self.timeout_s)
-            storage.open(self.worker_id, first, self.timeout_s)
+            storage = self._worker.router(spec, self.timeout_s)
+            storage.open(first, self.timeout_s)
             self._num_tables += name is None
         if spec.staleness.is_bounded:
             bounds = [b for b in (self._tick_bound, spec.staleness.bound) if b is not None]
@@ -349,7 +347,7 @@ class TableGroup:
 
     def is_counted(self) -> bool:
         """Tell whether this worker has not left; another may have its number since."""
-        return self.membership.is_here(self.worker_id, self._incarnation)
+        return self._worker.is_here
 
     def _note_fork(self) -> None:
         self.forked = True

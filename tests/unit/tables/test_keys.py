@@ -85,10 +85,10 @@ NOT_INT64 = "`rows` must be a list of int64 numbers"
 def test_an_add_that_cannot_be_is_refused_and_brings_no_key(world, delta, rows, message):
     table = world.keys(3, name="embed", updater="adam", init=1.0)
     table.add(torch.ones(2, 3), rows=[1, 2])
-    before = table._storage.copy_all(0, 1.0)
+    before = table._storage.copy_all(1.0)
     with pytest.raises(ConfigError, match=message):
         table.add(delta, rows=rows)
-    for part, was in zip(table._storage.copy_all(0, 1.0), before, strict=True):
+    for part, was in zip(table._storage.copy_all(1.0), before, strict=True):
         assert torch.equal(part, was)
 
 
