@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import datetime
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -113,19 +113,17 @@ class CudaGroup(SharedGroup):
             super().shutdown()
 
 
-# Any: a call takes whatever torch gives it, in all its forms.
-def _tensors_in(given: Any) -> Iterator[Tensor]:
+# Any: a call takes whatever torch gives it.
+def _devices_of(given: Any) -> set[str]:
+    """Return the kinds of devices of all tensors in ``given``, lists within lists included."""
     if isinstance(given, Tensor):
-        yield given
-    elif isinstance(given, list | tuple):
-        for one in given:
-            yield from _tensors_in(one)
+        return {given.device.type}
+    return set().union(*map(_devices_of, given)) if isinstance(given, list | tuple) else set()
 
 
 def _by_device(name: str) -> Callable[..., Any]:
     def call(self: CudaGroup, *args: Any, **kwargs: Any) -> Any:
-        tensors = _tensors_in((*args, *kwargs.values()))
-        inner = self._inner_for({tensor.device.type for tensor in tensors})
+        inner = self._inner_for(_devices_of((*args, *kwargs.values())))
         return getattr(super(CudaGroup, self) if inner is None else inner, name)(*args, **kwargs)
 
     call.__name__ = name
