@@ -89,10 +89,14 @@ class RankExecutor(ThreadExecutor):
 
     def all_workloads(self) -> Sequence[float]:
         """Return the relative shares of all ranks' replicas, rank after rank."""
+        self._settle()
+        return self._all_workloads
+
+    def _settle(self) -> None:
+        """Take note of ranks that have come or gone since the last run."""
         self._exchange.settle()
         if self._generation != self._exchange.generation:
             self._look_at_ranks()
-        return self._all_workloads
 
     def run(
         self,
@@ -113,6 +117,7 @@ class RankExecutor(ThreadExecutor):
         """
         assert not task.goes_back
         assert only is None
+        self._settle()
         if self._exchange.is_behind:  # this rank computes all
             owners = None
         ranges = self._ranges(len(pieces), owned=owners is not None)

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from phalanx.execution.task import Task
-from phalanx.plan import Node, SummationTree, workload_sizes
+from phalanx.plan import Node, SummationTree
 from phalanx.replicas import RngPlan, Statistic, merge_statistics
 from phalanx.torch_internals import foreach_add
 from phalanx.types import Nested
@@ -171,9 +171,8 @@ class RunState:
             else:
                 self.sums.put(Node(0, index), None)
         self._own = tuple(left)
-        if owners is None:  # one queue for all, but for those whose share would be nothing
-            sizes = workload_sizes(len(left), workloads)
-            self._queues = [left if size > 0 else [] for size in sizes]
+        if owners is None:  # one queue for all replicas that are switched on
+            self._queues = [left if share > 0 else [] for share in workloads]
         else:
             replicas = range(len(workloads))
             self._queues = [[each for each in left if owners[each] == i] for i in replicas]

@@ -170,8 +170,8 @@ class Engine:
             ConfigError: Leaves differ in their rows, there are none, or weights are wrong.
             StateError: As :meth:`check_whole`: nothing may be added to it.
         """
-        self.check_whole()
-        workloads = self.executor.all_workloads()
+        if self._is_half_stepped:
+            raise _half_stepped()
         rows = open_rows(batch, self.layout)
         count = rows.count()
         if count == 0:
@@ -181,6 +181,7 @@ class Engine:
         if self.microbatches is not None:
             sizes, owners = equal_sizes(count, self.microbatches), None
         else:
+            workloads = self.executor.all_workloads()
             sizes, owners = workload_sizes(count, workloads), range(len(workloads))
         pieces = rows.cut(sizes)
         weights = list(map(float, sizes))
@@ -300,17 +301,22 @@ class Engine:
             StateError: A step failed half way.
         """
         if self._is_half_stepped:
-            raise StateError(
-                "The model must be whole to be trained or saved, but the last step failed when its "
-                "optimizer had begun: some weights are new and some are not. Put them back by "
-                "`resume()`, or begin with another trainer."
-            )
+            raise _half_stepped()
 
     def restore(self) -> None:
         """Take over a state that was loaded into module and optimizer."""
         self._is_half_stepped = False
         if self._executor is not None:
             self._shards = self._executor.open_shards(self.optimizer)
+
+
+def _half_stepped() -> StateError:
+    """Return the error for a step that failed between the first write and the last."""
+    return StateError(
+        "The model must be whole to be trained or saved, but the last step failed when its "
+        "optimizer had begun: some weights are new and some are not. Put them back by "
+        "`resume()`, or begin with another trainer."
+    )
 
 
 def _rate_of(group: dict[str, Any]) -> float:

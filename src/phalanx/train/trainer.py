@@ -462,8 +462,11 @@ class Trainer:
         start_s = now_s()
         check_moment(closed=self._closed, in_step=self._in_step)
         self._engine.open()
-        self._engine.executor.admit()
-        done = repeated(lambda: self._update(batch, start_s, in_epoch=in_epoch))
+        if self._choice.kind == "ranks":
+            self._engine.executor.admit()
+            done = repeated(lambda: self._update(batch, start_s, in_epoch=in_epoch))
+        else:
+            done = self._update(batch, start_s, in_epoch=in_epoch)
         if done.step == 1:  # optimizers make their state in their first step
             self._state.capture()
         self._events.tell(done)
