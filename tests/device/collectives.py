@@ -75,6 +75,13 @@ class LateGroup(dist.ProcessGroup):
 
         return self._run(tensors, tensors, call)
 
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> LateWork:
+        def call(found: list[Tensor], given: list[Tensor]) -> dist.Work:
+            found[0].copy_(given[0])
+            return self._gloo.allreduce(found, opts)
+
+        return self._run(tensors, tensors, call)
+
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> LateWork:
         return self._run(
             outputs[0], inputs, lambda found, given: self._gloo.allgather([found], given)

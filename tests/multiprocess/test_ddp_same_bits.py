@@ -173,6 +173,28 @@ def test_any_number_of_ranks_trains_the_same_bits(
             assert found == {name: one_rank[name] for name in found}
 
 
+def gradient_of(rank: int, dtype: torch.dtype) -> str:
+    """Return a hash of the gradients of a layer whose weight is of 1 MiB or more."""
+    torch.manual_seed(0)
+    layer = nn.Linear(1024, 512).to(dtype)
+    inputs = torch.randn(8, 1024, generator=torch.Generator().manual_seed(1)).to(dtype)
+    model = DistributedDataParallel(layer, 4)
+    loss = model(inputs[own_rows(rank, 8, 4)]).square().mean()
+    (loss * 1024).backward()  # halves of the smallest numbers of 16 bits are not exact
+    found = torch.cat([each.grad.flatten() for each in layer.parameters()])  # type: ignore[union-attr]
+    return hashlib.sha256(found.double().numpy().tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_large_gradients_are_added_in_one_order(
+    two: Ranks, alone: Ranks, dtype: torch.dtype
+) -> None:
+    expected = alone.run(gradient_of, dtype)
+    assert two.run(gradient_of, dtype) == expected * 2
+    with Ranks(2, backend="phalanx") as ranks:
+        assert ranks.run(gradient_of, dtype) == expected * 2
+
+
 # --- beside torch's own class ---------------------------------------------------------------------
 
 

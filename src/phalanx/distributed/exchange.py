@@ -175,19 +175,28 @@ class Exchange:
             lambda: group.alltoall_base(received, sent, list(sizes), list(sent_sizes))
         )
 
-    def begin_numbers(self, own: Sequence[float]) -> Callable[[], list[list[float]]]:
-        """Begin to tell all ranks ``own``, as many numbers on every rank.
+    def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
+        """Begin to add up all ranks' tensors, in place, in the order of the backend.
 
         Returns:
-            A function that waits until it has ended, and returns every rank's numbers, by rank.
+            A function that waits until it has ended.
         """
-        row = torch.tensor(own, dtype=torch.float64).to(self._device)
-        found = row.new_empty((self.size, len(own)))
-        end = self.begin_join(row, found.view(-1))
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        group, lent = self._group, self._lend(real)
+        return self._begin(lambda: group.allreduce([lent]))
 
-        def wait() -> list[list[float]]:
+    def begin_numbers(self, own: Sequence[float]) -> Callable[[], list[float]]:
+        """Begin to add up ``own`` over all ranks, as many numbers on every rank.
+
+        Returns:
+            A function that waits until it has ended, and returns the sums.
+        """
+        numbers = torch.tensor(own, dtype=torch.float64, device=self._device)
+        end = self.begin_sum(numbers)
+
+        def wait() -> list[float]:
             end()
-            return found.tolist()
+            return numbers.tolist()
 
         return wait
 

@@ -10,7 +10,7 @@ from phalanx.execution.failures import FailureLog, WorkerLost
 from phalanx.execution.opening import ExecutorChoice
 from phalanx.execution.processes import ProcessExecutor
 from phalanx.execution.rank_messages import RankMessage, add_statistics
-from phalanx.execution.rank_reduction import RankReduction
+from phalanx.execution.rank_reduction import RankReduction, places_of
 from phalanx.execution.ranks import describe_rank
 from phalanx.execution.run import Gradients, PartialSum, RunResult, Span
 from phalanx.execution.shards import Shards
@@ -39,5 +39,6 @@ __all__ = [
     "add_statistics",
     "default_intra_op",
     "describe_rank",
+    "places_of",
     "repeated",
 ]

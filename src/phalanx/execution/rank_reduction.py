@@ -6,13 +6,15 @@
 
 Each rank owns one slice of every bucket of gradients: it receives all partial sums of this slice
 and adds them along the tree. That moves as many bytes as an all_reduce, whose order would depend
-on the number of ranks.
+on the number of ranks. Of two ranks with one sum each, an all_reduce does it: two numbers have one
+sum, whichever comes first.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
@@ -26,20 +28,16 @@ from phalanx.torch_internals import foreach_copy
 T = TypeVar("T")
 
 _ALIGNMENT = 64  # bytes; as torch's own memory: kernels that sum choose by it
+_LARGE_BYTES = 2**20  # of a gradient that travels alone, because a copy costs more
 _IDENTITY = -0.0  # added to any number, it gives this number; 0.0 would change the sign of -0.0
 
 
-def nodes_of(leaves: range, rows: Sequence[float]) -> list[Node]:
-    """Return the nodes of the tree whose sums a rank holds; none for microbatches without rows.
-
-    Args:
-        leaves: The rank's microbatches.
-        rows: Of all microbatches.
-    """
-    sums: TreeSums[float] = TreeSums(len(rows), operator.add)
+def nodes_of(leaves: range, num_leaves: int) -> list[Node]:
+    """Return the nodes of the tree whose sums a rank holds that has these microbatches."""
+    sums: TreeSums[float] = TreeSums(num_leaves, operator.add)
     for leaf in leaves:
-        sums.put(Node(0, leaf), rows[leaf] or None)
-    return [node for node in sorted(sums.waiting) if sums.waiting[node] is not None]
+        sums.put(Node(0, leaf), 0.0)
+    return sorted(sums.waiting)
 
 
 def add_nodes(num_leaves: int, found: Mapping[Node, T], add: Callable[[T, T], T]) -> T | None:
@@ -47,7 +45,7 @@ def add_nodes(num_leaves: int, found: Mapping[Node, T], add: Callable[[T, T], T]
 
     Args:
         num_leaves: Of the tree.
-        found: Disjoint nodes; leaves below none of them had no rows.
+        found: Disjoint nodes; leaves below none of them have no sum.
         add: As for `TreeSums`.
     """
     sums: TreeSums[T] = TreeSums(num_leaves, add)
@@ -86,35 +84,36 @@ class RankReduction:
             for places in _cut_in_buckets(parameters, bucket_bytes)
         ]
 
-    def add(
-        self,
-        own: Mapping[Node, PartialSum | None],
-        rows: Sequence[float],
-        ranges: Sequence[range],
-    ) -> Gradients:
-        """Return the sums of all ranks' gradients; None for a parameter that no rank has one for.
+    def add(self, own: Mapping[Node, PartialSum | None], ranges: Sequence[range]) -> Gradients:
+        """Return the sums of all ranks' gradients.
 
         Args:
-            own: This rank's partial sums.
-            rows: Of all ranks' microbatches, or what else they weigh; some are above 0.
+            own: This rank's partial sums, which it may write to.
             ranges: Which microbatches are whose, by rank.
 
         Returns:
-            By parameter, 1-D in memory order.
+            By parameter, 1-D in memory order; meaningless where no rank has a gradient.
 
         Collective: Yes. Moves: (N - 1) / N of the gradients' bytes to others, twice, for N ranks.
         """
-        nodes = [nodes_of(leaves, rows) for leaves in ranges]
+        num_leaves = sum(map(len, ranges))
+        nodes = [nodes_of(leaves, num_leaves) for leaves in ranges]
         nothing = PartialSum([None] * len(self._parameters), {})
-        sums = [own.get(node) or nothing for node in nodes[self._exchange.rank]]
-        gradients = [each.gradients for each in sums]
-        trips = [_Trip(bucket, self._exchange, nodes, gradients) for bucket in self._buckets]
+        sums = [(own.get(node) or nothing).gradients for node in nodes[self._exchange.rank]]
+        kind = _PairTrip if list(map(len, nodes)) == [1, 1] else _Trip
+        trips = [kind(bucket, self._exchange, nodes, sums) for bucket in self._buckets]
         for trip in trips:
-            trip.add(len(rows))
+            trip.add(num_leaves)
         total: Gradients = [None] * len(self._parameters)
         for bucket, trip in zip(self._buckets, trips, strict=True):
             bucket.read(trip.wait(), total)
         return total
+
+
+def places_of(own: Mapping[Node, PartialSum | None]) -> set[int]:
+    """Return the places of the parameters that partial sums hold gradients of."""
+    sums = [each.gradients for each in own.values() if each is not None]
+    return {place for each in sums for place, found in enumerate(each) if found is not None}
 
 
 class _Trip:
@@ -170,8 +169,25 @@ class _Trip:
         return self._flat
 
 
+class _PairTrip(_Trip):
+    """The way of one bucket between two ranks with one sum each."""
+
+    def __init__(
+        self,
+        bucket: _Bucket,
+        exchange: Exchange,
+        nodes: Sequence[Sequence[Node]],  # noqa: ARG002 - as `_Trip` takes it
+        sums: Sequence[Gradients],
+    ) -> None:
+        self._flat = bucket.pack(sums[0])
+        self._waits = [exchange.begin_sum(self._flat)]
+
+    def add(self, num_leaves: int) -> None:
+        """Do nothing: the backend adds."""
+
+
 class _Bucket:
-    """Gradients of one dtype that travel together, behind a mark for each that is there.
+    """Gradients of one dtype that travel together, or one large gradient.
 
     Attributes:
         slice_size: Elements of the slice that each rank owns.
@@ -183,16 +199,27 @@ class _Bucket:
         self._places = places
         self.dtype = parameters[places[0]].dtype
         self.device = parameters[places[0]].device
-        self._sizes = [len(places), *(parameters[place].numel() for place in places)]
+        self._sizes = [parameters[place].numel() for place in places]
         unit = _ALIGNMENT // self.dtype.itemsize
-        self._room = [-(-size // unit) * unit for size in self._sizes]
-        self.slice_size = -(-sum(self._room) // num_ranks)
-        self._padding = self.slice_size * num_ranks - sum(self._room)
+        *self._starts, stop = accumulate(
+            (-(-size // unit) * unit for size in self._sizes), initial=0
+        )
+        self.slice_size = -(-stop // num_ranks)
+        self._num_ranks = num_ranks
         self._received: list[Tensor] = []
+
+    def pack(self, gradients: Gradients) -> Tensor:
+        """Return these gradients in one piece of memory: a large one where it lies."""
+        first = gradients[self._places[0]]
+        if len(self._places) == 1 and first is not None:
+            return first
+        flat = self.empty()
+        self.write(gradients, flat)
+        return flat
 
     def empty(self) -> Tensor:
         """Return memory for the bucket."""
-        size = sum(self._room) + self._padding
+        size = self.slice_size * self._num_ranks
         return torch.empty(size, dtype=self.dtype, device=self.device)
 
     def received(self, turn: int, count: int) -> Tensor:
@@ -205,16 +232,14 @@ class _Bucket:
         return self._received[turn]
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        """Return the marks and the gradients in ``flat``."""
-        *parts, _ = flat.split([*self._room, self._padding])
-        return [part[:size] for part, size in zip(parts, self._sizes, strict=True)]
+        """Return the gradients in ``flat``."""
+        pairs = zip(self._starts, self._sizes, strict=True)
+        return [flat.narrow(0, start, size) for start, size in pairs]
 
     def write(self, gradients: Gradients, flat: Tensor) -> None:
         """Write these gradients into the bucket ``flat``."""
-        marks, *views = self._views(flat)
         found = [gradients[place] for place in self._places]
-        marks.copy_(torch.tensor([float(each is not None) for each in found]))
-        pairs = list(zip(views, found, strict=True))
+        pairs = list(zip(self._views(flat), found, strict=True))
         for view, gradient in pairs:
             if gradient is None:
                 (torch.view_as_real(view) if view.is_complex() else view).fill_(_IDENTITY)
@@ -223,11 +248,9 @@ class _Bucket:
             foreach_copy([view for view, _ in present], [each for _, each in present])
 
     def read(self, flat: Tensor, total: Gradients) -> None:
-        """Put the parts that somebody had a gradient for into ``total``."""
-        marks, *views = self._views(flat)
-        for place, view, mark in zip(self._places, views, marks.tolist(), strict=True):
-            if mark:
-                total[place] = view
+        """Put the gradients in ``flat`` into ``total``."""
+        for place, view in zip(self._places, self._views(flat), strict=True):
+            total[place] = view
 
 
 def _cut_in_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[int]]:
@@ -238,7 +261,8 @@ def _cut_in_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> li
         parameter = parameters[place]
         if not parameter.requires_grad:
             continue
-        kind = parameter.dtype, parameter.device
+        is_large = parameter.nbytes >= _LARGE_BYTES
+        kind = place if is_large else (parameter.dtype, parameter.device)
         buckets = by_kind.setdefault(kind, [])
         if not buckets or sizes[kind] + parameter.nbytes > bucket_bytes:
             buckets.append([])

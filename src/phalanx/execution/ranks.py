@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from phalanx.distributed import Exchange, GroupChanged
 from phalanx.errors import ConfigError, PeerError
 from phalanx.execution.rank_messages import RankMessage, add_statistics
-from phalanx.execution.rank_reduction import RankReduction
+from phalanx.execution.rank_reduction import RankReduction, places_of
 from phalanx.execution.run import Gradients, PartialSum, RunResult
 from phalanx.execution.task import Task
 from phalanx.execution.threads import ThreadExecutor
@@ -131,6 +131,7 @@ class RankExecutor(ThreadExecutor):
         }
         try:
             result = super().run(task, pieces, weights=weights, seed=seed, owners=owners, only=only)
+            about["gradients"] = sorted(places_of(result.sums))
             packed = RankMessage.of(about, result.results, result.sums).pack()
         except BaseException as error:
             failed = RankMessage(about, f"{type(error).__name__}: {error}")
@@ -161,7 +162,9 @@ class RankExecutor(ThreadExecutor):
         """Let ``result`` hold all ranks' sums of gradients and statistics."""
         gradients: Gradients = [None] * len(self.parameters)
         if torch.is_grad_enabled():
-            gradients = self._reduction.add(result.sums, weights, ranges)
+            present = {place for each in messages for place in each.about["gradients"]}
+            sums = self._reduction.add(result.sums, ranges)
+            gradients = [each if place in present else None for place, each in enumerate(sums)]
         total = PartialSum(gradients, add_statistics(messages, len(weights)))
         result.sums = {SummationTree(len(weights)).root: total}
 

@@ -22,10 +22,19 @@ from phalanx.execution import (
     ThreadExecutor,
     add_statistics,
     describe_rank,
+    places_of,
 )
 from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.graph import Reduction, RunPart
-from phalanx.plan import Layout, check_argument, equal_sizes, ranges_of, read_count, read_number
+from phalanx.plan import (
+    Layout,
+    Node,
+    check_argument,
+    equal_sizes,
+    ranges_of,
+    read_count,
+    read_number,
+)
 from phalanx.replicas import Statistics
 from phalanx.torch_internals import call_after_backward
 from phalanx.types import Nested
@@ -294,17 +303,16 @@ class _RankPasses(_Passes):
             return super().statistics(result)
         own = {
             node: PartialSum([], each.statistics)
-            for node, each in result.sums.items()
-            if each is not None and any(self._sizes)
+            for node, each in self._own(result).items()
+            if each is not None
         }
         message = RankMessage.of(self._sizes, [], own)
         told = [RankMessage.read(each) for each in self._exchange.gather(message.pack(), "forward")]
-        self._check([each.about for each in told])
+        self._check([sum(each) for each in zip(*(each.about for each in told), strict=True)])
         return add_statistics(told, len(self._sizes))
 
     def begin(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         gradients = super().begin(gradients)
-        self._told = self._exchange.begin_numbers([*self._sizes, self._weight])
         if not self._owner._is_mean:
             return gradients
         return [None if each is None else each / self._exchange.size for each in gradients]
@@ -316,20 +324,25 @@ class _RankPasses(_Passes):
         return [None if each is None else each * self._exchange.size for each in gradients]
 
     def add_gradients(self, executor: ThreadExecutor, result: RunResult) -> Gradients:
-        told = self._told()
-        rows = self._check([[int(size) for size in sizes] for *sizes, _ in told])
-        sums: Gradients = [None] * len(executor.parameters)
-        if any(rows):
-            ranges = ranges_of(len(rows), self._exchange.size)
-            sums = self._owner._sums_of(executor).add(result.sums, rows, ranges)
-        return self._weighted(sums, sum(each[-1] for each in told))
+        own, count = self._own(result), len(self._sizes)
+        present = places_of(own)
+        marks = [float(place in present) for place in range(len(executor.parameters))]
+        told = self._exchange.begin_numbers([*self._sizes, self._weight, *marks])
+        ranges = ranges_of(count, self._exchange.size)
+        sums = self._owner._sums_of(executor).add(own, ranges)
+        numbers = told()
+        self._check([int(rows) for rows in numbers[:count]])
+        found = zip(sums, numbers[count + 1 :], strict=True)
+        return self._weighted([each if mark else None for each, mark in found], numbers[count])
 
-    def _check(self, by_rank: Sequence[Sequence[int]]) -> list[int]:
-        """Return the rows of all microbatches; refuse others than one rank would cut."""
-        rows = [sum(each) for each in zip(*by_rank, strict=True)]
+    def _own(self, result: RunResult) -> Mapping[Node, PartialSum | None]:
+        """Return this rank's sums; an empty share has run once, but counts nothing."""
+        return result.sums if any(self._sizes) else {}
+
+    def _check(self, rows: Sequence[int]) -> None:
+        """Refuse other rows of the microbatches than one rank would cut."""
         total, count = sum(rows), len(rows)
         wanted = equal_sizes(total, count)
-        have = [sum(each) for each in by_rank]
         if self._owner._is_mean and total % count:
             raise ConfigError(
                 f"A batch must have a multiple of {count} rows, its microbatches, with "
@@ -337,13 +350,15 @@ class _RankPasses(_Passes):
                 "an epoch (`ExactSampler(…, drop_last=True)`), or give reduction='sum'."
             )
         if rows != wanted:
-            needed = [sum(wanted[place] for place in own) for own in ranges_of(count, len(have))]
+            ranges = ranges_of(count, self._exchange.size)
+            needed, have = (
+                [sum(each[r.start : r.stop]) for r in ranges] for each in (wanted, rows)
+            )
             raise ConfigError(
                 f"Ranks must have the rows of their microbatches, {_told(needed)} for a batch of "
                 f"{total} in {count} microbatches, but have {_told(have)}. Let `ExactSampler` deal "
                 "out the rows."
             )
-        return rows
 
 
 def _told(rows: Sequence[int]) -> str:
