@@ -51,6 +51,11 @@ class LateGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """What torch knows of a group whose backend is written in C++."""
+        return [torch.device("dev")]
+
     def _run(
         self,
         outputs: Sequence[Tensor],
@@ -68,31 +73,33 @@ class LateGroup(dist.ProcessGroup):
         return LateWork(stream, [*outputs, *inputs])
 
     # Any: torch's options.
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> LateWork:
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> LateWork:
         def call(found: list[Tensor], given: list[Tensor]) -> dist.Work:
             found[0].copy_(given[0])
-            return self._gloo.broadcast(found, opts)
+            return self._gloo.broadcast(found, opts or dist.BroadcastOptions())
 
         return self._run(tensors, tensors, call)
 
-    def allreduce(self, tensors: list[Tensor], opts: Any) -> LateWork:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> LateWork:
         def call(found: list[Tensor], given: list[Tensor]) -> dist.Work:
             found[0].copy_(given[0])
-            return self._gloo.allreduce(found, opts)
+            return self._gloo.allreduce(found, opts or dist.AllreduceOptions())
 
         return self._run(tensors, tensors, call)
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> LateWork:
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> LateWork:
         return self._run(
             outputs[0], inputs, lambda found, given: self._gloo.allgather([found], given)
         )
 
-    def all_gather_single(self, output: Tensor, own: Tensor, opts: Any) -> LateWork:
+    def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> LateWork:
         parts = list(output.view(self.size(), *own.shape).unbind())
         return self.allgather([parts], [own], opts)
 
     def all_to_all_single(
-        self, output: Tensor, own: Tensor, sizes: list[int], own_sizes: list[int], opts: Any
+        self, output: Tensor, own: Tensor, sizes: list[int], own_sizes: list[int], opts: Any = None
     ) -> LateWork:
         return self._run(
             [output],
