@@ -27,30 +27,16 @@ from torch import Tensor, nn
 
 from phalanx.errors import ConfigError, PhalanxError, StateError, UnsupportedError
 from phalanx.execution.channel import Mailbox, pack
-from phalanx.execution.contract import (
-    Executor,
-    addresses_of,
-    parameters_of,
-)
+from phalanx.execution.contract import Executor, addresses_of, parameters_of
 from phalanx.execution.failures import FailureLog, WorkerLost
 from phalanx.execution.gradient_slots import GradientSlot, GradientSlots
 from phalanx.execution.run import Gradients, PartialSum, RunState, Span
 from phalanx.execution.thread_pool import ThreadPool
-from phalanx.execution.worker import (
-    Done,
-    Failed,
-    MicrobatchMessage,
-    RunSpec,
-    Worker,
-    rebuilt,
-)
+from phalanx.execution.worker import Done, Failed, MicrobatchMessage, RunSpec, Worker, rebuilt
 from phalanx.execution.worker_process import Lost, WorkerProcess, dismiss_all
 from phalanx.memory import SharedMemoryPool, has_memory, is_shared, return_freed_memory
 from phalanx.plan import Node
-from phalanx.replicas import (
-    AttributeFingerprint,
-    CallerModes,
-)
+from phalanx.replicas import AttributeFingerprint, CallerModes
 
 _CPU = torch.device("cpu")
 _Sent = tuple[int, GradientSlot | None]  # a microbatch, and what takes its gradients

@@ -25,12 +25,7 @@ from phalanx.plan import (
     read_workloads,
     workload_sizes,
 )
-from phalanx.replicas import (
-    check_replicable,
-    current_replica,
-    resolve_devices,
-    uncompiled,
-)
+from phalanx.replicas import check_replicable, current_replica, resolve_devices, uncompiled
 from phalanx.types import Device, Nested
 
 

@@ -27,12 +27,7 @@ from phalanx.execution import Executor, ExecutorChoice, RunResult, Shards, Span,
 from phalanx.memory import dense_strides
 from phalanx.metrics import Joining, Metrics
 from phalanx.plan import Layout, equal_sizes, open_rows, read_weights, workload_sizes
-from phalanx.replicas import (
-    Statistics,
-    check_statistics,
-    sum_statistics,
-    write_statistics,
-)
+from phalanx.replicas import Statistics, check_statistics, sum_statistics, write_statistics
 from phalanx.train.objective import Objective, TrainTask
 from phalanx.train.position import Loss, Position
 from phalanx.train.trainer_arguments import check_members

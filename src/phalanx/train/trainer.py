@@ -16,13 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from phalanx.callbacks import EpochDone, EventHandler, FitBegun, FitEnded, StepDone
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError, StateError
-from phalanx.execution import (
-    ExecutorChoice,
-    Processes,
-    Ranks,
-    describe_rank,
-    repeated,
-)
+from phalanx.execution import ExecutorChoice, Processes, Ranks, describe_rank, repeated
 from phalanx.metrics import Joining, Metrics
 from phalanx.plan import Layout, read_layout
 from phalanx.replicas import caller_intra_op, check_replicable
