@@ -36,7 +36,7 @@ POINTS = tuple(
     for point in (*part.POINTS, *router.READ_POINTS, *keys.POINTS)
     if point != "undo written"  # in C, as these tables add up
 )
-MOST_PASSES = 30  # of a point, before the death
+MOST_PASSES = 12  # of a point, before the death
 _MOMENT = "a moment"
 _numbers = itertools.count()
 
@@ -160,7 +160,7 @@ def run_books(
         for _ in range(kills - CLERKS):
             clerk = draw.choice(clerks)
             planned = clerk.death is not None
-            most = len(BOOKS) * (1 + MOST_PASSES) if planned else draw.randint(1, 60)
+            most = len(BOOKS) * (1 + MOST_PASSES) if planned else draw.randint(1, 30)
             alive = clerk.hear(result, most)
             if alive:
                 threading.Event().wait(draw.uniform(0.0, 2e-3))
