@@ -13,8 +13,10 @@ _SIGKILL = 9
 # Where a line of /proc/<pid>/stat is cut after the name (which may hold blanks and parentheses),
 # its third field comes first.
 _STATE = 0
+_FLAGS = 9 - 3
 _START = 22 - 3
 _DEAD = ("Z", "X", "x")
+_EXITING = 4  # the kernel's PF_EXITING
 _STOPPED = ("T", "t")
 
 
@@ -57,11 +59,15 @@ class ProcessIdentity(NamedTuple):
         return cls(pid, int(fields[_START]))
 
     def alive(self) -> bool:
-        """Tell whether the process still runs; one that only waits to be reaped does not."""
+        """Tell whether the process still runs; one that only waits to be reaped does not.
+
+        Nor does one whose memory the kernel takes back, which needs 100 ms on a busy machine.
+        """
         fields = _stat_fields(self.pid)
         return (
             fields is not None
             and fields[_STATE] not in _DEAD
+            and not int(fields[_FLAGS]) & _EXITING
             and int(fields[_START]) == self.start_ticks
         )
 
