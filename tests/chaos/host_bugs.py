@@ -80,7 +80,7 @@ def lost_host_awaited() -> None:
 
 def session_stays_broken() -> None:
     """A worker whose session breaks does not open it again."""
-    RemoteHost._keep_session = lambda self, expected: None  # type: ignore[method-assign]
+    RemoteHost._keep_session = lambda self: None  # type: ignore[method-assign]
 
 
 def one_at_a_time() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from phalanx.cluster.connection import Connection, Endpoint, RemoteCall
 from phalanx.cluster.frames import MAX_ARRAY_BYTES, Array, Message, Stream, tag_of
 from phalanx.cluster.secret import Secret, draw_secret, make_secret
-from phalanx.cluster.server import Answer, Link, Server, Service
+from phalanx.cluster.server import Answer, Server, Service
 
 __all__ = [
     "MAX_ARRAY_BYTES",
@@ -13,7 +13,6 @@ __all__ = [
     "Array",
     "Connection",
     "Endpoint",
-    "Link",
     "Message",
     "RemoteCall",
     "Secret",

@@ -157,9 +157,13 @@ class Stream:
     Args:
         end: The socket, connected.
         tag: What heads begin with.
+
+    Attributes:
+        session: What a service keeps of the connection.
     """
 
     def __init__(self, end: socket.socket, tag: bytes) -> None:
+        self.session: Any = None  # Any: the service's
         self._socket = end
         self._tag = tag
         self._until_s = math.inf

@@ -43,18 +43,18 @@ class Secret:
             with open_regular(Path(path)) as file:
                 status = os.fstat(file.fileno())
                 secret = cls(file.read(_LONGEST))
+            secret.tls(server=False)
         except (OSError, ValueError) as exc:
-            raise _no_secret(path, exc) from exc
+            raise ConfigError(
+                f"`secret_file` must be a file made by `phalanx secret`, but {str(path)!r} is not: "
+                f"{exc}."
+            ) from exc
         if status.st_mode & _OTHERS or status.st_uid not in (os.geteuid(), 0):
             raise ConfigError(
                 f"`secret_file` must be yours and closed to others (mode 0600), but {str(path)!r} "
                 f"has mode {stat.S_IMODE(status.st_mode):04o}. Say `chmod 600` and make a new "
                 "secret if somebody may have read it."
             )
-        try:
-            secret.tls(server=False)
-        except ssl.SSLError as exc:
-            raise _no_secret(path, exc) from exc
         return secret
 
     def tls(self, *, server: bool) -> ssl.SSLContext:
@@ -75,12 +75,6 @@ class Secret:
         finally:
             os.close(descriptor)
         return context
-
-
-def _no_secret(path: Path | str, exc: Exception) -> ConfigError:
-    return ConfigError(
-        f"`secret_file` must be a file made by `phalanx secret`, but {str(path)!r} is not: {exc}."
-    )
 
 
 def draw_secret() -> bytes:
@@ -106,15 +100,11 @@ def make_secret(path: Path | str) -> None:
         UnsupportedError: The program ``openssl`` is missing.
     """
     content = draw_secret()
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, flags, 0o600)
+        with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(content)
     except OSError as exc:
         raise ConfigError(
             f"`path` must be where a new file can be made, but {str(path)!r} is not: "
             f"{exc.strerror}. An older secret stays valid; remove it to make another."
         ) from exc
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(descriptor)

@@ -17,7 +17,7 @@ import ssl
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from phalanx import errors
 from phalanx.clock import now_s, pause
@@ -40,17 +40,6 @@ _HANDSHAKES, _HANDSHAKE_S = 64, 10.0
 _LONGEST_ERROR = 4000
 
 
-class Link:
-    """A connection, as a service knows it.
-
-    Attributes:
-        session: What the service keeps of it.
-    """
-
-    def __init__(self) -> None:
-        self.session: Any = None  # Any: the service's
-
-
 class Answer(NamedTuple):
     """An answer of a service: numbers, a text, and contiguous arrays."""
 
@@ -62,10 +51,10 @@ class Answer(NamedTuple):
 class Service(Protocol):
     """Requests that a server answers; many threads call its methods."""
 
-    def answer(self, asked: Message, link: Link) -> Answer:
+    def answer(self, asked: Message, stream: Stream) -> Answer:
         """Do what is asked, and return the answer; its arrays may have any length."""
 
-    def ended(self, link: Link) -> None:
+    def ended(self, stream: Stream) -> None:
         """Note that a connection has ended."""
 
 
@@ -157,29 +146,29 @@ class Server:
         finally:
             self._handshakes.release()
         end.settimeout(None)  # the kernel ends connections to peers that are gone or read nothing
-        stream, link = Stream(end, self._tag), Link()
+        stream = Stream(end, self._tag)
         self._streams.add(stream)
         try:
             while True:
-                self._answer_next(stream, link)
+                self._answer_next(stream)
         except BadFrame:
             self.num_dropped += 1
         except (OSError, EOFError):
             pass
         finally:
             self._streams.discard(stream)
-            self._service.ended(link)
+            self._service.ended(stream)
             stream.close()
 
-    def _answer_next(self, stream: Stream, link: Link) -> None:
+    def _answer_next(self, stream: Stream) -> None:
         asked = stream.receive(MAX_ARRAY_BYTES)
         if asked.kind != Kind.REQUEST:
             raise BadFrame("no request")
-        self._send(stream, self._ask(asked, link))
+        self._send(stream, self._ask(asked, stream))
 
-    def _ask(self, asked: Message, link: Link) -> Message:
+    def _ask(self, asked: Message, stream: Stream) -> Message:
         try:
-            answer, kind = self._service.answer(asked, link), Kind.ANSWER
+            answer, kind = self._service.answer(asked, stream), Kind.ANSWER
         except Exception as exc:
             answer, kind = Answer(text=error_text(exc)), Kind.ERROR
         return asked._replace(kind=kind, **answer._asdict())

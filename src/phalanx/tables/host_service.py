@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from phalanx.clock import now_s
-from phalanx.cluster import MAX_ARRAY_BYTES, Answer, Link, Message
+from phalanx.cluster import MAX_ARRAY_BYTES, Answer, Message, Stream
 from phalanx.errors import ConfigError, StateError
 from phalanx.memory import all_within
 from phalanx.tables.host_operations import (
@@ -78,11 +78,11 @@ class HostService:
 
     # --- as a Service -----------------------------------------------------------------------------
 
-    def answer(self, asked: Message, link: Link) -> Answer:
+    def answer(self, asked: Message, stream: Stream) -> Answer:
         """Do what is asked."""
         answer = self._answers.get(asked.operation)
         if asked.operation == Operation.ENTER:
-            return self._enter(asked, link)
+            return self._enter(asked, stream)
         if answer is None:
             raise ConfigError(f"`operation` must be one of this version, but is {asked.operation}.")
         if not 0 <= asked.worker < MAX_WORKERS:
@@ -101,7 +101,7 @@ class HostService:
 
     # --- workers ----------------------------------------------------------------------------------
 
-    def _enter(self, asked: Message, link: Link) -> Answer:
+    def _enter(self, asked: Message, stream: Stream) -> Answer:
         number, client, expected, *_ = asked.args
         with self._mutex:
             worker = asked.worker
@@ -112,18 +112,18 @@ class HostService:
                     worker=None if number < 0 else number,
                     num_expected=expected or None,
                     timeout_s=_seconds(asked),
-                    client=client,
+                    client=client or 1,
                 )
-            link.session = worker, self.membership.incarnation(worker)
-            self._sessions[link.session] += 1
-        return Answer((*link.session, self.membership.num_barriers))
+            stream.session = worker, self.membership.incarnation(worker)
+            self._sessions[stream.session] += 1
+        return Answer((*stream.session, self.membership.num_barriers))
 
-    def ended(self, link: Link) -> None:
+    def ended(self, stream: Stream) -> None:
         """Note that a connection has ended; where it was a worker's session, that counts."""
-        if link.session is not None:
+        if stream.session is not None:
             with self._mutex:
-                self._sessions[link.session] -= 1
-                self._broken_s[link.session] = now_s()
+                self._sessions[stream.session] -= 1
+                self._broken_s[stream.session] = now_s()
 
     def lose_those_without_session(self) -> None:
         """Mark workers of other hosts dead whose sessions are gone."""

@@ -239,11 +239,6 @@ class Membership:
         """Tell whether the process of ``worker`` is on another host."""
         return self._process(worker).pid == _ELSEWHERE
 
-    def lives(self, worker: int) -> bool:
-        """Tell whether a worker is here, and its process, where that is of this host."""
-        is_here = self._words[self._start_of(worker) + _STATE] == _HERE
-        return is_here and self._has_process(worker)
-
     def worker_of(self, pid: int) -> int | None:
         """Return the worker that a process is, if it is exactly one."""
         return _worker_of(self._words, pid)

@@ -62,29 +62,26 @@ class RemoteHost:
             num_expected: How many workers were announced.
             timeout_s: How long to wait for the server.
         """
-        expected = num_expected or 0
-        entered, incarnation, self.num_barriers, _ = self._open(
-            -1 if worker is None else worker, expected, timeout_s
-        )
+        args = (-1 if worker is None else worker, self._client, num_expected or 0)
+        entered, incarnation, self.num_barriers, _ = self._open_session(timeout_s, args)
         for each in (self.connection, self._opening):
             each.worker, each.incarnation = entered, incarnation
         self._thread = threading.Thread(
-            target=self._keep_session, args=(expected,), name="phalanx session", daemon=True
+            target=self._keep_session, name="phalanx session", daemon=True
         )
         self._thread.start()
         return entered
 
-    def _open(self, worker: int, expected: int, timeout_s: float) -> tuple[int, ...]:
-        args = (worker, self._client, expected)
+    def _open_session(self, timeout_s: float, args: tuple[int, ...] = ()) -> tuple[int, ...]:
         answer = self._opening.call(Operation.ENTER, "`join`", timeout_s, args=args)
         self._session = self._opening.take_idle()
         return answer.args
 
-    def _keep_session(self, expected: int) -> None:
+    def _keep_session(self) -> None:
         while not self._opening.is_closed:
             try:
                 if self._session is None:
-                    self._open(self._opening.worker, expected, _REOPEN_S)
+                    self._open_session(_REOPEN_S)
                 else:
                     self._session.wait_for_end()
                     self._session.close()

@@ -16,7 +16,6 @@ from phalanx.cluster import (
     Answer,
     Connection,
     Endpoint,
-    Link,
     Message,
     Secret,
     Server,
@@ -43,7 +42,7 @@ class Echo:
     def __init__(self) -> None:
         self.answered: list[int] = []
 
-    def answer(self, asked: Message, link: Link) -> Answer:
+    def answer(self, asked: Message, link: Stream) -> Answer:
         self.answered.append(asked.operation)
         if asked.operation == REFUSE:
             raise ConfigError("`x` must be y, but is z.")
@@ -51,7 +50,7 @@ class Echo:
             raise ZeroDivisionError("with a path /srv/models in it")
         return Answer((7, 8), asked.arrays, asked.text.upper())
 
-    def ended(self, link: Link) -> None:
+    def ended(self, link: Stream) -> None:
         pass
 
 
