@@ -46,14 +46,13 @@ class DescribedGroup(dist.ProcessGroup):
         self._timeout_s = timeout_s
         self._group_name = "default"
         self._group_desc = "undefined"
-        self._num_operations = 0
 
     @property
     def device_types(self) -> frozenset[str]:
         """The kinds of devices whose tensors this group takes."""
         return frozenset(each.type for each in self._device_types)
 
-    # The next five have the names by which torch's Python asks; it has no public ones.
+    # The next three have the names by which torch's Python asks; it has no public ones.
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -70,12 +69,6 @@ class DescribedGroup(dist.ProcessGroup):
 
     def _has_hooks(self) -> bool:
         return False
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self._num_operations
-
-    def _set_sequence_number_for_group(self) -> None:
-        self._num_operations = 0
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Tell that this group hands out no memory of its own."""

@@ -38,7 +38,7 @@ from phalanx.distributed.network import MessageWork, Network
 from phalanx.distributed.ops import ReduceKind, reduction_of
 from phalanx.distributed.several_hosts import SeveralHosts
 from phalanx.distributed.shared_memory import SharedMemory
-from phalanx.distributed.tensors import FlatTensor, as_bytes, count_as_changed, flat_of, output_of
+from phalanx.distributed.tensors import FlatTensor, as_bytes, flat_of, output_of
 from phalanx.distributed.uncompiled_methods import uncompiled_methods
 from phalanx.distributed.work import GroupOperation, SharedWork, Steps
 from phalanx.errors import StateError
@@ -99,7 +99,6 @@ class SharedGroup(DescribedGroup):
 
     def _run(self, kind: str, steps: Steps, result: Any, opts: Any = None) -> SharedWork:
         self._refuse_if_closed(kind)
-        self._num_operations += 1
         title = f"{kind} of group {self._group_name!r}"
         operation = GroupOperation(title, steps, result, self._seconds(opts))
         wait = not getattr(opts, "asyncOp", True)
@@ -142,9 +141,7 @@ class SharedGroup(DescribedGroup):
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> SharedWork:
         """Reduce several tensors over all ranks, in place."""
-        work = self._all_reduce(tensors, opts or dist.AllreduceCoalescedOptions())
-        count_as_changed(tensors)
-        return work
+        return self._all_reduce(tensors, opts or dist.AllreduceCoalescedOptions())
 
     def _all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> SharedWork:
         op = opts.reduceOp
@@ -236,7 +233,6 @@ class SharedGroup(DescribedGroup):
             (output_of(output, "output"), [flat_of(part, "input").data for part in parts])
             for output, parts in pairs
         ]
-        count_as_changed(output for output, _ in pairs)
         reductions = [reduction_of(opts.reduceOp, output.data.dtype) for output, _ in jobs]
         for output, parts in jobs:
             check_fit(output.data, parts[self._collectives.rank], "output", "this rank's input")
@@ -324,7 +320,6 @@ class SharedGroup(DescribedGroup):
             flats = [output_of(output, "output") for output in outputs]
             flat = flat_of(given, "input")
             check_fit(flats[self._collectives.rank].data, flat.data, "output", "this rank's input")
-            count_as_changed(outputs)
             jobs.append((flats, flat))
 
         def steps() -> Steps:
@@ -345,7 +340,6 @@ class SharedGroup(DescribedGroup):
         root, flat = self._root(opts), flat_of(only(inputs), "tensor")
         wanted = list(only(outputs)) if self._collectives.rank == root else []
         flats = self._at_root(root, wanted, "gather_list", output_of, flat)
-        count_as_changed(wanted)
         into = [as_bytes(one.data) for one in flats] or self._for(root, _NOTHING)
         what = pack("gather", flat.data.dtype, root=root)
         given = self._for(root, as_bytes(flat.data))
@@ -397,7 +391,6 @@ class SharedGroup(DescribedGroup):
         check_count(self._collectives.size, inputs, "input_tensor_list")
         taken = [output_of(output, "output_tensor_list") for output in outputs]
         given = [flat_of(part, "input_tensor_list").data for part in inputs]
-        count_as_changed(outputs)
         steps = self._swap([one.data for one in taken], given)
         return self._run("all_to_all", _filling(taken, steps), list(outputs), opts)
 
@@ -449,7 +442,6 @@ class SharedGroup(DescribedGroup):
 
     def _message(self, kind: str, flat: FlatTensor, peer: int | None, tag: int) -> MessageWork:
         self._refuse_if_closed(kind)
-        self._num_operations += 1
         return self._network.message(kind, flat, peer, tag)
 
     # --- leaving ----------------------------------------------------------------------------------

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.memory import has_memory, is_expanded
 
-__all__ = ["FlatTensor", "as_bytes", "count_as_changed", "flat_of", "output_of"]
+__all__ = ["FlatTensor", "as_bytes", "flat_of", "output_of"]
 
 
 class FlatTensor(NamedTuple):
@@ -79,11 +77,6 @@ def as_bytes(flat: Tensor) -> Tensor:
     """Return the bytes of a flat contiguous tensor."""
     # Of none or one element, torch takes any stride for contiguous, but not for a view.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
-
-
-def count_as_changed(tensors: Iterable[Tensor]) -> None:
-    """Raise the version counters of outputs, where gloo raises them: mostly of lists."""
-    increment_version([one for one in tensors if not one.is_inference()])
 
 
 def _plain(tensor: Tensor) -> Tensor:
