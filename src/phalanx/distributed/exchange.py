@@ -35,7 +35,6 @@ ProcessGroup = dist.ProcessGroup
 
 _LENGTH = 8  # bytes that a document's length takes
 _ABOUT = 24  # and those of what it is about
-_FEW = 4  # words that a message shows of each of two ranks
 _LET_GO_S = 0.2  # a thread that is about to do it needs none; a failed operation may keep them
 
 
@@ -269,19 +268,9 @@ def _await_return(lent: Sequence[weakref.ref[Tensor]]) -> None:
 
 # Any: JSON.
 def differing_names(about: Mapping[str, Any], first: Mapping[str, Any]) -> str:
-    """Name what one rank would train otherwise than another, and both values of a few words."""
+    """Name what one rank would train otherwise than another."""
     names = [name for name in first if name != "workloads" and about.get(name) != first[name]]
-    return ", ".join(_difference(name, about.get(name), first[name]) for name in names)
-
-
-def _difference(name: str, value: object, first: object) -> str:
-    name = name.replace("_", " ")
-    are_short = all(isinstance(each, list) and 0 < len(each) <= _FEW for each in (value, first))
-    return f"{name} ({_joined(value)}, not {_joined(first)})" if are_short else name
-
-
-def _joined(values: Any) -> str:  # Any: a list, from JSON
-    return " and ".join(map(str, values))
+    return ", ".join(names).replace("_", " ")
 
 
 def _as_tensor(content: bytes, length: int) -> Tensor:
