@@ -81,48 +81,30 @@ class Place:
 
 
 class _Launcher(NamedTuple):
-    """The variables by which a launcher gives processes their places.
+    """The variables by which a launcher gives processes their places."""
 
-    Attributes:
-        name: As jobs are called.
-        rank: Number of a process.
-        size: Number of processes.
-        local_rank: Number of a process among those of its host.
-        local_size: Number of processes of the host.
-        job: What tells one start from another, if it has such a variable.
-    """
-
-    name: str
+    name: str  # as jobs are called
     rank: str
     size: str
     local_rank: str
     local_size: str
-    job: str
+    job: str  # what tells one start from another, if it has such a variable
 
 
 _TORCHRUN = _Launcher(
     *("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 )
-_LAUNCHERS = (
-    _Launcher(
-        "openmpi",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "PMIX_NAMESPACE",
-    ),
-    _Launcher("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ""),
-    _Launcher(
-        "slurm",
-        "SLURM_PROCID",
-        "SLURM_STEP_NUM_TASKS",
-        "SLURM_LOCALID",
-        "SLURM_STEP_TASKS_PER_NODE",
-        "SLURM_JOB_ID",
-    ),
-    _TORCHRUN,  # last, as a script may have copied the numbers of another
+_OPEN_MPI = _Launcher(
+    *("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    *("OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE"),
 )
+_MPICH = _Launcher("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "")
+_SLURM = _Launcher(
+    *("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    *("SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID"),
+)
+# torchrun comes last, as a script may have copied the numbers of another launcher.
+_LAUNCHERS = (_OPEN_MPI, _MPICH, _SLURM, _TORCHRUN)
 _LONGEST_NAME = 100
 _LARGEST_STEP = 4_000_000_000  # beyond, Slurm numbers batch scripts and the like
 
@@ -197,7 +179,7 @@ def _launcher_of(found: Mapping[str, str]) -> _Launcher | None:
         return _TORCHRUN
     for launcher in _LAUNCHERS:
         is_set = launcher.rank in found or launcher.size in found
-        if is_set and (launcher.name != "slurm" or _is_step(found)):
+        if is_set and (launcher is not _SLURM or _is_step(found)):
             return launcher
     return None
 
@@ -210,7 +192,7 @@ def _is_step(found: Mapping[str, str]) -> bool:
 def _local_size(found: Mapping[str, str], launcher: _Launcher) -> int | None:
     if launcher.local_size not in found:
         return None
-    if launcher.name != "slurm":
+    if launcher is not _SLURM:
         return _number(found, launcher.local_size)
     sizes: list[int] = []  # of each host: Slurm says 2(x3),1 of four
     for size, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", found[launcher.local_size]):
@@ -226,7 +208,7 @@ def _job(found: Mapping[str, str], launcher: _Launcher, *, is_spread: bool) -> s
         job = f"{parent.pid}-{parent.start_ticks}"
         if is_spread or launcher is _TORCHRUN:
             job = f"port-{found.get('MASTER_PORT', '0')}"
-    elif launcher.name == "slurm":
+    elif launcher is _SLURM:
         job = f"{job}-{found['SLURM_STEP_ID']}"
     if launcher is _TORCHRUN:
         job = f"{job}-{read_attempt(found)}"

@@ -1,8 +1,7 @@
-"""One script, started by every launcher on two hosts in networks of their own: the same bits."""
+"""One script, started on two hosts in networks of their own: the same bits. Ray: `test_ray.py`."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 import subprocess
 import sys
@@ -36,7 +35,6 @@ print(f"weights {hashlib.sha256(weights).hexdigest()[:16]}\\n", end="", flush=Tr
 RANKS = (2, 1)  # of the hosts
 SIZE = sum(RANKS)
 PORT = 29500  # of a network that nobody else is in
-RAY_PORT = 6379
 
 Commands = list[list[str]]
 Starter = Callable[[Networks, str], Commands]
@@ -162,33 +160,3 @@ def test_every_launcher_trains_to_the_bits_of_one_process(
     starter: Starter, networks: Networks, script: str, expected: str
 ) -> None:
     assert weights(run_all(starter(networks, script))) == [expected] * SIZE
-
-
-@contextlib.contextmanager
-def ray_cluster(networks: Networks) -> Iterator[None]:
-    """Run a node of Ray on each host."""
-    nodes = []
-    head = f"{networks.addresses[0]}:{RAY_PORT}"
-    try:
-        for host, address in enumerate(networks.addresses):
-            place = ["--head", "--port", str(RAY_PORT)] if host == 0 else ["--address", head]
-            place += ["--node-ip-address", address, "--num-cpus", str(RANKS[host])]
-            words = ("-m", "ray.scripts.scripts", "start", *place, "--block")
-            quiet = {"RAY_USAGE_STATS_ENABLED": 0, "RAY_INCLUDE_DASHBOARD": 0}
-            nodes.append(subprocess.Popen(python(networks, host, *words, **quiet)))
-        yield
-    finally:
-        for node in nodes:
-            node.terminate()
-            node.wait()
-
-
-def test_ray_trains_to_the_bits_of_one_process(
-    networks: Networks, script: str, expected: str
-) -> None:
-    pytest.importorskip("ray", reason="needs ray, of the extra `ray`")
-    run = ("-c", "from phalanx.cli.app import main; main()", "launch", "--ray", "-n", str(SIZE))
-    with ray_cluster(networks):
-        address = ("--address", f"{networks.addresses[0]}:{RAY_PORT}")
-        command = python(networks, 0, *run, *address, script, "ranks", RAY_DEDUP_LOGS=0)
-        assert weights(run_all([command])) == [expected] * SIZE

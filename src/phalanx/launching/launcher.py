@@ -188,12 +188,9 @@ def _run(
         args: Its arguments.
         tee: Which streams of the ranks are shown with the rank before each line.
         more: Further options of torch's `LaunchConfig`.
-
-    Blocks: Until all ranks have ended. A signal that ends the job is then raised again, for
-    the handlers outside of `launch`.
     """
     try:
-        with _folder() as folder, _quiet_agent(), signals_put_back(), _variables(job):
+        with _folder() as folder, _variables(job), signals_put_back():
             logs = job.log_dir or folder / "logs"
             specs = DefaultLogsSpecs(log_dir=str(logs), tee=tee)
             run = elastic_launch(_config(job, logs_specs=specs, **more), entrypoint)
@@ -211,7 +208,7 @@ def _run(
             return values
     except SignalException as exc:
         ended_by = exc.sigval
-    signal.raise_signal(ended_by)
+    signal.raise_signal(ended_by)  # for the handlers outside of `launch`
     raise RankFailed(
         f"The ranks were ended by {ended_by.name}, which the launcher has received.",
         exit_code=128 + ended_by,
@@ -222,23 +219,18 @@ def _read_failures(logs: Path, reported: Mapping[int, ProcessFailure]) -> dict[i
     """Return how this host's ranks have failed, by rank.
 
     torch's agent reports the ranks that had ended when it first looked. A rank that fails informs
-    its peers at once but ends only after its clean-up, so the peers may end before it. Notes name
-    it.
-
-    Args:
-        logs: The folder of torch's logs, where ranks leave notes.
-        reported: The agent's report.
+    its peers at once but ends only after its clean-up, so the peers may end before it. The notes
+    that ranks leave among torch's logs name it.
     """
-    notes = {}
-    attempts = sorted(logs.glob("*/attempt_*"), key=lambda path: path.stat().st_mtime)
-    for path in attempts[-1].glob("*/error.json"):
-        note = json.loads(path.read_text(encoding="utf-8"))
-        notes[note["rank"]] = note
+    last = max(logs.glob("*/attempt_*"), key=lambda path: path.stat().st_mtime)
+    notes = [json.loads(path.read_text("utf-8")) for path in last.glob("*/error.json")]
+    # A script that is decorated with torch's `record` has written one of another form.
+    by_rank = {note["rank"]: note for note in notes if "rank" in note}
     found = {
-        rank: RankFailure(note["pid"], note["exit_code"], note) for rank, note in notes.items()
+        rank: RankFailure(note["pid"], note["exit_code"], note) for rank, note in by_rank.items()
     }
     for rank, failure in reported.items():
-        found[rank] = RankFailure(failure.pid, failure.exitcode, notes.get(rank))
+        found[rank] = RankFailure(failure.pid, failure.exitcode, by_rank.get(rank))
     return found
 
 
@@ -271,22 +263,15 @@ def _folder() -> Iterator[Path]:
 
 @contextmanager
 def _variables(job: Job) -> Iterator[None]:
-    """Set what the ranks read, unless the user has set it, for as long as the job runs."""
+    """Set what the ranks read, unless the user has set it, and silence torch's agent meanwhile.
+
+    It repeats, for each rank, what we say once at the end.
+    """
     wanted = {"OMP_NUM_THREADS": str(max(1, num_cores() // job.ranks))}
     if job.is_alone:
         wanted["GLOO_SOCKET_IFNAME"] = "lo"  # no other host reaches it
     added = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
-
-
-@contextmanager
-def _quiet_agent() -> Iterator[None]:
-    """Silence torch's agent: it repeats, for each rank, what we say once at the end."""
     agent = logging.getLogger("torch.distributed.elastic")
     level = agent.level
     agent.setLevel(logging.CRITICAL)
@@ -294,6 +279,8 @@ def _quiet_agent() -> Iterator[None]:
         yield
     finally:
         agent.setLevel(level)
+        for name in added:
+            os.environ.pop(name, None)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
@@ -20,8 +19,6 @@ from torch.distributed.elastic.rendezvous import (
 __all__ = ["ONE_HOST"]
 
 ONE_HOST = "phalanx-one-host"
-"""The name of this rendezvous, as torch's launcher takes it."""
-
 _LOOPBACK = "127.0.0.1"
 
 
@@ -42,12 +39,9 @@ class _OneHost(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         listener = socket.create_server((_LOOPBACK, 0))
         port = listener.getsockname()[1]
+        fd = listener.detach()
         self._store = TCPStore(
-            _LOOPBACK,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
+            _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=fd
         )
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(_LOOPBACK, port))
 
@@ -67,8 +61,4 @@ class _OneHost(RendezvousHandler):
         return True
 
 
-def _open(parameters: RendezvousParameters) -> RendezvousHandler:
-    return _OneHost(parameters.run_id)
-
-
-rendezvous_handler_registry.register(ONE_HOST, _open)
+rendezvous_handler_registry.register(ONE_HOST, lambda parameters: _OneHost(parameters.run_id))
