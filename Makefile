@@ -108,11 +108,12 @@ matrix: $(STAMP)  # run the fast tests with other versions of Python and torch; 
 core-seconds: $(STAMP)  # let the core-seconds of the last `make test` be those that later ones are shown beside
 	@$(BIN)/python -m tests.core_seconds out/core_seconds.jsonl --keep
 
-check: $(STAMP)  # formatting, lint, layers, types
+check: $(STAMP)  # formatting, lint, layers, types, plain English
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/mypy
+	$(BIN)/python tools/prose.py
 
 format: $(STAMP)  # put the sources into the house format
 	$(BIN)/ruff format .

@@ -60,7 +60,7 @@ class Callback:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this process writes files and prints: the first of the ranks does."""
+        """True where this process writes files and prints: on the first of the ranks."""
         return self.trainer is None or self.trainer.is_first_rank
 
     def on_fit_begin(self, event: FitBegun) -> None:

@@ -67,12 +67,12 @@ class StepDone:
     """One optimizer update is done.
 
     Attributes:
-        step: How many are done, this one included.
+        step: Its number since the beginning, from 1.
         epoch: Number of the running epoch, from 1.
         batch: Number of the batch within the epoch, from 1.
         loss: Loss of the whole batch.
         samples: Rows of the batch.
-        seconds: From the batch at hand to the updated weights.
+        seconds: From the batch to the updated weights.
         shares: Rows that each replica computed; with executor="ranks", here and below, this rank's.
         spans: What each replica did when, by the monotonic clock.
         grad_norm: The 2-norm of all gradients before they were clipped; None without `clip_norm`.
@@ -148,7 +148,7 @@ class AttachedTrainer(Protocol):
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this process writes files for all."""
+        """True where this process writes files for all ranks."""
 
     def stop(self) -> None:
         """Make the running `fit` return."""

@@ -253,7 +253,7 @@ def read_path(path: Any) -> Path:  # Any: whatever the user wrote
 
 
 def _text_of(path: Path) -> str:
-    """Return what a file holds; nothing where there is none."""
+    """Return the text of a file; an empty one where the file is missing."""
     if not path.exists():
         return ""
     with open_regular(path) as file:

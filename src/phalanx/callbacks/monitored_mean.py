@@ -18,7 +18,7 @@ _NAME = re.compile(r"(train|validation)\.(.+)", re.DOTALL)
 
 @dataclass(frozen=True)
 class MonitoredMean:
-    """What is looked at after each epoch.
+    """A mean that decides something after each epoch.
 
     Args:
         name: "train.<metric>" or "validation.<metric>".

@@ -129,7 +129,7 @@ class Progress(Callback):
 
 
 def progress_for(wanted: bool | None, callbacks: Sequence[EventHandler]) -> Progress | None:
-    """Return the display of a `fit` beside its ``callbacks``; None where one of them shows it.
+    """Return the display of a `fit` with these ``callbacks``; None where one of them shows it.
 
     Args:
         wanted: Whether it is shown; None: on a terminal and in a notebook.

@@ -1,4 +1,4 @@
-"""What each replica did when, for Perfetto: the trace events of Chrome's tracing, as JSON.
+"""The work of each replica by time, for Perfetto: the trace events of Chrome's tracing, as JSON.
 
 steps        |--- step 1 ---------||--- step 2 ---------|
 replica 0    |microbatch 0|2| merge||microbatch 0|2| merge|
@@ -39,7 +39,7 @@ class Trace(Callback):
 
     It has a row for the steps, one for each replica, with each microbatch, its part of the sum and
     of the optimizer's step, and one for lost workers. The file is written at the end of each `fit`,
-    also of one that fails, and replaces an earlier trace. On ranks the first one writes, of its own
+    also of one that fails, and replaces an earlier trace. On ranks the first one writes, about its
     replicas.
 
     Args:
@@ -82,7 +82,7 @@ class Trace(Callback):
         self.write()
 
     def write(self) -> None:
-        """Write what there is; nothing where no step was made."""
+        """Write the file; nothing where no step was made."""
         if not self._steps or not self.is_writer:
             return
         self._refuse_other_files()
@@ -106,10 +106,10 @@ class Trace(Callback):
 def lay_out_trace(
     steps: Iterable[tuple[float, StepDone]], lost: Iterable[tuple[float, WorkerLost]]
 ) -> list[TraceEvent]:
-    """Return trace events of steps and lost workers, each with the moment in which it was told.
+    """Return trace events of steps and lost workers, each with its moment.
 
-    Times are microseconds since the first of all. What was told of longer ago than the first step
-    is left out.
+    Times are microseconds since the first of all. Losses before the first step are
+    left out.
     """
     steps = list(steps)
     begins = [span.start_s for _, step in steps for span in step.spans]

@@ -12,8 +12,8 @@ from rich.console import Console
 def make_console(*, stderr: bool = False) -> Console:
     """Make a console on stdout or stderr.
 
-    Text is taken as it is: no markup, no emoji, no colours by guess and no line broken at the width
-    of the terminal, because most of what is printed holds names, paths and commands of the user's.
+    Text is printed unchanged, because most of it holds names, paths and commands of the user's: no
+    markup, no emoji, no guessed colours, no line broken at the width of the terminal.
     """
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False, soft_wrap=True)
 

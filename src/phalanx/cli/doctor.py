@@ -25,7 +25,7 @@ def doctor() -> None:
     except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
         console.print(
             f"torch, or a package that phalanx needs, cannot be imported: {error}\n"
-            "Install phalanx again, in an environment of its own: pip install phalanx"
+            "Install phalanx again, in its own environment: pip install phalanx"
         )
         raise typer.Exit(1) from None
     checks = run_checks()

@@ -125,7 +125,7 @@ def build_model(spec: str, schema: Schema, *, seed: int) -> nn.Module:
             )
         if shape is None or outputs is None:
             raise ConfigError(
-                f"`--model` must be module:attribute for data of your own, but is {spec!r}."
+                f"`--model` must be module:attribute for your own data, but is {spec!r}."
             )
         if schema.is_text != (spec == "gpt") or (spec == "cnn" and len(shape) != 3):
             fitting = choose_model(schema)

@@ -27,9 +27,9 @@ def report(
         Path, typer.Option("-o", "--out", metavar="FILE", help="Where the page goes.")
     ] = Path("report.html"),
 ) -> None:
-    """Write one page of HTML about one or more runs, which needs nothing beside itself.
+    """Write one page of HTML about one or more runs, which needs no other file.
 
-    It has curves, throughput, what replicas did, failures, and how the runs differ. A run may still
+    It has curves, throughput, failures, and the differences between the runs. A run may still
     be under way. An earlier report is replaced, any other file is not.
     """
     # Late, as they need torch, which takes seconds: `--help` does without.

@@ -97,7 +97,7 @@ class RunFolder:
             os.close(descriptor)
 
     def may_name_code(self) -> bool:
-        """Tell whether nobody but this user can write here, as ssh asks of its own folder."""
+        """Tell whether only this user can write here, as ssh wants of its folder."""
         return all(
             found.st_uid == os.getuid() and not found.st_mode & _WRITABLE_BY_OTHERS
             for found in (self.path.stat(), self.config_path.stat())
@@ -114,7 +114,7 @@ class RunFolder:
         """Read config.json.
 
         Raises:
-            ConfigError: There is none.
+            ConfigError: The file is missing.
             CheckpointError: It is damaged, or of another version of Phalanx.
         """
         if not self.config_path.is_file():

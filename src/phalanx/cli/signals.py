@@ -17,7 +17,7 @@ INTERRUPTED = 130  # the exit status that a shell gives to a program that Ctrl-C
 
 @dataclass
 class Interruption:
-    """Whether a signal has come."""
+    """The news of a signal, for the code after `fit`."""
 
     happened: bool = False
 

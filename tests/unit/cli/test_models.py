@@ -84,7 +84,7 @@ def test_the_seed_decides_the_parameters_and_the_default_generator_is_left_alone
         ("cnn", TEXT, r"but is cnn. Give --model gpt"),
         ("mlp", TEXT, r"but is mlp. Give --model gpt"),
         ("cnn", images(9), r"must fit rows of shape \[9\], but is cnn. Give --model mlp"),
-        ("mlp", UNKNOWN, "must be module:attribute for data of your own"),
+        ("mlp", UNKNOWN, "must be module:attribute for your own data"),
         ("resnet", TEXT, "`--model` must be mlp, cnn, gpt or module:attribute, but is 'resnet'"),
     ],
 )

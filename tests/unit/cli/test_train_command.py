@@ -442,7 +442,7 @@ def test_signals_are_as_they_were_afterwards():
         (("digits", "--loss", "mse"), "Targets must have the shape"),
         (("digits", "--loss", "hinge"), "`--loss` must be cross_entropy, mse, l1, bce"),
         (("digits", "--validation", "2"), "`--validation` must be a share of the rows"),
-        (("own_code:Stream",), "must be module:attribute for data of your own"),
+        (("own_code:Stream",), "must be module:attribute for your own data"),
     ],
 )
 def test_what_cannot_work_is_one_message_and_leaves_nothing(phalanx, words, message):

@@ -48,19 +48,19 @@ class RecordedRun:
     weights: str | None = None
 
     def numbers(self, name: str) -> Floats:
-        """Return a number of each step; nan where there is none."""
+        """Return a number of each step; nan where it is missing."""
         return np.array([number_of(step.get(name)) for step in self.steps], dtype=np.float64)
 
     def numbers_of_epochs(self, name: str) -> Floats:
-        """Return a number of each epoch; nan where there is none."""
+        """Return a number of each epoch; nan where it is missing."""
         return np.array([number_of(epoch.get(name)) for epoch in self.epochs], dtype=np.float64)
 
     def lists(self, name: str) -> list[list[float]]:
-        """Return a list of numbers of each step; an empty one where there is none."""
+        """Return a list of numbers of each step; an empty one where it is missing."""
         return [numbers_of(step.get(name)) for step in self.steps]
 
     def means(self, kind: str, name: str) -> Floats:
-        """Return a "train" or "validation" mean of each epoch; nan where there is none."""
+        """Return a "train" or "validation" mean of each epoch; nan where it is missing."""
         found = [(epoch.get(kind) or {}).get(name) for epoch in self.epochs]
         return np.array([number_of(value) for value in found], dtype=np.float64)
 

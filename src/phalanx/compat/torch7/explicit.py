@@ -94,7 +94,7 @@ class Criterion:
 
     @property
     def gradInput(self) -> Nested:
-        """What :meth:`backward` returned last."""
+        """The last result of :meth:`backward`."""
         return self._pass.grad_input
 
     def forward(self, input: Nested, target: Nested) -> Tensor:

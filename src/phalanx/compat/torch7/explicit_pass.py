@@ -20,7 +20,7 @@ from phalanx.types import Nested
 
 
 class ExplicitPass:
-    """What is kept of a module's last forward pass.
+    """A module's last forward pass, and its graph.
 
     It belongs to one module in this process: a copy of it, deep or pickled, is empty.
 

@@ -72,7 +72,7 @@ class Flat:
         return type(self), ()
 
     def lay_out(self, module: nn.Module) -> None:
-        """Move what lies elsewhere; each dtype on each device has a buffer of its own."""
+        """Move what lies elsewhere; each dtype on each device has its own buffer."""
         if not all(_as_one(parameters) is not None for parameters in _by_kind(module)):
             self._make(module)
 

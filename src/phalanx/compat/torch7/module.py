@@ -23,7 +23,7 @@ _CALLED: ContextVar[nn.Module | None] = ContextVar("_CALLED", default=None)
 
 
 class Torch7Module(nn.Module):
-    """What all classes of this package have in common.
+    """The base of all classes of this package.
 
     Explicit passes go through autograd. `forward(input)` cuts its input off from any graph, keeps
     the graph of the module, and returns plain values; the passes back go through that graph, as
@@ -113,12 +113,12 @@ class Torch7Module(nn.Module):
 
     @property
     def output(self) -> Nested:
-        """What the last explicit forward pass returned."""
+        """The output of the last explicit forward pass."""
         return self._pass.output
 
     @property
     def gradInput(self) -> Nested:
-        """What the last pass back returned; None when switched off.
+        """The gradient of the input from the last pass back; None when switched off.
 
         Set to None, gradients of inputs are not computed from the next forward pass on (Torch7's
         speed-up for the outermost module); set to anything else, they are again.
