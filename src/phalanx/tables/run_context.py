@@ -43,7 +43,7 @@ class RunContext:
         self.regions = RunRegions(run)
         self._mutex = threading.Lock()
         self._parts: dict[str, OwnPart] = {}  # by table
-        self._routers: weakref.WeakSet[Router] = weakref.WeakSet()
+        self.routers: weakref.WeakSet[Router] = weakref.WeakSet()
         self._num_open = 0  # workers of this process
         self.has_others(0, 1, list, lambda _: None, None)
         try:
@@ -117,17 +117,6 @@ class RunContext:
 
     # --- tables -----------------------------------------------------------------------------------
 
-    def router(self, spec: TableSpec, worker: RunWorker, timeout_s: float) -> Router:
-        """Return the table's memory on all hosts, as a worker uses it.
-
-        Raises:
-            ConfigError: Another worker made a table of this name and of another kind.
-            UnsupportedError: There are several hosts, and its updater is none of ours.
-        """
-        router = Router(spec, self.part(spec, timeout_s), worker.number, worker.remotes)
-        self._routers.add(router)
-        return router
-
     def part(self, spec: TableSpec, timeout_s: float) -> OwnPart:
         """Return this host's part of a table, made if this process has none of it."""
         host, num_hosts = self._host, self._num_hosts
@@ -176,7 +165,7 @@ class RunContext:
         """Close all tables, and leave the run."""
         self._end(timeout_s)
         # The memory goes, though somebody keeps a handle of a table.
-        for each in (*self._routers, *self._parts.values()):
+        for each in (*self.routers, *self._parts.values()):
             vars(each).clear()
         self._parts.clear()
         self.regions.close()
@@ -204,19 +193,22 @@ class RunWorker:
         self._routers: dict[str, Router] = {}  # one of each table, since it numbers the adds
 
     @property
-    def has_number(self) -> bool:
-        """Whether no other worker has been given the number since."""
-        return self._membership.incarnation(self.number) == self._incarnation
-
-    @property
     def is_here(self) -> bool:
         """Whether it counts: it has not left, and has not been taken for dead."""
         return self._membership.is_here(self.number, self._incarnation)
 
     def router(self, spec: TableSpec, timeout_s: float) -> Router:
-        """Return a table's memory on all hosts; see :meth:`RunContext.router`."""
+        """Return the table's memory on all hosts, as this worker uses it.
+
+        Raises:
+            ConfigError: Another worker made a table of this name and of another kind.
+            UnsupportedError: There are several hosts, and its updater is none of ours.
+        """
+        here = self._context.part(spec, timeout_s)
         if spec.name not in self._routers:
-            self._routers[spec.name] = self._context.router(spec, self, timeout_s)
+            router = Router(spec, here, self.number, self.remotes)
+            self._routers[spec.name] = router
+            self._context.routers.add(router)
         return self._routers[spec.name]
 
     def tick(self) -> int:

@@ -91,7 +91,7 @@ class TableGroup:
     @property
     def is_master(self) -> bool:
         """Whether this is the lowest worker that is waited for."""
-        if self.closed or self.forked or not self._worker.has_number:
+        if self.closed or self.forked or not self.is_counted():
             return False
         return self.membership.master(self.worker_id, self.timeout_s) == self.worker_id
 
