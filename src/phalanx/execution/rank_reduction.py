@@ -159,7 +159,7 @@ class _Trip:
         for wait in self._waits:
             wait()
         total = add_nodes(num_leaves, self._arriving, Tensor.add_)
-        assert total is not None  # somebody has rows
+        assert total is not None  # the nodes of all ranks cover the tree
         self._waits = [self._exchange.begin_join(_bytes_of(total), _bytes_of(self._flat))]
 
     def wait(self) -> Tensor:

@@ -15,7 +15,6 @@ from phalanx.distributed import Exchange, ProcessGroup
 from phalanx.errors import ConfigError
 from phalanx.execution import (
     Gradients,
-    PartialSum,
     RankMessage,
     RankReduction,
     RunResult,
@@ -26,15 +25,7 @@ from phalanx.execution import (
 )
 from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.graph import Reduction, RunPart
-from phalanx.plan import (
-    Layout,
-    Node,
-    check_argument,
-    equal_sizes,
-    ranges_of,
-    read_count,
-    read_number,
-)
+from phalanx.plan import Layout, check_argument, equal_sizes, ranges_of, read_count, read_number
 from phalanx.replicas import Statistics
 from phalanx.torch_internals import call_after_backward
 from phalanx.types import Nested
@@ -301,11 +292,7 @@ class _RankPasses(_Passes):
     def statistics(self, result: RunResult) -> Statistics:
         if next(self._owner.module.buffers(), None) is None or not self._owner._in_training():
             return super().statistics(result)
-        own = {
-            node: PartialSum([], each.statistics)
-            for node, each in self._own(result).items()
-            if each is not None
-        }
+        own = result.sums if any(self._sizes) else {}  # an empty share has run once, for nothing
         message = RankMessage.of(self._sizes, [], own)
         told = [RankMessage.read(each) for each in self._exchange.gather(message.pack(), "forward")]
         self._check([sum(each) for each in zip(*(each.about for each in told), strict=True)])
@@ -324,20 +311,15 @@ class _RankPasses(_Passes):
         return [None if each is None else each * self._exchange.size for each in gradients]
 
     def add_gradients(self, executor: ThreadExecutor, result: RunResult) -> Gradients:
-        own, count = self._own(result), len(self._sizes)
-        present = places_of(own)
-        marks = [float(place in present) for place in range(len(executor.parameters))]
+        own = result.sums if any(self._sizes) else {}
+        places, count = places_of(own), len(self._sizes)
+        marks = [place in places for place in range(len(executor.parameters))]
         told = self._exchange.begin_numbers([*self._sizes, self._weight, *marks])
-        ranges = ranges_of(count, self._exchange.size)
-        sums = self._owner._sums_of(executor).add(own, ranges)
+        sums = self._owner._sums_of(executor).add(own, ranges_of(count, self._exchange.size))
         numbers = told()
         self._check([int(rows) for rows in numbers[:count]])
-        found = zip(sums, numbers[count + 1 :], strict=True)
-        return self._weighted([each if mark else None for each, mark in found], numbers[count])
-
-    def _own(self, result: RunResult) -> Mapping[Node, PartialSum | None]:
-        """Return this rank's sums; an empty share has run once, but counts nothing."""
-        return result.sums if any(self._sizes) else {}
+        marked = zip(sums, numbers[count + 1 :], strict=True)
+        return self._weighted([each if mark else None for each, mark in marked], numbers[count])
 
     def _check(self, rows: Sequence[int]) -> None:
         """Refuse other rows of the microbatches than one rank would cut."""
@@ -350,10 +332,8 @@ class _RankPasses(_Passes):
                 "an epoch (`ExactSampler(…, drop_last=True)`), or give reduction='sum'."
             )
         if rows != wanted:
-            ranges = ranges_of(count, self._exchange.size)
-            needed, have = (
-                [sum(each[r.start : r.stop]) for r in ranges] for each in (wanted, rows)
-            )
+            cuts = ranges_of(count, self._exchange.size)
+            needed, have = ([sum(each[i] for i in own) for own in cuts] for each in (wanted, rows))
             raise ConfigError(
                 f"Ranks must have the rows of their microbatches, {_told(needed)} for a batch of "
                 f"{total} in {count} microbatches, but have {_told(have)}. Let `ExactSampler` deal "
