@@ -1,4 +1,4 @@
-"""Two launchers make one job of two hosts: played, and in two namespaces of the network."""
+"""Two launchers make one job of two hosts, simulated on one. In two networks: `test_starters.py`."""
 
 from __future__ import annotations
 
