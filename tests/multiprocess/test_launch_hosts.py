@@ -1,4 +1,4 @@
-"""Two launchers make one job of two hosts, simulated on one. In two networks: `test_starters.py`."""
+"""Two launchers make one job of two simulated hosts. In two networks: `test_starters.py`."""
 
 from __future__ import annotations
 
