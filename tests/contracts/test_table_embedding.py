@@ -287,22 +287,29 @@ def test_rows_of_no_indices_are_bags_of_zeros(mode):
 KEYS = torch.tensor([-7, 10**18, 0, 3, 2**63 - 1, -(2**63)])
 
 
-@pytest.mark.parametrize("padding", [None, 1])
-def test_over_a_keys_table_indices_are_keys(padding):
-    with tables.join() as world:
-        table = world.keys(DIM, init=tables.Uniform(-1.0, 1.0, seed=3), updater=tables.Sgd(lr=LR))
-        twin = nn.Embedding.from_pretrained(table.get(KEYS), freeze=False, padding_idx=padding)
-        optimizer = torch.optim.SGD(twin.parameters(), lr=LR)
-        given = None if padding is None else int(KEYS[padding])
-        embedding = tables.TableEmbedding(table, padding_idx=given)
-        assert (len(table), embedding.embedding_dim) == (0, DIM)
-        for places in ([[0, 1, 1], [5, 4, 1]], [[2, 2, 0]]):
-            out, want = embedding(KEYS[torch.tensor(places)]), twin(torch.tensor(places))
-            assert torch.equal(out, want)
-            optimizer.zero_grad()
+def train_by_key_in_turn(world: tables.TableGroup, padding: int | None) -> None:
+    first = tables.Uniform(-1.0, 1.0, seed=3)
+    table = world.keys(DIM, name="t", init=first, updater=tables.Sgd(lr=LR))
+    twin = nn.Embedding.from_pretrained(table.get(KEYS), freeze=False, padding_idx=padding)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=LR)
+    given = None if padding is None else int(KEYS[padding])
+    embedding = tables.TableEmbedding(table, padding_idx=given)
+    assert (len(table), embedding.embedding_dim) == (0, DIM)
+    for step, places in enumerate(([[0, 1, 1], [5, 4, 1]], [[2, 2, 0]])):
+        out, want = embedding(KEYS[torch.tensor(places)]), twin(torch.tensor(places))
+        assert torch.equal(out, want)
+        world.barrier()
+        if step % world.num_workers == world.worker_id:
             some_loss(out).backward()
-            some_loss(want).backward()
-            optimizer.step()
-            assert torch.equal(table.get(KEYS), twin.weight)
-        come = {0, 1, 2, 4, 5} - {padding}
-        assert table.keys().tolist() == sorted(int(KEYS[place]) for place in come)
+        optimizer.zero_grad()
+        some_loss(want).backward()
+        optimizer.step()
+        world.barrier()
+        assert torch.equal(table.get(KEYS), twin.weight)
+    come = {0, 1, 2, 4, 5} - {padding}
+    assert table.keys().tolist() == sorted(int(KEYS[place]) for place in come)
+
+
+@in_table_worlds(padding=[1, None])
+def test_over_a_keys_table_indices_are_keys(world, n, padding, run):
+    world.run(partial(train_by_key_in_turn, padding=padding), n, run=run)
