@@ -24,12 +24,6 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(part, "BLOCK_ROWS", 2)
 
 
-@pytest.fixture
-def two():
-    with tables.join(num_workers=2, timeout_s=20.0) as one, one.thread_worker() as other:
-        yield one.array(ROWS, name="t"), other.array(ROWS, name="t")
-
-
 # --- looking whether a delta is finite ------------------------------------------------------------
 
 

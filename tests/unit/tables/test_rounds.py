@@ -1,11 +1,15 @@
-"""Rounds of a bulk-synchronous table: gets that are open while adds go on."""
+"""Rounds of a bulk-synchronous table, with gets that are open, and barriers: whom they name."""
 
 from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from phalanx import tables
 from phalanx.errors import PeerTimeout, StateError
+
+pytestmark = pytest.mark.promise("every-wait-ends")
 
 
 def test_a_round_that_others_have_not_come_to_keeps_its_adds_beside_those_of_the_next():
@@ -71,3 +75,28 @@ def test_a_get_after_one_that_timed_out_is_of_the_same_round():
         assert ours.get().tolist() == [101.0]
         theirs.async_get()
         assert ours.get().tolist() == [111.0]
+
+
+def test_barriers_are_counted_and_those_who_come_later_count_on(run):
+    with tables.join(run) as world, ThreadPoolExecutor(1) as thread:
+        assert [world.barrier() for _ in range(3)] == [1, 2, 3]
+        with tables.join(run) as other:  # by itself, as another process would
+            theirs = thread.submit(lambda: [other.barrier() for _ in range(3)])
+            assert [world.barrier() for _ in range(3)] == [4, 5, 6]
+            assert theirs.result(10) == [4, 5, 6]
+        assert world.barrier() == 7
+
+
+def test_who_gave_a_barrier_up_has_come_and_its_next_call_ends_it(run):
+    with (
+        tables.join(run, num_workers=3, timeout_s=0.05) as world,
+        world.thread_worker() as second,
+        world.thread_worker() as third,
+    ):
+        with pytest.raises(PeerTimeout, match="Workers 1–2 of 3 did not come") as raised:
+            world.barrier()
+        assert raised.value.rank == 1
+        with pytest.raises(PeerTimeout, match=r"Worker 2 of 3 .*; workers 0–1 did") as raised:
+            second.barrier()
+        assert raised.value.rank == 2
+        assert [each.barrier() for each in (third, world, second)] == [1, 1, 1]
