@@ -38,14 +38,14 @@ def use_10_mb(parent: Parent) -> None:
     if ctypes.CDLL(None).unshare(_CLONE_NEWNS) or any(map(os.system, commands)):
         parent.tell("no tmpfs can be mounted here")
         return
-    some = torch.ones(48, 64)
+    some = torch.ones(240, 64)
     with tables.join("full", timeout_s=5.0) as world:
         by_key = world.keys(64, name="keys", updater="adam", capacity=1)
         bulk = world.matrix(50, 64, name="bulk", sync=True)
-        came = fill(by_key, lambda i: by_key.add(some, rows=range(48 * i, 48 * i + 48)))
-        assert len(by_key) == 48 * came > 0
-        by_key.add(some, rows=range(48))  # what needs no room goes on
-        assert len(by_key) == 48 * came
+        came = fill(by_key, lambda i: by_key.add(some, rows=range(240 * i, 240 * i + 240)))
+        assert len(by_key) == 240 * came > 0
+        by_key.add(some, rows=range(240))  # what needs no room goes on
+        assert len(by_key) == 240 * came
         with pytest.raises(OutOfSpace, match="-large' needs"):
             world.matrix(10**5, 64, name="large")
         with pytest.raises(OutOfSpace, match="large-too"):
