@@ -80,7 +80,7 @@ class Objective:
         return loss, _detached(outputs), _detached(targets)
 
     def predict(self, context: MicrobatchContext) -> Nested:
-        """Return the module's outputs for one microbatch, in memory of their own."""
+        """Return copies of the module's outputs for one microbatch."""
         rows = copy_rows(context.batch, context.replica.device)
         with context.rng:
             found = self._predict(context.replica.module, rows)

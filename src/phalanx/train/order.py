@@ -43,7 +43,7 @@ class Reader:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is something to read from; not after :meth:`forget`."""
+        """True between :meth:`open` and :meth:`forget`, unless the loader has raised."""
         return self._batches is not None
 
     def open(self, loader: Iterable[Nested], done: int, epoch: int) -> None:

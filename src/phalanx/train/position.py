@@ -1,4 +1,4 @@
-"""How far a training run has come."""
+"""The position of a training run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Loss(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Where a run stands.
+    """The position of a run: its steps, epochs, and batches of the running epoch.
 
     Attributes:
         steps: Updates done since the beginning.
@@ -64,7 +64,7 @@ class Position(NamedTuple):
 
 @dataclass(kw_only=True)
 class RunProgress:
-    """How far a run has come, and with which settings: a part of its state."""
+    """The position of a run and its settings: a part of its state."""
 
     seed: int
     microbatches: int | None

@@ -79,27 +79,29 @@ class Engine:
         together.
 
         Args:
-            before: Where the run stands.
-            start_s: When the batch was at hand.
+            before: The position of the run.
+            start_s: When the batch had been read.
             metrics: Counted where there are some; the caller takes that back if this raises.
             commit: Called when the weights are new, in the thread that is last.
         """
         executor, shards = self.executor, self._shards
 
         # Forward, loss and backward of each microbatch; gradients are added along the fixed tree.
-        pieces = self.split(batch)
+        microbatches = self.split(batch)
         result = executor.run(
-            TrainTask(self.objective, pieces.scales, keep_outputs=metrics is not None),
-            pieces.pieces,
-            weights=pieces.weights,
+            TrainTask(self.objective, microbatches.scales, keep_outputs=metrics is not None),
+            microbatches.pieces,
+            weights=microbatches.weights,
             seed=(self.seed, before.steps),
-            owners=pieces.owners,
+            owners=microbatches.owners,
         )
         left = [each.statistics for each in result.operands if each.statistics]
         statistics, buffers = self._merge_statistics(left) if left else ({}, {})
-        loss = Loss(pieces.loss_of(result.results), pieces.weight, sum(pieces.sizes))
+        loss = Loss(
+            microbatches.loss_of(result.results), microbatches.weight, sum(microbatches.sizes)
+        )
         if metrics is not None:
-            metrics.update(*pieces.outputs_of(result.results, metrics.joining))
+            metrics.update(*microbatches.outputs_of(result.results, metrics.joining))
 
         # The norm of the whole gradient, where that is to be clipped.
         shards.take(result)
@@ -118,7 +120,7 @@ class Engine:
             commit(loss)
 
         stepped = self._step_shards(scale, finish)
-        owned = list(zip(result.replica_of, pieces.sizes, strict=True))
+        owned = list(zip(result.replica_of, microbatches.sizes, strict=True))
         replicas = range(len(executor.devices))
         return StepDone(
             step=before.steps + 1,
@@ -186,12 +188,16 @@ class Engine:
         scales = tuple([each / weight for each in weights])
         return Microbatches(pieces, sizes, weights, scales, weight, owners)
 
-    def run(self, task: Task, pieces: Microbatches, seed: tuple[int, ...]) -> RunResult:
+    def run(self, task: Task, microbatches: Microbatches, seed: tuple[int, ...]) -> RunResult:
         """Run ``task`` on all microbatches; nothing that the caller can see changes."""
         executor = self.executor
         executor.take_changes()
         result = executor.run(
-            task, pieces.pieces, weights=pieces.weights, seed=seed, owners=pieces.owners
+            task,
+            microbatches.pieces,
+            weights=microbatches.weights,
+            seed=seed,
+            owners=microbatches.owners,
         )
         executor.mark_done()
         return result
@@ -223,7 +229,7 @@ class Engine:
 
     @property
     def is_open(self) -> bool:
-        """Whether there are replicas."""
+        """True while there are replicas."""
         return self._executor is not None
 
     @property
@@ -242,7 +248,7 @@ class Engine:
             self._make()
 
     def refresh(self) -> None:
-        """Let the next run read everything that the module and the loss hold as it is then."""
+        """Let the next run see everything that module and loss hold by then."""
         if self._executor is not None:
             self._executor.refresh()
 
@@ -334,7 +340,7 @@ def _warn_of_kernels(devices: Sequence[torch.device]) -> None:
 
 
 def _close_gaps(optimizer: Optimizer) -> None:
-    """Give memory of their own to parameters with gaps, which optimizers step in other ways."""
+    """Copy parameters with gaps in memory, which optimizers would step in another way."""
     for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
         if parameter.stride() != dense_strides(parameter):
             parameter.data = parameter.data.clone()
@@ -358,7 +364,7 @@ class Microbatches:
         weights: What each stands for.
         scales: Each one's share in the loss of the whole batch.
         weight: What the whole batch stands for.
-        owners: The replica of each, where every replica has one slice; None: whoever is free.
+        owners: The replica of each, where every replica has one slice; None: the next that is free.
     """
 
     pieces: list[Nested]
