@@ -22,7 +22,6 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -85,17 +84,16 @@ class HostService:
             return self._enter(asked, stream)
         if answer is None:
             raise ConfigError(f"`operation` must be one of this version, but is {asked.operation}.")
-        if not 0 <= asked.worker < MAX_WORKERS:
-            raise ConfigError(f"`worker` must be below {MAX_WORKERS}, but is {asked.worker}.")
         if asked.operation not in _READING:
             self._refuse_stale(asked)
         return answer(asked)
 
     def _refuse_stale(self, asked: Message) -> None:
         """Fence off a worker that was taken for dead, or whose number is another's by now."""
-        if not self.membership.is_here(asked.worker, asked.incarnation):
+        worker, incarnation = asked.worker, asked.incarnation
+        if worker >= MAX_WORKERS or not self.membership.is_here(worker, incarnation):
             raise StateError(
-                f"Worker {asked.worker} must be of the run, but was taken for lost on this host, "
+                f"Worker {worker} must be of the run, but was taken for lost on this host, "
                 "or its number is another's by now. What it asked for was not done. Join again."
             )
 
@@ -165,17 +163,8 @@ class HostService:
         spec, timeout_s = TableSpec.from_mapping(_parsed(asked.text)), _seconds(asked)
         table = self._tables[spec.name] = self._context.part(spec, _LOCK_S)
         init = _read_init(asked, spec) if asked.arrays else None
-        if init is None:
-
-            def somebody_else_fills_it() -> bool:
-                master = min(self.membership.awaited(), default=asked.worker)
-                return table.is_ready or master == asked.worker
-
-            look = partial(self.membership.look_for_dead, timeout_s)
-            self.membership.changes.wait_until(somebody_else_fills_it, timeout_s, look)
-            if not table.is_ready:
-                return Answer((0, 0))
-        table.open(asked.worker, init, timeout_s)
+        if not table.open(asked.worker, init, timeout_s):
+            return Answer((0, 0))
         return Answer((1, table.rounds.clock_of(asked.worker)))
 
     def _get(self, asked: Message) -> Answer:

@@ -53,13 +53,11 @@ class OwnPart:
         self.part = kind(memory, memory.lock_of_rows(membership.worker_of))
         self.rounds = Rounds(memory, self.lock, membership, regions, self.part)
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether the table has its first values."""
-        return bool(self.memory.table[READY])
-
-    def open(self, worker: int, init: Any, timeout_s: float) -> None:  # Any: as `_begin` takes it
+    def open(self, worker: int, init: Any, timeout_s: float) -> bool:  # Any: as `begin` takes it
         """Fill the part as the master, or wait until the master has; then begin as ``worker``.
+
+        Returns:
+            Whether it is open; False where ``worker`` must fill it and ``init`` is None.
 
         Raises:
             PeerTimeout: The master did not open the table; ``.rank`` is its number.
@@ -67,13 +65,17 @@ class OwnPart:
         line, membership = self.memory.table, self.membership
 
         def ready() -> bool:
-            if not line[READY] and min(membership.awaited(), default=worker) == worker:
+            if line[READY]:
+                return True
+            if min(membership.awaited(), default=worker) != worker:
+                return False
+            if init is not None:
                 with self.lock.held(timeout_s):
                     if not line[READY]:
                         self.part.begin(init)
                         line[READY] = 1
                         membership.changes.tell()
-            return bool(line[READY])
+            return True
 
         look = partial(membership.look_for_dead, timeout_s)
         if not membership.changes.wait_until(ready, timeout_s, look):
@@ -83,5 +85,8 @@ class OwnPart:
                 f"{timeout_s:g} s.",
                 master,
             )
+        if not line[READY]:
+            return False
         if self.spec.staleness.is_bulk_synchronous:
             self.rounds.enter(worker, timeout_s)
+        return True
