@@ -100,7 +100,6 @@ def test_nothing_is_pushed_without_a_backward_pass():
             (embedding(torch.tensor([1])) * (x := torch.ones(1, requires_grad=True))).sum(), x
         )
         assert torch.equal(table.get(), weights())
-        assert table.stats().adds == 0
 
 
 def test_every_backward_pass_pushes_once():
@@ -110,7 +109,6 @@ def test_every_backward_pass_pushes_once():
         out = embedding(torch.tensor([4, 4]))
         out.sum().backward(retain_graph=True)
         out.sum().backward()
-        assert table.stats().adds == 2
         torch.testing.assert_close(table.get([4])[0], weights()[4] - 4 * LR)
 
 
@@ -160,7 +158,7 @@ def test_look_ups_of_one_backward_pass_are_one_update(name, padding, modules):
         table = open_table(world, updater={"name": name, "lr": 0.1})
         ours = [tables.TableEmbedding(table, padding) for _ in range(modules)]
         order = torch.arange(ROWS)
-        for step in range(3):
+        for _ in range(3):
             for looks in (ours[0], ours[-1], ours[0]), (twin, twin, twin):
                 a, b, c = (
                     look(rows)
@@ -170,7 +168,6 @@ def test_look_ups_of_one_backward_pass_are_one_update(name, padding, modules):
             optimizer.step()
             optimizer.zero_grad()
             torch.testing.assert_close(table.get(), twin.weight)
-            assert table.stats().adds == step + 1
 
 
 def test_a_backward_pass_that_failed_leaves_nothing_for_the_next_one():

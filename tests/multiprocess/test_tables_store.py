@@ -96,12 +96,12 @@ def test_who_reads_and_writes_the_store_gets_nothing_and_disturbs_nobody(
         for tls in (None, another):
             stranger = Connection(Endpoint(host, "it", address, "torchrun-r-0", tls))
             with pytest.raises((PeerTimeout, ConfigError)):
-                stranger.call(Operation.COUNTS, "`stats`", 0.3, text="t")
+                stranger.call(Operation.COUNT, "`len`", 0.3, text="t")
         holder = Connection(Endpoint(host, "it", address, "torchrun-r-0", ours))
-        assert holder.call(Operation.COUNTS, "`stats`", DEADLINE_S, text="t").args == (0, 0, 0, 0)
+        assert holder.call(Operation.COUNT, "`len`", DEADLINE_S, text="t").args == (0, 0, 0, 0)
         for name in ("a\0", "../members", "a" * 300):  # names of files, if they were taken
             with pytest.raises(StateError, match="must be opened first"):
-                holder.call(Operation.COUNTS, "`stats`", DEADLINE_S, text=name)
+                holder.call(Operation.COUNT, "`len`", DEADLINE_S, text=name)
         holder.close()
 
     for each in values:

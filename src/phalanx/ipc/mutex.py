@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from phalanx.errors import PeerTimeout
 from phalanx.ipc.liveness import Waiting
@@ -49,7 +50,7 @@ class Mutex:
         self._memory = memory[: self.NBYTES]
         self._rank_of = rank_of
         self.address = address_of(self._memory)
-        self._take, self._release = FUNCTIONS["lock_take"], FUNCTIONS["lock_release"]
+        self._take_in_c, self._release_in_c = FUNCTIONS["lock_take"], FUNCTIONS["lock_release"]
         FUNCTIONS["lock_make"](self.address)
 
     @property
@@ -57,7 +58,8 @@ class Mutex:
         """The number of the process that holds it, or died holding it; 0 if none."""
         return int(FUNCTIONS["lock_owner"](self.address))
 
-    def held(self, timeout_s: float = 30.0) -> _Held:
+    @contextmanager
+    def held(self, timeout_s: float = 30.0) -> Iterator[None]:
         """Hold the lock: ``with mutex.held(): …``.
 
         Raises:
@@ -65,24 +67,19 @@ class Mutex:
 
         Blocks: Until nobody else holds it.
         """
-        return _Held(self, timeout_s)
+        try:
+            self._take(timeout_s)
+            yield
+        finally:
+            self._release_in_c(self.address)  # if this thread holds it
 
-    def take(self, timeout_s: float) -> None:
-        """Take the lock, as :meth:`held` does when its block begins."""
-        if not self._take(self.address, 0):
+    def _take(self, timeout_s: float) -> None:
+        if not self._take_in_c(self.address, 0):
             return
         waiting = Waiting(timeout_s)
-        while self._take(self.address, min(_SLICE_MS, 1 + int(1e3 * waiting.remaining_s()))):
+        while self._take_in_c(self.address, min(_SLICE_MS, 1 + int(1e3 * waiting.remaining_s()))):
             if waiting.over():
                 raise self.late(timeout_s)
-
-    def try_take(self) -> bool:
-        """Take the lock if it is free; tell whether it was."""
-        return not self._take(self.address, 0)
-
-    def release(self) -> None:
-        """Let go of it, if this thread holds it."""
-        self._release(self.address)
 
     def late(self, timeout_s: float) -> PeerTimeout:
         """Return the error of who has waited for so long."""
@@ -93,26 +90,3 @@ class Mutex:
             f"Lock {self.label!r} did not become free within {timeout_s:g} s: {who}.",
             None if pid in (0, os.getpid()) else self._rank_of(pid),
         )
-
-    def __repr__(self) -> str:
-        return f"Mutex({self.label!r})"
-
-
-class _Held:
-    """What one ``with`` holds a lock by."""
-
-    __slots__ = ("_mutex", "_timeout_s")
-
-    def __init__(self, mutex: Mutex, timeout_s: float) -> None:
-        self._mutex = mutex
-        self._timeout_s = timeout_s
-
-    def __enter__(self) -> None:
-        try:
-            self._mutex.take(self._timeout_s)
-        except KeyboardInterrupt:
-            self._mutex.release()
-            raise
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._mutex.release()

@@ -28,7 +28,7 @@ class Operation(IntEnum):
     FINISH = 9  # round
     COPY_ALL = 10  # [arrays: of a keys table the keys; values, states]
     REPLACE_ALL = 11  # arrays: as of COPY_ALL
-    COUNTS = 12  # [adds undone, keys]
+    COUNT = 12  # [keys]
     KEYS = 13  # [array: keys]
 
 

@@ -48,7 +48,7 @@ _LOCK_S = 10.0  # a lock is held for microseconds, unless its owner is halted
 _LONGEST_WAIT_S = 1e5
 _BACK_S, _AFTER_A_START_S = 2.0, 10.0
 _INCARNATION_BITS = 40
-_READING = {Operation.GET, Operation.COPY_ALL, Operation.COUNTS, Operation.KEYS}
+_READING = {Operation.GET, Operation.COPY_ALL, Operation.COUNT, Operation.KEYS}
 
 
 class HostService:
@@ -217,9 +217,9 @@ class HostService:
         self._part(asked).replace_all(parts, _seconds(asked))
         return Answer()
 
-    def _counts(self, asked: Message) -> Answer:
+    def _count(self, asked: Message) -> Answer:
         part, has_keys = self._part(asked), self._table(asked.text).spec.has_keys
-        return Answer((part.num_undone, part.num_keys(_seconds(asked)) if has_keys else 0))
+        return Answer((part.num_keys(_seconds(asked)) if has_keys else 0,))
 
     def _keys(self, asked: Message) -> Answer:
         if not self._table(asked.text).spec.has_keys:

@@ -217,13 +217,9 @@ class RemotePart:
         """Replace everything by these parts, as :meth:`copy_all` returns them."""
         self._call(Operation.REPLACE_ALL, "a restore", timeout_s, arrays=as_arrays(parts))
 
-    def num_undone(self, timeout_s: float) -> int:
-        """Return how many adds were undone there."""
-        return self._call(Operation.COUNTS, "`stats`", timeout_s).args[0]
-
     def num_keys(self, timeout_s: float) -> int:
         """Return how many keys there are."""
-        return self._call(Operation.COUNTS, "`len`", timeout_s).args[1]
+        return self._call(Operation.COUNT, "`len`", timeout_s).args[0]
 
     def keys(self, timeout_s: float) -> Tensor:
         """Return the keys there."""

@@ -228,16 +228,6 @@ class Router:
         """Return the keys that are there, in ascending order."""
         return torch.cat([part.keys(timeout_s) for part in self._all_parts()]).sort().values
 
-    def num_undone(self) -> int:
-        """Return how many interrupted adds any worker undid, on all hosts."""
-        others = self._others.values()
-        return self._part.num_undone + sum(part.num_undone(_CALL_S) for part in others)
-
-    @property
-    def nbytes(self) -> int:
-        """How much memory this host's part takes, logs apart."""
-        return self.here.memory.nbytes
-
     def close(self) -> None:
         """Let go of the memory, also where somebody keeps a handle of the table."""
         for each in (self.here, self):  # the parts refer to `here`, and would keep each other

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,22 +27,6 @@ Numbers = Tensor | Array | Sequence[Any]  # nested sequences have no type of the
 Rows = Tensor | Array | Sequence[int]
 
 
-@dataclass
-class TableStats:
-    """What one worker has done with a table.
-
-    Attributes:
-        adds: Adds that were taken, or put down for a round.
-        undone: Adds, by anybody, that a death interrupted, or that were refused midway: they were
-            undone.
-        nbytes: The table's shared memory, on this host.
-    """
-
-    adds: int
-    undone: int
-    nbytes: int
-
-
 class Table:
     """Rows that several workers add to and read; made by ``world.matrix`` or ``world.array``.
 
@@ -65,7 +48,6 @@ class Table:
         self._spec = spec
         self._storage = storage
         self._group = group
-        self._num_adds = 0
         self._late_round: int | None = None  # of a get that ended at its deadline
         self._is_bulk = spec.staleness.is_bulk_synchronous
         self._is_bounded = spec.staleness.is_bounded
@@ -125,7 +107,6 @@ class Table:
         if self._last_read is not None:
             index, value = self._last_read.widened(index, value)
         self._take(Entry(index, value, self._group.worker_id))
-        self._num_adds += 1
 
     def _take(self, entry: Entry) -> None:
         # An add of a worker outside the round would make the gets of that round differ.
@@ -296,11 +277,6 @@ class Table:
             )
         parts = load_parts(self._spec, Path(directory))
         self._storage.replace_all(parts, group.timeout_s)
-
-    def stats(self) -> TableStats:
-        """Return what this worker has done so far."""
-        self._check_open()
-        return TableStats(self._num_adds, self._storage.num_undone(), self._storage.nbytes)
 
     def _check_open(self) -> None:
         group = self._group

@@ -162,15 +162,6 @@ class TableMemory:
         """Bytes of a row, all columns together."""
         return sum(self._row_bytes)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that the table takes now, without logs."""
-        *of_columns, of_number = self._recorded_bytes
-        record = self.header[RECORDED] * sum(of_columns) + self.header[NUMBERED] * of_number
-        if not self.spec.has_keys:
-            return self._stop + record
-        return self._head + self.row_bytes * self.counts[RESERVED] + record
-
     def reserve_rows(self, start: int, stop: int) -> None:
         """Take the memory of rows of a keys table.
 
