@@ -141,7 +141,7 @@ def launch(
             timeout_s=_WAIT_FOR_HOSTS_S if timeout_s is None else timeout_s,
         )
         if not job.is_alone:
-            console.print(f"{job.num_hosts} meet at {endpoint}")
+            console.print(f"{nnodes} hosts meet at {endpoint}")
         launch_script(script, args or [], job)
     except RankFailed as exc:
         console.print("\n".join([str(exc), *getattr(exc, "__notes__", ())]), style="bold red")

@@ -39,7 +39,7 @@ from phalanx.ipc import RunDirectory
 from phalanx.launching.one_host import ONE_HOST
 from phalanx.launching.rank_failures import RankFailed, RankFailure, describe_failures
 from phalanx.launching.rank_start import prepare, record_failures
-from phalanx.plan import check_function, read_count
+from phalanx.plan import check_argument, check_function, read_count
 from phalanx.replicas import num_cores
 
 __all__ = ["Job", "launch", "launch_script", "signals_put_back"]
@@ -79,12 +79,6 @@ class Job:
         """Whether no other host takes part."""
         return self.nodes == (1, 1) and not self.endpoint
 
-    @property
-    def num_hosts(self) -> str:
-        """How many hosts take part, in words."""
-        fewest, most = self.nodes
-        return f"{most} hosts" if fewest == most else f"{fewest} to {most} hosts"
-
     def __post_init__(self) -> None:
         read_count("ranks", self.ranks, 1, "rank")
         read_count("max_restarts", self.max_restarts, 0)
@@ -92,10 +86,8 @@ class Job:
         if not self.timeout_s > 0:
             raise ConfigError(f"`timeout_s` must be above 0 seconds, but is {self.timeout_s!r}.")
         fewest, most = self.nodes
-        if not 1 <= fewest <= most:
-            raise ConfigError(
-                f"`nodes` must be at least 1 host, the fewest before the most, but is {self.nodes}."
-            )
+        wanted = "be at least 1 host, the fewest before the most"
+        check_argument(1 <= fewest <= most, "nodes", wanted, self.nodes)
         if most > 1 and not self.endpoint:
             raise ConfigError(
                 f"`endpoint` must say where {most} hosts meet, but is empty. Give `host:port` of "
@@ -200,10 +192,10 @@ def _run(
                 raise describe_failures(_read_failures(logs, exc.failures)) from None
             except (RendezvousTimeoutError, RendezvousConnectionError) as exc:
                 raise RankFailed(
-                    f"{job.num_hosts} must meet at {job.endpoint} within {job.timeout_s:g} s, and "
-                    f"that host must outlive the job, but did not: {exc}. Start `phalanx launch` "
-                    "on each with the same `--endpoint`, `--nnodes` and `--run-id`, and see that "
-                    "this port can be reached from the others."
+                    f"All hosts must meet at {job.endpoint} within {job.timeout_s:g} s, and that "
+                    f"host must outlive the job, but did not: {exc}. Start `phalanx launch` on "
+                    "each with the same `--endpoint`, `--nnodes` and `--run-id`, and see that this "
+                    "port can be reached from the others."
                 ) from exc
             return values
     except SignalException as exc:
