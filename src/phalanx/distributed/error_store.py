@@ -12,6 +12,7 @@ from typing import TypeVar
 from torch.distributed import Store
 
 from phalanx.errors import GroupAborted, PeerError, PeerLost, PeerTimeout
+from phalanx.ipc import wait_until
 
 __all__ = ["TIMED_OUT", "ErrorStore"]
 
@@ -49,6 +50,11 @@ class ErrorStore:
         kind, rank, text = json.loads(told)
         return _KINDS.get(kind, GroupAborted)(text, rank)
 
+    def _cause(self) -> PeerError | None:
+        """Return the error that was written first, but not that we are lost: an echo of our own."""
+        said = self.read()
+        return None if isinstance(said, PeerLost) and said.rank == self._rank else said
+
     def say_waiting(self, number: int) -> None:
         """Say that this rank waits for others in the operation ``number``."""
         _within(_STORE_S, lambda: self._store.set(f"waits/{self._rank}", str(number)))
@@ -67,14 +73,14 @@ class ErrorStore:
 
     @contextmanager
     def naming(
-        self, rank: int | None, timeout_s: float, find: Callable[[], int | None] = lambda: None
+        self, rank: int | None, timeout_s: float, find: Callable[[], list[int]] = list
     ) -> Iterator[None]:
         """Raise ours for gloo's errors: the group's first, or one that names the rank they concern.
 
         Args:
             rank: Whom they concern; None for all.
             timeout_s: How long it was waited.
-            find: Finds out which rank is gone, where they concern all.
+            find: Finds out which ranks are gone, where they concern all.
 
         Raises:
             PeerLost: The connection to ``rank`` has ended.
@@ -83,13 +89,15 @@ class ErrorStore:
         try:
             yield
         except RuntimeError as exc:
-            said = self.read()
-            # That we are lost is an echo of our own error.
-            is_echo = isinstance(said, PeerLost) and said.rank == self._rank
-            if said is not None and not is_echo:
-                raise said from exc
-            if rank is None:
-                rank = find()
+            cause = self._cause()
+            if cause is None and rank is None:
+                gone = find()
+                if len(gone) > 1:  # one of them has ended its connections because of another
+                    wait_until(lambda: self._cause() is not None, _STORE_S)
+                    cause = self._cause()
+                rank = gone[0] if gone else None
+            if cause is not None:
+                raise cause from exc
             who = "some rank" if rank is None else f"rank {rank}"
             if TIMED_OUT.search(str(exc)):
                 raise PeerTimeout(

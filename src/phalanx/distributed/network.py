@@ -198,22 +198,22 @@ class Network:
             gloo, self._gloo = self._gloo, None
             gloo.abort()
 
-    def _end_waits(self) -> int | None:
-        """End all waits for others, here and there; return a rank that was gone before, if any.
+    def _end_waits(self) -> list[int]:
+        """End all waits for others, here and there; return the ranks that were gone before.
 
         gloo's own ``abort`` lets waits go on, and they keep the connection, as does a failed one
         that the traceback of its error keeps. But a wait that takes too long has gloo close all
         that it has. A wait for a rank that is gone fails at once, and closes nothing; so each is
         waited for.
         """
-        gone = None
+        gone = []
         for index, rank in enumerate(self.ranks):
             if rank != self._rank and self._gloo is not None:
                 try:
                     self._gloo.recv([torch.empty(1)], index, _CUT_TAG).wait(_AT_ONCE)
                 except RuntimeError as exc:
-                    if gone is None and not TIMED_OUT.search(str(exc)):
-                        gone = rank
+                    if not TIMED_OUT.search(str(exc)):
+                        gone.append(rank)
         return gone
 
 

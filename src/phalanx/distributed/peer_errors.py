@@ -88,8 +88,7 @@ def remote_timeout_error(
 
 def _lateness(pages: StatusPages, rank: int) -> tuple[bool, int, int]:
     """Return a key that orders ranks by progress; a rank can be held up by those behind it."""
-    identity = pages.identity_of(rank)
-    runs = identity is not None and not identity.stopped()
+    runs = not pages.identity_of(rank).stopped()
     return runs, pages.latest_of(rank).number, pages.progress_of(rank)
 
 
@@ -108,10 +107,7 @@ def _named(pages: StatusPages, name: int) -> list[int]:
 
 
 def _hint(pages: StatusPages, rank: int) -> str:
-    identity = pages.identity_of(rank)
-    if identity is None:
-        return " (it has not joined)"
-    return " (its process is stopped)" if identity.stopped() else ""
+    return " (its process is stopped)" if pages.identity_of(rank).stopped() else ""
 
 
 def cause_state(error: BaseException, name: int) -> tuple[int, int]:

@@ -472,10 +472,4 @@ def _filling(flats: Sequence[FlatTensor], steps: Steps) -> Steps:
 
 def _is_small(result: Any) -> bool:
     """Tell whether the tensors of a call are worth no thought when they are kept."""
-    return (
-        sum(
-            one.numel() * one.itemsize if isinstance(one, Tensor) else _LARGEST_KEPT_BYTES + 1
-            for one in result
-        )
-        <= _LARGEST_KEPT_BYTES
-    )
+    return all(isinstance(one, Tensor) and one.nbytes <= _LARGEST_KEPT_BYTES for one in result)

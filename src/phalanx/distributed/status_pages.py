@@ -106,16 +106,14 @@ class StatusPages:
         at = rank * WORDS_PER_PAGE
         return self._words[at + _STATE], self._words[at + _CAUSE]
 
-    def identity_of(self, rank: int) -> ProcessIdentity | None:
-        """Return which process ``rank`` is; None before it has come."""
+    def identity_of(self, rank: int) -> ProcessIdentity:
+        """Return which process ``rank`` is."""
         at = rank * WORDS_PER_PAGE
-        pid, start = self._words[at + _PID], self._words[at + _START]
-        return ProcessIdentity(pid, start) if pid else None
+        return ProcessIdentity(self._words[at + _PID], self._words[at + _START])
 
     def alive(self, rank: int) -> bool:
-        """Tell whether the process of ``rank`` runs, or has not come yet."""
-        identity = self.identity_of(rank)
-        return identity is None or identity.alive()
+        """Tell whether the process of ``rank`` runs."""
+        return self.identity_of(rank).alive()
 
     def close(self) -> None:
         """Let go of the region's memory."""
