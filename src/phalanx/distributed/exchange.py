@@ -149,7 +149,7 @@ class Exchange:
         own = own.to(self._device)
         found = own.new_empty((self.size, *own.shape))
         if own.numel():
-            self.begin_join(own, found.view(-1))()
+            self._all_gather(own, found.view(-1))()
         return found.cpu()
 
     def begin_swap(
@@ -205,6 +205,9 @@ class Exchange:
         Returns:
             A function that waits until it has ended.
         """
+        return self._all_gather(own, found)
+
+    def _all_gather(self, own: Tensor, found: Tensor) -> Callable[[], None]:
         if self.size == 1:
             found.copy_(own)
             return _nothing
