@@ -31,11 +31,7 @@ CLERKS = 4
 DEADLINE_S = 20.0  # far more than any wait; a clerk that waits longer raises
 KILLS_PER_RUN = 25  # then the books are closed, and new ones begun: small tables grow more often
 BOOKS = ("rows", "whole", "keys")
-POINTS = tuple(
-    point
-    for point in (*part.POINTS, *router.READ_POINTS, *keys.POINTS)
-    if point != "undo written"  # in C, as these tables add up
-)
+POINTS = (*part.POINTS, *router.READ_POINTS, *keys.POINTS)
 MOST_PASSES = 12  # of a point, before the death
 _MOMENT = "a moment"
 _numbers = itertools.count()

@@ -597,7 +597,7 @@ def test_each_scene_goes_well(scene: Scene, tmp_path: Path) -> None:
     scene(a_run(), None, tmp_path)
 
 
-@pytest.mark.parametrize("point", [each for each in part.POINTS if each != "undo written"])  # in C
+@pytest.mark.parametrize("point", part.POINTS)
 @pytest.mark.parametrize("kind", ["rows", "blocks", pytest.param("keys", marks=pytest.mark.night)])
 def test_an_add_counts_once_wherever_the_server_dies(tmp_path, kind, point):
     a_server_dies_within_an_add(a_run(), None, tmp_path, kind, point)

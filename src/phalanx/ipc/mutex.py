@@ -68,12 +68,13 @@ class Mutex:
         Blocks: Until nobody else holds it.
         """
         try:
-            self._take(timeout_s)
+            self.take(timeout_s)
             yield
         finally:
             self._release_in_c(self.address)  # if this thread holds it
 
-    def _take(self, timeout_s: float) -> None:
+    def take(self, timeout_s: float) -> None:
+        """Take the lock, as :meth:`held` does when its block begins."""
         if not self._take_in_c(self.address, 0):
             return
         waiting = Waiting(timeout_s)
