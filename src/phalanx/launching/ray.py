@@ -128,7 +128,7 @@ def _connected(address: str | None) -> Iterator[Any]:
         except OSError as exc:
             raise ConfigError(
                 f"`address` must be where a Ray cluster is, but is {address!r}: {exc}. "
-                "Start one by `ray start --head`."
+                "Start one by `ray start --head`, or take 'local' for a new one on this machine."
             ) from exc
     # Actors get their class by value: they import neither this module nor torch.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
