@@ -1,7 +1,8 @@
-"""One script, started on two hosts in networks of their own: the same bits. Ray: `test_ray.py`."""
+"""One script, started by every launcher on two hosts in networks of their own: the same bits."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -35,6 +36,13 @@ print(f"weights {hashlib.sha256(weights).hexdigest()[:16]}\\n", end="", flush=Tr
 RANKS = (2, 1)  # of the hosts
 SIZE = sum(RANKS)
 PORT = 29500  # of a network that nobody else is in
+RAY_PORT = 6379
+RAY = {
+    "RAY_USAGE_STATS_ENABLED": 0,
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_DEDUP_LOGS": 0,
+    "RAY_agent_register_timeout_ms": 300_000,  # on a busy machine
+}
 
 Commands = list[list[str]]
 Starter = Callable[[Networks, str], Commands]
@@ -132,7 +140,7 @@ def run_all(commands: Commands) -> str:
         for command in commands
     ]
     try:
-        said = [each.communicate(timeout=2 * START_S)[0] for each in started]
+        said = [each.communicate(timeout=5 * START_S)[0] for each in started]
     finally:
         for each in started:
             each.kill()
@@ -160,3 +168,36 @@ def test_every_launcher_trains_to_the_bits_of_one_process(
     starter: Starter, networks: Networks, script: str, expected: str
 ) -> None:
     assert weights(run_all(starter(networks, script))) == [expected] * SIZE
+
+
+@contextlib.contextmanager
+def ray_cluster(networks: Networks) -> Iterator[None]:
+    """Run a node of Ray on each host."""
+    nodes = []
+    head = f"{networks.addresses[0]}:{RAY_PORT}"
+    try:
+        for host, address in enumerate(networks.addresses):
+            place = ["--head", "--port", str(RAY_PORT)] if host == 0 else ["--address", head]
+            place += ["--node-ip-address", address, "--num-cpus", str(RANKS[host])]
+            words = ("-m", "ray.scripts.scripts", "start", *place, "--block")
+            nodes.append(subprocess.Popen(python(networks, host, *words, **RAY)))
+        yield
+    finally:
+        for node in nodes:
+            node.terminate()
+            node.wait()
+
+
+def test_ray_trains_to_the_bits_of_one_process(
+    networks: Networks, script: str, expected: str
+) -> None:
+    pytest.importorskip("ray", reason="needs ray, of the extra `ray`")
+    run = ("-c", "from phalanx.cli.app import main; main()", "launch", "--ray", "-n", str(SIZE))
+    run += ("--timeout-s", "300")
+    with ray_cluster(networks):
+        address = ("--address", f"{networks.addresses[0]}:{RAY_PORT}")
+        command = python(networks, 0, *run, *address, script, "ranks", **RAY)
+        found = weights(run_all([command]))
+        # The nodes share their folder for logs, so each prints all lines.
+        assert set(found) == {expected}
+        assert len(found) >= SIZE
