@@ -47,7 +47,7 @@ class Executor(ABC):
     """Replicas that run microbatches, with a thread of this process for each.
 
     Args:
-        modules: Each replica's module of the user's, or the one that all are replicas of.
+        modules: The user's modules: one for each replica, or the one that all are replicas of.
         devices: One per replica.
         workloads: Relative shares; equal by default; 0 switches a replica off.
         intra_op: Threads inside operators, per replica. Default: cores divided by CPU replicas.
@@ -55,7 +55,7 @@ class Executor(ABC):
     Attributes:
         parameters: All parameters, each once, in whose order gradients are summed.
         owns_generator: Whether each replica has a separate process, whose generator is seeded.
-        worker_pids: The worker processes' numbers; empty without any.
+        worker_pids: The worker processes' ids; empty without any.
         optimizer: The one that is stepped, whose state worker processes drop.
     """
 
@@ -79,17 +79,17 @@ class Executor(ABC):
         self.intra_op = intra_op or default_intra_op(devices)
         self.parameters = parameters_of(modules)
         self._addresses = addresses_of(self.parameters)
-        self._plans: dict[object, RngPlan] = {}  # by kind of run, of those that were watched
+        self._plans: dict[object, RngPlan] = {}  # by kind of run, once its first is done
         self._warned: set[str] = set()  # attributes that `forward` was seen to assign
 
     def each(self, function: Callable[[int], T], *, uninterrupted: bool = False) -> list[T]:
         """Call ``function(replica index)`` in every replica's thread, on the caller's streams.
 
-        After :meth:`close`, for a backward pass that is still to come, in the caller's thread.
+        After :meth:`close` a backward pass may still come: the caller's thread runs it.
 
         Args:
-            uninterrupted: A Ctrl-C arrives after it, also where the one replica is the caller's
-                thread.
+            uninterrupted: Hold signals until all calls are done, where they run in the caller's
+                thread. Other threads get none.
         """
         on_cpu = all(device.type == "cpu" for device in self.devices)
         streams = () if on_cpu else callers_streams(self.devices)
@@ -171,7 +171,7 @@ class Executor(ABC):
         return self.workloads
 
     def mark_done(self) -> None:  # noqa: B027 - nothing to do but for ranks, as below
-        """Count a run whose outcome is kept; ranks that were lost or come must know."""
+        """Count a run whose outcome is kept; elastic ranks tell by it who is behind."""
 
     def admit(self) -> None:  # noqa: B027
         """Let new ranks in, where some wait, between two steps."""
@@ -185,12 +185,13 @@ class Executor(ABC):
         """Let the next runs see attributes that were assigned; to be called before a run.
 
         Returns:
-            False where parameters were replaced or moved: another executor must be opened.
+            False where parameters were replaced or moved, or the threads were left behind by a
+            second Ctrl-C: another executor must be opened.
         """
 
     @abstractmethod
     def refresh(self) -> None:
-        """Take over everything from the module now."""
+        """Let the next run see everything that the module holds by then."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""From `executor=` to an executor: which kind, what that can do, and where its memory lies."""
+"""From `executor=` to an executor: which kind, and with which options."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ExecutorChoice:
         kind: "threads", "processes", "inline" or "ranks".
         options: For worker processes and elastic ranks.
         failures: Takes note of worker processes that are lost.
-        elastic: The ranks that survive the loss of others; None for any others.
+        elastic: The ranks that survive the loss of others; None for any other executor.
     """
 
     kind: str
@@ -98,7 +98,7 @@ class ExecutorChoice:
 
         Args:
             module: The module to run.
-            devices: One per replica; :meth:`refuse_devices` has let them pass.
+            devices: One per replica; each of a kind that the executor can use.
             workloads: Relative shares.
             intra_op: Threads inside operators, per replica.
             shared: Objects that tasks refer to; worker processes have them from their fork.

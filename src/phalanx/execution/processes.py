@@ -90,12 +90,12 @@ class ProcessExecutor(Executor):
         self._pid = os.getpid()
         self._runs = 0
         self._moved: dict[int, Tensor] = {}
-        # A worker's are its replacement's: the pool frees nothing.
+        # A worker that replaces another takes over its mailboxes: the pool frees nothing.
         self._mail = [(Mailbox(self.pool), Mailbox(self.pool)) for _ in range(num_workers)]
         self._workers: list[WorkerProcess | None] = [None] * num_workers
         self._dismiss = weakref.finalize(self, dismiss_all, self._workers)
         self._threads = ThreadPool(num_workers, intra_op=self.intra_op, name="phalanx-executor")
-        self._forks = ThreadPool(1, intra_op=1, name="phalanx-forks")  # which does nothing else
+        self._forks = ThreadPool(1, intra_op=1, name="phalanx-forks")  # OpenMP must never run in it
         try:
             _import_for_autograd()
             self._take_over()
@@ -103,11 +103,11 @@ class ProcessExecutor(Executor):
             self.close()
             raise
 
-    # -- what executors have ---------------------------------------------
+    # -- the contract of executors ---------------------------------------
 
     @property
     def worker_pids(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The worker processes' numbers."""
+        """The worker processes' ids."""
         return tuple([worker.pid for worker in self._workers if worker is not None])
 
     def take_changes(self) -> bool:
@@ -128,7 +128,7 @@ class ProcessExecutor(Executor):
         return True
 
     def refresh(self) -> None:
-        """Replace the workers by new forks before the next run, which see all later changes."""
+        """Dismiss the workers; the next run forks others, which see all changes made until then."""
         self._report_dead()
         # In a thread: a Ctrl-C in between would leave dismissed workers here, to count as lost.
         self._forks.each(lambda _: dismiss_all(self._workers))
@@ -195,7 +195,7 @@ class ProcessExecutor(Executor):
             self._workers[index] = WorkerProcess(outbox, worker.serve)
 
     def _lose(self, index: int, lost: Lost, microbatch: int | None = None) -> None:
-        """Report a loss.
+        """Report a lost worker.
 
         Args:
             microbatch: The one that the worker was computing.
@@ -227,7 +227,7 @@ class ProcessExecutor(Executor):
         send_next = partial(self._send_next, state, spec, modes.grad)
         while not state.over:  # what lost workers have left is done in another round
             self._fork_missing()
-            # Sent here: the workers' threads would wait for each other.
+            # Written here: threads that write at once would wait for each other.
             first = [send_next(index) for index in range(len(self))]
             look_after = partial(self._look_after, state, first, send_next)
             self._threads.each(look_after, on_interrupt=state.fail)

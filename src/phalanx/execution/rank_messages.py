@@ -52,8 +52,8 @@ class RankMessage:
     ) -> RankMessage:
         """Return the message of what was computed here."""
         found = {index: each for index, each in enumerate(results) if each is not None}
-        left = {node: each.statistics for node, each in sums.items() if each is not None}
-        return cls(about, results=found, statistics=left)
+        written = {node: each.statistics for node, each in sums.items() if each is not None}
+        return cls(about, results=found, statistics=written)
 
     def pack(self) -> bytes:
         """Write it down."""
@@ -80,8 +80,8 @@ class RankMessage:
         for index, loss, kept in results:
             message.results[index] = MicrobatchResult(loss, *_unpack_nested(tensors, kept))
         for level, index, key, name, weight, rule in statistics:
-            left = message.statistics.setdefault(Node(level, index), {})
-            left[key] = Statistic(tensors[name], weight, rule)
+            written = message.statistics.setdefault(Node(level, index), {})
+            written[key] = Statistic(tensors[name], weight, rule)
         return message
 
 

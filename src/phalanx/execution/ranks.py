@@ -31,11 +31,11 @@ from phalanx.plan import SummationTree, flatten, workload_sizes
 from phalanx.types import Nested
 
 _TRACED = 64  # elements of each microbatch that tell one batch from another
-_STEP = "run a batch"
+_RUN = "run a batch"  # what ranks wait in, for errors
 
 
 class RankExecutor(ThreadExecutor):
-    """This rank's replicas, as a part of the job's, which begin with rank 0's tensors.
+    """This rank's replicas, a part of the job's; at first all take rank 0's tensors.
 
     A run of ranks that may be lost raises `GroupChanged` where one was: nothing has changed here
     then, and the batch is to be cut and run again.
@@ -76,10 +76,10 @@ class RankExecutor(ThreadExecutor):
         self._generation = exchange.generation
         self._newcomers_wait = False
         by_rank = [each["workloads"] for each in exchange.about]
-        self._counts = [len(each) for each in by_rank]
-        self._powers = [sum(each) for each in by_rank]
+        self._num_replicas = [len(each) for each in by_rank]
+        self._shares = [sum(each) for each in by_rank]
         self._reduction = RankReduction(self.parameters, exchange)
-        if not exchange.is_behind:  # else the batch is cut as those have cut it that are ahead
+        if not exchange.is_behind:  # else the batch is cut as the ranks ahead have cut it
             self._all_workloads = [share for each in by_rank for share in each]
 
     @property
@@ -118,7 +118,7 @@ class RankExecutor(ThreadExecutor):
         assert not task.goes_back
         assert only is None
         self._settle()
-        if self._exchange.is_behind:  # this rank computes all
+        if self._exchange.is_behind:  # it is alone now, and computes what the others have done
             owners = None
         ranges = self._ranges(len(pieces), owned=owners is not None)
         only = ranges[self._exchange.rank]
@@ -135,9 +135,9 @@ class RankExecutor(ThreadExecutor):
             packed = RankMessage.of(about, result.results, result.sums).pack()
         except BaseException as error:
             failed = RankMessage(about, f"{type(error).__name__}: {error}")
-            self._exchange.gather(failed.pack(), _STEP)
+            self._exchange.gather(failed.pack(), _RUN)
             raise
-        messages = [RankMessage.read(each) for each in self._exchange.gather(packed, _STEP)]
+        messages = [RankMessage.read(each) for each in self._exchange.gather(packed, _RUN)]
         first = _check(messages)
         self._newcomers_wait = first["newcomers_wait"]
         for each in messages:
@@ -148,7 +148,7 @@ class RankExecutor(ThreadExecutor):
 
     def _ranges(self, num_microbatches: int, *, owned: bool) -> list[range]:
         """Return which microbatches are whose, by rank."""
-        sizes = self._counts if owned else workload_sizes(num_microbatches, self._powers)
+        sizes = self._num_replicas if owned else workload_sizes(num_microbatches, self._shares)
         stops = accumulate(sizes)
         return [range(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
 

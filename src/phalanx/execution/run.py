@@ -1,4 +1,4 @@
-"""One run over microbatches: what is left of it, and what has come.
+"""One run over microbatches: those still to be computed, and the results so far.
 
 Gradients are added along the fixed tree, by whichever thread completes a pair.
 """
@@ -50,10 +50,11 @@ class RunResult:
 
     Attributes:
         results: What the task returned, by microbatch; None for microbatches of weight 0.
-        sums: Partial sums that are still to be added, by node of the tree.
+        sums: Partial sums that are still to be added, by node of the tree; on ranks, the total.
         replica_of: Which replica here computed each microbatch; -1 for those left out, or run
             elsewhere.
-        drew: Whether the model drew random numbers from the microbatches' own generators.
+        drew: Whether the model drew random numbers from the microbatches' own generators; threads
+            tell it, worker processes do not.
     """
 
     results: list[Any]  # Any: whatever the task returns
@@ -73,7 +74,7 @@ class TreeSums(Generic[T]):
     """Wait for both operands of an addition, then let the thread that brought the second one add.
 
     The last addition is left to the caller, who can share it among all threads.
-    A leaf without rows is None and does not take part.
+    A leaf of weight 0 is None and does not take part.
 
     Args:
         add: Returns the sum of a left and a right operand; it may be one of them, changed in place.
@@ -141,7 +142,7 @@ class RunState:
         workloads: The replicas' relative shares.
 
     Attributes:
-        result: Filled by the threads; without the sums.
+        result: Filled by the threads; `Executor.run` adds the sums at the end.
         assigned: Attributes that `forward` has assigned; looked for where ``rng`` is watched.
     """
 
@@ -164,18 +165,18 @@ class RunState:
         self.assigned: dict[str, None] = {}
         self.sums = TreeSums(len(pieces), add_sums)
         self.result = RunResult(results=[None] * len(pieces), replica_of=[-1] * len(pieces))
-        left = []
+        pending = []
         for index in range(len(pieces)) if only is None else only:
             if weights[index] > 0:
-                left.append(index)
+                pending.append(index)
             else:
                 self.sums.put(Node(0, index), None)
-        self._own = tuple(left)
+        self._own = tuple(pending)
         if owners is None:  # one queue for all replicas that are switched on
-            self._queues = [left if share > 0 else [] for share in workloads]
+            self._queues = [pending if share > 0 else [] for share in workloads]
         else:
             replicas = range(len(workloads))
-            self._queues = [[each for each in left if owners[each] == i] for i in replicas]
+            self._queues = [[each for each in pending if owners[each] == i] for i in replicas]
         self._lock = threading.Lock()
         self._failed = False
 

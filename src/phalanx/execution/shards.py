@@ -109,7 +109,7 @@ class Shards:
         return list(found.values())
 
     def add(self, shard: int) -> None:
-        """Make the last addition for one shard, if it is not made."""
+        """Make the last addition for one shard, unless :meth:`squares` has made it."""
         _, places = self._parts[shard]
         right = [self._right[place] for place in places]
         totals = add_gradients([self._left[place] for place in places], right)
@@ -143,7 +143,7 @@ class Shards:
             self._parameters[place].grad = None
 
     def finish(self) -> None:
-        """Finish in the thread that is last."""
+        """End the step once all shards are stepped: drop the sums, put the state in order."""
         was_cut = self._parts[0][0] is not self.optimizer
         self._left, self._right, self._parts = [], [], []
         if was_cut:

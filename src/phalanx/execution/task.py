@@ -31,8 +31,9 @@ class Task(ABC):
     """The work on one microbatch: called by a replica, under the caller's modes.
 
     Attributes:
-        goes_back: Whether it goes back through graphs of an earlier run. Nothing is taken over
-            from the source then, no buffers are collected, and a closed executor runs it, too.
+        goes_back: Whether it is the backward pass, on its own, of an earlier run (a container's).
+            Nothing is taken over from the source then, no buffers are collected, and a closed
+            executor runs it, too.
     """
 
     goes_back: ClassVar[bool] = False

@@ -28,7 +28,7 @@ _SIGNALS = (  # those that programs answer, Ctrl-C first; to look at all takes 0
 )
 
 
-class _WorkerThread:
+class _ThreadState:
     """State shared by the pool and one of its threads, which holds nothing else of the pool.
 
     Wake-up calls may come twice: what counts are the tickets, so an interrupt between any two
@@ -73,13 +73,13 @@ class ThreadPool:
         self._running = False
         self._closes_afterwards = False
         self._pid = os.getpid()
-        self._workers = [_WorkerThread() for _ in range(size)]
+        self._states = [_ThreadState() for _ in range(size)]
         self._threads = [
-            threading.Thread(target=_serve, args=(worker,), name=f"{name}-{index}", daemon=True)
-            for index, worker in enumerate(self._workers)
+            threading.Thread(target=_serve, args=(state,), name=f"{name}-{index}", daemon=True)
+            for index, state in enumerate(self._states)
         ]
         # Before the first start: should one fail, or Ctrl-C come, threads go with this object.
-        self._dismiss = weakref.finalize(self, _dismiss, self._workers)
+        self._dismiss = weakref.finalize(self, _dismiss, self._states)
         for thread in self._threads:
             thread.start()
         before = torch.get_num_threads()
@@ -103,7 +103,7 @@ class ThreadPool:
         Args:
             on_interrupt: Called in the caller's thread before it waits again; it may let the
                 tasks end early, as their results are dropped.
-            uninterrupted: Nothing else is possible here.
+            uninterrupted: Changes nothing: these threads get no signals.
 
         Raises:
             StateError: The pool is closed; or a signal's handler calls in the middle of a call; or
@@ -140,31 +140,31 @@ class ThreadPool:
 
         Beginning again harms nothing: a thread works on each ticket once.
         """
-        ticket = self._workers[0].finished + 1
+        ticket = self._states[0].finished + 1
         interrupt: BaseException | None = None
         while True:
             try:
                 if interrupt is not None:
                     on_interrupt()
-                for index, worker in enumerate(self._workers):
+                for index, state in enumerate(self._states):
                     # As if the caller's own thread did it: a model may read context variables.
-                    worker.task = partial(contextvars.copy_context().run, task, index)
-                    worker.wanted = ticket
-                    worker.go.put(None)
-                for worker in self._workers:
-                    while worker.finished != ticket:
+                    state.task = partial(contextvars.copy_context().run, task, index)
+                    state.wanted = ticket
+                    state.go.put(None)
+                for state in self._states:
+                    while state.finished != ticket:
                         with contextlib.suppress(queue.Empty):
-                            worker.done.get(timeout=_SIGNALS_HEARD_S)
+                            state.done.get(timeout=_SIGNALS_HEARD_S)
                 break
             except BaseException as error:  # Ctrl-C: the threads still hold the caller's memory
                 if interrupt is not None:  # the user insists; a thread hangs, and is left behind
                     self._end()
                     raise
                 interrupt = error
-        results = [worker.result for worker in self._workers]
-        failures = [worker.failure for worker in self._workers if worker.failure is not None]
-        for worker in self._workers:
-            worker.result = worker.failure = worker.task = None
+        results = [state.result for state in self._states]
+        failures = [state.failure for state in self._states if state.failure is not None]
+        for state in self._states:
+            state.result = state.failure = state.task = None
         try:
             if interrupt is not None:
                 raise interrupt
@@ -268,27 +268,27 @@ def _signals_held(numbers: Sequence[int], *, second: bool) -> Iterator[None]:
                 calls.callback(handlers[number], number, frame)
 
 
-def _serve(worker: _WorkerThread) -> None:
+def _serve(state: _ThreadState) -> None:
     while True:
-        worker.go.get()
-        if worker.closed:
+        state.go.get()
+        if state.closed:
             return
-        task, ticket = worker.task, worker.wanted
-        if task is None or ticket == worker.finished:
+        task, ticket = state.task, state.wanted
+        if task is None or ticket == state.finished:
             continue
         try:
-            worker.result = task()
+            state.result = task()
         except BaseException as error:  # carried to the caller, who raises it
-            worker.failure = error
-        worker.task = task = None
-        worker.finished = ticket
-        worker.done.put(None)
+            state.failure = error
+        state.task = task = None
+        state.finished = ticket
+        state.done.put(None)
 
 
-def _dismiss(workers: list[_WorkerThread]) -> None:
-    for worker in workers:
-        worker.closed = True
-        worker.go.put(None)
+def _dismiss(states: list[_ThreadState]) -> None:
+    for state in states:
+        state.closed = True
+        state.go.put(None)
 
 
 def _first_cause(failures: list[BaseException]) -> BaseException:

@@ -41,8 +41,8 @@ class ThreadExecutor(Executor):
             ``"0.seen"``.
         devices, workloads, intra_op: As `Executor` takes them.
         rules: What becomes of buffers that replicas write.
-        inline: Run the only replica in the caller's thread, as one on an accelerator does: there a
-            step waits for the host, and it is a hand-over shorter.
+        inline: Run the only replica in the caller's thread. One on an accelerator always runs
+            there: its step waits for the host, which need not hand over to a thread then.
 
     Attributes:
         one_run: Held by the thread that runs forward passes, or writes what they have left.
@@ -69,9 +69,9 @@ class ThreadExecutor(Executor):
         else:
             sources = [Source(own, prefix=f"{i}.", rules=rules) for i, own in enumerate(module)]
         super().__init__([each.module for each in sources], devices, workloads, intra_op)
-        reaching = SourceGradients(self.parameters)
+        source_gradients = SourceGradients(self.parameters)
         self.replicas = [
-            Replica(own, device, index, reaching)
+            Replica(own, device, index, source_gradients)
             for index, (own, device) in enumerate(zip(sources, devices, strict=True))
         ]
         self._sources = list(dict.fromkeys(sources))
@@ -97,7 +97,7 @@ class ThreadExecutor(Executor):
         return True
 
     def refresh(self) -> None:
-        """Take over everything from the module now."""
+        """Let the next run see everything that the module holds by then."""
         for each in self._sources:
             each.read()
 
@@ -134,7 +134,7 @@ class ThreadExecutor(Executor):
     def _serve(self, state: RunState, modes: CallerModes, index: int) -> None:
         """Run microbatches on one replica, in its thread, until none is left."""
         replica = self.replicas[index]
-        forward = not state.task.goes_back  # else the source may be another than it was
+        forward = not state.task.goes_back  # a backward pass keeps the shell of its forward pass
         with modes.entered(replica.device), replica.running():
             if forward:
                 replica.update_shell()

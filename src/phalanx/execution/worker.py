@@ -50,8 +50,10 @@ class RunSpec:
     """The common part of all microbatches of a run.
 
     Attributes:
-        run: Its number.
+        run: Its number, so that no two runs have the same spec: at another spec a worker
+            copies the buffers again.
         task: Called with the `MicrobatchContext`.
+        modes: Of the caller's thread.
         rng: How microbatches get their random numbers.
         changes: Of attributes, since the worker was forked.
     """

@@ -26,11 +26,11 @@ from phalanx.ipc import (
     take_signals,
 )
 
-Serve = Callable[[Connection, Connection], None]  # with its connection, and for its stacks
+Serve = Callable[[Connection, Connection], None]  # with its connection, and what takes its stacks
 
-_DUMP_S = 1.0
+_DUMP_S = 1.0  # for each piece of a dump
 _DUMP_END = b" in _bootstrap\n"  # the outermost frame of the main thread, which is written last
-_EXIT_S = 0.03
+_EXIT_S = 0.03  # for a process to end whose connection has
 _LONGEST_MS = 2e9  # 23 days: `poll` counts in 31 bits
 _LARGEST_DUMP = 64 << 10
 _STANDARD = (1, 2)  # output and errors, which a worker shares with its parent
@@ -52,7 +52,7 @@ class Lost(Exception):
 
 
 class WorkerProcess:
-    """Fork a worker from the calling thread, which must outlive it and never have run OpenMP.
+    """A fork of the calling thread, which must outlive it and never have run OpenMP.
 
     The kernel kills a worker when the thread that forked it ends (see `die_with_parent`). An OpenMP
     team does not survive a fork: the child of a thread that has one waits for it without end.
@@ -65,7 +65,7 @@ class WorkerProcess:
         OSError: The system starts no process.
 
     Attributes:
-        pid: Its process number.
+        pid: Its process id.
     """
 
     def __init__(self, answers: Mailbox, serve: Serve) -> None:
@@ -172,11 +172,11 @@ class WorkerProcess:
 
 
 def dismiss_all(workers: list[WorkerProcess | None]) -> None:
-    """End all of them, and leave None: between two runs they hold nothing that is not here, too."""
-    left = [each for each in workers if each is not None and each.parent_pid == os.getpid()]
-    for worker in left:
+    """Kill all of them, and leave None: between two runs they hold nothing that is not here."""
+    own = [each for each in workers if each is not None and each.parent_pid == os.getpid()]
+    for worker in own:
         worker.end()
-    for worker in left:
+    for worker in own:
         worker.kill()
     workers[:] = [None] * len(workers)
 

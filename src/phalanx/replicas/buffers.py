@@ -151,9 +151,9 @@ class ReplicaBuffers:
     def collect(self, weight: float) -> Statistics:
         """Return what a microbatch that stands for ``weight`` has written."""
         written = [each for each in self._buffers if each.is_written()]
-        left = [each.left() for each in written]
-        found = [each.statistic(v, weight) for each, v in zip(written, left, strict=True)]
-        _copy_all([each.value for each in found], left)
+        values = [each.written_value() for each in written]
+        found = [each.statistic(v, weight) for each, v in zip(written, values, strict=True)]
+        _copy_all([each.value for each in found], values)
         means = [each.value for each in found if each.rule == "mean"]
         if means:
             foreach_mul(means, weight)
@@ -224,7 +224,7 @@ class _Buffer:
         """Tell whether torch has noticed that the copy was written to or replaced."""
         return now is not None and (now is not self.own or now._version != self._versions[1])
 
-    def left(self) -> Tensor:
+    def written_value(self) -> Tensor:
         """Return what a microbatch has left, on the source's device."""
         now = self._now()
         assert now is not None

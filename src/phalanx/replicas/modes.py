@@ -196,7 +196,7 @@ def hold_caller_at_one_thread(owner: object) -> Callable[[], object]:
 
 @contextlib.contextmanager
 def caller_intra_op(count: int) -> Iterator[None]:
-    """Run the body with ``count`` threads inside the caller's operators; what it sets ends, too."""
+    """Run the body with ``count`` threads inside the caller's operators, then restore it."""
     before = torch.get_num_threads()
     if before != count:
         torch.set_num_threads(count)

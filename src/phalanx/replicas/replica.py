@@ -22,15 +22,15 @@ class Replica:
     """A shell of ``source`` that one thread runs.
 
     On the source's own device the shell's parameters lie in the memory of the source's. On another
-    device they lie in copies that all replicas there share, and that the executor refreshes.
+    device they lie in copies that all replicas there share, filled again before each forward run.
     Buffers are the replica's own.
 
     Args:
         source: The module that the user trains; one for all its replicas.
         device: Where this replica computes.
         index: Its number, for errors.
-        reaching: Catches gradients that reach the source itself; one for the whole executor, in
-            the order of whose parameters gradients are returned.
+        source_gradients: Catches gradients that reach the source itself; one for the whole
+            executor, in the order of whose parameters gradients are returned.
 
     Attributes:
         module: The shell's module.
@@ -46,7 +46,7 @@ class Replica:
         source: Source,
         device: torch.device,
         index: int,
-        reaching: SourceGradients | None = None,
+        source_gradients: SourceGradients | None = None,
     ) -> None:
         self.index = index
         self.device = device
@@ -55,13 +55,17 @@ class Replica:
         self._homes = source.on(device)
         pairs = zip(self._originals, self._homes, strict=True)
         self.parameters = [alias_of(original, home) for original, home in pairs]
-        self._reaching = SourceGradients(self._originals) if reaching is None else reaching
-        self._places = [self._reaching.index_of[id(original)] for original in self._originals]
+        self._source_gradients = (
+            SourceGradients(self._originals) if source_gradients is None else source_gradients
+        )
+        self._places = [
+            self._source_gradients.index_of[id(original)] for original in self._originals
+        ]
         self._caught: dict[int, Tensor] = {}
         self._make_shell()
 
     def update_shell(self) -> None:
-        """Make a new shell if the source has seen changes since.
+        """Make a new shell if the source was read again since.
 
         The leaves stay: graphs of earlier shells leave their gradients there.
         """
@@ -73,7 +77,7 @@ class Replica:
         for original, home, own in zip(self._originals, self._homes, self.parameters, strict=True):
             if own.requires_grad != original.requires_grad:
                 own.requires_grad_(original.requires_grad)
-                self._reaching.watch(original)
+                self._source_gradients.watch(original)
             if has_memory(home) and own.data_ptr() != home.data_ptr():
                 own.data = home.data
         leaves = dict(zip(map(id, self._originals), self.parameters, strict=True))
@@ -101,7 +105,7 @@ class Replica:
         pass, which waits for them.
         """
         with (
-            self._reaching.catching(self.index) as self._caught,
+            self._source_gradients.catching(self.index) as self._caught,
             torch.autograd.set_multithreading_enabled(False),
         ):
             try:
@@ -130,7 +134,7 @@ class Replica:
         They have the order of the executor's parameters, with None for parameters of other replicas
         and those without a gradient. No two of them share memory.
         """
-        gradients: list[Tensor | None] = [None] * len(self._reaching.parameters)
+        gradients: list[Tensor | None] = [None] * len(self._source_gradients.parameters)
         for place, parameter, original in zip(
             self._places, self.parameters, self._originals, strict=True
         ):
@@ -141,7 +145,7 @@ class Replica:
                 moved = in_memory_order(gradient, parameter)
                 gradients[place] = moved.to(home, non_blocking=home.type != "cpu")
         for place, other in self._caught.items():
-            more = in_memory_order(other, self._reaching.parameters[place])
+            more = in_memory_order(other, self._source_gradients.parameters[place])
             own = gradients[place]
             gradients[place] = more if own is None else own + more  # `own` may be another's, too
         self._caught.clear()

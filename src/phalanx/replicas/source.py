@@ -41,7 +41,7 @@ class Source:
         self.read()
 
     def read(self) -> None:
-        """Let replicas see the present module; they make new shells then."""
+        """Let replicas make new shells when they run next, of what the module holds by then."""
         self.fingerprint = AttributeFingerprint(self.module)
 
     def on(self, device: torch.device) -> list[Tensor]:

@@ -51,7 +51,7 @@ class Objective:
         *,
         trains: bool,
     ) -> tuple[Tensor, Nested, Nested]:
-        """Run one microbatch forward; one that ``trains`` must bring no graph.
+        """Run one microbatch forward; where it ``trains``, its tensors must require no gradient.
 
         Returns:
             The loss; outputs and targets, where they are kept.

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.random import mtrand  # what `np.random`'s functions are of
+from numpy.random import mtrand  # where `np.random`'s functions come from
 from torch.utils.data import DataLoader, IterableDataset
 
 from phalanx.replicas import derive_seed
@@ -23,7 +23,7 @@ from phalanx.torch_internals import has_workers
 from phalanx.train.sampler import ExactSampler
 from phalanx.types import Nested
 
-_DATA = -1  # follows the trainer's seed: no step has this number, so no microbatch these draws
+_DATA = -1  # stands in seeds where a step's number does, so no microbatch draws the same numbers
 
 
 class Reader:

@@ -1,10 +1,15 @@
 """One optimizer update, from a batch to new weights: the algorithm of this package.
 
     batch ─ split ─► pieces ─ replicas ─► losses, and partial sums of gradients and buffers
-                                                    │
-    new weights ◄─ optimizer's step, in shards ◄─ last addition, in shards ─ clip
+                                                               │
+    new weights ◄─ optimizer's step, in shards ◄─ clip ◄─ last addition, in shards
 
 Read :meth:`Engine.update` first; everything else in `train/` and `execution/` serves it.
+
+A replica computes in a thread here, or in a worker process that a thread here waits for. The
+optimizer is always stepped in threads of this process. On ranks, `executor.run` returns the sums
+over all ranks, and each rank steps the whole optimizer. Where an elastic one is lost it raises
+`GroupChanged`, and `Trainer` calls :meth:`Engine.update` again.
 """
 
 from __future__ import annotations
@@ -74,19 +79,20 @@ class Engine:
     ) -> StepDone:
         """Do one optimizer update on ``batch``; :meth:`open` comes first.
 
-        Everything that can refuse comes before the first write. From there on no Ctrl-C arrives, in
-        the replicas' threads or while signals are held: weights, buffers and ``commit`` go
-        together.
+        Everything that can raise an error comes before the first write. From there on no Ctrl-C
+        comes in between: all is written in the executor's threads, or while signals are held.
+        So weights, buffers and ``commit`` go together.
 
         Args:
             before: The position of the run.
             start_s: When the batch had been read.
             metrics: Counted where there are some; the caller takes that back if this raises.
-            commit: Called when the weights are new, in the thread that is last.
+            commit: Called once all weights are new, in the thread that steps the last shard.
         """
         executor, shards = self.executor, self._shards
 
-        # Forward, loss and backward of each microbatch; gradients are added along the fixed tree.
+        # Forward, loss and backward of each microbatch; gradients are added along the fixed tree,
+        # but for the last addition: `result.operands` are its two sides.
         microbatches = self.split(batch)
         result = executor.run(
             TrainTask(self.objective, microbatches.scales, keep_outputs=metrics is not None),
@@ -95,20 +101,20 @@ class Engine:
             seed=(self.seed, before.steps),
             owners=microbatches.owners,
         )
-        left = [each.statistics for each in result.operands if each.statistics]
-        statistics, buffers = self._merge_statistics(left) if left else ({}, {})
+        written = [each.statistics for each in result.operands if each.statistics]
+        statistics, buffers = self._merge_statistics(written) if written else ({}, {})
         loss = Loss(
             microbatches.loss_of(result.results), microbatches.weight, sum(microbatches.sizes)
         )
         if metrics is not None:
             metrics.update(*microbatches.outputs_of(result.results, metrics.joining))
 
-        # The norm of the whole gradient, where that is to be clipped.
+        # The norm of the whole gradient, where that is to be clipped; it makes the last addition.
         shards.take(result)
         norm = None if self.clip_norm is None else self._norm()
         scale = 1.0 if norm is None else min(1.0, (self.clip_norm or 0.0) / (norm + 1e-6))
 
-        # From here on nothing refuses. The commit steps the scheduler, which changes the rates.
+        # From here on nothing refuses. The rates of this step: the commit steps the scheduler.
         rates = tuple([_rate_of(group) for group in self.optimizer.param_groups])
 
         def finish() -> None:
@@ -136,7 +142,7 @@ class Engine:
         )
 
     def _step_shards(self, scale: float, finish: Callable[[], None]) -> list[Span]:
-        """Make each shard's last addition and step it, in a thread; the last calls ``finish``."""
+        """In a thread for each shard, make its last addition, then step it; the last finishes."""
         executor, shards = self.executor, self._shards
         num_shards = len(executor.devices)
         stepped: list[Span] = []
@@ -202,13 +208,13 @@ class Engine:
         executor.mark_done()
         return result
 
-    def _merge_statistics(self, left: list[Statistics]) -> tuple[Statistics, dict[str, Tensor]]:
-        """Return the sum of the statistics that microbatches left, and the module's buffers.
+    def _merge_statistics(self, written: list[Statistics]) -> tuple[Statistics, dict[str, Tensor]]:
+        """Return the sum of what microbatches have written to buffers, and the module's buffers.
 
         Raises:
             UnsupportedError: A buffer has changed its shape.
         """
-        statistics = sum_statistics(left)
+        statistics = sum_statistics(written)
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
         check_statistics(buffers, statistics)
         return statistics, buffers

@@ -34,8 +34,8 @@ from phalanx.train.trainer_arguments import (
     check_options,
     make_optimizer,
     make_scheduler,
+    read_intra_op,
     read_replicas,
-    read_threads,
 )
 from phalanx.types import Device, ForwardFn, LossFn, Nested, WeightFn
 from phalanx.warning import warn_user
@@ -143,7 +143,7 @@ class Trainer:
             choice=choice,
             devices=devices,
             workloads=shares,
-            intra_op=read_threads(devices, microbatches, choice),
+            intra_op=read_intra_op(devices, microbatches, choice),
         )
         self._metrics = Metrics(metrics or {}, Joining(layout))
         self._reader = Reader(seed)
@@ -197,7 +197,7 @@ class Trainer:
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
-        """The worker processes' numbers; empty without any, and before the first step."""
+        """The worker processes' ids; empty without any, and before the first step."""
         return tuple(self._engine.executor.worker_pids) if self._engine.is_open else ()
 
     @property
@@ -452,7 +452,7 @@ class Trainer:
             )
 
     def _step(self, batch: Nested, *, in_epoch: bool) -> StepDone:
-        """Do one update, again where ranks have changed under it, and tell."""
+        """Do one update, repeat it where ranks have changed meanwhile, and tell the callbacks."""
         start_s = now_s()
         check_moment(closed=self._closed, in_step=self._in_step)
         self._engine.open()

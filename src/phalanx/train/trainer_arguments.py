@@ -97,7 +97,7 @@ def read_replicas(
     return devices, tuple(shares)
 
 
-def read_threads(
+def read_intra_op(
     devices: Sequence[torch.device], microbatches: int | None, choice: ExecutorChoice
 ) -> int:
     """Return the number of threads inside operators, for each replica.
