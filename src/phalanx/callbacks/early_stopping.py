@@ -19,7 +19,7 @@ class EarlyStopping(Callback):
 
     Args:
         monitor: "train.<metric>" or "validation.<metric>".
-        patience: After how many such epochs, one behind the other.
+        patience: After how many such epochs in a row.
         min_delta: By how much an epoch must be better to count.
         mode: "min" if less is better, or "max".
 

@@ -58,7 +58,7 @@ def read_record(line: str) -> Record:
     """Read a line.
 
     Raises:
-        NO_RECORD: It is none.
+        NO_RECORD: It holds no record.
     """
     record: Record = json.loads(line)
     if record["kind"] == "step":

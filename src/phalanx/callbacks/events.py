@@ -54,7 +54,7 @@ class FitEnded:
     Attributes:
         epochs: Finished since the beginning.
         steps: Done since the beginning.
-        stopped: Whether `Trainer.stop` or, on no ranks, Ctrl-C has ended it.
+        stopped: Whether `Trainer.stop` has ended it, or Ctrl-C, which counts only without ranks.
     """
 
     epochs: int

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CSV", "JSONL", "TensorBoard", "read_path", "writing_to"]
 
-_OF_AN_EPOCH = ("epoch", "steps", "samples", "seconds")
+_EPOCH_COLUMNS = ("epoch", "steps", "samples", "seconds")
 
 
 class JSONL(Callback):
@@ -44,7 +44,7 @@ class JSONL(Callback):
         path: The file; its folder is made when it is needed.
 
     Raises:
-        ConfigError: ``path`` is none; or, at the first line, something else lies there.
+        ConfigError: ``path`` is no path; or, at the first line, something else lies there.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -57,7 +57,7 @@ class JSONL(Callback):
         self._last = None
 
     def __call__(self, event: Event) -> None:
-        """Write a line; some ten microseconds."""
+        """Write a line, in about ten microseconds."""
         record = record_of(event)
         if record is None or not self.is_writer:
             return
@@ -67,7 +67,7 @@ class JSONL(Callback):
                 if last is None or place <= last:
                     self._rewind(place)
                 self._last = place
-            elif self._last is None:  # in which step, the next one tells
+            elif self._last is None:  # its step may be in the file, or come next
                 self._rewind((record["step"], True))
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(written_record(record))
@@ -106,13 +106,13 @@ class CSV(Callback):
     """A callback that writes a row for each epoch: what it was, and its means.
 
     The columns are "epoch", "steps", "samples", "seconds", "train.loss" and so on. A file that is
-    there is gone on with, as `JSONL` does. On ranks the first one writes.
+    there is continued, as `JSONL` does. On ranks the first one writes.
 
     Args:
         path: The file; its folder is made when it is needed.
 
     Raises:
-        ConfigError: ``path`` is none; or, at the first row, something else lies there.
+        ConfigError: ``path`` is no path; or, at the first row, something else lies there.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -122,7 +122,7 @@ class CSV(Callback):
         """Rewrite the file with one row more: they are few, and there may be new columns."""
         if not self.is_writer:
             return
-        row = {name: getattr(event, name) for name in _OF_AN_EPOCH} | _means_of(event, ".")
+        row = {name: getattr(event, name) for name in _EPOCH_COLUMNS} | _means_of(event, ".")
         with writing_to(self._path):
             rows = [each for each in self._rows() if int(each["epoch"]) < event.epoch] + [row]
             with written_whole(self._path) as draft, draft.open("w", encoding="utf-8") as file:

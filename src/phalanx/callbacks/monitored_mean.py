@@ -1,4 +1,4 @@
-"""A mean of the epochs that decides something: its name, and which of two values is better."""
+"""The mean by which `EarlyStopping` and `Checkpoint` tell which of two epochs is better."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAME = re.compile(r"(train|validation)\.(.+)", re.DOTALL)
 
 @dataclass(frozen=True)
 class MonitoredMean:
-    """A mean that decides something after each epoch.
+    """A mean that is read after each epoch and compared with an earlier one.
 
     Args:
         name: "train.<metric>" or "validation.<metric>".

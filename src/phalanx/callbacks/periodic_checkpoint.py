@@ -88,7 +88,7 @@ class Checkpoint(Callback):
         self._every_epochs, self._every_steps = every_epochs, every_steps
         self._keep = read_count("keep", keep, 1)
         self._monitor = None if monitor is None else MonitoredMean(monitor, mode)
-        # The one to go first stands last. A checkpoint's value is its step without `monitor`.
+        # The best first; the last is the next to be removed. The value is a step without `monitor`.
         self._ranked: list[tuple[float, str]] = []
 
     @property

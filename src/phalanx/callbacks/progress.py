@@ -82,7 +82,7 @@ class Progress(Callback):
 
     def on_worker_lost(self, event: WorkerLost) -> None:
         """Print a line."""
-        self.say(_describe_loss(event))
+        self.say(_describe_lost_worker(event))
 
     def on_ranks_changed(self, event: RanksChanged) -> None:
         """Print a line."""
@@ -232,7 +232,7 @@ def _describe_replicas(count: int, intra_op: int) -> str:
     return f"{replicas} × {'1 thread' if intra_op == 1 else f'{intra_op} threads'}"
 
 
-def _describe_loss(event: WorkerLost) -> str:
+def _describe_lost_worker(event: WorkerLost) -> str:
     held = "" if event.microbatch is None else f" during microbatch {event.microbatch}"
     return (
         f"Step {event.step}: worker {event.worker} (process {event.pid}) {event.reason}{held}; the "

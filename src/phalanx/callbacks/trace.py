@@ -48,8 +48,8 @@ class Trace(Callback):
             for each microbatch.
 
     Raises:
-        ConfigError: ``path`` is none, or something else than a trace lies there; ``most_steps`` is
-            less than 1.
+        ConfigError: ``path`` is no path, or something else than a trace lies there; ``most_steps``
+            is less than 1.
     """
 
     def __init__(self, path: str | Path, *, most_steps: int = 10_000) -> None:
@@ -74,7 +74,7 @@ class Trace(Callback):
         self._steps.append((now_s(), event))
 
     def on_worker_lost(self, event: WorkerLost) -> None:
-        """Keep the loss."""
+        """Keep the event."""
         self._lost.append((now_s(), event))
 
     def on_fit_end(self, event: FitEnded) -> None:  # noqa: ARG002
@@ -108,8 +108,8 @@ def lay_out_trace(
 ) -> list[TraceEvent]:
     """Return trace events of steps and lost workers, each with its moment.
 
-    Times are microseconds since the first of all. Losses before the first step are
-    left out.
+    Times are microseconds since the first of all. Workers that were lost before the first step
+    are left out.
     """
     steps = list(steps)
     begins = [span.start_s for _, step in steps for span in step.spans]
@@ -118,7 +118,9 @@ def lay_out_trace(
     found = [*_named_rows(sorted(replicas))]
     for told_s, step in steps:
         found += _of_step(step, told_s, origin_s)
-    found += [_of_loss(loss, told_s, origin_s) for told_s, loss in lost if told_s >= origin_s]
+    found += [
+        _of_lost_worker(each, told_s, origin_s) for told_s, each in lost if told_s >= origin_s
+    ]
     return found
 
 
@@ -152,15 +154,15 @@ def _of_step(step: StepDone, told_s: float, origin_s: float) -> Iterator[TraceEv
         yield _slice(row, name, span.start_s, span.stop_s, origin_s, {"step": step.step})
 
 
-def _of_loss(loss: WorkerLost, told_s: float, origin_s: float) -> TraceEvent:
+def _of_lost_worker(lost: WorkerLost, told_s: float, origin_s: float) -> TraceEvent:
     told = {
-        "process": loss.pid,
-        "reason": loss.reason,
-        "microbatch": loss.microbatch,
-        "step": loss.step,
+        "process": lost.pid,
+        "reason": lost.reason,
+        "microbatch": lost.microbatch,
+        "step": lost.step,
     }
-    begun_s = max(origin_s, told_s - loss.seconds)
-    return _slice(_LOST, f"worker {loss.worker} lost", begun_s, told_s, origin_s, told)
+    begun_s = max(origin_s, told_s - lost.seconds)
+    return _slice(_LOST, f"worker {lost.worker} lost", begun_s, told_s, origin_s, told)
 
 
 def _slice(

@@ -131,7 +131,7 @@ def _open_files() -> Check:
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     value = f"{files}, at most {most}"
     if files < _LEAST_FILES:
-        advice = "Worker processes and ranks need some ten each. Run `ulimit -n 4096`."
+        advice = "Worker processes and ranks need about ten each. Run `ulimit -n 4096`."
         return Check("Open files", value, "warning", advice)
     return Check("Open files", value)
 

@@ -32,7 +32,7 @@ __all__ = ["open_data", "split"]
 
 _CONTEXT = 64  # bytes that each byte of a text is predicted from, at most
 _PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
-_PARTS_OF_VALIDATION = ("val", "validation", "test")
+_VALIDATION_FOLDERS = ("val", "validation", "test")
 
 Array = npt.NDArray[Any]
 
@@ -190,7 +190,7 @@ def _open_folder(root: Path, target: str | None, schema: Schema | None) -> Data:
             classes=classes,
             size=train.size,
         )
-    places = [root / name for name in _PARTS_OF_VALIDATION if (root / name).is_dir()]
+    places = [root / name for name in _VALIDATION_FOLDERS if (root / name).is_dir()]
     validation = _Pictures(places[0], classes, train.size) if places and home != root else None
     return Data(train=train, validation=validation, schema=schema)
 

@@ -15,7 +15,7 @@ from phalanx.errors import ConfigError
 
 __all__ = ["launch"]
 
-# As `tables.join` reads them, whose room needs torch.
+# As `tables.join` reads them, which cannot be imported here without torch.
 _SECRET_FILE = "PHALANX_SECRET_FILE"
 _TRUSTED_NETWORK = "PHALANX_TRUSTED_NETWORK"
 _WAIT_FOR_HOSTS_S, _WAIT_ON_RAY_S = 600.0, 60.0
@@ -36,13 +36,13 @@ def launch(
         str, typer.Option(help="What the hosts of one job have in common.")
     ] = "phalanx",
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="Start all ranks again, so often, after one has failed.")
+        int, typer.Option(min=0, help="How often to start all ranks again after one has failed.")
     ] = 0,
     rank_restarts: Annotated[
         int,
         typer.Option(
             min=0,
-            help="Restart each rank by itself, so often, while the others continue: for elastic "
+            help="How often to restart each rank by itself while the others continue: for elastic "
             "ranks, `Ranks()`.",
         ),
     ] = 0,

@@ -14,7 +14,7 @@ from phalanx.errors import ConfigError
 
 __all__ = ["Data", "Schema", "encode_targets"]
 
-_FEW = 20  # whole numbers with more values than this are classes where they repeat as often
+_FEW = 20  # whole numbers are classes if they have so few values, or repeat so often
 
 
 @dataclass(frozen=True, kw_only=True)

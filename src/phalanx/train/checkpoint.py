@@ -7,8 +7,8 @@
 `state.pt` is read with ``weights_only=True``, so nothing in it is run.
 
 A checkpoint is written to DIR.writing, synced, and renamed. A crash between the two renames leaves
-the one before as DIR.previous, which is read then. Only files with these names are removed, and no
-link is followed.
+the one before as DIR.previous, which is read then. Only files with these names are removed. DIR may
+be a link to a folder; DIR.writing and DIR.previous may not.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _DOCUMENT, _MODEL, _STATE = "checkpoint.json", "model.safetensors", "state.pt"
 _NAMES = {_DOCUMENT, _MODEL, _STATE}
 _MOST_DOCUMENT_BYTES = 1 << 16
 _UNKNOWN_TO_SAFETENSORS = {torch.complex32, torch.complex128}
-_DRAFT_NAME = re.compile(r"\.tmp[A-Za-z0-9]{6}")  # safetensors writes to it, and renames it
+_SAFETENSORS_DRAFT = re.compile(r"\.tmp[A-Za-z0-9]{6}")  # it writes this file, then renames it
 
 
 # Any: whatever a user's `state_dict()` returns.
@@ -79,8 +79,8 @@ def unpack(packed: bytes) -> Any:
 
 
 def copied(state: Any) -> Any:
-    """Return ``state`` with tensors on the CPU, in memory of their own: views would write all."""
-    return pytree.tree_map_only(Tensor, _own, state)
+    """Return ``state`` with copies on the CPU: a view would be written with its whole storage."""
+    return pytree.tree_map_only(Tensor, _cpu_copy, state)
 
 
 def write_checkpoint(content: Content, folder: Path) -> None:
@@ -120,7 +120,7 @@ def _check_ours(folder: Path, *, is_place: bool = False) -> None:
     with os.scandir(folder) as entries:
         kinds = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
     names = sorted(kinds)
-    others = [x for x in names if kinds[x] or not (x in _NAMES or _DRAFT_NAME.fullmatch(x))]
+    others = [x for x in names if kinds[x] or not (x in _NAMES or _SAFETENSORS_DRAFT.fullmatch(x))]
     if others:
         found = f"holds other files, such as {others[0]!r}"
     elif folder.is_symlink():
@@ -186,7 +186,7 @@ def _write(content: Content, draft: Path) -> None:
         if isinstance(each, Tensor) and each.dtype not in _UNKNOWN_TO_SAFETENSORS
     }
     rest = {name: each for name, each in held["model"].items() if name not in model}
-    plain = {name: _own(each).contiguous() for name, each in model.items()}
+    plain = {name: _cpu_copy(each).contiguous() for name, each in model.items()}
     save_tensors(plain, draft / _MODEL)
     torch.save(copied({**content, "module": {**held, "model": rest}}), draft / _STATE)
     digests = {name: _digest(draft / name) for name in (_MODEL, _STATE)}
@@ -263,7 +263,7 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0] or repr(error)
 
 
-def _own(tensor: Tensor) -> Tensor:
+def _cpu_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).resolve_conj()
 
 

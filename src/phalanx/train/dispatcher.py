@@ -36,9 +36,9 @@ class EventDispatcher:
         self._failures = choice.failures
 
     def tell(self, event: Event) -> None:
-        """Call all callbacks with ``event``; before a step, with the workers and ranks it lost.
+        """Call all callbacks with ``event``; before a `StepDone`, with what was lost in that step.
 
-        They are called with every step, also if one raises at the loss of a worker.
+        They are called with the step also if one raises at a lost worker or changed ranks.
         """
         try:
             if isinstance(event, StepDone):

@@ -94,7 +94,7 @@ class Evaluation:
         schedule-free optimizer shows its average; the trained weights are copied back bit for bit,
         also after an error.
         """
-        module, write = self.engine.module, self.engine.write
+        module, uninterrupted = self.engine.module, self.engine.uninterrupted
         # Any: one that has `eval` and `train`, too.
         optimizer: Any = self.engine.optimizer if hasattr(self.engine.optimizer, "eval") else None
         modes = [(child, child.training) for child in module.modules()]
@@ -102,17 +102,18 @@ class Evaluation:
 
         def begin() -> None:
             if optimizer is not None:
-                write(optimizer.train)  # where the caller has called `eval()`
+                uninterrupted(optimizer.train)  # where the caller has called `eval()`
                 own.update({k: each.clone() for k, each in _tensors_of(module).items()})
-                write(optimizer.eval)
+                uninterrupted(optimizer.eval)
             module.eval()
 
         try:
             yield begin
         finally:
             if own:
-                write(optimizer.train)  # it computes the weights from the average, and rounds
-                write(lambda: _copy_to(module, own))
+                # It computes the weights from the average, and rounds: so they are copied back.
+                uninterrupted(optimizer.train)
+                uninterrupted(lambda: _copy_to(module, own))
             for child, training in modes:
                 child.training = training
 

@@ -1,9 +1,9 @@
-"""The order of the data, which belongs to (seed, epoch, batch).
+"""The order of the data, which depends only on (seed, epoch, batch).
 
 Whatever is drawn while a loader makes a batch comes from generators that are seeded for that batch:
 the process's, which are put back afterwards, and the loader's own, which are seeded for each epoch.
 So nothing is stored: a resumed epoch is read again from its beginning, and the batches that were
-done already are passed over.
+done already are skipped.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ class Reader:
         if is_same and self._batches is not None:
             return
         self._loader, self._batches, self._epoch = loader, None, epoch
-        self._num_read = done if is_same and isinstance(loader, Iterator) else 0  # they are gone
+        # An iterator gives no batch a second time.
+        self._num_read = done if is_same and isinstance(loader, Iterator) else 0
         self._begin()
         while self._num_read < done:
             self._read(None)
 
     def take(self, done: int, end: Any) -> Any:
-        """Return the batch after ``done`` of the epoch, or ``end``; the same until it is done."""
+        """Return the batch after the first ``done``, or ``end``; again, until ``done`` grows."""
         if self._num_read == done:
             self._read(end)
         return self._batch
@@ -116,7 +117,7 @@ class Reader:
             mtrand.set_bit_generator(before[2])
 
     def pause(self, done: int) -> None:
-        """Keep no batch that was trained on."""
+        """Let go of the last batch if it was trained on; one that was not is kept."""
         if self._num_read == done:
             self._batch = None
 

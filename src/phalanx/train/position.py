@@ -9,7 +9,7 @@ from phalanx.warning import warn_user
 
 
 class Loss(NamedTuple):
-    """A batch's loss, what the batch stands for, and its rows."""
+    """A batch's loss, its weight (see `Trainer`), and its rows."""
 
     value: float
     weight: float
@@ -24,7 +24,7 @@ class Position(NamedTuple):
         epochs: Epochs finished since the beginning.
         batch: Batches done in the running epoch.
         samples: Rows done in the running epoch.
-        weight: What they stand for.
+        weight: The sum of the weights of these batches.
         weighted_loss: Sum of the losses of the epoch's batches, each times its weight.
     """
 

@@ -42,10 +42,10 @@ from phalanx.warning import warn_user
 
 @dataclass(kw_only=True, eq=False)
 class Engine:
-    """Replicas of a module, and its optimizer in shards: opened and closed.
+    """Replicas of a module, and its optimizer in shards; the first step opens them.
 
-    The public fields are a trainer's arguments, read; each replica has one of ``devices`` and of
-    ``workloads``.
+    The public fields are a trainer's arguments after their checks; each replica has one of
+    ``devices`` and of ``workloads``.
     """
 
     module: nn.Module
@@ -81,7 +81,7 @@ class Engine:
 
         Everything that can raise an error comes before the first write. From there on no Ctrl-C
         comes in between: all is written in the executor's threads, or while signals are held.
-        So weights, buffers and ``commit`` go together.
+        So weights, buffers and ``commit`` go together, unless the optimizer itself raises.
 
         Args:
             before: The position of the run.
@@ -167,7 +167,7 @@ class Engine:
         """Split ``batch`` for the replicas.
 
         Args:
-            weighs: Ask what each microbatch stands for; else it stands for its rows.
+            weighs: Ask ``weight`` for each microbatch's weight; else it is its number of rows.
 
         Raises:
             ConfigError: Leaves differ in their rows, there are none, or weights are wrong.
@@ -258,8 +258,8 @@ class Engine:
         if self._executor is not None:
             self._executor.refresh()
 
-    def write(self, function: Callable[[], None]) -> None:
-        """Call what writes to the module or the position of the run; no Ctrl-C comes in between."""
+    def uninterrupted(self, function: Callable[[], None]) -> None:
+        """Call what changes the module or the position of the run; a Ctrl-C arrives after it."""
         if self._executor is None:
             function()
         else:
@@ -302,10 +302,10 @@ class Engine:
     # -- state -------------------------------------------------------
 
     def check_whole(self) -> None:
-        """Refuse a state that is not to be kept.
+        """Refuse a state in which only some of the weights are new.
 
         Raises:
-            StateError: A step failed half way.
+            StateError: The last step failed half way.
         """
         if self._is_half_stepped:
             raise _half_stepped()
@@ -367,9 +367,9 @@ class Microbatches:
     Attributes:
         pieces: In order; some may be without rows.
         sizes: Rows of each.
-        weights: What each stands for.
-        scales: Each one's share in the loss of the whole batch.
-        weight: What the whole batch stands for.
+        weights: The weight of each: by default its rows.
+        scales: The weight of each, divided by that of the whole batch.
+        weight: The sum of the weights.
         owners: The replica of each, where every replica has one slice; None: the next that is free.
     """
 

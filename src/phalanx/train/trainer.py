@@ -124,7 +124,7 @@ class Trainer:
         check_replicable(module)
         check_options(microbatches, clip_norm, seed, callbacks)
         layout = read_layout(layout)
-        devices, shares = read_replicas(replicas, microbatches, workloads, module, choice)
+        devices, each_workload = read_replicas(replicas, microbatches, workloads, module, choice)
         self.module = module
         self.optimizer = make_optimizer(optimizer, module)
         self.scheduler = make_scheduler(scheduler, self.optimizer, scheduler_interval)
@@ -142,14 +142,14 @@ class Trainer:
             seed=seed,
             choice=choice,
             devices=devices,
-            workloads=shares,
+            workloads=each_workload,
             intra_op=read_intra_op(devices, microbatches, choice),
         )
         self._metrics = Metrics(metrics or {}, Joining(layout))
         self._reader = Reader(seed)
         self._events = EventDispatcher(callbacks, choice)
         self._progress = RunProgress(seed=seed, microbatches=microbatches)
-        self._last_step: int | None = None  # of the `fit` under way, here or where we have joined
+        self._last_step: int | None = None  # at which the running `fit` ends, here or at peers
         self._in_step = self._closed = self._stopped = self._in_fit = False
         for callback in callbacks:
             if hasattr(callback, "attach"):
@@ -327,7 +327,7 @@ class Trainer:
             if not self.module.training:
                 enter_training(self.module)
             if self._optimizer_train is not None:
-                self._engine.write(self._optimizer_train)
+                self._engine.uninterrupted(self._optimizer_train)
             return self._step(batch, in_epoch=False)
 
     def stop(self) -> None:
@@ -352,8 +352,8 @@ class Trainer:
         Raises:
             ConfigError: The loader yields nothing.
         """
-        with self._passing() as running:
-            return running.evaluate(loader, self._metrics)
+        with self._evaluating() as evaluation:
+            return evaluation.evaluate(loader, self._metrics)
 
     def predict(self, loader: Iterable[Nested]) -> Nested:
         """Return the module's outputs for all rows of ``loader``, in eval mode, without gradients.
@@ -369,12 +369,12 @@ class Trainer:
         Raises:
             ConfigError: As :meth:`evaluate`; or an output has not a row for each of its inputs'.
         """
-        with self._passing() as running:
-            return running.predict(loader)
+        with self._evaluating() as evaluation:
+            return evaluation.predict(loader)
 
     @contextmanager
-    def _passing(self) -> Iterator[Evaluation]:
-        """Begin a pass over a loader; the body does it."""
+    def _evaluating(self) -> Iterator[Evaluation]:
+        """Get ready for one pass over a loader, which the body makes."""
         self._join_here()
         self._engine.refresh()
         with caller_intra_op(1):
@@ -390,12 +390,12 @@ class Trainer:
         if self._position.batch == 0:
             self._engine.refresh()
         if self._optimizer_train is not None:
-            self._engine.write(self._optimizer_train)
+            self._engine.uninterrupted(self._optimizer_train)
         length = length_of(loader)
         self._reader.open(loader, self._position.batch, self.epochs)
         while True:
-            # After the last batch, as far as the loader knows, it is asked once more: the epoch
-            # ends with its end.
+            # Where `fit` ends with what should be the last batch, the loader is still asked for
+            # another: if there is none, the epoch is finished.
             ends = self._shall_end(None)
             if ends and not 0 < (length or 0) <= self._position.batch:
                 return None
@@ -437,12 +437,12 @@ class Trainer:
             self._metrics.reset()
             self._reader.forget()
 
-        self._engine.write(finish)  # the scheduler must not be stepped twice for an epoch
+        self._engine.uninterrupted(finish)  # the scheduler must not be stepped twice for an epoch
         self._events.tell(done)
         return done
 
     def _join_here(self) -> None:
-        """Join, where the ranks are at the step that a batch is at hand for."""
+        """Join; refuse if the other ranks are at another step than the one of the batch at hand."""
         steps = self.steps
         self.join()
         if self.steps != steps:
