@@ -10,12 +10,14 @@ any other file      text: each byte is predicted from the bytes before it
 
 from __future__ import annotations
 
+import csv
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +33,7 @@ from phalanx.errors import ConfigError
 __all__ = ["open_data", "split"]
 
 _CONTEXT = 64  # bytes that each byte of a text is predicted from, at most
+_TABLES_AND_ARRAYS = (".csv", ".tsv", ".npz", ".npy")
 _PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
 _VALIDATION_FOLDERS = ("val", "validation", "test")
 
@@ -65,7 +68,7 @@ def open_data(
         if ":" in spec:
             return _open_own(spec, task)
         raise ConfigError(
-            f"`DATA` must be a file, a folder or module:attribute, but {spec!r} is none of these."
+            f"`DATA` must be a file, a folder or module:attribute, but {spec!r} does not exist."
         )
     try:
         if path.suffix in (".csv", ".tsv"):
@@ -75,9 +78,12 @@ def open_data(
         if path.suffix == ".npy":
             return _open_npy(path, target, task, schema)
         return _open_text(path)
-    except (OSError, UnicodeError, ValueError) as error:
+    except ConfigError:
+        raise
+    except (OSError, ValueError, EOFError, csv.Error, BadZipFile) as error:
+        kind = f"a {path.suffix} file" if path.suffix in _TABLES_AND_ARRAYS else "a file"
         raise ConfigError(
-            f"`DATA` must be a readable file, but {spec!r} is not: {error}"
+            f"`DATA` must be {kind} that can be read, but {spec!r} is not: {type(error).__name__}."
         ) from error
 
 

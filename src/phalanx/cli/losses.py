@@ -43,12 +43,24 @@ def find_loss(spec: str, task: str) -> tuple[str, LossFn]:
     return spec, _LOSSES[spec]
 
 
-def check_loss(name: str, outputs: Tensor, targets: Tensor) -> None:
-    """Refuse outputs and targets that a loss of torch's would take for something else."""
+def check_loss(name: str, outputs: Tensor, targets: Tensor, num_classes: int) -> None:
+    """Refuse outputs and targets that a loss of torch's would take for something else.
+
+    Args:
+        name: Of the loss.
+        outputs: Of the model, for some rows.
+        targets: Of these rows.
+        num_classes: Classes of the data; 0 where they are not known.
+    """
     if name == "cross_entropy" and (outputs.dim() < 2 or outputs.shape[1] < 2):
         raise ConfigError(
             "The model must have an output for each of 2 or more classes, but its outputs have "
             f"the shape {tuple(outputs.shape)}. Give --task regress, or another model."
+        )
+    if name == "cross_entropy" and outputs.shape[1] < num_classes:
+        raise ConfigError(
+            f"The model must have an output for each of {num_classes} classes, but has "
+            f"{outputs.shape[1]}. Change the model."
         )
     if name in ("mse", "l1", "bce") and outputs.shape != targets.shape:
         raise ConfigError(

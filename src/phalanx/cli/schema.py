@@ -12,7 +12,9 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError
 
-__all__ = ["Data", "Schema", "encode_targets"]
+__all__ = ["GAPS", "Data", "Schema", "encode_targets"]
+
+GAPS = ("", "na", "n/a", "nan", "null", "none", "?")  # cells of a table without a value
 
 _FEW = 20  # whole numbers are classes if they have so few values, or repeat so often
 
@@ -87,18 +89,24 @@ def encode_targets(
         ConfigError: A word or number is unknown to ``schema``, or no number where one is needed.
     """
     numbers = [_number(value) for value in values]
-    if schema is not None and schema.task != "none":
+    gaps = sum(number is not None and math.isnan(number) for number in numbers)
+    if gaps:
+        raise ConfigError(
+            f"The target must be in each row, but is missing in {gaps} of {len(values)} rows. "
+            "Fill these rows, or leave them out."
+        )
+    if schema is not None and schema.task in ("classify", "regress"):
         task = schema.task
     elif task == "auto":
         task = _task_of(numbers)
     if task == "regress":
-        found = [number for number in numbers if number is not None and not math.isnan(number)]
-        if len(found) < len(values):
+        words = sum(number is None for number in numbers)
+        if words:
             raise ConfigError(
-                "The target must be a number in each row to be regressed, but is missing or a word "
-                f"in {len(values) - len(found)} of {len(values)} rows. Give --task classify."
+                "The target must be a number in each row to be regressed, but is a word in "
+                f"{words} of {len(values)} rows. Give --task classify."
             )
-        return torch.tensor(found)[:, None], task, ()
+        return torch.tensor(numbers)[:, None], task, ()
     names = [_name(value, number) for value, number in zip(values, numbers, strict=True)]
     classes = schema.classes if schema is not None and schema.classes else _sorted(names)
     places = {name: place for place, name in enumerate(classes)}
@@ -112,6 +120,9 @@ def encode_targets(
 
 
 def _number(value: Any) -> float | None:
+    """Return a number; nan for a gap, None for a word."""
+    if isinstance(value, str) and value.strip().lower() in GAPS:
+        return math.nan
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -119,7 +130,7 @@ def _number(value: Any) -> float | None:
 
 
 def _task_of(numbers: Sequence[float | None]) -> str:
-    if any(number is None or math.isnan(number) for number in numbers):
+    if any(number is None for number in numbers):
         return "classify"
     is_whole = all(number.is_integer() for number in numbers if number is not None)
     few = max(_FEW, len(numbers) // _FEW)

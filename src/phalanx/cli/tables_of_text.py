@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from phalanx.cli.schema import Data, Schema, encode_targets
+from phalanx.cli.schema import GAPS, Data, Schema, encode_targets
 from phalanx.errors import ConfigError
 
 __all__ = ["open_table"]
-
-_GAPS = ("", "na", "n/a", "nan", "null", "none", "?")
 
 
 def open_table(path: Path, *, target: str | None, task: str, schema: Schema | None) -> Data:
@@ -32,6 +30,8 @@ def open_table(path: Path, *, target: str | None, task: str, schema: Schema | No
     if schema is None and name not in header:
         raise ConfigError(f"`--target` must be a column of {path}, but is {name!r}. {_has(header)}")
     columns = schema.columns if schema else tuple(each for each in header if each != name)
+    if schema is not None and not columns:
+        raise ConfigError(f"{path} is a table, but the run was trained on data without columns.")
     missing = [each for each in columns if each not in header]
     if missing:
         raise ConfigError(
@@ -96,13 +96,18 @@ def _read_column(
     if unknown is not None:
         raise ConfigError(
             f"Column {name!r} must hold {'words' if places else 'numbers'} as in the training "
-            f"data, but holds {unknown!r}."
+            f"data{_listed(places)}, but holds {unknown!r}."
         )
     return torch.tensor([places[text] for text in texts])
 
 
+def _listed(words: Iterable[str]) -> str:
+    shown = ", ".join(list(words)[:20])
+    return f" ({shown})" if shown else ""
+
+
 def _number_of(text: str) -> float | None:
-    if text.lower() in _GAPS:
+    if text.lower() in GAPS:
         return math.nan
     try:
         return float(text)

@@ -142,6 +142,9 @@ def train(
 def resume(
     run: RunPath,
     *,
+    data: Annotated[
+        str | None, _option("DATA", "The place of the data now.", show_default="unchanged")
+    ] = None,
     epochs: Annotated[
         int | None, _option("N", "Passes since the run's beginning.", show_default="unchanged")
     ] = None,
@@ -150,14 +153,17 @@ def resume(
     trace: DoesTrace = False,
     trust: Trust = False,
 ) -> None:
-    """Continue a run from its last checkpoint; the weights are bitwise those of an unbroken run."""
+    """Continue a run from its last checkpoint.
+
+    With the same number of epochs the weights are bitwise those of an unbroken run.
+    """
     # Late, as above.
     from phalanx.cli.data import open_data
     from phalanx.cli.training_run import TrainingRun
 
-    given = {"epochs": epochs, "replicas": replicas, "executor": executor}
+    given = {"data": data, "epochs": epochs, "replicas": replicas, "executor": executor}
     changed = {name: value for name, value in given.items() if value is not None}
     opened = TrainingRun.open(run, trust=trust, **changed)
-    data = open_data(opened.options.data, schema=opened.schema)
-    if not opened.train(data, make_console(), trace=trace):
+    rows = open_data(opened.options.data, schema=opened.schema)
+    if not opened.train(rows, make_console(), trace=trace):
         raise typer.Exit(INTERRUPTED)

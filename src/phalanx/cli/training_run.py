@@ -142,11 +142,12 @@ class TrainingRun:
         checkpoint = Checkpoint(
             self.folder.checkpoints_path, every_epochs=1, every_steps=self.options.every_steps
         )
+        before = checkpoint.last
         try:
             with self.folder.held():
                 return self._train(data, console, checkpoint, trace=trace)
         except Exception as error:
-            if checkpoint.last is not None:
+            if checkpoint.last != before:
                 error.add_note(f"Continue from its last checkpoint: {self._continuation}")
             raise
         finally:
@@ -173,6 +174,7 @@ class TrainingRun:
         with self._open_trainer(data, [*callbacks, checkpoint], length_of(loader)) as trainer:
             if last is not None:
                 trainer.resume(last)
+                self._set_rates(trainer, length_of(loader))
             if trainer.epochs >= options.epochs:
                 raise ConfigError(
                     f"`--epochs` must be more than the {trainer.epochs} that the run has finished, "
@@ -230,7 +232,7 @@ class TrainingRun:
         options = self.options
         outputs, targets = self._try(data.train)
         name, loss = find_loss(options.loss, self._task_for(targets))
-        check_loss(name, outputs, targets)
+        check_loss(name, outputs, targets, len(self.schema.classes))
         return Trainer(
             self.module,
             loss,
@@ -272,8 +274,17 @@ class TrainingRun:
             )
         if not num_batches:
             return None
-        rate, total = _SCHEDULES[self.options.schedule], self.options.epochs * num_batches
-        return lambda optimizer: LambdaLR(optimizer, lambda step: rate(min(1.0, step / total)))
+        return lambda optimizer: LambdaLR(optimizer, lambda step: self._rate(step, num_batches))
+
+    def _rate(self, step: int, num_batches: int) -> float:
+        done = min(1.0, step / (self.options.epochs * num_batches))
+        return _SCHEDULES[self.options.schedule](done)
+
+    def _set_rates(self, trainer: Trainer, num_batches: int | None) -> None:
+        """Give a run whose number of epochs has changed the rates of its place in the new one."""
+        if num_batches:
+            for group in trainer.optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * self._rate(trainer.steps, num_batches)
 
     def _write_config(self) -> None:
         self.folder.write_config(
@@ -306,13 +317,18 @@ class TrainingRun:
     def _conclude(self, trainer: Trainer, *, interrupted: bool) -> str:
         path = self.folder.path
         if not interrupted:
+            early = (
+                f"Stopped early: {self.options.early_stopping} epochs without a better loss.\n"
+                if trainer.stopped
+                else ""
+            )
             return (
-                f"Weights, metrics and training.png are in {path}. Predict with:\n"
+                f"{early}Weights, metrics and training.png are in {path}. Predict with:\n"
                 f"  phalanx predict {shlex.quote(str(path))} DATA"
             )
         return (
-            f"Stopped after step {trainer.steps}, in epoch {trainer.epochs + 1} of "
-            f"{self.options.epochs}. Continue with:\n  {self._continuation}"
+            f"Stopped after step {trainer.steps}; {trainer.epochs} of {self.options.epochs} epochs "
+            f"are finished. Continue with:\n  {self._continuation}"
         )
 
     # -- the trained model -------------------------------------------

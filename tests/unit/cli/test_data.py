@@ -97,8 +97,15 @@ def test_many_whole_numbers_are_regressed_unless_they_repeat():
 
 
 def test_words_are_no_numbers_to_regress():
-    with pytest.raises(ConfigError, match="missing or a word in 1 of 2 rows"):
+    with pytest.raises(ConfigError, match="is a word in 1 of 2 rows"):
         encode_targets(["1.5", "x"], "regress", None)
+
+
+@pytest.mark.parametrize("gap", ["", " NaN", float("nan")])
+@pytest.mark.parametrize("task", ["auto", "regress", "classify"])
+def test_a_row_without_a_target_is_refused(gap, task):
+    with pytest.raises(ConfigError, match=r"is missing in 1 of 3 rows\. Fill these"):
+        encode_targets([1.5, gap, 2.25], task, None)
 
 
 # --- arrays, pictures, text -----------------------------------------------------------------------
@@ -116,6 +123,12 @@ def test_arrays_have_pixels_labels_and_a_test_set(tmp_path):
     np.save(tmp_path / "y.npy", np.zeros((3, 2)))
     several = open_data(str(tmp_path / "x.npy")).schema
     assert (several.task, several.num_outputs) == ("regress", 2)
+
+
+@pytest.mark.parametrize("name", ["a.npz", "a.npy"])
+def test_a_file_of_another_kind_is_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match=rf"must be a \{name[1:]} file that can be read"):
+        open_data(written(tmp_path / name, "no array"))
 
 
 def test_arrays_without_inputs_or_of_other_lengths_are_refused(tmp_path):
@@ -190,7 +203,7 @@ def test_data_of_ones_own_is_an_object_or_made_by_a_function(own):
         ("own_rows:lacking", "must have the attribute `lacking`"),
         ("lacking:rows", "must be importable, but was not found"),
         ("own_rows:no name", "must be of the form"),
-        ("lacking.csv", "must be a file, a folder or module:attribute"),
+        ("lacking.csv", "must be a file, a folder or module:attribute, but .* does not exist"),
     ],
 )
 def test_data_that_is_not_there_is_refused(own, spec, message):

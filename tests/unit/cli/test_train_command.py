@@ -342,7 +342,8 @@ def test_a_stopped_training_continues_to_the_same_bits_on_other_replicas(phalanx
     code, said, err = phalanx("train", *words, "--replicas", 1, "--out", "stopped")
     assert (code, err) == (130, "")
     assert (
-        "Stopped after step 10, in epoch 1 of 2. Continue with:\n  phalanx resume stopped\n" in said
+        "Stopped after step 10; 0 of 2 epochs are finished. Continue with:\n  phalanx resume"
+        in said
     )
     assert files_in("stopped") == {"checkpoints", "config.json", "metrics.jsonl", "training.png"}
     assert "must be finished" in phalanx("evaluate", "stopped", "digits")[2]
@@ -399,6 +400,8 @@ def test_a_finished_run_is_continued_with_more_epochs(phalanx, finished, picture
     assert (code, "training.png is not written: " in out) == (0, True)
     after = load_file("run/model.safetensors")
     assert not all(torch.equal(before[name], after[name]) for name in before)
+    rates = [each["learning_rates"] for each in metrics_of("run") if each["kind"] == "step"]
+    assert rates[5:] == [[pytest.approx(2e-3 * (1 - step / 10))] for step in range(5, 10)]
     assert sum(record["kind"] == "step" for record in metrics_of("run")) == 10
 
 
@@ -462,6 +465,25 @@ def test_a_folder_with_something_in_it_is_refused_before_anything_is_done(phalan
     code, _, err = phalanx("train", *FAST, "--out", "run")
     assert (code, "`--out` must be a new or empty folder" in err) == (2, True)
     assert files_in("run") == {"thesis.txt"}
+
+
+def test_a_model_with_too_few_outputs_is_refused(phalanx):
+    Path("two.py").write_text(
+        "from own_code import Net\nfrom torch import nn\n"
+        "def net(): return nn.Sequential(Net(), nn.Linear(10, 9))\n"
+    )
+    code, _, err = phalanx("train", "digits", "--model", "two:net")
+    assert (code, "an output for each of 10 classes, but has 9" in err) == (2, True)
+
+
+def test_moved_data_is_named_at_the_resume(phalanx):
+    rows = "".join(f"{x},{x % 2}\n" for x in range(40))
+    Path("first.csv").write_text("x,y\n" + rows)
+    assert phalanx("train", "first.csv", "--epochs", 1, "--out", "run")[0] == 0
+    Path("first.csv").rename("moved.csv")
+    code, _, err = phalanx("resume", "run", "--epochs", 2)
+    assert (code, "does not exist" in err) == (2, True)
+    assert phalanx("resume", "run", "--epochs", 2, "--data", "moved.csv")[0] == 0
 
 
 def test_one_column_of_classes_is_refused(phalanx):
