@@ -53,7 +53,7 @@ class Place:
 
     @property
     def is_spread(self) -> bool:
-        """Whether the ranks are on several hosts.
+        """True where the ranks are on several hosts.
 
         Raises:
             ConfigError: The launcher has not said how many are on this one.

@@ -361,11 +361,9 @@ class TrainingRun:
 
 def _read_replicas(text: str, microbatches: int) -> int | str | list[str] | None:
     """Read ``--replicas``: a number, "auto", or a device for each; see `Trainer`."""
-    if text == "auto" and not microbatches:
-        return None
-    if text == "auto" or text.isdecimal():
-        return int(text) if text != "auto" else text
-    return text.split(",")
+    if text == "auto":
+        return text if microbatches else None
+    return int(text) if text.isdecimal() else text.split(",")
 
 
 def _metrics_for(task: str, outputs: Tensor) -> dict[str, Metric]:

@@ -1,4 +1,4 @@
-"""How workers reach the servers of other hosts: sealed connections, and what goes over them."""
+"""Connections from workers to the servers of other hosts: encryption and messages."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ __all__ = ["TIMED_OUT", "ErrorStore"]
 
 _STORE_S = 1.0
 TIMED_OUT = re.compile("time(d )?out", re.IGNORECASE)
-"""What gloo and stores say of a wait that took too long, in both ways."""
+"""The words in errors of gloo and of stores by which a timeout is recognized."""
 T = TypeVar("T")
 _KINDS: dict[str, type[PeerError]] = {kind.__name__: kind for kind in (PeerLost, PeerTimeout)}
 

@@ -37,7 +37,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class ReduceKind:
-    """How numbers of one dtype are reduced.
+    """The reduction of one dtype.
 
     Attributes:
         kind: The kind of ``ReduceOp``.

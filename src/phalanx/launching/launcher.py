@@ -49,7 +49,7 @@ _RESTARTS = str(Path(__file__).with_name("rank_restarts.py"))
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """How many ranks, where, and how often they are tried.
+    """The number of ranks, their hosts, and the number of attempts.
 
     Args:
         ranks: Processes on this host.
