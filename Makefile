@@ -14,8 +14,7 @@
 #   CELLS="3.12:2.8.0"  the versions of Python and torch that `make matrix` tries
 
 .DEFAULT_GOAL := help
-BENCHMARKS := bench-step bench-allreduce bench-memory bench-recovery bench-tables bench-hosts bench-gpu
-.PHONY: help venv train test test-fast matrix core-seconds check format bits house promises docs wheels bench $(BENCHMARKS) chaos night gpu clean .venv/moved
+.PHONY: help venv train test test-fast matrix core-seconds check format bits house promises docs wheels bench chaos night gpu clean .venv/moved
 
 PYTHON ?= python3
 ARGS ?=
@@ -153,11 +152,8 @@ wheels: $(VENV)/.wheels  # build the sdist and the wheels of two machines into d
 	@cd build && empty/bin/phalanx train digits --model mlp --epochs 1 --out empty/run \
 	    && empty/bin/python -c 'from phalanx import tables; tables.TableGroup'
 
-bench: $(STAMP)  ## run all benchmarks into one page, out/bench/index.html (half an hour); bench-step, -tables, …: one of them
+bench: $(STAMP)  ## run all benchmarks into one page, out/bench/index.html (half an hour)
 	@$(BIN)/python -m benchmarks all $(ARGS)
-
-$(BENCHMARKS): bench-%: $(STAMP)
-	@$(BIN)/python -m benchmarks $* $(ARGS)
 
 chaos: $(STAMP)  # kill workers and ranks at random, of trainings, tables and groups; bits and books must stay; mutated frames
 	@$(BIN)/python -m tests.chaos.soak --kills $(N) $(ARGS)
@@ -180,7 +176,7 @@ night: $(STAMP)  # every kind of fault at every point in every worker, whole pro
 gpu: $(STAMP)  ## the tests that run on a GPU, and the benchmark beside nn.DataParallel and DDP over NCCL
 	@kind=$$($(BIN)/python -c 'import torch; print(torch.accelerator.current_accelerator(check_available=True) or "")'); \
 	[ -n "$$kind" ] || { echo "make: torch must see a GPU for this, but sees none; $(BIN)/phalanx doctor may say why." \
-	    "To try the benchmark without one: make bench-gpu ARGS='--device cpu'" >&2; exit 1; }; \
+	    "To try the benchmark without one: python -m benchmarks gpu --device cpu" >&2; exit 1; }; \
 	$(BIN)/python -m pytest -m "night or not night" --device $$kind $(or $(ARGS),$(ON_DEVICE) $(ON_DEVICE_AT_NIGHT)) \
 	    && $(BIN)/python -m benchmarks gpu
 
