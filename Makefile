@@ -14,7 +14,7 @@
 #   CELLS="3.12:2.8.0"  the versions of Python and torch that `make matrix` tries
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test test-fast matrix core-seconds check format bits house promises docs wheels bench chaos night gpu clean .venv/moved
+.PHONY: help venv train test test-fast matrix check format bits house promises docs wheels bench chaos night gpu clean .venv/moved
 
 PYTHON ?= python3
 ARGS ?=
@@ -32,7 +32,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 AUTOLOAD := src/phalanx_autoload.py  # stands in site-packages itself, as a copy
 # What takes longest on a device, or says least there, runs on it at night only.
-ON_DEVICE_AT_NIGHT = $(wildcard tests/meta/test_conftest.py tests/conformance/test_all_gradients_arrive.py \
+ON_DEVICE_AT_NIGHT = $(wildcard tests/meta/test_conftest.py \
     tests/conformance/test_parity.py $(addprefix tests/contracts/test_, torch7.py mxnet_metrics.py))
 ON_DEVICE = tests/device $(filter-out $(ON_DEVICE_AT_NIGHT),\
     $(shell grep -rl --include='test_*.py' -e 'mark\.gpu' -e 'mark\.devices' tests))
@@ -86,16 +86,14 @@ train: $(STAMP)  ## train the default model on the default data and show the res
 # compile all tests anew, and each worker all modules: here it may. Threads of OpenMP that wait for work sleep:
 # by default they spin, and take the cores from the other worker (three times the CPU time of a test of weights).
 test test-fast matrix night: export OMP_WAIT_POLICY := PASSIVE
-test: export CORE_SECONDS = out/core_seconds.jsonl
 test: $(STAMP)  ## run the whole test suite
-	@mkdir -p out; rm -f $(CORE_SECONDS)
 	@failed=0; unset PYTHONDONTWRITEBYTECODE; \
 	$(BIN)/python -m pytest -m "not night and not alone" -n $(WORKERS) --dist loadfile \
 	    --no-loadscope-reorder $(ARGS) || [ $$? -eq 5 ] || failed=1; \
 	$(BIN)/python -m pytest -m "alone and not night" $(or $(ARGS),$(ALONE)) || [ $$? -eq 5 ] || failed=1; \
 	[ -n "$(ARGS)" ] || TEST_DEVICES=4 $(BIN)/python -m pytest --device dev $(ON_DEVICE) \
 	    || [ $$? -eq 5 ] || failed=1; \
-	$(BIN)/python -m tests.core_seconds $(CORE_SECONDS); \
+	echo "processor time of this shell and of all tests, user and system:"; times; \
 	exit $$failed
 
 test-fast: $(STAMP)  ## run the tests that need no other process: a minute or two
@@ -103,9 +101,6 @@ test-fast: $(STAMP)  ## run the tests that need no other process: a minute or tw
 
 matrix: $(STAMP)  # run the fast tests with other versions of Python and torch; 5 GB a cell, removed afterwards
 	@$(BIN)/python -m tests.matrix $(CELLS) -- $(FAST) -n $(WORKERS) --dist loadfile $(ARGS)
-
-core-seconds: $(STAMP)  # let the core-seconds of the last `make test` be those that later ones are shown beside
-	@$(BIN)/python -m tests.core_seconds out/core_seconds.jsonl --keep
 
 check: $(STAMP)  # formatting, lint, layers, types, plain English
 	$(BIN)/ruff format --check .

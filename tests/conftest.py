@@ -14,7 +14,6 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import hypothesis
 import pytest
@@ -27,7 +26,7 @@ JOIN_S = 2.0
 SLOW_FOLDERS = {"benchmarks", "chaos", "device", "examples", "meta", "multiprocess"}
 SLOW_FILES = (  # of other folders
     *("test_backend", "test_compiled_models", "test_executors", "test_hugging_face"),
-    *("test_launching", "test_process_executor", "test_worker_gradients"),
+    *("test_launching", "test_process_executor"),
     *("test_app", "test_parity", "test_shared_module"),
     "test_train_command",
 )
@@ -57,10 +56,6 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise pytest.UsageError(f"--device must exist here, but is {name!r}: {error}") from error
-    if path := os.environ.get("CORE_SECONDS"):
-        from tests.core_seconds import CoreSeconds  # not there where tests/meta runs this
-
-        config.pluginmanager.register(CoreSeconds(Path(path).absolute(), name), "core_seconds")
 
 
 def register_test_device() -> None:

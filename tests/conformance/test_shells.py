@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 import warnings
@@ -32,11 +33,12 @@ def batches(steps: int = 3, rows: int = 10) -> list[tuple[Tensor, Tensor]]:
 
 
 def trained(net: nn.Module, executor: str, replicas: int, **options: Any) -> dict[str, Tensor]:
-    given = {"loss": F.mse_loss, "microbatches": 4, **options}
+    given = {"loss": F.mse_loss, "microbatches": 4, "batches": batches(), **options}
+    data = given.pop("batches")
     with phalanx.Trainer(
         net, given.pop("loss"), sgd, executor=executor, replicas=replicas, **given
     ) as trainer:
-        for batch in batches():
+        for batch in data:
             trainer.step(batch)
     return net.state_dict()
 
@@ -159,6 +161,64 @@ class Looping(nn.Module):
             return self.head(x).float()
 
 
+class Changing(nn.Module):
+    """Takes its layers in an order that the rows decide about, and leaves some out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        turn = int(x[0, 0].abs() * 1000) % 4
+        for place in [*range(turn, 4), *range(turn)][: 4 - turn // 2]:
+            x = torch.tanh(self.layers[place](x))
+        return self.head(x)
+
+
+class Strided(nn.Module):
+    """Weights that do not lie in the order of their dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(6, 4, 3, padding=1).to(memory_format=torch.channels_last)
+        self.weight = nn.Parameter(torch.randn(3, 4).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.conv(x.reshape(-1, 6, 1, 1))).flatten(1) @ self.weight
+
+
+class _Viewed(torch.autograd.Function):
+    """The gradient is a view of something larger."""
+
+    @staticmethod
+    def forward(ctx: object, weight: Tensor) -> Tensor:
+        return weight * 2
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return torch.stack([gradient, gradient])[1] * 2
+
+
+class Viewing(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, _Viewed.apply(self.weight), self.bias)
+
+
+class InPlace(nn.Linear):
+    """Changes its input, which stays the user's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.sub_(1.0).mul_(0.5))
+
+
+def wrapped() -> nn.Module:
+    """Return a module whose forward stays bound to it, as one wrapped by a compiler does."""
+    net: Any = nn.Linear(6, 3)
+    forward = net.forward
+    net.forward = lambda x: forward(x)
+    return nn.Sequential(net)
+
+
 class Flattening(nn.LSTM):
     """On the CPU, moves its weights when it is moved and when it is asked to, as CUDA's does."""
 
@@ -185,6 +245,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "parameter lists": Listed,
     "holding": Holding,
     "shared twice": shared_twice,
+    "layers by rows": Changing,
+    "strided": Strided,
+    "gradients in views": functools.partial(Viewing, 6, 3),
+    "in place": functools.partial(InPlace, 6, 3),
+    "forward bound to it": wrapped,
 }
 EVERY_MODEL = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
 
@@ -207,7 +272,11 @@ def test_awkward_modules_train_to_the_same_bits_in_every_executor(
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 @pytest.mark.parametrize(
-    "name", ["old weight_norm", "lstm that moves its weights", "attention", "parameter lists"]
+    "name",
+    [
+        *("old weight_norm", "lstm that moves its weights", "attention", "parameter lists"),
+        *("strided", "in place", "forward bound to it"),
+    ],
 )
 def test_awkward_modules_train_as_in_plain_pytorch(name: str) -> None:
     net, plain = made(MODELS[name]), made(MODELS[name])
@@ -218,6 +287,44 @@ def test_awkward_modules_train_as_in_plain_pytorch(name: str) -> None:
     plain_steps(plain, F.mse_loss, sgd, batches())
     trained(net, "threads", 2)
     assert_close(list(net.parameters()), list(plain.parameters()), torch.float32, times=10)
+
+
+class Penalised:
+    """A loss with an L2 penalty on the module's own parameters, which changes its targets."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        penalty = torch.stack([each.square().sum() for each in self.net.parameters()]).sum()
+        return F.mse_loss(outputs, targets.mul_(0.5)) + 0.1 * penalty
+
+
+class WithLoss(nn.Linear):
+    """Its loss is a method and has a learned variance."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.log_variance = nn.Parameter(torch.zeros(()))
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        error = F.mse_loss(outputs, targets)
+        return error * (-self.log_variance).exp() + self.log_variance
+
+
+@pytest.mark.promise("whole-batch-gradients", "state-is-shared")
+@pytest.mark.parametrize("loss_of", [Penalised, lambda net: net.loss], ids=["penalty", "method"])
+def test_what_reaches_the_module_through_its_loss_is_trained(loss_of: Any) -> None:
+    plain = made(WithLoss)
+    plain_steps(plain, loss_of(plain), sgd, copy.deepcopy(batches()))
+    states = []
+    for executor in EXECUTORS:
+        net, given = made(WithLoss), batches()
+        states.append(trained(net, *executor, loss=loss_of(net), batches=given))
+        assert_same_bits(given, batches())
+    assert_close(states[0], plain.state_dict(), torch.float32, times=10)
+    for executor, state in zip(EXECUTORS[1:], states[1:], strict=True):
+        assert_same_bits(state, states[0], str(executor))
 
 
 # --- what was changed between two passes ----------------------------------------------------------

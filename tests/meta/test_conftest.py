@@ -68,7 +68,6 @@ def conftest() -> str:
 def test_every_test_gets_a_clean_start_and_leaves_one_and_gpu_tests_are_skipped(
     pytester, monkeypatch
 ):
-    monkeypatch.delenv("CORE_SECONDS", raising=False)  # it counts this run, not the inner one
     pytester.makeconftest(
         conftest()
         + "\ntorch.accelerator.current_accelerator = lambda check_available=False: None\n"
