@@ -110,8 +110,9 @@ def launch(
     unless ``OMP_NUM_THREADS`` says otherwise.
 
     Args:
-        function: In a script, importable, and the call under ``if __name__ == "__main__":``. One
-            that was typed at a prompt or in a notebook is run in forks of this process.
+        function: In a script, one that pickle takes, and the call under
+            ``if __name__ == "__main__":``. One that was typed at a prompt or in a notebook is run
+            in forks of this process.
         n: How many; by default one per core.
         args: Its arguments, which are pickled.
         max_restarts: How often all are started again after one has failed.
@@ -120,7 +121,7 @@ def launch(
         What each rank returned, by rank.
 
     Raises:
-        ConfigError: ``function`` cannot be called or imported, or a number makes no sense.
+        ConfigError: ``function`` cannot be called, or a number makes no sense.
         RankFailed: A rank failed; ``.rank`` names the first, its traceback is in the message.
 
     Blocks: Until all ranks have ended. None outlives the call.
@@ -129,12 +130,6 @@ def launch(
     job = Job(ranks=num_cores() if n is None else n, max_restarts=max_restarts)
     main_file = getattr(sys.modules["__main__"], "__file__", "")
     typed = function.__module__ == "__main__" and not Path(main_file).is_file()
-    name = getattr(function, "__qualname__", "")
-    if not typed and "<" in name:
-        raise ConfigError(
-            f"`function` must be importable from a module, but is {name!r}. Define it with `def`, "
-            "outside of any function."
-        )
     given = (str(os.getpid()), function, tuple(args))
     values = _run(job, _run_function, given, start_method="fork" if typed else "spawn")
     return [values[rank] for rank in range(job.ranks)]
@@ -172,14 +167,9 @@ def _run(
     tee: Std = Std.NONE,
     **more: Any,
 ) -> dict[int, Any]:
-    """Run ``entrypoint(*args)`` in every rank; return what they return, by rank.
+    """Run a function or a program in every rank; return what they return, by rank.
 
-    Args:
-        job: How many ranks, and where.
-        entrypoint: A function or a program.
-        args: Its arguments.
-        tee: Which streams of the ranks are shown with the rank before each line.
-        more: Further options of torch's `LaunchConfig`.
+    ``tee`` says which of their streams are shown; ``more`` are options of torch's `LaunchConfig`.
     """
     try:
         with _folder() as folder, _variables(job), signals_put_back():
@@ -192,10 +182,9 @@ def _run(
                 raise describe_failures(_read_failures(logs, exc.failures)) from None
             except (RendezvousTimeoutError, RendezvousConnectionError) as exc:
                 raise RankFailed(
-                    f"All hosts must meet at {job.endpoint} within {job.timeout_s:g} s, and that "
-                    f"host must outlive the job, but did not: {exc}. Start `phalanx launch` on "
-                    "each with the same `--endpoint`, `--nnodes` and `--run-id`, and see that this "
-                    "port can be reached from the others."
+                    f"All hosts must meet at {job.endpoint} within {job.timeout_s:g} s, but did "
+                    f"not: {exc}. Start `phalanx launch` on each with the same `--endpoint`, "
+                    "`--nnodes` and `--run-id`, and see that the port can be reached."
                 ) from exc
             return values
     except SignalException as exc:

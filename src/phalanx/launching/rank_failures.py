@@ -32,7 +32,6 @@ _TORCH = str(Path(torch.__file__).parent)
 _LEADING = (_OURS, runpy.__file__, "<string>", "<frozen runpy>")
 """Where frames lie that come before the user's own, in a rank's traceback."""
 _LAST_WORDS_LINES = 12
-_AFTER_WORDS = "\n\nAt:\n"  # of an error that came through C++: its way through Python follows
 
 
 class RankFailed(PeerError):
@@ -87,8 +86,7 @@ def _last_words(exc: BaseException) -> str:
         users = [frame for frame in frames if not frame.filename.startswith((*_LEADING, _TORCH))]
         lines = ["Traceback (most recent call last):\n", *traceback.format_list(users or frames)]
         lines += traceback.format_exception_only(exc)
-    words = "".join(lines).partition(_AFTER_WORDS)[0].rstrip()
-    return "\n".join(words.splitlines()[-_LAST_WORDS_LINES:])
+    return "\n".join("".join(lines).rstrip().splitlines()[-_LAST_WORDS_LINES:])
 
 
 # --- in the launcher ------------------------------------------------------------------------------

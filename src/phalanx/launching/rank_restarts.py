@@ -3,27 +3,27 @@
     launcher ──> python rank_restarts.py RESTARTS LAUNCHER script.py args… ──> the rank
 
 torch's agent ends all ranks of a host as soon as one of them fails. Elastic ranks (`Ranks()`) train
-on without the one that was lost, so this process keeps a failure to itself until all ranks of the
-host have ended, if its rank has said that its group is elastic. A rank that was killed while
-another one finished the training is then no failure of the job. A rank with an error is.
+on without one that was killed, so this process reports that as a success where its rank has said
+that its group is elastic, unless all ranks of the host were lost. A rank with an error is a failure
+of the job.
 
 It runs as a file and imports the standard library only: it costs a few MiB and starts at once.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import FrameType
 
 __all__: list[str] = []
 
-_POLL_S = 0.2
 _RANK = ("-u", "-c", "from phalanx.launching.rank_start import main; main()")
+_PR_SET_PDEATHSIG = 1
 
 
 class _Ended(BaseException):
@@ -32,30 +32,31 @@ class _Ended(BaseException):
 
 def _main() -> int:
     """Run the rank until it succeeds, or no restarts are left; return its exit status."""
-    restarts, launcher, *script = sys.argv[1:]
+    restarts, _, *script = sys.argv[1:]
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _end)
-    status = 0
+    status, how = 0, ""
     for attempt in range(int(restarts) + 1):
         environment = {**os.environ, "PHALANX_RANK_RESTARTS": str(attempt)}
         words = [sys.executable, *_RANK, str(os.getpid()), *script]
         with subprocess.Popen(words, env=environment) as child:
             try:
-                status = _await_rank(child, int(launcher))
+                status = child.wait()
             except _Ended as ended:
                 child.send_signal(ended.args[0])
                 return child.wait()
         if status == 0:
-            break
+            return 0
         how = f"Rank {os.environ['RANK']} (process {child.pid}) {_how(status)}."
         if attempt < int(restarts):
             sys.stderr.write(
                 f"{how} It is restarted ({attempt + 1} of {restarts}); "
                 "elastic ranks (`Ranks()`) continue meanwhile.\n"
             )
-        elif _is_elastic():
-            sys.stderr.write(f"{how} The ranks that are left continue without it.\n")
-    return _await_others(status, int(launcher))
+    if status > 0 or not _others_continue():
+        return status
+    sys.stderr.write(f"{how} The ranks that are left continue without it.\n")
+    return 0
 
 
 def _end(number: int, frame: FrameType | None) -> None:
@@ -63,42 +64,14 @@ def _end(number: int, frame: FrameType | None) -> None:
     raise _Ended(number)
 
 
-def _await_rank(child: subprocess.Popen[bytes], launcher: int) -> int:
-    """Wait for the rank; end with the launcher, whose signal may never come."""
-    while True:
-        try:
-            return child.wait(_POLL_S)
-        except subprocess.TimeoutExpired:
-            if os.getppid() != launcher:
-                child.kill()
-
-
-def _await_others(status: int, launcher: int) -> int:
-    """Return the status for the launcher, after the host's other ranks where this one was lost."""
-    # Each rank has a folder, for its error file, in the one of this attempt to run the job. The
-    # status is part of a file's name, so that no reader ever meets half of it.
-    ends = _own_folder().parent
-    (ends / f"ended-{os.environ['RANK']}-{'failure' if status else 'success'}").touch()
-    if status == 0 or not _is_elastic():
-        return status
-    try:
-        while len(list(ends.glob("ended-*"))) < int(os.environ["LOCAL_WORLD_SIZE"]):
-            if os.getppid() != launcher:
-                return status
-            time.sleep(_POLL_S)
-    except _Ended:
-        return status
-    is_made_good = status < 0 and any(ends.glob("ended-*-success"))
-    return 0 if is_made_good else status
-
-
-def _own_folder() -> Path:
-    return Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
-
-
-def _is_elastic() -> bool:
-    """Tell whether the rank has said that its group is elastic (`elastic_exchange.py`)."""
-    return (_own_folder() / "elastic").exists()
+def _others_continue() -> bool:
+    """Tell whether the group is elastic and other ranks of the host are not lost, as ours is."""
+    # Each rank has a folder, for its error file, in the one of this attempt to run the job.
+    own = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
+    if not (own / "elastic").exists():  # as `elastic_exchange.py` says it
+        return False
+    (own / "lost").touch()
+    return len(list(own.parent.glob("*/lost"))) < int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def _how(status: int) -> str:
@@ -108,6 +81,9 @@ def _how(status: int) -> str:
 
 
 if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # die with the launcher
+    if os.getppid() != int(sys.argv[2]):
+        sys.exit(1)
     _status = _main()
     if _status < 0:  # end as the rank did: the launcher names the signal
         if -_status != signal.SIGKILL:
