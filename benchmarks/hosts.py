@@ -49,7 +49,7 @@ def hosts(
     console, machine = begin()
     if "ray" in names and not is_there("ray"):
         names.remove("ray")
-        console.print("Ray is not installed, so it is left out: pip install 'phalanx[peers]'.")
+        console.print("Ray is not installed, so it is left out: pip install --group peers.")
     out.mkdir(parents=True, exist_ok=True)
     adding = [name for name in names if name in _ADDING]
     num_turns = rounds * (len(names) * len(TASKS_OF_ONE) + len(adding) * len(TASKS_OF_ALL))

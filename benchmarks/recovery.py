@@ -146,9 +146,7 @@ def recovery(
         "ray": restarts,
     }
     if not is_available("ray"):
-        console.print(
-            "Ray Train is not installed, so it is left out: pip install 'phalanx[peers]'."
-        )
+        console.print("Ray Train is not installed, so it is left out: pip install --group peers.")
         del kills_by_name["ray"]
     results: list[Disturbed] = []
     failures: dict[str, str] = {}

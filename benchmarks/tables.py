@@ -48,7 +48,7 @@ def tables(
     console, machine = begin()
     if "ray" in names and not is_there("ray"):
         names.remove("ray")
-        console.print("Ray is not installed, so it is left out: pip install 'phalanx[peers]'.")
+        console.print("Ray is not installed, so it is left out: pip install --group peers.")
     out.mkdir(parents=True, exist_ok=True)
     snapshot_rows = snapshot_mb * 10**6 // (4 * COLS)
     seconds: Seconds = {}

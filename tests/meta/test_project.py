@@ -11,7 +11,6 @@ from typing import Any
 
 import typer
 
-import phalanx
 from phalanx.cli.app import app
 from tests.meta.source import ROOT, SOURCE, read_house
 
@@ -41,25 +40,20 @@ def pins(constraints: str) -> dict[str, str]:
     return found
 
 
-def unpinned(project: dict[str, Any], constraints: str) -> list[str]:
-    """List direct dependencies, extras included, that have no exact version."""
-    wanted = [*project["dependencies"]]
-    for extra in project.get("optional-dependencies", {}).values():
-        wanted += extra
+def unpinned(document: dict[str, Any], constraints: str) -> list[str]:
+    """List direct dependencies, with extras and groups, that have no exact version."""
+    project = document["project"]
+    extras = [*project["optional-dependencies"].values(), *document["dependency-groups"].values()]
+    wanted = sum(extras, project["dependencies"])
     names = {canonical(re.match(r"[\w.-]+", requirement).group()) for requirement in wanted}
     return sorted(names - pins(constraints).keys())
 
 
 def test_every_dependency_is_pinned():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text())
     constraints = (ROOT / "constraints.txt").read_text()
-    assert unpinned(project, constraints) == []
+    assert unpinned(document, constraints) == []
     assert pins(constraints)["torch"] == "2.13.0"  # no local suffix: the index says which build
-
-
-def test_the_package_and_the_project_agree_on_the_version():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert phalanx.__version__ == project["version"]
 
 
 def test_the_package_says_that_it_is_typed():
@@ -137,7 +131,8 @@ def page_mistakes(page: str, root: Any, makefile: str) -> list[str]:
 
 def pages() -> list[Path]:
     return [
-        path for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))) if path.exists()
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+        *sorted(ROOT.glob("docs/**/*.md")),
     ]
 
 

@@ -14,7 +14,7 @@ from tests.meta.source import PACKAGE, ROOT, SOURCE
 
 REFERENCE = sorted((ROOT / "docs/reference").glob("*.md"))
 PAGES = [
-    *(ROOT / name for name in ("README.md", "SECURITY.md", "CHANGELOG.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
     *(ROOT / "benchmarks/README.md", ROOT / "tests/device/README.md"),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
