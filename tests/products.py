@@ -1,4 +1,4 @@
-"""Cases of several factors: every pair of values for every change, the whole product by night."""
+"""Cases of several factors: some of the product for every change, the whole of it by night."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 
-def pairwise(*factors: Sequence[Any]) -> list[tuple[int, ...]]:
-    """Return places in ``factors``, few of the product, that hold every two values together.
+def covering(*factors: Sequence[Any]) -> list[tuple[int, ...]]:
+    """Return places in ``factors`` that hold every value of two, or every pair of three and more.
 
-    Greedy and without chance: whichever case has most of the pairs that are still missing.
+    Greedy and without chance: whichever case has most of the values or pairs still missing.
     """
     cases = list(product(*(range(len(values)) for values in factors)))
-    pairs = {case: set(combinations(enumerate(case), 2)) for case in cases}
+    together = 1 if len(factors) == 2 else 2
+    pairs = {case: set(combinations(enumerate(case), together)) for case in cases}
     missing = set().union(*pairs.values())
     chosen = []
     while missing:
@@ -25,9 +26,9 @@ def pairwise(*factors: Sequence[Any]) -> list[tuple[int, ...]]:
     return sorted(chosen)
 
 
-def in_pairs(names: str, *factors: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrize with the product of ``factors``; what is beyond `pairwise` is marked `night`."""
-    gate = set(pairwise(*factors))
+def some_by_day(names: str, *factors: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrize with the product of ``factors``; cases beyond `covering` are marked `night`."""
+    gate = set(covering(*factors))
     return pytest.mark.parametrize(
         names,
         [

@@ -205,7 +205,7 @@ INLINE, THREAD_REPLICAS, PROCESS_REPLICAS = map(ExecutorWorld, ("inline", "threa
 RANKS = RankWorld()
 EXECUTOR_WORLDS = [
     pytest.param(INLINE, 1, id="inline"),
-    pytest.param(THREAD_REPLICAS, 1, id="1 thread"),
+    pytest.param(THREAD_REPLICAS, 1, id="1 thread", marks=pytest.mark.night),
     pytest.param(THREAD_REPLICAS, 3, id="3 threads"),
     pytest.param(PROCESS_REPLICAS, 1, id="1 process", marks=pytest.mark.night),
     pytest.param(PROCESS_REPLICAS, 2, id="2 processes"),
@@ -214,7 +214,7 @@ EXECUTOR_WORLDS = [
     pytest.param(RANKS, 3, id="3 ranks"),
 ]
 WORLDS_BY_DAY = [each.values for each in EXECUTOR_WORLDS if not each.marks]
-"""Worlds with their workers, for `tests.products.in_pairs` and other tests of many cases."""
+"""Worlds with their workers, for `tests.products.some_by_day` and other tests of many cases."""
 EXECUTORS = [("inline", 1), ("threads", 3), ("processes", 2)]
 """Executors with their replicas, for tests whose trainers are all of this process."""
 in_every_executor = pytest.mark.parametrize(("executor", "replicas"), EXECUTORS)

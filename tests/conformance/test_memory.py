@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import phalanx
-from phalanx.compat import torch7
 from tests.zoo import plain_sgd
 
 WIDTH, ROWS = 3, 7
@@ -68,11 +67,6 @@ class Named(nn.Module):
         return {"out": self.layer(x)}
 
 
-class Mixture(phalanx.AbstractParallel):
-    def distribute(self, inputs: Any) -> list[Any]:
-        return [inputs] * len(self)
-
-
 Call = Callable[[Batch], object]
 Made = Callable[[ExitStack], Call]
 
@@ -100,32 +94,6 @@ def replicated(of: Callable[[Any, Batch], Any], **options: Any) -> Made:
     return called(lambda: phalanx.DataParallel(Named(), CPUS, **options), of)
 
 
-def explicit(make: Callable[[], Any]) -> Made:
-    def made(stack: ExitStack) -> Call:
-        module = make()
-        if hasattr(module, "close"):
-            stack.callback(module.close)
-
-        def call(batch: Batch) -> None:
-            output = module.forward(batch.x)
-            module.backward(batch.x, torch.ones_like(output))
-            module.clearState()
-
-        return call
-
-    return made
-
-
-def criterion(stack: ExitStack) -> Call:
-    net, loss = torch7.Explicit(linear()), torch7.Criterion(nn.MSELoss())
-
-    def call(batch: Batch) -> None:
-        loss.forward(net.forward(batch.x), batch.y)
-        net.backward(batch.x, loss.backward(net.output, batch.y))
-
-    return keeps_last(call)
-
-
 def keeps_last(call: Call) -> Call:
     """Let another batch follow: what was last stays, as its user may ask for it."""
 
@@ -136,20 +104,6 @@ def keeps_last(call: Call) -> Call:
         MADE[:] = made
 
     return twice
-
-
-def group(stack: ExitStack) -> Call:
-    each = stack.enter_context(
-        phalanx.DataParallelExecutorGroup(
-            linear(), CPUS, data_shapes=[("x", (ROWS, WIDTH))], inputs_need_grad=True
-        )
-    )
-
-    def call(batch: Batch) -> None:
-        each.forward({"x": batch.x})
-        each.backward([torch.ones(ROWS, 1)])
-
-    return keeps_last(call)
 
 
 def trainer(executor: str) -> Made:
@@ -217,32 +171,10 @@ def failing_step(stack: ExitStack) -> Call:
 
 MAKERS: dict[str, Made] = {
     "tensor": replicated(lambda model, batch: model(batch.x)),
-    "forward_parts": replicated(
-        lambda model, batch: model.forward_parts(list(batch.x.split([3, 4])))[0]
-    ),
-    "container in a container": called(
-        lambda: phalanx.DataParallel(
-            nn.Sequential(phalanx.DataParallel(linear(), CPUS), nn.Linear(1, 1)), CPUS
-        ),
-        lambda model, batch: model(batch.x),
-    ),
     "ModelParallel": called(
         lambda: phalanx.ModelParallel(1).add(linear(), "cpu").add(linear(), "cpu"),
         lambda model, batch: model(batch.x),
     ),
-    "AbstractParallel": called(
-        lambda: Mixture(1).add(linear(), "cpu").add(linear(), "cpu"),
-        lambda model, batch: model(batch.x),
-    ),
-    "OnDevice": called(
-        lambda: phalanx.OnDevice(Named(), "cpu"),
-        lambda model, batch: model({"deep": [batch.x]}, y=batch.y),
-    ),
-    "torch7.DataParallelTable": explicit(lambda: torch7.DataParallelTable(0).add(linear(), CPUS)),
-    "torch7.GPU": explicit(lambda: torch7.GPU(linear(), "cpu")),
-    "torch7.Explicit": explicit(lambda: torch7.Explicit(linear())),
-    "torch7.Criterion": criterion,
-    "group": group,
     **{f"Trainer, {kind}": trainer(kind) for kind in ("inline", "threads", "processes")},
     "an exception in forward": raising(
         called(lambda: phalanx.DataParallel(Failing(), CPUS), lambda model, batch: model(batch.x))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import phalanx
 from phalanx.errors import UnsupportedError
 from tests.contracts.containers import cpu_and_others
-from tests.products import in_pairs
+from tests.products import some_by_day
 from tests.zoo import (
     CASES,
     MLP,
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.promise("wrapped-equals-unwrapped")
 
 STEPS = 10
 CONFIGURATIONS = CASES, [1, 2, 7, 9, 15, 64], [1, 2, 3], [torch.float32, torch.float64]
-MATRIX_OF_OPTIMIZERS = in_pairs(
+MATRIX_OF_OPTIMIZERS = some_by_day(
     "case, rows, replicas, dtype, optimizer", *CONFIGURATIONS, list(OPTIMIZERS)
 )
 MODELS = pytest.mark.parametrize("case", CASES, ids=str)

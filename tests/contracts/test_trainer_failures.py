@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx.callbacks import StepDone
-from tests.products import in_pairs
+from tests.products import some_by_day
 from tests.worlds import EXECUTORS, World, in_every_executor, in_executor_worlds
 from tests.zoo import (
     MLP,
@@ -117,7 +117,7 @@ def trainer_of(executor: Executor, net: nn.Module, loss: Any, **options: Any) ->
     return phalanx.Trainer(net, loss, sgd, executor=name, replicas=replicas, **options)
 
 
-@in_pairs("executor, where", EXECUTORS, ["forward", "loss"])
+@some_by_day("executor, where", EXECUTORS, ["forward", "loss"])
 def test_a_failure_in_evaluation_arrives_too_and_training_mode_comes_back(
     executor: Executor, where: str
 ) -> None:
@@ -133,7 +133,7 @@ def test_a_failure_in_evaluation_arrives_too_and_training_mode_comes_back(
         assert torch.isfinite(torch.tensor(trainer.evaluate(Loader([vector_batch(ROWS)]))["loss"]))
 
 
-@in_pairs("executor, where", EXECUTORS, ["weight", "callback", "loader"])
+@some_by_day("executor, where", EXECUTORS, ["weight", "callback", "loader"])
 def test_an_exception_of_the_users_functions_arrives_and_whole_steps_count(
     executor: Executor, where: str
 ) -> None:
@@ -201,7 +201,7 @@ def threads_before() -> list[str]:
     return house_threads()
 
 
-@in_pairs("executor, failing", EXECUTORS, [False, True])
+@some_by_day("executor, failing", EXECUTORS, [False, True])
 def test_no_thread_and_no_process_is_left_after_close(
     executor: Executor, failing: bool, threads_before: list[str]
 ) -> None:

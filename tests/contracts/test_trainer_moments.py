@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import phalanx
 from phalanx.callbacks import StepDone
 from phalanx.errors import StateError
-from tests.products import in_pairs
+from tests.products import some_by_day
 from tests.worlds import (
     EXECUTORS,
     WORLDS_BY_DAY,
@@ -255,7 +255,7 @@ def asked_again(executor: str, replicas: int, how: str, step: int) -> None:
         assert trainer.steps == step + 4
 
 
-@in_pairs("world, how, step", WORLDS_BY_DAY, ENDS, [3, 5, 7])
+@some_by_day("world, how, step", WORLDS_BY_DAY, ENDS, [3, 5, 7])
 def test_fit_does_what_it_is_asked_whatever_ended_the_one_before(
     world: tuple[World, int], how: str, step: int
 ) -> None:
@@ -283,7 +283,7 @@ def counted(executor: str, replicas: int, how: str, step: int, folder: Path) -> 
 
 
 @pytest.mark.promise("epochs-count-from-the-start")
-@in_pairs("world, how, step", WORLDS_BY_DAY, ENDS, [7, 10])
+@some_by_day("world, how, step", WORLDS_BY_DAY, ENDS, [7, 10])
 def test_epochs_are_counted_from_the_start_of_the_run(
     world: tuple[World, int], how: str, step: int, tmp_path: Path
 ) -> None:
@@ -338,7 +338,7 @@ class SignalledScheduler(torch.optim.lr_scheduler.StepLR):
         super().step()
 
 
-@in_pairs(
+@some_by_day(
     "executor, signals, how",
     EXECUTORS,
     [[signal.SIGINT], [signal.SIGALRM], [signal.SIGINT] * 2],

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
 from phalanx.errors import CheckpointError, UnsupportedError
-from tests.products import in_pairs
+from tests.products import some_by_day
 from tests.worlds import (
     EXECUTORS,
     INLINE,
@@ -111,7 +111,7 @@ def expert_data(*without: int) -> Batches:
     return data
 
 
-@in_pairs("world, without", WORLDS_BY_DAY, [(0,), (1, 6)])
+@some_by_day("world, without", WORLDS_BY_DAY, [(0,), (1, 6)])
 def test_a_parameter_without_a_gradient_in_some_step_does_not_show(
     world: tuple[World, int], without: tuple[int, ...], tmp_path: Path
 ) -> None:
@@ -133,7 +133,7 @@ def nadam(parameters: list[nn.Parameter]) -> Optimizer:
     return NAdam(parameters, lr=0.01)
 
 
-@in_pairs("world, dtype", WORLDS_BY_DAY, [torch.float64, torch.bfloat16])
+@some_by_day("world, dtype", WORLDS_BY_DAY, [torch.float64, torch.bfloat16])
 def test_state_keeps_its_dtype(
     world: tuple[World, int], dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -152,7 +152,7 @@ def every_second_step(optimizer: Optimizer) -> StepLR:
     return StepLR(optimizer, 2)
 
 
-@in_pairs("world, kind", WORLDS_BY_DAY, [SGD, AdamW])
+@some_by_day("world, kind", WORLDS_BY_DAY, [SGD, AdamW])
 def test_a_learning_rate_may_be_a_tensor(
     world: tuple[World, int], kind: type[Optimizer], tmp_path: Path
 ) -> None:
@@ -243,7 +243,7 @@ KEEPERS = [Averaging, Hooked, Global, Wrapping, Bare]
 
 
 @pytest.mark.promise("checkpoints-are-complete")
-@in_pairs("world, kind", WORLDS_BY_DAY, KEEPERS)
+@some_by_day("world, kind", WORLDS_BY_DAY, KEEPERS)
 def test_whatever_an_optimizers_state_dict_holds_comes_back(
     world: tuple[World, int], kind: type[Optimizer], tmp_path: Path
 ) -> None:
@@ -410,7 +410,7 @@ def trained_across_a_failure(
     return net
 
 
-@in_pairs(
+@some_by_day(
     "executor, fail_at, failure, saves, own_generator",
     EXECUTORS,
     [0, 3, 6],

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 
 import phalanx
 from phalanx.errors import ConfigError
-from tests.products import in_pairs
+from tests.products import some_by_day
 from tests.worlds import WORLDS_BY_DAY, World, in_executor_worlds
 from tests.zoo import MLP, assert_close, assert_same_bits, batches_of, mlp, state_of
 
@@ -81,7 +81,7 @@ def scheduled(
         return trainer.optimizer.param_groups[0]["lr"], state_of(module)
 
 
-@in_pairs(
+@some_by_day(
     "world, given, interval",
     WORLDS_BY_DAY,
     ["functions", "instances", "a function of an instance"],

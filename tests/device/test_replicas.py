@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import phalanx
 from phalanx.replicas import Replica, Source, modes
-from tests.products import in_pairs
+from tests.products import some_by_day
 from tests.zoo import assert_close
 
 F64 = torch.float64
@@ -94,7 +94,7 @@ def by_trainer(net: nn.Module, devices: list[str], workloads: Any, optimizer: An
 WAYS = {"container": by_container, "trainer": by_trainer}
 
 
-@in_pairs("way, configuration, optimizer", list(WAYS), list(CONFIGURATIONS), list(OPTIMIZERS))
+@some_by_day("way, configuration, optimizer", list(WAYS), list(CONFIGURATIONS), list(OPTIMIZERS))
 def test_training_equals_plain_pytorch(way: str, configuration: str, optimizer: str) -> None:
     devices, workloads = CONFIGURATIONS[configuration]
     net = Net().to(devices[0])

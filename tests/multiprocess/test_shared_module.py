@@ -13,7 +13,7 @@ from torch import nn
 from phalanx import tables
 from phalanx.tables import module_exchange
 from tests.multiprocess.children import Children, Parent, wait_for_exit
-from tests.products import in_pairs
+from tests.products import some_by_day
 
 pytestmark = pytest.mark.promise("shared-modules")
 
@@ -114,7 +114,7 @@ def kill_in_the_middle(run: str, how: dict, point: str, which: int, other: Calla
         assert first[:-1] == second[:-1]  # the last is of statistics
 
 
-@in_pairs("how, point, which", [{}, {"sync": True}, {"staleness": 1}], POINTS, [1, 2, 3])
+@some_by_day("how, point, which", [{}, {"sync": True}, {"staleness": 1}], POINTS, [1, 2, 3])
 def test_the_others_go_on_when_a_worker_is_killed_in_the_middle_of_a_sync(run, how, point, which):
     kill_in_the_middle(run, how, point, which, survivor)
 

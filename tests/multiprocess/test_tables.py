@@ -17,7 +17,7 @@ from phalanx.tables import keys as key_tables
 from phalanx.tables import part
 from tests.chaos.table_bugs import Patch, plant
 from tests.multiprocess.children import Children, Parent, wait_for_exit
-from tests.products import in_pairs
+from tests.products import some_by_day
 
 pytestmark = pytest.mark.promise("acknowledged-adds-are-kept")
 
@@ -138,7 +138,7 @@ def death_within_an_add(
         assert found == expected, "an add is lost, there twice or by half"
 
 
-@in_pairs("place, updater, in_blocks", PLACES, ["adam", "sum"], [False, True])
+@some_by_day("place, updater, in_blocks", PLACES, ["adam", "sum"], [False, True])
 def test_an_add_that_a_death_interrupts_is_there_whole_or_not_at_all(
     run, place, updater, in_blocks
 ):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from phalanx import tables
 from phalanx.memory import all_within
-from tests.products import in_pairs
+from tests.products import some_by_day
 from tests.unit.memory.numbers import DTYPES, drawn
 
 ROWS, ODD = 1009, 7
@@ -32,7 +32,7 @@ def added(values: Tensor, numbers: Tensor, delta: Tensor, scale: float) -> Tenso
     return values
 
 
-@in_pairs("dtype, cols, count, scale", DTYPES, [1, 64, 333], [0, 1, ODD, 999], [1.0, -0.5, 0.3])
+@some_by_day("dtype, cols, count, scale", DTYPES, [1, 64, 333], [0, 1, ODD, 999], [1.0, -0.5, 0.3])
 def test_rows_of_tables_are_read_and_added_to(dtype, cols, count, scale):
     scale = scale if dtype.is_floating_point else 1.0
     updater = "sum" if scale == 1.0 else tables.Sgd(lr=abs(scale))

@@ -14,7 +14,7 @@ from phalanx.errors import ConfigError
 from phalanx.native import FUNCTIONS
 from phalanx.tables import part
 from phalanx.tables.part import Entry
-from tests.products import in_pairs
+from tests.products import some_by_day
 
 ROWS = 8
 
@@ -93,7 +93,7 @@ def die_in_c(storage, stores, act):
     act()
 
 
-@in_pairs("rows, number", [None, [3, 1, 3]], [0, 1 << 41])
+@some_by_day("rows, number", [None, [3, 1, 3]], [0, 1 << 41])
 def test_an_add_of_one_block_is_whole_or_absent_wherever_its_process_dies(rows, number):
     with tables.join(timeout_s=20.0) as world:
         made = world.matrix(4, 2, torch.int64)
@@ -116,7 +116,7 @@ def test_an_add_of_one_block_is_whole_or_absent_wherever_its_process_dies(rows, 
     raise AssertionError("the add never ended")
 
 
-@in_pairs(
+@some_by_day(
     "rows, dying",
     [None, [5, 1, 3, 1, 0]],
     [("sum", die_in_c), ("adagrad", die_in_python)],
