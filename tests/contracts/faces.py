@@ -47,12 +47,6 @@ class Sum(phalanx.AbstractParallel):
         return added(outputs)
 
 
-class Torch7Sum(torch7.AbstractParallel):
-    """The same, as a script of Torch7's has it."""
-
-    distribute, merge = Sum.distribute, Sum.merge  # type: ignore[assignment]
-
-
 def added(outputs: list[Tensor]) -> Tensor:
     return torch.stack([output.to(outputs[0].device) for output in outputs]).sum(0)
 
@@ -160,40 +154,27 @@ def replicas(**options: Any) -> Callable[..., Any]:
     return lambda nets, devices: phalanx.DataParallel(nets[0], devices, **options)
 
 
-def table(*options: Any) -> Callable[..., Any]:
-    return lambda nets, devices: torch7.DataParallelTable(0, *options).add(nets[0], devices)
-
-
-def equal_columns(nets: list[nn.Module], devices: list[torch.device]) -> Any:
-    model = torch7.DataParallel(0)
-    for device in devices:
-        model.add(twin_of(nets[0]), device)
-    return model
+def of_a_table(nets: list[nn.Module], devices: list[torch.device]) -> Any:
+    return torch7.DataParallelTable(0).add(nets[0], devices).module
 
 
 REPLICATED = [
     Face("DataParallel", replicas()),
     Face("workloads", replicas(workloads=[2, 5, 9])),
     Face("microbatches", replicas(microbatches=4)),
-    Face("DataParallelTable", table()),
-    Face("DataParallelTable, flat", table(True)),
-    Face("DataParallel of Torch7", equal_columns),
+    Face("of a DataParallelTable", of_a_table),
 ]
 IN_COLUMNS = [
     Face("ModelParallel", columns(phalanx.ModelParallel), K),
     Face("AbstractParallel", columns(Sum), K, added),
-    Face("ModelParallel of Torch7", columns(torch7.ModelParallel), K),
-    Face("AbstractParallel of Torch7", columns(Torch7Sum), K, added),
 ]
 PLACED = [
     Face("OnDevice", lambda nets, devices: phalanx.OnDevice(nets[0], devices[0])),
-    Face("GPU", lambda nets, devices: torch7.GPU(nets[0], devices[0])),
-    Face("Explicit", lambda nets, _: torch7.Explicit(nets[0])),
 ]
 GROUP = Face("executor group", lambda nets, devices: Grouped(nets[0], devices))
 
 
-ON_DEVICE_BY_DAY = (REPLICATED[0], REPLICATED[2], REPLICATED[4], IN_COLUMNS[1], GROUP)
+ON_DEVICE_BY_DAY = (REPLICATED[0], REPLICATED[2], REPLICATED[3], IN_COLUMNS[1], GROUP)
 
 
 def each_of(*faces: Face) -> pytest.MarkDecorator:

@@ -122,8 +122,6 @@ def test_inside_another_model(face: Face, device: torch.device) -> None:
 @faces.in_all
 def test_inputs_may_lie_on_the_cpu(face: Face, device: torch.device) -> None:
     """Their gradients return there; only with ``--device`` it is another device."""
-    if face.name == "Explicit":
-        pytest.skip("the module runs where the caller puts it")
     with face.open(net, device) as (model, twin):
         got, expected = one_pass(model, draw(7, 7)), one_pass(twin.cpu(), draw(7, 7))
     assert [gradient.device.type for gradient in got["inputs"]] == ["cpu"]
@@ -216,7 +214,7 @@ def an_optimizers_step(part: nn.Sequential) -> None:
         an_optimizers_step,
     ],
 )
-@faces.each_of(*faces.REPLICATED[:1], *faces.REPLICATED[3:5], faces.IN_COLUMNS[1], faces.GROUP)
+@faces.each_of(*faces.REPLICATED[:1], *faces.REPLICATED[3:], faces.IN_COLUMNS[1], faces.GROUP)
 def test_what_is_changed_from_outside_is_in_the_next_pass(
     face: Face, change: Callable[[nn.Sequential], None], device: torch.device
 ) -> None:

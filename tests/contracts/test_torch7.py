@@ -26,7 +26,7 @@ import phalanx
 from phalanx.compat import torch7
 from phalanx.errors import ConfigError, StateError
 from tests.contracts.containers import CPU, cpu_and_others, draw, stored
-from tests.contracts.faces import IN_COLUMNS, PLACED, REPLICATED
+from tests.contracts.faces import Face, K, columns
 from tests.zoo import ACCELERATOR_FIRST, assert_close, cnn, gradients_of, image_batch, twin_of
 from tests.zoo import mlp as zoo_mlp
 
@@ -37,7 +37,6 @@ DEADLINE_S = 30
 F64 = torch.float64
 THREE = cpu_and_others(3)
 LR = 0.25
-FACES = [*REPLICATED[3:], *IN_COLUMNS[2:], *PLACED[1:]]
 
 
 def net_of(*widths: int) -> nn.Sequential:
@@ -75,6 +74,31 @@ def values(module: nn.Module) -> list[Tensor]:
     return [parameter.detach().cpu() for parameter in module.parameters()]
 
 
+class ToAll(torch7.AbstractParallel):
+    """A column of a script of Torch7's own."""
+
+    def _distributeInput(self, input: Any) -> list[Any]:
+        return [input] * len(self)
+
+
+def equal_columns(nets: list[nn.Module], devices: list[torch.device]) -> Any:
+    made = torch7.DataParallel(0)
+    for device in devices:
+        made.add(twin_of(nets[0]), device)
+    return made
+
+
+FACES = [
+    Face("table", lambda nets, devices: torch7.DataParallelTable(0).add(nets[0], devices)),
+    Face("flat", lambda nets, devices: torch7.DataParallelTable(0, True).add(nets[0], devices)),
+    Face("DataParallel", equal_columns),
+    Face("ModelParallel", columns(torch7.ModelParallel), K),
+    Face("AbstractParallel", columns(ToAll), K),
+    Face("GPU", lambda nets, devices: torch7.GPU(nets[0], devices[0])),
+    Face("Explicit", lambda nets, _: torch7.Explicit(nets[0])),
+]
+
+
 @pytest.fixture(params=FACES, ids=[face.name for face in FACES])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Any, nn.Module]]:
     """Give a module with explicit passes and its twin; both take [B, 4]."""
@@ -84,7 +108,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Any, nn.Module]]:
 
 def g_for(made: nn.Module, seed: int = 0) -> Tensor:
     """Return a gradient of the outputs of one of `pair`."""
-    return draw(5, 9 if isinstance(made, torch7.ModelParallel) else 3, seed=seed)
+    return draw(5, 9 if isinstance(made, torch7.AbstractParallel) else 3, seed=seed)
 
 
 # --- the training example -------------------------------------------------------------------------
@@ -506,9 +530,8 @@ def test_a_shared_clone_trains_with_its_model(pair):
     assert shared == [name.endswith("weight") for name in names]
     with pytest.raises(ConfigError, match="`names` must hold names of parameters"):
         twin.share(made, "gradWeight")
-    for net in (twin, only):
-        if hasattr(type(net), "close"):
-            net.close()
+    twin.close()
+    only.close()
 
 
 def norm_net() -> nn.Sequential:
@@ -520,10 +543,10 @@ def test_a_clone_of_a_gpu_is_a_gpu_and_a_gpu_may_hold_another():
     net = torch7.GPU(norm_net(), "cpu")
     x = draw(5, 4)
     net.evaluate()
-    net.get(0)[1].running_mean.fill_(0.5)
+    net.module.module[1].running_mean.fill_(0.5)
     expected = net.forward(x)
     assert net.output is expected
-    assert net.get(0)[1].running_mean.eq(0.5).all()
+    assert net.module.module[1].running_mean.eq(0.5).all()
     clone = net.clone()
     assert type(clone) is torch7.GPU
     assert torch.equal(clone.forward(x), expected)
@@ -584,21 +607,13 @@ def test_reset_reaches_every_parameter(make: Any) -> None:
 # --- flat parameters ------------------------------------------------------------------------------
 
 
-def two_layers(flatten=True):
-    """The authors' case: 10·5 + 5 elements, in the second of two layers."""
-    net = nn.Sequential(nn.Linear(10, 10).to(THREE[0]), torch7.DataParallelTable(0, flatten))
-    net[1].add(nn.Linear(10, 5), THREE)
-    return net
-
-
 def test_flat_tensors_have_exactly_the_parameters_elements():
-    net = two_layers()
-    values, grads = net[1].getParameters()
-    assert values.shape == grads.shape == (55,)
-    outer, outer_grads = torch7.Explicit(net).getParameters()
-    assert outer.shape == outer_grads.shape == (165,)
-    inner, inner_grads = net[1].getParameters()
-    assert inner.shape == inner_grads.shape == (55,)
+    """The authors' case: 10·5 + 5 elements, in the second of two layers."""
+    inner = torch7.DataParallelTable(0, True).add(nn.Linear(10, 5), THREE)
+    net = nn.Sequential(nn.Linear(10, 10).to(THREE[0]), inner.module)
+    assert [each.shape for each in inner.getParameters()] == [(55,), (55,)]
+    assert [each.shape for each in torch7.Explicit(net).getParameters()] == [(165,), (165,)]
+    assert [each.shape for each in inner.getParameters()] == [(55,), (55,)]
 
 
 @pytest.mark.parametrize("flatten", [False, True])
@@ -630,8 +645,7 @@ def test_flat_tensors_stay_the_parameters(flatten, way):
         assert first.getParameters()[0].any()
 
 
-@pytest.mark.parametrize("zero", ["zeroGradParameters", "zero_grad"])
-def test_zeroing_keeps_gradients_flat(zero):
+def test_zeroing_keeps_gradients_flat():
     for net in (
         torch7.Explicit(zoo_mlp(F64)),
         torch7.DataParallelTable(0).add(zoo_mlp(F64), THREE),
@@ -639,11 +653,11 @@ def test_zeroing_keeps_gradients_flat(zero):
         _, grads = net.getParameters()
         net(draw(5, 7)).sum().backward()
         assert grads.any()
-        getattr(net, zero)()
+        net.zeroGradParameters()
         assert not grads.any()
         net(draw(5, 7)).sum().backward()
         assert torch.equal(grads, torch.cat([g.flatten() for g in gradients_of(net)]))
-        torch.optim.SGD(net.parameters(), lr=LR).zero_grad()
+        torch.optim.SGD(net.parameters(), lr=LR).zero_grad(set_to_none=False)
         assert not net.getParameters()[1].any()
         assert net.getParameters()[1].data_ptr() == grads.data_ptr()
 
@@ -665,12 +679,12 @@ def test_gradients_are_right_when_only_the_flat_tensor_was_zeroed(flatten):
 
 def test_flat_tensors_of_a_model_and_of_a_part_stay_right_in_either_order():
     for inner_first in (True, False):
-        net = nn.Sequential(nn.Linear(10, 10).to(THREE[0]), table(nn.Linear(10, 5), True))
-        outer = torch7.Explicit(net)
+        part = table(nn.Linear(10, 5), True)
+        outer = torch7.Explicit(nn.Sequential(nn.Linear(10, 10).to(THREE[0]), part.module))
         if inner_first:
-            net[1].getParameters()
+            part.getParameters()
         values, grads = outer.getParameters()
-        inner, inner_grads = net[1].getParameters()
+        inner, inner_grads = part.getParameters()
         assert (values.numel(), inner.numel()) == (165, 55)
         x, g = torch.ones(4, 10, device=THREE[0]), torch.ones(4, 5)
         outer.forward(x)  # flattening again here would take the part out of the whole
@@ -680,7 +694,7 @@ def test_flat_tensors_of_a_model_and_of_a_part_stay_right_in_either_order():
         values.fill_(0.5)
         assert inner.eq(0.5).all()
         assert outer.forward(x).eq(0.5 + 10 * 0.5 * 5.5).all()
-        net[1].close()
+        part.close()
 
 
 def test_pinning_a_module_keeps_what_is_shared_or_flat():
@@ -693,17 +707,6 @@ def test_pinning_a_module_keeps_what_is_shared_or_flat():
     values.fill_(2.0)
     assert inner[1].weight.eq(2).all()
     assert inner[1].bias.eq(2).all()
-
-
-def test_parameters_are_flat_again_after_a_change_of_type():
-    """Many times: once a hook of a memory that was gone took the gradients of the next one."""
-    with torch7.DataParallelTable(0, True).add(zoo_mlp(F64), THREE) as net:
-        for kind in (torch.float32, F64) * 10:
-            net.to(kind)
-            net(draw(5, 7).to(kind)).sum().backward()
-            assert len({p.untyped_storage().data_ptr() for p in net.parameters()}) == 1
-            assert {p.grad.dtype for p in net.parameters()} == {kind}
-            net.zero_grad(set_to_none=True)
 
 
 # --- docs/migrating.md ----------------------------------------------------------------------------
@@ -761,4 +764,4 @@ def test_the_names_of_the_page_exist():
     words = {word for cell in names for word in re.findall(r"(?:net|dpt)\.(\w+)", cell)}
     assert len(words) > 15
     for word in words:
-        assert hasattr(torch7.DataParallelTable, word), word
+        assert hasattr(torch7.DataParallelTable(0).add(nn.Linear(1, 1), "cpu"), word), word

@@ -9,74 +9,79 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import parallel
-from phalanx.compat.torch7.explicit import Explicit
-from phalanx.compat.torch7.module import Torch7Module
+from phalanx.compat.torch7.explicit import Explicit, inner_module
 from phalanx.errors import ConfigError, StateError
 from phalanx.execution import ThreadExecutor
-from phalanx.plan import (
-    Layout,
-    check_argument,
-    check_function,
-    flatten,
-    leaf_paths,
-    read_whole,
-)
+from phalanx.plan import Layout, check_argument, flatten, leaf_paths, read_whole
 from phalanx.replicas import known_devices, resolve_device
 from phalanx.types import Device
 
 Gpu = Device | int
 
 
-class AbstractParallel(Torch7Module, parallel.AbstractParallel):
-    """Run columns at the same time; a subclass says what each gets, and what becomes of outputs.
+class _Columns(parallel.AbstractParallel):
+    """Columns whose inputs a container of Torch7's distributes."""
 
-    The two rules are ``distribute(inputs)`` and ``merge(outputs)``; nothing else need be written.
-    ``_distributeInput(input)`` is the first under its old name; it returns one input per column.
+    def __init__(self, owner: AbstractParallel, dim: int) -> None:
+        super().__init__(dim)
+        self._owner = owner
+
+    # Any, here and below: inputs, nested.
+    def distribute(self, inputs: Any) -> Sequence[Any]:
+        return self._owner._distributeInput(inputs)
+
+
+class AbstractParallel(Explicit):
+    """Run columns at the same time, and concatenate their outputs along ``dim``.
+
+    A subclass says in ``_distributeInput(input)`` what each column gets: it returns one input per
+    column. Give `Explicit(phalanx.AbstractParallel)` a ``merge(outputs)`` for another output.
 
     Args:
         dim: Along which outputs are concatenated.
 
     Example:
-        >>> class Mixture(AbstractParallel):
-        ...     def distribute(self, inputs):
-        ...         return [inputs] * len(self)
-        ...
-        ...     def merge(self, outputs):
-        ...         return sum(outputs)
-        >>> with Mixture(0).add(nn.Linear(4, 2), "cpu").add(nn.Linear(4, 2), "cpu") as net:
+        >>> class Halves(AbstractParallel):
+        ...     def _distributeInput(self, input):
+        ...         return input.chunk(len(self))
+        >>> with Halves(0).add(nn.Linear(4, 2), "cpu").add(nn.Linear(4, 2), "cpu") as net:
         ...     net.forward(torch.ones(3, 4)).shape
         torch.Size([3, 2])
 
-    Source: fbcunn's ``AbstractParallel``, whose subclasses wrote ``_distributeInput``, and the way
-    back by hand; here gradients follow by autograd.
+    Source: fbcunn's ``AbstractParallel``, whose subclasses wrote the way back by hand, too; here
+    gradients follow by autograd.
     """
 
-    # Any: inputs, nested.
-    def distribute(self, inputs: Any) -> Sequence[Any]:
-        """Return one input per column: what ``_distributeInput`` does."""
-        return self._distributeInput(inputs)
+    module: _Columns
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(_Columns(self, dim))
+
+    def __len__(self) -> int:
+        return len(self.module)
 
     def _distributeInput(self, input: Any) -> Sequence[Any]:
-        return parallel.AbstractParallel.distribute(self, input)
+        raise NotImplementedError("`_distributeInput(input)` must return one input per column.")
 
-    def add(self, module: nn.Module, gpuid: Gpu | None = None) -> Self:
+    def add(self, module: nn.Module | Explicit, gpuid: Gpu | None = None) -> Self:
         """Append ``module`` as the next column, on ``gpuid`` or on :meth:`nextGPU`; return self."""
-        place = self.nextGPU() if gpuid is None else _device(gpuid)
-        return super().add(_unwrapped(module), place)
+        place = None if gpuid is None else resolve_device(_name(gpuid))
+        self.module.add(inner_module(module), place)
+        return self
+
+    def get(self, index: int) -> nn.Module:
+        """Return column ``index``, counted from 0."""
+        return self.module.get(index)
 
     def nextGPU(self) -> torch.device:
         """Return the device with fewest bytes of parameters, where the next column goes."""
-        return self.next_device()
+        return self.module.next_device()
 
     def gpuSend(self, dest: Tensor, source: Tensor) -> Tensor:
         """Copy ``source`` into ``dest``, and return that.
 
-        Any strides, any two devices, also to another dtype. Between accelerators the copy is
-        asynchronous and ordered with the current streams of both devices; from or to the CPU's
-        memory, which no stream guards, it is finished when this returns.
-
-        Shapes:
-            Both of the same shape.
+        Any strides, devices and dtypes. Between accelerators the copy is asynchronous and ordered
+        with the current streams of both; from or to the CPU it is finished when this returns.
 
         Raises:
             ConfigError: The shapes differ.
@@ -112,60 +117,16 @@ class ModelParallel(AbstractParallel):
         return [input] * len(self)
 
 
-class _Replicated(Torch7Module, parallel.DataParallel):
-    """One module, a replica of it for each device that was given with it."""
+class _Replicas(parallel.DataParallel):
+    """Replicas as Torch7 has them: outputs of any size along `dim`, and functions for threads."""
 
-    _checks_rows = False  # outputs of any size are joined along `dim`
-    _initialisers: tuple[Callable[[], object], ...] = ()
-
-    def __init__(self, dim: int) -> None:
-        self.dim = read_whole("dim", dim)
-        self._gpus: list[torch.device] = []
-        super().__init__(nn.Sequential(), ["cpu"])  # until there is a module
-
-    # Any: the module's own signature.
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.get(0)  # there must be a module
-        return super().__call__(*args, **kwargs)
-
-    def get(self, index: int) -> nn.Module:  # noqa: ARG002
-        """Return the module, of which every column is a replica, whatever ``index``.
-
-        Raises:
-            StateError: There is none yet.
-        """
-        if not self._gpus:
-            raise StateError(f"`{type(self).__name__}` needs a module. Call `add()` first.")
-        return self.module
-
-    def nextGPU(self) -> torch.device:
-        """Return the device with fewest replicas."""
-        return min(known_devices(), key=self._gpus.count)
-
-    def threads(
-        self,
-        initFunc: Callable[[], object] | None = None,
-        syncCopies: bool = True,  # noqa: ARG002
-    ) -> Self:
-        """Run ``initFunc()`` once in every replica's thread, before the first forward pass in it.
-
-        Called several times, all functions run, in order. Replicas have threads anyway, and are
-        always copied one at a time, so ``syncCopies`` asks for nothing more. Functions are neither
-        copied nor saved.
-
-        Source: torch/cunn's ``DataParallelTable:threads``, where a second call before the first
-        forward pass failed.
-        """
-        if initFunc is not None:
-            check_function("initFunc", initFunc, "be a function without arguments")
-            self.close()
-            self._initialisers += (initFunc,)
-        return self
+    _checks_rows = False
+    initialisers: tuple[Callable[[], object], ...] = ()
 
     def _make_executor(self) -> ThreadExecutor:
         executor = super()._make_executor()
         try:
-            for init in self._initialisers:
+            for init in self.initialisers:
                 executor.each(lambda _, init=init: init())  # type: ignore[misc]
             executor.take_changes()  # what they have assigned
         except BaseException:
@@ -173,39 +134,59 @@ class _Replicated(Torch7Module, parallel.DataParallel):
             raise
         return executor
 
-    # Any: what nn.Module's own state holds.
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_initialisers": ()}
+        return {**self.__dict__, "initialisers": ()}
 
-    def syncParameters(self) -> None:
-        """Make all replicas equal to the module now; every forward pass does by itself."""
-        self.sync_parameters()
+    def _layout_for(self, inputs: Any) -> Layout:
+        """Return the layout that gives empty tensors among others whole."""
+        leaves, _ = flatten(inputs)
+        empty: dict[str | int, int | None] = {
+            path: None
+            for path, leaf in zip(leaf_paths(inputs), leaves, strict=True)
+            if isinstance(leaf, Tensor) and not leaf.numel()
+        }
+        return self._layout if len(empty) == len(leaves) else Layout(self._layout.dim, empty)
 
-    def _append(self, module: nn.Module, gpus: Sequence[Gpu]) -> Self:
-        places = [_device(gpu) for gpu in gpus]
-        check_argument(isinstance(module, nn.Module), "module", "be an `nn.Module`", module)
-        module = _unwrapped(module)
+
+class _NoModule(nn.Module):
+    """Stands for the module until there is one."""
+
+    def forward(self, *_: Any) -> Any:
+        raise StateError("The container needs a module. Call `add()` first.")
+
+
+class _Replicated(Explicit):
+    """One module, a replica of it for each device that was given with it."""
+
+    module: _Replicas
+
+    def __init__(self, dim: int) -> None:
+        self.dim = read_whole("dim", dim)
+        self._gpus: list[torch.device] = []
+        super().__init__(_Replicas(_NoModule(), ["cpu"]))
+
+    def get(self, index: int) -> nn.Module:  # noqa: ARG002
+        """Return the module, of which every column is a replica, whatever ``index``."""
+        return self.module.module
+
+    def nextGPU(self) -> torch.device:
+        """Return the device with fewest replicas."""
+        return min(known_devices(), key=self._gpus.count)
+
+    def _append(self, given: nn.Module | Explicit, gpus: Sequence[Gpu]) -> Self:
+        places = [resolve_device(_name(gpu)) for gpu in gpus]
+        module = inner_module(given)
         if self._gpus:
-            _check_equal(self.module, module)
-            module = self.module
+            _check_equal(self.get(0), module)
+            module = self.get(0)
         else:
             module.to(places[0])
-        self._replicate(module, [*self._gpus, *places])
-        return self
-
-    def _replicate(self, module: nn.Module, gpus: list[torch.device]) -> None:
-        """Become the container of ``module``; hooks and mode stay."""
         self.close()
-        stay = {key: value for key, value in self.__dict__.items() if key.endswith("_hooks")}
-        training = self.training
-        parallel.DataParallel.__init__(self, module, gpus, layout=Layout(self.dim))
-        self.__dict__.update(stay)
-        self.training = training
-        self._gpus = gpus
-
-    # Any: the user's own inputs.
-    def _layout_for(self, inputs: Any) -> Layout:
-        return _layout(inputs, self.dim)
+        self._gpus += places
+        made = _Replicas(module, self._gpus, layout=Layout(self.dim))
+        made.initialisers = self.module.initialisers
+        self.module = made
+        return self
 
 
 class DataParallel(_Replicated):
@@ -230,7 +211,7 @@ class DataParallel(_Replicated):
     passes back followed each other.
     """
 
-    def add(self, module: nn.Module, gpuid: Gpu | None = None) -> Self:
+    def add(self, module: nn.Module | Explicit, gpuid: Gpu | None = None) -> Self:
         """Add a column on ``gpuid`` or on :meth:`nextGPU`; return self.
 
         The first column is kept. Later ones must be equal to it, and are not needed any more.
@@ -273,15 +254,8 @@ class DataParallelTable(_Replicated):
             )
         super().__init__(dim)
         self.flattenParams = flattenParams
-        self.useNCCL = useNCCL
 
-    # Any: the module's own signature.
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.flattenParams:
-            self._flat_memory.lay_out(self)  # `to()` and the like move parameters
-        return super().__call__(*args, **kwargs)
-
-    def add(self, module: nn.Module, gpus: Gpu | Sequence[Gpu]) -> Self:
+    def add(self, module: nn.Module | Explicit, gpus: Gpu | Sequence[Gpu]) -> Self:
         """Replicate ``module`` on ``gpus``; return self.
 
         Args:
@@ -305,11 +279,34 @@ class DataParallelTable(_Replicated):
         check_argument(fits, "gpus", wanted, gpus)
         self._append(module, gpus)
         if self.flattenParams:
-            self._flat_memory.lay_out(self)
+            self.getParameters()
         return self
 
+    def threads(
+        self,
+        initFunc: Callable[[], object] | None = None,
+        syncCopies: bool = True,  # noqa: ARG002
+    ) -> Self:
+        """Run ``initFunc()`` once in every replica's thread, before the first forward pass in it.
 
-class GPU(Torch7Module, parallel.OnDevice):
+        Called several times, all functions run, in order. Replicas have threads anyway, and are
+        always copied one at a time, so ``syncCopies`` asks for nothing more. Functions are not
+        saved.
+
+        Source: torch/cunn's ``DataParallelTable:threads``, where a second call before the first
+        forward pass failed.
+        """
+        if initFunc is not None:
+            self.close()
+            self.module.initialisers += (initFunc,)
+        return self
+
+    def syncParameters(self) -> None:
+        """Make all replicas equal to the module now; every forward pass does by itself."""
+        self.module.sync_parameters()
+
+
+class GPU(Explicit):
     """Run a module on one device, wherever its inputs come from.
 
     Args:
@@ -326,42 +323,17 @@ class GPU(Torch7Module, parallel.OnDevice):
     Source: torch/nn's ``nn.GPU``.
     """
 
-    def __init__(self, module: nn.Module, device: Gpu, outdevice: Gpu | None = None) -> None:
+    def __init__(
+        self, module: nn.Module | Explicit, device: Gpu, outdevice: Gpu | None = None
+    ) -> None:
         out = None if outdevice is None else _name(outdevice)
-        super().__init__(_unwrapped(module), _name(device), out)
-
-    def get(self, index: int) -> nn.Module:  # noqa: ARG002
-        """Return the only module, whatever ``index``."""
-        return self.module
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    return module.module if isinstance(module, Explicit) else module
+        super().__init__(parallel.OnDevice(inner_module(module), _name(device), out))
 
 
 def _name(gpu: Gpu) -> Device:
+    """Return the accelerator of an index, or the device that is given."""
     kind = known_devices()[0].type
     return f"{'cuda' if kind == 'cpu' else kind}:{gpu}" if isinstance(gpu, int) else gpu
-
-
-def _device(gpu: Gpu) -> torch.device:
-    kind = known_devices()[0].type
-    if isinstance(gpu, int) and kind == "cpu":
-        raise ConfigError(
-            f"`gpus` must exist on this machine, but GPU {gpu} does not: it has none. Give 'cpu' "
-            "once per replica, such as ['cpu', 'cpu']."
-        )
-    return resolve_device(f"{kind}:{gpu}" if isinstance(gpu, int) else gpu)
-
-
-def _layout(inputs: Any, dim: int) -> Layout:
-    """Return the layout that splits along ``dim``, and gives empty tensors among others whole."""
-    leaves, _ = flatten(inputs)
-    empty = [isinstance(leaf, Tensor) and not leaf.numel() for leaf in leaves]
-    if not any(empty) or not any(isinstance(leaf, Tensor) and leaf.numel() for leaf in leaves):
-        return Layout(dim)
-    paths = zip(leaf_paths(inputs), empty, strict=True)
-    return Layout(dim, {path: None for path, is_empty in paths if is_empty})
 
 
 def _check_equal(first: nn.Module, other: nn.Module) -> None:
