@@ -4,7 +4,7 @@ A message is a pickle, followed by the memory of its tensors and arrays. A worke
 where it lies, because tasks copy their rows; the executor copies the results that it reads.
 
 This is the pickle of `multiprocessing`, between a process and its own forks; it crosses no host and
-reads no file (docs/security.md). Torch's own sharing is not used: it would move the tensors' storage.
+reads no file (docs/security.md). Torch's own sharing would move the tensors' storage.
 """
 
 from __future__ import annotations
