@@ -21,7 +21,7 @@ from phalanx.callbacks.event_records import (
 )
 from phalanx.callbacks.events import AttachedTrainer, EpochDone, Event, FitEnded, StepDone
 from phalanx.errors import ConfigError, UnsupportedError
-from phalanx.files import open_regular, written_whole
+from phalanx.files import written_whole
 from phalanx.plan import check_argument
 
 if TYPE_CHECKING:
@@ -256,8 +256,7 @@ def _text_of(path: Path) -> str:
     """Return the text of a file; an empty one where the file is missing."""
     if not path.exists():
         return ""
-    with open_regular(path) as file:
-        return file.read().decode("utf-8", errors="replace")
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from phalanx.callbacks.events import AttachedTrainer, FitBegun, FitEnded, StepDo
 from phalanx.callbacks.log_files import read_path, writing_to
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError
-from phalanx.files import open_regular, written_whole
+from phalanx.files import written_whole
 from phalanx.plan import read_count
 
 __all__ = ["Trace"]
@@ -94,7 +94,7 @@ class Trace(Callback):
     def _refuse_other_files(self) -> None:
         if not self.is_writer or not self._path.exists():
             return
-        with writing_to(self._path), open_regular(self._path) as file:
+        with writing_to(self._path), self._path.open("rb") as file:
             begin = file.read(len(_MARK))
         if begin != _MARK.encode():
             raise ConfigError(

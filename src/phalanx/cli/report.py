@@ -9,11 +9,9 @@ import typer
 
 from phalanx.cli.console import make_console
 from phalanx.errors import ConfigError
-from phalanx.files import read_text, written_whole
+from phalanx.files import written_whole
 
 __all__ = ["report"]
-
-_MOST_BYTES = 1 << 30
 
 
 def report(
@@ -55,7 +53,7 @@ def _refuse_other_files(out: Path, mark: str) -> None:
     if not out.exists():
         return
     try:
-        is_report = read_text(out, max_bytes=_MOST_BYTES).startswith(mark)
+        is_report = out.read_text("utf-8").startswith(mark)
     except (OSError, ValueError):
         is_report = False
     if not is_report:

@@ -23,12 +23,11 @@ from typing import Any
 from torch import nn
 
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.files import read_text, save_tensors, written_whole
+from phalanx.files import save_tensors, written_whole
 
 __all__ = ["RunFolder", "name_run"]
 
 _FORMAT = 2
-_MOST_CONFIG_BYTES = 1 << 24
 _WRITABLE_BY_OTHERS = 0o022
 
 
@@ -120,7 +119,7 @@ class RunFolder:
         if not self.config_path.is_file():
             raise ConfigError(f"`RUN` must be a run folder, but {self.path} has no config.json.")
         try:
-            config: Any = json.loads(read_text(self.config_path, max_bytes=_MOST_CONFIG_BYTES))
+            config: Any = json.loads(self.config_path.read_text("utf-8"))
             if config["format"] == _FORMAT:
                 return dict(config)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Self
 
 from phalanx.errors import ConfigError, UnsupportedError
-from phalanx.files import open_regular
 
 _OPENSSL = "openssl req -x509 -newkey ed25519 -nodes -subj /CN=phalanx -days 36500 -keyout - -out -"
 _LONGEST = 64 << 10
@@ -40,7 +39,7 @@ class Secret:
             ConfigError: It is no such file, or others may read it.
         """
         try:
-            with open_regular(Path(path)) as file:
+            with Path(path).open("rb") as file:
                 status = os.fstat(file.fileno())
                 secret = cls(file.read(_LONGEST))
             secret.tls(server=False)

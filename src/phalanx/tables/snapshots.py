@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import CheckpointError
-from phalanx.files import open_regular, sync_to_disk, written_whole
+from phalanx.files import sync_to_disk, written_whole
 from phalanx.ipc import fail_point
 from phalanx.tables.spec import TableSpec
 
@@ -77,8 +77,7 @@ def load_parts(spec: TableSpec, directory: Path) -> list[Tensor]:
     """
     path = directory / f"{spec.name}.snapshot"
     try:
-        with open_regular(path) as file:
-            found = torch.load(file, map_location="cpu", weights_only=True)
+        found = torch.load(path, map_location="cpu", weights_only=True)
         version, table, parts = found["version"], found["table"], list(found["parts"])
         _refuse_other("version", version, _VERSION)
         mine = spec.as_mapping()

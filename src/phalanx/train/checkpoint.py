@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError, UnsupportedError
-from phalanx.files import open_regular, read_text, save_tensors, sync_to_disk
+from phalanx.files import save_tensors, sync_to_disk
 from phalanx.torch_internals import pytree
 
 # States by the name of their part; ["module"]["model"] is the module's state dict. Any: all kinds.
@@ -40,7 +40,6 @@ Content = dict[str, Any]
 _FORMAT = 4
 _DOCUMENT, _MODEL, _STATE = "checkpoint.json", "model.safetensors", "state.pt"
 _NAMES = {_DOCUMENT, _MODEL, _STATE}
-_MOST_DOCUMENT_BYTES = 1 << 16
 _UNKNOWN_TO_SAFETENSORS = {torch.complex32, torch.complex128}
 _SAFETENSORS_DRAFT = re.compile(r"\.tmp[A-Za-z0-9]{6}")  # it writes this file, then renames it
 
@@ -220,7 +219,7 @@ def read_checkpoint(folder: Path) -> Content:
         if not (folder / _DOCUMENT).exists() and (previous / _DOCUMENT).exists():
             folder = previous
     with _damage_named(folder / _DOCUMENT):
-        document = json.loads(read_text(folder / _DOCUMENT, max_bytes=_MOST_DOCUMENT_BYTES))
+        document = json.loads((folder / _DOCUMENT).read_text("utf-8"))
         version = document.get("format", 1)
         digests = document["files"] if version == _FORMAT else {}
     if version != _FORMAT:
@@ -241,7 +240,7 @@ def read_checkpoint(folder: Path) -> Content:
 @contextmanager
 def _opened(path: Path, digests: dict[str, str]) -> Iterator[IO[bytes]]:
     """Open a file of ours that has its digest."""
-    with _damage_named(path), open_regular(path) as file:
+    with _damage_named(path), path.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != digests.get(path.name):
             raise ValueError(f"its digest differs from the one in {_DOCUMENT}")
         file.seek(0)

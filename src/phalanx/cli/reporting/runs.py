@@ -15,7 +15,6 @@ import numpy.typing as npt
 from phalanx.callbacks import NO_RECORD, Record, read_record
 from phalanx.cli.run_folder import RunFolder
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.files import open_regular
 
 __all__ = ["Floats", "RecordedRun", "number_of", "read_runs"]
 
@@ -119,8 +118,7 @@ def _read_run(path: Path, name: str) -> RecordedRun:
 def _read_metrics(path: Path) -> list[Record]:
     """Read a file of `JSONL`; the last line of a run under way may be torn."""
     try:
-        with open_regular(path) as file:
-            text = file.read().decode("utf-8", errors="replace")
+        text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise CheckpointError(f"{path} must be a readable file, but is not: {error}.") from error
     lines = text.removesuffix("\n").split("\n")  # JSON may hold U+2028, where `splitlines` cuts
@@ -149,7 +147,7 @@ def _check_places(record: Record, path: Path) -> None:
 def _hash_of(path: Path) -> str | None:
     if not path.is_file():
         return None
-    with open_regular(path) as file:
+    with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:12]
 
 
