@@ -393,7 +393,7 @@ def test_who_comes_after_the_end_is_told(children: Children) -> None:
     )
     told = outcome(job.start(1, None, told_to_go))
     assert told.startswith("StateError: The run that this rank would join has ended, and")
-    assert f"process before it ({others[1].pid}) had finished it" in told
+    assert f"process {others[1].pid} had finished it" in told
 
 
 def another(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> str:

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -200,13 +201,13 @@ def test_who_was_let_in_since_the_last_beat_is_no_newcomer() -> None:
     class SlowBeat(HashStore):
         def get(self, key: str) -> bytes:
             found: bytes = super().get(key)
-            if key == "waiting/1" and threading.current_thread() is not threading.main_thread():
+            if key == "asks/1" and threading.current_thread() is not threading.main_thread():
                 has_read.set()
                 assert goes_on.wait(DEADLINE_S)
             return found
 
     store = SlowBeat()
-    store.set("waiting/1", "{}")
+    store.set("asks/1", json.dumps([1, asdict(Report(done=None, admits=False, about={}))]))
     membership = RankMembership(store, 0, 1, timeout_s=DEADLINE_S, lost_after_s=DEADLINE_S)
     try:
         assert has_read.wait(DEADLINE_S)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -27,15 +26,9 @@ from torch.distributed import PrefixStore, Store
 from phalanx.distributed.backend import open_group
 from phalanx.distributed.elastic_membership import About, GroupEpoch, RankMembership, Report
 from phalanx.distributed.exchange import Exchange
-from phalanx.distributed.open_store import open_lasting_store
+from phalanx.distributed.open_store import open_store
 from phalanx.environment import error_file, read_place
-from phalanx.errors import (
-    ConfigError,
-    GroupAborted,
-    PeerLost,
-    PeerTimeout,
-    UnsupportedError,
-)
+from phalanx.errors import ConfigError, GroupAborted, PeerLost, PeerTimeout, UnsupportedError
 
 __all__ = ["ElasticExchange", "GroupChanged", "RanksChanged"]
 
@@ -64,11 +57,7 @@ class RanksChanged:
 
 
 class GroupChanged(PeerLost):
-    """A rank was lost in a collective, of which nothing counts; it is to be done again.
-
-    Before that, `ElasticExchange.settle` forms another group: late, as whatever the collective has
-    kept of the old one is let go with its error.
-    """
+    """A rank was lost in a collective: call `ElasticExchange.settle`, and repeat it."""
 
 
 class ElasticExchange(Exchange):
@@ -99,8 +88,7 @@ class ElasticExchange(Exchange):
         self.entered = False
         self.about: list[About] = []
         self.num_done = 0
-        self.is_behind = False
-        self.in_step = False
+        self.is_behind = self.in_step = False
         self.rank, self.size = 0, 1
         self._device = torch.device("cpu")
         self._timeout_s = timeout_s
@@ -109,7 +97,6 @@ class ElasticExchange(Exchange):
         self._membership: RankMembership
         self._describe: Callable[[], About] = dict
         self._give: Callable[[], bytes] = bytes
-        self._group = None
         self._has_state = False
         self._is_lost = False
         self._told: list[int] = []  # the processes that `take_change` has told of
@@ -134,7 +121,9 @@ class ElasticExchange(Exchange):
                 "`executor=Ranks()` must run in processes that a launcher has started, but `RANK` "
                 "and `WORLD_SIZE` are not set. Start `phalanx launch -n 2 script.py`."
             )
-        self._store = open_lasting_store(place, self._timeout_s)
+        store = open_store(*place.find_store(), place.rank, place.size, self._timeout_s)
+        # An agent may lend one store to all attempts.
+        self._store = PrefixStore(f"elastic/{place.attempt}", store)
         self._membership = RankMembership(
             self._store,
             place.rank,
@@ -151,11 +140,7 @@ class ElasticExchange(Exchange):
         return received
 
     def admit(self) -> None:
-        """Let those in that wait; every rank calls it, between two steps.
-
-        Raises:
-            PeerError: As for :meth:`enter`.
-        """
+        """Let those in that wait; every rank calls it, between two steps."""
         self._settle(admits=True)
 
     @property
@@ -164,11 +149,7 @@ class ElasticExchange(Exchange):
         return self._membership.newcomers_wait
 
     def settle(self) -> None:
-        """Form another group where a rank was lost.
-
-        Raises:
-            PeerError: As for :meth:`enter`.
-        """
+        """Form another group where a rank was lost."""
         if self._is_lost:
             self._settle(admits=False)
 
@@ -210,34 +191,38 @@ class ElasticExchange(Exchange):
     def _settle(self, *, admits: bool) -> bytes | None:
         """Form the next group, and another as long as one is lost on the way.
 
-        Where that fails, this process is none of the ranks any more, and may enter anew.
+        Where that fails, this process is none of the ranks any more, and may enter again.
+
+        Returns:
+            The state, if a peer has given it.
         """
+        received: bytes | None = None
+        self._is_lost = False
         try:
-            return self._form(admits=admits)
+            while True:
+                epoch = self._next_epoch(admits=admits)
+                try:
+                    self._open_group(epoch)
+                    received = self._pass_state(epoch) or received
+                except _LOSSES:
+                    admits = False
+                    continue
+                self._take_place()
+                return received
         except BaseException:
             self.leave(finished=False)
             raise
 
-    def _form(self, *, admits: bool) -> bytes | None:
-        received: bytes | None = None
-        self._is_lost = False
-        while True:
-            done = self.num_done if self._has_state else None
-            report = Report(done=done, admits=admits, about=self._describe())
-            self._close_group()
-            epoch = self._membership.next_epoch(report)
-            self._epoch = epoch
-            self._place = epoch.members.index(self._membership.number)
-            self.is_behind = done is not None and done < epoch.done
-            self.in_step = len(epoch.new) == len(epoch.members)
-            try:
-                self._open_group(epoch)
-                received = self._pass_state(epoch) or received
-            except _LOSSES:
-                admits = False
-                continue
-            self._take_place()
-            return received
+    def _next_epoch(self, *, admits: bool) -> GroupEpoch:
+        """Leave the group, and learn who is in the next one."""
+        done = self.num_done if self._has_state else None
+        report = Report(done=done, admits=admits, about=self._describe())
+        self._close_group()
+        self._epoch = epoch = self._membership.next_epoch(report)
+        self._place = epoch.members.index(self._membership.number)
+        self.is_behind = done is not None and done < epoch.done
+        self.in_step = len(epoch.new) == len(epoch.members)
+        return epoch
 
     def _take_place(self) -> None:
         """Be what the epoch says, or alone while the others are ahead."""
@@ -257,12 +242,10 @@ class ElasticExchange(Exchange):
             self._group = open_group(store, self._place, size, timeout, look)
 
     def _close_group(self) -> None:
-        """Leave the group; whoever still waits for this rank there hears of it."""
+        """Leave the group; whoever still waits for this rank there gets an error."""
         group, self._group = self._group, None
         if group is not None:
-            with warnings.catch_warnings():  # of operations that have failed
-                warnings.simplefilter("ignore")
-                group.abort()
+            group.abort()
 
     def _pass_state(self, epoch: GroupEpoch) -> bytes | None:
         """Give the state to those that are new; return it to this one if it is."""
@@ -272,7 +255,7 @@ class ElasticExchange(Exchange):
             others = {epoch.members.index(number) for number in epoch.new} - {self._place}
             state = torch.tensor(bytearray(self._give() if others else b""), dtype=torch.uint8)
             for place in others:
-                self._send(torch.tensor([len(state)]), place)
+                self._send(torch.tensor([state.numel()]), place)
                 self._send(state, place)
         elif is_new:
             length = torch.zeros(1, dtype=torch.int64)

@@ -6,10 +6,9 @@
 
     count            how many processes have come so far; each takes its number from it, from 1
     card/N           who process N is
-    beat/N           a number that process N changes all the time, where others are elsewhere
-    left/N           process N has finished, or was found dead by another of its host or a launcher
-    waiting/N        process N wants to be let in, and what it is about to train; empty afterwards
-    report/E/N       what process N knows as it asks for epoch E
+    beat/N           a number that process N changes all the time
+    left/N           process N has finished, or was found dead by another of its host
+    asks/N           the epoch that process N asks for, and its report; empty once it has the state
     epoch/E          who is in it; written once, by whoever is first
 
 Any process may find that the group must change; all of it then ask for the next epoch. The one with
@@ -20,6 +19,7 @@ left does, on those that have. Two may decide: the store keeps the first word.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import threading
 from collections.abc import Collection, Mapping, Sequence
@@ -174,15 +174,14 @@ class RankMembership:
         self._size = size
         self._timeout_s = timeout_s
         self._lost_after_s = lost_after_s
-        self._host = this_host()
         self._members: Sequence[int] = ()
         self._cards: dict[int, _Member] = {}
         self._gone: set[int] = set()
         self._wanting: frozenset[int] = frozenset()  # as the last beat has found
         self._beats: dict[int, tuple[str, float]] = {}
         self.number = store.add("count", 1)
-        card = _Member(rank, self._host, *ProcessIdentity.current())
-        store.set(f"card/{self.number}", json.dumps(card))
+        self._mine = _Member(rank, this_host(), *ProcessIdentity.current())
+        store.set(f"card/{self.number}", json.dumps(self._mine))
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="phalanx beat", daemon=True)
         self._thread.start()
@@ -212,28 +211,24 @@ class RankMembership:
         return card.rank, card.pid
 
     def next_epoch(self, report: Report) -> GroupEpoch:
-        """Return the next epoch that this process is in.
+        """Return the next epoch that this process is in; blocks until all that live have asked.
 
         Raises:
             PeerTimeout: Others did not come.
-            PeerLost: The others have gone on without this process, or the store is gone.
+            PeerLost: The others have continued without this process, or the store is gone.
             StateError: The run has ended, or trains something else.
-
-        Blocks: Until all that live have asked for it.
         """
         try:
             return self._next_epoch(report)
+        except StateError:
+            raise
         except RuntimeError as error:
-            if isinstance(error, StateError):
-                raise
             raise PeerLost(
                 f"The store where ranks meet must outlive them, but is gone: {error}. Start the "
                 "job again from its last checkpoint."
             ) from error
 
     def _next_epoch(self, report: Report) -> GroupEpoch:
-        if report.done is None:
-            self._store.set(f"waiting/{self.number}", json.dumps(report.about))
         asked = -1
         begin_s, pause_s, late = now_s(), _FIRST_PAUSE_S, False
         while True:
@@ -244,13 +239,11 @@ class RankMembership:
                 raise PeerTimeout(
                     f"{self._size} ranks must come to begin, or let this one in between two steps, "
                     f"but did not within {self._timeout_s:g} s. See that the others run.",
-                    None,
                 )
             if self.epoch != asked:
                 asked = self.epoch
-                if self.number in self._members:
-                    key = f"report/{asked + 1}/{self.number}"
-                    self._store.set(key, json.dumps(asdict(report)))
+                ask = json.dumps([asked + 1, asdict(report)])
+                self._store.set(f"asks/{self.number}", ask)
             late = now_s() - begin_s > self._timeout_s
             self._decide(late=late)
             pause(pause_s)
@@ -258,15 +251,15 @@ class RankMembership:
 
     def _read_epochs(self, report: Report) -> GroupEpoch | None:
         """Read the epochs that were decided since; return the one that this process is in."""
-        while self._store.check([f"epoch/{self.epoch + 1}"]):
-            epoch = GroupEpoch(**json.loads(self._store.get(f"epoch/{self.epoch + 1}")))
+        while found := self._read(f"epoch/{self.epoch + 1}"):
+            epoch = GroupEpoch(**json.loads(found))
             self.epoch += 1
             self._members = epoch.members
             if self.number in epoch.members:
                 return epoch
             if report.done is not None:
                 raise PeerLost(
-                    "This rank gave no sign of life in time, so the others have gone on without "
+                    "This rank gave no sign of life in time, so the others have continued without "
                     "it. Start it again: it is given the state."
                 )
             refused = epoch.refused.get(str(self.number))
@@ -291,17 +284,18 @@ class RankMembership:
 
     def wait_no_longer(self) -> None:
         """Tell the others that this process has the state, or does not want it any more."""
-        self._store.set(f"waiting/{self.number}", "")
+        self._store.set(f"asks/{self.number}", "")
 
     # --- deciding ---------------------------------------------------------------------------------
 
     def _decide(self, *, late: bool) -> None:
         """Decide on the next epoch, where that is up to this process and all is known."""
         living = [number for number in self._members if not self._is_gone(number)]
-        reports = {number: each for number in living if (each := self._report(number))}
+        asks = {n: each for n, each in self._asks().items() if not self._is_gone(n)}
+        reports = {n: asks[n][1] for n in living if n in asks and asks[n][0] == self.epoch + 1}
+        waiting = {n: report.about for n, (_, report) in asks.items() if report.done is None}
         if late and self.number in self._members:  # a new process knows nothing of their step
             living = list(reports)
-        waiting = self._waiting()
         if not living and any(self._left(number) == _FINISHED for number in self._members):
             raise self._end_of_run()
         if not late and min(living or waiting, default=0) != self.number:
@@ -313,42 +307,25 @@ class RankMembership:
 
     def _end_of_run(self) -> StateError:
         """Return why this process cannot join a run that has ended."""
-        mine = self._card(self.number)
-        for number in self._members:
-            card = self._card(number)
-            if card == mine:
+        ended = "The run that this rank would join has ended, and"
+        for card, left in ((self._card(number), self._left(number)) for number in self._members):
+            if card.rank == self._mine.rank and left == _FINISHED:
                 return StateError(
-                    "A script must train with `Ranks()` in one `Trainer`, but this process has "
-                    "been a rank of a run that has ended. Use that trainer before it is "
-                    "closed, or start another job."
+                    f"{ended} this rank's process {card.pid} had finished it. What a script does "
+                    "afterwards is not repeated, and it trains with `Ranks()` in one `Trainer` "
+                    "only. Start the job again, or that part alone."
                 )
-            if card.rank == mine.rank and self._left(number) == _FINISHED:
-                return StateError(
-                    "The run that this rank would join has ended, and this rank's process before "
-                    f"it ({card.pid}) had finished it, but then failed or was killed in the rest "
-                    "of the script, which is not done again. Start the job again, or that part "
-                    "alone."
-                )
-        return RunEnded(
-            "The run that this rank would join has ended, and all its ranks have left: nothing "
-            "is left to be done here. Start all ranks for another run."
-        )
+        return RunEnded(f"{ended} all its ranks have left: nothing is left to be done here.")
 
-    def _report(self, number: int) -> Report | None:
-        report = self._read(f"report/{self.epoch + 1}/{number}")
-        return Report(**json.loads(report)) if report else None
-
-    def _waiting(self) -> dict[int, About]:
-        found: dict[int, About] = {}
+    def _asks(self) -> dict[int, tuple[int, Report]]:
+        """Return which epoch each process asks for, and its report."""
+        found = {}
         for number in range(1, self._store.add("count", 0) + 1):
-            about = "" if number in self._gone else self._wants(number)
-            if about and not self._is_gone(number):
-                found[number] = json.loads(about)
+            ask = "" if number in self._gone else self._read(f"asks/{number}")
+            if ask:
+                epoch, report = json.loads(ask)
+                found[number] = epoch, Report(**report)
         return found
-
-    def _wants(self, number: int) -> str:
-        """Return what a process that waits is about to train; empty if it does not wait."""
-        return self._read(f"waiting/{number}")
 
     def _left(self, number: int) -> str:
         return self._read(f"left/{number}")
@@ -358,17 +335,17 @@ class RankMembership:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _is_gone(self, number: int) -> bool:
-        if number == self.number:
-            return False
-        if number not in self._gone and (self._left(number) or not self._shows_life(number)):
+        if number in (self.number, *self._gone):
+            return number != self.number
+        if self._left(number) or not self._shows_life(number):
             self._gone.add(number)
-            if self._card(number).host == self._host:  # those elsewhere would wait for a beat
+            if self._card(number).host == self._mine.host:  # others would wait for a beat
                 self._store.set(f"left/{number}", self._left(number) or _LOST)
         return number in self._gone
 
     def _shows_life(self, number: int) -> bool:
         card = self._card(number)
-        if card.host == self._host:
+        if card.host == self._mine.host:
             return ProcessIdentity(card.pid, card.start_ticks).alive()
         beat, now = self._read(f"beat/{number}"), now_s()
         last, since_s = self._beats.setdefault(number, ("", now))
@@ -386,16 +363,10 @@ class RankMembership:
 
     def _beat(self) -> None:
         """Give signs of life, and see who wants to come in, until this process leaves."""
-        beats = 0
-        while True:
-            beats += 1
-            try:
-                numbers = range(1, self._store.add("count", 0) + 1)
-                come = [number for number in numbers if self._store.check([f"card/{number}"])]
-                if any(self._card(number).host != self._host for number in come):
-                    self._store.set(f"beat/{self.number}", str(beats))
-                self._wanting = frozenset(number for number in come if self._wants(number))
-            except RuntimeError:
-                return  # the store is gone: who needs it next says so
-            if self._ended.wait(_BEAT_S):
-                return
+        with contextlib.suppress(RuntimeError):  # the store is gone: who needs it next says so
+            for beat in itertools.count(1):
+                self._store.set(f"beat/{self.number}", str(beat))
+                asks = self._asks().items()
+                self._wanting = frozenset(n for n, (_, report) in asks if report.done is None)
+                if self._ended.wait(_BEAT_S):
+                    return

@@ -2,11 +2,9 @@
 
 # Note [Lent tensors]
 A thread of gloo's lets go of an operation's tensors a moment after the operation has ended, and
-takes Python's lock for it. Once Python has begun to end, that thread is ended instead, and takes
-the process with it: "terminate called without an active exception", after all the work was done.
-Destroying the group would wait for its threads; but torch keeps every group that is there when
-`torch.distributed.nn.functional` is first imported, which the first optimizer does. So a
-backend is given aliases that nobody else has, and an exchange ends when those are gone.
+takes Python's lock for it. If Python ends meanwhile, the process dies of that: "terminate called
+without an active exception". Destroying the group would wait for its threads, but torch keeps every
+group. So gloo is given aliases that nobody else has, and an exchange ends when those are gone.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import contextlib
 import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -107,13 +104,10 @@ class Exchange:
         for tensor in tensors if self.size > 1 else ():
             whole = tensor.detach().contiguous()
             if whole.numel():
-                self._broadcast(whole)
+                lent = self._lend(whole)
+                self._begin(self._group.broadcast, [lent])()
             if whole.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(whole)
-
-    def _broadcast(self, tensor: Tensor) -> None:
-        group, lent = self._group, self._lend(tensor)
-        self._begin(lambda: group.broadcast([lent]))()
 
     def settle(self) -> None:
         """Form another group where a rank was lost and that can be."""
@@ -149,46 +143,35 @@ class Exchange:
         own = own.to(self._device)
         found = own.new_empty((self.size, *own.shape))
         if own.numel():
-            self._all_gather(own, found.view(-1))()
+            self.begin_join(own, found.view(-1))()
         return found.cpu()
+
+    # Each of these begins an operation, and returns a function that waits until it has ended.
 
     def begin_swap(
         self, sent: Tensor, sent_sizes: Sequence[int], received: Tensor, sizes: Sequence[int]
     ) -> Callable[[], None]:
-        """Begin to send each rank a slice of ``sent`` and to receive one from each.
+        """Send each rank a slice of ``sent`` and receive one from each.
 
         Args:
             sent: 1-D; the slices by receiver, one after the other.
             sent_sizes: Elements of each.
             received: 1-D, of the same dtype; the slices by sender.
             sizes: Elements of each.
-
-        Returns:
-            A function that waits until it has ended.
         """
         if self.size == 1:
             received.copy_(sent)
             return _nothing
-        group, received, sent = self._group, self._lend(received), self._lend(sent)
-        return self._begin(
-            lambda: group.alltoall_base(received, sent, list(sizes), list(sent_sizes))
-        )
+        tensors = self._lend(received), self._lend(sent)
+        return self._begin(self._group.alltoall_base, *tensors, list(sizes), list(sent_sizes))
 
     def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
-        """Begin to add up all ranks' tensors, in place, in the order of the backend.
-
-        Returns:
-            A function that waits until it has ended.
-        """
+        """Add up all ranks' tensors, in place, in the order of the backend."""
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        group, lent = self._group, self._lend(real)
-        return self._begin(lambda: group.allreduce([lent]))
+        return self._begin(self._group.allreduce, [self._lend(real)])
 
     def begin_numbers(self, own: Sequence[float]) -> Callable[[], list[float]]:
-        """Begin to add up ``own`` over all ranks, as many numbers on every rank.
-
-        Returns:
-            A function that waits until it has ended, and returns the sums.
+        """Add up ``own`` over all ranks, as many numbers on every rank; the function returns sums.
         """
         numbers = torch.tensor(own, dtype=torch.float64, device=self._device)
         end = self.begin_sum(numbers)
@@ -200,28 +183,22 @@ class Exchange:
         return wait
 
     def begin_join(self, own: Tensor, found: Tensor) -> Callable[[], None]:
-        """Begin to join all ranks' tensors ``own``, 1-D and of one size, in ``found``.
-
-        Returns:
-            A function that waits until it has ended.
-        """
-        return self._all_gather(own, found)
-
-    def _all_gather(self, own: Tensor, found: Tensor) -> Callable[[], None]:
+        """Join all ranks' tensors ``own``, 1-D and of one size, in ``found``."""
         if self.size == 1:
             found.copy_(own)
             return _nothing
-        group, found, own = self._group, self._lend(found), self._lend(own)
-        return self._begin(lambda: group._allgather_base(found, own))
+        return self._begin(self._group._allgather_base, self._lend(found), self._lend(own))
 
-    def _begin(self, operation: Callable[[], dist.Work]) -> Callable[[], None]:
+    # Any: the arguments of torch's operations.
+    def _begin(self, operation: Callable[..., dist.Work], *args: Any) -> Callable[[], None]:
         with self._telling():
-            work = operation()
-        return partial(self._wait, work)
+            work = operation(*args)
 
-    def _wait(self, work: dist.Work) -> None:
-        with self._telling():
-            work.wait()
+        def wait() -> None:
+            with self._telling():
+                work.wait()
+
+        return wait
 
     def _lend(self, tensor: Tensor) -> Tensor:
         """Return an alias for a backend. See Note [Lent tensors]."""
