@@ -33,22 +33,18 @@ class Place:
         job: Name of this start of the job: the same in all its processes, another after a restart.
         rank: Number of this process, from 0.
         size: Number of processes.
-        local_rank: Number of this process among those of its host; None where it is not said.
         local_size: Number of processes of this host; None where it is not said.
         attempt: How often the launcher has started all ranks again.
         store: Address and port of the job's store; None where they are not said.
-        store_is_kept: Whether the launcher keeps the store, so that it outlives the ranks.
         keeps_survivors: Whether the launcher lets the other ranks of a host live when one fails.
     """
 
     job: str
     rank: int
     size: int
-    local_rank: int | None = None
     local_size: int | None = None
     attempt: int = 0
     store: tuple[str, int] | None = None
-    store_is_kept: bool = False
     keeps_survivors: bool = True
 
     @property
@@ -86,23 +82,26 @@ class _Launcher(NamedTuple):
     name: str  # as jobs are called
     rank: str
     size: str
-    local_rank: str
     local_size: str
     job: str  # what tells one start from another, if it has such a variable
 
 
-_TORCHRUN = _Launcher(
-    *("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
-)
 _OPEN_MPI = _Launcher(
-    *("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    *("OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE"),
+    name="openmpi",
+    rank="OMPI_COMM_WORLD_RANK",
+    size="OMPI_COMM_WORLD_SIZE",
+    local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    job="PMIX_NAMESPACE",
 )
-_MPICH = _Launcher("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "")
+_MPICH = _Launcher("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", "")
 _SLURM = _Launcher(
-    *("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-    *("SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID"),
+    name="slurm",
+    rank="SLURM_PROCID",
+    size="SLURM_STEP_NUM_TASKS",
+    local_size="SLURM_STEP_TASKS_PER_NODE",
+    job="SLURM_JOB_ID",
 )
+_TORCHRUN = _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 # torchrun comes last, as a script may have copied the numbers of another launcher.
 _LAUNCHERS = (_OPEN_MPI, _MPICH, _SLURM, _TORCHRUN)
 _LONGEST_NAME = 100
@@ -136,17 +135,14 @@ def read_place(environment: Mapping[str, str] | None = None) -> Place | None:
             f"`{launcher.rank}` must be below `{launcher.size}` ({size}), but is {rank}."
         )
     local_size = _local_size(found, launcher)
-    is_agents = "TORCHELASTIC_RUN_ID" in found
     return Place(
         job=_job(found, launcher, is_spread=local_size != size),
         rank=rank,
         size=size,
-        local_rank=_number(found, launcher.local_rank) if launcher.local_rank in found else None,
         local_size=local_size,
         attempt=read_attempt(found),
         store=_store(found),
-        store_is_kept=found.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        keeps_survivors=not is_agents or "PHALANX_RANK_RESTARTS" in found,
+        keeps_survivors="TORCHELASTIC_RUN_ID" not in found or "PHALANX_RANK_RESTARTS" in found,
     )
 
 

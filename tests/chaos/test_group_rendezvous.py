@@ -88,7 +88,7 @@ def gather(
 
 @pytest.mark.parametrize(
     ("where", "victim"),
-    [("share_memory", 0), ("share_memory", 2), ("connect", 0), ("connect", 2), ("tidy", 2)],
+    [("share_memory", 0), ("share_memory", 2), ("connect", 0), ("connect", 2)],
 )
 def test_a_death_while_a_group_is_made_is_told_at_once(children, tmp_path, where, victim):
     ranks = (0, 1, 2) if victim == 2 else (1, 2, 0)
@@ -108,25 +108,3 @@ def test_with_deaths_unseen_it_is_told_at_the_deadline_only(children, tmp_path):
         one.put(LATE_S)
     for one in members[:-1]:
         assert one.get()[0] == "PeerTimeout"
-
-
-def in_turn(parent: Parent, path: str, rank: int) -> None:
-    """Make groups under one name, one after the other; tell how many keys there are then."""
-    store = dist.FileStore(path, SIZE)
-    while parent.hear():
-        parent.tell(meet(store, rank, DEADLINE_S)[0])
-        parent.hear()
-        parent.tell(store.num_keys())
-
-
-def test_groups_of_one_name_leave_nothing_in_the_store(children, tmp_path):
-    members = [children.start(in_turn, str(tmp_path / "store"), rank) for rank in range(SIZE)]
-    counts = []
-    for _ in range(4):
-        for one in members:
-            one.put(True)
-        assert [one.get() for one in members] == ["met"] * SIZE
-        for one in members:
-            one.put()
-        counts.append({one.get() for one in members})
-    assert counts == [counts[0]] * 4

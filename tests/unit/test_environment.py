@@ -10,20 +10,18 @@ from phalanx.environment import Place, num_ranks_here, read_place
 from phalanx.errors import ConfigError
 
 TWO = {"RANK": "1", "WORLD_SIZE": "2"}
-HERE = {**TWO, "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+HERE = {**TWO, "LOCAL_WORLD_SIZE": "2"}
 # As Open MPI 4.1, MPICH 4.0 and Slurm set them.
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1",
     "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "PMIX_NAMESPACE": "17",
 }
-MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
 SLURM = {
     "SLURM_PROCID": "1",
     "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_LOCALID": "1",
     "SLURM_STEP_TASKS_PER_NODE": "2",
     "SLURM_JOB_ID": "5",
     "SLURM_STEP_ID": "3",
@@ -51,7 +49,7 @@ def test_every_launcher_says_the_same_of_the_second_of_two_processes(environment
     place = read_place(environment)
     assert place is not None
     assert place.job == job
-    assert (place.rank, place.size, place.local_rank, place.local_size) == (1, 2, 1, 2)
+    assert (place.rank, place.size, place.local_size) == (1, 2, 2)
     assert not place.is_spread
 
 
@@ -98,17 +96,18 @@ def test_ranks_are_spread_where_fewer_than_all_are_on_this_host(environment, loc
     assert place.find_store() == ("a", 29500)
 
 
-def test_the_agent_of_torch_keeps_the_store_and_ends_survivors_but_under_phalanx_launch():
-    agent = {**HERE, "TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    place = read_place(agent)
+@pytest.mark.parametrize(
+    ("more", "keeps"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "a"}, False),
+        ({"TORCHELASTIC_RUN_ID": "a", "PHALANX_RANK_RESTARTS": "0"}, True),
+        ({}, True),
+    ],
+)
+def test_the_agent_of_torch_ends_survivors_but_under_phalanx_launch(more, keeps):
+    place = read_place({**HERE, **more})
     assert place is not None
-    assert (place.store_is_kept, place.keeps_survivors) == (True, False)
-    ours = read_place({**agent, "PHALANX_RANK_RESTARTS": "0"})
-    assert ours is not None
-    assert ours.keeps_survivors
-    by_hand = read_place(HERE)
-    assert by_hand is not None
-    assert (by_hand.store_is_kept, by_hand.keeps_survivors) == (False, True)
+    assert place.keeps_survivors is keeps
 
 
 @pytest.mark.parametrize(

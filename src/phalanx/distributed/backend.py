@@ -64,7 +64,6 @@ def open_group(
         leaders = connect("leaders", hosts.leaders) if rank in hosts.leaders else None
         networks += [leaders] if leaders else []
         collectives = SeveralHosts(memory, network, leaders, hosts, rank)
-    rendezvous.tidy()
     kind = CudaGroup if nccl_is_here() else SharedGroup
     return kind(memory, collectives, networks, store, timeout_s)
 

@@ -171,8 +171,7 @@ class Exchange:
         return self._begin(self._group.allreduce, [self._lend(real)])
 
     def begin_numbers(self, own: Sequence[float]) -> Callable[[], list[float]]:
-        """Add up ``own`` over all ranks, as many numbers on every rank; the function returns sums.
-        """
+        """Add up ``own`` over all ranks, as many numbers on each; the function returns the sums."""
         numbers = torch.tensor(own, dtype=torch.float64, device=self._device)
         end = self.begin_sum(numbers)
 

@@ -7,9 +7,9 @@
                    /proc/<pid>/fd/<fd>
     gloo/...       gloo's addresses; a rank that is connected to another knows that it has mapped
 
-The region has no name, so no crash leaves anything behind. When all have left, nothing of the
-generation is in the store. A rendezvous that failed leaves its generation incomplete: the next
-group needs a store, or a prefix, of its own, as it gets from `torch.distributed.new_group`.
+The region has no name, so no crash leaves anything behind. A rendezvous that failed leaves its
+generation incomplete: the next group needs a store, or a prefix, of its own, as it gets from
+`torch.distributed.new_group`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from math import inf
 from typing import NamedTuple
 
 from torch.distributed import PrefixStore, Store
@@ -47,6 +48,9 @@ class _Card(NamedTuple):
 class GroupRendezvous:
     """The making of one group of ``size`` ranks; all ranks do the same in the same order.
 
+    Each method raises `PeerTimeout` where a rank does not come, and `PeerLost` where one on this
+    host came and died, or the store is gone.
+
     Args:
         store: Where they meet.
         rank: Ours.
@@ -56,19 +60,10 @@ class GroupRendezvous:
 
     Attributes:
         store: The generation's namespace in the store.
-
-    Raises:
-        PeerTimeout: In each method: a rank did not come.
-        PeerLost: In each method: a rank on this host came and died, or the store is gone.
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        size: int,
-        timeout_s: float,
-        look: Callable[[], None] = lambda: None,
+        self, store: Store, rank: int, size: int, timeout_s: float, look: Callable[[], None]
     ) -> None:
         self._look = look
         self._rank = rank
@@ -118,12 +113,13 @@ class GroupRendezvous:
         # A client of its own: one that waits for a key lets nobody else ask.
         store = PrefixStore(f"gloo/{name}", self.store).clone()  # type: ignore[attr-defined]
         left_s = max(self._deadline_s - now_s(), 1e-3)
-        rank, size = ranks.index(self._rank), len(ranks)
         on_one_host = len({card.host for card in self._cards}) == 1
 
         def run() -> None:
             try:
-                found.set_result(open_gloo(store, rank, size, left_s, on_one_host=on_one_host))
+                place = ranks.index(self._rank)
+                gloo = open_gloo(store, place, len(ranks), left_s, on_one_host=on_one_host)
+                found.set_result(gloo)
             except BaseException as exc:
                 found.set_exception(exc)
 
@@ -134,15 +130,6 @@ class GroupRendezvous:
                 self._look_for_deaths()  # gloo does not say whom it has lost
             return found.result()
 
-    def tidy(self) -> None:
-        """Have the last rank delete what all have read, so that the store does not grow."""
-        with self._reporting():
-            if self.store.add("left", 1) == self._size:
-                for rank in range(self._size):
-                    for what in ("card", "memory", "gloo/all/0", "gloo/leaders/0"):
-                        self.store.delete_key(f"{what}/{rank}")
-                self.store.delete_key("left")
-
     # --- waiting ----------------------------------------------------------------------------------
 
     def _wait_for(self, what: str, rank: int) -> bytes:
@@ -150,9 +137,7 @@ class GroupRendezvous:
         self._poll(lambda: self.store.check([key]), [rank], until_s=self._deadline_s)
         return bytes(self.store.get(key))
 
-    def _poll(
-        self, came: Callable[[], bool], awaited: Sequence[int], until_s: float = float("inf")
-    ) -> None:
+    def _poll(self, came: Callable[[], bool], awaited: Sequence[int], until_s: float = inf) -> None:
         """Wait until ``came``, unless it is in vain; gloo keeps the time of its own connections."""
         pause_s = _FIRST_PAUSE_S
         while not came():
@@ -168,9 +153,7 @@ class GroupRendezvous:
             is_here = card.host == self._mine.host
             if is_here and not ProcessIdentity(card.pid, card.start_ticks).alive():
                 raise PeerLost(
-                    f"Rank {rank} of {self._size} has died while the group is made. Make a new "
-                    "one.",
-                    rank,
+                    f"Rank {rank} of {self._size} has died while the group was made.", rank
                 )
         if self.store.check(["error"]):
             raise self._error_store.read() or GroupAborted(f"Some rank of {self._size} gave up.")
@@ -188,7 +171,4 @@ class GroupRendezvous:
 
 
 def _store_lost(why: RuntimeError) -> PeerLost:
-    return PeerLost(
-        f"The store where the ranks meet does not answer ({why}). Most likely the process that "
-        "keeps it has ended."
-    )
+    return PeerLost(f"The store where the ranks meet must answer, but is gone: {why}")

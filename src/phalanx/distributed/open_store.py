@@ -4,26 +4,11 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store, TCPStore, rendezvous
+from torch.distributed import Store, TCPStore, rendezvous
 
-from phalanx.environment import Place
 from phalanx.errors import PeerTimeout
 
-__all__ = ["keep_store", "open_lasting_store", "open_store"]
-
-
-def open_lasting_store(place: Place, timeout_s: float) -> Store:
-    """Return the store of elastic ranks, which outlives them where the launcher keeps it.
-
-    Where the launcher keeps none, rank 0 does, and the job cannot do without it.
-
-    Raises:
-        ConfigError: The variables do not say where it is.
-        PeerTimeout: It is not there in time.
-    """
-    address, port = place.find_store()
-    store = open_store(address, port, place.rank, place.size, timeout_s)
-    return PrefixStore(f"elastic/{place.attempt}", store)  # an agent may lend it to all attempts
+__all__ = ["keep_store", "open_store"]
 
 
 def open_store(address: str, port: int, rank: int, size: int, timeout_s: float) -> Store:
@@ -40,7 +25,11 @@ def open_store(address: str, port: int, rank: int, size: int, timeout_s: float) 
         )
         store: Store = next(found)[0]
     except RuntimeError as exc:
-        raise _not_there(address, port, timeout_s, exc) from exc
+        raise PeerTimeout(
+            f"The store of the job at {address}:{port} was not there within {timeout_s:g} s: "
+            f"{exc}. See that rank 0 runs, and that its host lets this one connect.",
+            0,
+        ) from exc
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
 
@@ -48,11 +37,3 @@ def open_store(address: str, port: int, rank: int, size: int, timeout_s: float) 
 def keep_store() -> TCPStore:
     """Return a store at a free port of this host, for ranks that it shall outlive."""
     return TCPStore("0.0.0.0", 0, None, is_master=True, wait_for_workers=False)
-
-
-def _not_there(address: str, port: int, timeout_s: float, error: RuntimeError) -> PeerTimeout:
-    return PeerTimeout(
-        f"The store of the job at {address}:{port} was not there within {timeout_s:g} s: {error}. "
-        "See that rank 0 runs, and that its host lets this one connect.",
-        0,
-    )

@@ -117,8 +117,7 @@ def _connected(address: str | None) -> Iterator[Any]:
         ray: Any = importlib.import_module("ray")  # an extra, and slow
     except ImportError as exc:
         raise UnsupportedError(
-            f"Ranks on Ray need ray, which cannot be imported: {exc}. Say "
-            "`pip install 'phalanx[ray]'`."
+            f"Ranks on Ray need ray, but: {exc}. Say `pip install 'phalanx[ray]'`."
         ) from exc
     is_ours = address is not None or not ray.is_initialized()
     if is_ours:
@@ -160,22 +159,21 @@ def plan_ranks(nodes: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
         >>> [bundle for bundle, variables in plan_ranks(["a", "b", "a"])]
         [0, 2, 1]
     """
-    bundles_by_node: dict[str, list[int]] = {}
-    for bundle, node in enumerate(nodes):
-        bundles_by_node.setdefault(node, []).append(bundle)
+    names = list(dict.fromkeys(nodes))  # in the order of their first bundles
     plan: list[tuple[int, dict[str, str]]] = []
-    for node_rank, (node, bundles) in enumerate(bundles_by_node.items()):
+    for node_rank, node in enumerate(names):
+        bundles = [bundle for bundle, its in enumerate(nodes) if its == node]
         for local_rank, bundle in enumerate(bundles):
-            variables = {
-                "RANK": str(len(plan)),
-                "WORLD_SIZE": str(len(nodes)),
-                "LOCAL_RANK": str(local_rank),
-                "LOCAL_WORLD_SIZE": str(len(bundles)),
-                "GROUP_RANK": str(node_rank),
-                "GROUP_WORLD_SIZE": str(len(bundles_by_node)),
+            place = {
+                "RANK": len(plan),
+                "WORLD_SIZE": len(nodes),
+                "LOCAL_RANK": local_rank,
+                "LOCAL_WORLD_SIZE": len(bundles),
+                "GROUP_RANK": node_rank,
+                "GROUP_WORLD_SIZE": len(names),
                 "PHALANX_HOST": f"ray-{node}",
             }
-            plan.append((bundle, variables))
+            plan.append((bundle, {name: str(value) for name, value in place.items()}))
     return plan
 
 
