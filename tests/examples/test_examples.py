@@ -45,7 +45,7 @@ BY_NIGHT = {
     "07_word_vectors.py",  # test_table_embedding.py trains one by day
     "10_callbacks.py",  # docs/callbacks.md runs by day
     "11_hugging_face.py",  # docs/huggingface.md
-    "06_kill_a_worker.py",  # docs/process_executor.md kills one by day
+    "06_kill_a_worker.py",  # docs/fault_tolerance.md kills one by day
     "08_diloco.py",  # its figures want 600 steps; test_shared_module.py holds what it shows
     "09_on_ray.py",  # test_ray.py starts a Ray by day
 }
@@ -105,7 +105,8 @@ def test_example(name: str, promise: str, tmp_path: Path) -> None:
 
 @pytest.mark.night  # test_rank_executor.py trains on ranks by day
 def test_the_page_on_ranks_runs_under_torchrun(tmp_path: Path) -> None:
-    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/ranks.md").read_text(), re.DOTALL)
+    page = (ROOT / "docs/fault_tolerance.md").read_text()
+    (script,) = re.findall(r"```python\n(# train.py\n.*?)```", page, re.DOTALL)
     (tmp_path / "train.py").write_text(script)
     words = ("torchrun", "--standalone", "--nproc-per-node", "2", "train.py")
     said = forked(*words, folder=tmp_path)

@@ -21,17 +21,13 @@ pytestmark = pytest.mark.promise("pages-and-examples-run")
 PAGES = {
     "README.md": "",
     "docs/callbacks.md": r"18 \[6, 12, 18\]\n24\n(.*\n)*stopped: True best: step-\d{8}",
-    "docs/collectives.md": r"rank 1 \[2\.0, 2\.0, 2\.0\]",
+    "docs/collectives.md": r"(?s)rank 1 \[2\.0, 2\.0, 2\.0\].*fsdp over phalanx",
+    "docs/coming_from.md": r"steps: 6\n\['loss'\]\nsteps: 8\n(.*\n)*.*steps: 6",
     "docs/containers.md": r"(?s)torch.Size\(\[5, 7, 6\]\).*as one process: True",
     "docs/ddp.md": r"(?s)weights: \w+.*accelerate: -?0\.\d+.*fabric: -?0\.\d+.*transformers: \d",
     "docs/executor_group.md": r"two devices: \[\(2, 3\), \(1, 3\)\]",
+    "docs/fault_tolerance.md": r"(?s)worker 0 was ended by SIGKILL.*done: 12.*done: 20",
     "docs/huggingface.md": r"is exp\(loss\): True\n.*\[3, 8, .*\nerror.*: (0\.0e|\d\.\de-0[678])",
-    "docs/migrating_accelerate.md": "",
-    "docs/migrating_ddp.md": "",
-    "docs/migrating_lightning.md": "",
-    "docs/migrating_transformers.md": "",
-    "docs/one_word.md": "(?s)ddp over phalanx.*fsdp over.*accelerate over.*fabric over",
-    "docs/process_executor.md": r"worker 0 was ended by SIGKILL.*\n(.*\n)*steps done: 12",
     "docs/recipes.md": "(?s)averaged: .*met the others 3 times",
     "docs/reproducibility.md": "",
     "docs/start.md": "",
@@ -40,12 +36,11 @@ PAGES = {
     "docs/training.md": "",
 }
 NEEDS = {
+    "docs/coming_from.md": ("transformers",),
     "docs/ddp.md": ("accelerate", "lightning_fabric", "transformers"),
     "docs/huggingface.md": ("transformers",),
-    "docs/one_word.md": ("accelerate", "lightning_fabric"),
 }
 BY_NIGHT = {
-    "docs/one_word.md",  # test_launching_clients.py and test_backend_clients.py hold it by day
     "docs/recipes.md",  # test_trainer_callbacks.py, test_trainer_moments.py and others
     "docs/ddp.md",  # test_ddp_same_bits.py
     "docs/containers.md",  # test_containers.py and those beside it
@@ -55,9 +50,8 @@ ELSEWHERE = {  # the test that runs the page's blocks
     "docs/migrating_multiverso.md": "tests/contracts/test_multiverso.py",
     "docs/migrating_mxnet.md": "tests/contracts/test_mxnet.py",
     "docs/migrating_oxirs.md": "tests/contracts/test_oxirs.py",
-    "docs/ranks.md": "tests/examples/test_examples.py",
 }
-LANGUAGES = {"python", "output", "text", "console", "bash", ""}
+LANGUAGES = {"python", "diff", "output", "text", "console", "bash", ""}
 BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
@@ -66,10 +60,15 @@ def blocks(page: str, language: str) -> list[str]:
     return [text for found, text in BLOCK.findall(page) if found == language]
 
 
+def new_side(diff: str) -> str:
+    """Return the script that a diff ends with."""
+    return "".join(line[1:] or "\n" for line in diff.splitlines(True) if line[0] != "-")
+
+
 def scripts(page: str) -> dict[str, str]:
     """Return the scripts of a page by name; what has none of its own is ``page.py``."""
     found: dict[str, str] = {}
-    for block in blocks(page, "python"):
+    for block in [*blocks(page, "python"), *map(new_side, blocks(page, "diff"))]:
         name = re.match(r"# (\w+\.py)\n", block)
         key = name[1] if name else "page.py"
         found[key] = found.get(key, "") + block + "\n"
@@ -153,7 +152,7 @@ def test_the_scripts_of_ddp_end_with_the_same_weights_on_one_rank_and_two(
 
 
 def test_every_page_with_code_is_run() -> None:
-    with_code = {name for name in pages() if blocks((ROOT / name).read_text(), "python")}
+    with_code = {name for name in pages() if scripts((ROOT / name).read_text())}
     assert with_code == PAGES.keys() | ELSEWHERE.keys()
     for page, test in ELSEWHERE.items():
         assert Path(page).name in (ROOT / test).read_text(), (page, test)
@@ -173,8 +172,13 @@ def test_a_page_is_read_as_it_is_meant() -> None:
         "```python\na = 1\n```\nand\n```python\n# train.py\nb = 2\n```\n```python\nc = 3\n```\n"
         "```console\n$ phalanx launch -n 2 train.py  # on each host\n```\n"
         "```output\nloss 0.50\ndone\n```\n"
+        "```diff\n # new.py\n-a = 4\n+a = 5\n\n print(a)\n```\n"
     )
-    assert scripts(page) == {"page.py": "a = 1\n\nc = 3\n\n", "train.py": "# train.py\nb = 2\n\n"}
+    assert scripts(page) == {
+        "page.py": "a = 1\n\nc = 3\n\n",
+        "train.py": "# train.py\nb = 2\n\n",
+        "new.py": "# new.py\na = 5\n\nprint(a)\n\n",
+    }
     assert command(page, "train.py") == ["phalanx", "launch", "-n", "2", "train.py"]
     assert command(page, "other.py") == ["python", "other.py"]
     assert missing_output(page, "x\nloss 0.51\nmore\ndone\ny\n") == ""
