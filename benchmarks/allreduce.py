@@ -25,9 +25,9 @@ import typer
 from benchmarks.command import Aims, Out, begin, command_line, progress, read_counts
 from benchmarks.machine import Machine
 from benchmarks.mpi import has_mpi, measure_mpi
+from benchmarks.old_report import Cell, Column, Judged, Report, Row, Sheet, publish
 from benchmarks.panels import Line, Lines
 from benchmarks.processes import Child
-from benchmarks.report import Cell, Column, Judged, Report, Row, Sheet, publish
 from phalanx.clock import now_s
 from phalanx.errors import PeerError
 from phalanx.launching import RankFailed, launch

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import phalanx
-from benchmarks.models import bench_cnn, bench_gpt, bench_mlp
+from benchmarks.old_models import bench_cnn, bench_gpt, bench_mlp
 from benchmarks.processes import Command, command_of
 from benchmarks.turns import Step, serve
 from phalanx.errors import ConfigError

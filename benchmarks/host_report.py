@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.host_tasks import ADDED_ROWS, TASKS_OF_ALL
 from benchmarks.machine import Machine
+from benchmarks.old_report import Column, Judged, Report, Row, Sheet
 from benchmarks.panels import Bar, Bars, Line, Lines
-from benchmarks.report import Column, Judged, Report, Row, Sheet
 from benchmarks.table_report import Medians, Seconds, summarize
 from benchmarks.table_tasks import COLS, SIZES, TableTask
 

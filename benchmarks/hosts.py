@@ -18,7 +18,7 @@ from benchmarks.command import Aims, Out, begin, command_line, progress, read_na
 from benchmarks.host_contestants import CONTESTANTS, SECRET, HostsJob, commands_of
 from benchmarks.host_report import report_hosts
 from benchmarks.host_tasks import TASKS, TASKS_OF_ALL, TASKS_OF_ONE
-from benchmarks.report import publish
+from benchmarks.old_report import publish
 from benchmarks.table_peers import is_there
 from benchmarks.table_report import Seconds
 from benchmarks.turns import compete_at

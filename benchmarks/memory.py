@@ -19,8 +19,8 @@ import typer
 from benchmarks.command import Aims, Out, begin, command_line, progress, read_counts
 from benchmarks.holding import CASES, CONFIGURATIONS, MemoryJob, commands_of
 from benchmarks.machine import Machine
+from benchmarks.old_report import Column, Judged, Report, Row, Sheet, publish
 from benchmarks.panels import Bar, Bars
-from benchmarks.report import Column, Judged, Report, Row, Sheet, publish
 from benchmarks.turns import Runner
 from phalanx.errors import PeerError, UnsupportedError
 

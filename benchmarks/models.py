@@ -1,67 +1,112 @@
-"""The models that are measured, each with a made-up batch."""
+"""The models that are measured, each with a batch of random data."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-__all__ = ["GPT", "bench_cnn", "bench_gpt", "bench_mlp", "mlp"]
+from torch.optim import Optimizer
 
 Batch = tuple[Tensor, Tensor]
+_CONTEXT, _VOCABULARY = 1024, 50_257  # of GPT-2
 
 
-def bench_mlp(*, seed: int = 0) -> tuple[nn.Module, Batch]:
-    """Build the MLP that is measured, 784-1024-1024-10, and a batch of 128 made-up images."""
-    inputs, targets = _made_up_images((128, 784), seed)
-    return draw_parameters(mlp((784,), (1024, 1024), 10), seed=seed), (inputs, targets)
+def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross entropy, of each token where rows have several."""
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
-def bench_cnn(*, seed: int = 0) -> tuple[nn.Module, Batch]:
-    """Build the CNN that is measured (3x32x32, batch norm) and a batch of 64 made-up images."""
-    inputs, targets = _made_up_images((64, 3, 32, 32), seed)
-    model = draw_parameters(cnn((3, 32, 32), (32, 64), 256, 10), seed=seed)
+def sgd(parameters: Iterable[nn.Parameter], momentum: float = 0.0) -> Optimizer:
+    """Return the optimizer of most models."""
+    return torch.optim.SGD(parameters, lr=0.01, momentum=momentum)
+
+
+def _adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=3e-4, fused=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model that is measured.
+
+    Attributes:
+        build: Returns it, and a batch of so many rows.
+        rows: Rows of the batch.
+        optimizer: Makes the optimizer of its parameters.
+        steps: Steps of a turn on an accelerator.
+        tokens: Tokens of a row.
+        low_precision: Whether it computes in bfloat16, by autocast.
+    """
+
+    build: Callable[[int], tuple[nn.Module, Batch]]
+    rows: int
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = sgd
+    steps: int = 100
+    tokens: int = 1
+    low_precision: bool = False
+
+    def make(self, device: str = "cpu") -> tuple[nn.Module, Batch]:
+        """Return the model and its batch, with the same values in each process."""
+        with torch.device(device):
+            torch.manual_seed(0)
+            return self.build(self.rows)
+
+
+def mlp(rows: int) -> tuple[nn.Module, Batch]:
+    """Return an MLP, 784-1024-1024-10."""
+    model = nn.Sequential(
+        nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
+    )
+    return model, (torch.randn(rows, 784), torch.randint(10, (rows,)))
+
+
+def cnn(rows: int) -> tuple[nn.Module, Batch]:
+    """Return two convolutions with batch norm, two linear layers, and images of 3×32×32."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in ((3, 32), (32, 64)):
+        convolution = nn.Conv2d(inputs, outputs, 3, padding=1)
+        layers += [convolution, nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2)]
+    layers += [nn.Flatten(), nn.Linear(64 * 8 * 8, 256), nn.ReLU(), nn.Linear(256, 10)]
+    return _channels_last(nn.Sequential(*layers), torch.randn(rows, 3, 32, 32), classes=10)
+
+
+def resnet50(rows: int) -> tuple[nn.Module, Batch]:
+    """Return ResNet-50, and images of 224 pixels."""
+    images = torch.randn(rows, 3, 224, 224)
+    return _channels_last(ResNet((3, 4, 6, 3), num_classes=1000), images, classes=1000)
+
+
+def gpt(rows: int) -> tuple[nn.Module, Batch]:
+    """Return a transformer of 4 layers of width 256, and rows of 64 tokens."""
+    inputs, targets = torch.randint(1000, (2, rows, 64))
+    return GPT(1000, 64, width=256, layers=4, heads=4), (inputs, targets)
+
+
+def gpt2(rows: int, dropout: float) -> tuple[nn.Module, Batch]:
+    """Return GPT-2 small (124 million parameters), and rows of 1,024 tokens."""
+    model = GPT(_VOCABULARY, _CONTEXT, width=768, layers=12, heads=12, dropout=dropout)
+    nn.init.normal_(model.tokens.weight, std=0.02)
+    model.head.weight = model.tokens.weight
+    inputs, targets = torch.randint(_VOCABULARY, (2, rows, _CONTEXT))
+    return model, (inputs, targets)
+
+
+def _channels_last(model: nn.Module, images: Tensor, classes: int) -> tuple[nn.Module, Batch]:
+    """Lay out convolutions as they run fastest, and draw targets."""
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return model, (inputs.to(memory_format=torch.channels_last), targets)
-
-
-def bench_gpt(*, seed: int = 0) -> tuple[nn.Module, Batch]:
-    """Build the transformer that is measured (4 layers, width 256) and 16x64 made-up tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    model = GPT(vocab=1000, context=64, width=256, layers=4, heads=4, dropout=0.0)
-    inputs, targets = torch.randint(0, 1000, (2, 16, 64), generator=generator)
-    return draw_parameters(model, seed=seed), (inputs, targets)
-
-
-def _made_up_images(shape: tuple[int, ...], seed: int) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    # Whole numbers over a power of two: exact, where `randn` differs between machines.
-    inputs = torch.randint(-128, 128, shape, generator=generator).float().div_(64)
-    return inputs, torch.randint(0, 10, shape[:1], generator=generator)
+    targets = torch.randint(classes, (len(images),))
+    return model, (images.to(memory_format=torch.channels_last), targets)
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer: pre-norm blocks, learned positions, GELU, an untied head.
+    """A decoder-only transformer: pre-norm blocks, learned positions, GELU.
 
     Shapes:
-        tokens int64 [B, T], T at most ``context`` -> logits_BTV.
-
-    Args:
-        vocab: Number of different tokens (V).
-        context: The most tokens that it sees at once (T).
-        width: Size of a token's vector (D), a multiple of ``heads``.
-        layers: Number of blocks.
-        heads: Attention heads (H) per block.
-        dropout: Probability of dropping, of attention weights and of each block's two additions.
-
-    Determinism: In training mode with ``dropout`` above 0 it draws from the default generator.
-
-    Example:
-        >>> model = GPT(vocab=256, context=8, width=16, layers=1, heads=2)
-        >>> tuple(model(torch.zeros(3, 8, dtype=torch.long)).shape)
-        (3, 8, 256)
+        tokens int64 [B, T], T at most ``context`` -> logits [B, T, vocab].
 
     Source: Radford et al., Language Models are Unsupervised Multitask Learners, 2019, §2.3.
     """
@@ -78,26 +123,18 @@ class GPT(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(vocab, width)
         self.positions = nn.Parameter(torch.zeros(context, width))
-        self.blocks = nn.ModuleList(
-            [TransformerBlock(width, heads, dropout) for _ in range(layers)]
-        )
+        self.blocks = nn.Sequential(*[Block(width, heads, dropout) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         x_BTD = self.tokens(tokens_BT) + self.positions[: tokens_BT.shape[1]]
-        for block in self.blocks:
-            x_BTD = block(x_BTD)
-        logits_BTV: Tensor = self.head(self.norm(x_BTD))
-        return logits_BTV
+        logits: Tensor = self.head(self.norm(self.blocks(x_BTD)))
+        return logits
 
 
-class TransformerBlock(nn.Module):
-    """One pre-norm transformer block: causal self-attention, then an MLP of four times the width.
-
-    Shapes:
-        x_BTD -> x_BTD.
-    """
+class Block(nn.Module):
+    """A transformer block: causal self-attention, then an MLP of four times the width."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -116,12 +153,11 @@ class TransformerBlock(nn.Module):
 
     def _attend(self, x_BTD: Tensor) -> Tensor:
         query, key, value = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, H, T, D / H]
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, heads, T, D / heads]
             for part in self.attention_in(x_BTD).chunk(3, dim=-1)
         )
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, dropout_p=self.dropout if self.training else 0.0, is_causal=True
-        )
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
         out_BTD: Tensor = self.attention_out(mixed.transpose(1, 2).flatten(-2))
         return out_BTD
 
@@ -129,58 +165,71 @@ class TransformerBlock(nn.Module):
         return F.dropout(x, self.dropout, self.training)
 
 
-# Note [Same parameters on every machine]
-# torch's `uniform_` and `normal_` give other last bits with AVX2 than without (a fused multiply-add
-# in one, a vectorized logarithm in the other). Whole numbers are drawn alike everywhere, so we draw
-# 24-bit ones, as many as a float32 holds exactly. The way to [-1, 1) is exact (a power of two, then
-# a difference that fits), and the one product with the bound is rounded once: no machine differs.
+class ResNet(nn.Module):
+    """A residual network of bottlenecks.
 
+    Shapes:
+        images [B, 3, H, W] -> logits [B, num_classes].
 
-def draw_parameters(module: nn.Module, *, seed: int) -> nn.Module:
-    """Overwrite a module's parameters with reproducible ones, and return it.
-
-    Matrices and kernels become uniform within ±1/sqrt(elements of one row), in the order of
-    ``named_parameters``; biases become 0; all other vectors (of norms) are left as they are.
-
-    Determinism: The same bits on every machine, see Note [Same parameters on every machine].
+    Source: He et al., Deep Residual Learning for Image Recognition, 2016, table 1; the stride is
+    on the 3×3 convolution, as in torchvision.
     """
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if parameter.ndim >= 2:
-                bound = 1 / math.sqrt(parameter[0].numel())
-                numbers = torch.randint(0, 1 << 24, parameter.shape, generator=generator)
-                parameter.copy_(numbers.float().mul_(2.0**-23).sub_(1.0).mul_(bound))
-            elif name.rpartition(".")[2] == "bias":
-                parameter.zero_()
-    return module
+
+    def __init__(self, blocks: Sequence[int], num_classes: int) -> None:
+        super().__init__()
+        layers = [*_convolution(3, 64, 7, stride=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+        channels = 64
+        for stage, count in enumerate(blocks):
+            for block in range(count):
+                stride = 2 if stage > 0 and block == 0 else 1
+                layers.append(Bottleneck(channels, 64 << stage, stride))
+                channels = 4 * (64 << stage)
+        self.body = nn.Sequential(*layers)
+        self.head = nn.Linear(channels, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(F.adaptive_avg_pool2d(self.body(images), 1).flatten(1))
+        return logits
 
 
-def mlp(input_shape: tuple[int, ...], widths: tuple[int, ...], num_classes: int) -> nn.Module:
-    """Return linear layers of these widths, with ReLUs between them."""
-    layers: list[nn.Module] = [nn.Flatten()]
-    size = math.prod(input_shape)
-    for width in widths:
-        layers += [nn.Linear(size, width), nn.ReLU()]
-        size = width
-    return nn.Sequential(*layers, nn.Linear(size, num_classes))
+class Bottleneck(nn.Module):
+    """Three convolutions, 1×1, 3×3 and 1×1, with a way around them."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *_convolution(channels, width, 1),
+            nn.ReLU(inplace=True),
+            *_convolution(width, width, 3, stride=stride),
+            nn.ReLU(inplace=True),
+            *_convolution(width, 4 * width, 1),
+        )
+        self.around: nn.Module = nn.Identity()
+        if stride > 1 or channels != 4 * width:
+            self.around = nn.Sequential(*_convolution(channels, 4 * width, 1, stride=stride))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + self.around(x))
 
 
-def cnn(
-    input_shape: tuple[int, ...], widths: tuple[int, ...], hidden: int, num_classes: int
-) -> nn.Module:
-    """Return convolutions of these widths with batch norm and pooling, and a hidden layer."""
-    channels, height, width = input_shape
-    layers: list[nn.Module] = []
-    for num_kernels in widths:
-        layers += [
-            nn.Conv2d(channels, num_kernels, kernel_size=3, padding=1),
-            nn.BatchNorm2d(num_kernels),
-            nn.ReLU(),
-        ]
-        channels = num_kernels
-        if min(height, width) >= 2:
-            layers.append(nn.MaxPool2d(2))
-            height, width = height // 2, width // 2
-    layers += [nn.Flatten(), nn.Linear(channels * height * width, hidden), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(hidden, num_classes))
+def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> list[nn.Module]:
+    convolution = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
+    return [convolution, nn.BatchNorm2d(outputs)]
+
+
+_with_momentum = partial(sgd, momentum=0.9)
+_gpt2 = partial(Model, rows=8, steps=6, optimizer=_adamw, tokens=1024, low_precision=True)
+
+MODELS = {
+    "mlp": Model(build=mlp, rows=128),
+    "cnn": Model(build=cnn, rows=64),
+    "gpt": Model(build=gpt, rows=16, tokens=64),
+    "resnet50": Model(
+        build=resnet50, rows=64, optimizer=_with_momentum, steps=10, low_precision=True
+    ),
+    "resnet50-256": Model(
+        build=resnet50, rows=256, optimizer=_with_momentum, steps=4, low_precision=True
+    ),
+    "gpt2": _gpt2(build=partial(gpt2, dropout=0.0)),
+    "gpt2-dropout": _gpt2(build=partial(gpt2, dropout=0.1)),
+}

@@ -28,10 +28,10 @@ import typer
 from benchmarks.command import Aims, Model, Out, begin, command_line, progress
 from benchmarks.contestants import check_model
 from benchmarks.machine import Machine
+from benchmarks.old_report import Column, Judged, Report, Row, Sheet, headline, publish
 from benchmarks.panels import Bar, Bars
 from benchmarks.processes import Child, Command, end, hear
 from benchmarks.recovering import Beat, RecoveryJob, command, is_available
-from benchmarks.report import Column, Judged, Report, Row, Sheet, headline, publish
 from phalanx.clock import now_s, pause
 from phalanx.errors import PeerError
 

@@ -1,184 +1,194 @@
-"""One report for all benchmarks: what was measured and on what, tables, a figure.
-
-measured numbers ──► Report ──► tables in the terminal, NAME.json, NAME.png
-
-Targets are for developers: they are shown with `--aims` only, and stand in the JSON file.
-"""
+"""The report of every benchmark: tables on the terminal and JSON, with machine and commit."""
 
 from __future__ import annotations
 
+import email.utils
 import json
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import torch
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from rich.text import Text
 
-from benchmarks.machine import Machine
-from benchmarks.panels import Panel, draw
+import phalanx
+from phalanx.cli.console import make_console
+from phalanx.errors import ConfigError
 
-SCHEMA = "phalanx.benchmark/1"
+_BUSY_LOAD = 0.5
 
-
-@dataclass(frozen=True)
-class Judged:
-    """A number with a target: at most ``limit``, or at least."""
-
-    value: float | None
-    limit: float
-    at_least: bool = False
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the target was met; None where nothing was measured."""
-        if self.value is None:
-            return None
-        return self.value >= self.limit if self.at_least else self.value <= self.limit
-
-
-Cell = float | str | Judged | None
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of a sheet."""
-
-    heading: str
-    unit: str = ""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of a sheet; without cells it is the heading of those that follow."""
-
-    label: str
-    cells: tuple[Cell, ...] = ()
-    ours: bool = False
+Out = Annotated[Path, typer.Option(help="Folder for the JSON file; an older one is replaced.")]
+OUT = Path("out/bench")
+Cell = float | str | None
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table of the report; its rows have a label and a cell for each column."""
+    """A table. Each row has a label and a cell for each column, or a label only: a heading."""
 
     title: str
-    columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
+    columns: Sequence[str]
+    rows: Sequence[tuple[str, *tuple[Cell, ...]]]
 
-    def as_table(self, *, aims: bool = False) -> Table:
-        """Return it for the terminal; with ``aims``, each target is marked as met or missed."""
+    def as_table(self) -> Table:
+        """Return it for the terminal."""
         table = Table(
-            title=f"\n{self.title}",
-            title_justify="left",
-            box=SIMPLE_HEAD,
-            padding=0,  # the widest tables just fit into 80 columns
-            show_edge=False,
+            title=f"\n{self.title}", title_justify="left", box=SIMPLE_HEAD, show_edge=False
         )
         table.add_column("", no_wrap=True)
-        for column in self.columns:
-            heading = f"{column.heading}\n{column.unit}" if column.unit else column.heading
+        for heading in self.columns:
             table.add_column(heading, justify="right", no_wrap=True)
-        for row in self.rows:
-            if not row.cells:
-                table.add_section()
-            style = "italic" if not row.cells else "bold" if row.ours else ""
-            cells = [_shown(cell if aims else _plain(cell)) for cell in row.cells]
-            table.add_row(row.label, *cells, style=style)
+        for label, *cells in self.rows:
+            table.add_row(label, *map(_shown, cells), style=None if cells else "italic")
         return table
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """What one benchmark has shown.
+class Run:
+    """One run of a benchmark: it prints where it runs, then what it found.
 
     Args:
-        name: Of the benchmark, and of the files.
-        command: The line that measures it again.
-        measured: Every number as it was taken, as JSON has it.
-        failures: By contestant, why it fell out.
-        aims: A table of nothing but targets.
+        name: Of the benchmark, and of its JSON file.
+        out: The file's folder.
     """
 
-    name: str
-    title: str
-    command: str
-    machine: Machine
-    sheets: tuple[Sheet, ...]
-    panels: tuple[Panel, ...]
-    measured: Mapping[str, Any]  # Any: JSON
-    failures: Mapping[str, str] = field(default_factory=dict)
-    aims: Sheet | None = None
+    def __init__(self, name: str, out: Path) -> None:
+        self.name = name
+        self.out = out
+        self.console = make_console()
+        self.machine = describe_machine()
+        self.console.print(" · ".join(f"{key} {value}" for key, value in self.machine.items()))
+        if self.machine["load"] > _BUSY_LOAD:
+            self.console.print("The machine had other work; that may show.", style="yellow")
 
-    @property
-    def all_sheets(self) -> tuple[Sheet, ...]:
-        """The tables, the one of targets last."""
-        return self.sheets if self.aims is None else (*self.sheets, self.aims)
+    @contextmanager
+    def progress(self, num_turns: int) -> Iterator[Callable[[str], None]]:
+        """Show a bar on a terminal; it is drawn between turns only, as drawing takes time."""
+        columns = (BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(
+            *columns,
+            TextColumn("{task.description}"),
+            console=self.console,
+            transient=True,
+            auto_refresh=False,
+            disable=not self.console.is_terminal,
+        ) as bar:
+            task = bar.add_task("", total=num_turns)
+            yield lambda doing: bar.update(task, advance=1, description=doing, refresh=True)
 
-    def as_json(self) -> str:
-        """Return everything but the figure."""
+    def publish(
+        self,
+        sheets: Sequence[Sheet],
+        measured: Any,  # JSON
+        failures: Mapping[str, str],
+        *,
+        excused: Collection[str] = (),
+    ) -> None:
+        """Print the tables, and write the JSON file.
+
+        Args:
+            measured: Every number as it was taken.
+            failures: By contestant, why it failed.
+            excused: Contestants whose failure is no error.
+
+        Raises:
+            typer.Exit: A contestant failed, code 1.
+        """
+        for sheet in sheets:
+            self.console.print(sheet.as_table())
+        for name, cause in failures.items():
+            self.console.print(f"{name} failed. {cause}", style="red")
         record = {
-            "schema": SCHEMA,
             "benchmark": self.name,
-            "title": self.title,
-            "command": self.command,
-            "machine": asdict(self.machine),
-            "tables": [_sheet_record(sheet) for sheet in self.sheets],
-            "targets": [
-                {
-                    "table": sheet.title,
-                    "row": row.label,
-                    "column": column.heading,
-                    **asdict(cell),
-                    "met": cell.met,
-                }
-                for sheet in self.all_sheets
-                for row in sheet.rows
-                for column, cell in zip(sheet.columns, row.cells, strict=bool(row.cells))
-                if isinstance(cell, Judged)
-            ],
-            "failures": {name: headline(cause) for name, cause in self.failures.items()},
-            "measured": self.measured,
+            "command": f"python -m benchmarks {shlex.join(sys.argv[1:])}",
+            "machine": self.machine,
+            "tables": [asdict(sheet) for sheet in sheets],
+            # The first line: the others are of the machine that it ran on.
+            "failures": {name: cause.partition("\n")[0] for name, cause in failures.items()},
+            "measured": measured,
         }
-        return json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+        self.out.mkdir(parents=True, exist_ok=True)
+        file = self.out / f"{self.name}.json"
+        file.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        self.console.print(f"Wrote {file}.")
+        if set(failures) - set(excused):
+            raise typer.Exit(1)
 
-    def draw(self, path: Path) -> None:
-        """Write the figure, as PNG."""
-        draw(self.panels, self.title, self.machine.in_words(), path)
+
+def describe_machine() -> dict[str, Any]:  # Any: JSON
+    """Return what must be known to compare numbers with others."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "phalanx": phalanx.__version__,
+        "commit": _commit(),
+        "date": email.utils.formatdate(),
+    }
 
 
-def publish(
-    report: Report,
-    console: Console,
-    out: Path,
-    *,
-    aims: bool = False,
-    excused: Collection[str] = (),
-) -> None:
-    """Print the tables and write both files.
+def _cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.machine()
 
-    Args:
-        aims: Whether targets are shown.
-        excused: Contestants whose failure is no error.
 
-    Raises:
-        typer.Exit: A contestant failed, code 1.
+def _commit() -> str:
+    """Return the commit of the checkout, with ``+`` where sources have changed since."""
+
+    def git(*words: str) -> str:
+        folder = Path(__file__).parent.parent
+        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--", "src", "benchmarks")
+        return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
+    except OSError:  # no git here
+        return ""
+
+
+def read_names(option: str, text: str, known: Collection[str]) -> list[str]:
+    """Read names, separated by commas; return each once, in the order given."""
+    names = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not names or not set(names) <= set(known):
+        raise ConfigError(
+            f"`--{option}` must name some of {', '.join(known)}, separated by commas, but is "
+            f"{text!r}."
+        )
+    return names
+
+
+def read_counts(option: str, text: str, *, least: int) -> list[int]:
+    """Read whole numbers, separated by commas; return each once, in ascending order.
+
+    Example:
+        >>> read_counts("ranks", "4, 2,2", least=2)
+        [2, 4]
     """
-    for sheet in report.all_sheets if aims else report.sheets:
-        console.print(sheet.as_table(aims=aims))
-    for name, cause in report.failures.items():
-        console.print(f"{name} failed.", style="red")
-        console.print(cause)
-    out.mkdir(parents=True, exist_ok=True)
-    record, figure = out / f"{report.name}.json", out / f"{report.name}.png"
-    record.write_text(report.as_json(), encoding="utf-8")
-    report.draw(figure)
-    console.print(f"Wrote {record} and {figure}.")
-    if set(report.failures) - set(excused):
-        raise typer.Exit(1)
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdecimal() and int(word) >= least for word in words):
+        raise ConfigError(
+            f"`--{option}` must be whole numbers from {least} on, separated by commas, but is "
+            f"{text!r}."
+        )
+    return sorted({int(word) for word in words})
+
+
+def ratio(above: float | None, below: float | None) -> float | None:
+    """Return a quotient, if both are there."""
+    return None if above is None or not below else above / below
 
 
 def number(value: float) -> str:
@@ -195,39 +205,7 @@ def number(value: float) -> str:
     return f"{value:.2f}" if abs(value) >= 0.1 or value == 0 else f"{value:.2g}"
 
 
-def headline(cause: str) -> str:
-    """Return the first line: a program's last words are of the machine that it ran on.
-
-    Example:
-        >>> headline("It ended.\\nProcess 0 said last:\\nTraceback …")
-        'It ended.'
-    """
-    return cause.partition("\n")[0]
-
-
-def _shown(cell: Cell) -> Text:
+def _shown(cell: Cell) -> str:
     if cell is None:
-        return Text("–")
-    if isinstance(cell, str):
-        return Text(cell)
-    if not isinstance(cell, Judged):
-        return Text(number(cell))
-    if cell.value is None:
-        return Text("–")
-    bound, mark = "≥" if cell.at_least else "≤", "✓" if cell.met else "✗"
-    words = f"{number(cell.value)} {bound}{number(cell.limit)} {mark}"
-    return Text(words, style="green" if cell.met else "red")
-
-
-# Any: the values of JSON objects are of all kinds.
-def _sheet_record(sheet: Sheet) -> Mapping[str, Any]:
-    return {
-        "title": sheet.title,
-        "columns": [asdict(column) for column in sheet.columns],
-        "rows": [{"label": row.label, "cells": [_plain(cell) for cell in row.cells]}
-                 for row in sheet.rows],
-    }  # fmt: skip
-
-
-def _plain(cell: Cell) -> float | str | None:
-    return cell.value if isinstance(cell, Judged) else cell
+        return "–"
+    return cell if isinstance(cell, str) else number(cell)

@@ -1,72 +1,408 @@
-"""``make bench-step``: one training step of three models, Phalanx beside its peers."""
+"""``python -m benchmarks step``: a training step, Phalanx beside DDP and plain PyTorch.
+
+All contestants train the same model from the same weights, on the same batch of random data, with
+the same optimizer. Each sets its own number of threads, or has torch's.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import statistics
 import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
+import torch.distributed as dist
 import typer
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.command import Aims, Out, begin, command_line, progress, read_names
-from benchmarks.contestants import CONTESTANTS, MODELS, by_default, commands_of, select
-from benchmarks.report import publish
-from benchmarks.step_report import TARGET_WORKERS, Result, report_step, title
-from benchmarks.turns import Pace, compete
+import phalanx
+from benchmarks.contest import (
+    Command,
+    Outcome,
+    Step,
+    Turn,
+    command_of,
+    compete,
+    seconds_of,
+    serve,
+    time_steps,
+)
+from benchmarks.models import MODELS, Batch, Model, loss_of
+from benchmarks.report import OUT, Out, Run, Sheet, ratio, read_names
+from phalanx.clock import now_s, pause
+
+_KEPT = 3  # steps of a turn on the CPU that count
+_WARMUP = 4
+_PIECES = 4
+_CALLS = 4  # timed one by one on an idle accelerator
+_MIB = 1 << 20
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepJob:
+    """One process of a contestant.
+
+    Args:
+        workers: Replicas, ranks or threads; on accelerators one for each device.
+        device: The kind of device: cpu, cuda, xpu, …
+        rank: Of this process.
+        folder: Where the processes of a contestant meet.
+        slow: How many times as slow as the others one worker is.
+    """
+
+    contestant: str
+    model: str
+    workers: int
+    device: str = "cpu"
+    rank: int = 0
+    folder: str = ""
+    slow: float = 1.0
+
+    def run(self) -> None:
+        """Be the process."""
+        serve(self._turns())
+
+    @contextmanager
+    def _turns(self) -> Iterator[Turn]:
+        with self.open() as step:
+            if self.device == "cpu":
+                yield lambda number: time_steps(step, number)
+            else:
+                yield lambda number: _turn_of_accelerator(self.device, step, number)
+
+    @contextmanager
+    def open(self) -> Iterator[Step]:
+        """Set up, and return a step."""
+        if self.device != "cpu":
+            torch.accelerator.set_device_index(self.rank)
+        module, batch = self.what.make(self.devices[self.rank])
+        if self.slow > 1:
+            module = SlowInOneWorker(module, self.slow, Path(self.folder, "slow"))
+        with CONTESTANTS[self.contestant].open(self, module, batch) as step:
+            yield step
+
+    @property
+    def what(self) -> Model:
+        """The model."""
+        return MODELS[self.model]
+
+    @property
+    def devices(self) -> list[str]:
+        """The device of each worker."""
+        cpus = self.device == "cpu"
+        return [self.device if cpus else f"{self.device}:{i}" for i in range(self.workers)]
+
+    def precision(self) -> AbstractContextManager[object]:
+        """Return the context of a forward pass."""
+        low = self.what.low_precision
+        return torch.autocast(self.device, torch.bfloat16) if low else contextlib.nullcontext()
+
+
+def _turn_of_accelerator(kind: str, step: Step, number: int) -> list[float]:
+    """Return a step's seconds, the seconds of its call on an idle device, and the peak in MiB."""
+    step()  # allocates again what the last turn gave back
+    memory = torch.get_device_module(kind)
+    memory.synchronize()
+    memory.reset_peak_memory_stats()
+
+    def several() -> None:
+        for _ in range(number):
+            step()
+        memory.synchronize()
+
+    seconds = seconds_of(several) / number
+    peak = memory.max_memory_allocated() / _MIB
+    calls = []
+    for _ in range(_CALLS):
+        calls.append(seconds_of(step))
+        memory.synchronize()
+    memory.empty_cache()  # for the others
+    return [seconds, statistics.median(calls), peak]
+
+
+class SlowInOneWorker(nn.Module):
+    """A module whose steps take longer in one worker: that which calls it first.
+
+    Args:
+        module: The module.
+        times: How many times as long.
+        claim: A file that names the worker.
+    """
+
+    def __init__(self, module: nn.Module, times: float, claim: Path) -> None:
+        super().__init__()
+        self.module = module
+        self.times = times
+        self.claim = claim
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        since_s = now_s()
+        outputs: Tensor = self.module(inputs)
+        me = f"{os.getpid()} {threading.get_ident()}"
+        with contextlib.suppress(FileExistsError), self.claim.open("x") as file:
+            file.write(me)
+        if self.claim.read_text() == me:  # a backward pass takes about twice the time
+            pause(3 * (self.times - 1) * (now_s() - since_s))
+        return outputs
+
+
+# -- contestants -------------------------------------------------------------------------------
+
+Opener = Callable[[StepJob, nn.Module, Batch], AbstractContextManager[Step]]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A way to make a training step.
+
+    Attributes:
+        title: What tables call it.
+        open: Sets it up.
+        ranks: Whether each worker is a process of its own.
+        only_on: "cpu" or "accelerator", if not on both.
+    """
+
+    title: str
+    open: Opener
+    ranks: bool = False
+    only_on: str = ""
+
+    def runs_on(self, device: str) -> bool:
+        """Tell whether it competes on a kind of device."""
+        return self.only_on in ("", "cpu" if device == "cpu" else "accelerator")
+
+
+def plain_step(job: StepJob, module: nn.Module, batch: Batch, *, pieces: int = 1) -> Step:
+    """Return the usual loop; it may add the gradients of several pieces of the batch."""
+    optimizer = job.what.optimizer(module.parameters())
+    parts = list(zip(*(whole.chunk(pieces) for whole in batch), strict=True))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for inputs, targets in parts:
+            with job.precision():
+                loss = loss_of(module(inputs), targets) / pieces
+            loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def _plain(*, threads: int | None = None, pieces: int = 1) -> Opener:
+    @contextmanager
+    def open_step(job: StepJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
+        torch.set_num_threads(threads or job.workers)
+        yield plain_step(job, module, batch, pieces=pieces)
+
+    return open_step
+
+
+@contextmanager
+def process_group(backend: str, rank: int, size: int, folder: str) -> Iterator[None]:
+    """Be a rank, with one thread; ranks meet on the loopback interface."""
+    torch.set_num_threads(1)
+    use_loopback("GLOO")
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=size
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def use_loopback(*libraries: str) -> None:
+    """Let these meet on the loopback interface, where there is one."""
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        os.environ.update({f"{library}_SOCKET_IFNAME": "lo" for library in libraries})
+
+
+def _ddp(backend: str = "", microbatches: int | None = None) -> Opener:
+    """Be a rank of torch's class, or of ours if there are microbatches; 0: one for each rank."""
+
+    @contextmanager
+    def open_step(job: StepJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
+        name = backend or _BACKENDS.get(job.device, "gloo")
+        with process_group(name, job.rank, job.workers, job.folder):
+            mine = [whole.chunk(job.workers)[job.rank].contiguous() for whole in batch]
+            wrapped: nn.Module = (
+                DistributedDataParallel(module)
+                if microbatches is None
+                else phalanx.DistributedDataParallel(module, microbatches or job.workers)
+            )
+            yield plain_step(job, wrapped, (mine[0], mine[1]))
+
+    return open_step
+
+
+def _trainer(microbatches: int | None, executor: str = "threads") -> Opener:
+    @contextmanager
+    def open_step(job: StepJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
+        with phalanx.Trainer(
+            module,
+            loss_of,
+            job.what.optimizer,
+            replicas=job.devices if job.device != "cpu" else job.workers,
+            microbatches=microbatches and max(microbatches, job.workers),
+            executor=executor,
+        ) as trainer:
+
+            def step() -> None:
+                with job.precision():
+                    trainer.step(batch)
+
+            yield step
+
+    return open_step
+
+
+@contextmanager
+def _data_parallel(job: StepJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
+    with phalanx.DataParallel(module, devices=job.devices) as parallel:
+        yield plain_step(job, parallel, batch)
+
+
+@contextmanager
+def _torch_data_parallel(job: StepJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
+    yield plain_step(job, nn.DataParallel(module, list(range(job.workers))), batch)
+
+
+CONTESTANTS: dict[str, Contestant] = {
+    "single": Contestant("plain, 1 thread", _plain(threads=1)),
+    "single-m4": Contestant("plain, 1 thread, 4 pieces", _plain(threads=1, pieces=_PIECES)),
+    "threads": Contestant("plain, {workers} threads", _plain(), only_on="cpu"),
+    "nn-dataparallel": Contestant("nn.DataParallel", _torch_data_parallel, only_on="accelerator"),
+    "ddp": Contestant("DDP, {workers} ranks", _ddp(), ranks=True),
+    "ddp-phalanx": Contestant(
+        "DDP over phalanx, {workers} ranks", _ddp("phalanx"), ranks=True, only_on="cpu"
+    ),
+    "our-ddp": Contestant("ours, {workers} microbatches", _ddp(microbatches=0), ranks=True),
+    **{
+        f"our-ddp-{backend}-m{count}": Contestant(
+            f"ours over {backend}, {count} microbatches",
+            _ddp(backend, microbatches=count),
+            ranks=True,
+            only_on="cpu",
+        )
+        for backend in ("gloo", "phalanx")
+        for count in (2, 4)
+    },
+    "dataparallel": Contestant("DataParallel, {workers} replicas", _data_parallel),
+    "trainer": Contestant("Trainer, {workers} replicas", _trainer(None)),
+    "trainer-m1": Contestant("Trainer, fewest microbatches", _trainer(1)),
+    "trainer-m4": Contestant("Trainer, 4 microbatches", _trainer(4)),
+    "processes": Contestant(
+        "Trainer, {workers} processes", _trainer(None, "processes"), only_on="cpu"
+    ),
+    "processes-m4": Contestant(
+        "Trainer, {workers} processes, 4 microbatches", _trainer(4, "processes"), only_on="cpu"
+    ),
+}
+BY_DEFAULT = "single,threads,ddp,ddp-phalanx,dataparallel,trainer,trainer-m4,processes,processes-m4"
+
+# -- the contest -------------------------------------------------------------------------------
 
 
 def step(
-    models: Annotated[str, typer.Option(help="Which models, separated by commas.")] = "mlp,cnn,gpt",
-    steps: Annotated[
-        int, typer.Option(min=1, help="Steps that count, at least, of each contestant.")
-    ] = 30,
-    out: Out = Path("out/bench-step"),
+    models: Annotated[
+        str, typer.Option(help=f"Which models, separated by commas: {', '.join(MODELS)}.")
+    ] = "mlp,cnn,gpt",
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each contestant that count.")] = 30,
     contestants: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Only these: {', '.join(CONTESTANTS)}.", show_default="all but ddp-meet"
-        ),
-    ] = None,
-    workers: Annotated[
-        int,
-        typer.Option(min=1, help="Replicas, DDP ranks, threads of the multi-thread process."),
-    ] = TARGET_WORKERS,
-    aims: Aims = False,
+        str, typer.Option(help=f"Which contestants: {', '.join(CONTESTANTS)}.")
+    ] = BY_DEFAULT,
+    workers: Annotated[int, typer.Option(min=1, help="Replicas, ranks, or threads.")] = 2,
+    device: Annotated[str, typer.Option(help="The kind of device: cpu, cuda, xpu, …")] = "cpu",
+    slow: Annotated[
+        float, typer.Option(min=1, help="How many times as slow as the others one worker is.")
+    ] = 1.0,
+    out: Out = OUT,
 ) -> None:
-    """Time one training step: Trainer and DataParallel beside DDP and plain PyTorch.
-
-    Contestants take turns in one run, each in processes of its own. One that failed is an error:
-    exit code 1.
-    """
-    wanted = by_default()
-    if contestants is not None:
-        wanted = read_names("contestants", contestants, CONTESTANTS)
-    names_by_model = {
-        model: select(wanted, model) for model in read_names("models", models, MODELS)
-    }
-    pace = Pace.for_steps(steps)
-    console, machine = begin()
-    if aims and workers != TARGET_WORKERS:
-        console.print(f"Targets are for {TARGET_WORKERS} workers, so none is shown for {workers}.")
-    results = []
-    for model, names in names_by_model.items():
-        what = f"{model}: {len(names)} contestants, {pace.rounds} rounds"
-        num_turns = len(names) * (pace.rounds + 2)
-        with progress(console, num_turns, what) as show, tempfile.TemporaryDirectory() as folder:
-
-            def on_turn(name: str, doing: str, model: str = model) -> None:
-                show(f"{model} · {doing} · {title(name, workers)}")
-
-            commands = {
-                name: commands_of(name, model, workers=workers, folder=folder) for name in names
-            }
-            outcome = compete(commands, pace, on_turn)
-        results.append(Result(model=model, workers=workers, outcome=outcome))
-    command = command_line(
-        "step",
-        models=",".join(names_by_model),
-        steps=steps,
-        contestants=",".join(wanted),
-        workers=workers,
+    """Time one training step: Trainer and DataParallel beside DDP and plain PyTorch."""
+    job = StepJob(contestant="", model="", workers=workers, device=device, slow=slow)
+    run = Run("step", out)
+    measure_steps(
+        run,
+        job,
+        read_names("models", models, MODELS),
+        read_names("contestants", contestants, CONTESTANTS),
+        rounds=-(-steps // _KEPT),
     )
-    publish(report_step(results, machine, pace, command), console, out, aims=aims)
+
+
+def measure_steps(
+    run: Run, job: StepJob, models: Sequence[str], names: Sequence[str], *, rounds: int
+) -> None:
+    """Let contestants take turns at one model after the other, and publish the result.
+
+    Args:
+        run: Takes the result.
+        job: All but the contestant and the model.
+        models: Which models.
+        names: Which contestants; those that do not run on the job's device are left out.
+        rounds: Turns of each contestant.
+    """
+    names = [name for name in names if CONTESTANTS[name].runs_on(job.device)]
+    sheets, measured, failures = [], {}, {}
+    for model in models:
+        with run.progress(len(names) * rounds) as show:
+            outcome = compete_at(replace(job, model=model), names, rounds, show)
+        sheets.append(_sheet(replace(job, model=model), outcome))
+        measured[model] = outcome.record()
+        failures.update({f"{name} on {model}": why for name, why in outcome.failures.items()})
+    run.publish(sheets, measured, failures)
+
+
+def compete_at(
+    job: StepJob, names: Sequence[str], rounds: int, show: Callable[[str], None]
+) -> Outcome[str]:
+    """Let contestants take turns at the job's model."""
+    on_cpu = job.device == "cpu"
+    question = _KEPT if on_cpu else job.what.steps
+    with tempfile.TemporaryDirectory() as folder:
+        commands = {name: commands_of(replace(job, contestant=name), folder) for name in names}
+        settle = _WARMUP if on_cpu else 0
+        return compete(commands, {"step": question}, rounds, show, settle=settle)
+
+
+def commands_of(job: StepJob, folder: str) -> list[Command]:
+    """Return the command lines of a contestant, which meets in a folder of its own."""
+    place = Path(folder, f"{job.contestant}-{job.workers}")
+    place.mkdir()
+    known = CONTESTANTS.get(job.contestant)
+    ranks = range(job.workers if known is not None and known.ranks else 1)
+    return [command_of(replace(job, rank=rank, folder=str(place))) for rank in ranks]
+
+
+def _sheet(job: StepJob, outcome: Outcome[str]) -> Sheet:
+    on_cpu = job.device == "cpu"
+    found: dict[str, Sequence[Sequence[float]]] = {}
+    for name in outcome.answers:
+        turns = outcome.answers[name]["step"]
+        found[name] = [[step_s] for turn in turns for step_s in turn] if on_cpu else turns
+    medians = {name: statistics.median(each[0] for each in found[name]) for name in found}
+    plain = medians.get("threads", medians.get("single"))
+    rows: list[tuple[Any, ...]] = []  # Any: a label, then cells
+    for name, median_s in medians.items():
+        title = CONTESTANTS[name].title.format(workers=job.workers)
+        cells: list[float | None] = [1e3 * median_s, 1e3 * min(each[0] for each in found[name])]
+        cells += [ratio(median_s, plain), ratio(median_s, medians.get("ddp"))]
+        if not on_cpu:
+            per_s = job.what.rows * job.what.tokens / median_s
+            call_s, peak = (statistics.median(each[i] for each in found[name]) for i in (1, 2))
+            cells += [per_s, 1e3 * call_s, peak]
+        rows.append((title, *cells))
+    columns = ["median\nms", "min\nms", "÷ plain", "÷ DDP"]
+    columns += [] if on_cpu else ["rows/s or\ntokens/s", "call\nms", "peak\nMiB"]
+    slow = f", one worker {job.slow:g} times as slow" if job.slow > 1 else ""
+    return Sheet(f"{job.model} on {job.workers} × {job.device}{slow}", columns, rows)

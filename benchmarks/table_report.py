@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.machine import Machine
+from benchmarks.old_report import Column, Judged, Report, Row, Sheet
 from benchmarks.panels import Line, Lines
-from benchmarks.report import Column, Judged, Report, Row, Sheet
 from benchmarks.table_tasks import ARRAY_ELEMENTS, COLS, SIZES, TableTask
 
 TITLES = {

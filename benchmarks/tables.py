@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.command import Aims, Out, begin, command_line, progress, read_names
-from benchmarks.report import publish
+from benchmarks.old_report import publish
 from benchmarks.table_contestants import CONTESTANTS, TablesJob, commands_of
 from benchmarks.table_peers import is_there
 from benchmarks.table_report import Seconds, report_tables

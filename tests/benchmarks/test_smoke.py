@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from benchmarks import step as step_module
 from benchmarks.__main__ import BENCHMARKS, app
-from benchmarks.contestants import CONTESTANTS, StepJob, build, by_default, loss_of, select
+from benchmarks.models import MODELS, loss_of
+from benchmarks.step import BY_DEFAULT, CONTESTANTS, StepJob, plain_step
 
 # A contestant's protocol without torch: asked for n steps, its times are 0, 1, …, n-1 seconds.
 STUB = """
@@ -34,23 +35,57 @@ def test_a_benchmark_measures_all_contestants_and_writes_its_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stub = [(sys.executable, "-S", "-c", STUB)]
-    monkeypatch.setattr(step_module, "commands_of", lambda *_, **__: stub)
+    monkeypatch.setattr(step_module, "commands_of", lambda *_: stub)
     result = CliRunner().invoke(app, ["step", "--models=cnn", "--steps=1", f"--out={tmp_path}"])
     assert result.exit_code == 0, result.output
-    measured = json.loads((tmp_path / "step.json").read_text())["measured"]
-    assert list(measured["models"]["cnn"]["seconds_by_round"]) == select(by_default(), "cnn")
-    assert (tmp_path / "step.png").exists()
+    record = json.loads((tmp_path / "step.json").read_text())
+    assert list(record["measured"]["cnn"]) == BY_DEFAULT.split(",")
+    assert all(len(turns["step"][0]) == 3 for turns in record["measured"]["cnn"].values())
+    assert record["machine"]["torch"] == torch.__version__
+
+
+def test_a_contestant_that_fails_is_named_and_the_others_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def commands_of(job: StepJob, _: str) -> list[tuple[str, ...]]:
+        program = "raise SystemExit('no luck')" if job.contestant == "ddp" else STUB
+        return [(sys.executable, "-S", "-c", program)]
+
+    monkeypatch.setattr(step_module, "commands_of", commands_of)
+    words = ["step", "--models=mlp", "--contestants=ddp,trainer", f"--out={tmp_path}"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 1
+    assert "no luck" in result.output
+    record = json.loads((tmp_path / "step.json").read_text())
+    assert list(record["measured"]["mlp"]) == ["trainer"]
+    assert list(record["failures"]) == ["ddp on mlp"]
+
+
+@pytest.mark.parametrize(
+    ("name", "input_shape", "target_shape", "num_parameters"),
+    [
+        ("mlp", (128, 784), (128,), 1_863_690),
+        ("cnn", (64, 3, 32, 32), (64,), 1_070_986),
+        ("gpt", (16, 64), (16, 64), 3_688_936),
+    ],
+)
+def test_the_measured_models_have_the_published_sizes(
+    name: str, input_shape: tuple[int, ...], target_shape: tuple[int, ...], num_parameters: int
+) -> None:
+    module, (inputs, targets) = MODELS[name].make()
+    assert inputs.shape == input_shape
+    assert targets.shape == target_shape
+    assert loss_of(module(inputs), targets).isfinite()
+    assert sum(parameter.numel() for parameter in module.parameters()) == num_parameters
 
 
 @pytest.mark.parametrize("name", ["trainer", "dataparallel"])
 def test_a_contestant_takes_the_step_that_plain_torch_takes(name: str) -> None:
-    plain, (inputs, targets) = build("tiny")
-    loss_of(plain(inputs), targets).backward()
-    torch.optim.SGD(plain.parameters(), lr=0.01).step()
-    module, batch = build("tiny")
-    with CONTESTANTS[name].open(
-        StepJob(contestant=name, model="tiny", workers=2), module, batch
-    ) as step:
+    plain, batch = MODELS["mlp"].make()
+    job = StepJob(contestant=name, model="mlp", workers=2)
+    plain_step(job, plain, batch)()
+    module, batch = MODELS["mlp"].make()
+    with CONTESTANTS[name].open(job, module, batch) as step:
         step()
     for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

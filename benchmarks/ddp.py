@@ -1,0 +1,112 @@
+"""``python -m benchmarks ddp``: our DistributedDataParallel beside torch's, over the same backend.
+
+First the steps are timed. Then the kernel is asked how many bytes the connections of rank 0 receive
+in a step; over phalanx, ranks on one host have none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.contest import Outcome, Step, Turn, compete
+from benchmarks.models import MODELS
+from benchmarks.report import OUT, Out, Run, Sheet, ratio, read_names
+from benchmarks.step import CONTESTANTS, StepJob, commands_of, compete_at
+
+_PEERS = {"gloo": "ddp", "phalanx": "ddp-phalanx"}
+_COUNTED_STEPS = 10
+_BYTES_RECEIVED = struct.Struct("=Q")  # at byte 128 of Linux's struct tcp_info
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountingJob(StepJob):
+    """A rank that is asked how many bytes a step takes."""
+
+    @contextmanager
+    def _turns(self) -> Iterator[Turn]:
+        with self.open() as step:
+            yield lambda number: [_bytes_of(step, number)]
+
+
+def _bytes_of(step: Step, number: int) -> float:
+    """Return the bytes that this rank receives in one of so many steps."""
+    step()
+    before = _received_bytes()
+    for _ in range(number):
+        step()
+    return (_received_bytes() - before) / number
+
+
+def _received_bytes() -> int:
+    """Return what the kernel has received for the TCP connections of this process."""
+    found = 0
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # it is of something else
+            if fd.is_socket():
+                with socket.socket(fileno=os.dup(int(fd.name))) as connection:
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                found += _BYTES_RECEIVED.unpack_from(info, 128)[0]
+    return found
+
+
+def ddp(
+    models: Annotated[
+        str, typer.Option(help="Which models, separated by commas: mlp, cnn, gpt.")
+    ] = "mlp,cnn",
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each contestant.")] = 10,
+    workers: Annotated[int, typer.Option(min=2, help="Ranks.")] = 2,
+    out: Out = OUT,
+) -> None:
+    """Time a step of our DistributedDataParallel beside torch's, and count bytes on the wire."""
+    run = Run("ddp", out)
+    names = [name for name in CONTESTANTS if name in _PEERS.values() or name.startswith("our-ddp-")]
+    names = [name for name in names if workers <= 2 or not name.endswith("-m2")]
+    over_gloo = [name for name in names if "phalanx" not in name]
+    sheets, measured, failures = [], {}, {}
+    for model in read_names("models", models, MODELS):
+        job = StepJob(contestant="", model=model, workers=workers)
+        with run.progress(len(names) * rounds + len(over_gloo)) as show:
+            times = compete_at(job, names, rounds, show)
+            with tempfile.TemporaryDirectory() as folder:
+                commands = {
+                    name: commands_of(CountingJob(**{**asdict(job), "contestant": name}), folder)
+                    for name in over_gloo
+                }
+                sent = compete(commands, {"bytes": _COUNTED_STEPS}, 1, show)
+        sheets.append(_sheet(job, names, times, sent))
+        measured[model] = {"seconds": times.record(), "bytes": sent.record()}
+        found = {**times.failures, **sent.failures}
+        failures.update({f"{name} on {model}": why for name, why in found.items()})
+    run.publish(sheets, measured, failures)
+
+
+def _sheet(job: StepJob, names: Sequence[str], times: Outcome[str], sent: Outcome[str]) -> Sheet:
+    medians = times.medians("step")
+    received = sent.medians("bytes")
+    rows: list[tuple[Any, ...]] = []  # Any: a label, then cells
+    for name in names:
+        peer = _PEERS["phalanx" if "phalanx" in name else "gloo"]
+        median_s, num_bytes = medians.get(name), received.get(name)
+        rows.append(
+            (
+                CONTESTANTS[name].title.format(workers=job.workers),
+                median_s and 1e3 * median_s,
+                ratio(median_s, medians.get(peer)),
+                num_bytes and num_bytes / _MIB,
+                ratio(num_bytes, received.get(peer)),
+            )
+        )
+    columns = ("median\nms", "÷ DDP, same\nbackend", "on the wire\nMiB", "÷ DDP's")
+    return Sheet(f"{job.model}, {job.workers} ranks", columns, rows)
