@@ -20,15 +20,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
+import torch
 
 from phalanx.cluster import Endpoint, Message, tag_of
 from phalanx.cluster.connection import _error_of
-from phalanx.cluster.frames import MAX_TEXT_BYTES, BadFrame, Kind, Stream, described, empty_arrays
+from phalanx.cluster.frames import MAX_TEXT_BYTES, BadFrame, Kind, Stream, described, empty_tensors
 from phalanx.errors import PhalanxError
 from phalanx.ipc import RunDirectory
-from phalanx.tables.host_operations import Operation
 from phalanx.tables.host_server import ServerPage
+from phalanx.tables.remote_part import Operation
 from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.spec import TableSpec
 from tests.chaos import command, server_kills
@@ -56,17 +56,17 @@ def read_everything(num_frames: int, chance: random.Random, progress: Callable[[
     assert spec.rows == ROWS
 
     def read_head(frame: bytes) -> None:
-        _, text_bytes, num_arrays = Message.decode(frame, TAG)
+        _, text_bytes, num_tensors = Message.decode(frame, TAG)
         assert text_bytes <= MAX_TEXT_BYTES
-        assert num_arrays <= 16
+        assert num_tensors <= 16
 
-    def read_arrays(frame: bytes) -> None:
-        arrays = empty_arrays(frame[: len(frame) // 20 * 20], MOST_BYTES)
-        assert sum(array.nbytes for array in arrays) <= MOST_BYTES
+    def read_tensors(frame: bytes) -> None:
+        tensors = empty_tensors(frame[: len(frame) // 20 * 20], MOST_BYTES)
+        assert sum(each.nbytes for each in tensors) <= MOST_BYTES
 
     readers: list[tuple[Callable[[bytes], object], bytes]] = [
-        (read_head, request(Operation.TICK, 3, 1)._replace(text="").encode(TAG)),
-        (read_arrays, b"".join(map(described, ARRAYS[Operation.ADD]))),
+        (read_head, request(Operation.TELL, 3, 1)._replace(text="").encode(TAG)),
+        (read_tensors, b"".join(map(described, TENSORS[Operation.ADD]))),
         (lambda frame: TableSpec.from_mapping(parsed(frame)), SPEC.encode()),
         (lambda frame: _error_of(frame.decode()), ERROR.encode()),
     ]
@@ -115,10 +115,10 @@ SPEC = json.dumps(
 ERROR = json.dumps({"error": "PeerTimeout", "message": "Worker 3 did not come.", "rank": 3})
 
 
-TWO_ROWS = np.array([0, ROWS - 1])
-ARRAYS = {
+TWO_ROWS = torch.tensor([0, ROWS - 1])
+TENSORS = {
     Operation.GET: [TWO_ROWS],
-    Operation.ADD: [TWO_ROWS, np.zeros((2, 1), np.int64)],
+    Operation.ADD: [TWO_ROWS, torch.zeros((2, 1), dtype=torch.int64)],
 }
 
 
@@ -132,13 +132,13 @@ def request(operation: int, worker: int, incarnation: int) -> Message:
         number=int(operation == Operation.ADD),
         timeout_ms=100,
         text="whole",
-        arrays=ARRAYS.get(Operation(operation), []),
+        tensors=TENSORS.get(Operation(operation), []),
     )
 
 
 # --- a server, and good clients beside ------------------------------------------------------------
 
-NOT_ASKED = {"ENTER", "LEAVE", "OPEN", "BARRIER", "FINISH"}
+NOT_ASKED = {"ENTER", "LEAVE", "OPEN", "FINISH"}
 ASKED = [operation for operation in Operation if operation.name not in NOT_ASKED]
 
 
@@ -162,13 +162,14 @@ class Peer:
         self._endpoint = endpoint
         self._session = endpoint.connect(DEADLINE_S)
         self.tag = tag_of(endpoint.run, endpoint.host)
-        enter = request(Operation.ENTER, 0, 0)
-        for client in (1, 2):  # twice, so that its incarnation is not that of a good client
-            args = (CLIENTS, client, 0)
-            self._session.send(enter._replace(args=args))
+        # Twice, so that its incarnation is not that of a good client.
+        for operation in (Operation.ENTER, Operation.LEAVE, Operation.ENTER):
+            incarnation = int(operation == Operation.LEAVE)
+            asked = request(operation, CLIENTS, incarnation)
+            self._session.send(asked._replace(args=(1, 0)))
             answer = self._session.receive(0)
             assert answer.kind == Kind.ANSWER
-        assert answer.args[1] == 2
+        assert answer.args[0] == 2
         self._stream: Stream | None = None
 
     def send(self, content: bytes) -> None:
@@ -206,7 +207,9 @@ def ask_a_server(num_messages: int, chance: random.Random, progress: Callable[[i
         for number in range(num_messages):
             operation = chance.choice(ASKED)
             asked = request(operation, CLIENTS, 2)
-            good = b"".join([asked.encode(peer.tag), *(a.tobytes() for a in asked.arrays)])
+            good = b"".join(
+                [asked.encode(peer.tag), *(each.numpy().tobytes() for each in asked.tensors)]
+            )
             peer.send(mutated(chance, good))
             if number % 1000 == 0:
                 progress(number)

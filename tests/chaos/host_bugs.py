@@ -14,10 +14,9 @@ from phalanx.cluster import RemoteCall
 from phalanx.errors import PeerTimeout
 from phalanx.tables import part, snapshots
 from phalanx.tables import table as table_module
-from phalanx.tables.host_operations import Operation
 from phalanx.tables.host_service import HostService
 from phalanx.tables.part import TablePart
-from phalanx.tables.remote_part import RemoteHost, RemotePart
+from phalanx.tables.remote_part import Operation, RemoteHost, RemotePart
 from phalanx.tables.rounds import Rounds
 from phalanx.tables.router import Router
 
@@ -75,12 +74,12 @@ def stale_accepted() -> None:
 
 def lost_host_awaited() -> None:
     """The workers of a host that is gone count on."""
-    HostService.lose_those_without_session = lambda self: None  # type: ignore[method-assign]
+    HostService.lose_those_without_connection = lambda self: None  # type: ignore[method-assign]
 
 
-def session_stays_broken() -> None:
-    """A worker whose session breaks does not open it again."""
-    RemoteHost._keep_session = lambda self: None  # type: ignore[method-assign]
+def connection_stays_broken() -> None:
+    """A worker whose connection breaks does not open another."""
+    RemoteHost._keep = lambda self: None  # type: ignore[method-assign]
 
 
 def one_at_a_time() -> None:
@@ -160,7 +159,7 @@ BUGS: dict[str, Callable[[], None]] = {
         undone_counts,
         stale_accepted,
         lost_host_awaited,
-        session_stays_broken,
+        connection_stays_broken,
         one_at_a_time,
         written_in_place,
         lost_rows_are_zeros,

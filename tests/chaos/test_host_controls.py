@@ -24,8 +24,8 @@ from phalanx.cluster import Message, Server
 from phalanx.errors import CheckpointError, PeerTimeout, StateError
 from phalanx.ipc import ProcessIdentity, inject, wait_until
 from phalanx.tables import host_server, host_service, part
-from phalanx.tables.host_operations import Operation
 from phalanx.tables.keys import POINTS as NEW_KEYS
+from phalanx.tables.remote_part import Operation, RemoteHost
 from phalanx.tables.snapshots import SNAPSHOT_POINTS
 from tests.chaos.books import Books
 from tests.chaos.host_bugs import BUGS
@@ -263,14 +263,27 @@ def a_holder_is_halted(run: str, bug: str | None, folder: Path) -> None:
             assert worker.get() == 20.0
 
 
+def cut_off(remote: RemoteHost) -> None:
+    """Close all connections to a host, and have none opened again before the next call."""
+
+    def fail(*given: object) -> None:
+        raise StateError("cut off by the test")
+
+    remote._enter = fail  # type: ignore[method-assign]
+    while stream := remote.take_idle():
+        stream.close()
+    assert remote._kept is not None
+    remote._kept.shut()
+
+
 def add_until_refused(parent: Parent) -> None:
     with tables.join(timeout_s=DEADLINE_S) as world:
         table = world.array(4 * NUM_HOSTS, name="t")
         world.barrier()
         if world.worker_id == NUM_HOSTS - 1:
-            for remote in world._worker.remotes:
-                remote._opening.close()  # it is not opened again
-                remote._session.shut()
+            for remote in world.remotes:
+                cut_off(remote)
+            assert parent.hear() == "add"
             try:
                 while True:
                     table.add([1.0], rows=[0])
@@ -295,6 +308,7 @@ def a_worker_is_cut_off(run: str, bug: str | None, folder: Path) -> None:
         for worker in others:  # each host finds it dead by itself
             assert worker.get() == "it is missed"
         before = values_of(others)
+        lost.put("add")
         try:
             refused = lost.get(SHORT_S)
         except AssertionError as exc:
@@ -331,10 +345,11 @@ def a_server_is_killed(run: str, bug: str | None, folder: Path) -> None:
             assert worker.get() == [3.0]
 
 
-def go_on_without_a_host(parent: Parent) -> None:
+def go_on_without_a_host(parent: Parent, host: int) -> None:
     with tables.join(timeout_s=SHORT_S) as world:
         table = world.array(4 * NUM_HOSTS, name="t")
-        others = [0, 1, 4]
+        others = survivors_of(host)
+        first, *_, last = (row for row in range(4 * NUM_HOSTS) if row // 4 != host)
         world.barrier()
         parent.tell("here")
         if world.worker_id not in others:
@@ -346,30 +361,35 @@ def go_on_without_a_host(parent: Parent) -> None:
             raise AssertionError(f"somebody waits for the dead: {exc}") from exc
         # Each host finds out for itself.
         assert wait_until(lambda: world.workers == others, SHORT_S), f"{world.workers} are here"
-        table.add([1.0, 1.0], rows=[0, 4 * NUM_HOSTS - 1])
+        table.add([1.0, 1.0], rows=[first, last])
         world.barrier()
-        parent.tell(table.get([0, 4 * NUM_HOSTS - 1]).tolist())
-        for call in (table.get, lambda: table.add([1.0], rows=[4])):
+        parent.tell(table.get([first, last]).tolist())
+        for call in (table.get, lambda: table.add([1.0], rows=[4 * host])):
             with pytest.raises(PeerTimeout) as caught:
                 call()
             parent.tell(str(caught.value))
 
 
-def a_host_is_killed(run: str, bug: str | None, folder: Path) -> None:
-    with workers(run, 5, go_on_without_a_host, bug) as started:
+def survivors_of(host: int) -> list[int]:
+    return [worker for worker in range(CLIENTS) if worker * NUM_HOSTS // CLIENTS != host]
+
+
+def a_host_is_killed(run: str, bug: str | None, folder: Path, host: int = 1) -> None:
+    with workers(run, CLIENTS, go_on_without_a_host, bug, host) as started:
         for worker in started:
             assert worker.get() == "here"
-        for worker in started[2:4]:
-            worker.kill()
-        kill_server(run, 1)
-        survivors = [started[number] for number in (0, 1, 4)]
+        survivors = [started[number] for number in survivors_of(host)]
+        for worker in started:
+            if worker not in survivors:
+                worker.kill()
+        kill_server(run, host)
         for worker in survivors:
             worker.put("killed")
         for worker in survivors:
-            assert worker.get() == [3.0, 3.0]
+            assert worker.get() == [float(len(survivors))] * 2
             for asked in ("a get", "an add"):
                 told = worker.get()
-                assert told.startswith("Host 1 (")
+                assert told.startswith(f"Host {host} (")
                 assert "(server at 127.0.0.1:" in told
                 assert f"did not answer {asked} of table 't' within 3" in told
 
@@ -572,7 +592,7 @@ SCENES: dict[str, tuple[Scene, str]] = {
     "undone_counts": (a_server_dies_within_an_add, "an add is lost, or there twice"),
     "stale_accepted": (a_worker_is_cut_off, "who was taken for dead w"),
     "lost_host_awaited": (a_host_is_killed, "somebody waits for the dead"),
-    "session_stays_broken": (a_server_is_killed, "a worker that lives counts as lost"),
+    "connection_stays_broken": (a_server_is_killed, "a worker that lives counts as lost"),
     "one_at_a_time": (a_holder_is_halted, "the halted one holds others up"),
     "written_in_place": (a_writer_dies, "half of a snapshot counts"),
     "lost_rows_are_zeros": (a_host_is_lost, "are lost"),
@@ -605,6 +625,11 @@ def test_an_add_counts_once_wherever_the_server_dies(tmp_path, kind, point):
 
 def test_keys_that_were_coming_when_the_server_died_come_once(tmp_path):
     a_server_dies_within_an_add(a_run(), None, tmp_path, "keys", "keys pending")
+
+
+@pytest.mark.parametrize("host", [0, 2])
+def test_whichever_host_is_lost_the_others_meet_at_barriers(tmp_path, host):
+    a_host_is_killed(a_run(), None, tmp_path, host)
 
 
 @pytest.mark.night

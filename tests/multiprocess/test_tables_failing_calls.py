@@ -11,10 +11,12 @@ import torch
 
 from phalanx import tables
 from phalanx.errors import OutOfSpace, UnsupportedError
-from phalanx.ipc import inject, wait_until
+from phalanx.ipc import inject
 from phalanx.tables.remote_part import RemoteHost
 from tests import worlds
-from tests.worlds import DEADLINE_S, HOSTS, in_table_worlds
+from tests.multiprocess.children import Parent
+from tests.multiprocess.hosts import become_worker, run_hosts
+from tests.worlds import DEADLINE_S, HOSTS
 
 pytestmark = pytest.mark.promise("adds-between-hosts-are-kept")
 
@@ -27,7 +29,7 @@ def worlds_end() -> Iterator[None]:
 
 def refuse_once(remote: RemoteHost) -> None:
     """Let the next message of adds to a host be refused."""
-    connection, begin = remote.connection, remote.connection.begin
+    connection, begin = remote, remote.begin
 
     def begin_none(*_: object, **__: object) -> None:
         connection.begin = begin  # type: ignore[method-assign]
@@ -44,8 +46,8 @@ def add_while_this_host_refuses(world: tables.TableGroup) -> list:
     table = world.array(9, torch.int64, name="t")
     world.barrier()
     if world.worker_id == 0:
-        remotes = world._worker.remotes
-        names = [each.connection.endpoint.name for each in remotes]
+        remotes = world.remotes
+        names = [each.endpoint.name for each in remotes]
         done = [f"{name} has done its part of an add of table 't'." for name in names]
         refuse_once(remotes[1])
         with pytest.raises(OutOfSpace, match="refused") as raised:
@@ -66,32 +68,34 @@ def test_an_add_that_fails_says_on_which_hosts_it_was_made(run):
     assert HOSTS.run(add_while_this_host_refuses, run=run) == [here] * 3
 
 
-def join_again_and_again(world: tables.TableGroup) -> None:
-    def left_behind() -> tuple[int, int]:
-        sessions = [each for each in threading.enumerate() if each.name == "phalanx session"]
-        return len(sessions), len(os.listdir("/proc/self/fd"))
-
-    def join_and_close() -> None:
-        with world.thread_worker() as other:
-            same = other.array(6, name="t")
-            same.add(torch.ones(6))
-            assert same.get().min() >= 1.0
-
-    table = world.array(6, name="t")
-    world.barrier()
-    if world.worker_id == world.num_workers - 1:
-        join_and_close()
-        before = left_behind()
-        for _ in range(5):
-            join_and_close()
-        assert wait_until(lambda: left_behind() <= before, DEADLINE_S), left_behind()
-    world.barrier()
-    assert table.get().tolist() == [6.0] * 6
+def join_again_and_again(parent: Parent, given: dict[str, str], *_: object) -> None:
+    become_worker(given)
+    left_behind = []
+    for _ in range(4):
+        with tables.join(timeout_s=DEADLINE_S) as world:
+            table = world.array(6, name="t")
+            table.add(torch.ones(6))
+            world.barrier()
+            assert table.get().tolist() == [3.0] * 6
+            world.barrier()
+        threads = [each.name for each in threading.enumerate() if each.name.startswith("phalanx")]
+        left_behind.append((len(threads), len(os.listdir("/proc/self/fd"))))
+    assert left_behind[-1] <= left_behind[0], left_behind
+    parent.tell((int(given["RANK"]), None))
 
 
-@in_table_worlds(only="hosts")
-def test_who_joins_and_closes_again_and_again_leaves_no_thread_and_no_descriptor(world, n, run):
-    world.run(join_again_and_again, n, run=run)
+def test_who_joins_and_closes_again_and_again_leaves_no_thread_and_no_descriptor(run):
+    run_hosts(3, run, 3, bool, worker=join_again_and_again)
+
+
+def want_a_thread(world: tables.TableGroup) -> str:
+    with pytest.raises(UnsupportedError) as caught:
+        world.thread_worker()
+    return str(caught.value)
+
+
+def test_threads_are_no_workers_on_several_hosts(run):
+    assert all("Start more processes" in each for each in HOSTS.run(want_a_thread, run=run))
 
 
 class Own(tables.Updater):

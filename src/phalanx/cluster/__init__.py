@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from phalanx.cluster.connection import Connection, Endpoint, RemoteCall
-from phalanx.cluster.frames import MAX_ARRAY_BYTES, Array, Message, Stream, tag_of
+from phalanx.cluster.frames import MAX_BYTES, Message, Stream, tag_of
 from phalanx.cluster.secret import Secret, draw_secret, make_secret
 from phalanx.cluster.server import Answer, Server, Service
 
 __all__ = [
-    "MAX_ARRAY_BYTES",
+    "MAX_BYTES",
     "Answer",
-    "Array",
     "Connection",
     "Endpoint",
     "Message",

@@ -16,11 +16,12 @@ import ssl
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from phalanx import errors
 from phalanx.clock import now_s, pause
 from phalanx.cluster.frames import (
-    MAX_ARRAY_BYTES,
-    Array,
+    MAX_BYTES,
     BadFrame,
     Kind,
     Message,
@@ -100,7 +101,7 @@ class RemoteCall:
         message: Message,
         title: str,
         timeout_s: float,
-        out: Sequence[Array] | None,
+        out: Sequence[Tensor] | None,
     ) -> None:
         self.title = title
         self.host = connection.endpoint.name
@@ -121,8 +122,11 @@ class RemoteCall:
         self._stream.set_timeout(remaining_s)
         self._stream.send(self._message)
 
-    def wait(self) -> Message:
-        """Return the answer; the request is sent again where its connection breaks.
+    def wait(self, *, again: bool = True) -> Message:
+        """Return the answer.
+
+        Args:
+            again: Whether to send the request again where its connection breaks.
 
         Raises:
             PeerTimeout: It did not come in time; the error names the host.
@@ -132,7 +136,7 @@ class RemoteCall:
         try:
             while True:
                 try:
-                    if self._stream is None:
+                    if self._stream is None and again:
                         self.send()
                     return self._answer()
                 except PhalanxError:  # some of which are an OSError, too
@@ -140,7 +144,7 @@ class RemoteCall:
                 except (OSError, EOFError) as exc:
                     self.abandon()
                     last = str(exc) or last
-                    if self._remaining_s() <= 0:
+                    if not again or self._remaining_s() <= 0:
                         break
                     pause(min(rest_s, self._remaining_s()))
                     rest_s = min(2 * rest_s, _LONGEST_PAUSE_S)
@@ -156,7 +160,8 @@ class RemoteCall:
         return max(0.0, self._until_s - now_s())
 
     def _answer(self) -> Message:
-        assert self._stream is not None
+        if self._stream is None:
+            raise ConnectionError("the request was not sent")
         self._stream.set_timeout(self._remaining_s() + _LATER_S)
         try:
             answer = self._stream.receive(_LARGEST_ANSWER, self._out)
@@ -211,8 +216,8 @@ class Connection:
         args: tuple[int, ...] = (),
         number: int = 0,
         text: str = "",
-        arrays: Sequence[Array] = (),
-        out: Sequence[Array] | None = None,
+        tensors: Sequence[Tensor] = (),
+        out: Sequence[Tensor] | None = None,
     ) -> RemoteCall:
         """Send a request; the caller has to wait for it, or to abandon it.
 
@@ -223,17 +228,17 @@ class Connection:
             args: As :class:`Message` has it, and so are ``number`` and ``text``.
             number: Of an add.
             text: A name, or JSON.
-            arrays: They must stay as they are until the answer is there.
-            out: Where the answer's arrays go; None where the answer brings them.
+            tensors: They must stay as they are until the answer is there.
+            out: Where the answer's tensors go; None where the answer brings them.
 
         Raises:
-            ConfigError: The arrays are longer than servers take, or the secret is another.
+            ConfigError: The tensors are longer than servers take, or the secret is another.
             StateError: The connection is closed.
         """
-        nbytes = sum(array.nbytes for array in arrays)
-        if nbytes > MAX_ARRAY_BYTES:
+        nbytes = sum(each.nbytes for each in tensors)
+        if nbytes > MAX_BYTES:
             raise ConfigError(
-                f"What is sent to another host at once must be at most {MAX_ARRAY_BYTES} bytes, "
+                f"What is sent to another host at once must be at most {MAX_BYTES} bytes, "
                 f"but {title} has {nbytes}. Make it in parts."
             )
         if self.is_closed:
@@ -247,7 +252,7 @@ class Connection:
             round(1e3 * timeout_s),
             args,
             text,
-            arrays,
+            tensors,
         )
         call = RemoteCall(self, message, title, timeout_s, out)
         try:

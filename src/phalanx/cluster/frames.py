@@ -1,9 +1,9 @@
 """Messages of a connection between a worker and the server of another host.
 
-    message   head │ text │ dtype and shape of each array │ arrays
+    message   head │ text │ dtype and shape of each tensor │ tensors
 
 Everything that a message announces is checked before anything is allocated. No message holds code,
-and nothing in it is unpickled: numbers, names, and arrays of numbers.
+and nothing in it is unpickled: numbers, names, and tensors.
 """
 
 from __future__ import annotations
@@ -17,20 +17,17 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
 from phalanx.clock import now_s
 
-Array = NDArray[Any]
-"""Contiguous, of at most two dimensions."""
-
 MAX_TEXT_BYTES = 16 << 10
-MAX_ARRAY_BYTES = 1 << 30  # of all arrays of a message
-_MAX_ARRAYS = 16
+MAX_BYTES = 1 << 30  # of all tensors of a message
+_MAX_TENSORS = 16
 _HEAD = struct.Struct("<8sHHHHIIqq4q")
 _SHAPE = struct.Struct("<HHqq")
-_DTYPES = tuple(map(np.dtype, ("<f4", "<f8", "<i2", "<i4", "<i8")))
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)
 _MAGIC = b"PHX5"
 _BUFFER_BYTES = 64 << 10
 _NUM_SILENT_PROBES, _PROBE_EVERY_S = 4, 2
@@ -61,7 +58,8 @@ class Message(NamedTuple):
         timeout_ms: How long the server may wait for other workers.
         args: Up to four numbers that the operation reads; four where they have arrived.
         text: A name, or JSON.
-        arrays: What the operation takes or returns.
+        tensors: What the operation takes or returns: contiguous, on the CPU, of at most two
+            dimensions.
     """
 
     kind: int
@@ -72,28 +70,33 @@ class Message(NamedTuple):
     timeout_ms: int = 0
     args: tuple[int, ...] = ()
     text: str = ""
-    arrays: Sequence[Array] = ()
+    tensors: Sequence[Tensor] = ()
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that the server may wait."""
+        return self.timeout_ms * 1e-3
 
     def encode(self, tag: bytes) -> bytes:
-        """Return all of it but the arrays' own bytes."""
+        """Return all of it but the tensors' own bytes."""
         text = self.text.encode()
         head = _HEAD.pack(
             tag,
             self.kind,
             self.operation,
             len(text),
-            len(self.arrays),
+            len(self.tensors),
             self.worker,
             self.timeout_ms,
             self.incarnation,
             self.number,
             *(*self.args, 0, 0, 0, 0)[:4],
         )
-        return b"".join((head, text, *map(described, self.arrays)))
+        return b"".join((head, text, *map(described, self.tensors)))
 
     @classmethod
     def decode(cls, head: bytes, tag: bytes) -> tuple[Message, int, int]:
-        """Read a head; return it, the length of the text, and the number of arrays.
+        """Read a head; return it, the length of the text, and the number of tensors.
 
         Raises:
             BadFrame: It is none, or announces more than is allowed.
@@ -106,44 +109,46 @@ class Message(NamedTuple):
         """
         if len(head) != _HEAD.size:
             raise BadFrame("a head of another length")
-        found, kind, operation, text_bytes, num_arrays, worker, timeout_ms, *rest = _HEAD.unpack(
+        found, kind, operation, text_bytes, num_tensors, worker, timeout_ms, *rest = _HEAD.unpack(
             head
         )
         if found != tag:
             raise BadFrame("no head of this run")
-        if text_bytes > MAX_TEXT_BYTES or num_arrays > _MAX_ARRAYS:
+        if text_bytes > MAX_TEXT_BYTES or num_tensors > _MAX_TENSORS:
             raise BadFrame("more announced than is allowed")
         incarnation, number, *args = rest
         message = cls(kind, operation, worker, incarnation, number, timeout_ms, tuple(args))
-        return message, text_bytes, num_arrays
+        return message, text_bytes, num_tensors
 
 
-def described(array: Array) -> bytes:
-    """Return what a message says of an array."""
-    sizes = (*array.shape, 1, 1)
-    return _SHAPE.pack(_DTYPES.index(array.dtype), array.ndim, sizes[0], sizes[1])
+def described(tensor: Tensor) -> bytes:
+    """Return what a message says of a tensor."""
+    sizes = (*tensor.shape, 1, 1)
+    return _SHAPE.pack(_DTYPES.index(tensor.dtype), tensor.dim(), sizes[0], sizes[1])
 
 
-def empty_arrays(descriptions: bytes, most_bytes: int) -> list[Array]:
-    """Return arrays as they were described, for their bytes.
+def empty_tensors(descriptions: bytes, most_bytes: int) -> list[Tensor]:
+    """Return tensors as they were described, for their bytes.
 
     Raises:
-        BadFrame: There is no such array, or together they are too large.
+        BadFrame: There is no such tensor, or together they are too large.
     """
     kinds, nbytes = [], 0
     for code, num_dims, *sizes in _SHAPE.iter_unpack(descriptions):
         if code >= len(_DTYPES) or num_dims > 2 or min(sizes) < 0:
-            raise BadFrame("an array that is none")
+            raise BadFrame("a tensor that is none")
         dtype, shape = _DTYPES[code], tuple(sizes[:num_dims])
         nbytes += dtype.itemsize * sizes[0] * sizes[1]
         kinds.append((shape, dtype))
     if nbytes > most_bytes or any(max(shape, default=0) > most_bytes for shape, _ in kinds):
         raise BadFrame("more bytes announced than are allowed")
-    return [np.empty(shape, dtype) for shape, dtype in kinds]
+    return [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in kinds]
 
 
-def _bytes_of(arrays: Sequence[Array]) -> list[memoryview]:
-    return [array.data.cast("B") for array in arrays if array.size]
+def _bytes_of(tensors: Sequence[Tensor]) -> list[memoryview]:
+    # numpy has no bfloat16.
+    known = (each.view(torch.int16) if each.dtype is torch.bfloat16 else each for each in tensors)
+    return [each.numpy().data.cast("B") for each in known if each.numel()]
 
 
 def tag_of(run: str, host: int) -> bytes:
@@ -178,37 +183,37 @@ class Stream:
     def send(self, message: Message) -> None:
         """Send a message whole."""
         pieces: list[bytes | memoryview] = [message.encode(self._tag)]
-        pieces += _bytes_of(message.arrays)
+        pieces += _bytes_of(message.tensors)
         if sum(map(len, pieces)) <= _BUFFER_BYTES:
             pieces = [b"".join(pieces)]
         for piece in pieces:
             self._socket.sendall(piece)
 
-    def receive(self, most_bytes: int, out: Sequence[Array] | None = None) -> Message:
+    def receive(self, most_bytes: int, out: Sequence[Tensor] | None = None) -> Message:
         """Wait for a message.
 
         Args:
-            most_bytes: That its arrays may have together.
-            out: Where the arrays of an answer go; None where they are made. Those of an error
+            most_bytes: That its tensors may have together.
+            out: Where the tensors of an answer go; None where they are made. Those of an error
                 are made.
 
         Raises:
-            BadFrame: It is no message of ours, or its arrays are not like those of ``out``.
+            BadFrame: It is no message of ours, or its tensors are not like those of ``out``.
             EOFError: The other side has closed the connection.
         """
-        message, text_bytes, num_arrays = Message.decode(self._read(_HEAD.size), self._tag)
-        rest = self._read(text_bytes + _SHAPE.size * num_arrays)
+        message, text_bytes, num_tensors = Message.decode(self._read(_HEAD.size), self._tag)
+        rest = self._read(text_bytes + _SHAPE.size * num_tensors)
         text, descriptions = rest[:text_bytes], rest[text_bytes:]
         if out is None or message.kind != Kind.ANSWER:
-            arrays: Sequence[Array] = empty_arrays(descriptions, most_bytes)
+            tensors: Sequence[Tensor] = empty_tensors(descriptions, most_bytes)
         elif descriptions != b"".join(map(described, out)):
             raise BadFrame("an answer of another shape")
         else:
-            arrays = out
-        for target in _bytes_of(arrays):
+            tensors = out
+        for target in _bytes_of(tensors):
             self._read_into(target)
         try:
-            return message._replace(text=text.decode(), arrays=arrays)
+            return message._replace(text=text.decode(), tensors=tensors)
         except UnicodeDecodeError as exc:
             raise BadFrame("a text that is none") from exc
 

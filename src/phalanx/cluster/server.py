@@ -1,6 +1,6 @@
 """The end of the network at which a host's server is: takes requests in, sends answers out.
 
-    listener ──► a thread for each connection: TLS ──► head checked ──► arrays, up to a cap ──►
+    listener ──► a thread for each connection: TLS ──► head checked ──► tensors, up to a cap ──►
                  service: answer ──► sent, and the next head
 
 A request that waits, for other workers or for a lock, holds up its own connection alone; so does a
@@ -19,11 +19,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
+from torch import Tensor
+
 from phalanx import errors
 from phalanx.clock import now_s, pause
 from phalanx.cluster.frames import (
-    MAX_ARRAY_BYTES,
-    Array,
+    MAX_BYTES,
     BadFrame,
     Kind,
     Message,
@@ -41,10 +42,10 @@ _LONGEST_ERROR = 4000
 
 
 class Answer(NamedTuple):
-    """An answer of a service: numbers, a text, and contiguous arrays."""
+    """An answer of a service: numbers, a text, and contiguous tensors."""
 
     args: tuple[int, ...] = ()
-    arrays: Sequence[Array] = ()
+    tensors: Sequence[Tensor] = ()
     text: str = ""
 
 
@@ -52,7 +53,7 @@ class Service(Protocol):
     """Requests that a server answers; many threads call its methods."""
 
     def answer(self, asked: Message, stream: Stream) -> Answer:
-        """Do what is asked, and return the answer; its arrays may have any length."""
+        """Do what is asked, and return the answer; its tensors may have any length."""
 
     def ended(self, stream: Stream) -> None:
         """Note that a connection has ended."""
@@ -161,7 +162,7 @@ class Server:
             stream.close()
 
     def _answer_next(self, stream: Stream) -> None:
-        asked = stream.receive(MAX_ARRAY_BYTES)
+        asked = stream.receive(MAX_BYTES)
         if asked.kind != Kind.REQUEST:
             raise BadFrame("no request")
         self._send(stream, self._ask(asked, stream))

@@ -24,6 +24,7 @@ from phalanx.environment import Place
 from phalanx.errors import ConfigError, PeerTimeout
 from phalanx.ipc import ProcessIdentity, Waiting
 from phalanx.tables.host_server import ServerPage, ServerSpec, ServerWatch
+from phalanx.tables.membership import BARRIERS, TICKS
 from phalanx.tables.remote_part import RemoteHost
 from phalanx.tables.run_context import RunContext
 
@@ -81,10 +82,16 @@ def join_hosts(
     _met[run] += 1
     others = [each for each in endpoints if each.host != host]
 
-    def connect() -> list[RemoteHost]:
-        return [RemoteHost(each) for each in others]
+    def connect(worker: int) -> list[RemoteHost]:
+        def clocks() -> tuple[int, int]:
+            clock = context.membership.clock
+            return clock(worker, TICKS), clock(worker, BARRIERS)
 
-    context.has_others(host, len(endpoints), connect, watch.close, store)
+        return [RemoteHost(each, worker, clocks) for each in others]
+
+    context.host, context.num_hosts = host, len(endpoints)
+    context.connect, context.end = connect, watch.close
+    context.store = store  # this process may be the one that serves it
     return context
 
 

@@ -218,7 +218,7 @@ def _wait_until_all_have_left(service: HostService, starter: ProcessIdentity) ->
     idle_since_s = now_s()
     while now_s() - idle_since_s < _most_idle_s(service.membership, starter):
         pause(_LOOK_S)
-        service.lose_those_without_session()
+        service.lose_those_without_connection()
         service.membership.mark_dead(_LOCK_S)
         if service.membership.here():
             idle_since_s = now_s()

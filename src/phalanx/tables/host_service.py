@@ -3,16 +3,15 @@
 A worker of another host is a worker here, too, with the same number: it is on this host's page of
 workers, has its line in every table, and its adds go through the same part and the same logs. So
 rounds, clocks and barriers need to know nothing of the network. What differs: its process is
-elsewhere (`Membership.is_elsewhere`), and lives as long as its session does, a connection that the
-kernel closes when the process dies. A worker whose session is gone and not back within 2 s, or 10 s
-after another server has begun, is dead here. One that is halted is not.
+elsewhere (`Membership.is_elsewhere`), and lives as long as it has a connection, which the kernel
+closes when the process dies. A worker that has none, and none again within 2 s, or 10 s after
+another server has begun, is dead here. One that is halted is not.
 
 A request may come twice. Each that must count once carries what tells a repetition:
 
     add                  a number, which the part keeps with the effect (part.py)
     add of a round       the same number, which the log keeps, too (log.py)
-    tick, arrive         the clock itself
-    barrier              the last one that the worker has passed
+    tell, arrive         the clock itself
     enter                a number of the client's, kept on the page of workers
 """
 
@@ -28,27 +27,24 @@ import torch
 from torch import Tensor
 
 from phalanx.clock import now_s
-from phalanx.cluster import MAX_ARRAY_BYTES, Answer, Message, Stream
+from phalanx.cluster import MAX_BYTES, Answer, Message, Stream
 from phalanx.errors import ConfigError, StateError
 from phalanx.memory import all_within
-from phalanx.tables.host_operations import (
-    Operation,
-    as_array,
-    as_arrays,
-    as_tensor,
-)
-from phalanx.tables.membership import MAX_WORKERS
+from phalanx.tables.membership import BARRIERS, MAX_WORKERS, TICKS
 from phalanx.tables.own_part import OwnPart
 from phalanx.tables.part import Entry
+from phalanx.tables.remote_part import Operation
 from phalanx.tables.row_initializer import Uniform
 from phalanx.tables.run_context import RunContext
 from phalanx.tables.spec import TableSpec
+from phalanx.tables.values import outside
 
 _LOCK_S = 10.0  # a lock is held for microseconds, unless its owner is halted
-_LONGEST_WAIT_S = 1e5
 _BACK_S, _AFTER_A_START_S = 2.0, 10.0
 _INCARNATION_BITS = 40
 _READING = {Operation.GET, Operation.COPY_ALL, Operation.COUNT, Operation.KEYS}
+
+_Kind = tuple[torch.dtype, tuple[int, ...]]
 
 
 class HostService:
@@ -62,17 +58,15 @@ class HostService:
     """
 
     def __init__(self, context: RunContext) -> None:
-        self._context = context
         self.membership = context.membership
+        self._context = context
         self._tables: dict[str, OwnPart] = {}
-        self._mutex = threading.RLock()
-        self._sessions: Counter[tuple[int, int]] = Counter()  # of a worker and incarnation
-        self._broken_s: dict[tuple[int, int], float] = {}  # when that of one was
+        self._mutex = threading.Lock()
+        self._connections: Counter[tuple[int, int]] = Counter()  # of a worker and incarnation
+        self._ended_s: dict[tuple[int, int], float] = {}  # when the last of one did
         self._began_s = now_s()
         self._answers: dict[int, Callable[[Message], Answer]] = {
-            operation: getattr(self, f"_{operation.name.lower()}")
-            for operation in Operation
-            if operation != Operation.ENTER
+            operation: getattr(self, f"_{operation.name.lower()}") for operation in Operation
         }
 
     # --- as a Service -----------------------------------------------------------------------------
@@ -80,12 +74,16 @@ class HostService:
     def answer(self, asked: Message, stream: Stream) -> Answer:
         """Do what is asked."""
         answer = self._answers.get(asked.operation)
-        if asked.operation == Operation.ENTER:
-            return self._enter(asked, stream)
         if answer is None:
             raise ConfigError(f"`operation` must be one of this version, but is {asked.operation}.")
+        if asked.operation == Operation.ENTER and not asked.incarnation:
+            asked = self._admitted(asked)
         if asked.operation not in _READING:
             self._refuse_stale(asked)
+        if stream.session is None:
+            with self._mutex:
+                stream.session = asked.worker, asked.incarnation
+                self._connections[stream.session] += 1
         return answer(asked)
 
     def _refuse_stale(self, asked: Message) -> None:
@@ -97,172 +95,149 @@ class HostService:
                 "or its number is another's by now. What it asked for was not done. Join again."
             )
 
-    # --- workers ----------------------------------------------------------------------------------
-
-    def _enter(self, asked: Message, stream: Stream) -> Answer:
-        number, client, expected, *_ = asked.args
-        with self._mutex:
-            worker = asked.worker
-            if asked.incarnation:  # its session broke
-                self._refuse_stale(asked)
-            else:
-                worker = self.membership.enter(
-                    worker=None if number < 0 else number,
-                    num_expected=expected or None,
-                    timeout_s=_seconds(asked),
-                    client=client or 1,
-                )
-            stream.session = worker, self.membership.incarnation(worker)
-            self._sessions[stream.session] += 1
-        return Answer((*stream.session, self.membership.num_barriers))
-
     def ended(self, stream: Stream) -> None:
-        """Note that a connection has ended; where it was a worker's session, that counts."""
+        """Note that a connection has ended."""
         if stream.session is not None:
             with self._mutex:
-                self._sessions[stream.session] -= 1
-                self._broken_s[stream.session] = now_s()
+                self._connections[stream.session] -= 1
+                self._ended_s[stream.session] = now_s()
 
-    def lose_those_without_session(self) -> None:
-        """Mark workers of other hosts dead whose sessions are gone."""
+    # --- workers ----------------------------------------------------------------------------------
+
+    def lose_those_without_connection(self) -> None:
+        """Mark workers of other hosts dead that have no connection."""
         with self._mutex:
             now, unknown_s = now_s(), self._began_s + _AFTER_A_START_S - _BACK_S
             for worker in filter(self.membership.is_elsewhere, self.membership.here()):
                 key = worker, self.membership.incarnation(worker)
-                if not self._sessions[key] and now > self._broken_s.get(key, unknown_s) + _BACK_S:
-                    self.membership.mark_lost(*key, _LOCK_S)
+                if not self._connections[key] and now > self._ended_s.get(key, unknown_s) + _BACK_S:
+                    self.membership.leave(*key, _LOCK_S, is_lost=True)
+
+    def _admitted(self, asked: Message) -> Message:
+        """Write a worker down, and return what it asked for with its incarnation."""
+        client, num_expected, *_ = asked.args
+        worker, timeout_s = asked.worker, asked.timeout_s
+        self.membership.enter(worker, num_expected or None, timeout_s, client or 1)
+        return asked._replace(incarnation=self.membership.incarnation(worker))
+
+    def _enter(self, asked: Message) -> Answer:
+        self._come_to(asked.worker, *asked.args[2:])
+        return Answer((asked.incarnation,))
 
     def _leave(self, asked: Message) -> Answer:
-        self.membership.leave(asked.worker, asked.incarnation, _seconds(asked))
+        self.membership.leave(asked.worker, asked.incarnation, asked.timeout_s)
         return Answer()
 
-    def _tick(self, asked: Message) -> Answer:
-        self.membership.advance_to(asked.worker, asked.args[0])
+    def _tell(self, asked: Message) -> Answer:
+        self._come_to(asked.worker, *asked.args[:2])
         return Answer()
 
-    def _barrier(self, asked: Message) -> Answer:
-        wait = self.membership.wait_at_barrier
-        return Answer((wait(asked.worker, _seconds(asked), asked.args[0]),))
+    def _come_to(self, worker: int, ticks: int, barriers: int) -> None:
+        self.membership.advance_to(worker, TICKS, ticks)
+        self.membership.advance_to(worker, BARRIERS, barriers)
 
     # --- tables -----------------------------------------------------------------------------------
 
-    def _table(self, name: str) -> OwnPart:
+    def _table(self, asked: Message) -> OwnPart:
         """Return a table's memory; a server that was started again finds it by its name."""
-        found = self._tables.get(name)
-        if found is None:
+        name = asked.text
+        if name not in self._tables:
             spec = self._context.known_spec(name)
             if spec is None:
                 raise StateError(f"Table {name!r} must be opened first, but is not.")
-            found = self._tables[name] = self._context.part(spec, _LOCK_S)
-        return found
-
-    def _part(self, asked: Message) -> Any:  # Any: a `KeyPart` has more methods than a `TablePart`
-        return self._table(asked.text).part
+            self._tables[name] = self._context.part(spec, _LOCK_S)
+        return self._tables[name]
 
     def _open(self, asked: Message) -> Answer:
-        spec, timeout_s = TableSpec.from_mapping(_parsed(asked.text)), _seconds(asked)
+        spec = TableSpec.from_mapping(_parsed(asked.text))
         table = self._tables[spec.name] = self._context.part(spec, _LOCK_S)
-        init = _read_init(asked, spec) if asked.arrays else None
-        if not table.open(asked.worker, init, timeout_s):
-            return Answer((0, 0))
-        return Answer((1, table.rounds.clock_of(asked.worker)))
+        init = _read_init(asked, spec) if asked.tensors else None
+        return Answer((int(table.open(asked.worker, init, asked.timeout_s)),))
 
     def _get(self, asked: Message) -> Answer:
-        table = self._table(asked.text)
+        table = self._table(asked)
         spec = table.spec
-        rows = _rows(asked, spec) if asked.arrays else None
-        num_rows = spec.rows if rows is None else rows.numel()
-        most = max(spec.rows, MAX_ARRAY_BYTES // (spec.cols * spec.dtype.itemsize))
+        rows, num_rows = _rows(asked, spec, 0)
+        most = max(spec.rows, MAX_BYTES // (spec.cols * spec.dtype.itemsize))
         if num_rows > most:
             raise ConfigError(f"A get must be of at most {most} rows, but is of {num_rows}.")
         out = torch.empty((num_rows, spec.cols), dtype=spec.dtype, device="cpu")
-        table.part.read(rows, out, _seconds(asked))
-        return Answer(arrays=[as_array(out)])
+        table.part.read(rows, out, asked.timeout_s)
+        return Answer(tensors=[out])
 
     def _add(self, asked: Message) -> Answer:
         """Make an add, or write it down for a round."""
-        table, round_number = self._table(asked.text), asked.args[0]
-        spec, number = table.spec, _number_of_add(asked)
-        rows = _rows(asked, spec) if len(asked.arrays) > 1 else None
-        shape = (spec.rows if rows is None else rows.numel(), spec.delta_cols)
-        delta = _given(asked, -1, spec.dtype, shape)
+        table, round_number = self._table(asked), asked.args[0]
+        spec = table.spec
+        rows, num_rows = _rows(asked, spec, 1)
+        delta = asked.tensors[-1]
+        _refuse_other([delta], [(spec.dtype, (num_rows, spec.delta_cols))])
+        number = asked.incarnation << _INCARNATION_BITS | asked.number
         entry = Entry(rows, delta, asked.worker, number)
-        if round_number:
-            table.rounds.put(entry, _seconds(asked), round_number)
-        else:
-            table.part.add(entry, _seconds(asked))
+        if not round_number:
+            table.part.add(entry, asked.timeout_s)
+            return Answer()
+        if rows is not None and not (spec.has_keys or all_within(rows, spec.rows, spec.first_row)):
+            raise outside(rows, spec)
+        table.rounds.put(entry, asked.timeout_s, round_number)
         return Answer()
 
     def _arrive(self, asked: Message) -> Answer:
-        self._table(asked.text).rounds.arrive(asked.worker, asked.args[0])
+        self._table(asked).rounds.arrive(asked.worker, asked.args[0])
         return Answer()
 
     def _finish(self, asked: Message) -> Answer:
-        rounds = self._table(asked.text).rounds
-        rounds.finish(rounds.arrive(asked.worker, asked.args[0]), _seconds(asked))
+        rounds = self._table(asked).rounds
+        rounds.finish(rounds.arrive(asked.worker, asked.args[0]), asked.timeout_s)
         return Answer()
 
     def _copy_all(self, asked: Message) -> Answer:
-        return Answer(arrays=as_arrays(self._part(asked).copy_all(_seconds(asked))))
+        return Answer(tensors=self._table(asked).part.copy_all(asked.timeout_s))
 
     def _replace_all(self, asked: Message) -> Answer:
-        spec = self._table(asked.text).spec
-        num_rows = asked.arrays[0].size if spec.has_keys and asked.arrays else spec.rows
-        wanted = spec.parts(num_rows)
-        if len(asked.arrays) != len(wanted):
-            raise ConfigError(
-                f"A restore must have {len(wanted)} arrays, but has {len(asked.arrays)}."
-            )
-        parts = [_given(asked, i, *each) for i, each in enumerate(wanted)]
-        self._part(asked).replace_all(parts, _seconds(asked))
+        table, parts = self._table(asked), list(asked.tensors)
+        num_rows = parts[0].numel() if table.spec.has_keys and parts else table.spec.rows
+        _refuse_other(parts, table.spec.parts(num_rows))
+        table.part.replace_all(parts, asked.timeout_s)
         return Answer()
 
+    def _keys_of(self, asked: Message) -> Any:  # Any: a `KeyPart`
+        table = self._table(asked)
+        if not table.spec.has_keys:
+            raise ConfigError(f"Table {asked.text!r} must have keys, but has rows.")
+        return table.part
+
     def _count(self, asked: Message) -> Answer:
-        part, has_keys = self._part(asked), self._table(asked.text).spec.has_keys
-        return Answer((part.num_keys(_seconds(asked)) if has_keys else 0,))
+        return Answer((self._keys_of(asked).num_keys(asked.timeout_s),))
 
     def _keys(self, asked: Message) -> Answer:
-        if not self._table(asked.text).spec.has_keys:
-            raise ConfigError(f"Table {asked.text!r} must have keys, but has rows.")
-        return Answer(arrays=[as_array(self._part(asked).keys(_seconds(asked)))])
+        return Answer(tensors=[self._keys_of(asked).keys(asked.timeout_s)])
 
 
-def _given(asked: Message, index: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return one of a message's arrays; the dtype and shape of what a peer sends are checked.
+# --- what a peer sends is checked -----------------------------------------------------------------
+
+
+def _refuse_other(found: Any, wanted: list[_Kind]) -> None:
+    """Raise if tensors are of another number, dtype or shape.
 
     Raises:
-        ConfigError: It is of another dtype or shape.
+        ConfigError: They are.
     """
-    wanted = as_array(torch.empty(0, dtype=dtype, device="cpu")).dtype
-    array = asked.arrays[index]
-    if array.dtype != wanted or array.shape != shape:
-        raise ConfigError(
-            f"What is sent must be {dtype} of shape {shape}, but is {array.dtype} of {array.shape}."
-        )
-    return as_tensor(array, dtype)
+    kinds = [(each.dtype, tuple(each.shape)) for each in found]
+    if kinds != wanted:
+        raise ConfigError(f"What is sent must be {wanted}, but is {kinds}.")
 
 
-def _rows(asked: Message, spec: TableSpec) -> Tensor:
-    """Return the rows that a message names first."""
-    rows = _given(asked, 0, torch.int64, (asked.arrays[0].size,))
-    if not spec.has_keys and not all_within(rows, spec.rows, spec.first_row):
-        raise ConfigError(
-            f"`rows` must be within this host's part of table {spec.name!r}, which has "
-            f"{spec.rows} rows from row {spec.first_row} on, but are not."
-        )
-    return rows
-
-
-def _number_of_add(asked: Message) -> int:
-    """Return the number of the add that is asked for, over all incarnations."""
-    most = (1 << _INCARNATION_BITS) - 1
-    if not 1 <= asked.number <= most:
-        raise ConfigError(f"`number` must be 1 to {most} for an add, but is {asked.number}.")
-    return asked.incarnation << _INCARNATION_BITS | asked.number
-
-
-def _seconds(asked: Message) -> float:
-    return min(asked.timeout_ms * 1e-3, _LONGEST_WAIT_S)
+def _rows(asked: Message, spec: TableSpec, num_others: int) -> tuple[Tensor | None, int]:
+    """Return the rows that a message names before other tensors, and how many they are."""
+    num_more = len(asked.tensors) - num_others
+    if num_more not in ((1,) if spec.has_keys else (0, 1)):
+        raise ConfigError(f"Rows, or keys, must be sent, but {len(asked.tensors)} tensors are.")
+    if not num_more:
+        return None, spec.rows
+    rows = asked.tensors[0]
+    _refuse_other([rows], [(torch.int64, (rows.numel(),))])
+    return rows, rows.numel()
 
 
 def _parsed(text: str) -> object:
@@ -274,9 +249,11 @@ def _parsed(text: str) -> object:
 
 def _read_init(asked: Message, spec: TableSpec) -> Tensor | Uniform:
     """Return what a master sends as a table's first values; see `RemotePart.open`."""
-    if len(asked.arrays) > 1:  # a rule for the rows of keys
-        low, high = _given(asked, 0, torch.float64, (2,)).tolist()
-        return Uniform(low, high, seed=int(_given(asked, 1, torch.int64, ())))
-    num_rows = 1 if spec.has_keys else spec.rows
-    shape = (num_rows, spec.cols) if asked.arrays[0].ndim else ()
-    return _given(asked, 0, spec.dtype, shape)
+    first, *others = asked.tensors
+    if others:  # a rule for the rows of keys
+        _refuse_other(asked.tensors, [(torch.float64, (2,)), (torch.int64, ())])
+        low, high = first.tolist()
+        return Uniform(low, high, seed=int(others[0]))
+    shape = (1 if spec.has_keys else spec.rows, spec.cols) if first.dim() else ()
+    _refuse_other([first], [(spec.dtype, shape)])
+    return first

@@ -64,7 +64,7 @@ def join(
         context = RunContext(place.job, create=create)
     try:
         rank, size = (None, num_workers) if place is None else (place.rank, place.size)
-        return TableGroup(context, context.enter(rank, size, timeout_s), mode, timeout_s)
+        return TableGroup(context, rank, size, mode, timeout_s)
     except BaseException:
         context.close(timeout_s)
         raise

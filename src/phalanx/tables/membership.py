@@ -2,14 +2,14 @@
 
     words of 8 bytes, 8 to a line
     line 0       the number of workers expected, 0 if it was not announced | the time of the last
-                 check for dead workers, in ns | the number of barriers that are finished
-    line 1 + w   worker w:  state | pid | start | clock | incarnation | the barrier that it has come
-                 to | the last one that it has passed
+                 check for dead workers, in ns
+    line 1 + w   worker w:  state | pid | start | ticks | barriers | incarnation
     then         the page's lock, and what those who wait sleep on: `changes`
 
-Each worker writes its own line, under the page's lock. Of those who wait, one checks every 10 to
-20 ms whether another has died, and marks it dead. *Awaited* workers are here, or expected and have
-never come.
+The page's lock is held to write a worker's state. Its two clocks are its own to write: how many
+rounds it has ended, and the last barrier that it has come to. Of those who wait, one checks every
+10 to 20 ms whether another has died, and marks it dead. *Awaited* workers are here, or expected and
+have never come.
 
 # Note [Incarnations]
 The number of a dead worker is reused, and, once no fresh number is left, that of one that has left.
@@ -19,6 +19,7 @@ elsewhere (in a round) carries it, so that it never counts for a later worker.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from phalanx.clock import now_s
@@ -29,8 +30,8 @@ from phalanx.plan import check_argument
 MAX_WORKERS = 256
 _LINE = 8
 _LOCK_AT = (1 + MAX_WORKERS) * _LINE * 8
-_EXPECTED, _LOOKED_NS, _BARRIERS = range(3)
-_STATE, _PID, _START, _CLOCK, _INCARNATION, _BARRIER, _PASSED = range(7)
+_EXPECTED, _LOOKED_NS = range(2)
+_STATE, _PID, _START, TICKS, BARRIERS, _INCARNATION = range(6)
 _EMPTY, _HERE, _LEFT, _DEAD = range(4)
 _ELSEWHERE = 0  # in place of the pid of a process on another host
 _LOOK_EVERY_NS = 10_000_000  # less than the time between two looks of one that waits
@@ -42,12 +43,18 @@ class Membership:
     Args:
         region: Of :meth:`needed_bytes`, zeros at first; kept open.
         label: The run, as messages call it.
+
+    Attributes:
+        worker_of: Returns the worker that a process is, if it is exactly one.
+        lock: Of the page.
+        changes: What those who wait for a worker sleep on.
     """
 
     def __init__(self, region: Region, label: str) -> None:
         self._words = region.buffer[:_LOCK_AT].cast("q")
-        rank_of = partial(_worker_of, self._words)  # no method, which would hold the page
-        self.lock = Mutex(region.buffer[_LOCK_AT:], f"membership of {label}", rank_of)
+        # No method, which would hold the page.
+        self.worker_of = partial(_worker_of, self._words)
+        self.lock = Mutex(region.buffer[_LOCK_AT:], f"membership of {label}", self.worker_of)
         self.changes = Changes(region.buffer[_LOCK_AT + Mutex.NBYTES :])
         self._label = label
 
@@ -64,12 +71,7 @@ class Membership:
     # --- coming and going -------------------------------------------------------------------------
 
     def enter(
-        self,
-        *,
-        worker: int | None,
-        num_expected: int | None,
-        timeout_s: float,
-        client: int = 0,
+        self, worker: int | None, num_expected: int | None, timeout_s: float, client: int = 0
     ) -> int:
         """Write a new worker down and return its number.
 
@@ -78,7 +80,7 @@ class Membership:
             num_expected: How many were announced to it.
             timeout_s: How long to wait for the page's lock.
             client: Of a process on another host: a number of its own, by which one that asks again
-                is known. It takes its number over from a worker that was there.
+                is known.
 
         Raises:
             ConfigError: The number is somebody's, there is no free one, or another number of
@@ -87,22 +89,18 @@ class Membership:
         me = ProcessIdentity(_ELSEWHERE, client) if client else ProcessIdentity.current()
         with self.lock.held(timeout_s):
             self._mark_dead()
-            if client:
-                for known in self.here():
-                    if self._process(known) == me:
-                        return known
-                if worker is not None:
-                    self._mark(worker, _DEAD)
             self._announce(num_expected)
             worker = self._free_number() if worker is None else worker
+            if client and worker in self.here() and self._process(worker) == me:
+                return worker
             self._refuse_taken(worker)
             at = self._start_of(worker)
             if self._words[at + _STATE] != _EMPTY or worker >= self.num_expected:
-                # A late worker starts at the clock of the slowest.
-                slowest = min(self.clocks().values(), default=self._words[at + _CLOCK])
-                self._words[at + _CLOCK] = slowest
+                # A late worker starts with the slowest.
+                for clock in (TICKS, BARRIERS):
+                    own = self._words[at + clock]
+                    self._words[at + clock] = min(self.clocks(clock).values(), default=own)
             self._words[at + _INCARNATION] += 1
-            self._words[at + _BARRIER] = self._words[at + _PASSED] = self.num_barriers
             self._words[at + _PID] = me.pid
             self._words[at + _START] = me.start_ticks
             self._words[at + _STATE] = _HERE
@@ -146,12 +144,13 @@ class Membership:
                 "use its group's `thread_worker()`."
             )
 
-    def leave(self, worker: int, incarnation: int, timeout_s: float) -> None:
+    def leave(
+        self, worker: int, incarnation: int, timeout_s: float, *, is_lost: bool = False
+    ) -> None:
         """Stop counting ``worker``, unless its number is another's by now."""
         with self.lock.held(timeout_s):
             if self.is_here(worker, incarnation):
-                self._words[self._start_of(worker) + _STATE] = _LEFT
-                self.changes.tell()
+                self._mark(worker, _DEAD if is_lost else _LEFT)
 
     def mark_dead(self, timeout_s: float) -> None:
         """Mark workers dead whose process is gone, so that nobody waits for them."""
@@ -172,20 +171,12 @@ class Membership:
 
     def _mark_dead(self) -> None:
         for worker in self.here():
-            if not self._has_process(worker):
-                self._mark(worker, _DEAD)
-
-    def mark_lost(self, worker: int, incarnation: int, timeout_s: float) -> None:
-        """Mark a worker of another host dead, unless its number is another's by now."""
-        with self.lock.held(timeout_s):
-            if self.is_here(worker, incarnation):
+            if not (self.is_elsewhere(worker) or self._process(worker).alive()):
                 self._mark(worker, _DEAD)
 
     def _mark(self, worker: int, state: int) -> None:
-        at = self._start_of(worker) + _STATE
-        if self._words[at] == _HERE:
-            self._words[at] = state
-            self.changes.tell()
+        self._words[self._start_of(worker) + _STATE] = state
+        self.changes.tell()
 
     # --- looking ----------------------------------------------------------------------------------
 
@@ -195,11 +186,6 @@ class Membership:
     def _process(self, worker: int) -> ProcessIdentity:
         at = self._start_of(worker)
         return ProcessIdentity(self._words[at + _PID], self._words[at + _START])
-
-    def _has_process(self, worker: int) -> bool:
-        """Tell whether a worker's process lives, or is on another host."""
-        process = self._process(worker)
-        return process.pid == _ELSEWHERE or process.alive()
 
     def _states(self) -> list[int]:
         return self._words[_LINE + _STATE :: _LINE].tolist()
@@ -214,12 +200,7 @@ class Membership:
 
     def awaited(self) -> list[int]:
         """Return the workers that are here, and those expected that never came."""
-        expected = self.num_expected
-        return [
-            worker
-            for worker, state in enumerate(self._states())
-            if state == _HERE or (state == _EMPTY and worker < expected)
-        ]
+        return sorted({*self.here(), *self.expected_missing()})
 
     def expected_missing(self) -> list[int]:
         """Return the workers that are expected and never came."""
@@ -231,17 +212,9 @@ class Membership:
             self.mark_dead(timeout_s)
         return min(self.awaited(), default=worker)
 
-    def num_workers(self) -> int:
-        """Return how many workers count."""
-        return len(self.awaited())
-
     def is_elsewhere(self, worker: int) -> bool:
         """Tell whether the process of ``worker`` is on another host."""
         return self._process(worker).pid == _ELSEWHERE
-
-    def worker_of(self, pid: int) -> int | None:
-        """Return the worker that a process is, if it is exactly one."""
-        return _worker_of(self._words, pid)
 
     def incarnation(self, worker: int) -> int:
         """Return how many workers have had the number, the present one included."""
@@ -252,77 +225,57 @@ class Membership:
         at, words = self._start_of(worker), self._words
         return words[at + _STATE] == _HERE and words[at + _INCARNATION] == incarnation
 
-    # --- clocks -----------------------------------------------------------------------------------
+    # --- clocks and waiting -----------------------------------------------------------------------
 
-    def clock(self, worker: int) -> int:
-        """Return how often ``worker`` has ticked; no table's rounds (rounds.py) count here."""
-        return self._words[self._start_of(worker) + _CLOCK]
+    def clock(self, worker: int, clock: int) -> int:
+        """Return one of the clocks of ``worker``: TICKS or BARRIERS."""
+        return self._words[self._start_of(worker) + clock]
 
-    def clocks(self) -> dict[int, int]:
-        """Return the clock of each awaited worker."""
-        return {worker: self.clock(worker) for worker in self.awaited()}
+    def clocks(self, clock: int) -> dict[int, int]:
+        """Return one of the clocks of each awaited worker."""
+        return {worker: self.clock(worker, clock) for worker in self.awaited()}
 
-    def advance_to(self, worker: int, clock: int) -> None:
-        """Say that ``worker`` has ticked ``clock`` times in all."""
-        at = self._start_of(worker) + _CLOCK
-        self._words[at] = max(self._words[at], clock)
+    def advance_to(self, worker: int, clock: int, number: int) -> None:
+        """Say that ``worker`` has come so far."""
+        at = self._start_of(worker) + clock
+        self._words[at] = max(self._words[at], number)
         self.changes.tell()
 
-    def advance(self, worker: int) -> int:
-        """Count a tick of ``worker``, and return how many that makes."""
-        at = self._start_of(worker) + _CLOCK
-        self._words[at] += 1  # its own word: nobody else writes it
-        self.changes.tell()
-        return self._words[at]
+    def wait_for_clocks(self, clock: int, number: int, timeout_s: float, event: str) -> None:
+        """Wait until all awaited workers have come to ``number``; see :meth:`wait_until`."""
 
-    # --- barriers ---------------------------------------------------------------------------------
+        def has_come(worker: int) -> bool:
+            return self.clock(worker, clock) >= number
 
-    @property
-    def num_barriers(self) -> int:
-        """How many barriers are finished."""
-        return self._words[_BARRIERS]
+        self.wait_until(lambda: all(map(has_come, self.awaited())), timeout_s, event, has_come)
 
-    def wait_at_barrier(self, worker: int, timeout_s: float, passed: int | None = None) -> int:
-        """Come to the worker's next barrier, wait for the others, and return its number, from 1.
-
-        One that a call has given up, or not heard the end of, is the next call's as well.
+    def wait_until(
+        self,
+        ready: Callable[[], bool],
+        timeout_s: float,
+        event: str,
+        has_come: Callable[[int], bool],
+        more: str = "",
+    ) -> None:
+        """Wait until ``ready()``, which a change of others may make true, or their death.
 
         Args:
-            worker: Who comes.
+            ready: Asked whenever something has changed.
             timeout_s: How long to wait.
-            passed: The last barrier that it has passed; None where its line says so.
+            event: What workers come to, as the error calls it.
+            has_come: Tells whether a worker has.
+            more: What else the error says.
 
         Raises:
-            PeerTimeout: Somebody stayed away; ``.rank`` is the first of them.
+            PeerTimeout: Somebody stayed away; ``.rank`` is the first.
         """
-        at = self._start_of(worker)
-        number = 1 + (self._words[at + _PASSED] if passed is None else passed)
-        with self.lock.held(timeout_s):
-            self._words[at + _BARRIER] = number
-            self._finish_barrier(number)
-
-        def look() -> None:
-            if self.look_for_dead(timeout_s):
-                with self.lock.held(timeout_s):
-                    self._finish_barrier(number)
-
-        if not self.changes.wait_until(lambda: self.num_barriers >= number, timeout_s, look):
-            awaited, missing = self.awaited(), self._missing_at(number)
-            late = missing or awaited  # where the last one came just now
+        look = partial(self.look_for_dead, timeout_s)
+        if not self.changes.wait_until(ready, timeout_s, look):
+            awaited = self.awaited()
+            # All, where the last one came just now.
+            late = [each for each in awaited if not has_come(each)] or awaited
             came = [each for each in awaited if each not in late]
-            event = f"barrier {number}"
-            raise late_peers("Worker", late, len(awaited), event, timeout_s, came=came)
-        self._words[at + _PASSED] = number
-        return number
-
-    def _finish_barrier(self, number: int) -> None:
-        if self.num_barriers < number and not self._missing_at(number):
-            self._words[_BARRIERS] = number
-            self.changes.tell()
-
-    def _missing_at(self, number: int) -> list[int]:
-        """Return the awaited workers that have not come to a barrier."""
-        return [w for w in self.awaited() if self._words[self._start_of(w) + _BARRIER] < number]
+            raise late_peers("Worker", late, len(awaited), event, timeout_s, came=came, more=more)
 
 
 def _worker_of(words: memoryview, pid: int) -> int | None:

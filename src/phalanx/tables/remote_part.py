@@ -5,22 +5,17 @@ from __future__ import annotations
 import json
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.cluster import Array, Connection, Endpoint, Message, RemoteCall, Stream
+from phalanx.cluster import Connection, Endpoint, Message, RemoteCall, Stream
 from phalanx.errors import PeerTimeout, PhalanxError
 from phalanx.ipc import Waiting, register_at_fork
-from phalanx.tables.host_operations import (
-    Operation,
-    as_array,
-    as_arrays,
-    as_tensor,
-)
+from phalanx.tables.cut import part_of
 from phalanx.tables.part import Entry
 from phalanx.tables.row_initializer import Uniform
 from phalanx.tables.spec import TableSpec
@@ -28,102 +23,114 @@ from phalanx.tables.spec import TableSpec
 _REOPEN_S = 1.0
 
 
-class RemoteHost:
-    """Another host, as one worker of this one knows it: calls to its server, and a session.
+class Operation(IntEnum):
+    """A request. What each has in its message's numbers, its text and its tensors:
 
-    The session is a connection without calls, by which the server knows that the worker lives: when
-    its process dies, the kernel closes it. Where it breaks, as when the server is killed, it is
-    opened again.
+    text is the table's name; no rows are all rows; answers in brackets.
+    """
+
+    ENTER = 1  # client, number expected, ticks, barriers  [incarnation]
+    LEAVE = 2
+    TELL = 3  # ticks, barriers
+    OPEN = 4  # text: spec  tensors: first values, or a rule's bounds and seed  [done]
+    GET = 5  # tensors: rows  [their values]
+    ADD = 6  # round or 0  number: its own  tensors: rows, delta
+    ARRIVE = 7  # round
+    FINISH = 8  # round
+    COPY_ALL = 9  # [tensors: of a keys table the keys; values, states]
+    REPLACE_ALL = 10  # tensors: as of COPY_ALL
+    COUNT = 11  # [keys]
+    KEYS = 12  # [tensor: keys]
+
+
+class RemoteHost(Connection):
+    """Another host, as one worker of this one knows it.
+
+    The worker counts there as long as it has a connection, which the kernel closes when its process
+    dies. So one is kept without calls, and opened again where it breaks, as when the server is
+    killed. Each new one says how far the worker has come.
 
     Args:
         endpoint: Its server.
-
-    Attributes:
-        host: Its number.
-        connection: To its server.
-        num_barriers: The last barrier there that this worker has passed.
+        worker: The worker.
+        clocks: Returns how far the worker has come: its ticks and barriers.
     """
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self.host = endpoint.host
-        self.connection = Connection(endpoint)
-        self.num_barriers = 0
+    def __init__(
+        self, endpoint: Endpoint, worker: int, clocks: Callable[[], tuple[int, int]]
+    ) -> None:
+        super().__init__(endpoint)
+        self.worker = worker
+        self._clocks = clocks
         self._client = 1 + secrets.randbits(62)
-        self._opening = Connection(endpoint)  # of the session, which no call may take
-        self._session: Stream | None = None
-        self._thread: threading.Thread | None = None
-        register_at_fork(self._forget)
+        self._kept: Stream | None = None
+        self._thread = threading.Thread(target=self._keep, name="phalanx session", daemon=True)
+        register_at_fork(self.forget)
 
-    def enter(self, worker: int | None, num_expected: int | None, timeout_s: float) -> int:
-        """Become a worker there, and return the number.
+    def enter(self, num_expected: int | None, timeout_s: float) -> None:
+        """Become a worker there.
 
         Args:
-            worker: The number, if it is known.
             num_expected: How many workers were announced.
             timeout_s: How long to wait for the server.
         """
-        args = (-1 if worker is None else worker, self._client, num_expected or 0)
-        entered, incarnation, self.num_barriers, _ = self._open_session(timeout_s, args)
-        for each in (self.connection, self._opening):
-            each.worker, each.incarnation = entered, incarnation
-        self._thread = threading.Thread(
-            target=self._keep_session, name="phalanx session", daemon=True
-        )
+        self._enter(num_expected or 0, timeout_s)
         self._thread.start()
-        return entered
 
-    def _open_session(self, timeout_s: float, args: tuple[int, ...] = ()) -> tuple[int, ...]:
-        answer = self._opening.call(Operation.ENTER, "`join`", timeout_s, args=args)
-        self._session = self._opening.take_idle()
-        return answer.args
+    def _enter(self, num_expected: int, timeout_s: float) -> None:
+        told = self._clocks()
+        args = (self._client, num_expected, *told)
+        answer = self.call(Operation.ENTER, "`join`", timeout_s, args=args)
+        self.incarnation = answer.args[0]
+        self._kept = self.take_idle()  # any will do
+        if self._clocks() != told:  # by a thread that has seen no connection
+            self.begin_tell(timeout_s).wait()
 
-    def _keep_session(self) -> None:
-        while not self._opening.is_closed:
+    def _keep(self) -> None:
+        while not self.is_closed:
             try:
-                if self._session is None:
-                    self._open_session(_REOPEN_S)
+                if self._kept is None:
+                    self._enter(0, _REOPEN_S)
                 else:
-                    self._session.wait_for_end()
-                    self._session.close()
-                    self._session = None
+                    self._kept.wait_for_end()
+                    self._kept.close()
+                    self._kept = None
             except PeerTimeout:
                 continue
             except PhalanxError:  # the worker was taken for lost: its next call says so
                 return
 
+    @property
+    def is_reached(self) -> bool:
+        """True where there is a connection; else the next one says how far the worker has come."""
+        return self._kept is not None
+
     def close(self) -> None:
-        """Let go of all connections; the server sees the end of the session."""
-        self._opening.close()
-        session = self._session
-        if session is not None:
-            session.shut()
-        if self._thread is not None:
+        """Let go of all connections; the server sees that the worker is gone."""
+        super().close()
+        kept = self._kept
+        if kept is not None:
+            kept.shut()
+        if self._thread.is_alive():
             self._thread.join(2 * _REOPEN_S)
-        self.connection.close()
 
-    def _forget(self) -> None:
-        """Let go of the session in a forked child, which may outlive the worker."""
-        if self._session is not None:
-            self._session.close()
+    def forget(self) -> None:
+        """Let go of all connections in a forked child, which may outlive the worker."""
+        super().close()
+        if self._kept is not None:
+            self._kept.close()
 
-    def part(self, spec: TableSpec) -> RemotePart:
-        """Return this host's part of a table, as the worker uses it; see `part_of`."""
-        return RemotePart(self, spec)
+    def part(self, spec: TableSpec, num_hosts: int) -> RemotePart:
+        """Return this host's part of a table, as the worker uses it."""
+        return RemotePart(self, part_of(spec, self.endpoint.host, num_hosts))
 
     def leave(self, timeout_s: float) -> None:
         """Stop counting there."""
-        self.connection.call(Operation.LEAVE, "`leave`", timeout_s)
+        self.call(Operation.LEAVE, "`leave`", timeout_s)
 
-    def tick(self, clock: int, timeout_s: float) -> None:
-        """Say that this worker has ticked ``clock`` times in all."""
-        self.connection.call(Operation.TICK, "a tick", timeout_s, args=(clock,))
-
-    def wait_at_barrier(self, timeout_s: float) -> int:
-        """Come to the next barrier there, wait, and return its number."""
-        passed = (self.num_barriers,)
-        answer = self.connection.call(Operation.BARRIER, "a barrier", timeout_s, args=passed)
-        self.num_barriers = answer.args[0]
-        return self.num_barriers
+    def begin_tell(self, timeout_s: float) -> RemoteCall:
+        """Say how far this worker has come."""
+        return self.begin(Operation.TELL, "a tick", timeout_s, args=self._clocks())
 
 
 class RemotePart:
@@ -137,47 +144,42 @@ class RemotePart:
     """
 
     def __init__(self, remote: RemoteHost, spec: TableSpec) -> None:
-        self.remote = remote
         self.spec = spec
+        self._remote = remote
         self._num_adds = 0
         self._title = f"table {spec.name!r}"
 
     def _begin(self, operation: Operation, verb: str, timeout_s: float, **asked: Any) -> RemoteCall:
-        return self.remote.connection.begin(
+        return self._remote.begin(
             operation, f"{verb} of {self._title}", timeout_s, text=self.spec.name, **asked
         )
 
     def _call(self, operation: Operation, verb: str, timeout_s: float, **asked: Any) -> Message:
         return self._begin(operation, verb, timeout_s, **asked).wait()
 
-    def open(self, init: Tensor | Uniform, timeout_s: float) -> int:
-        """Open the part there; return the round that this worker has arrived at.
+    def open(self, init: Tensor | Uniform, timeout_s: float) -> None:
+        """Open the part there.
 
         Args:
             init: What it holds at first: all rows, one number, a row, or a rule. It is sent where
                 this worker turns out to be the one that fills it.
             timeout_s: How long to wait for the worker that does.
         """
-        waiting = Waiting(timeout_s)
+        waiting, title = Waiting(timeout_s), f"the opening of {self._title}"
+        text = json.dumps(self.spec.as_mapping())
+        for tensors in ([], _written(init)):
+            answer = self._remote.call(
+                Operation.OPEN, title, waiting.remaining_s(), text=text, tensors=tensors
+            )
+            if answer.args[0]:
+                return
 
-        def ask(arrays: Sequence[Array]) -> tuple[int, ...]:
-            return self.remote.connection.call(
-                Operation.OPEN,
-                f"the opening of {self._title}",
-                waiting.remaining_s(),
-                text=json.dumps(self.spec.as_mapping()),
-                arrays=arrays,
-            ).args
-
-        is_open, clock, *_ = ask([])
-        return clock if is_open else ask(_written(init))[1]
-
-    # --- reading and changing -----------------------------------------------------------------
+    # --- reading and changing ---------------------------------------------------------------------
 
     def begin_read(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> RemoteCall:
         """Ask for rows of the part, which come into ``out``, a contiguous tensor."""
-        rows_given, target = as_arrays([rows]), [as_array(out)]
-        return self._begin(Operation.GET, "a get", timeout_s, arrays=rows_given, out=target)
+        given = [] if rows is None else [rows]
+        return self._begin(Operation.GET, "a get", timeout_s, tensors=given, out=[out])
 
     def begin_add(self, entry: Entry, timeout_s: float, round_number: int = 0) -> RemoteCall:
         """Send an add, checked; of a worker one at a time.
@@ -188,13 +190,10 @@ class RemotePart:
             round_number: For which round it is written down; 0 to make it.
         """
         self._num_adds += 1
+        given = [each for each in (entry.rows, entry.delta) if each is not None]
+        args, number = (round_number,), self._num_adds
         return self._begin(
-            Operation.ADD,
-            "an add",
-            timeout_s,
-            args=(round_number,),
-            number=self._num_adds,
-            arrays=as_arrays([entry.rows, entry.delta]),
+            Operation.ADD, "an add", timeout_s, args=args, number=number, tensors=given
         )
 
     def begin_arrive(self, number: int, timeout_s: float) -> RemoteCall:
@@ -205,17 +204,15 @@ class RemotePart:
         """Wait for round ``number``."""
         return self._begin(Operation.FINISH, "a get", timeout_s, args=(number,))
 
-    # --- all of it ----------------------------------------------------------------------------
+    # --- all of it --------------------------------------------------------------------------------
 
-    def copy_all(self, timeout_s: float) -> list[Tensor]:
+    def copy_all(self, timeout_s: float) -> Sequence[Tensor]:
         """Return copies of the values and of each state; of a keys table the keys before them."""
-        arrays = self._call(Operation.COPY_ALL, "a snapshot", timeout_s).arrays
-        dtypes = [dtype for dtype, _ in self.spec.parts(0)]
-        return [as_tensor(array, dtype) for array, dtype in zip(arrays, dtypes, strict=True)]
+        return self._call(Operation.COPY_ALL, "a snapshot", timeout_s).tensors
 
     def replace_all(self, parts: list[Tensor], timeout_s: float) -> None:
         """Replace everything by these parts, as :meth:`copy_all` returns them."""
-        self._call(Operation.REPLACE_ALL, "a restore", timeout_s, arrays=as_arrays(parts))
+        self._call(Operation.REPLACE_ALL, "a restore", timeout_s, tensors=parts)
 
     def num_keys(self, timeout_s: float) -> int:
         """Return how many keys there are."""
@@ -223,11 +220,12 @@ class RemotePart:
 
     def keys(self, timeout_s: float) -> Tensor:
         """Return the keys there."""
-        return as_tensor(self._call(Operation.KEYS, "`keys`", timeout_s).arrays[0], torch.int64)
+        return self._call(Operation.KEYS, "`keys`", timeout_s).tensors[0]
 
 
-def _written(init: Tensor | Uniform) -> list[Array]:
+def _written(init: Tensor | Uniform) -> list[Tensor]:
     """Return how first values are sent; see `host_service._read_init`."""
-    if isinstance(init, Uniform):
-        return [np.array([init.low, init.high]), np.array(init.seed)]
-    return [as_array(init)]
+    if not isinstance(init, Uniform):
+        return [init.contiguous()]  # a row of keys may be one number, expanded
+    bounds = torch.tensor([init.low, init.high], dtype=torch.float64, device="cpu")
+    return [bounds, torch.tensor(init.seed, dtype=torch.int64, device="cpu")]

@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 from contextlib import nullcontext
 
-from phalanx.ipc import Mutex, Waiting, late_peers
+from phalanx.ipc import Mutex, Waiting
 from phalanx.tables.log import NUM_LOGS, WorkerLog, first_number
 from phalanx.tables.membership import Membership
 from phalanx.tables.part import Entry, TablePart
@@ -126,20 +126,13 @@ class Rounds:
                 self._apply(number, timeout_s)
             return self._line[APPLIED] >= number
 
-        def look() -> None:
-            self._membership.look_for_dead(timeout_s)
-
-        if not self._membership.changes.wait_until(ready, timeout_s, look):
-            awaited = self._membership.awaited()
-            missing = [each for each in awaited if not self._has(each, number)]
-            raise late_peers(
-                "Worker",
-                missing or awaited,  # where the last one came just now
-                self._membership.num_workers(),
-                f"get {number} of table {self._memory.spec.name!r}",
-                timeout_s,
-                more="In a bulk-synchronous table all workers make the same gets, or leave.",
-            )
+        self._membership.wait_until(
+            ready,
+            timeout_s,
+            f"get {number} of table {self._memory.spec.name!r}",
+            lambda worker: self._has(worker, number),
+            "In a bulk-synchronous table all workers make the same gets, or leave.",
+        )
 
     def _has_all(self, number: int) -> bool:
         """Tell whether all have arrived, by a look at no more workers than it takes."""

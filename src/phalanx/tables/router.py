@@ -19,7 +19,6 @@ from torch import Tensor
 from phalanx.errors import PhalanxError
 from phalanx.ipc import Waiting, fail_point, fail_points
 from phalanx.memory import all_within
-from phalanx.tables.cut import part_of
 from phalanx.tables.own_part import OwnPart
 from phalanx.tables.part import Entry
 from phalanx.tables.spec import TableSpec
@@ -55,10 +54,8 @@ class Router:
         self._part = here.part
         self._cut = here.cut
         self._worker = worker
-        self._others = {
-            remote.host: remote.part(part_of(spec, remote.host, here.cut.num_parts))
-            for remote in remotes
-        }
+        num_hosts = here.cut.num_parts
+        self._others = {each.endpoint.host: each.part(spec, num_hosts) for each in remotes}
         # Held while adds go to other hosts: they are numbered, and taken in the order of their
         # numbers, so that one that comes late is taken for a repetition. Nor may the worker's round
         # change meanwhile.
@@ -81,19 +78,10 @@ class Router:
             PeerTimeout: The master did not open the table; ``.rank`` is its number.
         """
         whole = not isinstance(init, Tensor) or init.dim() == 0 or self.spec.has_keys
-        waiting, here, cut, worker = Waiting(timeout_s), self.here, self._cut, self._worker
-        here.open(worker, init if whole else init[cut.span(cut.own)], timeout_s)
-        clocks = {
-            index: part.open(init if whole else init[cut.span(index)], waiting.remaining_s())
-            for index, part in self._others.items()
-        }
-        if clocks and self.spec.staleness.is_bulk_synchronous:
-            # A worker that comes later finds rounds that are in on one host and not on another.
-            latest = max(here.rounds.clock_of(worker), *clocks.values())
-            here.rounds.arrive(worker, latest)
-            for index, part in self._others.items():
-                if clocks[index] < latest:
-                    part.begin_arrive(latest, waiting.remaining_s()).wait()
+        waiting, cut = Waiting(timeout_s), self._cut
+        self.here.open(self._worker, init if whole else init[cut.span(cut.own)], timeout_s)
+        for index, part in self._others.items():
+            part.open(init if whole else init[cut.span(index)], waiting.remaining_s())
 
     # --- reading ----------------------------------------------------------------------------------
 

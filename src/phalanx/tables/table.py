@@ -13,6 +13,7 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError, PeerTimeout, StateError, UnsupportedError
 from phalanx.tables.last_read import LastRead
+from phalanx.tables.membership import TICKS
 from phalanx.tables.part import Entry
 from phalanx.tables.router import Router
 from phalanx.tables.snapshots import load_parts, save_parts
@@ -221,13 +222,12 @@ class Table:
         return rows
 
     def _wait_for_slow(self) -> None:
-        membership, worker = self._group.membership, self._group.worker_id
-        bound = self._spec.staleness.bound
+        group, bound = self._group, self._spec.staleness.bound
         assert bound is not None
-        if self._seen_clock >= membership.clock(worker) - bound:
-            return
-        self._group._wait_for_slow(self._spec.staleness, f"a get of table {self.name!r}")
-        self._seen_clock = min(membership.clocks().values(), default=0)
+        clock = group.membership.clock(group.worker_id, TICKS) - bound
+        if self._seen_clock < clock and group.is_counted():
+            group.wait_for_slow(clock, f"a get of table {self.name!r}")
+            self._seen_clock = min(group.membership.clocks(TICKS).values(), default=0)
 
     # --- the rest ---------------------------------------------------------------------------------
 

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import threading
 import warnings
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TypedDict, Unpack
 
 import torch
 
-from phalanx.errors import PeerTimeout, StateError
+from phalanx.errors import PeerTimeout, PhalanxError, StateError
 from phalanx.ipc import register_at_fork
-from phalanx.plan import Behind, Staleness, check_argument, say_numbers
+from phalanx.plan import Staleness, check_argument, say_numbers
+from phalanx.tables.membership import BARRIERS, TICKS
+from phalanx.tables.router import Router
 from phalanx.tables.row_initializer import Uniform, read_row_init
-from phalanx.tables.run_context import RunContext, RunWorker
+from phalanx.tables.run_context import RunContext
 from phalanx.tables.spec import TableSpec, read_dtype
 from phalanx.tables.table import KeyTable, Numbers, Table
 from phalanx.tables.updaters import Updater, parse_updater
 from phalanx.tables.values import read_init
 
 _LONGEST_S = 1e6
+_LEAVE_S = 5.0
 _MAX_KEYS = 1 << 30
 
 
@@ -55,10 +58,15 @@ class TableGroup:
     """
 
     def __init__(
-        self, context: RunContext, worker: RunWorker, staleness: Staleness, timeout_s: float
+        self,
+        context: RunContext,
+        worker: int | None,
+        num_expected: int | None,
+        staleness: Staleness,
+        timeout_s: float,
     ) -> None:
         """Not for callers, who have :func:`phalanx.tables.join`."""
-        self.worker_id = worker.number
+        self.worker_id, self.remotes = context.enter(worker, num_expected, timeout_s)
         self.timeout_s = timeout_s
         self.staleness = staleness
         self.run = context.run
@@ -67,7 +75,9 @@ class TableGroup:
         self.left = False
         self.forked = False  # a forked child is not this worker
         self._context = context
-        self._worker = worker
+        self._incarnation = self.membership.incarnation(self.worker_id)
+        self._num_barriers = self.membership.clock(self.worker_id, BARRIERS)
+        self._routers: dict[str, Router] = {}  # one of each table, since it numbers the adds
         self._num_tables = 0
         self._numbering = threading.Lock()
         self._closing = threading.RLock()
@@ -79,7 +89,7 @@ class TableGroup:
     @property
     def num_workers(self) -> int:
         """How many workers are waited for: those here, and those expected that never came."""
-        return self.membership.num_workers()
+        return len(self.membership.awaited())
 
     @property
     def workers(self) -> list[int]:
@@ -107,7 +117,11 @@ class TableGroup:
         self._check_open()
         self._check_counted("barrier")
         timeout_s = self.timeout_s if timeout_s is None else read_seconds(timeout_s)
-        return self._worker.wait_at_barrier(timeout_s)
+        number = self._num_barriers + 1
+        with self._told(BARRIERS, number, timeout_s):
+            self.membership.wait_for_clocks(BARRIERS, number, timeout_s, f"barrier {number}")
+        self._num_barriers = number
+        return number
 
     def tick(self) -> int:
         """End this worker's round; return how many it has ended.
@@ -116,41 +130,48 @@ class TableGroup:
         rounds.
 
         Raises:
-            PeerTimeout: The slowest worker is more than one beyond the bound behind; ``.rank`` is
-                it. The round is ended all the same.
+            PeerTimeout: A worker is more than one beyond the bound behind; ``.rank`` is the first.
+                The round is ended all the same.
 
         Blocks: While this worker is more than one beyond the bound ahead.
         """
         self._check_open()
         self._check_counted("tick")
-        clock = self._worker.tick()
-        if self._tick_bound is not None:
-            self._wait_for_slow(Staleness(self._tick_bound), f"round {clock + 1}", ahead=1)
-        return clock
+        number = self.membership.clock(self.worker_id, TICKS) + 1
+        with self._told(TICKS, number, self.timeout_s):
+            if self._tick_bound is not None:
+                self.wait_for_slow(number - self._tick_bound - 1, f"round {number + 1}")
+        return number
 
-    def _wait_for_slow(self, staleness: Staleness, what: str, *, ahead: int = 0) -> None:
-        """Wait until nobody is further behind this worker than the bound and ``ahead`` rounds.
+    @contextmanager
+    def _told(self, clock: int, number: int, timeout_s: float) -> Iterator[None]:
+        """Say on all hosts how far this worker has come; meanwhile others are waited for."""
+        self.membership.advance_to(self.worker_id, clock, number)
+        reached = [remote for remote in self.remotes if remote.is_reached]
+        calls = [remote.begin_tell(timeout_s) for remote in reached]
+        try:
+            yield
+            for call in calls:
+                with suppress(PeerTimeout):  # the next connection says it
+                    call.wait(again=False)
+        finally:
+            for call in calls:
+                call.abandon()
+
+    def wait_for_slow(self, clock: int, what: str) -> None:
+        """Wait until all workers have ended so many rounds, as ``what`` needs.
 
         Raises:
-            PeerTimeout: The slowest stayed away; ``.rank`` is it.
+            PeerTimeout: A worker stayed away; ``.rank`` is the first.
         """
-        membership = self.membership
-
-        def behind() -> Behind | None:
-            return staleness.waits_for(self.worker_id, membership.clocks(), ahead=ahead)
-
-        look = partial(membership.look_for_dead, self.timeout_s)
-        came = membership.changes.wait_until(lambda: behind() is None, self.timeout_s, look)
-        if not came and (left := behind()):
-            raise PeerTimeout(
-                f"Worker {left.worker} did not come to clock {left.clock} within "
-                f"{self.timeout_s:g} s, as {what} by worker {self.worker_id} needs; it is at clock "
-                f"{membership.clock(left.worker)}. Let it `tick`, or leave.",
-                left.worker,
-            )
+        event = f"clock {clock}, which {what} by worker {self.worker_id} needs,"
+        self.membership.wait_for_clocks(TICKS, clock, self.timeout_s, event)
 
     def thread_worker(self) -> TableGroup:
         """Join the same run as one more worker, for another thread of this process.
+
+        Raises:
+            UnsupportedError: The run is on several hosts.
 
         Example:
             >>> from phalanx.tables import join
@@ -159,8 +180,7 @@ class TableGroup:
             (0, 1, [0, 1])
         """
         self._check_open()
-        worker = self._context.enter(None, None, self.timeout_s)
-        return TableGroup(self._context, worker, self.staleness, self.timeout_s)
+        return TableGroup(self._context, None, None, self.staleness, self.timeout_s)
 
     def leave(self) -> None:
         """Stop counting as a worker: nobody waits for this one any more.
@@ -169,7 +189,10 @@ class TableGroup:
         """
         self.left = True
         if not self.closed and self.is_counted():
-            self._worker.leave(self.timeout_s)
+            self.membership.leave(self.worker_id, self._incarnation, self.timeout_s)
+            for remote in self.remotes:
+                with suppress(PhalanxError):  # one that does not answer finds out by itself
+                    remote.leave(min(self.timeout_s, _LEAVE_S))
 
     def close(self) -> None:
         """Leave and let go of everything; the last one out removes what the run has shared.
@@ -203,11 +226,10 @@ class TableGroup:
                 if not self.forked:
                     self.leave()
             finally:
-                self._let_go()
-
-    def _let_go(self) -> None:
-        self.closed = True
-        self._worker.close(self.timeout_s)
+                self.closed = True
+                for remote in self.remotes:
+                    remote.close()
+                self._context.count_out(self.timeout_s)
 
     def __enter__(self) -> TableGroup:
         return self
@@ -337,7 +359,7 @@ class TableGroup:
                 capacity=capacity,
             )
             first = read_row_init(init, spec) if capacity else read_init(init, spec)
-            storage = self._worker.router(spec, self.timeout_s)
+            storage = self._router(spec)
             storage.open(first, self.timeout_s)
             self._num_tables += name is None
         if spec.staleness.is_bounded:
@@ -345,9 +367,16 @@ class TableGroup:
             self._tick_bound = min(bounds)
         return (KeyTable if capacity else Table)(spec, storage, self)
 
+    def _router(self, spec: TableSpec) -> Router:
+        here = self._context.part(spec, self.timeout_s)
+        if spec.name not in self._routers:
+            self._routers[spec.name] = Router(spec, here, self.worker_id, self.remotes)
+            self._context.routers.add(self._routers[spec.name])
+        return self._routers[spec.name]
+
     def is_counted(self) -> bool:
         """Tell whether this worker has not left; another may have its number since."""
-        return self._worker.is_here
+        return self.membership.is_here(self.worker_id, self._incarnation)
 
     def _note_fork(self) -> None:
         self.forked = True

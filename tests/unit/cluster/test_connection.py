@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,7 +22,7 @@ from phalanx.cluster import (
     server,
     tag_of,
 )
-from phalanx.cluster.frames import MAX_ARRAY_BYTES, Kind, Stream
+from phalanx.cluster.frames import MAX_BYTES, Kind, Stream
 from phalanx.cluster.secret import make_secret
 from phalanx.errors import ConfigError, InternalError, PeerTimeout
 from phalanx.ipc import wait_until
@@ -48,7 +47,7 @@ class Echo:
             raise ConfigError("`x` must be y, but is z.")
         if asked.operation == FAIL:
             raise ZeroDivisionError("with a path /srv/models in it")
-        return Answer((7, 8), asked.arrays, asked.text.upper())
+        return Answer((7, 8), asked.tensors, asked.text.upper())
 
     def ended(self, link: Stream) -> None:
         pass
@@ -94,8 +93,8 @@ def there_and_back(connection: Connection, count: int) -> None:
         "an echo",
         DEADLINE_S,
         text="abc",
-        arrays=[sent.numpy()],
-        out=[back.numpy()],
+        tensors=[sent],
+        out=[back],
     )
     assert (reply.args[:2], reply.text) == ((7, 8), "ABC")
     assert torch.equal(sent, back)
@@ -112,9 +111,9 @@ def test_arrays_of_any_length_come_back(secret, encrypted):
 def test_refusals_are_our_errors_and_faults_tell_nothing_of_the_server(secret):
     with serving(secret) as served:
         connection = served.connect()
-        arrays = [np.zeros(50_000)]
+        given = [torch.zeros(50_000)]
         with pytest.raises(ConfigError, match="`x` must be y, but is z"):
-            connection.call(REFUSE, "a refusal", DEADLINE_S, arrays=arrays)
+            connection.call(REFUSE, "a refusal", DEADLINE_S, tensors=given)
         with pytest.raises(InternalError, match="met a ZeroDivisionError") as caught:
             connection.call(FAIL, "a fault", DEADLINE_S)
         assert "/srv" not in str(caught.value)
@@ -178,7 +177,7 @@ def test_strangers_that_say_nothing_do_not_keep_others_out(secret, monkeypatch):
 def ask_and_read_nothing(served: Served) -> Stream:
     """Return a client whose answer is longer than what the kernel keeps for it."""
     deaf = served.endpoint().connect(DEADLINE_S)
-    deaf.send(Message(Kind.REQUEST, ECHO, arrays=[np.zeros(4 << 20)]))
+    deaf.send(Message(Kind.REQUEST, ECHO, tensors=[torch.zeros(8 << 20)]))
     assert wait_until(lambda: served.echo.answered == [ECHO], DEADLINE_S)
     return deaf
 
@@ -217,17 +216,17 @@ def test_a_client_that_reads_nothing_is_cut_off(monkeypatch, lost_ms):
 
 
 @pytest.mark.parametrize("shape", [(MOST,), (1 << 62, 1 << 62), (0, 1 << 62), (-1,)])
-def test_an_array_that_is_too_large_is_not_made(shape):
-    like = frames.described(np.zeros((1,) * len(shape), np.int64))[:4]
+def test_a_tensor_that_is_too_large_is_not_made(shape):
+    like = frames.described(torch.zeros((1,) * len(shape)))[:4]
     sizes = b"".join(size.to_bytes(8, "little", signed=True) for size in (*shape, 1)[:2])
     with pytest.raises(frames.BadFrame):
-        frames.empty_arrays(like + sizes, MOST)
+        frames.empty_tensors(like + sizes, MOST)
 
 
 def test_what_is_announced_beyond_the_cap_is_not_allocated_and_ends_the_connection():
     with serving(None) as served:
         stream = served.endpoint().connect(DEADLINE_S)
-        many = np.broadcast_to(np.float64(0), MAX_ARRAY_BYTES // 8 + 1)  # takes no memory here
-        stream._socket.sendall(Message(Kind.REQUEST, ECHO, arrays=[many]).encode(TAG))
+        many = torch.zeros(1).expand(MAX_BYTES // 4 + 1)  # takes no memory here
+        stream._socket.sendall(Message(Kind.REQUEST, ECHO, tensors=[many]).encode(TAG))
         stream.wait_for_end()
         assert served.server.num_dropped == 1
