@@ -407,16 +407,13 @@ def whole_number_net() -> nn.Module:
     [
         ({"module": "net"}, "`module` must be an nn.Module, but is 'net'"),
         ({"module": nn.ReLU()}, "`module` must have parameters, but ReLU has none"),
-        ({"module": nn.LazyLinear(3)}, "`weight` must be a dense tensor with memory, but is not"),
-        ({"module": nn.Linear(2, 2, device="meta")}, "`weight` must be a dense .*, but is meta"),
         (
-            {"module": sparse_net()},
-            "`sparse` must be a dense tensor with memory, but is torch.spar",
+            {"module": nn.LazyLinear(3)},
+            "`weight` must be a dense .*, but is UninitializedParameter",
         ),
-        (
-            {"module": whole_number_net()},
-            "`whole` must be of floating point, but is of torch.int64",
-        ),
+        ({"module": nn.Linear(2, 2, device="meta")}, "`weight` must be a dense .*, on meta"),
+        ({"module": sparse_net()}, "`sparse` must be a dense tensor .*, torch.sparse_coo"),
+        ({"module": whole_number_net()}, "`whole` must be a dense .* of torch.int64"),
         ({"world": None}, "`world` must be what `join` returned, but is None"),
         ({"every": 0}, "`every` must be at least 1 step, but is 0"),
         ({"every": 2.5}, "`every` must be a whole number, but is 2.5"),

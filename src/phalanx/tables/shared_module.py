@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,16 +22,15 @@ from torch.nn.parameter import is_lazy
 from phalanx.errors import ConfigError, StateError
 from phalanx.plan import check_argument, read_count
 from phalanx.tables.module_exchange import (
-    FlatTensors,
     ParameterExchange,
     StatisticsExchange,
-    read_outer,
-    split_by_dtype,
+    Tensors,
+    gather,
 )
 from phalanx.tables.snapshots import load_parts
 from phalanx.tables.table import Table
 from phalanx.tables.table_group import TableGroup, read_mode
-from phalanx.tables.updaters import Blend, Nesterov, Sum
+from phalanx.tables.updaters import Blend, Nesterov, Sum, Updater
 
 
 class SharedModule:
@@ -74,8 +72,8 @@ class SharedModule:
     Determinism: Synchronous: all copies have the same bits, whatever the timing; sums go in the
     order of workers. With one worker and no ``outer`` training is plain training, to the bit.
     Collective: Synchronous: all workers construct it, and sync equally often or leave.
-    Moves: Both ways, 4 bytes for each element (8 for float64); it keeps three more copies, and the
-    tables hold two, four with ``outer``.
+    Moves: Both ways, 4 bytes for each element (8 where any is float64); it keeps three more copies,
+    and the tables hold two, four with ``outer``.
 
     Example:
         >>> from phalanx import tables
@@ -111,49 +109,51 @@ class SharedModule:
         check_argument(isinstance(world, TableGroup), "world", "be what `join` returned", world)
         check_argument(merge in ("sum", "mean"), "merge", "be 'sum' or 'mean'", merge)
         check_argument(name != "", "name", "be None or a name", name)
+        if outer == "nesterov":
+            outer = Nesterov(lr=0.7, momentum=0.9)  # arXiv 2311.08105, table 5
+        fits = outer is None or type(outer) is Nesterov
+        check_argument(fits, "outer", "be None, 'nesterov' or `tables.Nesterov(…)`", outer)
+        assert outer is None or isinstance(outer, Nesterov)
         self.module = module
         self.every = read_count("every", every, 1, "step")
         self.merge = merge
-        self.outer = read_outer(outer)
+        self.outer = outer
         self.num_steps = 0
         self.num_syncs = 0
         self._world = world
         self._staleness = read_mode(sync, staleness, world.staleness)
-        self._bound = self._staleness.bound if self._staleness.is_bounded else None
         self._is_torn = False  # whether a sync has begun and not ended
-        self._exchanges = self._open_exchanges(name, *_sort_tensors(module))
+        self._exchanges = self._open_exchanges(name)
         self._receive()
 
-    # --- opening ----------------------------------------------------------------------------------
-
-    def _open(self, flat: FlatTensors, what: str, name: str | None, **options: Any) -> Table:
-        dtype = str(flat.dtype).removeprefix("torch.")
-        return self._world.array(
-            flat.size,
-            flat.dtype,
-            init=flat.gather(),
-            name=None if name is None else f"{name}.{what}.{dtype}",
-            nonfinite="allow",  # looked at before, with the tensor's name
-            **options,
-        )
-
-    def _open_exchanges(
-        self, name: str | None, parameters: list[FlatTensors], statistics: list[FlatTensors]
-    ) -> list[ParameterExchange]:
+    def _open_exchanges(self, name: str | None) -> list[ParameterExchange]:
+        parameters, statistics = _sort_tensors(self.module)
         in_rounds = self._staleness.is_bulk_synchronous
-        mode = {"sync": in_rounds, "staleness": self._bound}
+        # Small changes to narrower floats add up before they are rounded.
+        dtype = torch.float32
+        for tensor in (*parameters.values(), *statistics.values()):
+            dtype = torch.promote_types(dtype, tensor.dtype)
+
+        def open_table(tensors: Tensors, what: str, updater: Updater) -> Table:
+            size = sum(tensor.numel() for tensor in tensors.values())
+            return self._world.array(
+                size,
+                dtype,
+                init=gather(tensors, torch.empty(size, dtype=dtype, device="cpu")),
+                name=name and f"{name}.{what}",
+                nonfinite="allow",  # looked at before, with the tensor's name
+                updater=updater,
+                sync=in_rounds,
+                staleness=self._staleness.bound or None,
+            )
+
         # A round's deltas are merged, others are taken one by one as they come.
         updater = replace(self.outer or Sum(), merge=self.merge if in_rounds else None)
-        downhill, averages = self.outer is not None, self.merge == "mean" and not in_rounds
-        exchanges = []
-        for flat in parameters:
-            table = self._open(flat, "parameters", name, updater=updater, **mode)
-            exchanges.append(ParameterExchange(flat, table, downhill=downhill, averages=averages))
-        for flat in statistics:
-            table = self._open(flat, "statistics", name, updater=Blend(), **mode)
-            exchanges.append(
-                StatisticsExchange(flat, table, downhill=False, averages=not in_rounds)
-            )
+        table = open_table(parameters, "parameters", updater)
+        exchanges = [ParameterExchange(parameters, table)]
+        if statistics:
+            table = open_table(statistics, "statistics", Blend())
+            exchanges.append(StatisticsExchange(statistics, table))
         return exchanges
 
     # --- exchanging -------------------------------------------------------------------------------
@@ -198,9 +198,11 @@ class SharedModule:
         for exchange in self._exchanges:
             exchange.note()
         self._is_torn = True
-        num_workers = world.num_workers
-        for exchange in self._exchanges:
-            exchange.give(num_workers)
+        share = 1.0 if self._staleness.is_bulk_synchronous else 1.0 / world.num_workers
+        factor = share if self.merge == "mean" else 1.0
+        factor = factor if self.outer is None else -factor  # an outer step goes downhill
+        for exchange, each in zip(self._exchanges, (factor, share), strict=False):
+            exchange.give(each)
         if self._staleness.is_bounded:
             world.tick()
         self._receive()
@@ -216,14 +218,14 @@ class SharedModule:
 
     def _find_tensors(self) -> None:
         """Share what the module holds by now under the names of what was shared."""
-        found = [flat for group in _sort_tensors(self.module) for flat in group]
-        if [flat.layout for flat in found] != [each.flat.layout for each in self._exchanges]:
+        found = [tensors for tensors in _sort_tensors(self.module) if tensors]
+        if list(map(_layout, found)) != [_layout(each.tensors) for each in self._exchanges]:
             raise StateError(
                 "`module` must keep the names, shapes and dtypes that it had when it was shared, "
                 "but they have changed. Make another `SharedModule` of it."
             )
-        for exchange, flat in zip(self._exchanges, found, strict=True):
-            exchange.flat = flat
+        for exchange, tensors in zip(self._exchanges, found, strict=True):
+            exchange.tensors = tensors
 
     def _receive(self) -> None:
         # All are asked for before one is waited for: a worker that joins between the rounds of two
@@ -283,19 +285,23 @@ class SharedModule:
         )
 
 
-def _sort_tensors(module: nn.Module) -> tuple[list[FlatTensors], list[FlatTensors]]:
-    """Return parameters and floating-point buffers, each tensor once."""
-    parameters = list(module.named_parameters())
-    known = {id(tensor) for _, tensor in parameters}
-    floating = [item for item in module.named_buffers() if item[1].is_floating_point()]
-    statistics = [item for item in floating if id(item[1]) not in known]
+def _layout(tensors: Tensors) -> list[tuple[str, torch.dtype, torch.Size]]:
+    return [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+
+
+def _sort_tensors(module: nn.Module) -> tuple[Tensors, Tensors]:
+    """Return parameters and floating-point buffers by name, each tensor once."""
+    parameters: Tensors = dict(module.named_parameters())
     if not parameters:
         raise ConfigError(f"`module` must have parameters, but {type(module).__name__} has none.")
-    for name, tensor in (*parameters, *statistics):
-        lazy = is_lazy(tensor)
-        if lazy or tensor.is_meta or tensor.layout is not torch.strided:
-            kind = "not initialised" if lazy else "meta" if tensor.is_meta else str(tensor.layout)
-            raise ConfigError(f"`{name}` must be a dense tensor with memory, but is {kind}.")
-        if not tensor.is_floating_point():
-            raise ConfigError(f"`{name}` must be of floating point, but is of {tensor.dtype}.")
-    return split_by_dtype(parameters), split_by_dtype(statistics)
+    known = {id(tensor) for tensor in parameters.values()}
+    buffers = [item for item in module.named_buffers() if id(item[1]) not in known]
+    statistics = {name: tensor for name, tensor in buffers if tensor.is_floating_point()}
+    for name, tensor in (*parameters.items(), *statistics.items()):
+        is_plain = tensor.layout is torch.strided and tensor.is_floating_point()
+        if is_lazy(tensor) or tensor.is_meta or not is_plain:
+            raise ConfigError(
+                f"`{name}` must be a dense tensor of floating point with memory, but is "
+                f"{type(tensor).__name__} of {tensor.dtype}, {tensor.layout}, on {tensor.device}."
+            )
+    return parameters, statistics
