@@ -65,15 +65,15 @@ class Rounds:
         self._regions = regions
         self._part = part
         self._how = memory.spec.updater.merge
-        self._logs: dict[int, WorkerLog] = {}
+        self._logs: dict[tuple[int, int], WorkerLog] = {}
         self._mutex = threading.Lock()  # threads may share a worker, and so its line
 
-    def _log_of(self, worker: int) -> WorkerLog:
-        log = self._logs.get(worker)
-        if log is None:
-            lock = self._memory.lock_of_log(worker, self._membership.worker_of)
-            log = self._logs[worker] = WorkerLog(self._memory, worker, lock, self._regions)
-        return log
+    def _log_of(self, worker: int, number: int) -> WorkerLog:
+        """Return the log of a worker that holds its adds of round ``number``."""
+        key = worker, number % NUM_LOGS
+        if key not in self._logs:
+            self._logs[key] = WorkerLog(self._memory, *key, self._regions)
+        return self._logs[key]
 
     def enter(self, worker: int, timeout_s: float) -> None:
         """Begin with the round that is open now."""
@@ -90,12 +90,12 @@ class Rounds:
 
         One that comes again may be there already, and its round be in.
         """
-        log = self._log_of(entry.worker)
+        lock = self._memory.lock_of_log(entry.worker, self._membership.worker_of)
         # Where it is not known, no thread of the worker may arrive meanwhile.
-        with log.lock.held(timeout_s), self._mutex if number is None else nullcontext():
+        with lock.held(timeout_s), self._mutex if number is None else nullcontext():
             number = self.clock_of(entry.worker) + 1 if number is None else number
-            if number > self._line[APPLIED]:
-                log.append(entry, number, self._line[APPLIED])
+            if number > (applied := self._line[APPLIED]):
+                self._log_of(entry.worker, number).append(entry, number, applied)
 
     def clock_of(self, worker: int) -> int:
         """Return the last round that ``worker`` has arrived at."""
@@ -162,12 +162,12 @@ class Rounds:
         self._membership.changes.tell()
 
     def _entries(self, number: int) -> list[Entry]:
-        rounds = [self._memory.of_workers(LOGS + 2 * index) for index in range(NUM_LOGS)]
+        rounds = self._memory.of_workers(LOGS + 2 * (number % NUM_LOGS))
         return [
             entry
-            for worker, numbers in enumerate(zip(*rounds, strict=True))
-            if number in numbers
-            for entry in self._log_of(worker).entries(number)
+            for worker, each in enumerate(rounds)
+            if each == number
+            for entry in self._log_of(worker, number).entries(number)
         ]
 
     def _merged(self, entries: list[Entry], number: int) -> list[Entry]:
