@@ -20,13 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.errors import ConfigError
 from phalanx.plan import check_argument, read_whole
 from phalanx.tables.table import Table
 from phalanx.tables.updaters import Sum
 from phalanx.torch_internals import backward_id, call_after_backward
 
-_MODES = ("sum", "mean", "max")
 _Gradients = list[tuple[Tensor, Tensor]]  # rows, and a gradient for each
 
 _pushed: weakref.WeakKeyDictionary[Table, dict[int, _Gradients]] = weakref.WeakKeyDictionary()
@@ -84,33 +82,27 @@ class _Rows(nn.Module):
     def __init__(self, table: Table, padding_idx: int | None) -> None:
         super().__init__()
         check_argument(isinstance(table, Table), "table", "be what `world.matrix` returned", table)
-        if len(table.shape) != 2 or not table.dtype.is_floating_point:
-            raise ConfigError(
-                f"`table` must be a matrix of floating point, but is {table!r}. Open it with "
-                "`world.matrix(rows, cols)`."
-            )
-        if isinstance(table._spec.updater, Sum):
-            raise ConfigError(
-                f"Updater of table {table.name!r} must subtract gradients, but is 'sum', which "
-                'adds them. Open it with `updater="sgd"`, "adagrad" or another.'
-            )
+        spec = table._spec
+        fits = not spec.is_array and spec.dtype.is_floating_point
+        check_argument(fits, "table", "be a matrix of floating point", table)
+        wanted = "have an updater that subtracts gradients, such as 'sgd'"
+        check_argument(not isinstance(spec.updater, Sum), "table", wanted, table)
+        if padding_idx is not None:
+            fits = spec.has_keys or 0 <= read_whole("padding_idx", padding_idx) < spec.rows
+            check_argument(fits, "padding_idx", f"be a row of table {table.name!r}", padding_idx)
         self.table = table
+        self.padding_idx = padding_idx
+        self.embedding_dim = spec.cols
         self._original = weakref.ref(self)  # a replica has it from the module, and so not its own
-        self.padding_idx = _read_padding(padding_idx, table)
         with torch.inference_mode(False):  # else it could not be used outside of it
             self.rows = nn.Parameter(torch.empty(0, device="cpu"))
-
-    @property
-    def embedding_dim(self) -> int:
-        """D, the width of a row."""
-        return self.table.shape[1]
 
     def _pull(self, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the rows (U, D), where each index is in them, and their numbers (U,)."""
         if self._original() is not self:  # each replica would make an update of its own
             raise self.table.copied()
-        if indices.dtype not in (torch.int64, torch.int32):
-            raise ConfigError(f"`indices` must be int64 or int32, but are {indices.dtype}.")
+        fits = indices.dtype in (torch.int64, torch.int32)
+        check_argument(fits, "indices", "be int64 or int32", indices.dtype)
         unique_U, inverse = torch.unique(indices, return_inverse=True)
         unique_U = unique_U.cpu().long()
         rows_UD = self.table.get(unique_U).to(indices.device)
@@ -122,20 +114,7 @@ class _Rows(nn.Module):
 
     def extra_repr(self) -> str:
         """Say which table, and which row has no gradient."""
-        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        return f"{self.table!r}{padding}"
-
-
-def _read_padding(padding_idx: int | None, table: Table) -> int | None:
-    if padding_idx is None:
-        return None
-    row = read_whole("padding_idx", padding_idx)
-    if not table._spec.has_keys and not 0 <= row < table.shape[0]:
-        raise ConfigError(
-            f"`padding_idx` must be a row of table {table.name!r}, 0 to {table.shape[0] - 1}, but "
-            f"is {row}."
-        )
-    return row
+        return f"{self.table!r}, padding_idx={self.padding_idx}"
 
 
 class TableEmbedding(_Rows):
@@ -223,9 +202,10 @@ class TableEmbeddingBag(_Rows):
         include_last_offset: bool = False,
     ) -> None:
         super().__init__(table, padding_idx)
-        check_argument(mode in _MODES, "mode", "be 'sum', 'mean' or 'max'", mode)
+        fits = mode in ("sum", "mean", "max")
+        check_argument(fits, "mode", "be 'sum', 'mean' or 'max'", mode)
         self.mode = mode
-        self.include_last_offset = bool(include_last_offset)
+        self.include_last_offset = include_last_offset
 
     def forward(
         self,
@@ -237,8 +217,6 @@ class TableEmbeddingBag(_Rows):
         rows_UD, inverse, unique_U = self._pull(indices)
         numbers = unique_U.tolist() if self.padding_idx is not None else []
         padding = numbers.index(self.padding_idx) if self.padding_idx in numbers else None
-        if inverse.dim() == 2 and inverse.numel() == 0:  # which torch refuses, without a reason
-            offsets, inverse = inverse.new_zeros(len(inverse)), inverse.view(-1)
         return nn.functional.embedding_bag(
             inverse,
             rows_UD,
@@ -248,7 +226,3 @@ class TableEmbeddingBag(_Rows):
             include_last_offset=self.include_last_offset,
             padding_idx=padding,
         )
-
-    def extra_repr(self) -> str:
-        """Say which table, which row counts for nothing, and how bags are made."""
-        return f"{super().extra_repr()}, mode={self.mode!r}"
