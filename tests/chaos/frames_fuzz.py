@@ -103,7 +103,9 @@ def parsed(frame: bytes) -> object:
 SPEC = json.dumps(
     {
         "name": "fuzzed",
-        "shape": [ROWS, 2],
+        "rows": ROWS,
+        "cols": 2,
+        "is_array": False,
         "capacity": 0,
         "dtype": "float32",
         "updater": {"name": "sum"},

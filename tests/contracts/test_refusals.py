@@ -516,7 +516,7 @@ ROWS: list[Row] = [
     Row(TABLE, lambda t: t.get([1], out=[0]), "`out` must be a tensor"),
     Row(TABLE, lambda t: t.async_get([1]), "bulk-synchronous table", UnsupportedError),
     Row(TABLE, lambda t: t.restore("/nowhere"), "embed", CheckpointError),
-    Row(TABLE, lambda t: t.world.matrix(2, 4, name="embed"), "`(shape|updater)` of table 'embed'"),
+    Row(TABLE, lambda t: t.world.matrix(2, 4, name="embed"), "`(rows|updater)` of table 'embed'"),
     *(
         Row(TABLE, lambda t, options=options: t.world.matrix(**options), match)
         for options, match in (

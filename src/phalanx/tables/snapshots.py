@@ -80,9 +80,6 @@ def load_parts(spec: TableSpec, directory: Path) -> list[Tensor]:
         found = torch.load(path, map_location="cpu", weights_only=True)
         version, table, parts = found["version"], found["table"], list(found["parts"])
         _refuse_other("version", version, _VERSION)
-        mine = spec.as_mapping()
-        for field in ("shape", "dtype"):
-            _refuse_other(field, table[field], mine[field])
         # learning rates and the like may be others
         _refuse_other("updater", table["updater"]["name"], spec.updater.name)
         rows = len(parts[0]) if spec.has_keys else spec.rows

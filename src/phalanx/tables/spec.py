@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 
@@ -60,17 +61,16 @@ class TableSpec:
             "be 1 to 100 letters, digits, dots, dashes and underscores, a letter or digit first"
         )
         check_argument(NAME.fullmatch(str(self.name)) is not None, "name", wanted, self.name)
-        for name, low in (("rows", 0), ("cols", 1), ("first_row", 0)):
+        for name, low in (("rows", 0), ("cols", 1), ("first_row", 0), ("capacity", 0)):
             value = getattr(self, name)
             shown = "size" if self.is_array and name == "rows" else name
             fits = type(value) is int and value >= low
             check_argument(fits, shown, f"be an integer from {low} on", value)
-        if max(self.first_row + self.rows, self.capacity) * self.cols > _MAX_ELEMENTS:
-            told = (
-                f"{self.capacity} rows of {self.cols}" if self.has_keys else f"shape {self.shape}"
-            )
+        count = max(self.first_row + self.rows, self.capacity)
+        if count * self.cols > _MAX_ELEMENTS:
             raise ConfigError(
-                f"A table must have at most {_MAX_ELEMENTS} elements, but has {told}."
+                f"A table must have at most {_MAX_ELEMENTS} elements, but has {count} rows of "
+                f"{self.cols}."
             )
         fits = self.dtype.is_floating_point or self.updater.any_dtype
         wanted = f"be 'sum' for a table of {self.dtype}"
@@ -100,42 +100,27 @@ class TableSpec:
     def as_mapping(self) -> dict[str, object]:
         """Return the spec as JSON holds it, for the other workers, or beside a snapshot."""
         return {
-            "name": self.name,
-            "shape": ["keys", self.cols] if self.has_keys else list(self.shape),
+            **{each.name: getattr(self, each.name) for each in fields(self) if each.init},
             "dtype": str(self.dtype).removeprefix("torch."),
             "updater": self.updater.options(),
             "staleness": self.staleness.bound,
-            "nonfinite": self.nonfinite,
-            "capacity": self.capacity,
-            "first_row": self.first_row,
         }
 
     @classmethod
-    def from_mapping(cls, found: object) -> TableSpec:
+    def from_mapping(cls, found: Any) -> TableSpec:  # Any: from JSON
         """Read what :meth:`as_mapping` returned.
 
         Raises:
             ConfigError: It is no table's.
         """
         try:
-            if not isinstance(found, dict):
-                raise TypeError("it is no mapping")
-            shape, capacity = found["shape"], found["capacity"]
-            return cls(
-                name=found["name"],
-                rows=0 if capacity else shape[0],
-                cols=shape[1] if len(shape) == 2 else 1,
-                is_array=len(shape) == 1,
-                dtype=read_dtype(found["dtype"]),
-                updater=parse_updater(found["updater"]),
-                staleness=Staleness(found["staleness"]),
-                nonfinite=found["nonfinite"],
-                capacity=capacity,
-                first_row=found["first_row"],
-            )
-        except (ValueError, KeyError, TypeError, IndexError) as exc:
-            if isinstance(exc, ConfigError):
-                raise
+            read = {
+                "dtype": read_dtype(found["dtype"]),
+                "updater": parse_updater(found["updater"]),
+                "staleness": Staleness(found["staleness"]),
+            }
+            return cls(**{**found, **read})
+        except (KeyError, TypeError) as exc:
             raise ConfigError(
                 f"A table must be described as tables are, but is by {found!r}."
             ) from exc
@@ -148,10 +133,9 @@ class TableSpec:
         """
         for key, value in self.as_mapping().items():
             if theirs.get(key) != value:
-                given = "rows" if key == "first_row" else key  # as the part of a host begins
                 raise ConfigError(
-                    f"`{given}` of table {self.name!r} must be what its first worker gave, but is "
-                    f"not: `{key}` is {value!r} here, and {theirs.get(key)!r} there."
+                    f"`{key}` of table {self.name!r} must be {theirs.get(key)!r}, as its first "
+                    f"worker gave it, but is {value!r}."
                 )
 
 

@@ -44,7 +44,7 @@ def test_who_has_left_adds_nothing_and_may_read_on(kind):
 @pytest.mark.parametrize(
     ("make", "refused", "told"),
     [
-        (lambda world: world.matrix(2**40, 2**40), ConfigError, "has shape"),
+        (lambda world: world.matrix(2**40, 2**40), ConfigError, f"has {2**40} rows of {2**40}"),
         (lambda world: world.keys(2**40), ConfigError, f"has 1024 rows of {2**40}"),
         (lambda world: world.keys(2**36, capacity=1), OutOfSpace, "needs"),
         (lambda world: world.keys(2**36, capacity=1, init=0.5), OutOfSpace, "needs"),
