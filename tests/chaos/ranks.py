@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ class Case:
         point: Where.
         deed: ``kill`` or ``stop``.
         passing: At the how-manieth passing.
+        after_s: How much later than that.
+        length: Elements of each tensor.
         timeout_s: The group's, from when the victim is ready.
         sabotage: The bug that is planted in the survivors, by its name in `BUGS`.
         hosts: The host that each rank plays to be on; nothing for one host.
@@ -46,6 +49,8 @@ class Case:
     point: str
     deed: str = "kill"
     passing: int = 1
+    after_s: float = 0.0
+    length: int = LENGTH
     timeout_s: float = 60.0
     sabotage: str = ""
     hosts: str = ""
@@ -124,7 +129,7 @@ def told(caught: BaseException | None) -> dict[str, Any]:
 def _take_part(parent: Parent, rank: int, store: str, case: Case) -> dict[str, Any]:
     os.environ["PHALANX_HOST"] = case.hosts[rank] if case.hosts else ""
     join_group(store, rank, SIZE, DEADLINE_S)
-    calls = [Call(case.kind, number, LENGTH, SIZE) for number in range(1 + CALLS)]
+    calls = [Call(case.kind, number, case.length, SIZE) for number in range(1 + CALLS)]
     num_right = 0
     try:
         assert calls.pop(0).is_right(rank)
@@ -164,7 +169,11 @@ def _prepare(parent: Parent, case: Case) -> None:
         left -= 1
         if left == 0:
             parent.tell(time.monotonic())
-            os.kill(os.getpid(), signal.SIGKILL if case.deed == "kill" else signal.SIGSTOP)
+            with_signal = signal.SIGKILL if case.deed == "kill" else signal.SIGSTOP
+            if case.after_s:
+                threading.Timer(case.after_s, os.kill, (os.getpid(), with_signal)).start()
+            else:
+                os.kill(os.getpid(), with_signal)
 
     inject(fault)
 

@@ -79,6 +79,27 @@ def test_who_is_halted_is_named_on_all_hosts_at_the_timeout(troop, victim):
             assert report.rank == victim, report
 
 
+@pytest.mark.parametrize("deed", ["kill", "stop"])
+def test_who_is_hit_while_its_bytes_travel_is_named(troop, deed):
+    case = Case(
+        kind="all_reduce",
+        victim=2,
+        point="exchange begun",
+        passing=2,
+        after_s=0.01,
+        length=5_000_001,
+        deed=deed,
+        timeout_s=20.0 if deed == "kill" else 2.0,
+        hosts=HOSTS,
+    )
+    _, reports = troop.go_through(case)
+    for rank, report in reports.items():
+        if rank != case.victim:
+            errors = ("PeerLost",) if deed == "kill" else ("PeerTimeout", "GroupAborted")
+            assert report.error in errors, report
+            assert report.rank == case.victim, report
+
+
 def test_a_planted_bug_is_noticed(troop):
     case = Case(
         kind="all_reduce",

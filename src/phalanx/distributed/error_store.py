@@ -68,6 +68,14 @@ class ErrorStore:
 
         return _within(_STORE_S, look)
 
+    def say_left(self) -> None:
+        """Say that this rank leaves, and no operation waits for it."""
+        _within(_STORE_S, lambda: self._store.set(f"left/{self._rank}", ""))
+
+    def has_left(self, rank: int) -> bool:
+        """Tell whether ``rank`` has said so."""
+        return bool(_within(_STORE_S, lambda: self._store.check([f"left/{rank}"])))
+
     def _get(self, key: str) -> bytes | None:
         return self._store.get(key) if self._store.check([key]) else None
 

@@ -73,6 +73,11 @@ class Lane:
         _lanes.add(self)
         register_at_fork(self.forget)
 
+    @property
+    def is_idle(self) -> bool:
+        """True if all operations have ended well."""
+        return self._broken is None and not self._operations
+
     def start(self, operation: GroupOperation, *, wait: bool) -> None:
         """Begin ``operation``, and finish it if ``wait``; it keeps a failure under way.
 

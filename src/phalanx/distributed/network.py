@@ -10,6 +10,7 @@ is sent another number of bytes than it takes. So the ranks compare what they ar
 from __future__ import annotations
 
 import datetime
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
@@ -34,6 +35,7 @@ from phalanx.torch_internals import gloo_options
 __all__ = ["MessageWork", "Network", "open_gloo"]
 
 _CUT_TAG = 2**31 - 1  # of a receive that no member answers
+_CHECK_EVERY = 50  # looks for deaths, each after 20 ms
 _REPORT_S = 1.0  # the time that a rank of another host has to report a late rank there
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 _NO_LIMIT = datetime.timedelta(days=1000)
@@ -94,6 +96,7 @@ class Network:
         self._gloo: Gloo | None = gloo
         self.ranks = ranks
         self._rank = pages.names[pages.rank]
+        self.others = [rank for rank in ranks if rank != self._rank]
         self.pages = pages
         self.error_store = error_store
         self.timeout_s = timeout_s
@@ -192,11 +195,37 @@ class Network:
         Args:
             broken: An error ends it, and what was sent need not arrive.
         """
-        if self._gloo is not None:
-            if broken or (self._latest is not None and not self._latest.is_completed()):
-                self._end_waits()
-            gloo, self._gloo = self._gloo, None
-            gloo.abort()
+        if self._gloo is None:
+            return
+        if broken or not self._is_idle():
+            self._end_waits()
+        held, self._gloo = [self._gloo], None
+        held[0].abort()
+        if self._is_idle():
+            held.clear()
+        else:
+            # gloo never ends a wait for bytes of which some have been sent or have come; and its
+            # destructor joins the thread that waits.
+            threading.Thread(target=held.clear, name="phalanx gloo", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise where the connection to a rank has ended that has not left in good order.
+
+        A wait of gloo's does not learn of it where some of its bytes have been sent or have come.
+
+        Raises:
+            PeerError: It has, and to whom.
+        """
+        for rank in self.others:
+            try:
+                self.gloo.recv([torch.empty(1)], self.ranks.index(rank), _CUT_TAG)
+            except RuntimeError:
+                if not self.error_store.has_left(rank):
+                    with self.naming(None):
+                        raise
+
+    def _is_idle(self) -> bool:
+        return self._latest is None or bool(self._latest.is_completed())
 
     def _end_waits(self) -> list[int]:
         """End all waits for others, here and there; return the ranks that were gone before.
@@ -206,14 +235,15 @@ class Network:
         that it has. A wait for a rank that is gone fails at once, and closes nothing; so each is
         waited for.
         """
-        gone = []
-        for index, rank in enumerate(self.ranks):
-            if rank != self._rank and self._gloo is not None:
-                try:
-                    self._gloo.recv([torch.empty(1)], index, _CUT_TAG).wait(_AT_ONCE)
-                except RuntimeError as exc:
-                    if not TIMED_OUT.search(str(exc)):
-                        gone.append(rank)
+        gone: list[int] = []
+        if self._gloo is None:
+            return gone
+        for rank in self.others:
+            try:
+                self._gloo.recv([torch.empty(1)], self.ranks.index(rank), _CUT_TAG).wait(_AT_ONCE)
+            except RuntimeError as exc:
+                if not TIMED_OUT.search(str(exc)):
+                    gone.append(rank)
         return gone
 
 
@@ -226,7 +256,7 @@ class _Collective:
         self._work = work
         self._network = network
         self._number = number
-        self._has_said = False
+        self._num_looks = 0
 
     def advance(self, patience_s: float) -> bool:
         """Wait for so long; tell whether it has ended."""
@@ -241,9 +271,14 @@ class _Collective:
 
     def find_error(self, title: str) -> PeerError | None:
         """Return why it cannot end well, if a rank of this host has died or given up."""
-        if self._number is not None and not self._has_said:
-            self._has_said = True
+        self._num_looks += 1
+        if self._number is not None and self._num_looks == 1:
             self._network.error_store.say_waiting(self._number)
+        if self._num_looks % _CHECK_EVERY == 0:
+            try:
+                self._network.check()
+            except PeerError as exc:
+                return exc
         pages = self._network.pages
         # A rank that has left in good order has ended this operation before.
         here = [rank for rank in pages.others if pages.state_of(rank)[0] != LEFT]
@@ -251,7 +286,8 @@ class _Collective:
 
     def timeout_error(self, title: str, timeout_s: float) -> PeerError:
         """Return the error that names who does not wait here; gloo itself does not say."""
-        store, late = self._network.error_store, None
+        store, ranks = self._network.error_store, self._network.others
+        late = ranks[0] if len(ranks) == 1 else None
         if self._number is not None:
             late = store.find_late(self._network.ranks, self._number)
         return remote_timeout_error(late, store.group_size, title, timeout_s)

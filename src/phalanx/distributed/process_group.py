@@ -450,6 +450,8 @@ class SharedGroup(DescribedGroup):
         """Leave the group. Operations under way fail; messages that were not taken are lost."""
         if not self._closed and not self._lane.forked:
             self._closed = True
+            if self._collectives.num_hosts > 1 and self._lane.is_idle:
+                self._network.error_store.say_left()
             self._lane.close()
             self._kept.clear()
             for network in self._networks:
