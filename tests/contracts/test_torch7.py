@@ -2,12 +2,11 @@
 
 What its containers share with ours is in `test_containers.py`. Every explicit pass is held against
 autograd over a twin in plain PyTorch. Most twins are float64, where sums taken in another order
-differ in the sixteenth digit. A test that `docs/migrating.md` names holds a fault of the originals.
+differ in the sixteenth digit. docs/original_faults.md names the tests of faults of the originals.
 """
 
 from __future__ import annotations
 
-import ast
 import copy
 import itertools
 import pickle
@@ -712,38 +711,6 @@ def test_pinning_a_module_keeps_what_is_shared_or_flat():
 # --- docs/migrating.md ----------------------------------------------------------------------------
 
 PAGE = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
-
-
-def rows_of_bugs():
-    """Return [thread, what went wrong, test] of every row of the page's lists of bugs."""
-    lists = PAGE.partition("## Bugs of the originals, and the test of each")[2].splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lists if "|" in line]
-    return [row for row in rows if row[0] != "thread" and set(row[0]) != {"-"}]
-
-
-def names_of_tests(path):
-    """Return the names of all tests in a file, those in classes as ``Class::test``."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    bodies = [("", tree.body)]
-    bodies += [
-        (f"{node.name}::", node.body) for node in tree.body if isinstance(node, ast.ClassDef)
-    ]
-    return {
-        before + node.name
-        for before, body in bodies
-        for node in body
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-    }
-
-
-def test_every_bug_of_the_page_has_a_test_that_exists():
-    rows = rows_of_bugs()
-    assert len(rows) > 40
-    for thread, fault, test in rows:
-        assert thread.startswith(("https://github.com/", "found in "))
-        assert fault
-        path, _, name = test.partition("::")
-        assert name in names_of_tests(ROOT / path), test
 
 
 def test_the_scripts_of_the_page_train_the_same_weights():

@@ -25,7 +25,6 @@ PAGES = {
     "docs/coming_from.md": r"steps: 6\n\['loss'\]\nsteps: 8\n(.*\n)*.*steps: 6",
     "docs/containers.md": r"(?s)torch.Size\(\[5, 7, 6\]\).*as one process: True",
     "docs/ddp.md": r"(?s)weights: \w+.*accelerate: -?0\.\d+.*fabric: -?0\.\d+.*transformers: \d",
-    "docs/executor_group.md": r"two devices: \[\(2, 3\), \(1, 3\)\]",
     "docs/fault_tolerance.md": r"(?s)worker 0 was ended by SIGKILL.*done: 12.*done: 20",
     "docs/huggingface.md": r"is exp\(loss\): True\n.*\[3, 8, .*\nerror.*: (0\.0e|\d\.\de-0[678])",
     "docs/recipes.md": "(?s)averaged: .*met the others 3 times",
