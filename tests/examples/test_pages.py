@@ -27,8 +27,8 @@ PAGES = {
     "docs/ddp.md": r"(?s)weights: \w+.*accelerate: -?0\.\d+.*fabric: -?0\.\d+.*transformers: \d",
     "docs/fault_tolerance.md": r"(?s)worker 0 was ended by SIGKILL.*done: 12.*done: 20",
     "docs/huggingface.md": r"is exp\(loss\): True\n.*\[3, 8, .*\nerror.*: (0\.0e|\d\.\de-0[678])",
-    "docs/recipes.md": "(?s)averaged: .*met the others 3 times",
     "docs/reproducibility.md": "",
+    "docs/script.md": "",
     "docs/start.md": "",
     "docs/tables.md": r"tensor\(\[1\.0000, 0\.8000, 0\.9000\]\)\n8 syncs",
     "docs/train_command.md": "",
@@ -40,7 +40,6 @@ NEEDS = {
     "docs/huggingface.md": ("transformers",),
 }
 BY_NIGHT = {
-    "docs/recipes.md",  # test_trainer_callbacks.py, test_trainer_moments.py and others
     "docs/ddp.md",  # test_ddp_same_bits.py
     "docs/containers.md",  # test_containers.py and those beside it
 }
