@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx.compat import torch7
 from phalanx.compat.mxnet import DataDesc, DataParallelExecutorGroup
 from tests.contracts.containers import places
 from tests.zoo import twin_of
@@ -154,15 +153,10 @@ def replicas(**options: Any) -> Callable[..., Any]:
     return lambda nets, devices: phalanx.DataParallel(nets[0], devices, **options)
 
 
-def of_a_table(nets: list[nn.Module], devices: list[torch.device]) -> Any:
-    return torch7.DataParallelTable(0).add(nets[0], devices).module
-
-
 REPLICATED = [
     Face("DataParallel", replicas()),
     Face("workloads", replicas(workloads=[2, 5, 9])),
     Face("microbatches", replicas(microbatches=4)),
-    Face("of a DataParallelTable", of_a_table),
 ]
 IN_COLUMNS = [
     Face("ModelParallel", columns(phalanx.ModelParallel), K),
@@ -174,7 +168,7 @@ PLACED = [
 GROUP = Face("executor group", lambda nets, devices: Grouped(nets[0], devices))
 
 
-ON_DEVICE_BY_DAY = (REPLICATED[0], REPLICATED[2], REPLICATED[3], IN_COLUMNS[1], GROUP)
+ON_DEVICE_BY_DAY = (REPLICATED[0], REPLICATED[2], IN_COLUMNS[1], GROUP)
 
 
 def each_of(*faces: Face) -> pytest.MarkDecorator:
