@@ -33,7 +33,7 @@ from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.spec import TableSpec
 from tests.chaos import command, server_kills
 from tests.multiprocess.children import Children, Parent
-from tests.multiprocess.hosts import free_port, variables
+from tests.multiprocess.hosts import free_port, run_on, variables
 
 CLIENTS = 3
 ROWS = 7
@@ -43,7 +43,7 @@ ANSWER_S = 0.2  # of a message that may be half of one
 LIVE_SHARE = 1000  # one in so many goes to a server
 GROWTH_BYTES = 64 << 20
 MOST_BYTES = 1 << 20
-TAG = tag_of("run", 0)
+TAG = tag_of("run")
 
 
 # --- what reads them ------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class Peer:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._session = endpoint.connect(DEADLINE_S)
-        self.tag = tag_of(endpoint.run, endpoint.host)
+        self.tag = tag_of(endpoint.run)
         # Twice, so that its incarnation is not that of a good client.
         for operation in (Operation.ENTER, Operation.LEAVE, Operation.ENTER):
             incarnation = int(operation == Operation.LEAVE)
@@ -199,12 +199,13 @@ def ask_a_server(num_messages: int, chance: random.Random, progress: Callable[[i
         ]
         for client in clients:
             assert client.get() == "here"
-        regions = RunRegions(f"torchrun-{name}-0-0")
+        run = run_on(name, 0)
+        regions = RunRegions(run)
         page = ServerPage(regions, create=False)
         assert page.address is not None
         assert page.server is not None
         server = page.server.pid
-        peer = Peer(Endpoint(0, "Host 0", page.address, f"torchrun-{name}-0", None))
+        peer = Peer(Endpoint(0, "Host 0", page.address, run, None))
         before = resident_bytes(server)
         for number in range(num_messages):
             operation = chance.choice(ASKED)

@@ -33,7 +33,7 @@ from phalanx.tables.run_regions import RunRegions
 from tests.chaos import command
 from tests.chaos.books import Books
 from tests.multiprocess.children import Child, Children, Parent, wait_for_exit
-from tests.multiprocess.hosts import become_worker, free_port, variables
+from tests.multiprocess.hosts import become_worker, free_port, run_on, variables
 from tests.run_directories import wait_until_removed
 
 HOSTS = 3
@@ -118,14 +118,15 @@ class Result:
 class Target:
     """A host's server, as the one who kills it sees it."""
 
-    def __init__(self, cluster: str, host: int, secret: Secret) -> None:
+    def __init__(self, name: str, host: int, secret: Secret) -> None:
         self.host = host
-        self._regions = RunRegions(f"{cluster}-{host}")
+        run = run_on(name, host)
+        self._regions = RunRegions(run)
         self._page = ServerPage(self._regions, create=False)
         address = self._page.address
         assert address is not None
         tls = secret.tls(server=False)
-        endpoint = Endpoint(host, f"Host {host}", address, cluster, tls)
+        endpoint = Endpoint(host, f"Host {host}", address, run, tls)
         self._connection = Connection(endpoint)
         self.ask()
 
@@ -171,7 +172,7 @@ def soak(kills: int, seed: int, progress: command.Progress = lambda _: None) -> 
     name = f"kills{os.getpid()}-{next(_numbers)}"
     with tempfile.TemporaryDirectory() as folder, clients_on_hosts(name, Path(folder)) as clients:
         secret = Secret.read(Path(folder) / "secret")
-        targets = [Target(f"torchrun-{name}-0", host, secret) for host in range(HOSTS)]
+        targets = [Target(name, host, secret) for host in range(HOSTS)]
         began = time.perf_counter()
         for number in range(1, kills + 1):
             threading.Event().wait(draw.uniform(0.0, LONGEST_GAP_S))

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from signal import SIGKILL, SIGSTOP
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from phalanx import tables
 from phalanx.cluster import Message, Server
 from phalanx.errors import CheckpointError, PeerTimeout, StateError
 from phalanx.ipc import ProcessIdentity, inject, wait_until
-from phalanx.tables import host_server, host_service, part
+from phalanx.tables import host_rendezvous, host_service, part
 from phalanx.tables.keys import POINTS as NEW_KEYS
 from phalanx.tables.remote_part import Operation, RemoteHost
 from phalanx.tables.snapshots import SNAPSHOT_POINTS
@@ -150,9 +151,9 @@ def answers_are_lost(run: str, bug: str | None, folder: Path) -> None:
 
 def die_in_first_server(dies_at: str, died: Path) -> None:
     """Let the first server that this process forks die when its second add passes ``dies_at``."""
-    serve = host_server.serve
+    serve = host_rendezvous.serve
 
-    def serve_and_die(spec: host_server.ServerSpec) -> None:
+    def serve_and_die(*given: Any) -> None:
         adds_begun = 0
 
         def fault(point: str, worker: int) -> None:
@@ -164,9 +165,9 @@ def die_in_first_server(dies_at: str, died: Path) -> None:
 
         if not died.exists():
             inject(fault)
-        serve(spec)
+        serve(*given)
 
-    host_server.serve = serve_and_die
+    host_rendezvous.serve = serve_and_die
 
 
 def add_to_host_1(parent: Parent, folder: Path, kind: str, point: str) -> None:

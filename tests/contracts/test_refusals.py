@@ -543,7 +543,6 @@ ROWS: list[Row] = [
     Row(NOTHING, lambda _: tables.join(timeout_s=-1), "`timeout_s` must be seconds from 0"),
     Row(NOTHING, lambda _: tables.join(num_workers=0), "`num_workers` must be 1 to"),
     Row(NOTHING, lambda _: tables.join("a b"), "`run` must be 1 to 100 letters"),
-    Row(NOTHING, lambda _: tables.join("nobody-here", create=False), "begun", StateError),
 ]
 
 

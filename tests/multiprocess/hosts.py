@@ -6,11 +6,13 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from unittest.mock import patch
 
 import torch
 
 from phalanx import tables
-from phalanx.tables import host_server
+from phalanx.distributed import this_host
+from phalanx.tables import host_rendezvous, host_server
 from phalanx.tables.run_regions import RunRegions
 from tests.multiprocess.children import Parent, ReusedChildren, wait_for_exit
 from tests.multiprocess.networks import Networks, enter
@@ -65,9 +67,15 @@ def _worker(parent: Parent, given: dict[str, str], body: Callable, how: dict) ->
         parent.tell((world.worker_id, result))
 
 
+def run_on(run: str, host: int) -> str:
+    """Return what a run is called on a host that this machine simulates."""
+    with patch.dict(os.environ, PHALANX_HOST=f"host-{host}"):
+        return host_rendezvous.run_on(this_host(), f"torchrun-{run}-0")
+
+
 def kill_server(run: str, host: int) -> None:
     """Kill the server of a host, if it has one, and return when it has ended."""
-    regions = RunRegions(f"torchrun-{run}-0-{host}")
+    regions = RunRegions(run_on(run, host))
     server = host_server.ServerPage(regions).server
     if server is not None and server.alive():
         os.kill(server.pid, signal.SIGKILL)

@@ -20,7 +20,7 @@ from phalanx.tables.host_server import ServerPage
 from phalanx.tables.remote_part import Operation
 from phalanx.tables.run_regions import RunRegions
 from tests.multiprocess.children import DEADLINE_S, Children, Parent, wait_for_exit
-from tests.multiprocess.hosts import become_worker, variables
+from tests.multiprocess.hosts import become_worker, run_on, variables
 
 pytestmark = pytest.mark.promise("files-and-messages-hold-no-code")
 
@@ -92,12 +92,12 @@ def test_who_reads_and_writes_the_store_gets_nothing_and_disturbs_nobody(
     another = Secret.read(tmp_path / "another").tls(server=False)
     ours = Secret.read(secret_file).tls(server=False)
     for host in range(SIZE):
-        address = json.loads(values[key("r", f"server/{host}")])
+        address, there = json.loads(values[key("r", str(host))])[2], run_on("r", host)
         for tls in (None, another):
-            stranger = Connection(Endpoint(host, "it", address, "torchrun-r-0", tls))
+            stranger = Connection(Endpoint(host, "it", address, there, tls))
             with pytest.raises((PeerTimeout, ConfigError)):
                 stranger.call(Operation.COUNT, "`len`", 0.3, text="t")
-        holder = Connection(Endpoint(host, "it", address, "torchrun-r-0", ours))
+        holder = Connection(Endpoint(host, "it", address, there, ours))
         assert holder.call(Operation.GET, "a get", DEADLINE_S, text="t").tensors
         for name in ("a\0", "../members", "a" * 300):  # names of files, if they were taken
             with pytest.raises(StateError, match="must be opened first"):
@@ -105,7 +105,7 @@ def test_who_reads_and_writes_the_store_gets_nothing_and_disturbs_nobody(
         holder.close()
 
     for each in values:
-        seen.set(each, json.dumps(["lies", "lies", True]))
+        seen.set(each, json.dumps(["lies", "lies", "lies", True]))
     for worker in workers:
         worker.put()
     expected = torch.full((5, 3), 2.0 * SIZE).tolist()
@@ -169,15 +169,13 @@ def test_a_host_whose_server_does_not_come_is_named_and_nothing_outlives_the_att
 ) -> None:
     store = keep_store()
     run = f"late{os.getpid()}"
-    store.set(key(run, "place/1"), json.dumps(["elsewhere", "one", True]))
     worker = children.start(join_alone, variables(run, 0, 2, 2, store.port), secret_file)
     told = worker.get()
-    assert told.startswith("The store of the job has no 'server/1': ")
-    assert told.endswith(
-        " Host 1 (one) has not said where its server is. Rank 1, the first process there, starts "
-        "it: see its output, and start all hosts again."
+    assert told.startswith(
+        "Rank 1 has not said in the store of the job where its host's server is: "
     )
-    regions = RunRegions(f"torchrun-{run}-0-0")
+    assert told.endswith(" See that it runs and calls `tables.join`.")
+    regions = RunRegions(run_on(run, 0))
     server = ServerPage(regions, create=False).server
     regions.close()
     assert server is not None

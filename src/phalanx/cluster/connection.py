@@ -51,7 +51,7 @@ class Endpoint(NamedTuple):
         host: The host's number.
         name: What messages call it.
         address: Of its socket, as ``address:port``.
-        run: The run, by the same name on all hosts.
+        run: The run's name there.
         tls: What connections are encrypted with; None in a network that is trusted.
     """
 
@@ -83,7 +83,7 @@ class Endpoint(NamedTuple):
         except BaseException:
             end.close()
             raise
-        return Stream(end, tag_of(self.run, self.host))
+        return Stream(end, tag_of(self.run))
 
 
 class RemoteCall:

@@ -102,7 +102,7 @@ class Message(NamedTuple):
             BadFrame: It is none, or announces more than is allowed.
 
         Example:
-            >>> tag = tag_of("run", 1)
+            >>> tag = tag_of("run")
             >>> asked = Message(Kind.REQUEST, 3, worker=7, args=(1, 2, 3, -4))
             >>> Message.decode(asked.encode(tag), tag) == (asked, 0, 0)
             True
@@ -151,9 +151,9 @@ def _bytes_of(tensors: Sequence[Tensor]) -> list[memoryview]:
     return [each.numpy().data.cast("B") for each in known if each.numel()]
 
 
-def tag_of(run: str, host: int) -> bytes:
-    """Return what each head to or from a host's server of a run begins with."""
-    return _MAGIC + hashlib.sha256(f"{host} {run}".encode()).digest()[:4]
+def tag_of(run: str) -> bytes:
+    """Return what each head to or from the server of a run on a host begins with."""
+    return _MAGIC + hashlib.sha256(run.encode()).digest()[:4]
 
 
 class Stream:

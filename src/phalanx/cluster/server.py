@@ -13,11 +13,10 @@ from __future__ import annotations
 import json
 import logging
 import socket
-import ssl
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 from torch import Tensor
 
@@ -30,7 +29,9 @@ from phalanx.cluster.frames import (
     Message,
     Stream,
     prepare,
+    tag_of,
 )
+from phalanx.cluster.secret import Secret
 from phalanx.errors import PeerError, PhalanxError
 
 _log = logging.getLogger(__name__)
@@ -65,8 +66,8 @@ class Server:
     Args:
         service: What is served.
         address: Where, as ``address:port``; port 0 is any that is free.
-        tag: What heads begin with.
-        tls: What connections are encrypted with; None in a network that is trusted.
+        run: The run's name on this host.
+        secret: What connections are encrypted with; None in a network that is trusted.
 
     Attributes:
         address: Where it listens.
@@ -76,12 +77,10 @@ class Server:
         StateError: The address is taken.
     """
 
-    def __init__(
-        self, service: Service, address: str, *, tag: bytes, tls: ssl.SSLContext | None
-    ) -> None:
+    def __init__(self, service: Service, address: str, run: str, secret: Secret | None) -> None:
         self._service = service
-        self._tag = tag
-        self._tls = tls
+        self._tag = tag_of(run)
+        self._tls = None if secret is None else secret.tls(server=True)
         self._handshakes = threading.Semaphore(_HANDSHAKES)
         self._streams: set[Stream] = set()
         self._is_closed = False
@@ -105,11 +104,12 @@ class Server:
         port = self._listener.getsockname()[1]
         self.address = f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
 
-    def start(self) -> None:
+    def __enter__(self) -> Self:
         """Begin to answer, in threads."""
         threading.Thread(target=self._accept, name="phalanx server", daemon=True).start()
+        return self
 
-    def close(self) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         """Stop listening, and end all connections."""
         self._is_closed = True
         with suppress(OSError):

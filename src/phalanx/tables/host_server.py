@@ -14,18 +14,16 @@ the parent writes there later.
 from __future__ import annotations
 
 import logging
-import math
 import threading
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 
 from phalanx.clock import now_s, pause
-from phalanx.cluster import Secret, Server, tag_of
+from phalanx.cluster import Secret, Server
 from phalanx.errors import PeerTimeout, PhalanxError
 from phalanx.ipc import Mutex, ProcessIdentity, fork_apart, wait_until
 from phalanx.tables.host_service import HostService
-from phalanx.tables.membership import Membership
 from phalanx.tables.run_context import RunContext
 from phalanx.tables.run_regions import RunRegions
 
@@ -42,42 +40,14 @@ _SERVER, _OVER, _ADDRESS = 0, 2, 3  # words
 _ADDRESS_AT = 64
 
 
-class ServerSpec(NamedTuple):
-    """What a server has to know.
-
-    Attributes:
-        run: Name of the run on this host.
-        host: The host's number.
-        cluster: Name of the run, the same on all hosts.
-        bind: The address of the network interface that it listens at.
-        secret: The run's secret; None for a network that is trusted.
-        starter: The process that wants it, to be a worker: if it dies before, the run has failed.
-    """
-
-    run: str
-    host: int
-    cluster: str
-    bind: str
-    secret: Secret | None
-    starter: ProcessIdentity
-
-
 class ServerPage:
     """A page of shared memory: who serves this host, and where.
 
         words of 8 bytes   | server, 2 | OVER | length of the address |
         from byte 64       the address of the server
-        at the end         two locks
+        at the end         two locks: of the server, and of a worker that starts one
 
     The address counts when its length is written, and is written once.
-
-    Args:
-        regions: Of the run on this host.
-        create: Whether to make the page if nobody has.
-
-    Attributes:
-        serving: Held by the server.
-        starting: Held by a worker that starts a server.
     """
 
     def __init__(self, regions: RunRegions, *, create: bool = True) -> None:
@@ -95,13 +65,13 @@ class ServerPage:
 
     @property
     def is_served(self) -> bool:
-        """Whether there is a server that lives."""
+        """True where there is a server that lives."""
         server = self.server
         return server is not None and server.alive()
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody needs to serve any more."""
+        """True where nobody needs to serve any more."""
         return bool(self._words[_OVER])
 
     @property
@@ -132,12 +102,12 @@ class ServerWatch:
 
     Args:
         page: Of this host's server.
-        spec: What the server has to know.
+        serve: What the server's process does.
     """
 
-    def __init__(self, page: ServerPage, spec: ServerSpec) -> None:
+    def __init__(self, page: ServerPage, serve: Callable[[], None]) -> None:
         self._page = page
-        self._spec = spec
+        self._serve = serve
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="phalanx server", daemon=True)
         self._thread.start()
@@ -164,7 +134,7 @@ class ServerWatch:
                     with self._page.starting.held(_BEGIN_S + _LOCK_S):
                         self._start()
             except (PhalanxError, OSError) as exc:  # the system starts no process, say
-                _log.error("Host %d has no server yet: %s", self._spec.host, exc)
+                _log.error("This host has no server yet: %s", exc)
                 rest_s = _AGAIN_S
 
     def _start(self) -> None:
@@ -173,7 +143,7 @@ class ServerWatch:
         if page.is_over or page.is_served:
             return
         before = page.server
-        fork_apart(lambda: serve(self._spec))  # it outlives this process
+        fork_apart(self._serve)  # it outlives this process
         # A server that has begun may be gone again by the time that this thread looks.
         wait_until(lambda: page.is_over or page.server != before or self._ended.is_set(), _BEGIN_S)
 
@@ -186,49 +156,40 @@ class ServerWatch:
 # --- the process ----------------------------------------------------------------------------------
 
 
-def serve(spec: ServerSpec) -> None:
-    """Serve this host's rows until all workers have left."""
+def serve(run: str, bind: str, secret: Secret | None, starter: ProcessIdentity) -> None:
+    """Serve this host's rows until all workers have left.
+
+    Args:
+        run: Name of the run on this host.
+        bind: The address of the network interface to listen at.
+        secret: The run's; None for a network that is trusted.
+        starter: The process that wants it, to be a worker: if it dies before, the run has failed.
+    """
     torch.set_num_threads(1)
-    context = RunContext(spec.run, create=True)
+    context = RunContext(run)
     try:
         page = ServerPage(context.regions)
         with page.serving.held(_LOCK_S):
             if not page.is_over:
-                _serve(spec, context, page)
+                service = HostService(context)
+                address = page.address or (f"[{bind}]:0" if ":" in bind else f"{bind}:0")
+                with Server(service, address, run, secret) as server:
+                    page.begin(server.address)
+                    _wait_until_all_have_left(service, starter)
+                    page.end()
     finally:
         context.close(_LOCK_S)
 
 
-def _serve(spec: ServerSpec, context: RunContext, page: ServerPage) -> None:
-    service, address = HostService(context), page.address
-    if address is None:
-        address = f"[{spec.bind}]:0" if ":" in spec.bind else f"{spec.bind}:0"
-    tls = None if spec.secret is None else spec.secret.tls(server=True)
-    server = Server(service, address, tag=tag_of(spec.cluster, spec.host), tls=tls)
-    try:
-        page.begin(server.address)
-        server.start()
-        _wait_until_all_have_left(service, spec.starter)
-        page.end()
-    finally:
-        server.close()
-
-
 def _wait_until_all_have_left(service: HostService, starter: ProcessIdentity) -> None:
-    idle_since_s = now_s()
-    while now_s() - idle_since_s < _most_idle_s(service.membership, starter):
+    membership, idle_since_s, most_idle_s = service.membership, now_s(), _OVER_S
+    while now_s() < idle_since_s + most_idle_s:
         pause(_LOOK_S)
         service.lose_those_without_connection()
-        service.membership.mark_dead(_LOCK_S)
-        if service.membership.here():
+        membership.mark_dead(_LOCK_S)
+        is_wanted = starter.alive()  # asked first: it may join and die between the two
+        if membership.here() or (is_wanted and not membership.has_begun()):
             idle_since_s = now_s()
-
-
-def _most_idle_s(membership: Membership, starter: ProcessIdentity) -> float:
-    """Return for how long to serve nobody."""
-    is_wanted = starter.alive()  # asked first: it may join and die between the two
-    if not membership.has_begun():
-        return math.inf if is_wanted else 0.0
-    if membership.awaited():  # the rest may have died before they came
-        return _NOBODY_HERE_S
-    return _OVER_S
+        # Those who were announced may still come, or have died before they came.
+        is_late = membership.has_begun() and membership.awaited()
+        most_idle_s = _NOBODY_HERE_S if is_late else _OVER_S

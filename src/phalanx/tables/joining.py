@@ -17,7 +17,6 @@ def join(
     sync: bool = False,
     staleness: int | None = None,
     num_workers: int | None = None,
-    create: bool = True,
     timeout_s: float = 30.0,
     secret_file: str | None = None,
     trusted_network: bool | None = None,
@@ -31,7 +30,6 @@ def join(
         staleness: k for bounded staleness, unless tables say otherwise; 0 is bulk-synchronous.
         num_workers: How many will come. Then barriers and rounds wait for those too that have not
             come yet; else only for those that are here.
-        create: Whether to begin the run if nobody has.
         timeout_s: How long calls wait for others.
         secret_file: Where workers are on several hosts: the file that `phalanx secret` made, the
             same on each. Default: the variable ``PHALANX_SECRET_FILE``.
@@ -40,7 +38,6 @@ def join(
 
     Raises:
         ConfigError: The name is none, others said another ``num_workers``, or variables lack.
-        StateError: There is no such run, and ``create`` is False.
         OutOfSpace: There is no room in ``/dev/shm``.
         UnsupportedError: The C library was not built when phalanx was installed.
 
@@ -54,14 +51,14 @@ def join(
     mode = read_mode(sync, staleness, Staleness(None))
     place = _place_of(run, num_workers)
     if place is None:
-        context = RunContext(run, create=create)
+        context = RunContext(run)
     elif place.is_spread:
         # Late: what is between hosts takes a tenth of a second, which runs on one host do without.
         from phalanx.tables.host_rendezvous import join_hosts
 
         context = join_hosts(place, secret_file, trusted_network, timeout_s)
     else:
-        context = RunContext(place.job, create=create)
+        context = RunContext(place.job)
     try:
         rank, size = (None, num_workers) if place is None else (place.rank, place.size)
         return TableGroup(context, rank, size, mode, timeout_s)

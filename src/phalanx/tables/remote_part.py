@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -16,6 +16,7 @@ from phalanx.cluster import Connection, Endpoint, Message, RemoteCall, Stream
 from phalanx.errors import PeerTimeout, PhalanxError
 from phalanx.ipc import Waiting, register_at_fork
 from phalanx.tables.cut import part_of
+from phalanx.tables.membership import BARRIERS, TICKS, Membership
 from phalanx.tables.part import Entry
 from phalanx.tables.row_initializer import Uniform
 from phalanx.tables.spec import TableSpec
@@ -53,15 +54,13 @@ class RemoteHost(Connection):
     Args:
         endpoint: Its server.
         worker: The worker.
-        clocks: Returns how far the worker has come: its ticks and barriers.
+        membership: The page that says how far the worker has come.
     """
 
-    def __init__(
-        self, endpoint: Endpoint, worker: int, clocks: Callable[[], tuple[int, int]]
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, worker: int, membership: Membership) -> None:
         super().__init__(endpoint)
         self.worker = worker
-        self._clocks = clocks
+        self._membership = membership
         self._client = 1 + secrets.randbits(62)
         self._kept: Stream | None = None
         self._thread = threading.Thread(target=self._keep, name="phalanx session", daemon=True)
@@ -85,6 +84,10 @@ class RemoteHost(Connection):
         self._kept = self.take_idle()  # any will do
         if self._clocks() != told:  # by a thread that has seen no connection
             self.begin_tell(timeout_s).wait()
+
+    def _clocks(self) -> tuple[int, int]:
+        clock = self._membership.clock
+        return clock(self.worker, TICKS), clock(self.worker, BARRIERS)
 
     def _keep(self) -> None:
         while not self.is_closed:

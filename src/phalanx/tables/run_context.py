@@ -29,7 +29,6 @@ class RunContext:
 
     Args:
         run: The run's name on this host, or None for this process alone.
-        create: Whether to begin the run if nobody has.
 
     Attributes:
         run: As given.
@@ -42,11 +41,9 @@ class RunContext:
         end: Called when this process leaves the run.
         store: The job's, kept because this process may be the one that serves it.
 
-    Raises:
-        StateError: There is no such run, and ``create`` is False.
     """
 
-    def __init__(self, run: str | None, *, create: bool) -> None:
+    def __init__(self, run: str | None) -> None:
         self.run = run
         self.regions = RunRegions(run)
         self.routers: weakref.WeakSet[Router] = weakref.WeakSet()
@@ -58,16 +55,10 @@ class RunContext:
         self._parts: dict[str, OwnPart] = {}  # by table
         self._num_open = 0  # workers of this process
         try:
-            nbytes = Membership.needed_bytes()
-            page = self.regions.open_region("members", nbytes, create=create or run is None)
-        except BaseException as exc:
+            page = self.regions.open_region("members", Membership.needed_bytes())
+        except BaseException:
             self.regions.close()
-            if not isinstance(exc, StateError):
-                raise
-            raise StateError(
-                f"Run {run!r} must have been begun by another worker, but is not there. Start that "
-                "one first, or join with `create=True`."
-            ) from exc
+            raise
         self.membership = Membership(page, "this process" if run is None else run)
 
     # --- workers ----------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.promise("files-and-messages-hold-no-code")
 ECHO, FAIL, REFUSE = range(1, 4)
 DEADLINE_S = 30.0
 MOST = 1 << 20
-TAG = tag_of("run", 1)
+TAG = tag_of("run")
 
 
 class Echo:
@@ -71,13 +71,8 @@ class Served:
 @contextmanager
 def serving(secret: Secret | None) -> Iterator[Served]:
     echo = Echo()
-    tls = None if secret is None else secret.tls(server=True)
-    server = Server(echo, "127.0.0.1:0", tag=TAG, tls=tls)
-    server.start()
-    try:
+    with Server(echo, "127.0.0.1:0", "run", secret) as server:
         yield Served(server, echo, secret)
-    finally:
-        server.close()
 
 
 @pytest.fixture
