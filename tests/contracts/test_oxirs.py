@@ -72,7 +72,7 @@ def test_merge_of_nothing():
         DistributedTrainingSample([1.0, 2.0], 0.5),
         DistributedTrainingSample([1.0, 2.0], 0.5, weight=0.25),
         WorkerUpdate(3, [0.1, 0.2], 0.3, 8),
-        WorkerUpdate.of(3, [0.1], 0.3, samples(4)),
+        WorkerUpdate(3, [0.1], 0.3, 4, weight=2.5),
         ModelUpdate([0.1, 0.2], 0.3, 16),
     ],
 )
@@ -91,15 +91,11 @@ def test_samples_are_dealt_in_turn():
 
 
 def test_sample_weights_count():
-    heavy = [DistributedTrainingSample([0.0], 0.0, weight=3.0)]
-    light = [DistributedTrainingSample([0.0], 0.0), DistributedTrainingSample([0.0], 0.0, 0.0)]
-    updates = [WorkerUpdate.of(0, [4.0], 1.0, heavy), WorkerUpdate.of(1, [0.0], 5.0, light)]
+    updates = [WorkerUpdate(0, [4.0], 1.0, 1, 3.0), WorkerUpdate(1, [0.0], 5.0, 2, 1.0)]
     assert TRAINER.merge_worker_updates(updates) == ModelUpdate([3.0], 2.0, 3)
-    with pytest.raises(ConfigError, match="`weight` of sample 1 must be at least 0, but is -1"):
-        WorkerUpdate.of(0, [1.0], 0.0, [*samples(1), DistributedTrainingSample([0.0], 0.0, -1.0)])
-    weightless = WorkerUpdate.of(0, [1.0], 0.0, [DistributedTrainingSample([0.0], 0.0, 0.0)])
-    with pytest.raises(ConfigError, match="must have a weight above 0 together"):
-        TRAINER.merge_worker_updates([weightless])
+    for weight in (0.0, -1.0, math.inf):
+        with pytest.raises(ConfigError, match="`weight` must be finite, at least 0 and not 0"):
+            TRAINER.merge_worker_updates([WorkerUpdate(0, [1.0], 0.0, 1, weight)])
 
 
 def test_gradients_of_different_lengths_are_refused():

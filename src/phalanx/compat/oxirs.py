@@ -61,32 +61,6 @@ class WorkerUpdate:
     samples_processed: int
     weight: float | None = None
 
-    @classmethod
-    def of(
-        cls,
-        worker_id: int,
-        gradients: Any,
-        loss: float,
-        samples: Sequence[DistributedTrainingSample],
-    ) -> WorkerUpdate:
-        """Make the update of these samples: their number and the sum of their weights.
-
-        Raises:
-            ConfigError: A weight is negative.
-
-        Example:
-            >>> samples = [DistributedTrainingSample([0.5], 1.0, weight) for weight in (None, 2.0)]
-            >>> WorkerUpdate.of(0, [0.25], 0.1, samples).weight
-            3.0
-        """
-        weights = [1.0 if sample.weight is None else sample.weight for sample in samples]
-        for index, weight in enumerate(weights):
-            if weight < 0:
-                raise ConfigError(
-                    f"`weight` of sample {index} must be at least 0, but is {weight!r}."
-                )
-        return cls(worker_id, gradients, loss, len(samples), math.fsum(weights))
-
 
 @dataclass
 class ModelUpdate:
@@ -154,41 +128,30 @@ class DataParallelTrainer:
         samples = sum(read_count("samples_processed", x.samples_processed, 0) for x in in_order)
         if not samples:
             return ModelUpdate([], 0.0, 0)
-        weighted = [(each, _weight_of(each)) for each in in_order]
-        counted = [(each, weight) for each, weight in weighted if weight]
-        total = math.fsum(weight for _, weight in counted)
-        if not total:
+        counted = [each for each in in_order if _weight_of(each)]
+        weights = [_weight_of(each) for each in counted]
+        if not counted or not all(0 < weight < math.inf for weight in weights):
             raise ConfigError(
-                "`updates` must have a weight above 0 together, but all have weight 0. Leave the "
-                "step out."
+                f"`weight` must be finite, at least 0 and not 0 for all updates, but is {weights}."
             )
-        first = counted[0][0]
-        for each, _ in counted:
-            _check_alike(each, first)
-        columns = zip(*(each.gradients for each, _ in counted), strict=True)
-        weights = [weight for _, weight in counted]
-        loss = math.fsum(float(each.loss) * weight for each, weight in counted) / total
+        for each in counted:
+            _check_alike(each, counted[0])
+        columns = zip(*(each.gradients for each in counted), strict=True)
+        loss = _mean([float(each.loss) for each in counted], weights)
         return ModelUpdate([_mean(column, weights) for column in columns], loss, samples)
 
 
 def _weight_of(update: WorkerUpdate) -> float:
     """Return the weight of an update's mean; 0 where it has no samples."""
     given = update.samples_processed if update.weight is None else update.weight
-    weight = float(given) if update.samples_processed else 0.0
-    if not 0 <= weight < math.inf:
-        raise ConfigError(
-            f"`weight` of update {update.worker_id} must be a finite number of at least 0, but is "
-            f"{given!r}."
-        )
-    return weight
+    return float(given) if update.samples_processed else 0.0
 
 
 def _check_alike(update: WorkerUpdate, first: WorkerUpdate) -> None:
     """Refuse gradients that are not like the first worker's, and a loss that is no number."""
     if not math.isfinite(update.loss):
         raise ConfigError(
-            f"`loss` of update {update.worker_id} must be a finite number, but is "
-            f"{update.loss!r:.80}. Leave that update out to continue with the others."
+            f"`loss` of update {update.worker_id} must be a finite number, but is {update.loss!r}."
         )
     shapes, wanted = (
         [tuple(x.shape) if isinstance(x, Tensor) else () for x in each.gradients]
@@ -197,8 +160,7 @@ def _check_alike(update: WorkerUpdate, first: WorkerUpdate) -> None:
     if shapes != wanted:
         raise ConfigError(
             f"`gradients` of update {update.worker_id} must have the shapes of update "
-            f"{first.worker_id}, {wanted!s:.120}, but have {shapes!s:.120}. Give zeros for a "
-            "gradient of zero."
+            f"{first.worker_id}, {wanted!s:.120}, but have {shapes!s:.120}."
         )
 
 
