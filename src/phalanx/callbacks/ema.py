@@ -81,36 +81,14 @@ class EMA(Callback):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the average, its buffers, and how many steps it is of."""
-        return {name: tensor.detach() for name, tensor in self._tensors().items()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what :meth:`state_dict` returned.
-
-        Raises:
-            ValueError: It is of another module; nothing has changed then.
-        """
-        ours = self._tensors()
-        if state.keys() != ours.keys():
-            differing = sorted(state.keys() ^ ours.keys())
-            raise ValueError(f"the average is of another module: {differing[:3]} differ")
-        for name, tensor in ours.items():
-            given = state[name]
-            if not isinstance(given, Tensor):
-                raise ValueError(f"`{name}` of the average is {given!r:.80}, no tensor")
-            if given.shape != tensor.shape or given.dtype != tensor.dtype:
-                raise ValueError(
-                    f"`{name}` of the average is {given.dtype} {tuple(given.shape)} and not "
-                    f"{tensor.dtype} {tuple(tensor.shape)}"
-                )
-        if state["n_averaged"] < 0:
-            raise ValueError(f"the average is of {int(state['n_averaged'])} steps")
-        with torch.no_grad():
-            for name, tensor in ours.items():
-                tensor.copy_(state[name])
-
-    def _tensors(self) -> dict[str, Tensor]:
         averaged = self._opened
         return {**dict(averaged.named_parameters()), **dict(averaged.named_buffers())}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what :meth:`state_dict` returned."""
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])
 
     def __repr__(self) -> str:
         return f"EMA(decay={self.decay:g})"

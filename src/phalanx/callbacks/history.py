@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from phalanx.callbacks.callback import Callback
 from phalanx.callbacks.events import AttachedTrainer, EpochDone, FitBegun, FitEnded, StepDone
-from phalanx.callbacks.figure import draw_training
 from phalanx.errors import ConfigError
-from phalanx.plan import check_argument, read_whole
+from phalanx.files import written_whole
+from phalanx.plan import check_argument
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["EpochMeans", "History"]
+__all__ = ["History"]
 
-
-@dataclass
-class EpochMeans:
-    """The means of one finished epoch; ``last_step`` counts from the beginning of the run."""
-
-    epoch: int
-    last_step: int
-    train: Mapping[str, float]
-    validation: Mapping[str, float] | None
+_MOST_PANELS = 4  # a confusion matrix has many means
 
 
 class History(Callback):
@@ -49,20 +41,17 @@ class History(Callback):
 
     def __init__(self) -> None:
         self.losses: list[float] = []
-        self.epochs: list[EpochMeans] = []
+        self.epochs: list[EpochDone] = []
         self._writes = True  # noted in each `fit`: a plot comes when the ranks' group may be gone
 
     def attach(self, trainer: AttachedTrainer) -> None:
         """Start over, with the training of ``trainer``."""
         super().attach(trainer)
-        self._clear()
-
-    def _clear(self) -> None:
         self.losses.clear()
         self.epochs.clear()
 
     def plot(self, path: str | Path | None = None, *, title: str = "Training") -> Figure:
-        """Draw the losses, and the accuracy if there is one.
+        """Draw the losses, and the first metrics of the epochs.
 
         Args:
             path: A PNG file to be written, by the first of the ranks.
@@ -76,14 +65,46 @@ class History(Callback):
         """
         fits = path is None or isinstance(path, (str, os.PathLike))
         check_argument(fits, "path", "be a path", path)
-        place = Path(path) if path is not None and self._writes else None
-        try:
-            return draw_training(self, title=title, path=place)
-        except OSError as error:
-            raise ConfigError(
-                f"`path` must be a file that can be written, but is {str(path)!r}: {error}. Name "
-                "another, in a folder that exists."
-            ) from error
+        figure = self._draw(title)
+        if path is not None and self._writes:
+            try:
+                with written_whole(Path(path)) as draft:
+                    figure.savefig(draft, format="png", dpi=140)
+            except OSError as error:
+                raise ConfigError(
+                    f"`path` must be a file that can be written, but is {str(path)!r}: {error}. "
+                    "Name another, in a folder that exists."
+                ) from error
+        return figure
+
+    def _draw(self, title: str) -> Figure:
+        # Late: it takes a second to import. Agg by hand: pyplot's may want a screen.
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        held = [means for each in self.epochs for means in (each.train, each.validation or {})]
+        names = list(dict.fromkeys(["loss", *(name for means in held for name in means)]))
+        names = names[:_MOST_PANELS]
+        figure = Figure(figsize=(5.5 * max(2, len(names)), 4.2), layout="constrained")
+        FigureCanvasAgg(figure)
+        figure.suptitle(title, parse_math=False)
+        for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+            self._draw_panel(axes, name)
+        return figure
+
+    def _draw_panel(self, axes: Axes, name: str) -> None:
+        axes.set_title(name, parse_math=False)
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+        if name == "loss":
+            steps = range(1, len(self.losses) + 1)
+            axes.plot(steps, self.losses, color="#b5cdea", linewidth=0.8, label="each step")
+        for kind, colour in (("train", "#2563a8"), ("validation", "#e07a1f")):
+            found = [(each.steps, getattr(each, kind) or {}) for each in self.epochs]
+            points = [(steps, means[name]) for steps, means in found if name in means]
+            if points:
+                axes.plot(*zip(*points, strict=True), color=colour, marker="o", ms=4.5, label=kind)
+        axes.legend()
 
     def state_dict(self) -> dict[str, Any]:  # Any: a tensor, or JSON
         """Return the losses and the epochs, for a checkpoint."""
@@ -91,17 +112,9 @@ class History(Callback):
         return {"losses": losses, "epochs": [asdict(each) for each in self.epochs]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned.
-
-        Raises:
-            KeyError, TypeError, ValueError: It is nothing of the kind; nothing has changed then.
-        """
-        losses, epochs = state["losses"], [_checked_epoch(each) for each in state["epochs"]]
-        if not isinstance(losses, Tensor) or losses.dtype != torch.float64 or losses.dim() != 1:
-            raise ValueError(f"`losses` is {losses!r:.80}, no list of losses")
-        self._clear()
-        self.losses.extend(losses.tolist())
-        self.epochs.extend(epochs)
+        """Take over what :meth:`state_dict` returned."""
+        epochs = [EpochDone(**each) for each in state["epochs"]]
+        self.losses[:], self.epochs[:] = state["losses"].tolist(), epochs
 
     def on_fit_begin(self, event: FitBegun) -> None:  # noqa: ARG002
         """Note whether this rank writes."""
@@ -113,23 +126,8 @@ class History(Callback):
 
     def on_epoch_end(self, event: EpochDone) -> None:
         """Keep the means."""
-        validation = None if event.validation is None else dict(event.validation)
-        self.epochs.append(EpochMeans(event.epoch, event.steps, dict(event.train), validation))
+        self.epochs.append(event)
 
     def on_fit_end(self, event: FitEnded) -> None:  # noqa: ARG002
         """Note whether this rank writes."""
         self._writes = self.is_writer
-
-
-def _checked_epoch(state: Mapping[str, Any]) -> EpochMeans:
-    """Read an epoch of a checkpoint."""
-    for name in ("epoch", "last_step"):
-        if read_whole(name, state[name]) < 0:
-            raise ValueError(f"`{name}` is {state[name]!r}, below 0")
-    validation = {} if state["validation"] is None else state["validation"]
-    for name, mean in [*state["train"].items(), *validation.items()]:
-        if not isinstance(name, str) or not isinstance(mean, float):
-            raise ValueError(
-                f"an epoch's mean is {name!r:.40}: {mean!r:.40}, no name with a number"
-            )
-    return EpochMeans(**state)

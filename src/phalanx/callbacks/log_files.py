@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import csv
-import io
+import json
 import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.callbacks.callback import Callback
-from phalanx.callbacks.event_records import (
-    NO_RECORD,
-    Record,
-    read_record,
-    record_of,
-    written_record,
+from phalanx.callbacks.events import (
+    AttachedTrainer,
+    EpochDone,
+    Event,
+    FitBegun,
+    FitEnded,
+    RanksChanged,
+    StepDone,
+    WorkerLost,
 )
-from phalanx.callbacks.events import AttachedTrainer, EpochDone, Event, FitEnded, StepDone
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.files import written_whole
 from phalanx.plan import check_argument
@@ -27,9 +30,22 @@ from phalanx.plan import check_argument
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["CSV", "JSONL", "TensorBoard", "read_path", "writing_to"]
+__all__ = [
+    "CSV",
+    "JSONL",
+    "Record",
+    "TensorBoard",
+    "finite",
+    "read_path",
+    "read_record",
+    "record_of",
+    "writing_to",
+]
 
 _EPOCH_COLUMNS = ("epoch", "steps", "samples", "seconds")
+
+# Any: JSON.
+Record = dict[str, Any]
 
 
 class JSONL(Callback):
@@ -44,62 +60,102 @@ class JSONL(Callback):
         path: The file; its folder is made when it is needed.
 
     Raises:
-        ConfigError: ``path`` is no path; or, at the first line, something else lies there.
+        ConfigError: ``path`` is no path; or, at the first event, something else lies there.
     """
 
     def __init__(self, path: str | Path) -> None:
         self._path = read_path(path)
-        self._last: _Place | None = None  # what was written last, by us
+        self._is_continued = False
 
     def attach(self, trainer: AttachedTrainer) -> None:
         """Write down the training of ``trainer``."""
         super().attach(trainer)
-        self._last = None
+        self._is_continued = False
 
     def __call__(self, event: Event) -> None:
         """Write a line, in about ten microseconds."""
-        record = record_of(event)
-        if record is None or not self.is_writer:
+        if not self.is_writer or isinstance(event, FitEnded):
             return
         with writing_to(self._path):
-            if record["kind"] in ("step", "epoch"):
-                place, last = _place_of(record), self._last
-                if last is None or place <= last:
-                    self._rewind(place)
-                self._last = place
-            elif self._last is None:  # its step may be in the file, or come next
-                self._rewind((record["step"], True))
+            if isinstance(event, FitBegun):
+                self._continue(event.steps, event.epochs)
+                return
+            if not self._is_continued:  # a loop of the user's own calls no `fit`
+                self._continue(math.inf, math.inf)
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(written_record(record))
+                file.write(_line_of(record_of(event)))
 
-    def _rewind(self, place: _Place) -> None:
-        """Keep the lines of what was before ``place``."""
+    def _continue(self, steps: float, epochs: float) -> None:
+        """Keep the lines of what was done before."""
         *lines, torn = _text_of(self._path).split("\n")
-        records = []
         try:
-            if not written_record({"kind": ""}).startswith(torn[:9]):
+            if not '{"kind": '.startswith(torn[:9]):
                 raise ValueError(torn)  # not by us; our own text may end with half a line
-            for line in lines:
-                records.append(read_record(line))
-        except NO_RECORD as error:
+            records = [read_record(line) for line in lines]
+        except ValueError as error:
             raise ConfigError(
                 f"`path` must be a file of `JSONL`, but {str(self._path)!r} holds something else: "
-                f"{error!r:.80}. Name another."
+                f"{error!s:.80}. Name another."
             ) from error
-        kept = [each for each in records if _place_of(each) < place]
+        kept = [
+            each
+            for each in records
+            if _step_of(each) <= steps and (each["kind"] != "epoch" or each["epoch"] <= epochs)
+        ]
         with written_whole(self._path) as draft:
-            draft.write_text("".join(map(written_record, kept)), encoding="utf-8")
+            draft.write_text("".join(map(_line_of, kept)), encoding="utf-8")
+        self._is_continued = True
 
 
-# A step's number, and whether its epoch's end is meant.
-_Place = tuple[int, bool]
+def record_of(event: Event) -> Record:
+    """Return what is kept of a step, an epoch, a lost worker or changed ranks."""
+    if isinstance(event, StepDone):
+        return {
+            "kind": "step",
+            "step": event.step,
+            "epoch": event.epoch,
+            "batch": event.batch,
+            "loss": event.loss,
+            "samples": event.samples,
+            "seconds": event.seconds,
+            "shares": event.shares,
+            "busy_s": event.busy_s,
+            "learning_rates": event.learning_rates,
+            "grad_norm": event.grad_norm,
+        }
+    kinds: dict[type, str] = {EpochDone: "epoch", WorkerLost: "failure", RanksChanged: "ranks"}
+    return {"kind": kinds[type(event)], **asdict(event)}
 
 
-def _place_of(record: Record) -> _Place:
-    """Return where a record stands in a run; a lost worker's or rank's before its step."""
-    if record["kind"] == "epoch":
-        return record["last_step"], True
-    return record["step"] - (record["kind"] != "step"), False
+def read_record(line: str) -> Record:
+    """Read a line of `JSONL`.
+
+    Raises:
+        ValueError: It holds something else.
+    """
+    record = json.loads(line)
+    kind = record.get("kind") if isinstance(record, dict) else None
+    if kind not in ("step", "epoch", "failure", "ranks") or not isinstance(_step_of(record), int):
+        raise ValueError(f"{line:.80} is no line of a run")
+    return dict(record)
+
+
+def _step_of(record: Record) -> Any:
+    return record.get("steps" if record["kind"] == "epoch" else "step")
+
+
+def _line_of(record: Record) -> str:
+    return json.dumps(finite(record), allow_nan=False) + "\n"
+
+
+# Any, here and below: JSON.
+def finite(value: Any) -> Any:
+    """Return ``value`` with null for numbers that JSON has no word for."""
+    if isinstance(value, Mapping):
+        return {name: finite(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class CSV(Callback):
@@ -132,18 +188,14 @@ class CSV(Callback):
                 writer.writerows(rows)
 
     def _rows(self) -> list[dict[str, Any]]:  # Any: texts of before, and numbers
-        reader = csv.DictReader(io.StringIO(_text_of(self._path), newline=""))
-        try:
-            rows: list[dict[str, Any]] = list(reader)
-            ours = not reader.fieldnames or "epoch" in reader.fieldnames
-            if ours and all(each["epoch"].isdecimal() and None not in each for each in rows):
-                return rows
-        except (KeyError, AttributeError, csv.Error):
-            pass
-        raise ConfigError(
-            f"`path` must be a file of `CSV`, but {str(self._path)!r} holds something else. Name "
-            "another."
-        )
+        header, *lines = [*csv.reader(_text_of(self._path).splitlines())] or [[]]
+        rows = [dict(zip(header, line, strict=False)) for line in lines]
+        if (header and header[0] != "epoch") or not all(x["epoch"].isdecimal() for x in rows):
+            raise ConfigError(
+                f"`path` must be a file of `CSV`, but {str(self._path)!r} holds something else. "
+                "Name another."
+            )
+        return rows
 
 
 class TensorBoard(Callback):

@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.callbacks.callback import Callback
 from phalanx.callbacks.events import EpochDone, FitBegun, FitEnded, StepDone
-from phalanx.callbacks.monitored_mean import MonitoredMean
+from phalanx.callbacks.monitors import MonitoredMean
 from phalanx.errors import ConfigError
 from phalanx.plan import check_argument, read_count
 from phalanx.warning import warn_user
@@ -168,14 +168,11 @@ class Checkpoint(Callback):
         """Take over what :meth:`state_dict` returned.
 
         Raises:
-            KeyError, TypeError, ValueError: It is nothing of the kind; nothing has changed then.
+            ValueError: It holds names that are none of ours; nothing has changed then.
         """
         kept = [(value, name) for value, name in state["kept"]]
-        for value, name in kept:
-            if not isinstance(value, float) or not math.isfinite(value):
-                raise ValueError(f"`kept` holds the value {value!r:.80}")
-            if not isinstance(name, str) or not _NAME.fullmatch(name):  # it may be removed later
-                raise ValueError(f"`kept` holds {name!r:.80}, no folder of ours")
+        if not all(_NAME.fullmatch(name) for _, name in kept):  # they may be removed later
+            raise ValueError(f"`kept` holds {state['kept']!r:.200}")
         self._ranked = kept
 
     def __repr__(self) -> str:

@@ -1,9 +1,9 @@
-"""Progress of a training: a bar on a terminal or in a notebook, and a line for each epoch."""
+"""Progress of a training: a bar on a terminal, and a line for each epoch."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from phalanx.callbacks.callback import Callback, EventHandler
@@ -26,26 +26,19 @@ __all__ = ["Progress", "format_mean", "progress_for"]
 
 _INTERVAL_S = 1 / 8
 _MOST_MEANS = 10  # in a line: a confusion matrix has many
-# Drawing may take this share of the time, however slow the terminal: training is what counts.
-_MOST_DRAWING_SHARE = 0.05
 
 
 class Progress(Callback):
-    """A callback that shows each `fit`: a line for each epoch and event, and a bar.
+    """A callback that shows each `fit`: a line for each epoch and event, and a bar on a terminal.
 
-    The bar is shown on a terminal, and in a notebook that has ``ipywidgets``; it needs no thread of
-    its own. Of several ranks the first one shows.
+    The bar needs no thread. Of several ranks the first one shows.
 
     Args:
         console: The place to show it; default: stderr.
-        clock: The source of the time, in seconds.
     """
 
-    def __init__(
-        self, console: Console | None = None, *, clock: Callable[[], float] = now_s
-    ) -> None:
+    def __init__(self, console: Console | None = None) -> None:
         self._console = console
-        self._clock = clock
         self._bar: RichProgress | None = None
         self._last_epoch: int | None = None
         self._next_s = self._epoch_began_s = 0.0
@@ -60,11 +53,10 @@ class Progress(Callback):
         """Print the replicas, and open the bar."""
         self.close()
         if self.trainer is not None:
-            self.say(_describe_replicas(len(self.trainer.devices), self.trainer.intra_op))
+            self._say(_describe_replicas(len(self.trainer.devices), self.trainer.intra_op))
         self._last_epoch = event.last_epoch
-        console = self._open_console()
-        if _can_redraw(console):
-            self._bar = _make_bar(console)
+        if self._opened.is_terminal:
+            self._bar = _make_bar(self._opened)
             self._bar.add_task("", total=event.steps_per_epoch, epoch="", loss=0.0, speed=0.0)
             self._bar.start()
         self._begin_epoch()
@@ -72,29 +64,41 @@ class Progress(Callback):
     def on_step_end(self, event: StepDone) -> None:
         """Draw the bar, if it is time."""
         self._samples += event.samples
-        if self._bar is not None and self._clock() >= self._next_s:
-            self._draw(event, self._bar)
+        if self._bar is not None and now_s() >= self._next_s:
+            self._bar.update(
+                self._bar.task_ids[0],
+                completed=event.batch,
+                epoch=_of(event.epoch, self._last_epoch),
+                loss=event.loss,
+                speed=_ratio(self._samples, now_s() - self._epoch_began_s),
+                refresh=True,
+            )
+            self._next_s = now_s() + _INTERVAL_S
 
     def on_epoch_end(self, event: EpochDone) -> None:
         """Print a line."""
-        self.say(_describe_epoch(event, self._samples, self._last_epoch))
+        self._say(_describe_epoch(event, self._samples, self._last_epoch))
         self._begin_epoch()
 
     def on_worker_lost(self, event: WorkerLost) -> None:
         """Print a line."""
-        self.say(_describe_lost_worker(event))
+        held = "" if event.microbatch is None else f" during microbatch {event.microbatch}"
+        self._say(
+            f"Step {event.step}: worker {event.worker} (process {event.pid}) {event.reason}{held}; "
+            f"the step was completed {event.seconds * 1e3:.0f} ms later, and the worker is "
+            "replaced."
+        )
 
     def on_ranks_changed(self, event: RanksChanged) -> None:
         """Print a line."""
-        self.say(_describe_ranks(event))
+        news = [f"rank {rank} was lost" for rank in event.lost]
+        news += [f"rank {rank} joined" for rank in event.came]
+        ranks = ", ".join(map(str, event.ranks))
+        self._say(f"Step {event.step}: {', '.join(news)}; ranks {ranks} train.")
 
     def on_fit_end(self, event: FitEnded) -> None:  # noqa: ARG002
         """Remove the bar."""
         self.close()
-
-    def say(self, line: str) -> None:
-        """Print a line that stays."""
-        self._open_console().print(line)
 
     def close(self) -> None:
         """Remove the bar; :class:`FitEnded` does it, too."""
@@ -102,30 +106,19 @@ class Progress(Callback):
         if bar is not None:
             bar.stop()
 
-    def _open_console(self) -> Console:
+    @property
+    def _opened(self) -> Console:
         if self._console is None:
             self._console = _make_console()
         return self._console
 
+    def _say(self, line: str) -> None:
+        self._opened.print(line)
+
     def _begin_epoch(self) -> None:
-        self._samples = 0
-        self._epoch_began_s = self._clock()
-        self._next_s = 0.0
+        self._samples, self._epoch_began_s, self._next_s = 0, now_s(), 0.0
         if self._bar is not None:
             self._bar.reset(self._bar.task_ids[0])
-
-    def _draw(self, event: StepDone, bar: RichProgress) -> None:
-        began_s = self._clock()
-        bar.update(
-            bar.task_ids[0],
-            completed=event.batch,
-            epoch=_of(event.epoch, self._last_epoch),
-            loss=event.loss,
-            speed=_ratio(self._samples, began_s - self._epoch_began_s),
-            refresh=True,
-        )
-        ended_s = self._clock()
-        self._next_s = ended_s + max(_INTERVAL_S, (ended_s - began_s) / _MOST_DRAWING_SHARE)
 
 
 def progress_for(wanted: bool | None, callbacks: Sequence[EventHandler]) -> Progress | None:
@@ -159,17 +152,6 @@ def _make_console() -> Console:
 
     # Text is taken as it is, because it holds names of the user's.
     return Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
-
-
-def _can_redraw(console: Console) -> bool:
-    if not console.is_jupyter:
-        return console.is_terminal
-    try:
-        # Optional: rich redraws in notebooks with it.
-        import ipywidgets  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def _make_bar(console: Console) -> RichProgress:
@@ -230,17 +212,3 @@ def format_mean(name: str, value: float) -> str:
 def _describe_replicas(count: int, intra_op: int) -> str:
     replicas = "1 replica" if count == 1 else f"{count} replicas"
     return f"{replicas} × {'1 thread' if intra_op == 1 else f'{intra_op} threads'}"
-
-
-def _describe_lost_worker(event: WorkerLost) -> str:
-    held = "" if event.microbatch is None else f" during microbatch {event.microbatch}"
-    return (
-        f"Step {event.step}: worker {event.worker} (process {event.pid}) {event.reason}{held}; the "
-        f"step was completed {event.seconds * 1e3:.0f} ms later, and the worker is replaced."
-    )
-
-
-def _describe_ranks(event: RanksChanged) -> str:
-    news = [f"rank {rank} was lost" for rank in event.lost]
-    news += [f"rank {rank} joined" for rank in event.came]
-    return f"Step {event.step}: {', '.join(news)}; ranks {', '.join(map(str, event.ranks))} train."

@@ -6,16 +6,14 @@ import os
 import platform
 import re
 import resource
-from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from phalanx import __version__
-from phalanx.distributed import interfaces_up, nccl_is_here, network_interfaces
+from phalanx.distributed import nccl_is_here
 from phalanx.errors import PhalanxError
 from phalanx.ipc import Region, available_memory_bytes, cores_allowed
 from phalanx.native import is_compiled
@@ -50,17 +48,10 @@ class Check:
     advice: str = ""
 
 
-def run_checks() -> list[Check]:
-    """Run all checks on this machine, as this process sees it."""
-    return [check() for check in _CHECKS]
-
-
 def _system() -> Check:
     value = f"{platform.system()} {platform.release()}, {platform.machine()}"
     if platform.system() != "Linux":
         return Check("System", value, "error", "Phalanx needs Linux: use a container with Linux.")
-    if platform.machine() != "x86_64":
-        return Check("System", value, "warning", "Untested on this processor. Run `make test`.")
     return Check("System", value)
 
 
@@ -153,16 +144,6 @@ def _accelerators() -> Check:
     return Check("Accelerators", value)
 
 
-def _network() -> Check:
-    up, named = interfaces_up(), network_interfaces()
-    value = f"{', '.join(up) or 'none'} up"
-    unknown = [name for name in named if name not in up]
-    if unknown:
-        advice = f"GLOO_SOCKET_IFNAME names {', '.join(unknown)}. Set it to one of these."
-        return Check("Network", value, "warning", advice)
-    return Check("Network", value)
-
-
 def _compiled() -> Check:
     if is_compiled():
         return Check("C library", "yes")
@@ -170,29 +151,19 @@ def _compiled() -> Check:
     return Check("C library", "no", "warning", advice)
 
 
-def _extras() -> Check:
-    found = []
-    for package, extra in (("ray", "ray"), ("tensorboard", "board")):
-        try:
-            found.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            found.append(f"no {package} (pip install 'phalanx[{extra}]')")
-    return Check("Extras", ", ".join(found))
-
-
-_CHECKS: list[Callable[[], Check]] = [
-    _versions,
-    _system,
-    _cores,
-    _memory,
-    _shared_memory,
-    _shared_folder,
-    _open_files,
-    _accelerators,
-    _network,
-    _compiled,
-    _extras,
-]
+def run_checks() -> list[Check]:
+    """Run all checks on this machine, as this process sees it."""
+    return [
+        _versions(),
+        _system(),
+        _cores(),
+        _memory(),
+        _shared_memory(),
+        _shared_folder(),
+        _open_files(),
+        _accelerators(),
+        _compiled(),
+    ]
 
 
 def _size(count: int | None) -> str:

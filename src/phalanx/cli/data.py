@@ -11,6 +11,7 @@ any other file      text: each byte is predicted from the bytes before it
 from __future__ import annotations
 
 import csv
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,7 +31,7 @@ from phalanx.cli.schema import Data, Schema, encode_targets
 from phalanx.cli.tables_of_text import open_table
 from phalanx.errors import ConfigError
 
-__all__ = ["open_data", "split"]
+__all__ = ["digest_of", "open_data", "split"]
 
 _CONTEXT = 64  # bytes that each byte of a text is predicted from, at most
 _TABLES_AND_ARRAYS = (".csv", ".tsv", ".npz", ".npy")
@@ -85,6 +86,18 @@ def open_data(
         raise ConfigError(
             f"`DATA` must be {kind} that can be read, but {spec!r} is not: {type(error).__name__}."
         ) from error
+
+
+def digest_of(spec: str) -> str | None:
+    """Return a hash of a file, or of the names and sizes in a folder; None for code."""
+    path = Path(spec)
+    if path.is_file():
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    if not path.is_dir():
+        return None
+    found = [(str(each.relative_to(path)), each.stat().st_size) for each in path.rglob("*")]
+    return hashlib.sha256(repr(sorted(found)).encode()).hexdigest()
 
 
 def split(data: Data, share: float, seed: int) -> tuple[Any, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from phalanx.cli.console import make_console
@@ -29,15 +28,9 @@ def doctor() -> None:
         )
         raise typer.Exit(1) from None
     checks = run_checks()
-    if console.is_terminal:
-        table = Table("This machine", "", "", "Advice")
-        for check in checks:
-            verdict = Text(check.verdict, _STYLES[check.verdict])
-            table.add_row(check.topic, check.value, verdict, check.advice)
-        console.print(table, soft_wrap=False)
-    else:
-        for check in checks:
-            advice = f" {check.advice}" if check.advice else ""
-            console.print(f"{check.verdict}: {check.topic}: {check.value}.{advice}")
+    for check in checks:
+        verdict = (check.verdict, _STYLES[check.verdict])
+        advice = f" {check.advice}" if check.advice else ""
+        console.print(Text.assemble(verdict, f": {check.topic}: {check.value}.{advice}"))
     if any(check.verdict == "error" for check in checks):
         raise typer.Exit(1)

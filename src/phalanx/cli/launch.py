@@ -1,9 +1,10 @@
-"""``phalanx launch``: run a script as the ranks of a job."""
+"""``phalanx launch``: run a script as the ranks of a job; ``phalanx secret`` for their tables."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from phalanx import cluster
 from phalanx.cli.console import make_console
 from phalanx.errors import ConfigError
 
-__all__ = ["launch"]
+__all__ = ["launch", "secret"]
 
 # As `tables.join` reads them, which cannot be imported here without torch.
 _SECRET_FILE = "PHALANX_SECRET_FILE"
@@ -159,3 +160,20 @@ def parse_nodes(text: str) -> tuple[int, int]:
     if found is None:
         raise ConfigError(f"`--nnodes` must be a number or FEWEST:MOST, but is {text!r}.")
     return int(found[1]), int(found[2] or found[1])
+
+
+def secret(
+    path: Annotated[Path, typer.Argument(help="Where the file is made; it must not be there yet.")],
+) -> None:
+    """Make a secret for tables on several hosts, in a file that only you can read.
+
+    The program `openssl` makes it, so it must be installed here; other hosts need only the file.
+    Bring the same file to every host, by a way that is private, and name it there in
+    PHALANX_SECRET_FILE.
+    """
+    path = path.absolute()  # scripts may change their folder
+    cluster.make_secret(path)
+    make_console().print(
+        f"Made {path}. Bring it to every host (scp keeps it between you and the host), and say "
+        f"there: export {_SECRET_FILE}={shlex.quote(str(path))}"
+    )

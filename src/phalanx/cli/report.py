@@ -1,4 +1,4 @@
-"""``phalanx report``: the command; the page is made in `reporting/page.py`."""
+"""``phalanx report``: the command; the page is made in `report_page.py`."""
 
 from __future__ import annotations
 
@@ -22,42 +22,25 @@ def report(
         ),
     ],
     out: Annotated[
-        Path, typer.Option("-o", "--out", metavar="FILE", help="Where the page goes.")
+        Path, typer.Option("-o", "--out", metavar="FILE", help="The page, written or replaced.")
     ] = Path("report.html"),
 ) -> None:
     """Write one page of HTML about one or more runs, which needs no other file.
 
     It has curves, throughput, failures, and the differences between the runs. A run may still
-    be under way. An earlier report is replaced, any other file is not.
+    be under way.
     """
-    # Late, as they need torch, which takes seconds: `--help` does without.
-    from phalanx.cli.reporting.page import MARK, make_page
-    from phalanx.cli.reporting.runs import read_runs
+    # Late, as it needs NumPy and Jinja: `--help` does without.
+    from phalanx.cli.report_page import make_page, read_run
 
-    _refuse_other_files(out, MARK)
-    found = read_runs(runs)
+    page = make_page([read_run(path) for path in runs])
     try:
         with written_whole(out) as draft:
-            # "replace": of names of files that are no UTF-8.
-            draft.write_bytes(make_page(found).encode("utf-8", "replace"))
+            draft.write_bytes(page.encode("utf-8", "replace"))  # of file names that are no UTF-8
     except OSError as error:
         raise ConfigError(
             f"`--out` must be a file that can be written, but is {str(out)!r}: {error.strerror}. "
             "Name another."
         ) from error
-    runs_told = "1 run" if len(found) == 1 else f"{len(found)} runs"
+    runs_told = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     make_console().print(f"Wrote {out}, of {runs_told}: open it in a browser.")
-
-
-def _refuse_other_files(out: Path, mark: str) -> None:
-    if not out.exists():
-        return
-    try:
-        is_report = out.read_text("utf-8").startswith(mark)
-    except (OSError, ValueError):
-        is_report = False
-    if not is_report:
-        raise ConfigError(
-            f"`--out` must be a new file or an earlier report, but {str(out)!r} is something else. "
-            "Name another."
-        )

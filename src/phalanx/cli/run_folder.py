@@ -4,6 +4,7 @@ runs/flowers-mlp-001/
     config.json         the options, the form of the data, versions
     metrics.jsonl       one line per step, per epoch and per lost worker
     checkpoints/        where `phalanx resume` continues (see `Checkpoint`)
+    best/               with `--early-stopping`: the best epoch's checkpoint
     model.safetensors   the trained weights, under the plain model's keys
     training.png        the curves
     trace.json          with `--trace`: each replica's work, by time
@@ -39,6 +40,7 @@ class RunFolder:
         self.config_path = path / "config.json"
         self.metrics_path = path / "metrics.jsonl"
         self.checkpoints_path = path / "checkpoints"
+        self.best_path = path / "best"
         self.model_path = path / "model.safetensors"
         self.figure_path = path / "training.png"
         self.trace_path = path / "trace.json"

@@ -82,7 +82,12 @@ def train(
     ] = None,
     early_stopping: Annotated[
         int | None,
-        _option("N", "Stop after N epochs without a better loss.", min=1, show_default="never"),
+        _option(
+            "N",
+            "Stop after N epochs without a better loss; keep the best epoch's weights.",
+            min=1,
+            show_default="never",
+        ),
     ] = None,
     every_steps: Annotated[
         int | None,

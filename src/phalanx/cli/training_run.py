@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from phalanx import __version__
 from phalanx.callbacks import JSONL, Checkpoint, EarlyStopping, History, Progress, Trace
-from phalanx.cli.data import open_data, split
+from phalanx.cli.data import digest_of, open_data, split
 from phalanx.cli.losses import check_loss, find_loss
 from phalanx.cli.models import Standardize, build_model, choose_model
 from phalanx.cli.run_folder import RunFolder, name_run
@@ -45,7 +45,10 @@ _SCHEDULES: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of a training, as the command has them and config.json keeps them."""
+    """The options of a training, as the command has them and config.json keeps them.
+
+    One that is added needs a default here, with which runs before it are continued.
+    """
 
     data: str
     model: str
@@ -79,10 +82,14 @@ class TrainingRun:
         folder: Where everything is written.
         options: Of the training.
         schema: Of the training data.
+        digest: Of the data that the run began with; None for code.
     """
 
-    def __init__(self, folder: RunFolder, options: Options, schema: Schema) -> None:
+    def __init__(
+        self, folder: RunFolder, options: Options, schema: Schema, digest: str | None = None
+    ) -> None:
         self.folder, self.options, self.schema = folder, options, schema
+        self._digest = digest
         self.module = build_model(options.model, schema, seed=options.seed)
 
     @classmethod
@@ -129,7 +136,7 @@ class TrainingRun:
                 f"`RUN` must be a folder that only you can write if it names code, but others can "
                 f"write {path}. Look at its config.json, and give --trust if you trust it."
             )
-        return cls(folder, options, schema)
+        return cls(folder, options, schema, config.get("data_digest"))
 
     # -- training ----------------------------------------------------
 
@@ -163,9 +170,11 @@ class TrainingRun:
         loader = self._loader(train, shuffle=True)
         history = History()
         callbacks: list[Any] = [history, JSONL(folder.metrics_path), Progress(console)]
+        best: Checkpoint | None = None
         if options.early_stopping is not None:
             monitor = "train.loss" if validation is None else "validation.loss"
-            callbacks.append(EarlyStopping(monitor, patience=options.early_stopping))
+            best = Checkpoint(folder.best_path, monitor=monitor)
+            callbacks += [EarlyStopping(monitor, patience=options.early_stopping), best]
         if trace:
             callbacks.append(Trace(folder.trace_path))
         last = checkpoint.last
@@ -180,8 +189,11 @@ class TrainingRun:
                     f"`--epochs` must be more than the {trainer.epochs} that the run has finished, "
                     f"but is {options.epochs}. Give --epochs {2 * trainer.epochs}."
                 )
-            self._write_config()
+            digest, before = digest_of(options.data), self._digest
+            self._write_config(digest)
             console.print(self._describe())
+            if before is not None and digest != before:
+                console.print("The data has changed since then: this is no longer one run.")
             with stopped_by_signals(trainer.stop, console) as interruption:
                 trainer.fit(
                     loader,
@@ -190,6 +202,8 @@ class TrainingRun:
                     progress=False,
                 )
             if not interruption.happened:
+                if best is not None and best.best is not None:
+                    trainer.module.load_state_dict(load_file(best.best / "model.safetensors"))
                 folder.write_model(trainer.module)
             self._draw(history, console)
             console.print(self._conclude(trainer, interrupted=interruption.happened))
@@ -286,11 +300,12 @@ class TrainingRun:
             for group in trainer.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * self._rate(trainer.steps, num_batches)
 
-    def _write_config(self) -> None:
+    def _write_config(self, digest: str | None) -> None:
         self.folder.write_config(
             {
                 "options": asdict(self.options),
                 "schema": self.schema.to_json(),
+                "data_digest": digest,
                 "versions": {
                     "phalanx": __version__,
                     "torch": torch.__version__,
@@ -318,7 +333,8 @@ class TrainingRun:
         path = self.folder.path
         if not interrupted:
             early = (
-                f"Stopped early: {self.options.early_stopping} epochs without a better loss.\n"
+                f"Stopped early: {self.options.early_stopping} epochs without a better loss. The "
+                "weights are those of the best epoch.\n"
                 if trainer.stopped
                 else ""
             )

@@ -12,7 +12,13 @@ import pytest
 
 from phalanx.callbacks import CSV, JSONL, RanksChanged, TensorBoard, WorkerLost, read_record
 from phalanx.errors import ConfigError, UnsupportedError
-from tests.unit.callbacks.events import epoch_done, events_of_run, fit_ended, step_done
+from tests.unit.callbacks.events import (
+    epoch_done,
+    events_of_run,
+    fit_begun,
+    fit_ended,
+    step_done,
+)
 
 
 def play(callback, events):
@@ -28,7 +34,7 @@ def lost(step):
 
 def kinds(path):
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    return [(each["kind"][0], each.get("step", each.get("last_step"))) for each in records]
+    return [(each["kind"][0], each.get("step", each.get("steps"))) for each in records]
 
 
 def run(num_steps):
@@ -73,24 +79,23 @@ def test_steps_that_are_done_again_replace_their_lines(tmp_path, again, process)
         log = JSONL(str(path))
         path.write_text(path.read_text() + '{"kind": "st')  # it was killed
     place = next(at for at, e in enumerate(run(6)) if getattr(e, "step", None) == again)
-    play(log, run(6)[place:])
+    begun = fit_begun(steps=again - 1, epochs=(again - 1) // 3)
+    play(log, [begun, *run(6)[place:]])
     assert kinds(path) == WHOLE
 
 
 def test_the_end_of_an_epoch_may_be_done_again(tmp_path):
     path = tmp_path / "log.jsonl"
     play(JSONL(path), run(4))
-    play(JSONL(path), run(6)[3:])
+    play(JSONL(path), [fit_begun(steps=3, epochs=0), *run(6)[3:]])
     assert kinds(path) == WHOLE
 
 
-def test_a_lost_worker_stands_before_its_step(tmp_path):
+def test_lines_of_a_loop_of_ones_own_are_added(tmp_path):
     path = tmp_path / "log.jsonl"
-    log = JSONL(path)
-    play(log, [lost(1), step_done(1), step_done(2), lost(2), lost(3), step_done(3)])
-    assert kinds(path) == [("f", 1), ("s", 1), ("s", 2), ("f", 2), ("f", 3), ("s", 3)]
-    play(JSONL(path), [step_done(3)])
-    assert kinds(path)[-2:] == [("f", 3), ("s", 3)]
+    for step in (1, 2):
+        play(JSONL(path), [lost(step), step_done(step)])
+    assert kinds(path) == [("f", 1), ("s", 1), ("f", 2), ("s", 2)]
 
 
 def test_numbers_without_a_word_in_json_are_null(tmp_path):
@@ -112,7 +117,7 @@ def test_an_epoch_is_a_row(tmp_path):
 
 @pytest.mark.parametrize("kind", [JSONL, CSV])
 @pytest.mark.parametrize(
-    "text", ["precious", "precious\n", "a,b\n1,2\n", "epoch\nx\n", '{"kind": 5}\n', "{}\n"]
+    "text", ["precious", "precious\n", "a,b\n1,2\n", "epoch\nx\n", '{"kind": 5}\n', "{}\n", "[]\n"]
 )
 def test_a_file_that_holds_something_else_is_left_alone(tmp_path, kind, text):
     path = tmp_path / "mine"

@@ -164,22 +164,16 @@ def test_an_epoch_that_could_not_be_saved_is_not_among_the_best(tmp_path):
 @pytest.mark.parametrize(
     "kept",
     [
-        5,
-        [5],
-        [[1.0]],
-        [["1", "step-00000010"]],
-        [[math.nan, "step-00000010"]],
         [[1.0, "../step-00000010"]],
         [[1.0, "."]],
         [[1.0, "step-00000010/../x"]],
         [[1.0, "step-00000010\n"]],
-        [[1.0, 5]],
         [[2.0, "step-00000010"], [1.0, "thesis"]],
     ],
     ids=str,
 )
 def test_what_is_no_state_of_the_best_is_refused_and_no_way_out_of_the_folder(kept, tmp_path):
     best = Checkpoint(tmp_path, monitor="validation.loss")
-    with pytest.raises((KeyError, TypeError, ValueError)):
+    with pytest.raises(ValueError, match="`kept` holds"):
         best.load_state_dict({"kept": kept})
     assert best.kept == {}

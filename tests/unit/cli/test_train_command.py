@@ -231,7 +231,7 @@ def test_a_training_leaves_everything_in_its_folder(phalanx, pictures):
     }  # fmt: skip
     records = metrics_of(folder)
     assert [record["step"] for record in records if record["kind"] == "step"] == [*range(1, 11)]
-    assert [record["last_step"] for record in records if record["kind"] == "epoch"] == [5, 10]
+    assert [record["steps"] for record in records if record["kind"] == "epoch"] == [5, 10]
     rates = [record["learning_rates"] for record in records if record["kind"] == "step"]
     assert rates == [[pytest.approx(2e-3 * (1 - step / 10))] for step in range(10)]
     assert {*records[-1]["train"]} == {*records[-1]["validation"]} == {"loss", "accuracy"}
@@ -279,11 +279,15 @@ def test_numbers_are_regressed_with_validation_data_and_early_stopping(phalanx):
     Path("line.csv").write_text("x,y\n" + "\n".join(lines) + "\n")
     Path("other.csv").write_text("x,y\n" + "\n".join(lines[::7]) + "\n")
     words = ("--validation", "other.csv", "--early-stopping", 2, "--epochs", 200, "--clip-norm", 1)
-    assert phalanx("train", "line.csv", *words, "--lr", 0.01, "--out", "run")[0] == 0
+    code, said, _ = phalanx("train", "line.csv", *words, "--lr", 0.01, "--out", "run")
+    assert code == 0
     epochs = [record for record in metrics_of("run") if record["kind"] == "epoch"]
     losses = [record["validation"]["loss"] for record in epochs]
     assert len(epochs) < 200
     assert min(losses) == losses[-3]
+    assert "The weights are those of the best epoch." in said
+    shown = phalanx("evaluate", "run", "other.csv")[1]
+    assert f"{min(losses):.4f}" in shown
     assert phalanx("predict", "run", "other.csv")[0] == 0
     assert Path("predictions.csv").read_text().splitlines()[0] == "prediction"
 
@@ -483,7 +487,11 @@ def test_moved_data_is_named_at_the_resume(phalanx):
     Path("first.csv").rename("moved.csv")
     code, _, err = phalanx("resume", "run", "--epochs", 2)
     assert (code, "does not exist" in err) == (2, True)
-    assert phalanx("resume", "run", "--epochs", 2, "--data", "moved.csv")[0] == 0
+    code, said, _ = phalanx("resume", "run", "--epochs", 2, "--data", "moved.csv")
+    assert (code, "The data has changed" in said) == (0, False)
+    Path("moved.csv").write_text("x,y\n" + rows + "9,1\n")
+    code, said, _ = phalanx("resume", "run", "--epochs", 3)
+    assert (code, "The data has changed" in said) == (0, True)
 
 
 def test_one_column_of_classes_is_refused(phalanx):

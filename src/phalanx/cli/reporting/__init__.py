@@ -1,1 +1,0 @@
-"""The page that ``phalanx report`` writes, from runs that were recorded."""
