@@ -31,7 +31,8 @@ __all__ = ["Exchange", "ProcessGroup", "differing_names"]
 ProcessGroup = dist.ProcessGroup
 
 _LENGTH = 8  # bytes that a document's length takes
-_ABOUT = 24  # and those of what it is about
+_HEAD = _LENGTH + 24  # with what it is about
+_FIRST = 4096  # that travel at once: the head, and all of most documents
 _LET_GO_S = 0.2  # a thread that is about to do it needs none; a failed operation may keep them
 
 
@@ -127,24 +128,27 @@ class Exchange:
         Raises:
             ConfigError: They are about to do different things; every rank hears of it.
         """
-        head = len(document).to_bytes(_LENGTH, "little") + about.encode().ljust(_ABOUT)
-        heads = [row.numpy().tobytes() for row in self._gather(_as_tensor(head, len(head)))]
-        places = [each[_LENGTH:].decode().strip() for each in heads]
+        head = len(document).to_bytes(_LENGTH, "little") + about.encode().ljust(_HEAD - _LENGTH)
+        whole = head + document
+        found = self._gather(whole[:_FIRST], _FIRST)
+        places = [each[_LENGTH:_HEAD].decode().strip() for each in found]
         if len({*places}) > 1:
             with contextlib.suppress(PeerError):  # nobody leaves before all have heard
-                self._gather(torch.zeros(1))
+                self._gather(b"", 1)
             raise _differing(places)
-        lengths = [int.from_bytes(each[:_LENGTH], "little") for each in heads]
-        rows = self._gather(_as_tensor(document, max(lengths)))
-        return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+        stops = [_HEAD + int.from_bytes(each[:_LENGTH], "little") for each in found]
+        if max(stops) > _FIRST:
+            rests = self._gather(whole[_FIRST:], max(stops) - _FIRST)
+            found = [first + rest for first, rest in zip(found, rests, strict=True)]
+        return [each[_HEAD:stop] for each, stop in zip(found, stops, strict=True)]
 
-    def _gather(self, own: Tensor) -> Tensor:
-        """Return every rank's tensor, by rank; all are of one shape and dtype."""
-        own = own.to(self._device)
-        found = own.new_empty((self.size, *own.shape))
-        if own.numel():
-            self.begin_join(own, found.view(-1))()
-        return found.cpu()
+    def _gather(self, own: bytes, length: int) -> list[bytes]:
+        """Return every rank's bytes, by rank, filled up to ``length``."""
+        sent = torch.frombuffer(bytearray(own.ljust(length, b"\0")), dtype=torch.uint8)
+        sent = sent.to(self._device)
+        found = sent.new_empty((self.size, length))
+        self.begin_join(sent, found.view(-1))()
+        return [row.numpy().tobytes() for row in found.cpu()]
 
     # Each of these begins an operation, and returns a function that waits until it has ended.
 
@@ -250,13 +254,6 @@ def differing_names(about: Mapping[str, Any], first: Mapping[str, Any]) -> str:
     """Name what one rank would train otherwise than another."""
     names = [name for name in first if name != "workloads" and about.get(name) != first[name]]
     return ", ".join(names).replace("_", " ")
-
-
-def _as_tensor(content: bytes, length: int) -> Tensor:
-    padded = torch.zeros(length, dtype=torch.uint8)
-    if content:
-        padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    return padded
 
 
 def _differing(places: Sequence[str]) -> ConfigError:
