@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from phalanx import cluster
 from phalanx.cli.console import make_console
 from phalanx.errors import ConfigError
 
@@ -102,6 +101,7 @@ def launch(
                 f"`{name}` must be left out {'with' if ray else 'without'} `--ray`, but is given."
             )
     # Late, as it needs torch, which takes seconds: `--help` does without.
+    from phalanx import cluster
     from phalanx.launching import Job, RankFailed, launch_script, on_ray, run_script
     from phalanx.replicas import num_cores
 
@@ -171,6 +171,8 @@ def secret(
     Bring the same file to every host, by a way that is private, and name it there in
     PHALANX_SECRET_FILE.
     """
+    from phalanx import cluster  # late, as above
+
     path = path.absolute()  # scripts may change their folder
     cluster.make_secret(path)
     make_console().print(
