@@ -64,12 +64,12 @@ def python(networks: Networks, host: int, *words: str, **variables: object) -> l
     return [*networks.words(host), "env", *settings, sys.executable, *words]
 
 
-def agents(networks: Networks, *words: str, run_id: str, num_ranks: str, script: str) -> Commands:
+def agents(networks: Networks, *words: str, num_ranks: str, script: str) -> Commands:
     """Return one command for each host, of a launcher with agents."""
     return [
         python(
             *(networks, host, *words, num_ranks, str(ranks), "--nnodes", "2"),
-            *(run_id, "run", script, "ranks"),
+            *(script, "ranks"),
         )
         for host, ranks in enumerate(RANKS)
     ]
@@ -78,14 +78,13 @@ def agents(networks: Networks, *words: str, run_id: str, num_ranks: str, script:
 def phalanx_launch(networks: Networks, script: str) -> Commands:
     run = ("-c", "from phalanx.cli.app import main; main()", "launch")
     endpoint = ("--endpoint", f"{networks.addresses[0]}:{PORT}")
-    return agents(networks, *run, *endpoint, run_id="--run-id", num_ranks="-n", script=script)
+    return agents(networks, *run, *endpoint, num_ranks="-n", script=script)
 
 
 def torchrun(networks: Networks, script: str) -> Commands:
     endpoint = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{networks.addresses[0]}:{PORT}")
-    run = ("-m", "torch.distributed.run", *endpoint)
-    count = "--nproc-per-node"
-    return agents(networks, *run, run_id="--rdzv-id", num_ranks=count, script=script)
+    run = ("-m", "torch.distributed.run", *endpoint, "--rdzv-id", "run")
+    return agents(networks, *run, num_ranks="--nproc-per-node", script=script)
 
 
 def one_by_one(

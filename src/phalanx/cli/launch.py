@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -15,9 +14,7 @@ from phalanx.errors import ConfigError
 
 __all__ = ["launch", "secret"]
 
-# As `tables.join` reads them, which cannot be imported here without torch.
-_SECRET_FILE = "PHALANX_SECRET_FILE"
-_TRUSTED_NETWORK = "PHALANX_TRUSTED_NETWORK"
+_SECRET_FILE = "PHALANX_SECRET_FILE"  # `tables.join` reads it, which needs torch to be imported
 _WAIT_FOR_HOSTS_S, _WAIT_ON_RAY_S = 600.0, 60.0
 
 
@@ -28,13 +25,10 @@ def launch(
         int | None,
         typer.Option("-n", "--ranks", min=1, help="Ranks on this host.", show_default="one a core"),
     ] = None,
-    nnodes: Annotated[str, typer.Option(help="Hosts: a number, or FEWEST:MOST.")] = "1",
+    nnodes: Annotated[int, typer.Option(min=1, help="Hosts.")] = 1,
     endpoint: Annotated[
         str, typer.Option(help="HOST:PORT where several hosts meet, the same on all.")
     ] = "",
-    run_id: Annotated[
-        str, typer.Option(help="What the hosts of one job have in common.")
-    ] = "phalanx",
     max_restarts: Annotated[
         int, typer.Option(min=0, help="How often to start all ranks again after one has failed.")
     ] = 0,
@@ -52,13 +46,6 @@ def launch(
     secret_file: Annotated[
         Path | None, typer.Option(help="For tables on several hosts: what `phalanx secret` made.")
     ] = None,
-    trusted_network: Annotated[
-        bool,
-        typer.Option(
-            "--trusted-network",
-            help="In place of a secret: whoever reaches this job's hosts may change its tables.",
-        ),
-    ] = False,
     ray: Annotated[
         bool, typer.Option("--ray", help="Let Ray place the ranks; needs `phalanx[ray]`.")
     ] = False,
@@ -86,13 +73,11 @@ def launch(
     ranks fail, the root cause is printed last, and its exit code is the command's.
     """
     of_hosts = {
-        "--nnodes": nnodes != "1",
+        "--nnodes": nnodes != 1,
         "--endpoint": endpoint,
-        "--run-id": run_id != "phalanx",
         "--log-dir": log_dir,
         "--rank-restarts": rank_restarts,
         "--secret-file": secret_file,
-        "--trusted-network": trusted_network,
     }
     of_ray = {"--address": address, "--cpus-per-worker": cpus_per_worker != 1}
     for name, is_given in (of_hosts if ray else of_ray).items():
@@ -119,22 +104,14 @@ def launch(
                 timeout_s=_WAIT_ON_RAY_S if timeout_s is None else timeout_s,
             )
             return
-        if secret_file is not None:
-            if trusted_network:
-                raise ConfigError(
-                    "`--trusted-network` must be left out with `--secret-file`, but both are given."
-                )
-            cluster.Secret.read(secret_file)  # before any rank starts
-            os.environ[_SECRET_FILE] = str(secret_file.absolute())
-        elif os.environ.get(_SECRET_FILE):  # scripts may change their folder
-            os.environ[_SECRET_FILE] = str(Path(os.environ[_SECRET_FILE]).absolute())
-        if trusted_network:
-            os.environ[_TRUSTED_NETWORK] = "1"
+        secret = secret_file or os.environ.get(_SECRET_FILE)
+        if secret:
+            cluster.Secret.read(Path(secret))  # before any rank starts
+            os.environ[_SECRET_FILE] = str(Path(secret).absolute())  # scripts change their folder
         job = Job(
             ranks=num_cores() if ranks is None else ranks,
-            nodes=parse_nodes(nnodes),
+            nodes=nnodes,
             endpoint=endpoint,
-            run_id=run_id,
             max_restarts=max_restarts,
             rank_restarts=rank_restarts,
             log_dir=log_dir,
@@ -147,19 +124,6 @@ def launch(
     except RankFailed as exc:
         console.print("\n".join([str(exc), *getattr(exc, "__notes__", ())]), style="bold red")
         raise typer.Exit(exc.exit_code) from None
-
-
-def parse_nodes(text: str) -> tuple[int, int]:
-    """Read ``2`` or ``1:4``.
-
-    Example:
-        >>> parse_nodes("2"), parse_nodes("1:4")
-        ((2, 2), (1, 4))
-    """
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    if found is None:
-        raise ConfigError(f"`--nnodes` must be a number or FEWEST:MOST, but is {text!r}.")
-    return int(found[1]), int(found[2] or found[1])
 
 
 def secret(

@@ -39,7 +39,7 @@ from phalanx.ipc import RunDirectory
 from phalanx.launching.one_host import ONE_HOST
 from phalanx.launching.rank_failures import RankFailed, RankFailure, describe_failures
 from phalanx.launching.rank_start import prepare, record_failures
-from phalanx.plan import check_argument, check_function, read_count
+from phalanx.plan import check_function, read_count
 from phalanx.replicas import num_cores
 
 __all__ = ["Job", "launch", "launch_script", "signals_put_back"]
@@ -53,9 +53,8 @@ class Job:
 
     Args:
         ranks: Processes on this host.
-        nodes: The fewest and the most hosts.
+        nodes: Hosts.
         endpoint: ``host:port`` where the hosts meet; empty for one host alone.
-        run_id: What the hosts of one job have in common; on one host alone a part of what is drawn.
         max_restarts: How often all ranks are started again after one has failed.
         rank_restarts: How often each rank is restarted by itself before that, while the others
             continue: for a script with elastic ranks (`Ranks`).
@@ -65,9 +64,8 @@ class Job:
     """
 
     ranks: int
-    nodes: tuple[int, int] = (1, 1)
+    nodes: int = 1
     endpoint: str = ""
-    run_id: str = "phalanx"
     max_restarts: int = 0
     rank_restarts: int = 0
     log_dir: Path | None = None
@@ -77,7 +75,7 @@ class Job:
     @property
     def is_alone(self) -> bool:
         """Whether no other host takes part."""
-        return self.nodes == (1, 1) and not self.endpoint
+        return not self.endpoint
 
     def __post_init__(self) -> None:
         read_count("ranks", self.ranks, 1, "rank")
@@ -85,13 +83,10 @@ class Job:
         read_count("rank_restarts", self.rank_restarts, 0)
         if not self.timeout_s > 0:
             raise ConfigError(f"`timeout_s` must be above 0 seconds, but is {self.timeout_s!r}.")
-        fewest, most = self.nodes
-        wanted = "be at least 1 host, the fewest before the most"
-        check_argument(1 <= fewest <= most, "nodes", wanted, self.nodes)
-        if most > 1 and not self.endpoint:
+        if read_count("nodes", self.nodes, 1, "host") > 1 and not self.endpoint:
             raise ConfigError(
-                f"`endpoint` must say where {most} hosts meet, but is empty. Give `host:port` of "
-                "one of them, the same on all."
+                f"`endpoint` must say where {self.nodes} hosts meet, but is empty. Give "
+                "`host:port` of one of them, the same on all."
             )
 
 
@@ -183,8 +178,8 @@ def _run(
             except (RendezvousTimeoutError, RendezvousConnectionError) as exc:
                 raise RankFailed(
                     f"All hosts must meet at {job.endpoint} within {job.timeout_s:g} s, but did "
-                    f"not: {exc}. Start `phalanx launch` on each with the same `--endpoint`, "
-                    "`--nnodes` and `--run-id`, and see that the port can be reached."
+                    f"not: {exc}. Start `phalanx launch` on each with the same `--endpoint` and "
+                    "`--nnodes`, and see that the port can be reached."
                 ) from exc
             return values
     except SignalException as exc:
@@ -218,10 +213,10 @@ def _read_failures(logs: Path, reported: Mapping[int, ProcessFailure]) -> dict[i
 def _config(job: Job, **more: Any) -> LaunchConfig:
     alone = job.is_alone
     return LaunchConfig(
-        min_nodes=job.nodes[0],
-        max_nodes=job.nodes[1],
+        min_nodes=job.nodes,
+        max_nodes=job.nodes,
         nproc_per_node=job.ranks,
-        run_id=f"{job.run_id}-{secrets.token_hex(4)}" if alone else job.run_id,
+        run_id=f"phalanx-{secrets.token_hex(4) if alone else job.endpoint}",
         rdzv_backend=ONE_HOST if alone else "c10d",
         rdzv_endpoint=job.endpoint,
         rdzv_configs={} if alone else {"join_timeout": max(1, round(job.timeout_s))},
