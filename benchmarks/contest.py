@@ -143,6 +143,10 @@ class Child:
         """Whether a line has come."""
         return b"\n" in self._heard
 
+    def is_behind(self) -> bool:
+        """Tell whether more has come than was heard."""
+        return self.has_line or bool(select.select([self], [], [], 0.0)[0])
+
     def ask(self, number: int) -> None:
         """Continue it with a question. If it has ended, `hear` says so."""
         self.process.send_signal(signal.SIGCONT)

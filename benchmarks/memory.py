@@ -136,7 +136,8 @@ def memory(
     counts, held_cases = read_counts("workers", workers, least=1), read_names("cases", cases, CASES)
     run = Run("memory", out)
     rows: list[tuple[Any, ...]] = []  # Any: a label, then cells
-    measured, failures = {}, {}
+    measured: dict[str, dict[str, float]] = {}
+    failures: dict[str, str] = {}
     with run.progress(len(chosen) * len(counts) * len(held_cases)) as show:
         for name in chosen:
             for count in counts:

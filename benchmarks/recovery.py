@@ -1,74 +1,294 @@
-"""``make bench-recovery``: how long a step takes in which a worker is killed.
+"""``python -m benchmarks recovery``: how long a step takes in which a worker is killed.
 
-    contestant ──── a line per step ────► this process
-               ◄─ kill -9, at a random ─
-                  moment, to a worker
+    contestant ──── a line of JSON for each step ────► this process
+               ◄─ kill -9, at a random moment, to a ──
+                  worker
 
-A contestant trains without pause. When all its workers have been at work for some steps, one of
-them is killed; what is measured is the time from the kill to the ends of later steps. The
-contestants run one after the other, each alone.
+A contestant trains without pause. When all its workers have taken part in some steps, one of them
+is killed, and the time from the kill to the ends of later steps is measured. Contestants run one
+after the other, each alone.
 """
 
 from __future__ import annotations
 
-import contextlib
+import importlib.util
+import json
 import math
 import os
 import random
-import select
+import signal
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
+import torch.distributed as dist
 import typer
+from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.command import Aims, Model, Out, begin, command_line, progress
-from benchmarks.contestants import check_model
-from benchmarks.machine import Machine
-from benchmarks.old_report import Column, Judged, Report, Row, Sheet, headline, publish
-from benchmarks.panels import Bar, Bars
-from benchmarks.processes import Child, Command, end, hear
-from benchmarks.recovering import Beat, RecoveryJob, command, is_available
+import phalanx
+from benchmarks.contest import (
+    Child,
+    Command,
+    ContestantFailed,
+    Step,
+    claim_stdout,
+    command_of,
+    end,
+    hear,
+)
+from benchmarks.models import MODELS, loss_of
+from benchmarks.report import OUT, Cell, Out, Run, Sheet, read_names
+from benchmarks.step import StepJob, plain_step, use_loopback
 from phalanx.clock import now_s, pause
-from phalanx.errors import PeerError
 
-_PATIENCE_S = 180.0  # for any line of a contestant
-_GOODBYE_S = 20.0
-_SETTLED_STEPS = 10  # in a row with all workers, before one is killed
-_ORDINARY_STEPS = 60  # undisturbed, at the beginning
 _WARMUP_STEPS = 5
-_SIGKILL = 9
+_ORDINARY_STEPS = 60  # undisturbed, at the beginning
+_SETTLED_STEPS = 10  # in a row with all workers, before one is killed
 
 TITLES = {
-    "processes": "worker processes",
-    "torchrun": "torchrun, gloo",
-    "launch": "phalanx launch",
-    "ranks": "ranks that survive",
-    "ray": "Ray Train, gloo",
+    "processes": "worker\nprocesses",
+    "ranks": "elastic\nranks",
+    "torchrun": "torchrun\ngloo",
+    "launch": "phalanx\nlaunch",
+    "ray": "Ray Train\ngloo",
 }
 _PEERS = {"torchrun", "ray"}
-JUDGED = "processes"
-EXTRA_S = {50: 0.1, 99: 0.5}  # by percentile: beyond an ordinary step, at most
-_FIELDS = {
-    "running_s": "step that was running",
-    "noticed_s": "step that noticed it",
-    "whole_s": "all workers back",
+
+
+# -- in a contestant's processes ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """A step that is done.
+
+    Attributes:
+        stop_s: When it ended, by the clock that all processes of a machine share.
+        seconds: How long it took.
+        pids: The workers' processes.
+        working: How many of them took part.
+        lost: Processes of workers that were lost in it.
+        life: How many times all workers were started again before.
+    """
+
+    stop_s: float
+    seconds: float
+    pids: Sequence[int]
+    working: int
+    lost: Sequence[int] = ()
+    life: int = 0
+
+    @classmethod
+    def from_line(cls, line: bytes) -> Beat | None:
+        """Read a contestant's line, which a launcher may have put the rank before."""
+        start = line.find(b'{"stop_s"')
+        return None if start < 0 else cls(**json.loads(line[start:]))
+
+
+Tell = Callable[[Beat], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryJob:
+    """A contestant, or one of its ranks."""
+
+    contestant: str
+    model: str
+    workers: int
+
+    def run(self) -> None:
+        """Train until nobody listens."""
+        answers = claim_stdout()
+
+        def tell(beat: Beat) -> None:
+            try:
+                print(json.dumps(asdict(beat)), file=answers, flush=True)
+            except BrokenPipeError:
+                os._exit(0)
+
+        CONTESTANTS[self.contestant](self, tell)
+
+
+def _train(step: Step, describe: Callable[[], dict[str, Any] | None], tell: Tell) -> None:
+    """Make steps forever; ``describe`` returns the fields of a beat that is to be told."""
+    while True:
+        started_s = now_s()
+        step()
+        stop_s = now_s()
+        fields = describe()
+        if fields is not None:
+            tell(Beat(stop_s=stop_s, seconds=stop_s - started_s, **fields))
+
+
+def _run_trainer(job: RecoveryJob, tell: Tell) -> None:
+    """Train with worker processes."""
+    module, batch = MODELS[job.model].make()
+    lost: list[int] = []
+    shares: list[int] = []
+
+    def note(event: object) -> None:
+        if isinstance(event, phalanx.WorkerLost):
+            lost.append(event.pid)
+        if isinstance(event, phalanx.StepDone):
+            shares[:] = event.shares
+
+    def describe() -> dict[str, Any]:
+        working = sum(rows > 0 for rows in shares)
+        fields = {"pids": trainer.worker_pids, "working": working, "lost": tuple(lost)}
+        lost.clear()
+        return fields
+
+    with phalanx.Trainer(
+        module,
+        loss_of,
+        MODELS[job.model].optimizer,
+        microbatches=None,
+        replicas=job.workers,
+        executor=phalanx.Processes(max_failures=None),
+        callbacks=[note],
+    ) as trainer:
+        _train(lambda: trainer.step(batch), describe, tell)
+
+
+def _run_elastic_rank(job: RecoveryJob, tell: Tell) -> None:
+    """Be a rank that survives the loss of others, or replaces one."""
+    module, batch = MODELS[job.model].make()
+    changes: list[phalanx.RanksChanged] = []
+    pids: dict[int, int] = {}
+    is_first = False
+
+    def note(event: object) -> None:
+        if isinstance(event, phalanx.RanksChanged):
+            changes.append(event)
+
+    def describe() -> dict[str, Any] | None:
+        nonlocal pids, is_first
+        lost: list[int] = []
+        if changes:
+            [now] = changes
+            lost = [pids[rank] for rank in now.lost if rank in pids]
+            pids = dict(zip(now.ranks, now.pids, strict=True))
+            is_first = now.rank == 0
+            changes.clear()
+        everybody = [pids.get(rank, 0) for rank in range(job.workers)]
+        return {"pids": everybody, "working": len(pids), "lost": lost} if is_first else None
+
+    with phalanx.Trainer(
+        module,
+        loss_of,
+        MODELS[job.model].optimizer,
+        microbatches=None,
+        executor=phalanx.Ranks(),
+        callbacks=[note],
+    ) as trainer:
+        trainer.join()
+        _train(lambda: trainer.step(batch), describe, tell)
+
+
+def _run_rank(job: RecoveryJob, tell: Tell) -> None:
+    """Be a rank of plain DDP, which its launcher starts again from the beginning."""
+    torch.set_num_threads(1)
+    use_loopback("GLOO")
+    dist.init_process_group("phalanx" if job.contestant == "launch" else "gloo")
+    _train_by_ddp(job, int(os.environ["TORCHELASTIC_RESTART_COUNT"]), tell)
+
+
+def _train_by_ddp(job: RecoveryJob, life: int, tell: Tell) -> None:
+    """Train in the group that there is; its first rank tells of each step."""
+    pids = torch.zeros(job.workers, dtype=torch.int64)
+    pids[dist.get_rank()] = os.getpid()
+    dist.all_reduce(pids)
+    module, (inputs, targets) = MODELS[job.model].make()
+    inputs, targets = (part.chunk(job.workers)[dist.get_rank()] for part in (inputs, targets))
+    what = StepJob(contestant="ddp", model=job.model, workers=job.workers)
+    step = plain_step(what, DistributedDataParallel(module), (inputs, targets))
+    fields = {"pids": pids.tolist(), "working": job.workers, "life": life}
+    _train(step, lambda: fields if dist.get_rank() == 0 else None, tell)
+
+
+def _run_ray(job: RecoveryJob, tell: Tell) -> None:
+    """Be the driver of Ray Train, which starts all its workers again when one is lost."""
+    import ray.train  # only where it is installed
+    from ray.train.torch import TorchTrainer
+
+    ray.init(num_cpus=job.workers + 1, include_dashboard=False, log_to_driver=False)
+    with tempfile.TemporaryDirectory() as folder:
+        lines = Path(folder, "lines")
+        os.mkfifo(lines)
+        training = TorchTrainer(
+            _work_for_ray,
+            train_loop_config={"job": asdict(job), "folder": folder},
+            scaling_config=ray.train.ScalingConfig(num_workers=job.workers),
+            run_config=ray.train.RunConfig(
+                storage_path=folder, failure_config=ray.train.FailureConfig(max_failures=-1)
+            ),
+        )
+        threading.Thread(target=training.fit, daemon=True).start()
+        with open(os.open(lines, os.O_RDWR)) as told:  # for both: no end when a writer is killed
+            for line in told:
+                beat = Beat.from_line(line.encode())
+                if beat is not None:
+                    tell(beat)
+
+
+def _work_for_ray(config: dict[str, Any]) -> None:
+    """Be a worker of Ray Train: plain DDP, from the beginning each time."""
+    job, folder = RecoveryJob(**config["job"]), Path(config["folder"])
+    life = len(list(folder.glob("life-*")))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (folder / f"life-{life}").touch()
+    with (folder / "lines").open("w") as lines:
+        _train_by_ddp(
+            job, life, lambda beat: print(json.dumps(asdict(beat)), file=lines, flush=True)
+        )
+
+
+CONTESTANTS: dict[str, Callable[[RecoveryJob, Tell], None]] = {
+    "processes": _run_trainer,
+    "ranks": _run_elastic_rank,
+    "torchrun": _run_rank,
+    "launch": _run_rank,
+    "ray": _run_ray,
 }
+
+
+def _command(job: RecoveryJob, max_restarts: int) -> Command:
+    """Return the command line of a contestant."""
+    plain = command_of(job)
+    if job.contestant in ("launch", "ranks"):
+        ours = "from phalanx.cli.app import main; main()"
+        again = "--max-restarts" if job.contestant == "launch" else "--rank-restarts"
+        options = (f"-n{job.workers}", f"{again}={max_restarts}")
+        return (sys.executable, "-c", ours, "launch", *options, __file__, plain[-1])
+    if job.contestant == "torchrun":
+        return (
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *(f"--nproc-per-node={job.workers}", f"--max-restarts={max_restarts}"),
+            *("--no-python", *plain),
+        )
+    return plain
+
+
+# -- in this process ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """What followed a kill, in seconds from it.
+    """The seconds from a kill to the ends of steps.
 
     Attributes:
-        running_s: To the end of the step that was running; where that step was lost, to the end of
-            the first one after the restart.
-        noticed_s: To the end of the step in which the loss was noticed. It is a later step if the
-            victim had done its part of the running one.
-        whole_s: To the end of the first step that has all workers at work again.
+        running_s: The step that was running; where that was lost, the first one after the restart.
+        noticed_s: The step in which the loss was noticed: a later one, if the victim had done its
+            part of the running one.
+        whole_s: The first step in which all workers take part again.
     """
 
     running_s: float
@@ -76,34 +296,118 @@ class Kill:
     whole_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Disturbed:
-    """What was measured of one contestant.
+def recovery(
+    model: Annotated[str, typer.Option(help="Which model: mlp, cnn or gpt.")] = "mlp",
+    kills: Annotated[int, typer.Option(min=0, help="Worker processes that are killed.")] = 20,
+    rank_kills: Annotated[int, typer.Option(min=0, help="Elastic ranks that are killed.")] = 20,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="Ranks of torchrun, `phalanx launch` and Ray Train.")
+    ] = 5,
+    workers: Annotated[int, typer.Option(min=2, help="Worker processes, or ranks.")] = 2,
+    seed: Annotated[int, typer.Option(help="Chooses the victims, and the moments.")] = 0,
+    out: Out = OUT,
+) -> None:
+    """Kill workers in mid-step, and time how soon the training continues.
 
-    Attributes:
-        name: Which.
-        ordinary_s: Its ordinary steps.
-        kills: Those after which it went on, at least one.
-        num_asked: How many workers were to be killed.
-        end: Why it did not go on after a further one.
+    With 0 kills a contestant is left out. That a peer does not continue is a result, no error.
     """
+    read_names("model", model, MODELS)
+    run = Run("recovery", out)
+    num_kills = {"processes": kills, "ranks": rank_kills}
+    num_kills |= dict.fromkeys(("torchrun", "launch", "ray"), restarts)
+    if not all(map(importlib.util.find_spec, ("ray", "pandas", "pyarrow"))):
+        run.console.print("Ray Train is not installed, so it is left out.")
+        del num_kills["ray"]
+    ordinary: dict[str, list[float]] = {}
+    done: dict[str, list[Kill]] = {}
+    failures = {}
+    with run.progress(sum(num_kills.values())) as show:
+        for name in filter(num_kills.get, num_kills):
+            job = RecoveryJob(contestant=name, model=model, workers=workers)
+            child = Child(name, _command(job, num_kills[name] + 1))
+            ordinary[name], done[name] = [], []
+            try:
+                chance = random.Random(seed)
+                _disturb(child, num_kills[name], chance, ordinary[name], done[name], show)
+            except ContestantFailed as error:
+                failures[name] = str(error)
+            finally:
+                end([child])
+    measured = {
+        name: {"ordinary_s": ordinary[name], "kills": [asdict(kill) for kill in done[name]]}
+        for name in ordinary
+    }
+    sheet = _sheet(ordinary, done, num_kills)
+    run.publish([sheet], measured, failures, excused=_PEERS)
 
-    name: str
-    ordinary_s: tuple[float, ...]
-    kills: tuple[Kill, ...]
-    num_asked: int
-    end: str = ""
 
-    @property
-    def median_s(self) -> float:
-        """The ordinary step."""
-        return statistics.median(self.ordinary_s)
+def _disturb(
+    child: Child,
+    num_kills: int,
+    chance: random.Random,
+    ordinary: list[float],
+    done: list[Kill],
+    show: Callable[[str], None],
+) -> None:
+    """Kill one worker after the other; add to the seconds of ordinary steps, and to the kills.
+
+    Raises:
+        ContestantFailed: It does not continue.
+    """
+    for number in range(_WARMUP_STEPS + _ORDINARY_STEPS):
+        beat = _next(child)
+        if number >= _WARMUP_STEPS:
+            ordinary.append(beat.seconds)
+    for number in range(num_kills):
+        show(f"{child.name} · kill {number + 1} of {num_kills}")
+        before = _settle(child)
+        pause(chance.uniform(0.0, 2 * statistics.median(ordinary)))
+        victim = chance.choice(before.pids)
+        killed_s = now_s()
+        with suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+        done.append(_watch(child, before, victim, killed_s))
+
+
+def _next(child: Child) -> Beat:
+    while True:
+        [line] = hear([child])
+        beat = Beat.from_line(line)
+        if beat is not None:
+            return beat
+
+
+def _settle(child: Child) -> Beat:
+    """Wait until all workers have taken part in some steps; return the last of these."""
+    steps = 0
+    while True:
+        beat = _next(child)
+        steps = steps + 1 if beat.working == len(beat.pids) and not beat.lost else 0
+        if steps >= _SETTLED_STEPS and not child.is_behind():
+            return beat
+
+
+def _watch(child: Child, before: Beat, victim: int, killed_s: float) -> Kill:
+    """Follow the steps after a kill until all workers take part again."""
+    running_s = noticed_s = None
+    while True:
+        beat = _next(child)
+        if beat.stop_s < killed_s:
+            continue
+        after_s = beat.stop_s - killed_s
+        restarted = beat.life > before.life
+        if running_s is None and not restarted:
+            running_s = after_s
+        if noticed_s is None and (restarted or victim in beat.lost):
+            noticed_s = after_s
+        if noticed_s is not None and beat.working == len(beat.pids) and victim not in beat.pids:
+            # A restart loses the running step; a survivor may still have told of one.
+            running = noticed_s if restarted or running_s is None else running_s
+            return Kill(running_s=running, noticed_s=noticed_s, whole_s=after_s)
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
     """Return the smallest value that at least ``percent`` % of ``values`` do not exceed.
-
-    Of fewer than 100 values the 99th percentile is the largest.
 
     Example:
         >>> percentile([3.0, 1.0, 2.0, 4.0], 50), percentile([3.0, 1.0, 2.0, 4.0], 99)
@@ -112,229 +416,25 @@ def percentile(values: Sequence[float], percent: int) -> float:
     return sorted(values)[max(0, math.ceil(percent / 100 * len(values)) - 1)]
 
 
-def recovery(
-    model: Model = "mlp",
-    kills: Annotated[int, typer.Option(min=1, help="Workers of Phalanx that are killed.")] = 20,
-    rank_kills: Annotated[
-        int, typer.Option(min=0, help="Ranks of `executor=Ranks()` that are killed; 0: left out.")
-    ] = 20,
-    restarts: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Ranks that are killed, of each launcher and Ray; 0 leaves them out."
-        ),
-    ] = 5,
-    workers: Annotated[int, typer.Option(min=2, help="Worker processes, and ranks.")] = 2,
-    seed: Annotated[int, typer.Option(help="Of who is killed, and when.")] = 0,
-    out: Out = Path("out/bench-recovery"),
-    aims: Aims = False,
-) -> None:
-    """Kill worker processes in mid-step, and time how soon the training goes on.
-
-    Beside it, in the same table, ranks that survive the loss of others, and torchrun over gloo and
-    `phalanx launch` over phalanx, both with --max-restarts, and Ray Train with max_failures, on the
-    same model. A contestant of ours that failed is an error: exit code 1. A peer's failure, such as
-    not to go on after a kill, is a result.
-    """
-    check_model(model)
-    console, machine = begin()
-    kills_by_name = {
-        "processes": kills,
-        "ranks": rank_kills,
-        "torchrun": restarts,
-        "launch": restarts,
-        "ray": restarts,
-    }
-    if not is_available("ray"):
-        console.print("Ray Train is not installed, so it is left out: pip install --group peers.")
-        del kills_by_name["ray"]
-    results: list[Disturbed] = []
-    failures: dict[str, str] = {}
-    what = ", ".join(f"{name}: {num_kills} kills" for name, num_kills in kills_by_name.items())
-    with progress(console, sum(kills_by_name.values()), what) as show:
-        for name, num_kills in kills_by_name.items():
-            if not num_kills:
-                continue
-            job = RecoveryJob(contestant=name, model=model, workers=workers)
-            try:
-                with Training(name, command(job, max_restarts=num_kills + 1)) as training:
-                    results.append(disturb(training, num_kills, random.Random(seed), show))
-            except PeerError as error:
-                failures[name] = str(error)
-            else:
-                if results[-1].end:
-                    failures[name] = results[-1].end
-    again = command_line(
-        "recovery",
-        model=model,
-        kills=kills,
-        rank_kills=rank_kills,
-        restarts=restarts,
-        workers=workers,
-        seed=seed,
-    )
-    report = report_recovery(
-        results, failures, machine, again, model=model, workers=workers, seed=seed
-    )
-    publish(report, console, out, aims=aims, excused=_PEERS)
+def _sheet(
+    ordinary: dict[str, list[float]], done: dict[str, list[Kill]], num_kills: dict[str, int]
+) -> Sheet:
+    names = [name for name in TITLES if done.get(name)]
+    rows: list[tuple[Any, ...]] = [  # Any: a label, then cells
+        ("ordinary step, median", *(1e3 * statistics.median(ordinary[name]) for name in names)),
+        ("continued after a kill", *(f"{len(done[name])} of {num_kills[name]}" for name in names)),
+    ]
+    fields = ("running_s", "noticed_s", "whole_s")
+    words = ("the step that was running", "the step that noticed it", "all workers back")
+    for field, label in zip(fields, words, strict=True):
+        for percent in (50, 99):
+            cells: list[Cell] = []
+            for name in names:
+                seconds = [getattr(kill, field) for kill in done[name]]
+                cells.append(1e3 * percentile(seconds, percent))
+            rows.append((f"{label}, p{percent}", *cells))
+    return Sheet("ms from kill -9 to the end of", [TITLES[name] for name in names], rows)
 
 
-class Training(Child):
-    """A contestant's process, which tells of each of its steps."""
-
-    def __init__(self, name: str, words: Command) -> None:
-        super().__init__(words)
-        self.name = name
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        end([self], grace_s=_GOODBYE_S, term=True)
-
-    def next(self) -> Beat:
-        """Wait for the next step's line; raises like `hear`."""
-        while True:
-            [line] = hear(self.name, [self], _PATIENCE_S)
-            beat = Beat.from_line(line)
-            if beat is not None:
-                return beat
-
-    def is_behind(self) -> bool:
-        """Whether there are lines that have come already."""
-        return self.has_line or bool(select.select([self.answers], [], [], 0.0)[0])
-
-
-def disturb(
-    training: Training,
-    num_kills: int,
-    chance: random.Random,
-    tell: Callable[[str], None] = lambda _: None,
-) -> Disturbed:
-    """Kill workers of ``training``, one at a time, and return what became of its steps.
-
-    One that does not go on after a kill is killed no more.
-
-    Args:
-        chance: Draws who is killed, and when: evenly over two ordinary steps.
-        tell: Told before each kill.
-
-    Raises:
-        PeerError: It did not go on after the first.
-    """
-    for _ in range(_WARMUP_STEPS):
-        training.next()
-    ordinary = [training.next().seconds for _ in range(_ORDINARY_STEPS)]
-    median_s = statistics.median(ordinary)
-    done: list[Kill] = []
-    end = ""
-    for number in range(num_kills):
-        tell(f"{training.name} · kill {number + 1} of {num_kills}")
-        try:
-            before = _settle(training)
-            pause(chance.uniform(0.0, 2 * median_s))
-            victim = chance.choice(before.pids)
-            killed_s = now_s()
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(victim, _SIGKILL)
-            done.append(_watch(training, before, victim, killed_s))
-        except PeerError as error:
-            if not done:
-                raise
-            end = str(error)
-            break
-    return Disturbed(
-        name=training.name,
-        ordinary_s=tuple(ordinary),
-        kills=tuple(done),
-        num_asked=num_kills,
-        end=end,
-    )
-
-
-def _settle(training: Training) -> Beat:
-    """Wait until all workers have been at work for some steps; return the last of these."""
-    steps = 0
-    while True:
-        beat = training.next()
-        steps = steps + 1 if beat.working == len(beat.pids) and not beat.lost else 0
-        if steps >= _SETTLED_STEPS and not training.is_behind():
-            return beat
-
-
-def _watch(training: Training, before: Beat, victim: int, killed_s: float) -> Kill:
-    """Follow the steps after a kill until all workers are at work again."""
-    running_s = noticed_s = None
-    while True:
-        beat = training.next()
-        if beat.stop_s < killed_s:
-            continue
-        after_s = beat.stop_s - killed_s
-        anew = beat.life > before.life
-        if running_s is None and beat.life == before.life:
-            running_s = after_s
-        if noticed_s is None and (anew or victim in beat.lost):
-            noticed_s = after_s
-        if noticed_s is not None and beat.working == len(beat.pids) and victim not in beat.pids:
-            # Of torchrun the running step is lost; a survivor may still have told of one.
-            running = noticed_s if anew or running_s is None else running_s
-            return Kill(running_s=running, noticed_s=noticed_s, whole_s=after_s)
-
-
-def report_recovery(
-    results: Sequence[Disturbed],
-    failures: Mapping[str, str],
-    machine: Machine,
-    command_again: str,
-    *,
-    model: str,
-    workers: int,
-    seed: int,
-) -> Report:
-    """Return how soon the contestants went on."""
-    steps = (1e3 * result.median_s for result in results)
-    rows = [Row("ordinary step, median", tuple(steps))]
-    rows.append(Row("went on after a kill", tuple(map(_went_on, results))))
-    for name, words in _FIELDS.items():
-        for percent, extra_s in EXTRA_S.items():
-            cells = []
-            for result in results:
-                times = [getattr(kill, name) for kill in result.kills]
-                measured = 1e3 * percentile(times, percent)
-                judged = result.name == JUDGED and name == "running_s"
-                limit = 1e3 * (result.median_s + extra_s)
-                cells.append(Judged(measured, limit) if judged else measured)
-            rows.append(Row(f"{words}, p{percent}", tuple(cells), ours=name == "running_s"))
-    columns = tuple(Column(TITLES[result.name], "ms") for result in results)
-    bars = tuple(
-        Bar(
-            label=TITLES[result.name],
-            parts=(1e3 * result.median_s,),
-            dots=tuple(1e3 * kill.running_s for kill in result.kills),
-            text=f"went on after {_went_on(result)}",
-            ours=result.name == JUDGED,
-        )
-        for result in results
-    )
-    note = "ms from kill -9 to the end of the step; bar: an ordinary step"
-    return Report(
-        name="recovery",
-        title="A worker is killed in mid-step",
-        command=command_again,
-        machine=machine,
-        sheets=(Sheet(f"{model}, {workers} workers: time from kill -9", columns, tuple(rows)),),
-        panels=(Bars(title="", note=note, bars=bars, log=True),),
-        measured={
-            "model": model,
-            "workers": workers,
-            "seed": seed,
-            "contestants": [asdict(result) | {"end": headline(result.end)} for result in results],
-        },
-        failures=failures,
-    )
-
-
-def _went_on(result: Disturbed) -> str:
-    return f"{len(result.kills)} of {result.num_asked}"
+if __name__ == "__main__":  # a launcher's script
+    RecoveryJob(**json.loads(sys.argv[1])).run()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.contestants import use_loopback
+from benchmarks.step import use_loopback
 from benchmarks.table_tasks import COLS
 from phalanx.clock import now_s, pause
 from phalanx.errors import PeerTimeout
