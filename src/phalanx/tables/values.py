@@ -126,28 +126,26 @@ def _of_dtype(given: object, spec: TableSpec, name: str) -> Tensor:
     return numbers
 
 
-def read_out(out: object, spec: TableSpec, num_rows: int) -> Tensor:
+def read_out(out: Any, spec: TableSpec, num_rows: int) -> Tensor:
     """Return ``out`` as (K, D), the same memory.
 
     Raises:
         ConfigError: It is no dense CPU tensor of the result's shape and dtype.
     """
     wanted = (num_rows, *spec.shape[1:])
-    if not isinstance(out, Tensor) or not _fits(out, wanted, spec.dtype):
+    fits = isinstance(out, Tensor) and out.is_cpu and out.is_contiguous() and has_memory(out)
+    if (
+        not fits
+        or out.is_neg()
+        or out.requires_grad
+        or (out.shape, out.dtype) != (wanted, spec.dtype)
+    ):
         shown = f"{out.dtype}, {tuple(out.shape)}" if isinstance(out, Tensor) else repr(out)
         raise ConfigError(
-            f"`out` must be a tensor of {spec.dtype}, {wanted}, contiguous, on the CPU, and one "
-            f"that may be written to and needs no gradient, but is {shown}."
+            f"`out` must be a tensor of {spec.dtype}, {wanted}, contiguous, on the CPU, that needs "
+            f"no gradient, but is {shown}."
         )
     return out.view(-1, 1) if spec.is_array else out
-
-
-def _fits(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Tell whether rows of that shape and dtype may be written to a tensor."""
-    is_frozen = out.is_inference() and not torch.is_inference_mode_enabled()
-    is_plain = out.is_cpu and out.is_contiguous() and has_memory(out) and not out.is_neg()
-    may_be_written = not (is_frozen or out.requires_grad)
-    return is_plain and may_be_written and out.shape == shape and out.dtype == dtype
 
 
 def read_init(given: object, spec: TableSpec, num_rows: int | None = None) -> Tensor:
@@ -156,11 +154,11 @@ def read_init(given: object, spec: TableSpec, num_rows: int | None = None) -> Te
     Raises:
         ConfigError: It does not fit the table.
     """
-    if given is None or (isinstance(given, int | float) and not isinstance(given, bool)):
+    is_number = given is None or (isinstance(given, int | float) and not isinstance(given, bool))
+    if is_number:
         value = _of_dtype([given or 0], spec, "init").view(())
-        refuse_nonfinite(value, spec, "init")
-        return value
-    value = read_delta(given, spec, num_rows, "init")
+    else:
+        value = read_delta(given, spec, num_rows, "init")
     refuse_nonfinite(value, spec, "init")
     return value
 
