@@ -1,4 +1,4 @@
-"""Memory and cores that the machine and its containers leave to this process."""
+"""Memory and cores that the machine and its containers (control groups) leave to this process."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ from pathlib import Path
 
 _CGROUPS = Path("sys/fs/cgroup")
 
-# By the version of the hierarchy: files with the limit, with what is used, and the line of
-# `memory.stat` that holds how much of that is files which can be dropped.
-_NAMES_BY_VERSION = {
-    2: ("memory.max", "memory.current", "inactive_file"),
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
+# Files with the limit and with what is used, and the line of `memory.stat` for what may be dropped.
+_MEMORY = ("memory.max", "memory.current", "inactive_file")
+_MEMORY_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int | None:
     """Return how much memory can be had without killing anybody, or None where nobody knows.
 
     It is the memory that the machine has left, swap included, or that this process's control groups
-    (containers) still allow, if that is less. An estimate: others take memory meanwhile.
+    still allow, if that is less. An estimate: others take memory meanwhile.
 
     Args:
         root: Where `proc` and `sys` lie.
@@ -28,32 +25,17 @@ def available_memory_bytes(root: Path = Path("/")) -> int | None:
         >>> (available_memory_bytes() or 1) > 0
         True
     """
-    bounds = [_machine_bytes(root), *_control_group_bytes(root)]
-    return min((bound for bound in bounds if bound is not None), default=None)
-
-
-def _machine_bytes(root: Path) -> int | None:
-    amounts = _amounts(root / "proc/meminfo")
-    if "MemAvailable" not in amounts:
-        return None
-    return 1024 * (amounts["MemAvailable"] + amounts.get("SwapFree", 0))
-
-
-def _control_group_bytes(root: Path) -> list[int]:
-    """Return what each of the control groups that we are in still allows."""
-    rooms = []
-    for folder, version in _enclosing_groups("memory", root):
-        *files, cached_line = _NAMES_BY_VERSION[version]
-        limit, used = (_read_or_nothing(folder / name).strip() for name in files)
+    machine = _amounts(root / "proc/meminfo")
+    bounds = []
+    if "MemAvailable" in machine:
+        bounds.append(1024 * (machine["MemAvailable"] + machine.get("SwapFree", 0)))
+    for group, is_v1 in _enclosing_groups("memory", root):
+        *names, cached = _MEMORY_V1 if is_v1 else _MEMORY
+        limit, used = (_read(group / name).strip() for name in names)
         if limit.isdigit() and used.isdigit():
-            cached = _amounts(folder / "memory.stat").get(cached_line, 0)
-            rooms.append(max(0, int(limit) - int(used) + cached))
-    return rooms
-
-
-def _amounts(path: Path) -> dict[str, int]:
-    lines = (line.replace(":", " ").split() for line in _read_or_nothing(path).splitlines())
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+            dropped = _amounts(group / "memory.stat").get(cached, 0)
+            bounds.append(max(0, int(limit) - int(used) + dropped))
+    return min(bounds, default=None)
 
 
 def cores_allowed(root: Path = Path("/")) -> float | None:
@@ -63,41 +45,37 @@ def cores_allowed(root: Path = Path("/")) -> float | None:
         >>> cores_allowed(Path("/no/such/root")) is None
         True
     """
-    allowed = []
-    for folder, version in _enclosing_groups("cpu", root):
-        if version == 2:  # "150000 100000", or "max 100000"
-            words = _read_or_nothing(folder / "cpu.max").split()
-        else:  # -1 for no limit
-            files = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-            words = [_read_or_nothing(folder / name).strip() for name in files]
-        if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):
-            allowed.append(int(words[0]) / int(words[1]))
-    return min(allowed, default=None)
+    bounds = []
+    for group, is_v1 in _enclosing_groups("cpu", root):
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_v1 else ("cpu.max",)
+        quota = " ".join(_read(group / name).strip() for name in names).split()
+        if quota and quota[0].isdigit():  # neither "max" nor -1
+            bounds.append(int(quota[0]) / int(quota[1]))
+    return min(bounds, default=None)
 
 
-def _enclosing_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]]:
-    """Yield the folders of the groups that limit this process, and the version of their hierarchy.
+def _amounts(path: Path) -> dict[str, int]:
+    lines = (line.replace(":", " ").split() for line in _read(path).splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
-    The innermost comes first. Version 2 names no controller, version 1 does.
 
-    Args:
-        controller: "memory" or "cpu".
-        root: Where `proc` and `sys` lie.
+def _enclosing_groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield the groups that limit this process, innermost first, and whether each is version 1's.
+
+    Version 2 names no controller, version 1 does.
     """
-    for line in _read_or_nothing(root / "proc/self/cgroup").splitlines():
+    for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        version = 1 if controllers else 2
-        top = root / _CGROUPS / (controller if controllers else "")
-        group = top / path.lstrip("/")
-        for folder in [group, *group.parents]:
-            yield folder, version
-            if folder == top:
-                break
+        if not controllers or controller in controllers.split(","):
+            top = root / _CGROUPS / (controller if controllers else "")
+            group = top / path.lstrip("/")
+            for folder in (group, *group.parents):
+                yield folder, bool(controllers)
+                if folder == top:
+                    break
 
 
-def _read_or_nothing(path: Path) -> str:
+def _read(path: Path) -> str:
     """Return the contents of a file of the kernel; an empty text if there is no such file."""
     try:
         return path.read_text()

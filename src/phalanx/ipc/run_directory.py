@@ -112,36 +112,28 @@ class RunDirectory:
             StateError: It is not there and ``create`` is False.
             OutOfSpace: There is not so much room.
         """
-        region = self._existing(name)
-        if region is None and create:
-            region = self._new(name, nbytes, reserved) or self._existing(name)
-        if region is None:
-            raise StateError(
-                f"Region {name!r} must be made by a member of the run first, but is not there."
-            )
-        return region
-
-    def _existing(self, name: str) -> Region | None:
+        directory = self.path.parent
+        file = f"{name}.region"
         try:
-            fd = os.open(f"{name}.region", os.O_RDWR | os.O_CLOEXEC, dir_fd=self._fd)
+            fd = os.open(file, os.O_RDWR | os.O_CLOEXEC, dir_fd=self._fd)
+            return Region.attach(fd, label=name, directory=directory)
         except FileNotFoundError:
-            return None
-        return Region.attach(fd, label=name, directory=self.path.parent)
-
-    def _new(self, name: str, nbytes: int, reserved: int | None) -> Region | None:
-        """Make a region without a name and name it when it is whole; None if another was first."""
+            if not create:
+                raise StateError(
+                    f"Region {name!r} must be made by a member of the run first, but is not there."
+                ) from None
+        # Named when it is whole; if another one was first, it is this one's as well.
         fd = os.open(".", os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
         try:
-            reserve(fd, nbytes if reserved is None else reserved, name, self.path.parent)
+            reserve(fd, nbytes if reserved is None else reserved, name, directory)
             os.ftruncate(fd, nbytes)
-            source, target = f"/proc/self/fd/{fd}", f"{name}.region"
-            os.link(source, target, dst_dir_fd=self._fd, follow_symlinks=True)
+            os.link(f"/proc/self/fd/{fd}", file, dst_dir_fd=self._fd, follow_symlinks=True)
         except BaseException as exc:
             os.close(fd)
             if isinstance(exc, FileExistsError):
-                return None
+                return self.open_region(name, nbytes, create=False)
             raise
-        return Region.attach(fd, label=name, directory=self.path.parent)
+        return Region.attach(fd, label=name, directory=directory)
 
     def close(self) -> None:
         """Leave the run; the last member removes the directory. Open regions stay usable."""
@@ -180,16 +172,8 @@ def _become_member(path: Path) -> int | None:
         fd = _open_directory(path)
     except FileNotFoundError:
         return None
-    try:
-        has_crashed = _is_alone(path, fd) and bool(os.listdir(fd))
-        if has_crashed:
-            shutil.rmtree(path)
-        # A lock cannot be turned from exclusive to shared in one step, hence the look afterwards.
-        elif _try_lock(fd, fcntl.LOCK_SH) and _leads_to(path, fd):
-            return fd
-    except BaseException:
-        os.close(fd)
-        raise
+    if _try_lock(path, fd, fcntl.LOCK_SH):
+        return fd
     os.close(fd)
     return None
 
@@ -208,12 +192,13 @@ def _open_directory(path: Path) -> int:
     return fd
 
 
-def _try_lock(fd: int, kind: int) -> bool:
+def _try_lock(path: Path, fd: int, kind: int) -> bool:
+    """Lock a directory, and tell whether it is still what the path leads to."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    return True
+    return _leads_to(path, fd)
 
 
 def _leads_to(path: Path, fd: int) -> bool:
@@ -223,14 +208,9 @@ def _leads_to(path: Path, fd: int) -> bool:
         return False
 
 
-def _is_alone(path: Path, fd: int) -> bool:
-    """Tell whether the directory has no member but us, and lock others out if so."""
-    return _try_lock(fd, fcntl.LOCK_EX) and _leads_to(path, fd)
-
-
 def _remove_if_alone(path: Path, fd: int) -> bool:
     """Remove a directory that has no member but us; tell whether it had none."""
-    if not _is_alone(path, fd):
-        return False
-    shutil.rmtree(path)
-    return True
+    is_alone = _try_lock(path, fd, fcntl.LOCK_EX)
+    if is_alone:
+        shutil.rmtree(path)
+    return is_alone

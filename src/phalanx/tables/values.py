@@ -145,7 +145,8 @@ def read_out(out: Any, spec: TableSpec, num_rows: int) -> Tensor:
             f"`out` must be a tensor of {spec.dtype}, {wanted}, contiguous, on the CPU, that needs "
             f"no gradient, but is {shown}."
         )
-    return out.view(-1, 1) if spec.is_array else out
+    filled: Tensor = out.view(-1, 1) if spec.is_array else out
+    return filled
 
 
 def read_init(given: object, spec: TableSpec, num_rows: int | None = None) -> Tensor:
