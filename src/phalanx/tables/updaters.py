@@ -19,7 +19,6 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.errors import ConfigError
 from phalanx.plan import check_argument
 
 
@@ -80,13 +79,15 @@ class Updater:
 
     def __post_init__(self) -> None:
         for option in _options_of(type(self)):
-            value, high = getattr(self, option), 1.0 if option in _BELOW_ONE else math.inf
+            # the share of the past that stays
+            high = 1.0 if option in ("momentum", "beta1", "beta2") else math.inf
+            value = getattr(self, option)
             fits = isinstance(value, int | float) and 0 <= value < high
             check_argument(fits, option, f"be a number from 0 to below {high:g}", value)
 
     @property
     def scale(self) -> float | None:
-        """What a delta is multiplied with and added, where that is all; then repeats may stay."""
+        """What a delta is multiplied with and added, where that is all: C does it (part.c)."""
         return None
 
     @property
@@ -111,9 +112,6 @@ def _options_of(kind: type[Updater]) -> list[str]:
     return [option.name for option in fields(kind) if option.name != "merge"]
 
 
-_BELOW_ONE = ("momentum", "beta1", "beta2")  # the share of the past that stays
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sum(Updater):
     """w += delta. Exact for integers; for floats one rounding per add, in the order of adds."""
@@ -124,9 +122,6 @@ class Sum(Updater):
     @property
     def scale(self) -> float:
         return 1
-
-    def apply(self, change: Change) -> None:
-        change.rows_KD.add_(change.delta_KD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,9 +138,6 @@ class Sgd(Updater):
     @property
     def scale(self) -> float:
         return -self.lr
-
-    def apply(self, change: Change) -> None:
-        change.rows_KD.add_(change.delta_KD, alpha=-self.lr)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,15 +336,12 @@ def parse_updater(given: object) -> Updater:
     wanted = f"be an updater, or one of {', '.join(map(repr, _BUILT_IN))}, or have its name"
     check_argument(fits, "updater", wanted, given)
     assert isinstance(options, Mapping)
-    values = dict(options)
-    kind = _BUILT_IN[values.pop("name")]
-    try:
-        return kind(**values)
-    except TypeError as exc:
-        known = ", ".join(_options_of(kind)) or "none"
-        raise ConfigError(
-            f"`updater` must have options of {kind.name!r} ({known}), but is {given!r}."
-        ) from exc
+    kind = _BUILT_IN[options["name"]]
+    values = {name: value for name, value in options.items() if name != "name"}
+    known = _options_of(kind)
+    fits = values.keys() <= {"merge", *known}
+    check_argument(fits, "updater", f"have no options but {known}", given)
+    return kind(**values)
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
