@@ -72,7 +72,7 @@ def test_the_last_one_out_removes_the_directory(tmp_path):
     second = RunDirectory.join("a", base=tmp_path)
     assert first.path == second.path == tmp_path / (PREFIX + "a")
     assert stat.S_IMODE(first.path.stat().st_mode) == 0o700
-    first.open_region("w", 64).close()
+    first.open_region("w", 64)
     first.close()
     first.close()
     assert sorted(path.name for path in second.path.iterdir()) == ["w.region"]

@@ -93,7 +93,7 @@ def _memory() -> Check:
 
 def _shared_memory() -> Check:
     try:
-        Region.create(_TRIAL_BYTES, label="trial").close()
+        Region.create(_TRIAL_BYTES, label="trial")
     except (OSError, PhalanxError) as error:
         return Check(
             "Shared memory",

@@ -88,7 +88,7 @@ class SharedMemory:
     def __init__(self, region: Region, pages: StatusPages) -> None:
         self.rank, self.size, self.pages = pages.rank, pages.size, pages
         self.cores_per_rank = len(os.sched_getaffinity(0)) / pages.size
-        self._region = region
+        self._region: Region | None = region  # which the others of this host map
         self._slot_bytes = slot_bytes(pages.size)
         self._number = 0
         self._what = self._count = 0
@@ -256,4 +256,4 @@ class SharedMemory:
         """Let go of the memory."""
         self._whole = None
         self.pages.close()
-        self._region.close()
+        self._region = None

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from phalanx.errors import OutOfSpace, PeerLost, StateError
+from phalanx.errors import OutOfSpace, PeerLost
 from phalanx.ipc.limits import available_memory_bytes
 
 ALIGN_BYTES = 64  # of whatever begins in memory: a line of the cache, the widest vector
@@ -34,34 +34,36 @@ _NO_SPACE = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT)
 
 
 class Region:
-    """Bytes shared between processes; made by :meth:`create`, :meth:`attach` or :meth:`borrow`.
+    """Bytes shared between processes, as long as the object or a tensor over them lives.
 
-    A forked child simply has it. Until Python 3.13 a region holds two file descriptors, one of them
-    as long as the mapping lives.
+    A forked child simply has it. Until Python 3.13 a region holds two file descriptors.
+
+    Args:
+        fd: The descriptor of its file, which is taken over, even on failure.
+        label: Its name in messages.
+        directory: Where its file lies, for messages; None for memory.
 
     Attributes:
         nbytes: Its size.
-        label: Its name in messages.
 
     Example:
-        >>> with Region.create(1 << 16, label="weights") as region:
-        ...     weights = region.tensor(torch.float32, 3)
-        ...     twin = region.tensor(torch.float32, 3)
+        >>> region = Region.create(1 << 16, label="weights")
+        >>> weights = region.tensor(torch.float32, 3)
+        >>> twin = region.tensor(torch.float32, 3)
         >>> weights.fill_(2.0).tolist(), twin.tolist()
         ([2.0, 2.0, 2.0], [2.0, 2.0, 2.0])
     """
 
-    def __init__(self, fd: int, label: str, directory: Path | None = None) -> None:
-        """Take over ``fd``; not for callers, who have :meth:`create` and :meth:`attach`."""
-        self._closing = weakref.finalize(self, os.close, fd)
-        self._fd = fd
+    def __init__(self, fd: int, label: str = "region", directory: Path | None = None) -> None:
+        closing = weakref.finalize(self, os.close, fd)
+        self.fd = fd
         self.label = label
         self._directory = directory
         try:
             self.nbytes = os.fstat(fd).st_size
-            self._mapping: mmap.mmap | None = _map(fd, self.nbytes)
+            self._mapping = _map(fd, self.nbytes)
         except BaseException:
-            self._closing()  # the error's traceback holds `self`, and with it the descriptor
+            closing()  # the error's traceback holds `self`, and with it the descriptor
             raise
 
     @classmethod
@@ -91,19 +93,6 @@ class Region:
         return cls(fd, label)
 
     @classmethod
-    def attach(cls, fd: int, *, label: str = "region", directory: Path | None = None) -> Region:
-        """Map the region behind a descriptor, and take the descriptor over (even on failure).
-
-        Args:
-            fd: A descriptor of a region's file.
-            label: Its name in messages.
-            directory: Where its file lies, for messages; None for memory.
-        """
-        region = cls(fd, label, directory)
-        os.set_inheritable(fd, False)
-        return region
-
-    @classmethod
     def borrow(cls, pid: int, fd: int, *, label: str = "region") -> Region:
         """Map the region that another process of this user holds as its descriptor ``fd``.
 
@@ -124,18 +113,12 @@ class Region:
                 f"Region {label!r} of process {pid} cannot be opened ({exc.strerror}). Both must "
                 "be processes of one user that see each other."
             ) from exc
-        return cls.attach(ours, label=label)
-
-    @property
-    def fd(self) -> int:
-        """The region's file descriptor, which stays the region's."""
-        self._open_mapping()
-        return self._fd
+        return cls(ours, label)
 
     @property
     def buffer(self) -> memoryview:
         """All bytes, writable."""
-        return memoryview(self._open_mapping())
+        return memoryview(self._mapping)
 
     def tensor(self, dtype: torch.dtype, num_elements: int, offset_bytes: int = 0) -> torch.Tensor:
         """Return a 1-D tensor over the region's memory; it keeps the memory alive.
@@ -144,15 +127,13 @@ class Region:
             dtype: Of the tensor.
             num_elements: Its length; 0 is allowed.
             offset_bytes: Where it begins, a multiple of 64.
-
-        Raises:
-            StateError: The region is closed.
         """
-        mapping = self._open_mapping()
         if num_elements == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
         with torch.inference_mode(False):  # else nobody could write to it outside of that mode
-            return torch.frombuffer(mapping, dtype=dtype, count=num_elements, offset=offset_bytes)
+            return torch.frombuffer(
+                self._mapping, dtype=dtype, count=num_elements, offset=offset_bytes
+            )
 
     def reserve_part(self, start: int, nbytes: int) -> None:
         """Reserve the memory of a part of a region that was made without a reservation.
@@ -161,23 +142,6 @@ class Region:
             OutOfSpace: There is not so much.
         """
         reserve(self.fd, nbytes, self.label, self._directory, start=start)
-
-    def close(self) -> None:
-        """Close the descriptor and forget the mapping; tensors handed out stay valid."""
-        self._mapping = None
-        self._closing()
-
-    def __enter__(self) -> Region:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def _open_mapping(self) -> mmap.mmap:
-        mapping = self._mapping
-        if mapping is None:
-            raise StateError(f"Region {self.label!r} must be open, but is closed.")
-        return mapping
 
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:
@@ -210,9 +174,7 @@ def reserve(fd: int, nbytes: int, label: str, directory: Path | None, *, start: 
     except OSError as exc:
         if exc.errno not in _NO_SPACE:
             raise
-        if directory is None:
-            available = available_memory_bytes()
-        else:
+        if directory is not None:
             found = os.statvfs(directory)
             available = found.f_bavail * found.f_frsize
         raise _out_of_space(nbytes, available, label, directory) from exc

@@ -116,7 +116,7 @@ class RunDirectory:
         file = f"{name}.region"
         try:
             fd = os.open(file, os.O_RDWR | os.O_CLOEXEC, dir_fd=self._fd)
-            return Region.attach(fd, label=name, directory=directory)
+            return Region(fd, name, directory)
         except FileNotFoundError:
             if not create:
                 raise StateError(
@@ -133,7 +133,7 @@ class RunDirectory:
             if isinstance(exc, FileExistsError):
                 return self.open_region(name, nbytes, create=False)
             raise
-        return Region.attach(fd, label=name, directory=directory)
+        return Region(fd, name, directory)
 
     def close(self) -> None:
         """Leave the run; the last member removes the directory. Open regions stay usable."""

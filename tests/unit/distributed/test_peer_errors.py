@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -17,12 +15,9 @@ SIZE = 3
 
 
 @pytest.fixture
-def all_pages() -> Iterator[list[StatusPages]]:
-    with Region.create(StatusPages.needed_bytes(SIZE)) as region:
-        all_pages = [StatusPages(region, rank, range(SIZE), SIZE) for rank in range(SIZE)]
-        yield all_pages
-        for pages in all_pages:
-            pages.close()
+def all_pages() -> list[StatusPages]:
+    region = Region.create(StatusPages.needed_bytes(SIZE))
+    return [StatusPages(region, rank, range(SIZE), SIZE) for rank in range(SIZE)]
 
 
 def begin(pages: StatusPages, number: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,14 +14,8 @@ SHORT_S = 0.05
 
 
 @pytest.fixture
-def region() -> Iterator[Region]:
-    with Region.create(4096) as region:
-        yield region
-
-
-@pytest.fixture
-def lock(region: Region) -> Mutex:
-    return Mutex(region.buffer, "rows")
+def lock() -> Mutex:
+    return Mutex(Region.create(4096).buffer, "rows")
 
 
 def test_who_lets_go_and_comes_again_is_behind_who_waits(lock):
