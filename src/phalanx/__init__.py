@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     )
     from phalanx.compat.mxnet import DataBatch, DataDesc, DataParallelExecutorGroup, Monitor
     from phalanx.distributed.codec_hook import codec_hook
-    from phalanx.distributed.merge_hook import merge_hook
     from phalanx.errors import (
         CheckpointError,
         ConfigError,
@@ -84,7 +83,6 @@ __all__ = [
     "__version__",
     "codec_hook",
     "launch",
-    "merge_hook",
     "on_ray",
     "preserve_rng",
 ]
@@ -97,7 +95,7 @@ _NAMES_BY_ROOM = {
         "RanksChanged",
         "StepDone",
     ),
-    "phalanx.distributed": ("codec_hook", "merge_hook"),
+    "phalanx.distributed": ("codec_hook",),
     "phalanx.errors": (
         "CheckpointError",
         "ConfigError",

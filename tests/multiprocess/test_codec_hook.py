@@ -20,7 +20,7 @@ from phalanx.codecs import Codec, Feedback, TopK
 from phalanx.distributed import CodecHook, codec_hook
 from tests.multiprocess.ranks import Ranks
 
-pytestmark = pytest.mark.promise("ddp-hooks")
+pytestmark = pytest.mark.promise("codec-hook")
 
 SIZE = 3
 SMALL_BUCKETS_MB = 1e-3

@@ -9,7 +9,6 @@ from phalanx.distributed.elastic_exchange import ElasticExchange, GroupChanged, 
 from phalanx.distributed.elastic_membership import RunEnded
 from phalanx.distributed.exchange import Exchange, ProcessGroup
 from phalanx.distributed.hosts import hosts_of, interfaces_up, network_interfaces, this_host
-from phalanx.distributed.merge_hook import Hook, merge_hook
 from phalanx.distributed.open_store import keep_store, open_store
 
 __all__ = [
@@ -17,7 +16,6 @@ __all__ = [
     "ElasticExchange",
     "Exchange",
     "GroupChanged",
-    "Hook",
     "ProcessGroup",
     "RanksChanged",
     "RunEnded",
@@ -27,7 +25,6 @@ __all__ = [
     "interfaces_up",
     "keep_store",
     "make_group",
-    "merge_hook",
     "nccl_is_here",
     "network_interfaces",
     "open_store",

@@ -20,7 +20,6 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.codecs import Codec, Feedback, Payload
-from phalanx.distributed.merge_hook import refuse_sparse
 from phalanx.errors import CheckpointError, ConfigError, UnsupportedError
 from phalanx.memory import dense_strides
 
@@ -82,7 +81,11 @@ class CodecHook:
 
     def merge(self, _state: object, bucket: GradBucket) -> Future[torch.Tensor]:
         """Start to merge ``bucket``; give this to ``ddp.register_comm_hook(None, hook.merge)``."""
-        refuse_sparse(bucket)
+        if bucket.buffer().layout is not torch.strided:
+            raise UnsupportedError(
+                "Gradients must be dense to go through a codec, but are sparse. Make the embedding "
+                "with `sparse=False`."
+            )
         if any(parameter.is_complex() for parameter in bucket.parameters()):
             raise UnsupportedError("Gradients must be real to go through a codec, but are complex.")
         if bucket.index() == 0:  # DDP hands them over in order; what is pending has failed
