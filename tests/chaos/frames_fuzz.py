@@ -28,7 +28,7 @@ from phalanx.cluster.frames import MAX_TEXT_BYTES, BadFrame, Kind, Stream, descr
 from phalanx.errors import PhalanxError
 from phalanx.ipc import RunDirectory
 from phalanx.tables.host_server import ServerPage
-from phalanx.tables.remote_part import Operation
+from phalanx.tables.router import Operation
 from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.spec import TableSpec
 from tests.chaos import command, server_kills
@@ -140,7 +140,7 @@ def request(operation: int, worker: int, incarnation: int) -> Message:
 
 # --- a server, and good clients beside ------------------------------------------------------------
 
-NOT_ASKED = {"ENTER", "LEAVE", "OPEN", "FINISH"}
+NOT_ASKED = {"ENTER", "LEAVE", "OPEN", "AWAIT_ROUND"}
 ASKED = [operation for operation in Operation if operation.name not in NOT_ASKED]
 
 

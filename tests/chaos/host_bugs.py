@@ -10,15 +10,16 @@ from pathlib import Path
 
 import torch
 
-from phalanx.cluster import RemoteCall
+from phalanx.cluster import Message, RemoteCall
 from phalanx.errors import PeerTimeout
 from phalanx.tables import part, snapshots
 from phalanx.tables import table as table_module
 from phalanx.tables.host_service import HostService
 from phalanx.tables.part import TablePart
-from phalanx.tables.remote_part import Operation, RemoteHost, RemotePart
+from phalanx.tables.remote_part import RemoteHost, RemotePart
 from phalanx.tables.rounds import Rounds
-from phalanx.tables.router import Router
+from phalanx.tables.router import Operation, Router
+from phalanx.tables.spec import TableSpec
 
 
 def make_adds_in_python() -> None:
@@ -107,17 +108,29 @@ def written_in_place() -> None:
 
 def lost_rows_are_zeros() -> None:
     """Where a host does not answer, zeros are written for its rows."""
-    copy_all = RemotePart.copy_all
+    begin = RemotePart.begin
 
-    def copy_what_is_there(self: RemotePart, timeout_s: float):
-        try:
-            return copy_all(self, timeout_s)
-        except PeerTimeout:
-            if self.spec.has_keys:
-                return [torch.empty(0, dtype=torch.int64), torch.empty((0, 3), dtype=torch.int64)]
-            return [torch.zeros((self.spec.rows, 4), dtype=torch.int64)]
+    def lost_rows(spec: TableSpec) -> list[torch.Tensor]:
+        if spec.has_keys:
+            return [torch.empty(0, dtype=torch.int64), torch.empty((0, 3), dtype=torch.int64)]
+        return [torch.zeros((spec.rows, 4), dtype=torch.int64)]
 
-    RemotePart.copy_all = copy_what_is_there  # type: ignore[method-assign]
+    def begin_all_the_same(self: RemotePart, operation: Operation, *given, **asked):
+        call = begin(self, operation, *given, **asked)
+        wait = call.wait
+
+        def wait_all_the_same():
+            try:
+                return wait()
+            except PeerTimeout:
+                if operation != Operation.SNAPSHOT:
+                    raise
+                return Message(0, operation, tensors=lost_rows(self.spec))
+
+        call.wait = wait_all_the_same
+        return call
+
+    RemotePart.begin = begin_all_the_same  # type: ignore[method-assign]
 
 
 def first_copy_kept() -> None:

@@ -28,7 +28,7 @@ import torch
 from phalanx import tables
 from phalanx.cluster import Connection, Endpoint, Secret, make_secret
 from phalanx.tables.host_server import ServerPage
-from phalanx.tables.remote_part import Operation
+from phalanx.tables.router import Operation
 from phalanx.tables.run_regions import RunRegions
 from tests.chaos import command
 from tests.chaos.books import Books

@@ -26,7 +26,8 @@ from phalanx.errors import CheckpointError, PeerTimeout, StateError
 from phalanx.ipc import ProcessIdentity, inject, wait_until
 from phalanx.tables import host_rendezvous, host_service, part
 from phalanx.tables.keys import POINTS as NEW_KEYS
-from phalanx.tables.remote_part import Operation, RemoteHost
+from phalanx.tables.remote_part import RemoteHost
+from phalanx.tables.router import Operation
 from phalanx.tables.snapshots import SNAPSHOT_POINTS
 from tests.chaos.books import Books
 from tests.chaos.host_bugs import BUGS
@@ -388,7 +389,7 @@ def a_host_is_killed(run: str, bug: str | None, folder: Path, host: int = 1) -> 
             worker.put("killed")
         for worker in survivors:
             assert worker.get() == [float(len(survivors))] * 2
-            for asked in ("a get", "an add"):
+            for asked in ("`get`", "`add`"):
                 told = worker.get()
                 assert told.startswith(f"Host {host} (")
                 assert "(server at 127.0.0.1:" in told

@@ -47,23 +47,19 @@ def add_while_this_host_refuses(world: tables.TableGroup) -> list:
     world.barrier()
     if world.worker_id == 0:
         remotes = world.remotes
-        names = [each.endpoint.name for each in remotes]
-        done = [f"{name} has done its part of an add of table 't'." for name in names]
         refuse_once(remotes[1])
-        with pytest.raises(OutOfSpace, match="refused") as raised:
+        with pytest.raises(OutOfSpace, match="refused"):
             table.add(torch.ones(9, dtype=torch.int64))
-        assert raised.value.__notes__ == done[:1]
         inject(refuse)
-        with pytest.raises(OutOfSpace, match="full") as raised:
+        with pytest.raises(OutOfSpace, match="full"):
             table.add(torch.ones(9, dtype=torch.int64))
         inject(None)
-        assert raised.value.__notes__ == done
         assert not table._storage._turn.locked()
     world.barrier()
     return table.get().tolist()
 
 
-def test_an_add_that_fails_says_on_which_hosts_it_was_made(run):
+def test_an_add_that_fails_on_a_host_is_whole_on_the_others(run):
     here = [0, 0, 0, 2, 2, 2, 1, 1, 1]
     assert HOSTS.run(add_while_this_host_refuses, run=run) == [here] * 3
 

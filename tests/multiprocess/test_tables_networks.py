@@ -132,6 +132,6 @@ def test_a_slow_link_delays_calls_or_ends_them_with_the_hosts_name(networks, tmp
         told = started[0].get()
         assert told.startswith("Host 1 (")
         assert f"(server at {networks.addresses[1]}:" in told
-        assert "did not answer a get of table 't' within " in told
+        assert "did not answer `get` of table 't' within " in told
         for worker in started:
             assert worker.get() == "left"

@@ -17,7 +17,7 @@ from phalanx.cluster import Connection, Endpoint, Secret, make_secret
 from phalanx.errors import ConfigError, PeerTimeout, StateError
 from phalanx.tables import host_rendezvous
 from phalanx.tables.host_server import ServerPage
-from phalanx.tables.remote_part import Operation
+from phalanx.tables.router import Operation
 from phalanx.tables.run_regions import RunRegions
 from tests.multiprocess.children import DEADLINE_S, Children, Parent, wait_for_exit
 from tests.multiprocess.hosts import become_worker, run_on, variables
@@ -96,12 +96,12 @@ def test_who_reads_and_writes_the_store_gets_nothing_and_disturbs_nobody(
         for tls in (None, another):
             stranger = Connection(Endpoint(host, "it", address, there, tls))
             with pytest.raises((PeerTimeout, ConfigError)):
-                stranger.call(Operation.COUNT, "`len`", 0.3, text="t")
+                stranger.call(Operation.KEYS, "`keys`", 0.3, text="t")
         holder = Connection(Endpoint(host, "it", address, there, ours))
         assert holder.call(Operation.GET, "a get", DEADLINE_S, text="t").tensors
         for name in ("a\0", "../members", "a" * 300):  # names of files, if they were taken
             with pytest.raises(StateError, match="must be opened first"):
-                holder.call(Operation.COUNT, "`len`", DEADLINE_S, text=name)
+                holder.call(Operation.KEYS, "`keys`", DEADLINE_S, text=name)
         holder.close()
 
     for each in values:

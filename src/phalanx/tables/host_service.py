@@ -11,7 +11,7 @@ A request may come twice. Each that must count once carries what tells a repetit
 
     add                  a number, which the part keeps with the effect (part.py)
     add of a round       the same number, which the log keeps, too (log.py)
-    tell, arrive         the clock itself
+    tell, end round      the clock itself
     enter                a number of the client's, kept on the page of workers
 """
 
@@ -30,10 +30,11 @@ from phalanx.clock import now_s
 from phalanx.cluster import MAX_BYTES, Answer, Message, Stream
 from phalanx.errors import ConfigError, StateError
 from phalanx.memory import all_within
+from phalanx.tables.keys import KeyPart
 from phalanx.tables.membership import BARRIERS, MAX_WORKERS, TICKS
 from phalanx.tables.own_part import OwnPart
 from phalanx.tables.part import Entry
-from phalanx.tables.remote_part import Operation
+from phalanx.tables.router import Operation
 from phalanx.tables.row_initializer import Uniform
 from phalanx.tables.run_context import RunContext
 from phalanx.tables.spec import TableSpec
@@ -42,7 +43,7 @@ from phalanx.tables.values import outside
 _LOCK_S = 10.0  # a lock is held for microseconds, unless its owner is halted
 _BACK_S, _AFTER_A_START_S = 2.0, 10.0
 _INCARNATION_BITS = 40
-_READING = {Operation.GET, Operation.COPY_ALL, Operation.COUNT, Operation.KEYS}
+_READING = {Operation.GET, Operation.SNAPSHOT, Operation.KEYS}
 
 _Kind = tuple[torch.dtype, tuple[int, ...]]
 
@@ -182,36 +183,30 @@ class HostService:
         table.rounds.put(entry, asked.timeout_s, round_number)
         return Answer()
 
-    def _arrive(self, asked: Message) -> Answer:
+    def _end_round(self, asked: Message) -> Answer:
         self._table(asked).rounds.arrive(asked.worker, asked.args[0])
         return Answer()
 
-    def _finish(self, asked: Message) -> Answer:
+    def _await_round(self, asked: Message) -> Answer:
         rounds = self._table(asked).rounds
         rounds.finish(rounds.arrive(asked.worker, asked.args[0]), asked.timeout_s)
         return Answer()
 
-    def _copy_all(self, asked: Message) -> Answer:
+    def _snapshot(self, asked: Message) -> Answer:
         return Answer(tensors=self._table(asked).part.copy_all(asked.timeout_s))
 
-    def _replace_all(self, asked: Message) -> Answer:
+    def _restore(self, asked: Message) -> Answer:
         table, parts = self._table(asked), list(asked.tensors)
         num_rows = parts[0].numel() if table.spec.has_keys and parts else table.spec.rows
         _refuse_other(parts, table.spec.parts(num_rows))
         table.part.replace_all(parts, asked.timeout_s)
         return Answer()
 
-    def _keys_of(self, asked: Message) -> Any:  # Any: a `KeyPart`
-        table = self._table(asked)
-        if not table.spec.has_keys:
-            raise ConfigError(f"Table {asked.text!r} must have keys, but has rows.")
-        return table.part
-
-    def _count(self, asked: Message) -> Answer:
-        return Answer((self._keys_of(asked).num_keys(asked.timeout_s),))
-
     def _keys(self, asked: Message) -> Answer:
-        return Answer(tensors=[self._keys_of(asked).keys(asked.timeout_s)])
+        part = self._table(asked).part
+        if not isinstance(part, KeyPart):
+            raise ConfigError(f"Table {asked.text!r} must have keys, but has rows.")
+        return Answer(tensors=[part.keys(asked.timeout_s)])
 
 
 # --- what a peer sends is checked -----------------------------------------------------------------

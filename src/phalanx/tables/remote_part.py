@@ -5,43 +5,21 @@ from __future__ import annotations
 import json
 import secrets
 import threading
-from collections.abc import Sequence
-from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from phalanx.cluster import Connection, Endpoint, Message, RemoteCall, Stream
+from phalanx.cluster import Connection, Endpoint, RemoteCall, Stream
 from phalanx.errors import PeerTimeout, PhalanxError
 from phalanx.ipc import Waiting, register_at_fork
 from phalanx.tables.cut import part_of
 from phalanx.tables.membership import BARRIERS, TICKS, Membership
-from phalanx.tables.part import Entry
+from phalanx.tables.router import Operation
 from phalanx.tables.row_initializer import Uniform
 from phalanx.tables.spec import TableSpec
 
 _REOPEN_S = 1.0
-
-
-class Operation(IntEnum):
-    """A request. What each has in its message's numbers, its text and its tensors:
-
-    text is the table's name; no rows are all rows; answers in brackets.
-    """
-
-    ENTER = 1  # client, number expected, ticks, barriers  [incarnation]
-    LEAVE = 2
-    TELL = 3  # ticks, barriers
-    OPEN = 4  # text: spec  tensors: first values, or a rule's bounds and seed  [done]
-    GET = 5  # tensors: rows  [their values]
-    ADD = 6  # round or 0  number: its own  tensors: rows, delta
-    ARRIVE = 7  # round
-    FINISH = 8  # round
-    COPY_ALL = 9  # [tensors: of a keys table the keys; values, states]
-    REPLACE_ALL = 10  # tensors: as of COPY_ALL
-    COUNT = 11  # [keys]
-    KEYS = 12  # [tensor: keys]
 
 
 class RemoteHost(Connection):
@@ -139,8 +117,6 @@ class RemoteHost(Connection):
 class RemotePart:
     """One table's part on another host.
 
-    Calls that begin with ``begin`` send, and return what is then waited for.
-
     Args:
         remote: The host.
         spec: What the part is; see `part_of`.
@@ -149,16 +125,14 @@ class RemotePart:
     def __init__(self, remote: RemoteHost, spec: TableSpec) -> None:
         self.spec = spec
         self._remote = remote
-        self._num_adds = 0
-        self._title = f"table {spec.name!r}"
 
-    def _begin(self, operation: Operation, verb: str, timeout_s: float, **asked: Any) -> RemoteCall:
-        return self._remote.begin(
-            operation, f"{verb} of {self._title}", timeout_s, text=self.spec.name, **asked
-        )
-
-    def _call(self, operation: Operation, verb: str, timeout_s: float, **asked: Any) -> Message:
-        return self._begin(operation, verb, timeout_s, **asked).wait()
+    def begin(
+        self, operation: Operation, timeout_s: float, *, text: str | None = None, **asked: Any
+    ) -> RemoteCall:
+        """Ask for something of the table; see :meth:`Connection.begin`."""
+        name, verb = self.spec.name, operation.name.lower().replace("_", " ")
+        title = f"`{verb}` of table {name!r}"
+        return self._remote.begin(operation, title, timeout_s, text=text or name, **asked)
 
     def open(self, init: Tensor | Uniform, timeout_s: float) -> None:
         """Open the part there.
@@ -168,62 +142,11 @@ class RemotePart:
                 this worker turns out to be the one that fills it.
             timeout_s: How long to wait for the worker that does.
         """
-        waiting, title = Waiting(timeout_s), f"the opening of {self._title}"
-        text = json.dumps(self.spec.as_mapping())
+        waiting, text = Waiting(timeout_s), json.dumps(self.spec.as_mapping())
         for tensors in ([], _written(init)):
-            answer = self._remote.call(
-                Operation.OPEN, title, waiting.remaining_s(), text=text, tensors=tensors
-            )
-            if answer.args[0]:
+            call = self.begin(Operation.OPEN, waiting.remaining_s(), text=text, tensors=tensors)
+            if call.wait().args[0]:
                 return
-
-    # --- reading and changing ---------------------------------------------------------------------
-
-    def begin_read(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> RemoteCall:
-        """Ask for rows of the part, which come into ``out``, a contiguous tensor."""
-        given = [] if rows is None else [rows]
-        return self._begin(Operation.GET, "a get", timeout_s, tensors=given, out=[out])
-
-    def begin_add(self, entry: Entry, timeout_s: float, round_number: int = 0) -> RemoteCall:
-        """Send an add, checked; of a worker one at a time.
-
-        Args:
-            entry: The add.
-            timeout_s: When it must have been taken.
-            round_number: For which round it is written down; 0 to make it.
-        """
-        self._num_adds += 1
-        given = [each for each in (entry.rows, entry.delta) if each is not None]
-        args, number = (round_number,), self._num_adds
-        return self._begin(
-            Operation.ADD, "an add", timeout_s, args=args, number=number, tensors=given
-        )
-
-    def begin_arrive(self, number: int, timeout_s: float) -> RemoteCall:
-        """Say that all of round ``number`` has been put down."""
-        return self._begin(Operation.ARRIVE, "a get", timeout_s, args=(number,))
-
-    def begin_finish(self, number: int, timeout_s: float) -> RemoteCall:
-        """Wait for round ``number``."""
-        return self._begin(Operation.FINISH, "a get", timeout_s, args=(number,))
-
-    # --- all of it --------------------------------------------------------------------------------
-
-    def copy_all(self, timeout_s: float) -> Sequence[Tensor]:
-        """Return copies of the values and of each state; of a keys table the keys before them."""
-        return self._call(Operation.COPY_ALL, "a snapshot", timeout_s).tensors
-
-    def replace_all(self, parts: list[Tensor], timeout_s: float) -> None:
-        """Replace everything by these parts, as :meth:`copy_all` returns them."""
-        self._call(Operation.REPLACE_ALL, "a restore", timeout_s, tensors=parts)
-
-    def num_keys(self, timeout_s: float) -> int:
-        """Return how many keys there are."""
-        return self._call(Operation.COUNT, "`len`", timeout_s).args[0]
-
-    def keys(self, timeout_s: float) -> Tensor:
-        """Return the keys there."""
-        return self._call(Operation.KEYS, "`keys`", timeout_s).tensors[0]
 
 
 def _written(init: Tensor | Uniform) -> list[Tensor]:

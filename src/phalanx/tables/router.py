@@ -9,9 +9,10 @@ host when all workers have arrived there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from phalanx.errors import PhalanxError
 from phalanx.ipc import Waiting, fail_point, fail_points
 from phalanx.memory import all_within
+from phalanx.tables.keys import KeyPart
 from phalanx.tables.own_part import OwnPart
 from phalanx.tables.part import Entry
 from phalanx.tables.spec import TableSpec
@@ -26,14 +28,31 @@ from phalanx.tables.values import outside, refuse_nonfinite
 
 if TYPE_CHECKING:  # else runs on one host would import what speaks to others
     from phalanx.cluster import RemoteCall
-    from phalanx.tables.remote_part import RemoteHost, RemotePart
+    from phalanx.tables.remote_part import RemoteHost
 
 READ_POINTS = ("before read", "reader's lock held", "rows read")
 """Fail points of a get, in order; it takes a lock only where adds overtake it."""
 
 _CALL_S = 30.0  # where a caller gives no deadline
 
-T = TypeVar("T")
+
+class Operation(IntEnum):
+    """A request to another host. What each has in its message's numbers, its text and its tensors:
+
+    text is the table's name; no rows are all rows; answers in brackets.
+    """
+
+    ENTER = 1  # client, number expected, ticks, barriers  [incarnation]
+    LEAVE = 2
+    TELL = 3  # ticks, barriers
+    OPEN = 4  # text: spec  tensors: first values, or a rule's bounds and seed  [done]
+    GET = 5  # tensors: rows  [their values]
+    ADD = 6  # round or 0  number: its own  tensors: rows, delta
+    END_ROUND = 7  # round
+    AWAIT_ROUND = 8  # round
+    SNAPSHOT = 9  # [tensors: of a keys table the keys; values, states]
+    RESTORE = 10  # tensors: as of SNAPSHOT
+    KEYS = 11  # [tensor: keys]
 
 
 class Router:
@@ -60,14 +79,9 @@ class Router:
         # numbers, so that one that comes late is taken for a repetition. Nor may the worker's round
         # change meanwhile.
         self._turn = threading.Lock()
+        self._num_adds = 0
         in_order = spec.staleness.is_bulk_synchronous or spec.updater.remembers
         self._looks_itself = spec.has_keys or not (self._others or in_order)
-
-    def _all_parts(self) -> list[Any]:
-        # Any: a `KeyPart` has more methods than a `TablePart`.
-        parts: list[Any] = list(self._others.values())
-        parts.insert(self._cut.own, self._part)
-        return parts
 
     # --- the first value --------------------------------------------------------------------------
 
@@ -106,29 +120,24 @@ class Router:
             fail_point("rows read")
 
     def _read_parts(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> None:
-        waiting, (order, shares) = Waiting(timeout_s), self._cut.shares(rows)
+        order, shares = self._cut.shares(rows)
         found = out if order is None else torch.empty_like(out)
+        asked = {share.part: (share.rows, found[share.span]) for share in shares}
+        mine = asked.pop(self._cut.own, None)
         self._ask(
-            {share.part: (share.rows, found[share.span]) for share in shares},
-            lambda part, wanted: part.begin_read(*wanted, waiting.remaining_s()),
-            lambda wanted: self._part.read(*wanted, waiting.remaining_s()),
+            Operation.GET,
+            timeout_s,
+            {
+                part: {"tensors": [] if rows is None else [rows], "out": [target]}
+                for part, (rows, target) in asked.items()
+            },
+            None if mine is None else partial(self._part.read, *mine, timeout_s),
         )
         if order is not None:
             # The inverse of `order`, because selecting rows is four times as fast as placing them.
             ascending = torch.arange(order.numel(), device="cpu")
             back = torch.empty_like(order).scatter_(0, order, ascending)
             torch.index_select(found, 0, back, out=out)
-
-    def _ask(
-        self,
-        asked: dict[int, T],
-        begin: Callable[[RemotePart, T], RemoteCall],
-        here: Callable[[T], object],
-    ) -> None:
-        """Ask parts, by index, each for its own; this host's does ``here`` meanwhile."""
-        own = self._cut.own
-        calls = [partial(begin, self._others[i], each) for i, each in asked.items() if i != own]
-        ask(calls, partial(here, asked[own]) if own in asked else bool)
 
     # --- changing ---------------------------------------------------------------------------------
 
@@ -138,23 +147,8 @@ class Router:
             self._part.add(entry, timeout_s)
         else:
             refuse_nonfinite(entry.delta, self.spec, "delta")
-            waiting = Waiting(timeout_s)
             with self._turn:
-                self._ask(
-                    self._cut_add(entry),
-                    lambda part, each: part.begin_add(each, waiting.remaining_s()),
-                    lambda each: self._part.add(each, timeout_s),
-                )
-
-    def _cut_add(self, entry: Entry) -> dict[int, Entry]:
-        """Cut an add over the parts, by their index."""
-        order, shares = self._cut.shares(entry.rows)
-        delta = entry.delta if order is None else entry.delta[order]
-        return {
-            share.part: entry._replace(rows=share.rows, delta=delta[share.span]) for share in shares
-        }
-
-    # --- rounds -----------------------------------------------------------------------------------
+                self._add_parts(entry, 0, self._part.add, timeout_s)
 
     def put(self, entry: Entry, timeout_s: float) -> None:
         """Log an add for its worker's round, on every host that has rows of it."""
@@ -165,25 +159,44 @@ class Router:
             return
         with self._turn:
             number = rounds.clock_of(entry.worker) + 1
-            self._ask(
-                self._cut_add(entry),
-                lambda part, each: part.begin_add(each, timeout_s, number),
-                lambda each: rounds.put(each, timeout_s, number),
-            )
+            self._add_parts(entry, number, partial(rounds.put, number=number), timeout_s)
+
+    def _add_parts(
+        self,
+        entry: Entry,
+        round_number: int,
+        add_here: Callable[[Entry, float], None],
+        timeout_s: float,
+    ) -> None:
+        order, shares = self._cut.shares(entry.rows)
+        delta = entry.delta if order is None else entry.delta[order]
+        asked = {s.part: entry._replace(rows=s.rows, delta=delta[s.span]) for s in shares}
+        mine = asked.pop(self._cut.own, None)
+        self._num_adds += 1
+        how = {"args": (round_number,), "number": self._num_adds}
+        self._ask(
+            Operation.ADD,
+            timeout_s,
+            {
+                part: {"tensors": [t for t in each[:2] if t is not None], **how}
+                for part, each in asked.items()
+            },
+            None if mine is None else partial(add_here, mine, timeout_s),
+        )
+
+    # --- rounds -----------------------------------------------------------------------------------
 
     def arrive(self) -> int:
         """Say that the worker has put down all of its round, and return it."""
         with self._turn:  # no thread of the worker puts anything down meanwhile
             number = self.here.rounds.arrive(self._worker)
-        ask(partial(part.begin_arrive, number, _CALL_S) for part in self._others.values())
+        self._ask_all(Operation.END_ROUND, _CALL_S, args=(number,))
         return number
 
     def finish(self, number: int, timeout_s: float) -> None:
         """Wait until the round is in on every host; see :meth:`Rounds.finish`."""
-        ask(
-            (partial(part.begin_finish, number, timeout_s) for part in self._others.values()),
-            partial(self.here.rounds.finish, number, timeout_s),
-        )
+        finish_here = partial(self.here.rounds.finish, number, timeout_s)
+        self._ask_all(Operation.AWAIT_ROUND, timeout_s, finish_here, args=(number,))
 
     # --- all of it --------------------------------------------------------------------------------
 
@@ -192,7 +205,8 @@ class Router:
 
         Each part's are of one moment; keys ascend.
         """
-        found = [part.copy_all(timeout_s) for part in self._all_parts()]
+        copy_here = partial(self._part.copy_all, timeout_s)
+        found = self._ask_all(Operation.SNAPSHOT, timeout_s, copy_here)
         copies = found[0] if len(found) == 1 else [torch.cat(p) for p in zip(*found, strict=True)]
         if not self.spec.has_keys:
             return copies
@@ -205,50 +219,76 @@ class Router:
         if self.spec.has_keys:
             owners = torch.from_numpy(self._cut.owners(parts[0].numpy()).astype("int64"))
             of_part = owners.__eq__
-        for index, part in enumerate(self._all_parts()):
-            part.replace_all([each[of_part(index)] for each in parts], timeout_s)
+        cut = {i: [each[of_part(i)] for each in parts] for i in range(self._cut.num_parts)}
+        restore_here = partial(self._part.replace_all, cut.pop(self._cut.own), timeout_s)
+        asked = {index: {"tensors": each} for index, each in cut.items()}
+        self._ask(Operation.RESTORE, timeout_s, asked, restore_here)
 
     def num_keys(self) -> int:
         """Return how many keys are there."""
-        return sum(part.num_keys(_CALL_S) for part in self._all_parts())
+        return len(self.keys(_CALL_S)) if self._others else self._key_part.num_keys(_CALL_S)
 
     def keys(self, timeout_s: float) -> Tensor:
         """Return the keys that are there, in ascending order."""
-        return torch.cat([part.keys(timeout_s) for part in self._all_parts()]).sort().values
+        found = self._ask_all(Operation.KEYS, timeout_s, lambda: [self._key_part.keys(timeout_s)])
+        return torch.cat([each for (each,) in found]).sort().values
+
+    @property
+    def _key_part(self) -> KeyPart:
+        assert isinstance(self._part, KeyPart)
+        return self._part
+
+    # --- other hosts ------------------------------------------------------------------------------
+
+    def _ask_all(
+        self,
+        operation: Operation,
+        timeout_s: float,
+        here: Callable[[], Any] | None = None,
+        **asked: Any,
+    ) -> list[Any]:
+        """Ask all other parts for the same; return what each answers, and ``here``, in order."""
+        answers = self._ask(operation, timeout_s, dict.fromkeys(self._others, asked), here)
+        return [answers[index] for index in sorted(answers)]
+
+    def _ask(
+        self,
+        operation: Operation,
+        timeout_s: float,
+        asked: Mapping[int, dict[str, Any]],  # Any: see `Connection.begin`
+        here: Callable[[], Any] | None,
+    ) -> dict[int, Any]:
+        """Ask parts of other hosts, do this host's meanwhile, and wait for all that have begun.
+
+        The error of a host that does not answer comes before all others, since others may have
+        waited for it.
+        """
+        waiting = Waiting(timeout_s)
+        calls: dict[int, RemoteCall] = {}
+        answers: dict[int, Any] = {}
+        errors: list[tuple[bool, PhalanxError]] = []  # each after whether there was an answer
+        try:
+            try:
+                for part, each in asked.items():
+                    begin = self._others[part].begin
+                    calls[part] = begin(operation, waiting.remaining_s(), **each)
+                if here is not None:
+                    answers[self._cut.own] = here()
+            except PhalanxError as exc:
+                errors.append((True, exc))
+            for part, call in calls.items():
+                try:
+                    answers[part] = call.wait().tensors
+                except PhalanxError as exc:
+                    errors.append((call.answered, exc))
+        finally:
+            for call in calls.values():  # an answer would come into memory that is the caller's
+                call.abandon()
+        if errors:
+            raise min(errors, key=lambda each: each[0])[1]
+        return answers
 
     def close(self) -> None:
         """Let go of the memory, also where somebody keeps a handle of the table."""
         for each in (self.here, self):  # the parts refer to `here`, and would keep each other
             vars(each).clear()
-
-
-def ask(begin: Iterable[Callable[[], RemoteCall]], here: Callable[[], object] = bool) -> None:
-    """Begin each call, do this host's part meanwhile, and wait for all that have begun.
-
-    The error of a host that does not answer comes before all others, since others may have waited
-    for it; notes on an error say which hosts have done their parts.
-    """
-    calls: list[RemoteCall] = []
-    errors: list[tuple[bool, PhalanxError]] = []  # each after whether there was an answer
-    done: list[str] = []
-    try:
-        try:
-            for each in begin:
-                calls.append(each())
-            here()
-        except PhalanxError as exc:
-            errors.append((True, exc))
-        for call in calls:
-            try:
-                call.wait()
-                done.append(f"{call.host} has done its part of {call.title}.")
-            except PhalanxError as exc:
-                errors.append((call.answered, exc))
-    finally:
-        for call in calls:  # an answer would come into memory that is the caller's again
-            call.abandon()
-    if errors:
-        error = min(errors, key=lambda each: each[0])[1]
-        for note in done:
-            error.add_note(note)
-        raise error

@@ -93,8 +93,7 @@ class Table:
                 unchanged.
             PeerTimeout: Another worker held the rows beyond the deadline.
 
-        Over several hosts a part that fails leaves the other hosts' parts in; where it is this
-        host's, notes on the error name those hosts.
+        Over several hosts a part that fails leaves the other hosts' parts in.
 
         Collective: No. Blocks: While another worker of a host adds to the table, or it grows, or is
         copied for a snapshot.
