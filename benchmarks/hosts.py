@@ -1,101 +1,206 @@
-"""``make bench-hosts``: tables between hosts, beside torch RPC, a Ray actor and a TCP socket.
+"""``python -m benchmarks hosts``: tables between hosts, beside torch RPC, Ray and a TCP socket.
 
-One machine plays two hosts, so a network costs nothing here but what the kernel does. All
-contestants are set up, then take turns at one task after the other (see `turns`): first with one
-client, then, in new processes, with many.
+    phalanx     clients, a worker elsewhere    a matrix half of which lies on the other host
+    encrypted   the same                       over TLS
+    rpc, ray    as for `tables`
+    socket      a client, a server             as many bytes each way over TCP; no row is looked for
+
+One machine simulates two hosts, so a network costs what the kernel does. The servers of tables are
+no processes of the contestant, so they are not stopped in the turns of others; idle, they look at
+their workers a few times a second. First one client is timed, then many that add at once.
 """
 
 from __future__ import annotations
 
+import os
 import socket
+import struct
 import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from torch import Tensor
 
-from benchmarks.command import Aims, Out, begin, command_line, progress, read_names
-from benchmarks.host_contestants import CONTESTANTS, SECRET, HostsJob, commands_of
-from benchmarks.host_report import report_hosts
-from benchmarks.host_tasks import TASKS, TASKS_OF_ALL, TASKS_OF_ONE
-from benchmarks.old_report import publish
-from benchmarks.table_peers import is_there
-from benchmarks.table_report import Seconds
-from benchmarks.turns import compete_at
+from benchmarks.contest import Outcome, compete
+from benchmarks.report import OUT, Out, Run, Sheet, ratio
+from benchmarks.table_peers import COLS, PATIENCE_S, Access
+from benchmarks.tables import (
+    SIZES,
+    TableJob,
+    Task,
+    choose,
+    commands_of,
+    latencies,
+    of_table,
+    ray,
+    rpc,
+)
+from phalanx import tables as phalanx_tables
 from phalanx.cluster import make_secret
 
-_TURN_S = 0.2
-_ADDING = ("phalanx", "encrypted", "rpc", "ray")
+_SMALL = 10  # rows of a small add
+_LENGTH = struct.Struct("<Q")
+TASKS = tuple(
+    Task(kind, rows, of) for of in ("matrix", "local") for rows in SIZES for kind in ("get", "add")
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostsJob(TableJob):
+    """One process of a contestant.
+
+    Args:
+        port: Of the store by which hosts find each other, or of a server.
+    """
+
+    port: int
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """All tasks, that of many clients last."""
+        return (*TASKS, Task("add", _SMALL, workers=self.workers))
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes the contestant has."""
+        return self.workers + (self.contestant != "ray")
+
+    def open(self) -> AbstractContextManager[Mapping[str, Access]]:
+        """Set up, and return what can be done with which rows."""
+        return CONTESTANTS[self.contestant](self)
+
+    def rows_of(self, of: str) -> range:
+        """Return the rows of the other host, or of the client's."""
+        half = self.rows // 2
+        return range(half, self.rows) if of == "local" else range(half)
+
+
+@contextmanager
+def _spread(job: HostsJob) -> Iterator[Mapping[str, Access]]:
+    """Be a worker of one of two hosts, by torchrun's variables; rank 0 is on the other host."""
+    is_client = job.rank < job.workers
+    os.environ.update(
+        RANK=str(job.rank + 1 if is_client else 0),
+        WORLD_SIZE=str(job.workers + 1),
+        LOCAL_WORLD_SIZE=str(job.workers if is_client else 1),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(job.port),
+        TORCHELASTIC_RUN_ID=f"bench-{Path(job.folder).name}-{job.contestant}",
+        PHALANX_HOST="clients" if is_client else "other",
+    )
+    secret = str(Path(job.folder, "secret")) if job.contestant == "encrypted" else None
+    with phalanx_tables.join(secret_file=secret, timeout_s=PATIENCE_S) as group:
+        matrix = group.matrix(job.rows, COLS, name="matrix")
+        access = of_table(matrix)
+        yield {"matrix": access, "local": access} if is_client else {}
+
+
+@contextmanager
+def _socket(job: HostsJob) -> Iterator[Mapping[str, Access]]:
+    """Send the rows' numbers, and receive as many bytes as the rows have."""
+    if job.rank == job.workers:
+        with socket.create_server(("127.0.0.1", job.port)) as listening:
+            threading.Thread(target=_send_bytes, args=(listening,), daemon=True).start()
+            with job.join("listening", 2) as group:
+                group.barrier()
+                yield {}
+        return
+    with job.join("listening", 2) as group:
+        group.barrier()
+        with socket.create_connection(("127.0.0.1", job.port)) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+            def get(rows: Tensor, out: Tensor) -> None:
+                sent = memoryview(rows.numpy().data).cast("B")
+                connection.sendmsg([_LENGTH.pack(len(sent)), sent])
+                _receive(connection, memoryview(out.numpy().data).cast("B"))
+
+            yield {"matrix": Access(get)}
+
+
+def _send_bytes(listening: socket.socket) -> None:
+    """Answer one client: row numbers of 8 bytes, by as many rows that are ready to be sent."""
+    connection, _ = listening.accept()
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    length, received, rows = bytearray(_LENGTH.size), bytearray(), bytearray()
+    while _receive(connection, memoryview(length)):
+        [num_bytes] = _LENGTH.unpack(length)
+        if len(received) != num_bytes:
+            received, rows = bytearray(num_bytes), bytearray(num_bytes // 8 * 4 * COLS)
+        if not _receive(connection, memoryview(received)):
+            return
+        connection.sendall(rows)
+
+
+def _receive(connection: socket.socket, into: memoryview) -> bool:
+    """Fill ``into``; return False where the other end is gone."""
+    while into:
+        received = connection.recv_into(into)
+        if not received:
+            return False
+        into = into[received:]
+    return True
+
+
+CONTESTANTS: dict[str, Callable[[HostsJob], AbstractContextManager[Mapping[str, Access]]]] = {
+    "phalanx": _spread,
+    "encrypted": _spread,
+    "rpc": rpc,
+    "ray": ray,
+    "socket": _socket,
+}
 
 
 def hosts(
     contestants: Annotated[
-        str | None,
-        typer.Option(help=f"Only these: {', '.join(CONTESTANTS)}.", show_default="all"),
-    ] = None,
+        str, typer.Option(help="Which contestants, separated by commas.")
+    ] = ",".join(CONTESTANTS),
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each contestant at each task.")] = 8,
     rows: Annotated[int, typer.Option(min=2, help="Rows of the matrix.")] = 1_000_000,
     clients: Annotated[int, typer.Option(min=1, help="Clients that add at once.")] = 8,
-    out: Out = Path("out/bench-hosts"),
-    aims: Aims = False,
+    out: Out = OUT,
 ) -> None:
-    """Time get and add of another host's rows, beside torch RPC, a Ray actor and a TCP socket.
+    """Time get and add of another host's rows, beside torch RPC, a Ray actor and a TCP socket."""
+    run = Run("hosts", out)
+    names = choose(run, contestants, CONTESTANTS)
+    adding = [name for name in names if name != "socket"]
+    numbers = {task: number for number, task in enumerate(TASKS)}
+    together = Task("add", _SMALL, workers=clients)
+    with run.progress(rounds * (len(names) * len(TASKS) + len(adding))) as show:
+        alone = _compete(names, 1, rows, numbers, rounds, show)
+        at_once = _compete(adding, clients, rows, {together: len(TASKS)}, rounds, show)
+    medians = {task: alone.medians(task) for task in TASKS}
+    rates = [ratio(1, at_once.medians(together).get(name)) for name in names]
+    sheets = [
+        latencies(f"{rows:,} × {COLS} float32, 1 client: median µs", names, medians),
+        Sheet(f"{clients} clients at once", names, [(f"adds of {_SMALL} rows, 1/s", *rates)]),
+    ]
+    measured = {"1 client": alone.record(), f"{clients} clients": at_once.record()}
+    run.publish(sheets, measured, {**alone.failures, **at_once.failures})
 
-    One machine plays both hosts. A contestant that failed is an error: exit code 1.
-    """
-    names = list(CONTESTANTS)
-    if contestants is not None:
-        names = read_names("contestants", contestants, CONTESTANTS)
-    console, machine = begin()
-    if "ray" in names and not is_there("ray"):
-        names.remove("ray")
-        console.print("Ray is not installed, so it is left out: pip install --group peers.")
-    out.mkdir(parents=True, exist_ok=True)
-    adding = [name for name in names if name in _ADDING]
-    num_turns = rounds * (len(names) * len(TASKS_OF_ONE) + len(adding) * len(TASKS_OF_ALL))
-    seconds: Seconds = {}
-    floods: Seconds = {}
-    failures: dict[str, str] = {}
-    with (
-        progress(console, num_turns, f"{', '.join(names)}: {rounds} rounds") as show,
-        tempfile.TemporaryDirectory(dir=out) as folder,
-    ):
-        for some, tasks, num_clients, found in (
-            (names, TASKS_OF_ONE, 1, seconds),
-            (adding, TASKS_OF_ALL, clients, floods),
-        ):
-            place = Path(folder).resolve() / f"clients-{num_clients}-of-{len(tasks)}"
-            place.mkdir()
-            make_secret(place / SECRET)
-            commands = {
-                name: commands_of(
-                    HostsJob(
-                        contestant=name,
-                        rows=rows,
-                        num_clients=num_clients,
-                        folder=str(place),
-                        turn_s=_TURN_S,
-                        port=_free_port(),
-                    )
-                )
-                for name in some
-            }
-            numbers = {task: TASKS.index(task) for task in tasks}
-            compete_at(numbers, commands, rounds, found, failures, show)
-    for name, by_task in floods.items():
-        seconds.setdefault(name, {}).update(by_task)
-    report = report_hosts(
-        seconds,
-        failures,
-        machine,
-        command_line(
-            "hosts", contestants=",".join(names), rounds=rounds, rows=rows, clients=clients
-        ),
-        rows=rows,
-        clients=clients,
-        rounds=rounds,
-    )
-    publish(report, console, out, aims=aims)
+
+def _compete(
+    names: list[str],
+    clients: int,
+    rows: int,
+    questions: Mapping[Task, int],
+    rounds: int,
+    show: Callable[[str], None],
+) -> Outcome[Task]:
+    with tempfile.TemporaryDirectory() as folder:
+        make_secret(Path(folder, "secret"))
+        commands = {}
+        for name in names:
+            job = HostsJob(
+                contestant=name, rows=rows, folder=folder, workers=clients, port=_free_port()
+            )
+            commands[name] = commands_of(job)
+        return compete(commands, questions, rounds, show)
 
 
 def _free_port() -> int:

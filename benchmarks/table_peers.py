@@ -1,7 +1,4 @@
-"""What tables are set beside: a matrix that a process owns, and others reach over torch RPC or Ray.
-
-Each gives a worker two functions: get rows, and add to them.
-"""
+"""What tables are compared with: a matrix that one process owns, reached over torch RPC or Ray."""
 
 from __future__ import annotations
 
@@ -18,32 +15,25 @@ import torch
 from torch import Tensor
 
 from benchmarks.step import use_loopback
-from benchmarks.table_tasks import COLS
 from phalanx.clock import now_s, pause
 from phalanx.errors import PeerTimeout
 
+COLS = 64
 PATIENCE_S = 120.0
 _RAY_MODE = "RAY_AUTH_MODE"
 
 
 class Access(NamedTuple):
-    """What a worker does with the matrix.
+    """What a worker does with rows.
 
     Attributes:
-        get: Of the rows, and of where they may go; returns them if they went elsewhere.
-        add: Of the rows, and of the delta.
+        get: Takes the rows, and the tensor that they may go to.
+        add: Takes the rows, and the delta; None where nothing can be added.
     """
 
     get: Callable[[Tensor, Tensor], object]
-    add: Callable[[Tensor, Tensor], object]
+    add: Callable[[Tensor, Tensor], object] | None = None
 
-
-def is_there(name: str) -> bool:
-    """Tell whether a contestant can be imported."""
-    return name != "ray" or importlib.util.find_spec("ray") is not None
-
-
-# --- torch RPC ------------------------------------------------------------------------------------
 
 _owned = torch.empty(0, COLS)  # the server's matrix
 
@@ -58,90 +48,73 @@ def _rpc_add(rows: Tensor, delta: Tensor) -> None:
 
 @contextmanager
 def rpc_matrix(rank: int, num_workers: int, num_rows: int, folder: str) -> Iterator[Access]:
-    """Be a worker, or the server, which has the rank behind theirs."""
-    from torch.distributed import rpc  # slow, and nobody else's
+    """Be a worker, or the server, whose rank is the last."""
+    from torch.distributed import rpc  # slow, and nobody else needs it
 
     global _owned
     use_loopback("TP", "GLOO")
     if rank == num_workers:
         _owned = torch.zeros(num_rows, COLS)
-    rpc.init_rpc(
-        f"rank{rank}",
-        rank=rank,
-        world_size=num_workers + 1,
-        rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
-            init_method=f"file://{folder}/rpc", rpc_timeout=PATIENCE_S
-        ),
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"file://{folder}/rpc", rpc_timeout=PATIENCE_S
     )
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=num_workers + 1, rpc_backend_options=options)
     server = f"rank{num_workers}"
-
-    def get(ids: Tensor, _: Tensor) -> Tensor:
-        received: Tensor = rpc.rpc_sync(server, _rpc_get, (ids,))
-        return received
-
-    def add(ids: Tensor, delta: Tensor) -> None:
-        rpc.rpc_sync(server, _rpc_add, (ids, delta))
-
     try:
-        yield Access(get, add)
+        yield Access(
+            get=lambda rows, _: rpc.rpc_sync(server, _rpc_get, (rows,)),
+            add=lambda rows, delta: rpc.rpc_sync(server, _rpc_add, (rows, delta)),
+        )
     finally:
         rpc.shutdown(graceful=False)
 
 
-# --- Ray ------------------------------------------------------------------------------------------
-
-
 class _Owner:
-    """The actor; numpy arrays travel without a copy on the side of who receives them."""
+    """The actor. Any: numpy arrays, which their receiver reads without a copy."""
 
     def __init__(self, num_rows: int) -> None:
         self.matrix = torch.zeros(num_rows, COLS)
 
-    def get(self, rows: Any) -> Any:  # Any: numpy arrays
+    def get(self, rows: Any) -> Any:
         return self.matrix.index_select(0, torch.tensor(rows)).numpy()
 
-    def add(self, rows: Any, delta: Any) -> None:  # Any: numpy arrays
+    def add(self, rows: Any, delta: Any) -> None:
         self.matrix.index_add_(0, torch.tensor(rows), torch.tensor(delta))
+
+
+def has_ray() -> bool:
+    """Tell whether Ray is installed."""
+    return importlib.util.find_spec("ray") is not None
 
 
 @contextmanager
 def ray_matrix(rank: int, num_rows: int, folder: str) -> Iterator[Access]:
     """Be a worker; the first one starts Ray, and the actor."""
-    meeting_point = Path(folder) / "ray"
-    address = None
-    if rank > 0:
-        address, os.environ[_RAY_MODE] = json.loads(_read_when_there(meeting_point))
-    ray: Any = importlib.import_module("ray")  # optional; reads the environment when imported
-    quiet = {"log_to_driver": False, "namespace": "bench", "configure_logging": False}
-    if rank > 0:
-        ray.init(address=address, **quiet)
-        owner = ray.get_actor("owner")
-    else:
-        # One of its own: without an address it takes a Ray that somebody else has started here.
-        context = ray.init(address="local", num_cpus=2, include_dashboard=False, **quiet)
-        owner = ray.remote(_Owner).options(name="owner").remote(num_rows)
-        ray.get(owner.get.remote(torch.zeros(1, dtype=torch.int64).numpy()))
-        draft = meeting_point.with_suffix(".tmp")
-        mode = os.environ.get(_RAY_MODE, "disabled")  # set by Ray itself in who starts it
-        draft.write_text(json.dumps([context.address_info["address"], mode]))
-        draft.replace(meeting_point)
-
-    def get(ids: Tensor, _: Tensor) -> Tensor:
-        return torch.from_numpy(ray.get(owner.get.remote(ids.numpy())))
-
-    def add(ids: Tensor, delta: Tensor) -> None:
-        ray.get(owner.add.remote(ids.numpy(), delta.numpy()))
-
-    try:
-        yield Access(get, add)
-    finally:
-        ray.shutdown()
-
-
-def _read_when_there(file: Path) -> str:
+    place = Path(folder, "ray")
     until_s = now_s() + PATIENCE_S
-    while not file.exists():
+    while rank > 0 and not place.exists():
         if now_s() > until_s:
             raise PeerTimeout("Worker 0 must start Ray, but has not.", 0)
         pause(0.05)
-    return file.read_text()
+    address = "local"  # a Ray of its own: without an address it takes one that is there
+    if rank > 0:
+        address, os.environ[_RAY_MODE] = json.loads(place.read_text())
+    ray: Any = importlib.import_module("ray")  # reads the environment when it is imported
+    options = {"num_cpus": 2, "include_dashboard": False} if rank == 0 else {}
+    quiet = {"log_to_driver": False, "namespace": "bench", "configure_logging": False}
+    context = ray.init(address=address, **options, **quiet)
+    if rank > 0:
+        owner = ray.get_actor("owner")
+    else:
+        owner = ray.remote(_Owner).options(name="owner").remote(num_rows)
+        ray.get(owner.get.remote(torch.zeros(1, dtype=torch.int64).numpy()))
+        mode = os.environ.get(_RAY_MODE, "disabled")  # Ray sets it
+        place.with_suffix(".tmp").write_text(json.dumps([context.address_info["address"], mode]))
+        place.with_suffix(".tmp").replace(place)
+    try:
+        yield Access(
+            get=lambda rows, _: torch.from_numpy(ray.get(owner.get.remote(rows.numpy()))),
+            add=lambda rows, delta: ray.get(owner.add.remote(rows.numpy(), delta.numpy())),
+        )
+    finally:
+        ray.shutdown()

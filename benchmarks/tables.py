@@ -1,99 +1,299 @@
-"""``make bench-tables``: tables beside torch RPC, a Ray actor and torch's own kernels.
+"""``python -m benchmarks tables``: tables beside torch RPC, a Ray actor and torch's own kernels.
 
-All contestants are set up, then take turns at one task after the other, in another order each
-round (see `turns`). Snapshots come last, for they want the memory and the disk for themselves.
+    phalanx   2 workers                tables in memory that both map
+    torch     2 workers                private memory, torch's kernels: nothing is shared or saved
+    rpc       2 workers, a server      torch.distributed.rpc; the server owns the matrix
+    ray       2 workers                an actor owns the matrix
+
+Each process has one thread. All use the same random rows each time, so what is compared is what
+each system adds, and not how fast memory is.
 """
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import typer
+from torch import Tensor
 
-from benchmarks.command import Aims, Out, begin, command_line, progress, read_names
-from benchmarks.old_report import publish
-from benchmarks.table_contestants import CONTESTANTS, TablesJob, commands_of
-from benchmarks.table_peers import is_there
-from benchmarks.table_report import Seconds, report_tables
-from benchmarks.table_tasks import COLS, TASKS, TASKS_OF_DISK, TASKS_OF_MEMORY
-from benchmarks.turns import compete_at
+from benchmarks.contest import Command, Turn, command_of, compete, seconds_of, serve
+from benchmarks.report import OUT, Cell, Out, Run, Sheet, ratio, read_names
+from benchmarks.table_peers import COLS, PATIENCE_S, Access, has_ray, ray_matrix, rpc_matrix
+from phalanx import tables as phalanx_tables
+from phalanx.clock import now_s
 
-_DISK_ROUNDS = 3
+SIZES = (10, 1_000, 100_000)
+_ARRAY_ELEMENTS = 10_000_000  # of float32: 40 MB
 _TURN_S = 0.1
+_DROPPED, _FEWEST, _MOST = 2, 3, 200  # operations of a turn
+_ROWS_AT_ONCE = 400_000  # that each worker adds, while several do
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something that is timed.
+
+    Args:
+        kind: "get" or "add".
+        rows: How many; all of an array.
+        of: Which rows: "matrix", "keys", "array", or "local" ones of a matrix on several hosts.
+        workers: How many add at once, equally often; 0: the first worker alone, over and over.
+    """
+
+    kind: str
+    rows: int
+    of: str = "matrix"
+    workers: int = 0
+
+    def __str__(self) -> str:
+        at_once = f", {self.workers} at once" if self.workers else ""
+        return f"{self.kind} {self.rows:,} of {self.of}{at_once}"
+
+
+TASKS = (
+    *(
+        Task(kind, rows, of)
+        for of in ("matrix", "keys")
+        for rows in SIZES
+        for kind in ("get", "add")
+    ),
+    *(Task(kind, _ARRAY_ELEMENTS, "array") for kind in ("get", "add")),
+    *(Task("add", rows, workers=workers) for rows in SIZES[1:] for workers in (1, 2)),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableJob:
+    """One process of a contestant; a question is the place of a task in `tasks`.
+
+    Args:
+        rows: Of the matrix.
+        folder: Where the processes of a contestant meet.
+        workers: Processes that get and add; a server comes behind them.
+    """
+
+    contestant: str
+    rows: int
+    folder: str
+    workers: int = 2
+    rank: int = 0
+
+    def run(self) -> None:
+        """Be the process."""
+        torch.set_num_threads(1)
+        serve(self._turns())
+
+    @contextmanager
+    def _turns(self) -> Iterator[Turn]:
+        with self.open() as access, self.meeting() as meet:
+            yield lambda number: self._take_turn(self.tasks[number], access, meet)
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """All tasks."""
+        return TASKS
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes the contestant has."""
+        return self.workers + (self.contestant == "rpc")
+
+    def open(self) -> AbstractContextManager[Mapping[str, Access]]:
+        """Set up, and return what can be done with which rows."""
+        return CONTESTANTS[self.contestant](self)
+
+    def rows_of(self, of: str) -> range:  # noqa: ARG002 -- for jobs on several hosts
+        """Return the rows that are drawn from."""
+        return range(self.rows)
+
+    @contextmanager
+    def meeting(self) -> Iterator[Callable[[], object]]:
+        """Yield what all processes of the contestant wait for each other by."""
+        with self.join("meeting", self.num_processes) as group:
+            yield group.barrier
+
+    def join(self, what: str, num_workers: int) -> phalanx_tables.TableGroup:
+        """Join a group of tables on this host."""
+        name = f"bench-{Path(self.folder).name}-{self.contestant}-{what}"
+        return phalanx_tables.join(name, num_workers=num_workers, timeout_s=PATIENCE_S)
+
+    def _take_turn(
+        self, task: Task, access: Mapping[str, Access], meet: Callable[[], object]
+    ) -> list[float]:
+        at_work = self.rank < max(1, task.workers) and task.of in access
+        step = self._step(task, access[task.of]) if at_work else None
+        if task.workers:
+            return _add_at_once(task, step, meet)
+        return [] if step is None else _repeat(step)
+
+    def _step(self, task: Task, access: Access) -> Callable[[], object] | None:
+        work = access.get if task.kind == "get" else access.add
+        if work is None:
+            return None
+        if task.of == "array":
+            rows, tensor = torch.empty(0), torch.full((task.rows,), 1e-3)
+        else:
+            rows, tensor = self._draw(task), torch.full((task.rows, COLS), 1e-3)
+        return lambda: work(rows, tensor)
+
+    def _draw(self, task: Task) -> Tensor:
+        span = self.rows_of(task.of)
+        generator = torch.Generator().manual_seed(1000 * task.rows + self.rank)
+        return torch.randint(span.start, span.stop, (task.rows,), generator=generator)
+
+
+def _repeat(step: Callable[[], object]) -> list[float]:
+    """Make a step over and over; return the seconds of those that count, evenly picked."""
+    seconds: list[float] = []
+    until_s = now_s() + _TURN_S
+    while now_s() < until_s or len(seconds) < _DROPPED + _FEWEST:
+        seconds.append(seconds_of(step))
+    kept = seconds[_DROPPED:]
+    return kept[:: -(-len(kept) // _MOST)]
+
+
+def _add_at_once(
+    task: Task, step: Callable[[], object] | None, meet: Callable[[], object]
+) -> list[float]:
+    """Add equally often in each worker, from a barrier to a barrier; return seconds per add."""
+    number = min(_MOST, _ROWS_AT_ONCE // task.rows)
+    if step is not None:
+        step()
+    meet()
+    started_s = now_s()
+    for _ in range(number if step is not None else 0):
+        step()  # type: ignore[misc]
+    meet()
+    return [(now_s() - started_s) / (number * task.workers)]
+
+
+# -- contestants -------------------------------------------------------------------------------
+
+
+def of_table(table: phalanx_tables.Table) -> Access:
+    """Return what a worker does with a table's rows."""
+    return Access(
+        get=lambda rows, out: table.get(rows, out=out),
+        add=lambda rows, delta: table.add(delta, rows),
+    )
+
+
+@contextmanager
+def _phalanx(job: TableJob) -> Iterator[Mapping[str, Access]]:
+    with job.join("tables", job.workers) as group:
+        matrix = group.matrix(job.rows, COLS, name="matrix")
+        keyed = group.keys(COLS, name="keyed", capacity=job.rows)
+        if job.rank == 0:
+            keyed.add(torch.zeros(job.rows, COLS), torch.arange(job.rows))
+        array = group.array(_ARRAY_ELEMENTS, name="array")
+        of_array = Access(lambda _, out: array.get(out=out), lambda _, delta: array.add(delta))
+        yield {"matrix": of_table(matrix), "keys": of_table(keyed), "array": of_array}
+
+
+@contextmanager
+def _torch(job: TableJob) -> Iterator[Mapping[str, Access]]:
+    matrix, array = torch.zeros(job.rows, COLS), torch.zeros(_ARRAY_ELEMENTS)
+    yield {
+        "matrix": Access(
+            get=lambda rows, out: torch.index_select(matrix, 0, rows, out=out),
+            add=lambda rows, delta: matrix.index_add_(0, rows, delta),
+        ),
+        "array": Access(lambda _, out: out.copy_(array), lambda _, delta: array.add_(delta)),
+    }
+
+
+@contextmanager
+def rpc(job: TableJob) -> Iterator[Mapping[str, Access]]:
+    """Use torch RPC; no worker is at home in the server."""
+    with rpc_matrix(job.rank, job.workers, job.rows, job.folder) as access:
+        yield {"matrix": access} if job.rank < job.workers else {}
+
+
+@contextmanager
+def ray(job: TableJob) -> Iterator[Mapping[str, Access]]:
+    """Use an actor of Ray."""
+    with ray_matrix(job.rank, job.rows, job.folder) as access:
+        yield {"matrix": access}
+
+
+CONTESTANTS: dict[str, Callable[[TableJob], AbstractContextManager[Mapping[str, Access]]]] = {
+    "phalanx": _phalanx,
+    "torch": _torch,
+    "rpc": rpc,
+    "ray": ray,
+}
+
+
+# -- the contest -------------------------------------------------------------------------------
+
+
+def choose(run: Run, contestants: str, known: Mapping[str, object]) -> list[str]:
+    """Return the contestants that can run here."""
+    names = read_names("contestants", contestants, known)
+    if "ray" in names and not has_ray():
+        names.remove("ray")
+        run.console.print("Ray is not installed, so it is left out: pip install --group peers.")
+    return names
+
+
+def commands_of(job: TableJob) -> list[Command]:
+    """Return the command lines of a contestant."""
+    return [command_of(replace(job, rank=rank)) for rank in range(job.num_processes)]
 
 
 def tables(
     contestants: Annotated[
-        str | None,
-        typer.Option(help=f"Only these: {', '.join(CONTESTANTS)}.", show_default="all"),
-    ] = None,
+        str, typer.Option(help="Which contestants, separated by commas.")
+    ] = ",".join(CONTESTANTS),
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each contestant at each task.")] = 8,
     rows: Annotated[int, typer.Option(min=1, help="Rows of the matrix.")] = 1_000_000,
-    snapshot_mb: Annotated[
-        int, typer.Option(min=1, help="MB of the table of which snapshots are taken.")
-    ] = 1_000,
-    out: Out = Path("out/bench-tables"),
-    aims: Aims = False,
+    out: Out = OUT,
 ) -> None:
-    """Time get and add of rows: tables beside torch RPC, a Ray actor and torch's own kernels.
-
-    Contestants take turns in one run, each in processes of its own. One that failed is an error:
-    exit code 1.
-    """
-    names = list(CONTESTANTS)
-    if contestants is not None:
-        names = read_names("contestants", contestants, CONTESTANTS)
-    console, machine = begin()
-    if "ray" in names and not is_there("ray"):
-        names.remove("ray")
-        console.print("Ray is not installed, so it is left out: pip install --group peers.")
-    out.mkdir(parents=True, exist_ok=True)
-    snapshot_rows = snapshot_mb * 10**6 // (4 * COLS)
-    seconds: Seconds = {}
-    failures: dict[str, str] = {}
-    in_memory = [name for name in names if name != "snapshot"]
-    on_disk = [name for name in names if name == "snapshot"]
-    num_turns = len(in_memory) * rounds * len(TASKS_OF_MEMORY)
-    num_turns += len(on_disk) * _DISK_ROUNDS * len(TASKS_OF_DISK)
-    what = f"{', '.join(names)}: {rounds} rounds"
-    # Not in the system's own folder for such things, which may be in memory.
+    """Time get and add of rows: tables beside torch RPC, a Ray actor and torch's own kernels."""
+    run = Run("tables", out)
+    names = choose(run, contestants, CONTESTANTS)
     with (
-        progress(console, num_turns, what) as show,
-        tempfile.TemporaryDirectory(dir=out) as folder,
+        run.progress(rounds * len(names) * len(TASKS)) as show,
+        tempfile.TemporaryDirectory() as folder,
     ):
-        for some, num_rows, tasks, num_rounds in (
-            (in_memory, rows, TASKS_OF_MEMORY, rounds),
-            (on_disk, snapshot_rows, TASKS_OF_DISK, _DISK_ROUNDS),
-        ):
-            commands = {
-                name: commands_of(
-                    TablesJob(
-                        contestant=name,
-                        rows=num_rows,
-                        folder=str(Path(folder).resolve()),
-                        turn_s=_TURN_S,
-                    )
-                )
-                for name in some
-            }
-            numbers = {task: TASKS.index(task) for task in tasks}
-            compete_at(numbers, commands, num_rounds, seconds, failures, show)
-    command = command_line(
-        "tables",
-        contestants=",".join(names),
-        rounds=rounds,
-        rows=rows,
-        snapshot_mb=snapshot_mb,
-    )
-    report = report_tables(
-        seconds,
-        failures,
-        machine,
-        command,
-        rows=rows,
-        snapshot_bytes=4 * COLS * snapshot_rows,
-        rounds=rounds,
-    )
-    publish(report, console, out, aims=aims)
+        commands = {
+            name: commands_of(TableJob(contestant=name, rows=rows, folder=folder)) for name in names
+        }
+        questions = {task: number for number, task in enumerate(TASKS)}
+        outcome = compete(commands, questions, rounds, show)
+    medians = {task: outcome.medians(task) for task in TASKS}
+    sheets = [
+        latencies(f"{rows:,} × {COLS} float32, 2 workers: median µs", names, medians),
+        _rates(names, medians),
+    ]
+    run.publish(sheets, outcome.record(), outcome.failures)
+
+
+def latencies(title: str, names: list[str], medians: Mapping[Task, Mapping[str, float]]) -> Sheet:
+    """Return the microseconds of each task of one worker."""
+    found: list[tuple[Any, ...]] = []  # Any: a label, then cells
+    for task, by_name in medians.items():
+        if not task.workers:
+            seconds = (by_name.get(name) for name in names)
+            found.append((str(task), *(each and 1e6 * each for each in seconds)))
+    return Sheet(title, names, found)
+
+
+def _rates(names: list[str], medians: Mapping[Task, Mapping[str, float]]) -> Sheet:
+    found: list[tuple[Any, ...]] = []  # Any: a label, then cells
+    for task, by_name in medians.items():
+        cells: list[Cell] = []
+        for name in names:
+            per_s = ratio(task.rows, by_name.get(name))
+            cells.append(per_s and per_s * (4e-9 if task.of == "array" else 1e-6))
+        if task.of == "array":
+            found.append((f"{task.kind} of the array, GB/s", *cells))
+        elif task.workers:
+            found.append((f"{task}, M rows/s", *cells))
+    return Sheet("How much per second", names, found)
