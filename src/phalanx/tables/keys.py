@@ -18,7 +18,6 @@ from __future__ import annotations
 import secrets
 import threading
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 import torch
@@ -74,11 +73,10 @@ class KeyPart(TablePart):
 
     Args:
         memory: The table's.
-        args: As of a `TablePart`.
     """
 
-    def __init__(self, memory: TableMemory, *args: Any) -> None:  # Any: as `TablePart` takes them
-        super().__init__(memory, *args)
+    def __init__(self, memory: TableMemory) -> None:
+        super().__init__(memory)
         self._keys, self._counts = memory.keys, memory.counts
         self._first_rows = RowInitializer(memory.spec, memory.region, memory.first_row_at)
         self._following = threading.Lock()
@@ -126,13 +124,12 @@ class KeyPart(TablePart):
 
     def _read_with(self, index: _KeyIndex, keys: Tensor, out: Tensor) -> int:
         to, at, count = out.data_ptr(), keys.data_ptr(), keys.numel()
-        if self._first_rows.is_constant():
-            answer: int = self._get_keys_in_c(self._keys_at, index.at, at, count, to, None)
-            return answer
-        places = torch.empty_like(keys)
-        answer = self._get_keys_in_c(self._keys_at, index.at, at, count, to, places.data_ptr())
-        absent = places < 0
-        if answer == DONE and bool(absent.any()):
+        is_uniform = self._first_rows.is_uniform()
+        places = torch.empty_like(keys) if is_uniform else None
+        answer: int = self._get_keys_in_c(
+            self._keys_at, index.at, at, count, to, None if places is None else places.data_ptr()
+        )
+        if places is not None and answer == DONE and bool((absent := places < 0).any()):
             out[absent] = self._first_rows.rows_for(keys[absent].numpy())
         return answer
 

@@ -45,13 +45,13 @@ class OwnPart:
         num_hosts: int = 1,
     ) -> None:
         self.spec = own = part_of(spec, host, num_hosts)
-        self.memory = memory = TableMemory(own, regions)
+        self.memory = memory = TableMemory(own, regions, membership.worker_of)
         self.membership = membership
-        self.lock = memory.lock(membership.worker_of)
+        self.lock = memory.lock
         self.cut = Cut(spec, host, num_hosts)
         kind = KeyPart if own.has_keys else TablePart
-        self.part = kind(memory, memory.lock_of_rows(membership.worker_of))
-        self.rounds = Rounds(memory, self.lock, membership, regions, self.part)
+        self.part = kind(memory)
+        self.rounds = Rounds(memory, membership, regions, self.part)
 
     def open(self, worker: int, init: Any, timeout_s: float) -> bool:  # Any: as `begin` takes it
         """Fill the part as the master, or wait until the master has; then begin as ``worker``.

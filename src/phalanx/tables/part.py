@@ -48,7 +48,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import StateError
-from phalanx.ipc import Mutex, Waiting, fail_point, fail_points
+from phalanx.ipc import Waiting, fail_point, fail_points
 from phalanx.memory import all_within, copy_to
 from phalanx.native import DTYPES, FUNCTIONS, PartView, address_of
 from phalanx.tables.table_memory import NUMBERED, RECORDED, TableMemory
@@ -99,12 +99,14 @@ class TablePart:
 
     Args:
         memory: The table's.
+
+    Attributes:
         lock: Held to change anything.
     """
 
-    def __init__(self, memory: TableMemory, lock: Mutex) -> None:
+    def __init__(self, memory: TableMemory) -> None:
         spec = memory.spec
-        self.lock = lock
+        self.lock = lock = memory.lock_of_rows
         self.parts = parts = memory.columns
         self.first_row = spec.first_row
         self.num_rows, num_cols = parts[0].shape

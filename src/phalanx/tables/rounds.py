@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 from contextlib import nullcontext
 
-from phalanx.ipc import Mutex, Waiting
+from phalanx.ipc import Waiting
 from phalanx.tables.log import NUM_LOGS, WorkerLog, first_number
 from phalanx.tables.membership import Membership
 from phalanx.tables.part import Entry, TablePart
@@ -44,7 +44,6 @@ class Rounds:
 
     Args:
         memory: The table's.
-        lock: Held to take a round in.
         membership: The workers that must arrive.
         regions: Where the logs' memory comes from.
         part: The rows that a round changes.
@@ -53,14 +52,13 @@ class Rounds:
     def __init__(
         self,
         memory: TableMemory,
-        lock: Mutex,
         membership: Membership,
         regions: RunRegions,
         part: TablePart,
     ) -> None:
         self._memory = memory
         self._line = memory.table
-        self._lock = lock
+        self._lock = memory.lock  # held to take a round in
         self._membership = membership
         self._regions = regions
         self._part = part
@@ -90,7 +88,7 @@ class Rounds:
 
         One that comes again may be there already, and its round be in.
         """
-        lock = self._memory.lock_of_log(entry.worker, self._membership.worker_of)
+        lock = self._memory.lock_of_log(entry.worker)
         # Where it is not known, no thread of the worker may arrive meanwhile.
         with lock.held(timeout_s), self._mutex if number is None else nullcontext():
             number = self.clock_of(entry.worker) + 1 if number is None else number

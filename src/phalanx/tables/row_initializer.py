@@ -24,7 +24,7 @@ from phalanx.tables.spec import TableSpec
 from phalanx.tables.values import read_init
 
 _KIND, _LOW, _HIGH, _SEED = range(4)
-_CONSTANT, _UNIFORM = range(2)
+_UNIFORM = 1  # else all rows are the same
 _HEAD_BYTES = 64
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
@@ -140,13 +140,13 @@ class RowInitializer:
         """Where the constant row lies."""
         return self._row.data_ptr()
 
-    def is_constant(self) -> bool:
-        """Tell whether all rows are the same."""
-        return self._words[_KIND] == _CONSTANT
+    def is_uniform(self) -> bool:
+        """Tell whether each row has its own numbers."""
+        return self._words[_KIND] == _UNIFORM
 
     def rows_for(self, keys: Int64s) -> Tensor:
         """Return the first rows of ``keys``: (K, cols), or (1, cols) where all are the same."""
-        if self.is_constant():
+        if not self.is_uniform():
             return self._row
         rule = Uniform(self._bounds[_LOW], self._bounds[_HIGH], self._words[_SEED])
         return rule.draw(keys, self._row.shape[1]).to(self._row.dtype)

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError, PeerTimeout, StateError, UnsupportedError
-from phalanx.tables.last_read import LastRead
 from phalanx.tables.membership import TICKS
-from phalanx.tables.part import Entry
+from phalanx.tables.part import Entry, add_up_repeats
 from phalanx.tables.router import Router
 from phalanx.tables.snapshots import load_parts, save_parts
 from phalanx.tables.spec import TableSpec
@@ -54,7 +53,11 @@ class Table:
         self._is_bounded = spec.staleness.is_bounded
         self._seen_clock = -1  # lowest clock at the last staleness check
         self._no_rows = torch.empty((0, spec.cols), dtype=spec.dtype, device="cpu")
-        self._last_read = LastRead(self._first_rows()) if spec.updater.remembers else None
+        self._last_read: Tensor | None = None  # all rows, where the updater compares with them
+        if spec.updater.remembers:
+            with torch.inference_mode(False):  # else nobody could write to it outside of that mode
+                self._last_read = self._no_rows.new_empty(spec.rows, spec.cols)
+            storage.read(None, self._last_read, group.timeout_s)  # without waiting for anybody
 
     @property
     def name(self) -> str:
@@ -105,7 +108,11 @@ class Table:
         self._storage.refuse_outside(index)
         value = read_delta(delta, spec, None if index is None else index.numel())
         if self._last_read is not None:
-            index, value = self._last_read.widened(index, value)
+            last = self._last_read
+            if index is not None:
+                index, value = add_up_repeats(index, value)
+                last = last[index]
+            value = torch.cat([value, last], 1)
         self._take(Entry(index, value, self._group.worker_id))
 
     def _take(self, entry: Entry) -> None:
@@ -185,10 +192,14 @@ class Table:
         return answer
 
     def _begin_get(
-        self, index: Tensor | None, out: Tensor | None, late_round: int | None = None
+        self, index: Tensor | None, out: Tensor | None, number: int | None = None
     ) -> PendingGet:
+        """Begin a get of round ``number``, or end the worker's round."""
         self._storage.refuse_outside(index)
-        return PendingGet(self, index, *self._target(index, out), late_round)
+        target, answer = self._target(index, out)
+        if number is None and self._is_bulk and self._group.is_counted():
+            number = self._storage.arrive()
+        return PendingGet(self, index, target, answer, number)
 
     def _target(self, index: Tensor | None, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return where rows go, as the table has them, and the same as the caller gets it."""
@@ -210,15 +221,7 @@ class Table:
             self._wait_for_slow()
         self._storage.read(rows, target, group.timeout_s)
         if self._last_read is not None:
-            self._last_read.remember(rows, target)
-
-    def _first_rows(self) -> Tensor:
-        """Return the rows that the table has now, without waiting for anybody."""
-        spec, group = self._spec, self._group
-        with torch.inference_mode(False):  # else nobody could write to it outside of that mode
-            rows = torch.empty((spec.rows, spec.cols), dtype=spec.dtype, device="cpu")
-        self._storage.read(None, rows, group.timeout_s)
-        return rows
+            self._last_read[slice(None) if rows is None else rows] = target
 
     def _wait_for_slow(self) -> None:
         group, bound = self._group, self._spec.staleness.bound
@@ -314,22 +317,12 @@ class PendingGet:
     """A get that has begun; made by :meth:`Table.async_get`."""
 
     def __init__(
-        self,
-        table: Table,
-        rows: Tensor | None,
-        target: Tensor,
-        answer: Tensor,
-        late_round: int | None,
+        self, table: Table, rows: Tensor | None, target: Tensor, answer: Tensor, number: int | None
     ) -> None:
         """Not for callers, who have :meth:`Table.async_get`."""
-        self._table = table
-        self._rows = rows
-        self._target = target
-        self._answer = answer
-        group = table._group
-        self.round = late_round
-        if late_round is None and table._is_bulk and group.is_counted():
-            self.round = table._storage.arrive()
+        self._table, self._rows = table, rows
+        self._target, self._answer = target, answer
+        self.round = number
         self._done = False
 
     def wait(self) -> Tensor:
@@ -338,12 +331,11 @@ class PendingGet:
         Raises:
             PeerTimeout: As :meth:`Table.get`.
         """
+        table = self._table
         if not self._done:
-            table = self._table
             table._check_open()
             if self.round is not None:
-                group = table._group
-                table._storage.finish(self.round, group.timeout_s)
+                table._storage.finish(self.round, table._group.timeout_s)
             table._read(self._rows, self._target)
             self._done = True
         return self._answer

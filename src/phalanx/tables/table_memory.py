@@ -57,9 +57,12 @@ class TableMemory:
     Args:
         spec: The table, or a host's part of it.
         regions: Where its region comes from, zeros at first.
+        rank_of: Tells as which worker a process works, for errors of locks.
 
     Attributes:
         region: All of it.
+        lock: The table's; held to make a round's adds.
+        lock_of_rows: Held to change rows.
         table: The table's words.
         header: Those of the rows.
         done: Which numbered adds are in (part.py).
@@ -74,8 +77,11 @@ class TableMemory:
         OutOfSpace: There is not so much memory.
     """
 
-    def __init__(self, spec: TableSpec, regions: RunRegions) -> None:
+    def __init__(
+        self, spec: TableSpec, regions: RunRegions, rank_of: Callable[[int], int | None]
+    ) -> None:
         self.spec = spec
+        self._rank_of = rank_of
         kinds: _Kinds = [(torch.int64, 1), *spec.columns] if spec.has_keys else spec.columns
         self._row_bytes = _row_bytes(kinds)
         self.most_rows = spec.rows
@@ -92,6 +98,7 @@ class TableMemory:
         self._words = buffer[: self._locks].cast("q")
         self.table, self.header = self._words[:_LINE], self._words[_LINE : 2 * _LINE]
         self.done = self._words[self._done : self._done + MAX_WORKERS + 1]
+        self.lock, self.lock_of_rows = self._lock(0, "rounds"), self._lock(1, "rows")
         self.counts = buffer[self._counts : self._counts + 8 * _COUNTS].cast("q")
         self.columns = self._views(kinds, self._starts, self.most_rows)
         self.keys = self.columns.pop(0).view(-1) if spec.has_keys else torch.empty(0, device="cpu")
@@ -138,22 +145,13 @@ class TableMemory:
         stop = self._workers + _LINE * MAX_WORKERS
         return self._words[self._workers + word : stop : _LINE].tolist()
 
-    def lock(self, rank_of: Callable[[int], int | None]) -> Mutex:
-        """Return the table's lock."""
-        return self._lock(0, "rounds", rank_of)
-
-    def lock_of_rows(self, rank_of: Callable[[int], int | None]) -> Mutex:
-        """Return the lock of the rows."""
-        return self._lock(1, "rows", rank_of)
-
-    def lock_of_log(self, worker: int, rank_of: Callable[[int], int | None]) -> Mutex:
+    def lock_of_log(self, worker: int) -> Mutex:
         """Return the lock of a worker's log."""
-        return self._lock(2 + worker, f"log of worker {worker}", rank_of)
+        return self._lock(2 + worker, f"log of worker {worker}")
 
-    def _lock(self, index: int, what: str, rank_of: Callable[[int], int | None]) -> Mutex:
-        at = self._locks + Mutex.NBYTES * index
-        memory = self.region.buffer[at : at + Mutex.NBYTES]
-        return Mutex(memory, f"{what} of table {self.spec.name}", rank_of)
+    def _lock(self, index: int, what: str) -> Mutex:
+        memory = self.region.buffer[self._locks + Mutex.NBYTES * index :]
+        return Mutex(memory, f"{what} of table {self.spec.name}", self._rank_of)
 
     # --- rows -------------------------------------------------------------------------------------
 
@@ -183,16 +181,12 @@ class TableMemory:
         least = _LEAST_RECORD_BYTES // sum(self._recorded_bytes)
         stop = min(max(num_rows, least), self._most_recorded)
         *columns, numbers = zip(self._records, self._recorded_bytes, strict=True)
-        self._extend(RECORDED, columns, stop)
-        if has_numbers:
-            self._extend(NUMBERED, [numbers], stop)
-
-    def _extend(self, word: int, columns: list[tuple[int, int]], stop: int) -> None:
-        start = self.header[word]
-        if start < stop:
-            for begin, size in columns:
-                self.region.reserve_part(begin + start * size, (stop - start) * size)
-            self.header[word] = stop
+        for word, extended in ((RECORDED, columns), (NUMBERED, [numbers] * has_numbers)):
+            start = self.header[word]
+            if extended and start < stop:
+                for begin, size in extended:
+                    self.region.reserve_part(begin + start * size, (stop - start) * size)
+                self.header[word] = stop
 
     def _refuse_more(self, count: int, most: int, what: str) -> None:
         if count > most:
