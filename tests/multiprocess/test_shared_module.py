@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from phalanx import tables
-from phalanx.tables import module_exchange
+from phalanx.tables import shared_module
 from tests.multiprocess.children import Children, Parent, wait_for_exit
 from tests.products import some_by_day
 
@@ -47,17 +47,17 @@ POINTS = ("note", "give", "ask", "receive")
 
 def die_before(point: str, which: int) -> None:
     """Kill this process before the ``which``-th exchange comes to a point of the next sync."""
-    original: Callable = getattr(module_exchange.ParameterExchange, point)
+    original: Callable = getattr(shared_module.ParameterExchange, point)
     left = which
 
-    def deadly(self: module_exchange.ParameterExchange, *args: object, **kwargs: object) -> None:
+    def deadly(self: shared_module.ParameterExchange, *args: object, **kwargs: object) -> None:
         nonlocal left
         left -= 1
         if left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         original(self, *args, **kwargs)
 
-    setattr(module_exchange.ParameterExchange, point, deadly)
+    setattr(shared_module.ParameterExchange, point, deadly)
 
 
 def victim(parent: Parent, run: str, how: dict, point: str, which: int) -> None:
@@ -119,14 +119,14 @@ def test_the_others_go_on_when_a_worker_is_killed_in_the_middle_of_a_sync(run, h
 
 def forgetful(parent: Parent, run: str, how: dict) -> None:
     """The planted bug: what an exchange has given is not marked off."""
-    original = module_exchange.ParameterExchange.receive
+    original = shared_module.ParameterExchange.receive
 
-    def receive(self: module_exchange.ParameterExchange, *, alone: bool) -> None:
+    def receive(self: shared_module.ParameterExchange, *, alone: bool) -> None:
         before = self._base.clone()
         original(self, alone=alone)
         self._base = before
 
-    module_exchange.ParameterExchange.receive = receive
+    shared_module.ParameterExchange.receive = receive
     survivor(parent, run, how)
 
 
