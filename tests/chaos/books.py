@@ -46,7 +46,7 @@ class Books:
         self._size = size
         self.rows = world.matrix(hosts * size, 4, torch.int64, name="rows", init=0)
         self.whole = world.array(3 * clients + WHOLE_TAIL, torch.int64, name="whole")
-        self.keys = world.keys(3, torch.int64, name="keys", capacity=1)
+        self.keys = world.keys(3, torch.int64, name="keys")
 
     def add(self, book: str, client: int, q: int) -> None:
         """Add the client's q-th line."""

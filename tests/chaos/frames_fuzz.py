@@ -106,7 +106,7 @@ SPEC = json.dumps(
         "rows": ROWS,
         "cols": 2,
         "is_array": False,
-        "capacity": 0,
+        "has_keys": False,
         "dtype": "float32",
         "updater": {"name": "sum"},
         "first_row": 0,

@@ -110,7 +110,7 @@ def ask_everything(parent: Parent, what: str, folder: Path) -> None:
     lose(what, folder)
     with tables.join(timeout_s=SHORT_S * 3) as world:
         rows = world.matrix(7, 2, name="rows")
-        keys = world.keys(2, name="keys", capacity=4)
+        keys = world.keys(2, name="keys")
         bulk = world.array(5, name="bulk", sync=True)
         rows.add(torch.ones(7, 2))
         keys.add(torch.ones(11, 2), rows=range(11))
@@ -179,7 +179,7 @@ def add_to_host_1(parent: Parent, folder: Path, kind: str, point: str) -> None:
         die_in_first_server(point, folder / "died")
     with tables.join(timeout_s=DEADLINE_S) as world:
         if kind == "keys":
-            table, rows = world.keys(2, name="t", capacity=4), list(range(6000))
+            table, rows = world.keys(2, name="t"), list(range(6000))
         else:
             table, rows = world.matrix(6000, 2, name="t"), list(range(3100, 6000))
         world.barrier()

@@ -44,7 +44,7 @@ def small_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def open_all(world: tables.TableGroup) -> tuple[tables.Table, tables.KeyTable]:
     rows = world.matrix(ROWS, 2, torch.int64, name="rows")
-    return rows, world.keys(2, torch.int64, name="keys", capacity=1)
+    return rows, world.keys(2, torch.int64, name="keys")
 
 
 def ones(num_rows: int) -> torch.Tensor:

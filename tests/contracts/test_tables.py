@@ -327,7 +327,7 @@ def keys_law(world: tables.TableGroup) -> None:
     n = world.num_workers  # before anybody leaves
     rows, cols, some = 11, 10, [0, 1, 5, 10]
     keys = torch.arange(rows) * 10**17 - 4 * 10**17
-    table = world.keys(cols, name="law", init=0.5, capacity=1)
+    table = world.keys(cols, name="law", init=0.5)
     delta = torch.arange(1, rows * cols + 1, dtype=torch.float32).view(rows, cols)
     expected = torch.full((rows, cols), 0.5)
     for i in range(20):
@@ -371,7 +371,7 @@ def test_the_masters_rule_makes_the_same_first_rows_for_everybody(world, n, run)
 
 
 def bulk_keys(world: tables.TableGroup) -> list[tuple[list, list]]:
-    table = world.keys(3, name="bulk", init=1.0, capacity=1)
+    table = world.keys(3, name="bulk", init=1.0)
     generator = torch.Generator().manual_seed(world.worker_id)
     seen = []
     for i in range(12):

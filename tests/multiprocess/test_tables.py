@@ -51,7 +51,7 @@ def die_at(point: str, times: int) -> None:
 
 def open_table(world: tables.TableGroup, updater: str, kind: str = "rows") -> tables.Table:
     if "keys" in kind:
-        return world.keys(COLS, name="t", init=1.0, updater=updater, capacity=1)
+        return world.keys(COLS, name="t", init=1.0, updater=updater)
     return world.matrix(ROWS, COLS, name="t", init=1.0, updater=updater)
 
 
@@ -185,7 +185,7 @@ def go_rounds(parent: Parent, run: str, mode: str) -> None:
     torch.set_num_threads(1)
     with tables.join(run, num_workers=3, timeout_s=DEADLINE_S, **MODES[mode]) as world:
         table = world.array(1, torch.int64, name="t")
-        by_key = world.keys(1, torch.int64, name="k", capacity=1)
+        by_key = world.keys(1, torch.int64, name="k")
         for number in range(8):
             table.add([1])
             by_key.add([[1]], rows=[-number])

@@ -40,7 +40,7 @@ def use_10_mb(parent: Parent) -> None:
         return
     some = torch.ones(240, 64)
     with tables.join("full", timeout_s=5.0) as world:
-        by_key = world.keys(64, name="keys", updater="adam", capacity=1)
+        by_key = world.keys(64, name="keys", updater="adam")
         bulk = world.matrix(50, 64, name="bulk", sync=True)
         came = fill(by_key, lambda i: by_key.add(some, rows=range(240 * i, 240 * i + 240)))
         assert len(by_key) == 240 * came > 0
@@ -49,7 +49,7 @@ def use_10_mb(parent: Parent) -> None:
         with pytest.raises(OutOfSpace, match="-large' needs"):
             world.matrix(10**5, 64, name="large")
         with pytest.raises(OutOfSpace, match="large-too"):
-            world.keys(64, name="large-too", capacity=10**5)
+            world.keys(4 * 10**6, name="large-too")
         put = fill(bulk, lambda i: bulk.add(torch.ones(50, 64)))
         assert bulk.get().unique().tolist() == [put]  # those that it took are in the round
     parent.tell("as it should be")

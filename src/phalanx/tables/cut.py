@@ -119,9 +119,7 @@ class Cut:
 
 def part_of(spec: TableSpec, host: int, num_hosts: int) -> TableSpec:
     """Return the part of a table on ``host``: a table of its own there."""
-    if num_hosts == 1:
+    if num_hosts == 1 or spec.has_keys:
         return spec
-    if spec.has_keys:
-        return replace(spec, capacity=max(1, -(-spec.capacity // num_hosts)))
     sizes = equal_sizes(spec.rows, num_hosts)
     return replace(spec, rows=sizes[host], first_row=spec.first_row + sum(sizes[:host]))

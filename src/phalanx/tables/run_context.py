@@ -128,9 +128,7 @@ class RunContext:
             if length[0]:
                 spec.refuse_other(json.loads(bytes(words[8 : 8 + length[0]])))
                 return
-            memory = TableMemory(spec, self.regions, self.membership.worker_of)
-            if spec.has_keys:
-                memory.reserve_rows(0, spec.capacity)
+            TableMemory(spec, self.regions, self.membership.worker_of)
             text = json.dumps(spec.as_mapping()).encode()
             words[8 : 8 + len(text)] = text
             length[0] = len(text)

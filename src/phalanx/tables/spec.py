@@ -35,9 +35,8 @@ class TableSpec:
         updater: How it takes a delta.
         staleness: How far ahead a reader may be.
         nonfinite: What becomes of an add that holds NaN or infinity.
-        capacity: Of a keys table: for how many keys there is room at first. Else 0.
+        has_keys: Whether rows are found by key; they come as keys come, and there are 0 at first.
         shape: The shape that users see; that of a keys table begins with 0.
-        has_keys: Whether rows are found by key, and come as keys come.
     """
 
     name: str
@@ -48,28 +47,25 @@ class TableSpec:
     updater: Updater
     staleness: Staleness
     nonfinite: str
-    capacity: int = 0
+    has_keys: bool = False
     first_row: int = 0
     shape: tuple[int, ...] = field(init=False, compare=False, repr=False)
-    has_keys: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         shape = (self.rows,) if self.is_array else (self.rows, self.cols)
         object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "has_keys", self.capacity > 0)
         wanted = (
             "be 1 to 100 letters, digits, dots, dashes and underscores, a letter or digit first"
         )
         check_argument(NAME.fullmatch(str(self.name)) is not None, "name", wanted, self.name)
-        for name, low in (("rows", 0), ("cols", 1), ("first_row", 0), ("capacity", 0)):
+        for name, low in (("rows", 0), ("cols", 1), ("first_row", 0)):
             value = getattr(self, name)
             shown = "size" if self.is_array and name == "rows" else name
             fits = type(value) is int and value >= low
             check_argument(fits, shown, f"be an integer from {low} on", value)
-        count = max(self.first_row + self.rows, self.capacity)
-        if count * self.cols > _MAX_ELEMENTS:
+        if max(1, self.first_row + self.rows) * self.cols > _MAX_ELEMENTS:
             raise ConfigError(
-                f"A table must have at most {_MAX_ELEMENTS} elements, but has {count} rows of "
+                f"A table must have at most {_MAX_ELEMENTS} elements, but has {self.rows} rows of "
                 f"{self.cols}."
             )
         fits = self.dtype.is_floating_point or self.updater.any_dtype

@@ -24,7 +24,6 @@ from phalanx.tables.values import read_init
 
 _LONGEST_S = 1e6
 _LEAVE_S = 5.0
-_MAX_KEYS = 1 << 30
 
 
 class TableOptions(TypedDict, total=False):
@@ -296,7 +295,6 @@ class TableGroup:
         dtype: torch.dtype | str = torch.float32,
         *,
         init: Uniform | Numbers | float | None = None,
-        capacity: int = 1024,
         **options: Unpack[TableOptions],
     ) -> KeyTable:
         """Open a table of rows that are found by key and come as keys come; see :meth:`matrix`.
@@ -306,8 +304,6 @@ class TableGroup:
             dtype: As for :meth:`matrix`.
             init: What every row holds at first, and what keys read as that are not there: a number,
                 a row, or :class:`~phalanx.tables.Uniform`. The master's counts.
-            capacity: For how many keys there is memory at first; where they are more, it takes
-                more.
             options: See :class:`TableOptions`.
 
         Raises:
@@ -319,14 +315,12 @@ class TableGroup:
         Example:
             >>> from phalanx.tables import join
             >>> with join() as world:
-            ...     table = world.keys(3, capacity=100)
+            ...     table = world.keys(3)
             ...     table.add([[1, 2, 3]], rows=[-(1 << 60)])
             ...     table
             KeyTable('table-0', keys x 3 float32, updater=Sum())
         """
-        fits = type(capacity) is int and 1 <= capacity <= _MAX_KEYS
-        check_argument(fits, "capacity", f"be an integer from 1 to {_MAX_KEYS}", capacity)
-        table = self._open(0, cols, dtype, init, options, capacity=capacity)
+        table = self._open(0, cols, dtype, init, options, has_keys=True)
         assert isinstance(table, KeyTable)
         return table
 
@@ -339,7 +333,7 @@ class TableGroup:
         options: TableOptions,
         *,
         is_array: bool = False,
-        capacity: int = 0,
+        has_keys: bool = False,
     ) -> Table:
         for unknown in options.keys() - TableOptions.__annotations__.keys():
             raise TypeError(f"Tables of a TableGroup have no option {unknown!r}.")
@@ -356,16 +350,16 @@ class TableGroup:
                 updater=parse_updater(options.get("updater", "sum")),
                 staleness=mode,
                 nonfinite=options.get("nonfinite", "reject"),
-                capacity=capacity,
+                has_keys=has_keys,
             )
-            first = read_row_init(init, spec) if capacity else read_init(init, spec)
+            first = read_row_init(init, spec) if has_keys else read_init(init, spec)
             storage = self._router(spec)
             storage.open(first, self.timeout_s)
             self._num_tables += name is None
         if spec.staleness.is_bounded:
             bounds = [b for b in (self._tick_bound, spec.staleness.bound) if b is not None]
             self._tick_bound = min(bounds)
-        return (KeyTable if capacity else Table)(spec, storage, self)
+        return (KeyTable if has_keys else Table)(spec, storage, self)
 
     def _router(self, spec: TableSpec) -> Router:
         here = self._context.part(spec, self.timeout_s)

@@ -45,9 +45,9 @@ def test_who_has_left_adds_nothing_and_may_read_on(kind):
     ("make", "refused", "told"),
     [
         (lambda world: world.matrix(2**40, 2**40), ConfigError, f"has {2**40} rows of {2**40}"),
-        (lambda world: world.keys(2**40), ConfigError, f"has 1024 rows of {2**40}"),
-        (lambda world: world.keys(2**36, capacity=1), OutOfSpace, "needs"),
-        (lambda world: world.keys(2**36, capacity=1, init=0.5), OutOfSpace, "needs"),
+        (lambda world: world.keys(2**49), ConfigError, f"has 0 rows of {2**49}"),
+        (lambda world: world.keys(2**36), OutOfSpace, "needs"),
+        (lambda world: world.keys(2**36, init=0.5), OutOfSpace, "needs"),
     ],
 )
 def test_a_table_that_no_memory_holds_is_refused_before_it_is_made(make, refused, told):

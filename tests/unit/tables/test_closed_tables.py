@@ -40,7 +40,7 @@ KINDS: list[Callable[[tables.TableGroup], tables.Table]] = [
     lambda world: world.matrix(1 << 12, 16, updater="adagrad"),
     lambda world: world.matrix(1 << 12, 16, sync=True),
     lambda world: world.matrix(1 << 12, 16, updater="dc_asgd"),
-    lambda world: world.keys(16, capacity=16),  # grows
+    lambda world: world.keys(16),  # grows
 ]
 
 

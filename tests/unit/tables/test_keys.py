@@ -25,7 +25,7 @@ def test_every_updater_does_to_keys_what_it_does_to_rows(world, updater):
     size = 200
     draw = torch.Generator().manual_seed(1)
     keys = torch.randperm(size, generator=draw) * 7919 - 10**5
-    ours = world.keys(3, init=1.0, updater=updater, capacity=8)
+    ours = world.keys(3, init=1.0, updater=updater)
     plain = world.matrix(size, 3, init=1.0, updater=updater)
     for _ in range(12):
         rows = torch.randperm(size, generator=draw)[:60]  # of repeats the sums may differ
@@ -43,7 +43,7 @@ class Fails(tables.Updater):
 
 
 def test_an_updater_that_fails_brings_no_key(world):
-    table = world.keys(2, updater=Fails(), capacity=1)
+    table = world.keys(2, updater=Fails())
     for rows in ([1, 2], list(range(100))):
         with pytest.raises(RuntimeError, match="no"):
             table.add(torch.ones(len(rows), 2), rows=rows)
@@ -56,7 +56,7 @@ def test_what_a_uniform_table_holds_depends_on_key_and_seed_alone(world):
     keys = torch.arange(-500, 500)
     rule = tables.Uniform(-0.25, 0.5, seed=11)
     first = world.keys(8, init=rule).get(keys)
-    grown = world.keys(8, init=rule, capacity=1)
+    grown = world.keys(8, init=rule)
     grown.add(torch.zeros(1000, 8), rows=keys.flip(0))
     assert torch.equal(grown.get(keys), first)
     assert first.unique().numel() > 7990
