@@ -188,7 +188,7 @@ def of_table(table: phalanx_tables.Table) -> Access:
 def _phalanx(job: TableJob) -> Iterator[Mapping[str, Access]]:
     with job.join("tables", job.workers) as group:
         matrix = group.matrix(job.rows, COLS, name="matrix")
-        keyed = group.keys(COLS, name="keyed", capacity=job.rows)
+        keyed = group.keys(COLS, name="keyed")
         if job.rank == 0:
             keyed.add(torch.zeros(job.rows, COLS), torch.arange(job.rows))
         array = group.array(_ARRAY_ELEMENTS, name="array")
