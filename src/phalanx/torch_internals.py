@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +22,6 @@ __all__ = [
     "COMPILER",
     "GLOBAL_STEP_HOOKS",
     "MADE_OF_OTHERS",
-    "NUMERIC_SWITCHES",
     "TRIED_ON",
     "TorchDispatchMode",
     "backward_id",
@@ -34,8 +32,6 @@ __all__ = [
     "foreach_mul",
     "gloo_options",
     "has_workers",
-    "in_forward_mode",
-    "in_func_transform",
     "is_made_of_others",
     "is_profiled",
     "keeps_graph",
@@ -65,13 +61,6 @@ foreach_copy: Callable[..., Any] = torch._foreach_copy_
 
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """Tell whether the backward pass that runs was given ``retain_graph=True``."""
-
-NUMERIC_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
-    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
-    (torch._C._get_mkldnn_deterministic, torch._C._set_mkldnn_deterministic),
-    (torch._C._get_nnpack_enabled, torch._C._set_nnpack_enabled),
-)
-"""How switches that decide about bits are read and set, without warning and on any machine."""
 
 MADE_OF_OTHERS: Any = torch._C.DispatchKey.CompositeImplicitAutograd
 """The dispatch key of operators that are written in terms of others."""
@@ -113,16 +102,6 @@ def backward_id() -> int:
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Have ``callback`` called when the backward pass that runs has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def in_func_transform() -> bool:
-    """Tell whether the calling thread is in a transform of `torch.func`."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def in_forward_mode() -> bool:
-    """Tell whether the calling thread is in a level of `torch.autograd.forward_ad`."""
-    return forward_ad._current_level >= 0
 
 
 def is_profiled() -> bool:

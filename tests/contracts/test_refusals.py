@@ -415,12 +415,6 @@ ROWS: list[Row] = [
     ),
     *(Row(NOTHING, calling(make), match, UnsupportedError) for make, match in NOT_ORDINARY),
     Row(MODULE, train_hooked, "must have no gradient hooks", UnsupportedError),
-    Row(
-        CONTAINER,
-        lambda m: torch.func.jvp(m, (X,), (X,)),
-        "(?i)forward-mode|transform",
-        UnsupportedError,
-    ),
     # calls of a trainer
     Row(TRAINER, lambda t: t.fit(None), "`loader` must yield batches, but is None"),
     Row(TRAINER, lambda t: t.fit([]), "`loader` must .*, but "),

@@ -5,7 +5,6 @@ What is refused is refused when a trainer is made, before any executor has begun
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -173,71 +172,3 @@ def test_schedulers_that_cannot_work_are_refused_at_once(
 ) -> None:
     with pytest.raises(ConfigError, match=match):
         make(mlp(), scheduler=scheduler, scheduler_interval=interval)
-
-
-# -- schedule-free ----------------------------------------------------------------
-
-
-class ScheduleFree(torch.optim.Optimizer):
-    """SGD that moves the weights to an average to be evaluated, and back, as Defazio does."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1, "train_mode": False, "count": 0})
-
-    @torch.no_grad()
-    def _move(self, to_train: bool) -> None:
-        for group in self.param_groups:
-            if group["train_mode"] != to_train:
-                for p in group["params"]:
-                    if p in self.state:
-                        p.lerp_(self.state[p]["z"], 0.1 if to_train else 1 - 1 / 0.9)
-                group["train_mode"] = to_train
-
-    def train(self) -> None:
-        self._move(True)
-
-    def eval(self) -> None:
-        self._move(False)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            assert group["train_mode"]
-            group["count"] += 1
-            for p in group["params"]:
-                z = self.state[p].setdefault("z", p.clone())
-                p.lerp_(z, 1 / group["count"])
-                p.add_(p.grad, alpha=group["lr"] * (0.9 * (1 - 1 / group["count"]) - 1))
-                z.sub_(p.grad, alpha=group["lr"])
-
-
-def loss_of(module: nn.Module) -> float:
-    return sum(MLP.loss(module(x), y).item() for x, y in data()) / len(data())
-
-
-def validated(executor: str, replicas: int) -> tuple[list[float], State]:
-    with make(mlp(), ScheduleFree, executor, replicas) as trainer:
-        found = trainer.fit(data(), epochs=EPOCHS, validate=data())
-        losses = [each.validation["loss"] for each in found if each.validation]
-        return losses, state_of(trainer.module)
-
-
-@in_executor_worlds
-def test_a_schedule_free_optimizer_is_switched_around_validation(world: World, n: int) -> None:
-    twin = mlp()
-    reference = ScheduleFree(twin.parameters())
-    expected = []
-    for _ in range(EPOCHS):
-        reference.train()
-        for x, y in data():
-            reference.zero_grad()
-            MLP.loss(twin(x), y).backward()
-            reference.step()
-        trained = copy.deepcopy(twin.state_dict())
-        reference.eval()
-        expected.append(loss_of(twin))
-        reference.train()
-        twin.load_state_dict(trained)
-    for losses, weights in world.run(validated, n):
-        assert losses == pytest.approx(expected)
-        assert_close(weights, state_of(twin), torch.float32)

@@ -3,7 +3,6 @@
 from phalanx.callbacks.callback import Callback, EventHandler
 from phalanx.callbacks.ema import EMA
 from phalanx.callbacks.events import (
-    AttachedTrainer,
     EpochDone,
     Event,
     FitBegun,
@@ -24,7 +23,6 @@ __all__ = [
     "CSV",
     "EMA",
     "JSONL",
-    "AttachedTrainer",
     "Callback",
     "Checkpoint",
     "EarlyStopping",

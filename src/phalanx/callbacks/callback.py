@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from phalanx.callbacks.events import (
-    AttachedTrainer,
     EpochDone,
     Event,
     FitBegun,
@@ -52,9 +51,9 @@ class Callback:
     """
 
     saves = False
-    trainer: AttachedTrainer | None = None
+    trainer: Any = None  # a `Trainer`, which is made of this room
 
-    def attach(self, trainer: AttachedTrainer) -> None:
+    def attach(self, trainer: Any) -> None:
         """Belong to ``trainer`` from here on; called when it is made."""
         self.trainer = trainer
 

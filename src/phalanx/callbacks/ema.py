@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from phalanx.callbacks.callback import Callback
-from phalanx.callbacks.events import AttachedTrainer, StepDone
+from phalanx.callbacks.events import StepDone
 from phalanx.errors import ConfigError, StateError
 from phalanx.plan import check_argument, read_number
 
@@ -58,7 +59,7 @@ class EMA(Callback):
             )
         return self._averaged
 
-    def attach(self, trainer: AttachedTrainer) -> None:
+    def attach(self, trainer: Any) -> None:
         """Start over, with the weights of ``trainer``.
 
         Raises:

@@ -1,20 +1,14 @@
-"""The events of a training, and the trainer as callbacks see it."""
+"""The events of a training."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
-
-import torch
-from torch import nn
 
 from phalanx.distributed import RanksChanged
 from phalanx.execution import Span, WorkerLost
 
 __all__ = [
-    "AttachedTrainer",
     "EpochDone",
     "Event",
     "FitBegun",
@@ -123,35 +117,3 @@ class EpochDone:
 
 
 Event = FitBegun | StepDone | EpochDone | WorkerLost | RanksChanged | FitEnded
-
-
-class AttachedTrainer(Protocol):
-    """The part of a `Trainer` that our callbacks use; yours may use all of it."""
-
-    module: nn.Module
-
-    @property
-    def steps(self) -> int:
-        """Optimizer updates done since the beginning."""
-
-    @property
-    def epochs(self) -> int:
-        """Epochs finished since the beginning."""
-
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """The device of each replica."""
-
-    @property
-    def intra_op(self) -> int:
-        """Threads inside operators, per replica."""
-
-    @property
-    def is_first_rank(self) -> bool:
-        """True where this process writes files for all ranks."""
-
-    def stop(self) -> None:
-        """Make the running `fit` return."""
-
-    def save(self, folder: str | Path) -> None:
-        """Write a checkpoint; all ranks call it."""

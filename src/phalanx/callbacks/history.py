@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx.callbacks.callback import Callback
-from phalanx.callbacks.events import AttachedTrainer, EpochDone, FitBegun, FitEnded, StepDone
+from phalanx.callbacks.events import EpochDone, FitBegun, FitEnded, StepDone
 from phalanx.errors import ConfigError
 from phalanx.files import written_whole
 from phalanx.plan import check_argument
@@ -44,7 +44,7 @@ class History(Callback):
         self.epochs: list[EpochDone] = []
         self._writes = True  # noted in each `fit`: a plot comes when the ranks' group may be gone
 
-    def attach(self, trainer: AttachedTrainer) -> None:
+    def attach(self, trainer: Any) -> None:
         """Start over, with the training of ``trainer``."""
         super().attach(trainer)
         self.losses.clear()

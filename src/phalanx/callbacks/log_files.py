@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.callbacks.callback import Callback
 from phalanx.callbacks.events import (
-    AttachedTrainer,
     EpochDone,
     Event,
     FitBegun,
@@ -67,7 +66,7 @@ class JSONL(Callback):
         self._path = read_path(path)
         self._is_continued = False
 
-    def attach(self, trainer: AttachedTrainer) -> None:
+    def attach(self, trainer: Any) -> None:
         """Write down the training of ``trainer``."""
         super().attach(trainer)
         self._is_continued = False
@@ -228,7 +227,7 @@ class TensorBoard(Callback):
         self._writer: SummaryWriter | None = None
         self._last_step = 0
 
-    def attach(self, trainer: AttachedTrainer) -> None:
+    def attach(self, trainer: Any) -> None:
         """Write down the training of ``trainer``."""
         super().attach(trainer)
         self._close()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx.callbacks.callback import Callback
-from phalanx.callbacks.events import AttachedTrainer, EpochDone, FitBegun
+from phalanx.callbacks.events import EpochDone, FitBegun
 from phalanx.errors import ConfigError
 from phalanx.plan import check_argument, read_count, read_number
 
@@ -110,7 +110,7 @@ class EarlyStopping(Callback):
         self.best: float | None = None
         self.waited = 0
 
-    def attach(self, trainer: AttachedTrainer) -> None:
+    def attach(self, trainer: Any) -> None:
         """Start over, with the training of ``trainer``."""
         super().attach(trainer)
         self.best, self.waited = None, 0

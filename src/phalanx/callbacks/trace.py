@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.callbacks.callback import Callback
-from phalanx.callbacks.events import AttachedTrainer, FitEnded, StepDone, WorkerLost
+from phalanx.callbacks.events import FitEnded, StepDone, WorkerLost
 from phalanx.callbacks.log_files import finite, read_path, writing_to
 from phalanx.clock import now_s
 from phalanx.files import written_whole
@@ -53,7 +53,7 @@ class Trace(Callback):
         self._steps: deque[StepDone] = deque(maxlen=most)
         self._lost: deque[tuple[float, WorkerLost]] = deque(maxlen=most)  # with their moments
 
-    def attach(self, trainer: AttachedTrainer) -> None:
+    def attach(self, trainer: Any) -> None:
         """Start over, with the training of ``trainer``."""
         super().attach(trainer)
         self._steps.clear()

@@ -5,7 +5,6 @@ torch takes seconds to import, so a command imports what needs it when it runs: 
 
 from __future__ import annotations
 
-import errno
 import platform
 import sys
 from typing import Annotated
@@ -14,18 +13,16 @@ import typer
 from rich.text import Text
 
 from phalanx import __version__
-from phalanx.cli.console import drop_output, flush_output, make_console, prepare_stdout
+from phalanx.cli.console import make_console, prepare_stdout
 from phalanx.cli.doctor import doctor
 from phalanx.cli.launch import launch, secret
 from phalanx.cli.report import report
 from phalanx.cli.score import evaluate, predict
 from phalanx.cli.signals import INTERRUPTED
 from phalanx.cli.train import resume, train
-from phalanx.errors import InternalError, OutOfSpace, PhalanxError
+from phalanx.errors import InternalError, PhalanxError
 
 _REFUSED = 2  # as for a command line that cannot be parsed
-_UNWRITTEN = 1
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 app = typer.Typer(
     name="phalanx",
@@ -71,33 +68,14 @@ def main(command: typer.Typer = app, prog_name: str = "phalanx") -> None:
     """Run a command line; what the user can act on is one message, all else a traceback."""
     prepare_stdout()
     try:
-        _run(command, prog_name)
+        command(prog_name=prog_name)
     except InternalError:
         raise
     except PhalanxError as exc:
         make_console(stderr=True).print(_describe(exc))
         sys.exit(_REFUSED)
-    except OSError as exc:
-        if exc.errno not in _NO_SPACE:
-            raise
-        what = "what this command prints or writes" if exc.filename is None else repr(exc.filename)
-        told = OutOfSpace(
-            f"There is no room for {what} ({exc.strerror}). Make some, or choose another place."
-        )
-        make_console(stderr=True).print(_describe(told))
-        drop_output()
-        sys.exit(_UNWRITTEN)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-
-
-def _run(command: typer.Typer, prog_name: str) -> None:
-    """Run a command line, and write what stdout still holds; raise if that cannot be written."""
-    try:
-        command(prog_name=prog_name)
-    except SystemExit:  # how a command ends
-        flush_output()
-        raise
 
 
 def _describe(exc: PhalanxError) -> Text:

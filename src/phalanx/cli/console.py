@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from contextlib import suppress
 
 from rich.console import Console
 
@@ -26,21 +25,3 @@ def prepare_stdout() -> None:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # a caller may have put something else there
         sys.stdout.reconfigure(errors="replace", line_buffering=True)
-
-
-def flush_output() -> None:
-    """Write what stdout still holds; a pipe whose reader has left wants no more of it.
-
-    Raises:
-        OSError: It cannot be written.
-    """
-    if sys.stdout is not None:  # as it is where the parent closed the descriptor
-        with suppress(BrokenPipeError):
-            sys.stdout.flush()
-
-
-def drop_output() -> None:
-    """Give up what stdout still holds, which Python would try to write as it ends."""
-    if sys.stdout is not None:
-        with suppress(OSError):
-            sys.stdout.close()

@@ -5,16 +5,22 @@ from phalanx.execution.contract import (
     default_intra_op,
     repeated,
 )
-from phalanx.execution.executor_options import Processes, Ranks
 from phalanx.execution.failures import FailureLog, WorkerLost
-from phalanx.execution.opening import ExecutorChoice
+from phalanx.execution.opening import ExecutorChoice, Processes, Ranks
 from phalanx.execution.processes import ProcessExecutor
 from phalanx.execution.rank_messages import RankMessage, add_statistics
 from phalanx.execution.rank_reduction import RankReduction, places_of
 from phalanx.execution.ranks import describe_rank
-from phalanx.execution.run import Gradients, PartialSum, RunResult, Span
+from phalanx.execution.run import (
+    Gradients,
+    MicrobatchContext,
+    MicrobatchResult,
+    PartialSum,
+    RunResult,
+    Span,
+    Task,
+)
 from phalanx.execution.shards import Shards
-from phalanx.execution.task import MicrobatchContext, MicrobatchResult, Task
 from phalanx.execution.threads import ThreadExecutor
 
 __all__ = [

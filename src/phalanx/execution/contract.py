@@ -14,9 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from phalanx.distributed import GroupChanged
-from phalanx.execution.run import RunResult, RunState
+from phalanx.execution.run import RunResult, RunState, Task
 from phalanx.execution.shards import Shards
-from phalanx.execution.task import Task
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
 from phalanx.plan import read_workloads
 from phalanx.replicas import (

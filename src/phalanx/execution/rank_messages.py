@@ -16,8 +16,7 @@ from torch import Tensor
 
 from phalanx.errors import UnsupportedError
 from phalanx.execution.rank_reduction import add_nodes
-from phalanx.execution.run import PartialSum, add_sums
-from phalanx.execution.task import MicrobatchResult
+from phalanx.execution.run import MicrobatchResult, PartialSum, add_sums
 from phalanx.plan import Node, flatten, unflatten
 from phalanx.replicas import Statistic, Statistics
 from phalanx.torch_internals import pytree

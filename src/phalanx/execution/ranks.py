@@ -24,8 +24,7 @@ from phalanx.distributed import Exchange, GroupChanged
 from phalanx.errors import ConfigError, PeerError
 from phalanx.execution.rank_messages import RankMessage, add_statistics
 from phalanx.execution.rank_reduction import RankReduction, places_of
-from phalanx.execution.run import Gradients, PartialSum, RunResult
-from phalanx.execution.task import Task
+from phalanx.execution.run import Gradients, PartialSum, RunResult, Task
 from phalanx.execution.threads import ThreadExecutor
 from phalanx.plan import SummationTree, flatten, workload_sizes
 from phalanx.types import Nested

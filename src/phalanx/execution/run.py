@@ -1,4 +1,4 @@
-"""One run over microbatches: those still to be computed, and the results so far.
+"""One run over microbatches: the task, those still to be computed, and the results so far.
 
 Gradients are added along the fixed tree, by whichever thread completes a pair.
 """
@@ -6,20 +6,75 @@ Gradients are added along the fixed tree, by whichever thread completes a pair.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
-from phalanx.execution.task import Task
 from phalanx.plan import Node, SummationTree
-from phalanx.replicas import RngPlan, Statistic, merge_statistics
+from phalanx.replicas import (
+    MicrobatchRng,
+    ProcessRng,
+    Replica,
+    RngPlan,
+    Statistic,
+    merge_statistics,
+)
 from phalanx.torch_internals import foreach_add
 from phalanx.types import Nested
 
 T = TypeVar("T")
 Gradients = list[Tensor | None]  # by parameter, 1-D in memory order
+
+
+@dataclass(kw_only=True, slots=True)
+class MicrobatchContext:
+    """One microbatch in the hands of one replica.
+
+    Attributes:
+        replica: The one that computes it.
+        index: Which microbatch it is.
+        batch: Its rows.
+        rng: Its random numbers, entered around the user's code only.
+    """
+
+    replica: Replica
+    index: int
+    batch: Nested
+    rng: MicrobatchRng | ProcessRng
+
+
+class Task(ABC):
+    """The work on one microbatch: called by a replica, under the caller's modes.
+
+    Attributes:
+        goes_back: Whether it is the backward pass, on its own, of an earlier run (a container's).
+            Nothing is taken over from the source then, no buffers are collected, and a closed
+            executor runs it, too.
+    """
+
+    goes_back: ClassVar[bool] = False
+
+    @abstractmethod
+    def __call__(self, context: MicrobatchContext) -> Any:  # Any: the task's own result type
+        """Compute the microbatch; leave gradients and buffers in the replica."""
+
+
+@dataclass(frozen=True)
+class MicrobatchResult:
+    """The results of one microbatch for a trainer.
+
+    Attributes:
+        loss: Its mean loss.
+        outputs: The module's outputs, detached; None where they were not asked for.
+        targets: The microbatch's targets, on the same device.
+    """
+
+    loss: float
+    outputs: Nested
+    targets: Nested
 
 
 @dataclass

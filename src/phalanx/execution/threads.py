@@ -12,8 +12,15 @@ from torch import nn
 
 from phalanx.clock import now_s
 from phalanx.execution.contract import Executor, addresses_of, annotate_error, parameters_of
-from phalanx.execution.run import Gradients, PartialSum, RunResult, RunState, Span, add_gradients
-from phalanx.execution.task import MicrobatchContext
+from phalanx.execution.run import (
+    Gradients,
+    MicrobatchContext,
+    PartialSum,
+    RunResult,
+    RunState,
+    Span,
+    add_gradients,
+)
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
 from phalanx.plan import BufferRules, Node
 from phalanx.replicas import (

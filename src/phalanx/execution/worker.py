@@ -27,7 +27,7 @@ from phalanx.clock import now_s
 from phalanx.execution.channel import Mailbox, adopt
 from phalanx.execution.contract import explain_error
 from phalanx.execution.gradient_slots import GradientSlots, SlotWriter
-from phalanx.execution.task import MicrobatchContext, Task
+from phalanx.execution.run import MicrobatchContext, Task
 from phalanx.ipc import fail_point, fail_points, flush_output, inject
 from phalanx.memory import forget_memory
 from phalanx.replicas import (

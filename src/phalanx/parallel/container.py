@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 from torch import nn
 
 from phalanx.execution import ThreadExecutor
-from phalanx.parallel.graph import Reduction, RunPart, refuse_transforms, run_pieces
+from phalanx.parallel.graph import Reduction, RunPart, run_pieces
 from phalanx.replicas import (
     OwnInShell,
     advance_process_generator,
@@ -164,7 +164,6 @@ class Container(nn.Module):
             run: Called as ``run(piece, module, inputs)`` in a worker's thread.
             merge: Called with the outputs, in order, in the caller's thread.
         """
-        refuse_transforms()
         executor = self._open_executor()
         with executor.one_run:  # of several threads, each begins with what the one before wrote
             owners = self._owners(len(parts))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from phalanx.callbacks import (
-    AttachedTrainer,
     Event,
     EventHandler,
     FitBegun,
@@ -58,7 +58,7 @@ class EventDispatcher:
         ended: Callable[[], FitEnded],
         *,
         progress: bool | None,
-        trainer: AttachedTrainer,
+        trainer: Any,
     ) -> Iterator[None]:
         """Call callbacks at the beginning of a `fit`, the body, and at its end, after errors too.
 

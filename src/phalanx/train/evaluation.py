@@ -6,10 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from phalanx.errors import ConfigError
 from phalanx.execution import RunResult, repeated
@@ -87,38 +86,24 @@ class Evaluation:
         return merging.merge(parts, sizes, next(self.engine.module.parameters()).device)
 
     @contextlib.contextmanager
-    def _evaluating(self) -> Iterator[Callable[[], None]]:
-        """Give a function that puts the module into eval mode.
+    def _evaluating(self) -> Iterator[Callable[[], object]]:
+        """Give a function that puts the module into eval mode, until the body ends.
 
-        It is to be called when the engine is open: ranks have one another's weights then. A
-        schedule-free optimizer shows its average; the trained weights are copied back bit for bit,
-        also after an error.
+        It is to be called when the engine is open: ranks have one another's weights then.
         """
-        module, uninterrupted = self.engine.module, self.engine.uninterrupted
-        # Any: one that has `eval` and `train`, too.
-        optimizer: Any = self.engine.optimizer if hasattr(self.engine.optimizer, "eval") else None
+        module = self.engine.module
         modes = [(child, child.training) for child in module.modules()]
-        own: dict[str, Tensor] = {}
-
-        def begin() -> None:
-            if optimizer is not None:
-                uninterrupted(optimizer.train)  # where the caller has called `eval()`
-                own.update({k: each.clone() for k, each in _tensors_of(module).items()})
-                uninterrupted(optimizer.eval)
-            module.eval()
-
         try:
-            yield begin
+            yield module.eval
         finally:
-            if own:
-                # It computes the weights from the average, and rounds: so they are copied back.
-                uninterrupted(optimizer.train)
-                uninterrupted(lambda: _copy_to(module, own))
             for child, training in modes:
                 child.training = training
 
     def _results(
-        self, loader: Iterable[Nested], task: EvaluateTask | PredictTask, begin: Callable[[], None]
+        self,
+        loader: Iterable[Nested],
+        task: EvaluateTask | PredictTask,
+        begin: Callable[[], object],
     ) -> Iterator[tuple[Microbatches, RunResult]]:
         """Run ``task`` on each batch."""
         check_loader("loader", loader)
@@ -148,13 +133,3 @@ class Evaluation:
         microbatches = self.engine.split(batch, weighs=weighs)
         with torch.no_grad():
             return microbatches, self.engine.run(task, microbatches, seed)
-
-
-def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {name: each.detach() for name, each in tensors.items()}
-
-
-def _copy_to(module: nn.Module, values: dict[str, Tensor]) -> None:
-    for name, tensor in _tensors_of(module).items():
-        tensor.copy_(values[name])

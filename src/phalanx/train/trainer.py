@@ -56,7 +56,7 @@ class Trainer:
             its parameters lie in shared memory until :meth:`close`.
         loss: (outputs, targets) -> a mean over what it counts; not with ``forward``.
         optimizer: A torch optimizer, or a function that makes one from the list of the module's
-            parameters. `eval()` and `train()` of schedule-free ones are called around validation.
+            parameters.
         microbatches: Number of pieces that every batch is cut into. It is part of what decides the
             bits, and every operator on a CPU runs on one thread, for the same reason. None: one
             slice for each replica, with all cores.
@@ -129,7 +129,6 @@ class Trainer:
         self.optimizer = make_optimizer(optimizer, module)
         self.scheduler = make_scheduler(scheduler, self.optimizer, scheduler_interval)
         self._scheduler_interval = scheduler_interval
-        self._optimizer_train = getattr(self.optimizer, "train", None)  # schedule-free ones have it
         self._choice = choice
         self._engine = Engine(
             module=module,
@@ -326,8 +325,6 @@ class Trainer:
         with caller_intra_op(1):
             if not self.module.training:
                 enter_training(self.module)
-            if self._optimizer_train is not None:
-                self._engine.uninterrupted(self._optimizer_train)
             return self._step(batch, in_epoch=False)
 
     def stop(self) -> None:
@@ -389,8 +386,6 @@ class Trainer:
         enter_training(self.module)
         if self._position.batch == 0:
             self._engine.refresh()
-        if self._optimizer_train is not None:
-            self._engine.uninterrupted(self._optimizer_train)
         length = length_of(loader)
         self._reader.open(loader, self._position.batch, self.epochs)
         while True:
@@ -502,8 +497,7 @@ class Trainer:
     def save(self, folder: str | Path) -> None:
         """Write everything that :meth:`resume` needs to ``folder``, as a whole or not at all.
 
-        With executor="ranks" all ranks must call it; rank 0 writes. Weights are stored as they are
-        trained: a schedule-free optimizer's are not its average.
+        With executor="ranks" all ranks must call it; rank 0 writes.
 
         Raises:
             CheckpointError: It cannot be written there; what was there before is whole.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -36,24 +35,3 @@ def test_what_an_encoding_lacks_is_replaced():
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert "1 replica ? " in ran.stdout
     assert "UnicodeEncodeError" not in ran.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "unbuffered"), [(("secret", "file"), ""), (("--help",), "1")]
-)
-def test_output_that_finds_no_room_is_one_sentence_and_a_failure(arguments, unbuffered, tmp_path):
-    with Path("/dev/full").open("w") as full:
-        ran = subprocess.run(
-            [sys.executable, "-m", "phalanx", *arguments],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=120,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
-        )
-    assert ran.returncode == 1
-    assert ran.stderr == (
-        "Error: There is no room for what this command prints or writes (No space left on device). "
-        "Make some, or choose another place.\n"
-    )
