@@ -189,13 +189,21 @@ def plain_step(job: StepJob, module: nn.Module, batch: Batch, *, pieces: int = 1
 
     def step() -> None:
         optimizer.zero_grad()
-        for inputs, targets in parts:
-            with job.precision():
-                loss = loss_of(module(inputs), targets) / pieces
-            loss.backward()
+        for place, (inputs, targets) in enumerate(parts, 1):
+            with _summed_later(module) if place < pieces else contextlib.nullcontext():
+                with job.precision():
+                    loss = loss_of(module(inputs), targets) / pieces
+                loss.backward()
         optimizer.step()
 
     return step
+
+
+def _summed_later(module: nn.Module) -> AbstractContextManager[object]:
+    """Keep DDP from summing over ranks."""
+    if isinstance(module, DistributedDataParallel):
+        return module.no_sync()
+    return contextlib.nullcontext()
 
 
 def _plain(*, threads: int | None = None, pieces: int = 1) -> Opener:
@@ -227,8 +235,12 @@ def use_loopback(*libraries: str) -> None:
         os.environ.update({f"{library}_SOCKET_IFNAME": "lo" for library in libraries})
 
 
-def _ddp(backend: str = "", microbatches: int | None = None) -> Opener:
-    """Be a rank of torch's class, or of ours if there are microbatches; 0: one for each rank."""
+def _ddp(backend: str = "", microbatches: int | None = None, *, pieces: int = 1) -> Opener:
+    """Be a rank of torch's class, or of ours if there are microbatches; 0: one for each rank.
+
+    Args:
+        pieces: Into how many pieces a loop around torch's class cuts the batch of all ranks.
+    """
 
     @contextmanager
     def open_step(job: StepJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
@@ -240,7 +252,8 @@ def _ddp(backend: str = "", microbatches: int | None = None) -> Opener:
                 if microbatches is None
                 else phalanx.DistributedDataParallel(module, microbatches or job.workers)
             )
-            yield plain_step(job, wrapped, (mine[0], mine[1]))
+            own = max(1, pieces // job.workers)
+            yield plain_step(job, wrapped, (mine[0], mine[1]), pieces=own)
 
     return open_step
 
@@ -285,6 +298,13 @@ CONTESTANTS: dict[str, Contestant] = {
     "ddp": Contestant("DDP, {workers} ranks", _ddp(), ranks=True),
     "ddp-phalanx": Contestant(
         "DDP over phalanx, {workers} ranks", _ddp("phalanx"), ranks=True, only_on="cpu"
+    ),
+    "ddp-m4": Contestant("DDP, 4 pieces", _ddp(pieces=_PIECES), ranks=True, only_on="cpu"),
+    "ddp-phalanx-m4": Contestant(
+        "DDP over phalanx, 4 pieces",
+        _ddp("phalanx", pieces=_PIECES),
+        ranks=True,
+        only_on="cpu",
     ),
     "our-ddp": Contestant("ours, {workers} microbatches", _ddp(microbatches=0), ranks=True),
     **{
