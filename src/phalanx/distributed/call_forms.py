@@ -8,24 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from phalanx.errors import ConfigError, UnsupportedError
+from phalanx.plan import check_argument
 
-__all__ = [
-    "check_count",
-    "check_fit",
-    "check_rank",
-    "cut_by_rank",
-    "cut_rows",
-    "only",
-]
+__all__ = ["check_count", "check_fit", "check_rank", "cut_by_rank", "cut_rows", "only"]
 
 
 # Any, below: a tensor, or a list of them.
 def only(tensors: Sequence[Any]) -> Any:
-    """Return the single one of ``tensors``.
-
-    Raises:
-        UnsupportedError: There are more, or none.
-    """
+    """Return the single one of ``tensors``."""
     if len(tensors) != 1:
         raise UnsupportedError(
             f"A call must concern one tensor per rank, but concerns {len(tensors)}. Call once for "
@@ -35,11 +25,7 @@ def only(tensors: Sequence[Any]) -> Any:
 
 
 def check_fit(one: Tensor, other: Tensor, name: str, of: str) -> None:
-    """See that two tensors are of one length and dtype.
-
-    Raises:
-        ConfigError: They are not.
-    """
+    """Check that two tensors have the same length and dtype."""
     if one.numel() != other.numel() or one.dtype != other.dtype:
         raise ConfigError(
             f"`{name}` must hold as many elements as {of} ({other.numel()} × {other.dtype}), but "
@@ -48,11 +34,7 @@ def check_fit(one: Tensor, other: Tensor, name: str, of: str) -> None:
 
 
 def check_count(size: int, tensors: Sequence[Tensor], name: str) -> None:
-    """See that there is a tensor for each of ``size`` ranks.
-
-    Raises:
-        ConfigError: There are more, or fewer.
-    """
+    """Check that there is a tensor for each of ``size`` ranks."""
     if len(tensors) != size:
         raise ConfigError(
             f"`{name}` must hold one tensor per rank ({size}), but holds {len(tensors)}."
@@ -60,29 +42,19 @@ def check_count(size: int, tensors: Sequence[Tensor], name: str) -> None:
 
 
 def check_rank(size: int, rank: int, name: str) -> None:
-    """See that there is a rank of that number, before anything is sent.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    if not 0 <= rank < size:
-        raise ConfigError(f"`{name}` must be a rank of the group (0 to {size - 1}), but is {rank}.")
+    """Check that there is a rank of that number, before anything is sent."""
+    check_argument(0 <= rank < size, name, f"be a rank of the group (0 to {size - 1})", rank)
 
 
 def cut_by_rank(size: int, whole: Tensor, part: Tensor, *, filled: bool) -> list[Tensor]:
-    """Cut an input, or an output that is filled, into one part per rank, each shaped as ``part``.
-
-    Raises:
-        ConfigError: It has another number of elements, or dtype, or is filled and its parts would
-            be no views.
-    """
+    """Cut an input, or an output that is filled, into parts by rank, shaped as ``part``."""
     name, of = ("output", "input") if filled else ("input", "output")
     if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
         raise ConfigError(
             f"`{name}` must hold {size} times the elements of `{of}` ({part.numel()} × "
             f"{part.dtype}), but holds {whole.numel()} × {whole.dtype}."
         )
-    if filled and not whole.is_contiguous():
+    if filled and not whole.is_contiguous():  # its parts would be no views
         raise ConfigError("`output` must be contiguous, but is not. Give `.contiguous()`.")
     return list(whole.reshape(size, *part.shape).unbind())
 
@@ -90,29 +62,16 @@ def cut_by_rank(size: int, whole: Tensor, part: Tensor, *, filled: bool) -> list
 def cut_rows(
     size: int, tensor: Tensor, flat: Tensor, counts: Sequence[int], name: str
 ) -> list[Tensor]:
-    """Cut what lies in one line in ``flat`` into the rows of each rank.
+    """Cut ``flat``, the elements of ``tensor`` in order, into the rows of each rank.
 
-    Args:
-        size: How many ranks.
-        tensor: As the user gave it.
-        flat: Its elements in order.
-        counts: How many rows each rank has; nothing for equally many.
-        name: What ``counts`` is called in messages.
-
-    Raises:
-        ConfigError: The counts do not fit.
+    Without ``counts``, all ranks have equally many rows.
     """
     num_rows = tensor.shape[0] if tensor.dim() else 1
     if not counts:
-        if num_rows % size:
-            raise ConfigError(
-                f"`{name}` must be given where {num_rows} rows cannot be cut in {size} equal "
-                "parts, but is not."
-            )
+        wanted = f"be given where {num_rows} rows cannot be cut in {size} equal parts"
+        check_argument(num_rows % size == 0, name, wanted, counts)
         counts = [num_rows // size] * size
-    if len(counts) != size or sum(counts) != num_rows or min(counts) < 0:
-        raise ConfigError(
-            f"`{name}` must hold {size} numbers of rows, {num_rows} in all, but is {list(counts)}."
-        )
+    fits = len(counts) == size and sum(counts) == num_rows and min(counts) >= 0
+    check_argument(fits, name, f"hold {size} numbers of rows, {num_rows} in all", list(counts))
     per_row = tensor.numel() // num_rows if num_rows else 0
     return list(flat.split([count * per_row for count in counts]))

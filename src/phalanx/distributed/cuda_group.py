@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from phalanx.distributed.process_group import SharedGroup
-from phalanx.distributed.uncompiled_methods import uncompiled_methods
+from phalanx.distributed.uncompiled_methods import public_methods, uncompiled_methods
 from phalanx.errors import UnsupportedError
 
 __all__ = ["CudaGroup", "nccl_is_here"]
@@ -51,9 +51,6 @@ class CudaGroup(SharedGroup):
                 "The tensors of a call must be on one kind of device, but are on "
                 f"{' and '.join(sorted(device_types))}. Call once for each."
             )
-        return self._opened()
-
-    def _opened(self) -> dist.ProcessGroup:
         with self._opening:  # threads may bring their first CUDA tensors at the same time
             if self._inner is None:
                 timeout = datetime.timedelta(seconds=self._timeout_s)
@@ -107,7 +104,7 @@ class CudaGroup(SharedGroup):
     def _leave(self, how: str) -> None:
         inner, self._inner = self._inner, None
         try:
-            if inner is not None and not self._lane.forked:
+            if inner is not None and not self._lane.is_fork():
                 getattr(inner, how)()
         finally:
             super().shutdown()
@@ -131,31 +128,8 @@ def _by_device(name: str) -> Callable[..., Any]:
     return call
 
 
-CALLS = (
-    "_allgather_base",
-    "_reduce_scatter_base",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "allgather",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "broadcast",
-    "gather",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-    "send",
-)
+_WITHOUT_TENSORS = ("abort", "barrier", "shutdown")
+CALLS = [name for name in public_methods(SharedGroup) if name not in _WITHOUT_TENSORS]
 
 for _name in CALLS:
     setattr(CudaGroup, _name, _by_device(_name))

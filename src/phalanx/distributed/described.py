@@ -35,9 +35,7 @@ class DescribedGroup(dist.ProcessGroup):
         timeout_s: How long an operation may take, where the call does not say.
     """
 
-    supports_coalescing = False
     supports_splitting = False
-    supports_shrinking = False
     supports_time_estimate = False
 
     def __init__(self, rank: int, size: int, store: Store, timeout_s: float) -> None:
@@ -45,7 +43,6 @@ class DescribedGroup(dist.ProcessGroup):
         self._store = store
         self._timeout_s = timeout_s
         self._group_name = "default"
-        self._group_desc = "undefined"
 
     @property
     def device_types(self) -> frozenset[str]:
@@ -75,10 +72,6 @@ class DescribedGroup(dist.ProcessGroup):
         del device
         return False
 
-    def get_group_store(self) -> Store:
-        """Return where the ranks have met."""
-        return self._store
-
     def getBackendName(self) -> str:
         """Return ``phalanx``."""
         return NAME
@@ -90,14 +83,6 @@ class DescribedGroup(dist.ProcessGroup):
     def setGroupName(self, name: str) -> None:
         """Take a name."""
         self._group_name = name
-
-    def getGroupDesc(self) -> str:
-        """Return what the group is for."""
-        return self._group_desc
-
-    def setGroupDesc(self, description: str) -> None:
-        """Take a description."""
-        self._group_desc = description
 
     def setTimeout(self, timeout: datetime.timedelta) -> None:
         """Let operations take so long from now on."""

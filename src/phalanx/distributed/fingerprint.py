@@ -46,13 +46,7 @@ def pack(
 ) -> int:
     """Put what must agree into one number of 58 bits.
 
-    Args:
-        kind: One of those above.
-        dtype: Of the tensors.
-        reduction: Its number, where there is one.
-        root: The rank that gives or takes, where there is one.
-        sizes: Of the part of each rank, where there is no root and they may differ. What differs
-            is kept as a hash, in the place of the root.
+    A hash of ``sizes``, the parts of the ranks, takes the place of the root where they differ.
 
     Example:
         >>> unpack(pack("broadcast", torch.float32, root=2))
@@ -89,14 +83,6 @@ def describe(fingerprint: Fingerprint) -> str:
     return f"{kind} #{number} ({reduced}{num_elements} × {name}{at})"
 
 
-def _way_out(ours: Fingerprint, theirs: Fingerprint) -> str:
-    if ours[0] == theirs[0] != 0 and unpack(ours[1])[0] == unpack(theirs[1])[0]:
-        return (
-            "Give it tensors of the same sizes and dtype, one reduction and one root, on all ranks."
-        )
-    return "Look for a call that only some ranks make."
-
-
 class Desync(StateError):
     """Two ranks are in different operations, or in one with different arguments.
 
@@ -105,9 +91,12 @@ class Desync(StateError):
     """
 
     def __init__(self, rank: int, ours: Fingerprint, other: int, theirs: Fingerprint) -> None:
+        way_out = "Look for a call that only some ranks make."
+        if ours.number == theirs.number and unpack(ours.what)[0] == unpack(theirs.what)[0]:
+            way_out = "Give it tensors of the same sizes and dtype, one reduction and one root."
         super().__init__(
             f"All ranks must make the same calls in the same order, but rank {rank} is in "
-            f"{describe(ours)} and rank {other} in {describe(theirs)}. {_way_out(ours, theirs)}"
+            f"{describe(ours)} and rank {other} in {describe(theirs)}. {way_out}"
         )
         self.rank = other
         self._made_of = (rank, ours, other, theirs)

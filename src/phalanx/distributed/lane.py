@@ -12,6 +12,7 @@ whether they live, whether a deadline has passed, and Python runs the handlers o
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from collections import deque
@@ -25,7 +26,7 @@ from phalanx.distributed.peer_errors import cause_state
 from phalanx.distributed.status_pages import LEFT, StatusPages
 from phalanx.distributed.work import GroupOperation
 from phalanx.errors import GroupAborted, StateError
-from phalanx.ipc import LivenessTimer, register_at_fork
+from phalanx.ipc import LivenessTimer
 
 __all__ = ["Lane"]
 
@@ -42,9 +43,6 @@ class Lane:
         name: Returns the group's name, for messages.
         pushes: Whether asynchronous operations run in their caller while the others keep coming.
         report: Called with the error that breaks the group, to report it to other hosts.
-
-    Attributes:
-        forked: Whether this is a copy in a forked child, which must not touch the group.
     """
 
     def __init__(
@@ -69,9 +67,8 @@ class Lane:
         self._num_free_threads = 0  # the others are in the callback of a future
         self._changed = threading.Condition(threading.Lock())
         self._closed = False
-        self.forked = False
+        self._pid = os.getpid()
         _lanes.add(self)
-        register_at_fork(self.forget)
 
     @property
     def is_idle(self) -> bool:
@@ -84,6 +81,7 @@ class Lane:
         Raises:
             PhalanxError: The group has failed before.
         """
+        self._refuse_forks()
         if self._broken is None:
             self._operations.append(operation)
         if self._broken is not None:  # it may have failed meanwhile, in another thread
@@ -99,6 +97,7 @@ class Lane:
 
     def drive(self, operation: GroupOperation, timeout_s: float | None = None) -> None:
         """Run operations until this one has ended; it fails after ``timeout_s`` more seconds."""
+        self._refuse_forks()
         if timeout_s is not None and now_s() + timeout_s < operation.deadline_s:
             operation.timeout_s, operation.deadline_s = timeout_s, now_s() + timeout_s
         self._num_drivers += 1  # the lane's thread rests meanwhile
@@ -257,20 +256,16 @@ class Lane:
         self.fail(GroupAborted(f"Group {self._name()!r} is destroyed."))
         self._settle()
 
-    def forget(self) -> None:
-        """Give the group up in a forked child, where it would speak in its parent's name."""
-        self._turn = threading.RLock()  # a thread of the parent may have had it
-        self._changed = threading.Condition(threading.Lock())
-        self._threads = weakref.WeakSet()
-        self.forked = self._closed = True
-        self._broken = StateError(
-            f"Group {self._name()!r} must be used by the process that made it, but this is a fork "
-            "of that. Make a group of its own here."
-        )
-        for operation in self._operations:  # their futures are the parent's
-            operation.end(self._broken)
-        self._operations.clear()
-        self._ended.clear()
+    def is_fork(self) -> bool:
+        """Tell whether this is a copy in a forked child, which must not touch the group."""
+        return os.getpid() != self._pid
+
+    def _refuse_forks(self) -> None:
+        if self.is_fork():
+            raise StateError(
+                f"Group {self._name()!r} must be used by the process that made it, but this is a "
+                "fork of that. Make a group of its own here."
+            )
 
 
 _lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
@@ -279,4 +274,5 @@ _lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
 @atexit.register
 def _end_threads() -> None:
     for lane in list(_lanes):
-        lane.end_threads()
+        if not lane.is_fork():
+            lane.end_threads()

@@ -56,12 +56,7 @@ class ReduceKind:
         return reduce(_COMBINE[self.kind], parts)
 
     def widen(self, flat: Tensor, *, takes_halves: bool) -> Tensor:
-        """Return the numbers that are reduced: ``flat`` itself, or a copy as float32.
-
-        Args:
-            flat: Numbers of a rank.
-            takes_halves: Whether a sum of bfloat16 is rounded once all the same.
-        """
+        """Return the numbers to reduce: ``flat``, or a copy of its halves as float32."""
         if not self.is_half:
             return flat
         if takes_halves and flat.dtype in SUMMED_DTYPES and self.kind == ReduceOp.SUM:
@@ -75,12 +70,7 @@ class ReduceKind:
 
 
 def reduction_of(op: object, dtype: torch.dtype) -> ReduceKind:
-    """Return how numbers of ``dtype`` are reduced by a ``ReduceOp``.
-
-    Raises:
-        UnsupportedError: It is not built.
-        ConfigError: It cannot be, for numbers of ``dtype``.
-    """
+    """Return how numbers of ``dtype`` are reduced by a ``ReduceOp``, or refuse it."""
     return _reduction_of(getattr(op, "op", op), dtype)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import datetime
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,14 +42,12 @@ from phalanx.distributed.tensors import FlatTensor, as_bytes, flat_of, output_of
 from phalanx.distributed.uncompiled_methods import uncompiled_methods
 from phalanx.distributed.work import GroupOperation, SharedWork, Steps
 from phalanx.errors import StateError
-from phalanx.plan import equal_sizes
 from phalanx.torch_internals import is_profiled
 
 __all__ = ["NAME", "SharedGroup"]
 
 _MOST_KEPT, _LARGEST_KEPT_BYTES = 1024, 1024
 _NO_TIME = datetime.timedelta(0)
-_NOTHING = torch.empty(0, dtype=torch.uint8)
 _BARRIER = pack("barrier", torch.uint8)
 
 
@@ -172,14 +170,11 @@ class SharedGroup(DescribedGroup):
             flat.copy_(wide)
 
     def _combine(self, flat: Tensor, reduction: ReduceKind, what: int) -> Steps:
-        """Reduce ``flat`` by torch: each rank a part, which it then gives to all."""
-        sizes = equal_sizes(len(flat), self._collectives.size)
-        parts = flat.split(sizes)
-        mine = [torch.empty_like(parts[self._collectives.rank]) for _ in parts]
-        given, taken = [as_bytes(one) for one in parts], [as_bytes(one) for one in mine]
-        yield from self._collectives.swap(taken, given, what, len(flat))
-        result = as_bytes(reduction.combine(mine))
-        yield from self._collectives.all_gather(given, result, what, len(flat))
+        """Reduce ``flat`` by torch, on every rank."""
+        parts = [torch.empty_like(flat) for _ in range(self._collectives.size)]
+        into = [as_bytes(part) for part in parts]
+        yield from self._collectives.all_gather(into, as_bytes(flat), what, len(flat))
+        flat.copy_(reduction.combine(parts))
 
     def _reduce_sparse(self, tensor: Tensor, op: Any) -> Steps:
         what = pack("all_reduce", tensor.dtype, reduction=reduction_of(op, tensor.dtype).number)
@@ -249,21 +244,18 @@ class SharedGroup(DescribedGroup):
     ) -> Steps:
         sizes = [len(part) for part in parts]
         what = pack("reduce_scatter", output.dtype, reduction=reduction.number, sizes=sizes)
+        takes_halves = reduction.is_summed and self._collectives.takes_halves
+        given = [reduction.widen(part, takes_halves=takes_halves) for part in parts]
+        wide = reduction.widen(output, takes_halves=takes_halves)
         if reduction.is_summed:
-            takes_halves = self._collectives.takes_halves
-            wide = reduction.widen(output, takes_halves=takes_halves)
-            given = [reduction.widen(part, takes_halves=takes_halves) for part in parts]
             yield from self._collectives.reduce_scatter(wide, given, what, sum(sizes))
-            reduction.average(wide, self._collectives.size)
-            if wide is not output:
-                output.copy_(wide)
         else:
-            mine = [torch.empty_like(output) for _ in parts]
-            given, taken = [as_bytes(one) for one in parts], [as_bytes(one) for one in mine]
-            yield from self._collectives.swap(taken, given, what, sum(sizes))
-            wide = reduction.combine([reduction.widen(one, takes_halves=False) for one in mine])
+            whole = torch.cat(given)
+            yield from self._combine(whole, reduction, what)
+            wide.copy_(whole.split(sizes)[self._collectives.rank])
+        reduction.average(wide, self._collectives.size)
+        if wide is not output:
             output.copy_(wide)
-            reduction.average(output, self._collectives.size)
 
     # --- moving -----------------------------------------------------------------------------------
 
@@ -313,7 +305,12 @@ class SharedGroup(DescribedGroup):
         return self._all_gather(pairs, output_lists, opts)
 
     def _all_gather(
-        self, pairs: list[tuple[list[Tensor], Tensor]], result: Any, opts: Any
+        self,
+        pairs: list[tuple[list[Tensor], Tensor]],
+        result: Any,
+        opts: Any,
+        kind: str = "all_gather",
+        root: int | None = None,
     ) -> SharedWork:
         jobs = []
         for outputs, given in pairs:
@@ -325,26 +322,27 @@ class SharedGroup(DescribedGroup):
         def steps() -> Steps:
             for flats, flat in jobs:
                 sizes = [len(one.data) for one in flats]
-                what = pack("all_gather", flat.data.dtype, sizes=sizes)
+                what = pack(kind, flat.data.dtype, root=root, sizes=sizes)
                 into, given = [as_bytes(one.data) for one in flats], as_bytes(flat.data)
                 gathered = self._collectives.all_gather(into, given, what, sum(sizes))
                 yield from _filling(flats, gathered)
 
-        return self._run("all_gather", steps(), result, opts)
+        return self._run(kind, steps(), result, opts)
 
     def gather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> SharedWork:
         """Give the root the tensors of all, as a list."""
         opts = opts or dist.GatherOptions()
-        root, flat = self._root(opts), flat_of(only(inputs), "tensor")
-        wanted = list(only(outputs)) if self._collectives.rank == root else []
-        flats = self._at_root(root, wanted, "gather_list", output_of, flat)
-        into = [as_bytes(one.data) for one in flats] or self._for(root, _NOTHING)
-        what = pack("gather", flat.data.dtype, root=root)
-        given = self._for(root, as_bytes(flat.data))
-        steps = self._collectives.swap(into, given, what, len(flat.data))
-        return self._run("gather", _filling(flats, steps), wanted, opts)
+        root, given = self._root(opts), only(inputs)
+        if self._collectives.rank != root:
+            parts = [given.new_empty(given.shape) for _ in range(self._collectives.size)]
+            return self._all_gather([(parts, given)], [], opts, "gather", root)
+        parts = list(only(outputs))
+        check_count(self._collectives.size, parts, "gather_list")
+        for part in parts:
+            check_fit(part, given, "gather_list", "`tensor`")
+        return self._all_gather([(parts, given)], parts, opts, "gather", root)
 
     def scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
@@ -352,36 +350,22 @@ class SharedGroup(DescribedGroup):
         """Give each rank its tensor of the root's list."""
         opts = opts or dist.ScatterOptions()
         root, flat = self._root(opts), output_of(only(outputs), "tensor")
-        given = list(only(inputs)) if self._collectives.rank == root else []
-        parts = self._at_root(root, given, "scatter_list", flat_of, flat)
-        sent = [as_bytes(part.data) for part in parts] or self._for(root, _NOTHING)
-        what = pack("scatter", flat.data.dtype, root=root)
-        into = self._for(root, as_bytes(flat.data))
-        steps = self._collectives.swap(into, sent, what, len(flat.data))
-        return self._run("scatter", _filling([flat], steps), [flat.tensor], opts)
+        size, length = self._collectives.size, len(flat.data)
+        whole = flat.data.new_empty(size * length)
+        if self._collectives.rank == root:
+            parts = [flat_of(part, "scatter_list").data for part in only(inputs)]
+            check_count(size, parts, "scatter_list")
+            for part in parts:
+                check_fit(part, flat.data, "scatter_list", "`tensor`")
+            torch.cat(parts, out=whole)
+        what = pack("scatter", whole.dtype, root=root)
 
-    def _for(self, root: int, data: Tensor) -> list[Tensor]:
-        """Return bytes for each rank: ``data`` for the root, and nothing for others."""
-        parts = [_NOTHING] * self._collectives.size
-        parts[root] = data
-        return parts
+        def steps() -> Steps:
+            yield from self._collectives.broadcast(as_bytes(whole), root, what, length)
+            flat.data.copy_(whole.view(size, length)[self._collectives.rank])
+            flat.write_back()
 
-    def _at_root(
-        self,
-        root: int,
-        tensors: Sequence[Tensor],
-        name: str,
-        take: Callable[[Tensor, str], FlatTensor],
-        like: FlatTensor,
-    ) -> list[FlatTensor]:
-        """Return the root's tensors, one per rank and each as long as ``like``; none elsewhere."""
-        if self._collectives.rank != root:
-            return []
-        check_count(self._collectives.size, tensors, name)
-        flats = [take(tensor, name) for tensor in tensors]
-        for flat in flats:
-            check_fit(flat.data, like.data, name, "`tensor`")
-        return flats
+        return self._run("scatter", steps(), [flat.tensor], opts)
 
     def alltoall(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
@@ -448,7 +432,7 @@ class SharedGroup(DescribedGroup):
 
     def shutdown(self) -> None:
         """Leave the group. Operations under way fail; messages that were not taken are lost."""
-        if not self._closed and not self._lane.forked:
+        if not self._closed and not self._lane.is_fork():
             self._closed = True
             if self._collectives.num_hosts > 1 and self._lane.is_idle:
                 self._network.error_store.say_left()

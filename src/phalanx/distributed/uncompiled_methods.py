@@ -16,19 +16,27 @@ import torch
 
 from phalanx.torch_internals import COMPILER
 
-__all__ = ["uncompiled_methods"]
+__all__ = ["public_methods", "uncompiled_methods"]
 
 AnyClass = TypeVar("AnyClass", bound=type)
 
 _CALLED_BY_TORCH = ("_allgather_base", "_reduce_scatter_base")
 
 
+def public_methods(cls: type) -> dict[str, FunctionType]:
+    """Return the methods of ``cls`` itself that others call."""
+    return {
+        name: method
+        for name, method in vars(cls).items()
+        if isinstance(method, FunctionType)
+        and (not name.startswith("_") or name in _CALLED_BY_TORCH)
+    }
+
+
 def uncompiled_methods(cls: AnyClass) -> AnyClass:
     """Have the public methods of ``cls`` run outside of any compiled code."""
-    for name, method in list(vars(cls).items()):
-        public = not name.startswith("_") or name in _CALLED_BY_TORCH
-        if isinstance(method, FunctionType) and public:
-            setattr(cls, name, _outside(method))
+    for name, method in public_methods(cls).items():
+        setattr(cls, name, _outside(method))
     return cls
 
 
