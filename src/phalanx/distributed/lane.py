@@ -264,7 +264,7 @@ class Lane:
         if self.is_fork():
             raise StateError(
                 f"Group {self._name()!r} must be used by the process that made it, but this is a "
-                "fork of that. Make a group of its own here."
+                "fork of that. Make another group here."
             )
 
 
