@@ -27,6 +27,7 @@ import torch
 
 from phalanx import tables
 from phalanx.cluster import Connection, Endpoint, Secret, make_secret
+from phalanx.tables import part
 from phalanx.tables.host_server import ServerPage
 from phalanx.tables.router import Operation
 from phalanx.tables.run_regions import RunRegions
@@ -69,7 +70,9 @@ def keep_books(parent: Parent, given: dict[str, str], clients: int, hosts: int, 
             check(client, q)
         assert [books.count_tail(host) for host in range(hosts)] == [sum(counts)] * hosts
         books.check_own_keys(counts)
-        parent.tell(sum(t._storage.here.part.num_undone for t in (books.rows, books.keys)))
+        parent.tell(
+            sum(t._storage.here.part._header[part.UNDONE] for t in (books.rows, books.keys))
+        )
         world.barrier()
     parent.tell("left")
 

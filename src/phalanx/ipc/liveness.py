@@ -7,7 +7,6 @@ learns of its child's death at once, by the child's sentinel (execution/worker_p
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 from phalanx.clock import now_s, pause
@@ -15,11 +14,8 @@ from phalanx.errors import PeerTimeout
 from phalanx.plan import say_numbers
 
 CHECK_EVERY_S = 0.02
-SPIN_S = 100e-6  # about what the shortest sleep takes in truth
-SHORTEST_SLEEP_S = 50e-6
-LONGEST_SLEEP_S = 1e-3
-_LATE = 1 / 32  # of a long wait, so much later at most: many who wait would keep the others busy
-_LATEST_S = CHECK_EVERY_S
+_SHORTEST_S = 50e-6
+_LATE = 1 / 32  # of a wait, so much later at most: many who wait would keep the others busy
 
 
 class Waiting:
@@ -37,7 +33,6 @@ class Waiting:
     def __init__(self, timeout_s: float) -> None:
         self._since = now_s()
         self._deadline = self._since + timeout_s
-        self._sleep_s = SHORTEST_SLEEP_S
 
     def over(self) -> bool:
         """Tell whether the deadline has come."""
@@ -47,16 +42,10 @@ class Waiting:
         """Return the seconds until the deadline, at least 0."""
         return max(0.0, self._deadline - now_s())
 
-    def rest(self) -> bool:
-        """Let others run for a moment; return False where that was a spin, True for a sleep."""
-        now = now_s()
-        if now < self._since + SPIN_S:
-            os.sched_yield()  # half a microsecond, where a sleep of 0 seconds takes seventy
-            return False
-        pause(max(0.0, min(self._sleep_s, self._deadline - now)))
-        longest_s = max(LONGEST_SLEEP_S, min((now - self._since) * _LATE, _LATEST_S))
-        self._sleep_s = min(2 * self._sleep_s, longest_s)
-        return True
+    def rest(self) -> None:
+        """Let others run for a moment."""
+        rest_s = max(_SHORTEST_S, (now_s() - self._since) * _LATE)
+        pause(min(rest_s, CHECK_EVERY_S, self.remaining_s()))
 
 
 class LivenessTimer:

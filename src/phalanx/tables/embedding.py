@@ -61,15 +61,9 @@ class _Push(torch.autograd.Function):
 
 
 def _add(table: Table, number: int) -> None:
-    """Give a table each row of a backward pass once, with the sum of its gradients."""
-    given = _pushed[table].pop(number)
-    rows_U, gradient_UD = given[0]
-    if len(given) > 1:
-        rows_K, gradient_KD = (torch.cat(pieces) for pieces in zip(*given, strict=True))
-        rows_U, inverse_K = rows_K.unique(return_inverse=True)
-        gradient_UD = gradient_KD.new_zeros(len(rows_U), gradient_KD.shape[1])
-        gradient_UD.index_add_(0, inverse_K, gradient_KD)
-    table.add(gradient_UD, rows=rows_U)
+    """Give a table the gradients of a backward pass."""
+    rows_K, gradient_KD = map(torch.cat, zip(*_pushed[table].pop(number), strict=True))
+    table.add(gradient_KD, rows=rows_K)  # what it is given twice, it adds up
 
 
 class _Rows(nn.Module):

@@ -182,9 +182,6 @@ class KeyPart(TablePart):
             index = self._follow()
         return UNSETTLED  # so that somebody waits
 
-    def _refuse_outside(self, rows: Tensor | None) -> None:
-        """Do nothing: any number is a key."""
-
     def _prepared(self, entry: Entry) -> Entry:
         assert entry.rows is not None
         places = self._places_of(entry.rows.clone())  # others may change the rows

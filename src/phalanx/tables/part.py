@@ -68,7 +68,7 @@ POINTS = (
 BLOCK_ROWS = 1 << 18  # changed at once, where their numbers stay in the cache
 _BLOCK_ELEMENTS = 1 << 18
 _WORD, _WORKER, _NUMBER, _BLOCK, _AT = range(5)
-_UNDONE = 7
+UNDONE = 7  # how many adds have been put back
 DONE, _LATE, _OUTSIDE, _NOT_FINITE, UNSETTLED, BEHIND, _ABSENT, _CRAMPED = range(8)
 """What C answers."""
 _ALL, _RESTORING = -1, -2  # in place of how many rows are in the record
@@ -142,15 +142,6 @@ class TablePart:
         for state, first in zip(states, self._updater.first_states(), strict=True):
             state.fill_(first)
         values.copy_(init)
-
-    @property
-    def num_undone(self) -> int:
-        """How many adds have been put back."""
-        return self._header[_UNDONE]
-
-    def has(self, worker: int, number: int) -> bool:
-        """Tell whether a numbered add is in."""
-        return self._done[worker] >= number
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -226,13 +217,15 @@ class TablePart:
         return answer
 
     def _add_in_python(self, entry: Entry, timeout_s: float) -> None:
-        self._refuse_outside(entry.rows)
+        rows, has_keys = entry.rows, self._spec.has_keys
+        if not (rows is None or has_keys or all_within(rows, self.num_rows, self.first_row)):
+            raise outside(rows, self._spec)
         refuse_nonfinite(entry.delta, self._spec, "delta")
         fail_point("before lock")
         with self.lock.held(timeout_s):
             fail_point("lock held")
             self._settle()
-            if entry.number and self.has(entry.worker, entry.number):
+            if entry.number and self._done[entry.worker] >= entry.number:
                 return
             self._extend_record(entry)
             entry = self._prepared(entry)
@@ -246,10 +239,6 @@ class TablePart:
             self._end(entry.worker, entry.number)
             fail_point("before unlock")
         fail_point("after unlock")
-
-    def _refuse_outside(self, rows: Tensor | None) -> None:
-        if rows is not None and not all_within(rows, self.num_rows, self.first_row):
-            raise outside(rows, self._spec)
 
     def _extend_record(self, entry: Entry) -> None:
         """Have memory for the record of an add. The lock is held, and nothing is half made."""
@@ -323,7 +312,7 @@ class TablePart:
         if header[_AT] == _ALL:
             self._end(header[_WORKER], header[_NUMBER])
         else:
-            header[_UNDONE] += 1
+            header[UNDONE] += 1
             self._undo()
 
     def _undo(self) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -23,8 +22,6 @@ from phalanx.tables.spec import TableSpec
 SNAPSHOT_POINTS = ("snapshot begun", "snapshot written", "snapshot renamed")
 """Fail points of a snapshot, in order; it counts from the last one on."""
 
-_VERSION = 3
-
 
 def save_parts(spec: TableSpec, parts: list[Tensor], directory: Path) -> Path:
     """Write a table down in a folder, made where it is not there, and return the file.
@@ -33,40 +30,27 @@ def save_parts(spec: TableSpec, parts: list[Tensor], directory: Path) -> Path:
         CheckpointError: The directory cannot be written to.
     """
     path = directory / f"{spec.name}.snapshot"
-    content = {"version": _VERSION, "table": spec.as_mapping(), "parts": parts}
-    with _explained(directory), _alone_in(directory):
-        with written_whole(path) as draft:
-            fail_point("snapshot begun")
-            torch.save(content, draft)
-            sync_to_disk(draft)
-            fail_point("snapshot written")
-        fail_point("snapshot renamed")
-        sync_to_disk(directory)
+    content = {"table": spec.as_mapping(), "parts": parts}
+    with contextlib.ExitStack() as stack:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, folder)
+            fcntl.flock(folder, fcntl.LOCK_EX)  # other workers may write a snapshot to it
+            with written_whole(path) as draft:
+                fail_point("snapshot begun")
+                torch.save(content, draft)
+                sync_to_disk(draft)
+                fail_point("snapshot written")
+            fail_point("snapshot renamed")
+            os.fsync(folder)
+        except (OSError, RuntimeError) as exc:  # torch says "RuntimeError" of a disk that is full
+            reason = getattr(exc, "strerror", None) or exc
+            raise CheckpointError(
+                f"`directory` must be a folder that a snapshot can be written to, but is "
+                f"{str(directory)!r} ({reason})."
+            ) from exc
     return path
-
-
-@contextlib.contextmanager
-def _explained(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, RuntimeError) as exc:  # torch says "RuntimeError" of a disk that is full
-        reason = getattr(exc, "strerror", None) or exc
-        raise CheckpointError(
-            f"`directory` must be a folder that a snapshot can be written to, but is "
-            f"{str(directory)!r} ({reason})."
-        ) from exc
-
-
-@contextlib.contextmanager
-def _alone_in(directory: Path) -> Iterator[None]:
-    """Hold the folder against other workers that write a snapshot to it."""
-    directory.mkdir(parents=True, exist_ok=True)
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
 
 
 def load_parts(spec: TableSpec, directory: Path) -> list[Tensor]:
@@ -78,8 +62,7 @@ def load_parts(spec: TableSpec, directory: Path) -> list[Tensor]:
     path = directory / f"{spec.name}.snapshot"
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-        version, table, parts = found["version"], found["table"], list(found["parts"])
-        _refuse_other("version", version, _VERSION)
+        table, parts = found["table"], list(found["parts"])
         # learning rates and the like may be others
         _refuse_other("updater", table["updater"]["name"], spec.updater.name)
         rows = len(parts[0]) if spec.has_keys else spec.rows
