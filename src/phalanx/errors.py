@@ -1,6 +1,6 @@
 """Every error that Phalanx raises on purpose.
 
-The sentence is always the same: `` `name` must …, but is …. `` and then the way out. Errors keep
+The sentence is always the same: `` `name` must …, but is …. `` and then the fix. Errors keep
 their data in attributes and survive pickling, because some of them cross process borders.
 """
 
@@ -26,7 +26,7 @@ class PhalanxError(Exception):
 
 
 class ConfigError(PhalanxError, ValueError):
-    """What was passed cannot work; fix the call."""
+    """An argument cannot work; fix the call."""
 
 
 class StateError(PhalanxError, RuntimeError):

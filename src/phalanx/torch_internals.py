@@ -1,4 +1,4 @@
-"""What we use of torch that is not public, all in one file.
+"""All names of torch that we use and that are not public.
 
 A new torch may rename any of it without notice. Each was tried on the versions in `TRIED_ON`, by
 tests/unit/test_torch_internals.py; run that first with another one, and add it here. Attributes of

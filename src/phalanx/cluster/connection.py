@@ -45,7 +45,7 @@ _LATER_S = 0.5  # a server's own error, at the deadline, says more than ours
 
 
 class Endpoint(NamedTuple):
-    """Where a host's server is.
+    """The address of a host's server.
 
     Attributes:
         host: The host's number.
@@ -65,7 +65,7 @@ class Endpoint(NamedTuple):
         """Return a new connection.
 
         Raises:
-            OSError: There is none within ``timeout_s``.
+            OSError: No server answers within ``timeout_s``.
             ConfigError: The server has another secret.
         """
         host, _, port = self.address.rpartition(":")

@@ -35,7 +35,7 @@ _LOST_MS = 10_000
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """The kinds of a message."""
 
     REQUEST = 0
     ANSWER = 1

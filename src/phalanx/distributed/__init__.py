@@ -1,4 +1,4 @@
-"""How ranks talk to each other."""
+"""Communication between ranks."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def open_group(
     timeout: datetime.timedelta,
     look: Callable[[], None] = lambda: None,
 ) -> SharedGroup:
-    """Make the group of these ranks, which meet in ``store`` and nobody else does.
+    """Make the group of these ranks, which alone meet in ``store``.
 
     Args:
         look: Called while another is waited for; raises a `PeerError` where that is in vain.

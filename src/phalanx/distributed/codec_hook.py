@@ -50,7 +50,7 @@ def codec_hook(
         >>> hook
         CodecHook(OneBit(min_elements=20), 2 parameters)
 
-    Determinism: the same bits on every rank, and however DDP cuts its buckets, with codecs that
+    Determinism: bitwise identical on all ranks, and for any buckets of DDP, with codecs that
     have errors.
     Collective: Yes, every rank's backward pass. Blocks: as DDP does, until all ranks have come.
     Moves: W − 1 payloads into each rank, where DDP moves 2·(W − 1)/W gradients; so ``one_bit``

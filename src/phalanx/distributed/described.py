@@ -1,4 +1,4 @@
-"""What ``torch.distributed`` asks of a group besides its operations: names, devices, limits.
+"""Names, devices and limits of a group, for which ``torch.distributed`` asks.
 
 torch asks a group for its backend and asks the backend the same things. This group has no other
 backend behind it, so it answers as its own.
@@ -68,7 +68,7 @@ class DescribedGroup(dist.ProcessGroup):
         return False
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Tell that this group hands out no memory of its own."""
+        """Tell that this group hands out no memory."""
         del device
         return False
 

@@ -1,4 +1,4 @@
-"""Exchange between the ranks of one group, beside a user's own collectives.
+"""Exchange between the ranks of one group, apart from a user's own collectives.
 
 # Note [Lent tensors]
 A thread of gloo's lets go of an operation's tensors a moment after the operation has ended, and

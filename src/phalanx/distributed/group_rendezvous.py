@@ -1,4 +1,4 @@
-"""How the ranks of a new group find each other's memory: through torch.distributed's store.
+"""The meeting of a new group's ranks, which find their shared memory through the store.
 
     arrivals       counts the ranks that have come; each ``size`` of them are one generation, and
                    all other keys are the generation's own

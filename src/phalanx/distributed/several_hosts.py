@@ -130,7 +130,7 @@ class SeveralHosts:
                 outputs[rank].copy_(part)
 
     def _between(self, what: int, count: int, *calls: Callable[[Gloo], Work]) -> Steps:
-        """As the first rank of a host: compare the operation with the others', then do it."""
+        """Compare the operation with the others' as the first rank of a host, then do it."""
         fingerprint = self._next(what, count)
         if self._leaders is not None:
             nothing = [0] * self.num_hosts

@@ -169,7 +169,7 @@ class SharedMemory:
 
     @property
     def _part_bytes(self) -> int:
-        """How much a slot takes for each rank, where that is another part for each."""
+        """The bytes that a slot takes for each rank, where that is another part for each."""
         head = -(-(self.size + 1) * 8 // _LINE) * _LINE
         return (self._slot_bytes - head) // self.size // _LINE * _LINE
 

@@ -28,7 +28,7 @@ WORDS_PER_PAGE = 32  # of eight bytes
 
 
 class Fingerprint(NamedTuple):
-    """What an operation is, in numbers that must be equal on all ranks.
+    """An operation in numbers that must be equal on all ranks.
 
     Attributes:
         number: Sequence number in the group, from 1.

@@ -35,7 +35,7 @@ class Wait(Protocol):
         """Return why it cannot end well, as far as this rank sees."""
 
     def timeout_error(self, title: str, timeout_s: float) -> BaseException | None:
-        """Return the error that names the late ranks; None where nobody is late."""
+        """Return the error that names the late ranks; None where no rank is late."""
 
 
 Steps = Iterator[Wait]

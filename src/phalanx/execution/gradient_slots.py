@@ -97,7 +97,7 @@ class SlotWriter:
                 leaf.register_post_accumulate_grad_hook(functools.partial(self._move, place))
 
     def write_to(self, start: int | None) -> None:
-        """Write to the slot that begins at ``start``; None where nobody asks for gradients."""
+        """Write to the slot that begins at ``start``; None where no gradients are wanted."""
         self._slot = None if start is None else self._at(start)
 
     def _move(self, place: int, leaf: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What processes of one host share, and how they wait for each other."""
+"""Memory and locks that processes of one host share, and their waits for each other."""
 
 from phalanx.ipc.at_fork import register_at_fork
 from phalanx.ipc.changes import Changes

@@ -1,4 +1,4 @@
-"""What a forked child must let go of.
+"""Objects that a forked child must let go of.
 
 A fork copies file descriptors, and with them the locks that hang on the open file: were they kept,
 a lock would outlive its owner's death as long as any forked child (a DataLoader's worker, say)

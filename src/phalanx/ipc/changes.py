@@ -9,7 +9,7 @@ from phalanx.native import FUNCTIONS, address_of
 
 
 class Changes:
-    """What processes tell each other that others wait for.
+    """Changes that processes announce to others that wait for them.
 
     Args:
         memory: Its :attr:`NBYTES` bytes, shared and zeros at first; kept.

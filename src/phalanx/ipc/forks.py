@@ -110,7 +110,7 @@ def take_signals() -> None:
 def let_go(kept: Collection[int], *, files: bool = False) -> None:
     """Let go of the program's pipes and sockets: their other ends shall see when it ends.
 
-    Their numbers stay taken, so that nobody writes to another file who still uses one. Files stay
+    Their numbers stay taken, so that no code that still uses one writes to another file. Files stay
     open, unless ``files``.
     """
     null = os.open(os.devnull, os.O_RDWR)

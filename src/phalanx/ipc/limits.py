@@ -13,7 +13,7 @@ _MEMORY_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int | None:
-    """Return how much memory can be had without killing anybody, or None where nobody knows.
+    """Return how much memory can be had without killing a process, or None where it is unknown.
 
     It is the memory that the machine has left, swap included, or that this process's control groups
     still allow, if that is less. An estimate: others take memory meanwhile.

@@ -19,7 +19,7 @@ _LATE = 1 / 32  # of a wait, so much later at most: many who wait would keep the
 
 
 class Waiting:
-    """One wait, from now until a deadline, for what nobody announces: ever longer looks apart.
+    """One wait, from now until a deadline, for a change without a signal: ever longer looks apart.
 
     Args:
         timeout_s: When the deadline is.

@@ -93,7 +93,7 @@ class RunDirectory:
 
     @property
     def closed(self) -> bool:
-        """Whether the membership has ended."""
+        """True after the membership has ended."""
         return self._fd < 0
 
     def open_region(
@@ -104,7 +104,7 @@ class RunDirectory:
         Args:
             name: Of a file.
             nbytes: Its size, the same for all members.
-            create: Whether to make it if nobody has.
+            create: Whether to make it if it does not exist.
             reserved: How many of its first bytes have memory from the beginning; None for all.
                 :meth:`Region.reserve_part` gives others memory, before anybody touches them.
 

@@ -74,7 +74,7 @@ class Job:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other host takes part."""
+        """True if no other host takes part."""
         return not self.endpoint
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The rendezvous of a launcher without others, for torch's agent: a store that nobody else reaches.
+"""The rendezvous of a launcher without others, for torch's agent: a store of its ranks alone.
 
 torch's own opens its store at all addresses of the host, and lends one to all attempts, where the
 ranks of the next one find the addresses of their predecessors.
@@ -23,7 +23,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 class _OneHost(StaticTCPRendezvous):
-    """Every attempt to run the ranks gets a store of its own, at the loopback address only."""
+    """Every attempt to run the ranks gets its own store, at the loopback address only."""
 
     def get_backend(self) -> str:
         return ONE_HOST

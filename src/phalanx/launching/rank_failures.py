@@ -1,4 +1,4 @@
-"""How a rank writes down its failure, and which of several failures a job reports."""
+"""The record of a rank's failure, and the choice of the failure that a job reports."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _last_words(exc: BaseException) -> str:
 
 
 class RankFailure(NamedTuple):
-    """How a rank has ended.
+    """The end of a rank.
 
     Attributes:
         pid: Its process.
@@ -107,12 +107,12 @@ class RankFailure(NamedTuple):
 
     @property
     def was_ended(self) -> bool:
-        """Whether the launcher ended it, after another rank had failed."""
+        """True if the launcher ended it, after another rank had failed."""
         return self.exit_code == -signal.SIGTERM
 
 
 def first_failure(failures: Mapping[int, RankFailure]) -> int:
-    """Return the rank whose failure came first and was nobody else's echo.
+    """Return the rank whose failure came first and was no echo of another.
 
     A rank that was killed leaves no note, and others fail because it is gone: so killed ranks come
     before those that wrote down when they failed, and those that lost a peer come last.

@@ -51,7 +51,7 @@ def prepare(launcher: int) -> None:
 def record_failures(
     run: Callable[[], T], record: Callable[[BaseException], None] | None = None
 ) -> T:
-    """Call ``run``; if it fails, write down how and when, and let the error go on."""
+    """Call ``run``; if it fails, write down how and when, and raise the error again."""
     record = record or _record
     try:
         return run()
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def call() -> None:
-    """Call the function that stands on stdin, and leave what comes of it.
+    """Call the function that stands on stdin, and leave its result.
 
     The file of the descriptor on the command line gets, pickled, what was returned or how it
     failed; nothing where the function has ended the process without a failure.

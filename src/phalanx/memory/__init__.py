@@ -1,4 +1,4 @@
-"""Where parameters and gradients lie, and what computes on them."""
+"""The memory of parameters and gradients, and its arithmetic."""
 
 from phalanx.memory.blocks import (
     PAST_CACHE_BYTES,

@@ -92,7 +92,7 @@ def is_shared(tensor: Tensor) -> bool:
 
 
 def forget_memory(tensor: Tensor) -> None:
-    """Give back the pages of a dense ``tensor`` whose numbers nobody in this process will read.
+    """Give back the pages of a dense ``tensor`` whose numbers this process will not read.
 
     In a fork they are the parent's still, which may write to them without a copy.
     """

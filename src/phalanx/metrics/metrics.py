@@ -108,7 +108,7 @@ class Metrics:
 class _MetricCounter:
     """A torchmetrics object, updated once for each batch.
 
-    Its state is what it has declared by `add_state`, and plain values beside that, such as the
+    Its state is what it has declared by `add_state`, and other plain values, such as the
     count of updates; and so for all metrics inside of it.
     """
 

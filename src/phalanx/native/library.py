@@ -55,7 +55,7 @@ Function = Callable[..., Any]
 
 
 def _load(path: Path) -> ctypes.CDLL | None:
-    """Return the library, or None where there is none, or one of another version."""
+    """Return the library, or None where it is missing or of another version."""
     try:
         library = ctypes.CDLL(str(path))
         return library if library.phalanx_version() == _VERSION else None
@@ -120,11 +120,11 @@ def _addresses(*names: str) -> _Fields:
 
 
 class _View(ctypes.Structure):
-    """What C knows of memory. Whoever makes one keeps the memory."""
+    """Memory as C sees it. The maker of one keeps the memory."""
 
     @property
     def address(self) -> int:
-        """Where it lies."""
+        """The address of its first byte."""
         return ctypes.addressof(self)
 
 
@@ -151,7 +151,7 @@ class KeysView(_View):
 
 
 def address_of(memory: memoryview) -> int:
-    """Return where writable memory begins; whoever uses the address keeps the memory.
+    """Return where writable memory begins; the user of the address keeps the memory.
 
     Example:
         >>> buffer = memoryview(bytearray(8))

@@ -43,7 +43,7 @@ class Call:
         return Call(inputs if type(inputs) is tuple else (inputs,), {})
 
     def run(self, module: nn.Module, leaves: Mapping[str, Any]) -> Nested:
-        """Call ``module`` with ``leaves`` in the place of this call's own."""
+        """Call ``module`` with ``leaves`` instead of this call's own."""
         items = list(leaves.items())
         args = [value for _, value in items[: self.num_args]]
         return module(*args, **dict(items[self.num_args :]))
@@ -88,7 +88,7 @@ class Container(nn.Module):
         return executor.modules[0] is self._trained()
 
     def _owners(self, num_pieces: int) -> Sequence[int] | None:
-        """Return the worker of each piece; None: whoever is free."""
+        """Return the worker of each piece; None: any that is free."""
         return range(num_pieces)
 
     def _reduction(self, sizes: Sequence[int]) -> Reduction:  # noqa: ARG002 - of a subclass
@@ -138,7 +138,7 @@ class Container(nn.Module):
     def _quiet_caller(self, executor: ThreadExecutor) -> None:
         """Let the caller's operators run on one thread while workers share its CPU.
 
-        The pool behind them (loss, optimizer) would go on spinning beside the workers after each
+        The pool behind them (loss, optimizer) would spin next to the workers after each
         of them: at best 1.2 times the step of an MLP, 1.45 times that of a CNN. Where bits are
         promised, their number must not depend on that of the workers.
         """

@@ -136,7 +136,7 @@ class DataParallel(Container, Unwrapped):
 
     @property
     def _num_pieces(self) -> int:
-        """How many pieces a batch is cut into."""
+        """The number of pieces of a batch."""
         return len(self._devices) if self._microbatches is None else self._microbatches
 
     def _owners(self, num_pieces: int) -> Sequence[int] | None:

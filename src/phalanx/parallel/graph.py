@@ -6,7 +6,7 @@
     piece 1     own inputs ── module ── own outputs ── its graph
 
 Torch's engine would run all CPU parts of one graph on a single thread. Here every piece of the
-inputs has a graph of its own, cut off from the caller's, and backward runs each in the thread of
+inputs has a separate graph, cut off from the caller's, and backward runs each in the thread of
 its replica. Cutting the inputs and merging the outputs happens outside, in the caller's graph.
 """
 
@@ -43,7 +43,7 @@ _BACKWARD = 1  # sets the seeds of backward passes apart from those of forward p
 
 
 class Reduction:
-    """How the sums of one forward pass and its backward passes are completed: here, of all pieces.
+    """Completion of the sums of one forward pass and its backward passes: here, of all pieces.
 
     Attributes:
         only: The pieces that run in this process; None: all.
@@ -74,10 +74,10 @@ class Reduction:
 
 @dataclass(frozen=True)
 class ReplicaGraph:
-    """The graph of one piece, from leaves of its own to the module's outputs.
+    """The graph of one piece, from its own leaves to the module's outputs.
 
     Attributes:
-        inputs: The leaves in the place of the caller's that need a gradient.
+        inputs: The leaves that replace the caller's where a gradient is needed.
         homes: The devices of the caller's.
         outputs: The leaves of what the module returned.
         spec: Their structure.
@@ -170,7 +170,7 @@ def run_pieces(
         parts: Nested inputs, one piece of the batch each; None for those that are left out.
         run: The module's forward pass.
         weights: How much each part counts.
-        owners: The replica that runs each piece; None: whoever is free.
+        owners: The replica that runs each piece; None: any that is free.
         reduction: It completes the sums.
 
     Returns:

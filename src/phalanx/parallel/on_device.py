@@ -40,7 +40,7 @@ class OnDevice(Unwrapped):
     it does when loaded with ``map_location``, until the model around it is next moved.
 
     On a machine without ``device`` the module runs where it is, and moves with the model around it.
-    So a model made for several GPUs runs on one, or on none; a warning says so once per object. (To
+    So a model made for several GPUs runs on one, or on none; with one warning per object. (To
     load a file with tensors on GPUs there, torch wants ``torch.load(…, map_location="cpu")``.)
 
     Args:
@@ -172,7 +172,7 @@ def _exists(device: torch.device) -> bool:
 
 
 def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield ``module`` and all inside, except where another wrapper has a device of its own."""
+    """Yield ``module`` and all inside, except where another wrapper has its own device."""
     if not isinstance(module, OnDevice):
         yield module
         for child in module.children():

@@ -66,7 +66,7 @@ class Unwrapped(nn.Module):
 
     # Any: torch's own signature.
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Load as a part of the model around it: torch goes on to ``module`` by its real name."""
+        """Load as a part of the model around it: torch finds ``module`` by its real name."""
         own = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
         inner = prefix if self._is_prefixed(own, prefix) else prefix + _INNER
         state_dict.update({inner + key[len(prefix) :]: own[key] for key in own})

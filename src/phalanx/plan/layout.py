@@ -1,4 +1,4 @@
-"""How a batch is cut: which of its leaves are split along which dim, and how many rows it has.
+"""The layout of a batch: the dim along which each leaf is split, and the number of rows.
 
     tensors, arrays       split along the layout's dim
     what a path names     split along its own dim (lists: by their items), or whole, by None

@@ -1,4 +1,4 @@
-"""How the replicas' outputs come together again, leaf by leaf.
+"""The merging of the replicas' outputs, leaf by leaf.
 
 Shape legend: k parts; part i stands for size_i rows, B rows together.
 """

@@ -1,4 +1,4 @@
-"""How many rows of a batch each part gets."""
+"""The number of rows that each part of a batch gets."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How far ahead of the others a worker may read: a pure decision over everybody's clock.
+"""The lead with which a worker may read: a pure decision over all workers' clocks.
 
-clock      0 1 2 3 4 5            bound 2: whoever is at 5 reads only when nobody is below 3
+clock      0 1 2 3 4 5            bound 2: a worker at 5 reads when all are at 3 or more
 fastest    ─ ─ ─ ─ ─ ●
 slowest    ─ ─ ● ← waits for this one
 """
@@ -23,7 +23,7 @@ class Behind(NamedTuple):
 
 @dataclass(frozen=True)
 class Staleness:
-    """How many rounds a worker may be ahead of the slowest.
+    """The number of rounds that a worker may be ahead of the slowest.
 
     Args:
         bound: 0 for bulk-synchronous, k for bounded, None for asynchronous.
@@ -51,17 +51,17 @@ class Staleness:
 
     @property
     def is_bulk_synchronous(self) -> bool:
-        """Whether all workers go through the same rounds together."""
+        """True if all workers go through the same rounds together."""
         return self.bound == 0
 
     @property
     def is_bounded(self) -> bool:
-        """Whether clocks are compared at all, beyond bulk-synchronous rounds."""
+        """True if clocks are compared at all, beyond bulk-synchronous rounds."""
         return self.bound is not None and self.bound > 0
 
     @property
     def as_argument(self) -> str | None:
-        """How a caller asks for it: ``sync=True``, ``staleness=k``, or None if asynchronous."""
+        """The argument for it: ``sync=True``, ``staleness=k``, or None if asynchronous."""
         if self.is_bulk_synchronous:
             return "sync=True"
         return None if self.bound is None else f"staleness={self.bound}"
@@ -72,7 +72,7 @@ class Staleness:
         """Return the slowest of the others if ``worker`` must wait for it, else None.
 
         Args:
-            worker: If its own clock is not in the mapping (it has left), it waits for nobody.
+            worker: If its own clock is not in the mapping (it has left), it does not wait.
             clock_by_worker: Finished rounds of every worker who still counts.
             ahead: Rounds beyond the bound: 1 to begin a round, as the bound is on what is read, and
                 a round begins with adds.

@@ -160,7 +160,7 @@ class Replica:
 
 
 def _went_back_outside() -> UnsupportedError:
-    """Return the error for gradients that came to a replica outside of its own backward pass."""
+    """Return the error for gradients that reach a replica outside of its backward pass."""
     return UnsupportedError(
         "A backward pass from outside of a replica has reached its parameters: a tensor of its "
         "graph was kept, by a hook or in an attribute, and used in another loss. Its gradients "

@@ -307,7 +307,7 @@ def _refuse_moved(before: _States, after: _States) -> None:
             "or drawn from while the model ran. Write `torch.rand(()).item()` for a number of "
             "Python's, and give `generator=torch.Generator().manual_seed(…)`, made where it is "
             "used, for numbers that are the same in every call. Where another thread of the "
-            "program draws meanwhile, give that thread a generator of its own."
+            "program draws meanwhile, give that thread its own generator."
         )
 
 

@@ -1,4 +1,4 @@
-"""How the rows of a table are cut over hosts, each of which has a part.
+"""The division of a table's rows over hosts, each of which has a part.
 
 rows   0 1 2 3 │ 4 5 6 7 │ 8 9 10     of numbered rows each host has a range;
 host         0 │       1 │      2     of keys, those that hash to it
@@ -25,7 +25,7 @@ _KEYS_SEED = np.int64(0x5DEECE66D)
 
 
 class Share(NamedTuple):
-    """What of a list of rows, or of the whole table, one part has.
+    """The share of one part in a list of rows, or in the whole table.
 
     Attributes:
         part: Its index.
@@ -118,7 +118,7 @@ class Cut:
 
 
 def part_of(spec: TableSpec, host: int, num_hosts: int) -> TableSpec:
-    """Return the part of a table on ``host``: a table of its own there."""
+    """Return the part of a table on ``host``: a separate table there."""
     if num_hosts == 1 or spec.has_keys:
         return spec
     sizes = equal_sizes(spec.rows, num_hosts)

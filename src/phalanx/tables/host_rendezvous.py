@@ -1,4 +1,4 @@
-"""How the processes of a run on several hosts find each other, over the store of their job.
+"""The meeting of the processes of a run on several hosts, over the store of their job.
 
 Each says in one entry which others it can share memory with, the name of its host, where its host's
 server is, and whether it has a secret. Processes that join again, when their first run is over,

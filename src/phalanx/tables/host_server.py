@@ -71,12 +71,12 @@ class ServerPage:
 
     @property
     def is_over(self) -> bool:
-        """True where nobody needs to serve any more."""
+        """True where no server is needed any more."""
         return bool(self._words[_OVER])
 
     @property
     def address(self) -> str | None:
-        """Where the server listens; None before the first one does."""
+        """The address of the server; None before the first one does."""
         length = self._words[_ADDRESS]
         return bytes(self._buffer[_ADDRESS_AT : _ADDRESS_AT + length]).decode() if length else None
 
@@ -90,7 +90,7 @@ class ServerPage:
         self._words[_SERVER] = me.pid
 
     def end(self) -> None:
-        """Say that nobody needs to serve any more."""
+        """Say that no server is needed any more."""
         self._words[_OVER] = 1
 
 

@@ -1,4 +1,4 @@
-"""What a host's server does for workers of other hosts: their calls, on this host's memory.
+"""The service of a host's server: calls of other hosts' workers, on this host's memory.
 
 A worker of another host is a worker here, too, with the same number: it is on this host's page of
 workers, has its line in every table, and its adds go through the same part and the same logs. So

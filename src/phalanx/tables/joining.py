@@ -1,4 +1,4 @@
-"""How a worker comes to its run: by a name from the caller, or by the launcher of the process."""
+"""The way of a worker to its run: by a name from the caller, or by the process's launcher."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def join(
 
 
 def _place_of(run: str | None, num_workers: int | None) -> Place | None:
-    """Return this process's place in the job whose ranks are the workers; None if there is none.
+    """Return this process's place in the job whose ranks are the workers; None if it has no job.
 
     Raises:
         ConfigError: The name or the number of workers cannot be.

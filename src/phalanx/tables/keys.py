@@ -39,7 +39,7 @@ _ATTEMPTS = 3
 
 
 class _KeyIndex:
-    """Where each key lies, as one process knows it; of one generation.
+    """The places of keys as one process knows them; of one generation.
 
     Args:
         keys: The list of keys, shared.

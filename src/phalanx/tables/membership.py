@@ -65,7 +65,7 @@ class Membership:
 
     @property
     def num_expected(self) -> int:
-        """How many workers were announced, or 0."""
+        """The number of workers that were announced, or 0."""
         return self._words[_EXPECTED]
 
     # --- coming and going -------------------------------------------------------------------------
@@ -153,12 +153,12 @@ class Membership:
                 self._mark(worker, _DEAD if is_lost else _LEFT)
 
     def mark_dead(self, timeout_s: float) -> None:
-        """Mark workers dead whose process is gone, so that nobody waits for them."""
+        """Mark workers dead whose process is gone, so that no worker waits for them."""
         with self.lock.held(timeout_s):
             self._mark_dead()
 
     def look_for_dead(self, timeout_s: float) -> bool:
-        """As :meth:`mark_dead`, unless somebody has just checked; tell whether this call did.
+        """Call :meth:`mark_dead` unless a process has just checked; tell whether this did.
 
         For waiting workers: if each checked all others, many would keep the rest from working.
         """
@@ -207,7 +207,7 @@ class Membership:
         return [w for w, state in enumerate(self._states()[: self.num_expected]) if state == _EMPTY]
 
     def master(self, worker: int, timeout_s: float) -> int:
-        """Return the lowest awaited worker that lives, or ``worker`` if there is none."""
+        """Return the lowest awaited worker that lives, or ``worker`` if no other lives."""
         if min(self.awaited(), default=worker) != worker:
             self.mark_dead(timeout_s)
         return min(self.awaited(), default=worker)

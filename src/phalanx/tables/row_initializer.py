@@ -1,4 +1,4 @@
-"""What a row holds before anybody has added to it, where rows are made as keys come.
+"""The first value of a row, where rows are made as keys come.
 
 Every worker must see the same row under a key that is not there yet, so the rule lies in shared
 memory: the master writes it, all read it.
@@ -137,7 +137,7 @@ class RowInitializer:
 
     @property
     def row_at(self) -> int:
-        """Where the constant row lies."""
+        """The address of the constant row."""
         return self._row.data_ptr()
 
     def is_uniform(self) -> bool:

@@ -25,7 +25,7 @@ _SPEC_BYTES = 8192
 
 
 class RunContext:
-    """What the workers of one process share, and a host's server has.
+    """The objects that the workers of one process share, and that a host's server has.
 
     Args:
         run: The run's name on this host, or None for this process alone.

@@ -1,4 +1,4 @@
-"""Where the regions of a run come from: its directory, or this process's own memory."""
+"""The source of a run's regions: its directory, or this process's own memory."""
 
 from __future__ import annotations
 

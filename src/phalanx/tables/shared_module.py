@@ -37,7 +37,7 @@ Tensors = dict[str, Tensor]  # by name
 class SharedModule:
     """Keep the workers' copies of a module together, by their changes since the last exchange.
 
-    Every worker trains its own copy with an optimizer of its own, and calls :meth:`step` after each
+    Every worker trains its own copy with its own optimizer, and calls :meth:`step` after each
     of its steps. Parameters exchange differences; floating-point buffers (running statistics) are
     averaged; other buffers (counters) are each worker's own. Tied parameters are one; frozen ones
     are shared, and stay as they are. A tensor that takes another's place, as with
@@ -324,7 +324,7 @@ def _scatter(flat: Tensor, tensors: Tensors) -> None:
 
 
 def _pairs(tensors: Tensors, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return each tensor beside its part of ``flat``, in the same shape."""
+    """Return each tensor with its part of ``flat``, in the same shape."""
     owns = [tensor.detach() for tensor in tensors.values()]
     pieces = flat.split([own.numel() for own in owns])
     return [(piece.view(own.shape), own) for piece, own in zip(pieces, owns, strict=True)]

@@ -1,6 +1,6 @@
 """A table on disk: `<name>.snapshot`, a file of ``torch.save``.
 
-It is written beside the older one, synced, and takes its place: whole or not at all. What a writer
+It is written next to the older one, synced, and takes its place: whole or not at all. What a writer
 that died has left is overwritten by the next one.
 """
 

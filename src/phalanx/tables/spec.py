@@ -23,7 +23,7 @@ _MAX_ELEMENTS = 1 << 48
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpec:
-    """What all workers must agree on.
+    """The properties of a table on which all workers must agree.
 
     Attributes:
         name: Of the table, within its run.
@@ -90,11 +90,11 @@ class TableSpec:
 
     @property
     def delta_cols(self) -> int:
-        """How wide a row of an add's delta is."""
+        """The width of a row of an add's delta."""
         return 2 * self.cols if self.updater.is_wide else self.cols
 
     def as_mapping(self) -> dict[str, object]:
-        """Return the spec as JSON holds it, for the other workers, or beside a snapshot."""
+        """Return the spec as JSON holds it, for the other workers, or in a snapshot."""
         return {
             **{each.name: getattr(self, each.name) for each in fields(self) if each.init},
             "dtype": str(self.dtype).removeprefix("torch."),

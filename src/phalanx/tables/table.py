@@ -61,7 +61,7 @@ class Table:
 
     @property
     def name(self) -> str:
-        """What the table is called in its run."""
+        """The name of the table in its run."""
         return self._spec.name
 
     @property
@@ -71,7 +71,7 @@ class Table:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it holds."""
+        """The dtype of its elements."""
         return self._spec.dtype
 
     # --- add --------------------------------------------------------------------------------------
@@ -150,8 +150,8 @@ class Table:
 
         Collective: In a bulk-synchronous table all workers make the same number of gets.
         Blocks: While an add to the table is under way there, whichever rows it changes. Bounded:
-        also until nobody is more than k ticks behind. Bulk: also until every worker has come to its
-        get, or left.
+        also until no worker is more than k ticks behind. Bulk: also until every worker has come to
+        its get, or left.
         """
         self._check_open()
         index = read_rows(rows, self._spec)
@@ -243,7 +243,7 @@ class Table:
         get open, these are the same on all hosts.
 
         Args:
-            directory: Where to; in the place of the table's older snapshot there.
+            directory: The folder; an older snapshot of the table there is replaced.
 
         Returns:
             The file.
@@ -372,7 +372,7 @@ class KeyTable(Table):
     def keys(self) -> Tensor:
         """Return the keys that are there, (K,) int64 in ascending order.
 
-        On several hosts, those of each host are of a moment of their own. In a bulk-synchronous
+        On several hosts, the rows of each host are of one moment. In a bulk-synchronous
         table they are those of the rounds that are in; this is no get, and ends no round.
         """
         self._check_open()

@@ -87,7 +87,7 @@ class TableGroup:
 
     @property
     def num_workers(self) -> int:
-        """How many workers are waited for: those here, and those expected that never came."""
+        """The number of workers that are waited for: present, or expected and not yet here."""
         return len(self.membership.awaited())
 
     @property
@@ -99,7 +99,7 @@ class TableGroup:
 
     @property
     def is_master(self) -> bool:
-        """Whether this is the lowest worker that is waited for."""
+        """True if this is the lowest worker that is waited for."""
         if self.closed or self.forked or not self.is_counted():
             return False
         return self.membership.master(self.worker_id, self.timeout_s) == self.worker_id
@@ -182,7 +182,7 @@ class TableGroup:
         return TableGroup(self._context, None, None, self.staleness, self.timeout_s)
 
     def leave(self) -> None:
-        """Stop counting as a worker: nobody waits for this one any more.
+        """Stop counting as a worker: no call waits for this one any more.
 
         Tables stay readable, but take no more adds of this worker.
         """

@@ -23,7 +23,7 @@ from phalanx.plan import check_argument
 
 
 class Change(NamedTuple):
-    """What an updater is given.
+    """The rows and the delta that an updater gets.
 
     Attributes:
         rows_KD: The rows, to be changed in place.
@@ -49,10 +49,10 @@ class Updater:
         merge: How the adds of a bulk-synchronous round become one before it is taken, if all are
             of the whole table: "sum" or "mean". Else, and for None, one is taken after the other.
 
-    A subclass of your own with a ``name`` and :meth:`apply` serves tables on one host, in processes
+    Your own subclass with a ``name`` and :meth:`apply` serves tables on one host, in processes
     that all import it. ``apply`` gets copies of the rows, each once, and what it raises leaves the
     table as it was. It runs with the table locked, so it must not use the table, and must leave the
-    delta as it is, which may be the caller's own tensor.
+    delta unchanged, which may be the caller's own tensor.
 
     Example:
         >>> from phalanx import tables
@@ -87,12 +87,12 @@ class Updater:
 
     @property
     def scale(self) -> float | None:
-        """What a delta is multiplied with and added, where that is all: C does it (part.c)."""
+        """The factor of a delta that is only added: C does it (part.c)."""
         return None
 
     @property
     def is_built_in(self) -> bool:
-        """Whether it is ours, and so raises nothing."""
+        """True for an updater of this package, which raises nothing."""
         return type(self).__module__.startswith("phalanx.")
 
     def first_states(self) -> list[float]:

@@ -1,4 +1,4 @@
-"""What users hand to a table, as tensors that can be trusted.
+"""Values that users give to a table, as tensors that can be trusted.
 
 Everything is checked here, before anything is locked or changed.
 """
@@ -63,7 +63,7 @@ def outside(rows: Tensor, spec: TableSpec) -> ConfigError:
 def _numbers(given: object, name: str, dtype: torch.dtype | None = None) -> Tensor:
     """Return numbers as a dense tensor on the CPU, whose memory holds them as they are.
 
-    What has no dtype of its own, a list for instance, becomes of ``dtype`` if no number loses its
+    A value without a dtype, a list for instance, becomes of ``dtype`` if no number loses its
     fraction.
     """
     try:

@@ -143,7 +143,7 @@ def _beside(folder: Path, ending: str) -> Path:
 
 @contextmanager
 def _draft(folder: Path) -> Iterator[Path]:
-    """Make an empty folder beside ``folder``, for us alone; it is gone if the body fails."""
+    """Make an empty folder next to ``folder``, for us alone; it is gone if the body fails."""
     draft = _beside(folder, "writing")
     draft.mkdir(parents=True, exist_ok=True)
     _check_ours(draft)

@@ -156,7 +156,7 @@ def _named(callbacks: Sequence[EventHandler]) -> dict[str, Stateful]:
 
 
 def _load_optimizer(optimizer: Optimizer, stored: Any) -> None:
-    """Load a state dict as it is: torch casts it to the parameter's dtype, and spoils texts."""
+    """Load a state dict unchanged: torch casts it to the parameter's dtype, and spoils texts."""
     optimizer.load_state_dict(stored)
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     with suppress(AttributeError, KeyError, TypeError):  # a state dict of another layout

@@ -71,7 +71,7 @@ class Trainer:
             for a debugger. "ranks": every process of a `torch.distributed` job has such a trainer,
             is given the same batches, and computes its share of them with its replicas. `Ranks`:
             the same, and ranks continue without one that is lost.
-        seed: Where dropout and its like start; each microbatch of each step has numbers of its own.
+        seed: Where dropout and its like start; each microbatch of each step has its own numbers.
         weight: A function from a microbatch to its weight in the batch's loss, such as its number
             of unmasked tokens. Default: its number of rows.
         forward: (module, microbatch) -> loss, (loss, outputs) or (loss, outputs, targets), for
@@ -181,7 +181,7 @@ class Trainer:
 
     @property
     def stopped(self) -> bool:
-        """Whether the last :meth:`fit` was ended by :meth:`stop`."""
+        """True if :meth:`stop` ended the last :meth:`fit`."""
         return self._stopped
 
     @property
@@ -201,7 +201,7 @@ class Trainer:
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this process writes files for all: the first of the ranks, or one without any."""
+        """True if this process writes files for all: the first rank, or a process without ranks."""
         return self._choice.is_first
 
     def __repr__(self) -> str:
@@ -295,7 +295,7 @@ class Trainer:
     def join(self) -> None:
         """Be one of the ranks of ``executor=Ranks(…)``; a late one is given the state by a peer.
 
-        :meth:`fit` and :meth:`save` begin with it. A loop of your own calls it before it reads
+        :meth:`fit` and :meth:`save` begin with it. Your own loop calls it before it reads
         ``steps``. It waits until all are here, or let this one in; elsewhere it does nothing.
 
         Raises:
@@ -332,7 +332,7 @@ class Trainer:
         self._stopped = True
 
     def refresh(self) -> None:
-        """Fork worker processes before the next step, so that they see everything as it is then.
+        """Fork worker processes before the next step, so that they see all changes up to then.
 
         They follow parameters, buffers, and attributes of module and loss that are assigned, and
         are forked at the start of each epoch, :meth:`evaluate` and :meth:`predict`. Call this after
@@ -357,7 +357,7 @@ class Trainer:
 
         Batches are as in :meth:`fit`, or inputs alone. A pair is (inputs, targets), whose targets
         are left aside: for two inputs give ((first, second), None). With ``forward=`` the outputs
-        are what that returns beside the loss.
+        are what that returns with the loss.
 
         Returns:
             What the module returns, with the rows of all batches in order: tensors and arrays are
@@ -437,7 +437,7 @@ class Trainer:
         return done
 
     def _join_here(self) -> None:
-        """Join; refuse if the other ranks are at another step than the one of the batch at hand."""
+        """Join; refuse if the other ranks are at another step than the one of this batch."""
         steps = self.steps
         self.join()
         if self.steps != steps:
@@ -512,7 +512,7 @@ class Trainer:
     def resume(self, folder: str | Path) -> None:
         """Continue from a folder of :meth:`save`: weights, optimizer, data order and all else.
 
-        With the same `microbatches` and seed the run continues bit for bit, on any number of
+        With the same `microbatches` and seed the run continues bitwise identical, on any number of
         replicas. The optimizer's options are the saved ones: set another `lr` afterwards.
 
         Raises:

@@ -350,7 +350,7 @@ class DataParallelExecutorGroup:
     ) -> None:
         """Copy parameters and buffers, tensors or arrays, into the module of all devices.
 
-        What is not named stays as it is, unless ``allow_missing`` is False.
+        Other parameters keep their values, unless ``allow_missing`` is False.
 
         Raises:
             ConfigError: Names are extra or missing and that is not allowed, or a shape differs;
