@@ -26,14 +26,7 @@ _CPU = torch.device("cpu")
 
 @uncompiled_methods
 class DescribedGroup(dist.ProcessGroup):
-    """A group that can be asked what it is.
-
-    Args:
-        rank: Ours.
-        size: How many ranks there are.
-        store: Where the ranks have met.
-        timeout_s: How long an operation may take, where the call does not say.
-    """
+    """A group that can be asked what it is."""
 
     supports_splitting = False
     supports_time_estimate = False

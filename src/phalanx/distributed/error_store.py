@@ -85,14 +85,7 @@ class ErrorStore:
     ) -> Iterator[None]:
         """Raise ours for gloo's errors: the group's first, or one that names the rank they concern.
 
-        Args:
-            rank: Whom they concern; None for all.
-            timeout_s: How long it was waited.
-            find: Finds out which ranks are gone, where they concern all.
-
-        Raises:
-            PeerLost: The connection to ``rank`` has ended.
-            PeerTimeout: It gave no sign for ``timeout_s`` seconds.
+        Where they concern all (None), ``find`` finds out which ranks are gone.
         """
         try:
             yield

@@ -38,11 +38,8 @@ _EXIT_S = 1.0
 class Lane:
     """The operations of one group that have not ended.
 
-    Args:
-        pages: Where the ranks of this host see whether this one takes part.
-        name: Returns the group's name, for messages.
-        pushes: Whether asynchronous operations run in their caller while the others keep coming.
-        report: Called with the error that breaks the group, to report it to other hosts.
+    Where it ``pushes``, asynchronous ones run in their caller while the others keep coming. An
+    error that breaks the group is handed to ``report``, which tells other hosts.
     """
 
     def __init__(
@@ -76,11 +73,7 @@ class Lane:
         return self._broken is None and not self._operations
 
     def start(self, operation: GroupOperation, *, wait: bool) -> None:
-        """Begin ``operation``, and finish it if ``wait``; it keeps a failure under way.
-
-        Raises:
-            PhalanxError: The group has failed before.
-        """
+        """Begin ``operation``, and finish it if ``wait``; it keeps a failure under way."""
         self._refuse_forks()
         if self._broken is None:
             self._operations.append(operation)

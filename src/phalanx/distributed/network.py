@@ -46,14 +46,9 @@ Gloo = Any
 
 
 def open_gloo(store: Store, rank: int, size: int, timeout_s: float, *, on_one_host: bool) -> Gloo:
-    """Return a gloo group whose ranks are all connected.
+    """Return a gloo group whose ranks are all connected, in ``timeout_s`` at most.
 
-    Args:
-        store: Where they find each other's addresses; of these ranks alone.
-        rank: Ours.
-        size: How many there are.
-        timeout_s: How long the connections may take.
-        on_one_host: Whether all ranks are; then no other host can reach them.
+    They find each other's addresses in ``store``. No other host reaches ranks on one host.
     """
     options: Any = gloo_options(ProcessGroupGloo)
     options._timeout = datetime.timedelta(seconds=timeout_s)
@@ -104,11 +99,7 @@ class Network:
 
     @property
     def gloo(self) -> Gloo:
-        """The connection.
-
-        Raises:
-            RuntimeError: It was cut.
-        """
+        """The connection, unless it was cut."""
         if self._gloo is None:
             raise RuntimeError("the connection was cut")  # the caller says what that means
         return self._gloo
@@ -116,17 +107,7 @@ class Network:
     # --- collectives ------------------------------------------------------------------------------
 
     def compare(self, ours: Fingerprint, given: Sequence[int], taken: Sequence[int]) -> Steps:
-        """See that all ranks are in one operation, and give each other what is taken.
-
-        Args:
-            ours: The operation.
-            given: How many bytes this rank will give to each.
-            taken: How many it will take from each.
-
-        Raises:
-            Desync: A rank is in another operation.
-            StateError: It gives more or less than is taken here.
-        """
+        """Check that all ranks are in one operation, and send each other as many bytes as taken."""
         own = torch.tensor([[*ours, length] for length in given])
         heads = torch.empty_like(own)
         options = dist.AllToAllOptions()
@@ -143,12 +124,7 @@ class Network:
                 )
 
     def collective(self, begin: Callable[[Gloo], Work], number: int | None = None) -> _Collective:
-        """Begin a collective of gloo's.
-
-        Args:
-            begin: Begins it.
-            number: Of the operation, where ranks may be late for it.
-        """
+        """Begin a collective of gloo's; ranks may be late for the operation of that number."""
         fail_point("exchange begun")
         with self.naming(None):
             self._latest = begin(self.gloo)
@@ -190,11 +166,7 @@ class Network:
     # ----------------------------------------------------------------------------------------------
 
     def cut(self, *, broken: bool = False) -> None:
-        """End the connection: ranks that wait for this one learn so at once.
-
-        Args:
-            broken: An error ends it, and what was sent need not arrive.
-        """
+        """End the connection; if it is ``broken``, what was sent need not arrive."""
         if self._gloo is None:
             return
         if broken or not self._is_idle():
@@ -212,9 +184,6 @@ class Network:
         """Raise where the connection to a rank has ended that has not left in good order.
 
         A wait of gloo's does not learn of it where some of its bytes have been sent or have come.
-
-        Raises:
-            PeerError: It has, and to whom.
         """
         for rank in self.others:
             try:

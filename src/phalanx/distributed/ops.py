@@ -37,19 +37,12 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class ReduceKind:
-    """The reduction of one dtype.
-
-    Attributes:
-        kind: The kind of ``ReduceOp``.
-        number: Its number, for fingerprints.
-        is_summed: Whether C adds up such numbers: for a sum, or an average.
-        is_half: Whether the numbers have 16 bits, of a floating-point dtype.
-    """
+    """The reduction of one dtype."""
 
     kind: Any  # of torch's own enumeration
-    number: int
-    is_summed: bool
-    is_half: bool
+    number: int  # for fingerprints
+    is_summed: bool  # by C: for a sum, or an average
+    is_half: bool  # 16 bits of floating point
 
     def combine(self, parts: Sequence[Tensor]) -> Tensor:
         """Return what the reduction makes of ``parts``, in their order; no average yet."""

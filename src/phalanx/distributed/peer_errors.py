@@ -17,11 +17,7 @@ def peer_error(
 ) -> PeerError | None:
     """Return why a wait for ``ranks`` to reach ``progress`` cannot end well, or None.
 
-    Args:
-        pages: The group's.
-        ranks: Those that are awaited.
-        progress: The number that they must reach; a rank that has reached it may be gone.
-        title: The operation that waits.
+    A rank that has reached it may be gone.
     """
     missing = [rank for rank in ranks if is_missing(pages, rank, progress)]
     during = f" during {title}" if title else ""

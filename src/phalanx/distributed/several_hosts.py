@@ -40,15 +40,8 @@ _REPORT_S = 2.0  # within which the first rank of a host reports what other host
 class SeveralHosts:
     """The collectives over ``memory`` on each host, and the networks between.
 
-    Args:
-        memory: Of the ranks of this host.
-        network: To all ranks.
-        leaders: Between the first ranks of the hosts; None in other ranks.
-        hosts: The ranks of each host.
-        rank: Ours, in the group.
-
-    Attributes:
-        rank: Ours, in the group; this and the others as in `SharedMemory`.
+    ``network`` reaches all ranks, ``leaders`` the first ranks of the hosts, in these alone;
+    ``rank`` is a rank of the group.
     """
 
     takes_halves = False

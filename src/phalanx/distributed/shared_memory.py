@@ -68,21 +68,10 @@ class SharedMemory:
     are flat and contiguous, and whoever begins an operation keeps them until it has ended. What
     only moves is given as bytes. ``what`` and ``count`` of an operation are equal on all ranks: see
     `fingerprint.pack`.
-
-    Args:
-        region: The memory, of :meth:`needed_bytes`.
-        pages: Those at its begin.
-
-    Attributes:
-        rank: Ours, counted among the ranks of this host.
-        size: How many they are.
-        num_hosts: On how many hosts the group's ranks are.
-        takes_halves: Whether numbers of 16 bits may be added up as they are.
-        grace_s: As in `Wait`.
     """
 
     num_hosts = 1
-    takes_halves = True
+    takes_halves = True  # bfloat16 is added up without a copy as float32
     grace_s = 0.0
 
     def __init__(self, region: Region, pages: StatusPages) -> None:
@@ -206,12 +195,7 @@ class SharedMemory:
     # --- the operation that was begun last --------------------------------------------------------
 
     def advance(self, patience_s: float) -> bool:
-        """Run it until it ends, or others are late for so long; tell whether it has ended.
-
-        Raises:
-            Desync: A rank is in another operation.
-            StateError: It gives more or less than is taken here.
-        """
+        """Run it until it ends, or others are late for so long; tell whether it has ended."""
         patience_ns, number = round(patience_s * 1e9), self._number
         while (status := self._run(self._address, patience_ns)) != _ENDED:
             if self._number != number:  # the handler of a signal has ended this one

@@ -28,30 +28,18 @@ WORDS_PER_PAGE = 32  # of eight bytes
 
 
 class Fingerprint(NamedTuple):
-    """An operation in numbers that must be equal on all ranks.
+    """An operation, in numbers that must be equal on all ranks."""
 
-    Attributes:
-        number: Sequence number in the group, from 1.
-        what: Its kind, dtype, reduction and root, packed by :mod:`phalanx.distributed.fingerprint`.
-        num_elements: How many.
-    """
-
-    number: int
-    what: int
+    number: int  # in the group, from 1
+    what: int  # kind, dtype, reduction and root; see `fingerprint.pack`
     num_elements: int
 
 
 class StatusPages:
-    """The pages of some ranks in a region of zeros, seen by one of them.
+    """The pages of this host's ranks, in a region of zeros, as ``rank`` sees them.
 
-    Args:
-        region: The memory.
-        rank: Whose view it is: the index among those here, as everywhere below.
-        names: The rank of each in its group, by index.
-        group_size: How many ranks the group has, here or on other hosts.
-
-    Attributes:
-        size: How many there are here.
+    Ranks are counted here among those of this host; ``names`` are their ranks in the group, which
+    has ``group_size`` in all.
     """
 
     def __init__(self, region: Region, rank: int, names: Sequence[int], group_size: int) -> None:

@@ -14,16 +14,10 @@ __all__ = ["FlatTensor", "as_bytes", "flat_of", "output_of"]
 
 
 class FlatTensor(NamedTuple):
-    """A tensor, and its elements in one line: its own memory, or a copy if they lie apart.
+    """A tensor, and its elements in one line: its own memory, or a copy if they lie apart."""
 
-    Attributes:
-        tensor: As the user gave it.
-        data: Its elements in order, one dimension.
-        copied: Whether they are a copy.
-    """
-
-    tensor: Tensor
-    data: Tensor
+    tensor: Tensor  # as the user gave it
+    data: Tensor  # its elements in order, one dimension
     copied: bool
 
     def write_back(self) -> None:
@@ -33,11 +27,7 @@ class FlatTensor(NamedTuple):
 
 
 def flat_of(tensor: Tensor, name: str) -> FlatTensor:
-    """Return ``tensor`` in one line.
-
-    Raises:
-        UnsupportedError: It is on another device, sparse, quantized or nested, or has no memory.
-    """
+    """Return ``tensor`` in one line; refuse one that is not dense or not on the CPU."""
     if not tensor.is_cpu:
         raise UnsupportedError(
             f"`{name}` must be on the CPU, but is on {tensor.device}. Use a group of another "
@@ -58,12 +48,7 @@ def flat_of(tensor: Tensor, name: str) -> FlatTensor:
 
 
 def output_of(tensor: Tensor, name: str) -> FlatTensor:
-    """Return ``tensor``, which will be written to, in one line.
-
-    Raises:
-        UnsupportedError: As :func:`flat_of`.
-        ConfigError: Several of its elements are one in memory.
-    """
+    """Return ``tensor``, which will be written to, in one line."""
     flat = flat_of(tensor, name)
     if flat.copied and is_expanded(tensor):
         raise ConfigError(

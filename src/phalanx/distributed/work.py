@@ -20,13 +20,9 @@ __all__ = ["GroupOperation", "SharedWork", "Steps", "Wait"]
 
 
 class Wait(Protocol):
-    """A part of an operation that waits for other ranks: in shared memory, or over the network.
+    """A part of an operation that waits for other ranks: in shared memory, or over the network."""
 
-    Attributes:
-        grace_s: How much longer than asked this rank waits, for others to say who is late.
-    """
-
-    grace_s: float
+    grace_s: float  # how much longer than asked this rank waits, for others to say who is late
 
     def advance(self, patience_s: float) -> bool:
         """Run until it ends, or others are late for so long; tell whether it has ended."""
@@ -44,29 +40,17 @@ Steps = Iterator[Wait]
 
 @dataclass(slots=True, eq=False)
 class GroupOperation:
-    """One operation of a group.
+    """One operation of a group."""
 
-    Attributes:
-        title: Its name in messages.
-        steps: Its calls.
-        result: Tensors that it fills.
-        timeout_s: How long it may take.
-        deadline_s: When that has passed.
-        call: The call that it is in.
-        error: Why it has failed.
-        done: Whether it has ended, well or not.
-        futures: Futures that do not know of the end yet.
-    """
-
-    title: str
+    title: str  # in messages
     steps: Steps
-    result: Any  # nested lists of tensors, as torch gives them
+    result: Any  # the tensors that it fills, in nested lists, as torch gives them
     timeout_s: float
     deadline_s: float = field(init=False)
-    call: Wait | None = None
+    call: Wait | None = None  # that it is in
     error: BaseException | None = None
-    done: bool = False
-    futures: list[Future[Any]] = field(default_factory=list)
+    done: bool = False  # well or not
+    futures: list[Future[Any]] = field(default_factory=list)  # that do not know of the end yet
 
     def __post_init__(self) -> None:
         self.deadline_s = now_s() + self.timeout_s
@@ -121,9 +105,7 @@ class SharedWork(dist.Work):
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
         """Block until the operation has ended, and raise if it has failed.
 
-        Args:
-            timeout: At most so long from now on, beyond which the group fails; zero for the
-                call's own limit.
+        The group fails after ``timeout`` from now on; zero stands for the call's own limit.
         """
         operation = self._operation
         if not operation.done:
