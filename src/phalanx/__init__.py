@@ -88,42 +88,23 @@ __all__ = [
 ]
 
 _NAMES_BY_ROOM = {
-    "phalanx.callbacks": (
-        "EpochDone",
-        "FitBegun",
-        "FitEnded",
-        "RanksChanged",
-        "StepDone",
-    ),
-    "phalanx.distributed": ("codec_hook",),
+    "phalanx.callbacks": "EpochDone FitBegun FitEnded RanksChanged StepDone",
+    "phalanx.distributed": "codec_hook",
     "phalanx.errors": (
-        "CheckpointError",
-        "ConfigError",
-        "GroupAborted",
-        "InternalError",
-        "OutOfSpace",
-        "PeerError",
-        "PeerLost",
-        "PeerTimeout",
-        "PhalanxError",
-        "StateError",
-        "UnsupportedError",
+        "CheckpointError ConfigError GroupAborted InternalError OutOfSpace PeerError "
+        "PeerLost PeerTimeout PhalanxError StateError UnsupportedError"
     ),
-    "phalanx.execution": ("Processes", "Ranks", "Span", "WorkerLost"),
-    "phalanx.compat.mxnet": ("DataBatch", "DataDesc", "DataParallelExecutorGroup", "Monitor"),
-    "phalanx.launching": ("launch", "on_ray"),
+    "phalanx.execution": "Processes Ranks Span WorkerLost",
+    "phalanx.compat.mxnet": "DataBatch DataDesc DataParallelExecutorGroup Monitor",
+    "phalanx.launching": "launch on_ray",
     "phalanx.parallel": (
-        "AbstractParallel",
-        "DataParallel",
-        "DistributedDataParallel",
-        "ModelParallel",
-        "OnDevice",
+        "AbstractParallel DataParallel DistributedDataParallel ModelParallel OnDevice"
     ),
-    "phalanx.plan": ("Layout",),
-    "phalanx.replicas": ("preserve_rng",),
-    "phalanx.train": ("ExactSampler", "Trainer"),
+    "phalanx.plan": "Layout",
+    "phalanx.replicas": "preserve_rng",
+    "phalanx.train": "ExactSampler Trainer",
 }
-_ROOM_BY_NAME = {name: room for room, names in _NAMES_BY_ROOM.items() for name in names}
+_ROOM_BY_NAME = {name: room for room, names in _NAMES_BY_ROOM.items() for name in names.split()}
 _ROOMS = {"cluster", "codecs", "compat", "metrics", "tables"} | {
     room.removeprefix("phalanx.") for room in _NAMES_BY_ROOM
 }

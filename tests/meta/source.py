@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import types
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -37,4 +38,20 @@ def read_house() -> list[Module]:
     return [
         Module(path.relative_to(SOURCE).as_posix(), path.read_text(encoding="utf-8"))
         for path in sorted(SOURCE.rglob("*.py"))
+    ]
+
+
+def offered(module: types.ModuleType) -> list[str]:
+    """Return the public names that a room has for others."""
+    return list(getattr(module, "__all__", importable(module)))
+
+
+def importable(module: types.ModuleType) -> list[str]:
+    """Return all public names of a module that are no modules."""
+    return [
+        name
+        for name, value in sorted(vars(module).items())
+        if not name.startswith("_")
+        and not isinstance(value, types.ModuleType)
+        and name not in ("annotations", "TYPE_CHECKING")  # those of a room that imports late
     ]

@@ -1,4 +1,4 @@
-"""What a room offers is what its ``__all__`` says: sorted, complete, and documented."""
+"""What a room offers, by its ``__all__`` or else its imports: complete, and documented."""
 
 from __future__ import annotations
 
@@ -6,28 +6,15 @@ import importlib
 import inspect
 import subprocess
 import sys
-import types
 
 import pytest
 
-from tests.meta.source import PACKAGE, SOURCE
+from tests.meta.source import PACKAGE, SOURCE, importable, offered
 
 ROOMS = [PACKAGE] + [
     f"{PACKAGE}.{path.parent.name}" for path in sorted(SOURCE.glob("*/__init__.py"))
 ]
 ROOMS.append(f"{PACKAGE}.compat.torch7")  # a face of its own, within its room
-
-
-def unlisted(module: types.ModuleType) -> list[str]:
-    """List what can be imported from a module beside the names of its ``__all__``."""
-    return [
-        name
-        for name, value in sorted(vars(module).items())
-        if not name.startswith("_")
-        and name not in module.__all__
-        and not isinstance(value, types.ModuleType)
-        and name not in ("annotations", "TYPE_CHECKING")  # those of a room that imports late
-    ]
 
 
 def underlying(member: object) -> object:
@@ -59,8 +46,8 @@ def docstring_offences(name: str, value: object) -> list[str]:
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_offers_what_it_lists(room):
     module = importlib.import_module(room)
-    assert [name for name in module.__all__ if not hasattr(module, name)] == []
-    assert unlisted(module) == []
+    assert all(hasattr(module, name) for name in offered(module))
+    assert set(importable(module)) <= set(offered(module))
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -68,7 +55,7 @@ def test_every_public_object_is_documented(room):
     module = importlib.import_module(room)
     offences = [
         line
-        for name in getattr(module, "__all__", ())
+        for name in offered(module)
         for line in docstring_offences(f"{room}.{name}", getattr(module, name))
     ]
     assert not offences, "\n" + "\n".join(offences)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.meta.source import PACKAGE, ROOT
+from tests.meta.source import PACKAGE, ROOT, offered
 
 REFERENCE = sorted((ROOT / "docs/reference").glob("*.md"))
 PAGES = [
@@ -42,7 +42,7 @@ def undocumented(entries: list[str]) -> list[str]:
     missing = []
     for room in PUBLIC:
         module = importlib.import_module(room)
-        for name in module.__all__:
+        for name in offered(module):
             value = getattr(module, name)
             is_room = isinstance(value, type(module))
             if not is_room and not name.startswith("_") and key_of(room, name, value) not in there:

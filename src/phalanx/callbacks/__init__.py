@@ -18,29 +18,3 @@ from phalanx.callbacks.monitors import EarlyStopping
 from phalanx.callbacks.periodic_checkpoint import Checkpoint
 from phalanx.callbacks.progress import Progress, format_mean, progress_for
 from phalanx.callbacks.trace import Trace
-
-__all__ = [
-    "CSV",
-    "EMA",
-    "JSONL",
-    "Callback",
-    "Checkpoint",
-    "EarlyStopping",
-    "EpochDone",
-    "Event",
-    "EventHandler",
-    "FitBegun",
-    "FitEnded",
-    "History",
-    "Progress",
-    "RanksChanged",
-    "Record",
-    "Span",
-    "StepDone",
-    "TensorBoard",
-    "Trace",
-    "WorkerLost",
-    "format_mean",
-    "progress_for",
-    "read_record",
-]

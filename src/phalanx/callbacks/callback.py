@@ -15,8 +15,6 @@ from phalanx.callbacks.events import (
     WorkerLost,
 )
 
-__all__ = ["Callback", "EventHandler"]
-
 EventHandler = Callable[[Event], None]
 """A `Callback`, or any function of an event: a `Trainer` takes both."""
 

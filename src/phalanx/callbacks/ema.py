@@ -14,8 +14,6 @@ from phalanx.callbacks.events import StepDone
 from phalanx.errors import ConfigError, StateError
 from phalanx.plan import check_argument, read_number
 
-__all__ = ["EMA"]
-
 
 class EMA(Callback):
     """A callback that averages the weights after every step; torch's `AveragedModel`.

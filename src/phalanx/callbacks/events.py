@@ -8,17 +8,6 @@ from dataclasses import dataclass
 from phalanx.distributed import RanksChanged
 from phalanx.execution import Span, WorkerLost
 
-__all__ = [
-    "EpochDone",
-    "Event",
-    "FitBegun",
-    "FitEnded",
-    "RanksChanged",
-    "Span",
-    "StepDone",
-    "WorkerLost",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class FitBegun:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["History"]
-
 _MOST_PANELS = 4  # a confusion matrix has many means
 
 

@@ -29,18 +29,6 @@ from phalanx.plan import check_argument
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = [
-    "CSV",
-    "JSONL",
-    "Record",
-    "TensorBoard",
-    "finite",
-    "read_path",
-    "read_record",
-    "record_of",
-    "writing_to",
-]
-
 _EPOCH_COLUMNS = ("epoch", "steps", "samples", "seconds")
 
 # Any: JSON.

@@ -12,8 +12,6 @@ from phalanx.callbacks.events import EpochDone, FitBegun
 from phalanx.errors import ConfigError
 from phalanx.plan import check_argument, read_count, read_number
 
-__all__ = ["EarlyStopping", "MonitoredMean"]
-
 
 class MonitoredMean:
     """A mean that is read after each epoch and compared with an earlier one.

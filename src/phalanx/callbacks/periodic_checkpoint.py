@@ -16,8 +16,6 @@ from phalanx.errors import ConfigError
 from phalanx.plan import check_argument, read_count
 from phalanx.warning import warn_user
 
-__all__ = ["Checkpoint"]
-
 _NAME = re.compile(r"step-\d{8,18}")
 _FILES = {"checkpoint.json", "model.safetensors", "state.pt"}
 

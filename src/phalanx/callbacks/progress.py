@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as RichProgress
 
-__all__ = ["Progress", "format_mean", "progress_for"]
-
 _INTERVAL_S = 1 / 8
 _MOST_MEANS = 10  # in a line: a confusion matrix has many
 

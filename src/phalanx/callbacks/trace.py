@@ -21,8 +21,6 @@ from phalanx.clock import now_s
 from phalanx.files import written_whole
 from phalanx.plan import read_count
 
-__all__ = ["Trace"]
-
 _PROCESS = 1
 _STEPS, _LOST, _FIRST_REPLICA = 0, 1, 2  # rows
 

@@ -19,8 +19,6 @@ from phalanx.ipc import Region, available_memory_bytes, cores_allowed
 from phalanx.native import is_compiled
 from phalanx.replicas import num_cores
 
-__all__ = ["Check", "run_checks"]
-
 _OLDEST_TORCH = (2, 8)
 _LEAST_MEMORY_BYTES = 256 << 20  # torch itself, with one small model
 _LEAST_SHARED_BYTES = 256 << 20  # a container's usual 64 MiB are less

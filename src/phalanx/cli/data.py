@@ -31,8 +31,6 @@ from phalanx.cli.schema import Data, Schema, encode_targets
 from phalanx.cli.tables_of_text import open_table
 from phalanx.errors import ConfigError
 
-__all__ = ["digest_of", "open_data", "split"]
-
 _CONTEXT = 64  # bytes that each byte of a text is predicted from, at most
 _TABLES_AND_ARRAYS = (".csv", ".tsv", ".npz", ".npy")
 _PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}

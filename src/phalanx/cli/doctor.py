@@ -7,8 +7,6 @@ from rich.text import Text
 
 from phalanx.cli.console import make_console
 
-__all__ = ["doctor"]
-
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 

@@ -12,8 +12,6 @@ import typer
 from phalanx.cli.console import make_console
 from phalanx.errors import ConfigError
 
-__all__ = ["launch", "secret"]
-
 _SECRET_FILE = "PHALANX_SECRET_FILE"  # `tables.join` reads it, which needs torch to be imported
 _WAIT_FOR_HOSTS_S, _WAIT_ON_RAY_S = 600.0, 60.0
 

@@ -13,8 +13,6 @@ from phalanx.cli.imports import import_attribute
 from phalanx.errors import ConfigError
 from phalanx.types import LossFn
 
-__all__ = ["check_loss", "find_loss"]
-
 _LOSSES: dict[str, LossFn] = {
     "cross_entropy": F.cross_entropy,
     "mse": F.mse_loss,

@@ -12,8 +12,6 @@ from phalanx.cli.imports import import_attribute, make
 from phalanx.cli.schema import Schema
 from phalanx.errors import ConfigError
 
-__all__ = ["GPT", "Standardize", "build_model", "choose_model"]
-
 _MOST_ROWS = 4096  # of which mean and deviation are taken
 
 

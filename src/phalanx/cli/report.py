@@ -11,8 +11,6 @@ from phalanx.cli.console import make_console
 from phalanx.errors import ConfigError
 from phalanx.files import written_whole
 
-__all__ = ["report"]
-
 
 def report(
     runs: Annotated[

@@ -26,8 +26,6 @@ from phalanx.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["RecordedRun", "compare_losses", "make_page", "read_run"]
-
 _ASSETS = Path(__file__).parent / "assets"
 _COLOURS = ("#2563a8", "#d9661f", "#2f8f5b", "#9a4db8", "#148a94", "#b8860b", "#c8457d", "#5b6b7c")
 _MOST_POINTS = 1000  # of a curve: more are not told apart

@@ -26,8 +26,6 @@ from torch import nn
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.files import save_tensors, written_whole
 
-__all__ = ["RunFolder", "name_run"]
-
 _FORMAT = 2
 _WRITABLE_BY_OTHERS = 0o022
 

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError
 
-__all__ = ["GAPS", "Data", "Schema", "encode_targets"]
-
 GAPS = ("", "na", "n/a", "nan", "null", "none", "?")  # cells of a table without a value
 
 _FEW = 20  # whole numbers are classes if they have so few values, or repeat so often

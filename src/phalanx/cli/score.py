@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from phalanx.cli.schema import Schema
 
-__all__ = ["evaluate", "predict"]
-
 Other = Annotated[str, typer.Argument(metavar="DATA", help="Data as that of `phalanx train`.")]
 
 

@@ -10,8 +10,6 @@ from types import FrameType
 
 from rich.console import Console
 
-__all__ = ["INTERRUPTED", "Interruption", "stopped_by_signals"]
-
 INTERRUPTED = 130  # the exit status that a shell gives to a program that Ctrl-C ended
 
 

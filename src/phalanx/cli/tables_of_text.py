@@ -14,8 +14,6 @@ from torch.utils.data import TensorDataset
 from phalanx.cli.schema import GAPS, Data, Schema, encode_targets
 from phalanx.errors import ConfigError
 
-__all__ = ["open_table"]
-
 
 def open_table(path: Path, *, target: str | None, task: str, schema: Schema | None) -> Data:
     """Open a table; columns of words are numbered in alphabetical order, gaps are nan.

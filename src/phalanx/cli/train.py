@@ -10,8 +10,6 @@ import typer
 from phalanx.cli.console import make_console
 from phalanx.cli.signals import INTERRUPTED
 
-__all__ = ["resume", "train"]
-
 
 def _option(metavar: str, help: str, **settings: Any) -> Any:  # Any: as typer.Option
     return typer.Option(metavar=metavar, help=help, **settings)

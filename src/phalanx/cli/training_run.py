@@ -33,8 +33,6 @@ from phalanx.train import Trainer, length_of
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-__all__ = ["Options", "TrainingRun"]
-
 _RUNS = Path("runs")
 _SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1 - done,

@@ -3,5 +3,3 @@
 from phalanx.codecs.codec import Cast, Codec, Payload
 from phalanx.codecs.feedback import Feedback, resolve_codec
 from phalanx.codecs.lossy import OneBit, TopK
-
-__all__ = ["Cast", "Codec", "Feedback", "OneBit", "Payload", "TopK", "resolve_codec"]

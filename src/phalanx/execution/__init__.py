@@ -22,29 +22,3 @@ from phalanx.execution.run import (
 )
 from phalanx.execution.shards import Shards
 from phalanx.execution.threads import ThreadExecutor
-
-__all__ = [
-    "Executor",
-    "ExecutorChoice",
-    "FailureLog",
-    "Gradients",
-    "MicrobatchContext",
-    "MicrobatchResult",
-    "PartialSum",
-    "ProcessExecutor",
-    "Processes",
-    "RankMessage",
-    "RankReduction",
-    "Ranks",
-    "RunResult",
-    "Shards",
-    "Span",
-    "Task",
-    "ThreadExecutor",
-    "WorkerLost",
-    "add_statistics",
-    "default_intra_op",
-    "describe_rank",
-    "places_of",
-    "repeated",
-]

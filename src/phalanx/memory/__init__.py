@@ -17,19 +17,3 @@ from phalanx.memory.shared_memory_pool import (
     is_shared,
     return_freed_memory,
 )
-
-__all__ = [
-    "PAST_CACHE_BYTES",
-    "SharedMemoryPool",
-    "all_finite",
-    "all_within",
-    "copy_to",
-    "dense_strides",
-    "forget_memory",
-    "has_memory",
-    "in_memory_order",
-    "is_expanded",
-    "is_shared",
-    "refuse_overlap",
-    "return_freed_memory",
-]

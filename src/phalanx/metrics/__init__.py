@@ -2,5 +2,3 @@
 
 from phalanx.metrics.metrics import Metrics, as_floats, update_metric
 from phalanx.metrics.whole_batches import Joining
-
-__all__ = ["Joining", "Metrics", "as_floats", "update_metric"]

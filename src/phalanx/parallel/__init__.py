@@ -5,12 +5,3 @@ from phalanx.parallel.data_parallel import DataParallel
 from phalanx.parallel.distributed_data_parallel import DistributedDataParallel
 from phalanx.parallel.on_device import OnDevice
 from phalanx.parallel.unwrapped import Unwrapped
-
-__all__ = [
-    "AbstractParallel",
-    "DataParallel",
-    "DistributedDataParallel",
-    "ModelParallel",
-    "OnDevice",
-    "Unwrapped",
-]

@@ -30,8 +30,6 @@ from phalanx.replicas import Statistics
 from phalanx.torch_internals import call_after_backward
 from phalanx.types import Nested
 
-__all__ = ["DistributedDataParallel"]
-
 T = TypeVar("T")
 
 

@@ -23,34 +23,3 @@ from phalanx.plan.slices import (
 )
 from phalanx.plan.staleness import Behind, Staleness
 from phalanx.plan.tree import Node, SummationTree
-
-__all__ = [
-    "Behind",
-    "BufferRules",
-    "Layout",
-    "Merging",
-    "Node",
-    "Rows",
-    "Staleness",
-    "SummationTree",
-    "check_argument",
-    "check_function",
-    "check_mean_loss",
-    "check_microbatches",
-    "copy_rows",
-    "equal_sizes",
-    "flatten",
-    "leaf_paths",
-    "merge_leaves",
-    "open_rows",
-    "ranges_of",
-    "read_count",
-    "read_layout",
-    "read_number",
-    "read_weights",
-    "read_whole",
-    "read_workloads",
-    "say_numbers",
-    "unflatten",
-    "workload_sizes",
-]

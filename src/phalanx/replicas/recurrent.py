@@ -8,8 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-__all__ = ["RECURRENT", "run_layer_by_layer"]
-
 RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 
 

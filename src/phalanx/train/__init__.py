@@ -3,5 +3,3 @@
 from phalanx.train.order import length_of
 from phalanx.train.sampler import ExactSampler
 from phalanx.train.trainer import Trainer
-
-__all__ = ["ExactSampler", "Trainer", "length_of"]

@@ -4,5 +4,3 @@ from phalanx.compat.mxnet.batches import DataBatch, DataDesc
 from phalanx.compat.mxnet.eval_metrics import EvalMetric
 from phalanx.compat.mxnet.group import DataParallelExecutorGroup
 from phalanx.compat.mxnet.monitor import Monitor
-
-__all__ = ["DataBatch", "DataDesc", "DataParallelExecutorGroup", "EvalMetric", "Monitor"]

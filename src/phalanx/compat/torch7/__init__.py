@@ -21,13 +21,3 @@ from phalanx.compat.torch7.containers import (
     ModelParallel,
 )
 from phalanx.compat.torch7.explicit import Criterion, Explicit
-
-__all__ = [
-    "GPU",
-    "AbstractParallel",
-    "Criterion",
-    "DataParallel",
-    "DataParallelTable",
-    "Explicit",
-    "ModelParallel",
-]
