@@ -19,7 +19,7 @@ PAGES = [
     *(ROOT / "benchmarks/README.md", ROOT / "tests/device/README.md"),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-PUBLIC = [PACKAGE, *(f"{PACKAGE}.{name}" for name in ("callbacks", "codecs", "tables"))]
+PUBLIC = [PACKAGE, *(f"{PACKAGE}.{name}" for name in ("codecs", "tables"))]
 PUBLIC += [f"{PACKAGE}.compat.{name}" for name in ("multiverso", "mxnet", "oxirs", "torch7")]
 ENTRY = re.compile(r"^::: (\S+)(?:\n    options: \{members: \[(.*)\]\})?$", re.MULTILINE)
 LINK = re.compile(r"\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)")
@@ -56,7 +56,7 @@ def entries() -> list[str]:
     found = []
     for page in REFERENCE:
         for room, members in ENTRY.findall(page.read_text(encoding="utf-8")):
-            names = members.split(", ") if members else importlib.import_module(room).__all__
+            names = members.split(", ") if members else offered(importlib.import_module(room))
             found += [f"{room}.{name}" for name in names]
     return found
 
