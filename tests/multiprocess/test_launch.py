@@ -93,7 +93,7 @@ def test_ranks_start_again_and_the_first_cause_is_told_last(tmp_path):
     assert code == 7, errors
     assert sorted(said) == [f"[rank {rank}] attempt 1 3" for rank in range(2)]
     assert len(list((tmp_path / "logs").glob("*/attempt_1/*/stdout.log"))) == 2
-    told = next(place for place, line in enumerate(errors) if line.startswith("Rank 1 (process "))
+    told = next(place for place, line in enumerate(errors) if line.startswith("Rank 1 ended"))
     assert "ended with exit code 7." in errors[told]
     assert not any("[rank" in line for line in errors[told:])
 
@@ -117,7 +117,7 @@ def test_a_traceback_begins_in_the_script_and_says_things_once(tmp_path):
     assert f'File "{script}", line 7' in its_own[first + 1]
     assert sum("Rank 1 of 2 has destroyed its group" in line for line in its_own) == 1
     last = [" ".join(line.split()) for line in lines if not line.startswith("[rank")]
-    told = next(place for place, line in enumerate(last) if line.startswith("Rank 0 (process "))
+    told = next(place for place, line in enumerate(last) if line.startswith("Rank 0 ended"))
     assert last[told].endswith("ended with exit code 1.")
     assert last[told + 1] == "Traceback (most recent call last):"
     text = " ".join(last[told:])

@@ -60,7 +60,7 @@ def test_the_launcher_keeps_the_survivors_of_a_killed_rank(tmp_path: Path) -> No
     ("fates", "code", "cause"),
     [
         (("finishes", "raises"), 1, "ValueError: a rank of its own accord"),
-        (("SIGKILL", "SIGTERM"), 137, "was killed by SIGKILL"),
+        (("SIGKILL", "SIGKILL"), 137, "was killed by SIGKILL"),
     ],
 )
 def test_an_error_and_the_loss_of_all_ranks_fail_the_job(

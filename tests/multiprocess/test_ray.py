@@ -172,7 +172,7 @@ def fail_at(rank: int) -> None:
 
 @pytest.mark.night
 def test_a_failure_names_its_rank_with_the_traceback(cluster):
-    with pytest.raises(RankFailed, match=r"Rank 1 \(process \d+\) ended with exit") as caught:
+    with pytest.raises(RankFailed, match="Rank 1 ended with exit") as caught:
         on_ray(fail_at, 3, args=(1,), address=cluster.address)
     assert caught.value.rank == 1
     assert "in fail_at" in str(caught.value)
@@ -194,7 +194,7 @@ def killed_once(actor: bool) -> tuple[int, int]:
 @pytest.mark.night
 @pytest.mark.parametrize("actor", [False, True], ids=["process", "actor"])
 def test_a_kill_ends_the_run_or_starts_all_ranks_again(cluster, actor):
-    how = "Rank 1 was lost: " if actor else r"Rank 1 \(process \d+\) was killed by SIGKILL"
+    how = "Rank 1 was lost: " if actor else "Rank 1 was killed by SIGKILL"
     with pytest.raises(RankFailed, match=how) as caught:
         on_ray(killed_once, 3, args=(actor,), address=cluster.address)
     assert caught.value.exit_code == 128 + signal.SIGKILL

@@ -44,6 +44,7 @@ from phalanx.replicas import num_cores
 
 __all__ = ["Job", "launch", "launch_script", "signals_put_back"]
 
+_AGENT_LOGGERS = ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api")
 _RESTARTS = str(Path(__file__).with_name("rank_restarts.py"))
 
 
@@ -176,9 +177,10 @@ def _run(
             except ChildFailedError as exc:
                 raise describe_failures(_read_failures(logs, exc.failures)) from None
             except (RendezvousTimeoutError, RendezvousConnectionError) as exc:
+                why = str(exc.__cause__ or exc).splitlines()[0].rstrip(".")
                 raise RankFailed(
                     f"All hosts must meet at {job.endpoint} within {job.timeout_s:g} s, but did "
-                    f"not: {exc}. Start `phalanx launch` on each with the same `--endpoint` and "
+                    f"not: {why}. Start `phalanx launch` on each with the same `--endpoint` and "
                     "`--nnodes`, and see that the port can be reached."
                 ) from exc
             return values
@@ -202,16 +204,14 @@ def _read_failures(logs: Path, reported: Mapping[int, ProcessFailure]) -> dict[i
     notes = [json.loads(path.read_text("utf-8")) for path in last.glob("*/error.json")]
     # A script that is decorated with torch's `record` has written one of another form.
     by_rank = {note["rank"]: note for note in notes if "rank" in note}
-    found = {
-        rank: RankFailure(note["pid"], note["exit_code"], note) for rank, note in by_rank.items()
-    }
-    for rank, failure in reported.items():
-        found[rank] = RankFailure(failure.pid, failure.exitcode, by_rank.get(rank))
-    return found
+    codes = {rank: note["exit_code"] for rank, note in by_rank.items()}
+    codes |= {rank: failure.exitcode for rank, failure in reported.items()}
+    return {rank: RankFailure(code, by_rank.get(rank)) for rank, code in codes.items()}
 
 
 def _config(job: Job, **more: Any) -> LaunchConfig:
     alone = job.is_alone
+    timeout_s = max(1, round(job.timeout_s))
     return LaunchConfig(
         min_nodes=job.nodes,
         max_nodes=job.nodes,
@@ -219,7 +219,7 @@ def _config(job: Job, **more: Any) -> LaunchConfig:
         run_id=f"phalanx-{secrets.token_hex(4) if alone else job.endpoint}",
         rdzv_backend=ONE_HOST if alone else "c10d",
         rdzv_endpoint=job.endpoint,
-        rdzv_configs={} if alone else {"join_timeout": max(1, round(job.timeout_s))},
+        rdzv_configs={} if alone else {"join_timeout": timeout_s, "read_timeout": timeout_s},
         local_addr="localhost" if alone else None,
         max_restarts=job.max_restarts,
         **more,
@@ -248,13 +248,15 @@ def _variables(job: Job) -> Iterator[None]:
         wanted["GLOO_SOCKET_IFNAME"] = "lo"  # no other host reaches it
     added = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(added)
-    agent = logging.getLogger("torch.distributed.elastic")
-    level = agent.level
-    agent.setLevel(logging.CRITICAL)
+    loggers = [logging.getLogger(name) for name in _AGENT_LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        agent.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
         for name in added:
             os.environ.pop(name, None)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import signal
 import traceback
@@ -23,7 +22,6 @@ __all__ = [
     "RankFailure",
     "describe_failures",
     "failure_note",
-    "first_failure",
     "users_traceback",
 ]
 
@@ -63,7 +61,6 @@ def failure_note(exc: BaseException) -> Note:
         "timestamp": str(int(at_s)),
         "at_s": at_s,
         "rank": read_rank(),
-        "pid": os.getpid(),
         "exit_code": code & 0xFF if isinstance(code, int) else 1,
         "is_echo": isinstance(exc, PeerError | dist.DistError),
     }
@@ -93,52 +90,36 @@ def _last_words(exc: BaseException) -> str:
 
 
 class RankFailure(NamedTuple):
-    """The end of a rank.
+    """The end of a rank: its exit code, or minus the signal that killed it, and its own note."""
 
-    Attributes:
-        pid: Its process.
-        exit_code: That of the process, or minus the signal that killed it.
-        note: What it has written down; None where it could not.
-    """
-
-    pid: int
     exit_code: int
     note: Note | None = None
 
-    @property
-    def was_ended(self) -> bool:
-        """True if the launcher ended it, after another rank had failed."""
-        return self.exit_code == -signal.SIGTERM
-
-
-def first_failure(failures: Mapping[int, RankFailure]) -> int:
-    """Return the rank whose failure came first and was no echo of another.
-
-    A rank that was killed leaves no note, and others fail because it is gone: so killed ranks come
-    before those that wrote down when they failed, and those that lost a peer come last.
-    """
-
-    def order(rank: int) -> tuple[int, float, int]:
-        note = failures[rank].note
-        if note is None:
-            return (3 if failures[rank].was_ended else 0), 0.0, rank
-        return (2 if note["is_echo"] else 1), note["at_s"], rank
-
-    return min(failures, key=order)
-
 
 def describe_failures(failures: Mapping[int, RankFailure]) -> RankFailed:
-    """Make the job's error: the first rank that failed and how, the others, and its last words."""
-    rank = first_failure(failures)
-    failure = failures[rank]
-    pid, code, note = failure
-    if note is not None and failure.was_ended:
-        code = note["exit_code"]  # the launcher only met the process on its way out
+    """Make the job's error: the first rank that failed and how, the others, and its last words.
+
+    A rank that was killed leaves no note, and others fail because it is gone: so killed ranks come
+    before those that left a note, and those that lost a peer come last.
+    """
+
+    def order(rank: int) -> tuple[bool, bool, float, int]:
+        note = failures[rank].note
+        if note is None:
+            return False, False, 0.0, rank
+        return True, note["is_echo"], note["at_s"], rank
+
+    # The launcher ends the others with SIGTERM; one with a note had failed before.
+    ended = -signal.SIGTERM
+    own = [rank for rank, (code, note) in failures.items() if note is not None or code != ended]
+    rank = min(own or failures, key=order)
+    code, note = failures[rank]
+    if note is not None and code == ended:
+        code = note["exit_code"]
     how = f"ended with exit code {code}"
     if code < 0:
         how, code = f"was killed by {signal.Signals(-code).name}", 128 - code
-    own = [other for other, its in failures.items() if its.note is not None or not its.was_ended]
     others = [str(other) for other in sorted(own) if other != rank]
     also = f" Rank{'s' * (len(others) > 1)} {', '.join(others)} failed as well." if others else ""
     words = "" if note is None else f"\n{note['message']}"
-    return RankFailed(f"Rank {rank} (process {pid}) {how}.{also}{words}", rank, code or 1)
+    return RankFailed(f"Rank {rank} {how}.{also}{words}", rank, code or 1)

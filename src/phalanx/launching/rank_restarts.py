@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import FrameType
 
 __all__: list[str] = []
 
@@ -26,27 +25,20 @@ _RANK = ("-u", "-c", "from phalanx.launching.rank_start import main; main()")
 _PR_SET_PDEATHSIG = 1
 
 
-class _Ended(BaseException):
-    """A signal has ended the job."""
-
-
 def _main() -> int:
     """Run the rank until it succeeds, or no restarts are left; return its exit status."""
     restarts, _, *script = sys.argv[1:]
+    signals: list[int] = []  # that end the job; the agent sends them to the rank as well
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, _end)
+        signal.signal(number, lambda number, _: signals.append(number))
     status, how = 0, ""
     for attempt in range(int(restarts) + 1):
         environment = {**os.environ, "PHALANX_RANK_RESTARTS": str(attempt)}
         words = [sys.executable, *_RANK, str(os.getpid()), *script]
         with subprocess.Popen(words, env=environment) as child:
-            try:
-                status = child.wait()
-            except _Ended as ended:
-                child.send_signal(ended.args[0])
-                return child.wait()
-        if status == 0:
-            return 0
+            status = child.wait()
+        if status == 0 or signals:
+            return status
         how = f"Rank {os.environ['RANK']} (process {child.pid}) {_how(status)}."
         if attempt < int(restarts):
             sys.stderr.write(
@@ -57,11 +49,6 @@ def _main() -> int:
         return status
     sys.stderr.write(f"{how} The ranks that are left continue without it.\n")
     return 0
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    del frame
-    raise _Ended(number)
 
 
 def _others_continue() -> bool:

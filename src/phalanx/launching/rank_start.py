@@ -97,7 +97,7 @@ def main() -> None:
     prepare(int(launcher))
     try:
         record_failures(lambda: run_script(script, args))
-    except Exception as exc:
+    except (Exception, KeyboardInterrupt) as exc:
         _end_by(exc)
 
 
@@ -123,7 +123,7 @@ def call() -> None:
             _end_by(exc)
 
 
-def _end_by(exc: Exception) -> NoReturn:
+def _end_by(exc: BaseException) -> NoReturn:
     exc.__traceback__ = users_traceback(exc)
     sys.excepthook(type(exc), exc, exc.__traceback__)
     sys.exit(1)

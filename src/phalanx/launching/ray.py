@@ -223,14 +223,14 @@ def _await_ranks(ray: Any, runs: Mapping[Any, int]) -> list[Any]:
         for run in done:
             rank = runs[run]
             try:
-                pid, exit_code, outcome = ray.get(run)
+                exit_code, outcome = ray.get(run)
             except ray.exceptions.RayActorError as exc:
                 why = " ".join(str(exc).split())
                 raise RankFailed(f"Rank {rank} was lost: {why}", rank, 128 + 9) from None
             # Of the same user's code; nothing by `sys.exit(0)`, or half of it by a signal.
             outcome = pickle.loads(outcome) if outcome and exit_code >= 0 else None
             if exit_code:
-                failures[rank] = RankFailure(pid, exit_code, outcome)
+                failures[rank] = RankFailure(exit_code, outcome)
             else:
                 values[rank] = outcome
     if failures:
@@ -249,8 +249,8 @@ class _Actor:
 
     def run(
         self, call: bytes, folder: str, variables: Mapping[str, str], secret: bytes
-    ) -> tuple[int, int, bytes]:
-        """Run a pickled function in a process; return its number, exit code and outcome."""
+    ) -> tuple[int, bytes]:
+        """Run a pickled function in a process; return its exit code and outcome."""
         actor = os.getpid()
         with tempfile.TemporaryFile() as key, tempfile.TemporaryFile() as outcome:
             key.write(secret)
@@ -268,4 +268,4 @@ class _Actor:
             ) as process:
                 process.communicate(call)
             outcome.seek(0)
-            return process.pid, process.returncode, outcome.read()
+            return process.returncode, outcome.read()

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from phalanx.launching.rank_failures import RankFailure, describe_failures, first_failure
+from phalanx.launching.rank_failures import RankFailure, describe_failures
 from phalanx.launching.rank_start import record_failures
 
 
@@ -15,9 +15,9 @@ def failure(
     exit_code: int, at_s: float | None = None, is_echo: bool = False, code: int = 1
 ) -> RankFailure:
     if at_s is None:
-        return RankFailure(1, exit_code)
+        return RankFailure(exit_code)
     note = {"at_s": at_s, "exit_code": code, "is_echo": is_echo, "message": "…"}
-    return RankFailure(1, exit_code, note)
+    return RankFailure(exit_code, note)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def failure(
     ids=["the earlier one", "no echo", "one that was killed", "none that the launcher ended"],
 )
 def test_the_cause_is(failures, first):
-    assert first_failure(failures) == first
+    assert describe_failures(failures).rank == first
 
 
 def test_who_failed_and_was_ended_on_its_way_out_did_not_die_of_that():
@@ -42,7 +42,7 @@ def test_who_failed_and_was_ended_on_its_way_out_did_not_die_of_that():
         3: failure(-15),
     }
     told = describe_failures(failures)
-    assert str(told) == ("Rank 1 (process 1) ended with exit code 3. Ranks 0, 2 failed as well.\n…")
+    assert str(told) == ("Rank 1 ended with exit code 3. Ranks 0, 2 failed as well.\n…")
     assert (told.rank, told.exit_code) == (1, 3)
 
 
