@@ -8,13 +8,12 @@ import typer
 
 from benchmarks.allreduce import allreduce
 from benchmarks.ddp import ddp
-from benchmarks.gpu import gpu
 from benchmarks.hosts import hosts
 from benchmarks.memory import memory
 from benchmarks.recovery import recovery
 from benchmarks.report import OUT, Out
 from benchmarks.scaling import scaling
-from benchmarks.step import step
+from benchmarks.step import gpu, step
 from benchmarks.tables import tables
 from phalanx.cli.app import main
 from phalanx.cli.console import make_console

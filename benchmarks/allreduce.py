@@ -7,19 +7,26 @@ then once more beside processes that keep cores busy, as other work on a machine
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
 import typer
 
-from benchmarks.contest import Turn, busy_processes, command_of, compete, seconds_of, serve
-from benchmarks.report import OUT, Cell, Out, Run, Sheet, ratio, read_counts
+from benchmarks.contest import (
+    Child,
+    Turn,
+    claim_stdout,
+    command_of,
+    commands_of,
+    end,
+    seconds_of,
+    serve,
+)
+from benchmarks.report import OUT, Out, Rounds, Row, Run, Sheet, ratio
 from benchmarks.step import process_group
 
 BACKENDS = ("phalanx", "gloo")
@@ -35,9 +42,8 @@ class AllreduceJob:
     """A rank of a backend; it is asked for a number of bytes."""
 
     backend: str
-    rank: int
     ranks: int
-    folder: str
+    rank: int = 0
 
     def run(self) -> None:
         """Be the rank."""
@@ -45,7 +51,7 @@ class AllreduceJob:
 
     @contextmanager
     def _turns(self) -> Iterator[Turn]:
-        with process_group(self.backend, self.rank, self.ranks, self.folder):
+        with process_group(self.backend, self.rank, self.ranks):
             yield lambda num_bytes: [_seconds_of_call(torch.ones(num_bytes // 4))]
 
 
@@ -63,41 +69,48 @@ def _seconds_of_call(tensor: torch.Tensor) -> float:
 
 def allreduce(
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "2,4",
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each backend per size.")] = 15,
+    rounds: Rounds = 15,
     out: Out = OUT,
 ) -> None:
     """Time all-reduces of 4 KiB to 100 MB over phalanx and gloo, idle and beside busy processes."""
-    counts = read_counts("ranks", ranks, least=2)
     run = Run("allreduce", out)
-    rows: list[tuple[Any, ...]] = []  # Any: a label, then cells
-    measured, failures = {}, {}
-    for count, busy in [(count, busy) for count in counts for busy in _BUSY]:
+    rows: list[Row] = []
+    for count, busy in [(count, busy) for count in map(int, ranks.split(",")) for busy in _BUSY]:
         sizes = BUSY_SIZES if busy else SIZES
         name = f"{count} ranks" + (f" beside {busy} busy processes" if busy else "")
-        with (
-            run.progress(rounds * len(BACKENDS) * len(sizes)) as show,
-            tempfile.TemporaryDirectory() as folder,
-            busy_processes(busy),
-        ):
-            commands = {}
-            for backend in BACKENDS:
-                place = Path(folder, backend)
-                place.mkdir()
-                jobs = [
-                    AllreduceJob(backend=backend, rank=rank, ranks=count, folder=str(place))
-                    for rank in range(count)
-                ]
-                commands[backend] = [command_of(job) for job in jobs]
-            outcome = compete(commands, {size: size for size in sizes}, rounds, show)
-        measured[name] = outcome.record()
-        failures.update({f"{key}, {name}": why for key, why in outcome.failures.items()})
+        jobs = {backend: AllreduceJob(backend=backend, ranks=count) for backend in BACKENDS}
+        commands = {backend: commands_of(job, count) for backend, job in jobs.items()}
+        with _busy_processes(busy):
+            outcome = run.compete(name, commands, {size: size for size in sizes}, rounds)
         rows.append((name,))
         rows += [(f"  {_size(size)}", *_cells(outcome.medians(size), size)) for size in sizes]
     columns = ("phalanx\nµs", "gloo\nµs", "gloo ÷\nphalanx", "phalanx\nGB/s")
-    run.publish([Sheet("One all-reduce, median", columns, rows)], measured, failures)
+    run.sheets.append(Sheet("One all-reduce, median", columns, rows))
+    run.publish()
 
 
-def _cells(medians: dict[str, float], num_bytes: int) -> list[Cell]:
+@contextmanager
+def _busy_processes(count: int) -> Iterator[None]:
+    """Let so many other processes keep a core busy each."""
+    children = [Child(f"busy {number}", command_of(BusyJob())) for number in range(count)]
+    try:
+        yield
+    finally:
+        end(children)
+
+
+@dataclass(frozen=True)
+class BusyJob:
+    """A process that keeps a core busy."""
+
+    def run(self) -> None:
+        """Compute until the process is ended, or its parent ends."""
+        claim_stdout()
+        while True:
+            pass
+
+
+def _cells(medians: dict[str, float], num_bytes: int) -> list[float | None]:
     ours, gloo = (medians.get(backend) for backend in BACKENDS)
     rate = ratio(num_bytes / 1e9, ours)
     return [ours and 1e6 * ours, gloo and 1e6 * gloo, ratio(gloo, ours), rate]

@@ -4,7 +4,7 @@ A shared machine is never equally fast for two minutes, so contestants that run 
 run on different machines. Here all are set up first; then they take turns, in another order each
 round:
 
-    Contest ──"5\\n"──> contestant 1    (all others are stopped)
+    compete ──"5\\n"──> contestant 1    (all others are stopped)
             <──times──
             ──"5\\n"──> contestant 2
             ...
@@ -12,7 +12,8 @@ round:
 A contestant is stopped by SIGSTOP until its next turn, since threads of a library may poll: three
 processes of torch RPC took one and a half of two cores from the one that was timed. A question, a
 whole number, goes down each process's stdin; its answer, a JSON list of numbers, comes up stdout,
-an empty one as soon as the process is ready. A process ends when its stdin or its parent does.
+an empty one as soon as the process is ready. A process ends when its stdin or its parent does. The
+processes of a contestant have a working folder of their own, where they can meet.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -77,6 +78,11 @@ def command_of(job: Job) -> Command:
     return (sys.executable, "-c", program, json.dumps(asdict(job)))
 
 
+def commands_of(job: Job, count: int) -> list[Command]:
+    """Return the command lines of a job's processes, which differ in ``rank``."""
+    return [command_of(replace(job, rank=rank)) for rank in range(count)]
+
+
 def claim_stdout() -> IO[str]:
     """Return stdout, for answers; what else is printed goes to stderr from here on."""
     die_with_parent(os.getppid())
@@ -114,11 +120,12 @@ class Child:
     Args:
         name: What errors call it.
         command: Its command line; it imports the same packages as this process.
+        folder: Its working folder.
     """
 
-    def __init__(self, name: str, command: Command) -> None:
+    def __init__(self, name: str, command: Command, folder: str | None = None) -> None:
         self.name = name
-        self._heard = b""
+        self.heard = b""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by `end`
         # A session of its own: Ctrl-C reaches the parent alone, which ends its children.
         self.process = subprocess.Popen(
@@ -128,46 +135,26 @@ class Child:
             stderr=self._errors,
             bufsize=0,
             start_new_session=True,
+            cwd=folder,
             env=_environment(),
         )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self._questions, self._answers = self.process.stdin, self.process.stdout
+        self.questions, self.answers = self.process.stdin, self.process.stdout
 
     def fileno(self) -> int:
         """Return the descriptor that its lines come from, for `select`."""
-        return self._answers.fileno()
-
-    @property
-    def has_line(self) -> bool:
-        """Whether a line has come."""
-        return b"\n" in self._heard
+        return self.answers.fileno()
 
     def is_behind(self) -> bool:
         """Tell whether more has come than was heard."""
-        return self.has_line or bool(select.select([self], [], [], 0.0)[0])
+        return b"\n" in self.heard or bool(select.select([self], [], [], 0.0)[0])
 
-    def ask(self, number: int) -> None:
-        """Continue it with a question. If it has ended, `hear` says so."""
+    def close(self) -> None:
+        """Close its pipes, at whose end it ends, and continue it if it is stopped."""
+        self.questions.close()
+        self.answers.close()
         self.process.send_signal(signal.SIGCONT)
-        with suppress(BrokenPipeError):
-            self._questions.write(b"%d\n" % number)
-
-    def listen(self) -> None:
-        """Take what has come.
-
-        Raises:
-            ContestantFailed: It has ended.
-        """
-        piece = os.read(self.fileno(), 1 << 16)
-        self._heard += piece
-        if not piece:
-            raise ContestantFailed(f"{self.name} ended.")
-
-    def take_line(self) -> bytes:
-        """Return the first line that has come."""
-        line, self._heard = self._heard.split(b"\n", 1)
-        return line
 
     def last_words(self) -> str:
         """Return the end of its stderr."""
@@ -192,107 +179,38 @@ def hear(children: Sequence[Child], timeout_s: float = _PATIENCE_S) -> list[byte
     """
     deadline_s = now_s() + timeout_s
     try:
-        while waiting := [child for child in children if not child.has_line]:
+        while waiting := [child for child in children if b"\n" not in child.heard]:
             ready, _, _ = select.select(waiting, [], [], max(0.0, deadline_s - now_s()))
             if not ready:
                 raise ContestantFailed(f"{waiting[0].name} did not answer for {timeout_s:g} s.")
             for child in ready:
-                child.listen()
+                piece = os.read(child.fileno(), 1 << 16)
+                if not piece:
+                    raise ContestantFailed(f"{child.name} ended.")
+                child.heard += piece
     except ContestantFailed as error:
         words = "".join(child.last_words() for child in children)
         raise ContestantFailed(f"{error}{words}") from None
-    return [child.take_line() for child in children]
+    lines = []
+    for child in children:
+        line, child.heard = child.heard.split(b"\n", 1)
+        lines.append(line)
+    return lines
 
 
 def end(children: Sequence[Child]) -> None:
     """End processes: by the end of their pipes, then by SIGTERM, which launchers pass on."""
     for child in children:
-        child.process.send_signal(signal.SIGCONT)
-        child._questions.close()
-        child._answers.close()
+        child.close()
     for grace_s, then in zip(_GRACE_S, (signal.SIGTERM, signal.SIGKILL), strict=True):
         deadline_s = now_s() + grace_s
         for child in children:
             with suppress(subprocess.TimeoutExpired):
                 child.process.wait(max(0.0, deadline_s - now_s()))
         for child in children:
-            if child.process.poll() is None:
-                child.process.send_signal(then)
+            child.process.send_signal(then)  # to one that has ended, nothing
     for child in children:
         child.process.wait()
-        child._errors.close()
-
-
-class Contest:
-    """The contestants' processes: start them, let one contestant at a time work, end them all.
-
-    A contestant of which a process fails is out: `failures` says why, and its turns are empty.
-
-    Args:
-        commands: The command lines of each contestant's processes.
-
-    Example:
-        with Contest(commands) as contest:
-            for name in commands:
-                contest.start(name)
-            seconds = contest.run("ddp", 5)
-    """
-
-    def __init__(self, commands: Mapping[str, Sequence[Command]]) -> None:
-        self.failures: dict[str, str] = {}
-        self._commands = commands
-        self._children: dict[str, list[Child]] = {}
-
-    def __enter__(self) -> Contest:
-        try:
-            for name, commands in self._commands.items():
-                children = self._children.setdefault(name, [])
-                for rank, command in enumerate(commands):
-                    children.append(Child(f"{name}, process {rank}", command))
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        end([child for group in self._children.values() for child in group])
-        self._children.clear()
-
-    @property
-    def pids(self) -> list[int]:
-        """The processes that were started."""
-        return [child.process.pid for group in self._children.values() for child in group]
-
-    def shuffled(self, round_number: int) -> list[str]:
-        """Return the contestants in the order of a round."""
-        return random.Random(round_number).sample(list(self._commands), len(self._commands))
-
-    def start(self, name: str) -> None:
-        """Wait until a contestant is ready, and stop it."""
-        self._answer(name)
-
-    def run(self, name: str, question: int) -> list[float]:
-        """Let a contestant take a turn; return the answer of its first process, if it is not out.
-
-        Blocks: Until all its processes have answered, so that none is at work in the next turn.
-        """
-        for child in self._children.get(name, ()):
-            child.ask(question)
-        return self._answer(name)
-
-    def _answer(self, name: str) -> list[float]:
-        children = self._children.get(name)
-        if children is None:
-            return []
-        try:
-            first, *_ = hear(children)
-        except ContestantFailed as error:
-            self.failures[name] = str(error)
-            end(self._children.pop(name))
-            return []
-        for child in children:
-            child.process.send_signal(signal.SIGSTOP)
-        return [float(second) for second in json.loads(first)]
 
 
 @dataclass(frozen=True)
@@ -302,21 +220,14 @@ class Outcome(Generic[T]):
     answers: Mapping[str, Mapping[T, Sequence[Sequence[float]]]]
     failures: Mapping[str, str]
 
+    def all(self, name: str, task: T) -> list[float]:
+        """Return a contestant's answers of all rounds."""
+        return [number for turn in self.answers[name][task] for number in turn]
+
     def medians(self, task: T) -> dict[str, float]:
         """Return the median answer of each contestant that gave one."""
         found = {name: self.all(name, task) for name in self.answers}
         return {name: statistics.median(numbers) for name, numbers in found.items() if numbers}
-
-    def all(self, name: str, task: T) -> list[float]:
-        """Return a contestant's answers of all rounds."""
-        return [number for turn in self.answers[name].get(task, ()) for number in turn]
-
-    def record(self) -> dict[str, Any]:  # Any: JSON
-        """Return every answer, for the JSON file."""
-        return {
-            name: {str(task): turns for task, turns in by_task.items()}
-            for name, by_task in self.answers.items()
-        }
 
 
 def compete(
@@ -328,6 +239,8 @@ def compete(
     settle: int = 0,
 ) -> Outcome[T]:
     """Let contestants take turns at each task, and return their answers.
+
+    A contestant of which a process fails is out.
 
     Args:
         commands: The command lines of each contestant's processes; the first one's answers count.
@@ -342,21 +255,50 @@ def compete(
     answers: dict[str, dict[T, list[list[float]]]] = {
         name: {task: [] for task in questions} for name in commands
     }
-    dropped = dict.fromkeys(commands, 0)
-    with Contest(commands) as contest:
-        for name in commands:
-            contest.start(name)
-        for name in commands if settle else ():
-            dropped[name] = _num_to_settle(contest.run(name, settle))
-        for number in range(rounds):
-            for task, question in questions.items():
-                for name in contest.shuffled(number):
-                    show(f"round {number + 1} of {rounds} · {name}")
-                    found = contest.run(name, question + dropped[name])
-                    answers[name][task].append(found[dropped[name] :])
-    for name in contest.failures:
-        del answers[name]
-    return Outcome(answers, contest.failures)
+    children: dict[str, list[Child]] = {name: [] for name in commands}
+    failures: dict[str, str] = {}
+
+    def answer(name: str, *questions: int) -> list[float]:
+        """Let a contestant work until all its processes have answered."""
+        if name in failures:
+            return []
+        for child in children[name]:
+            child.process.send_signal(signal.SIGCONT)
+            with suppress(BrokenPipeError):  # `hear` tells why
+                child.questions.write(b"".join(b"%d\n" % each for each in questions))
+        try:
+            first, *_ = hear(children[name])
+        except ContestantFailed as error:
+            failures[name] = str(error)
+            end(children.pop(name))
+            del answers[name]
+            return []
+        for child in children[name]:
+            child.process.send_signal(signal.SIGSTOP)
+        return [float(number) for number in json.loads(first)]
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for name in commands:
+                place = os.path.join(folder, name)
+                os.mkdir(place)
+                for rank, command in enumerate(commands[name]):
+                    children[name].append(Child(f"{name}, process {rank}", command, place))
+            for name in commands:
+                answer(name)  # it is ready
+            dropped = {
+                name: _num_to_settle(answer(name, settle)) if settle else 0 for name in commands
+            }
+            for number in range(rounds):
+                for task, question in questions.items():
+                    for name in random.Random(number).sample(list(commands), len(commands)):
+                        show(f"round {number + 1} of {rounds} · {name}")
+                        found = answer(name, question + dropped[name])
+                        if name in answers:
+                            answers[name][task].append(found[dropped[name] :])
+        finally:
+            end([child for group in children.values() for child in group])
+    return Outcome(answers, failures)
 
 
 def _num_to_settle(seconds: Sequence[float]) -> int:
@@ -364,23 +306,3 @@ def _num_to_settle(seconds: Sequence[float]) -> int:
         return 0
     steps = math.ceil(_SETTLE_S / max(1e-6, statistics.median(seconds)))
     return max(_FEWEST_DROPPED, min(steps, _MOST_DROPPED))
-
-
-@contextmanager
-def busy_processes(count: int) -> Iterator[None]:
-    """Let so many other processes keep a core busy each."""
-    children: list[Child] = []
-    try:
-        for number in range(count):
-            children.append(Child(f"busy process {number}", (sys.executable, "-c", _BUSY)))
-        yield
-    finally:
-        end(children)
-
-
-_BUSY = """
-import sys, threading, os
-threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
-while True:
-    pass
-"""

@@ -11,19 +11,18 @@ import contextlib
 import os
 import socket
 import struct
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from benchmarks.contest import Outcome, Step, Turn, compete
+from benchmarks.contest import Step, Turn, commands_of
 from benchmarks.models import MODELS
-from benchmarks.report import OUT, Out, Run, Sheet, ratio, read_names
-from benchmarks.step import CONTESTANTS, StepJob, commands_of, compete_at
+from benchmarks.report import OUT, Names, Out, Rounds, Row, Run, Sheet, ratio, read_names
+from benchmarks.step import CONTESTANTS, StepJob, compete_at
 
 _PEERS = {"gloo": "ddp", "phalanx": "ddp-phalanx"}
 _COUNTED_STEPS = 10
@@ -63,10 +62,8 @@ def _received_bytes() -> int:
 
 
 def ddp(
-    models: Annotated[
-        str, typer.Option(help="Which models, separated by commas: mlp, cnn, gpt.")
-    ] = "mlp,cnn",
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each contestant.")] = 10,
+    models: Names = "mlp,cnn",
+    rounds: Rounds = 10,
     workers: Annotated[int, typer.Option(min=2, help="Ranks.")] = 2,
     out: Out = OUT,
 ) -> None:
@@ -74,29 +71,26 @@ def ddp(
     run = Run("ddp", out)
     names = [name for name in CONTESTANTS if "ddp" in name and name != "our-ddp"]
     names = [name for name in names if workers <= 2 or not name.endswith("-m2")]
-    over_gloo = [name for name in names if "phalanx" not in name]
-    sheets, measured, failures = [], {}, {}
     for model in read_names("models", models, MODELS):
-        job = StepJob(contestant="", model=model, workers=workers)
-        with run.progress(len(names) * rounds + len(over_gloo)) as show:
-            times = compete_at(job, names, rounds, show)
-            with tempfile.TemporaryDirectory() as folder:
-                commands = {
-                    name: commands_of(CountingJob(**{**asdict(job), "contestant": name}), folder)
-                    for name in over_gloo
-                }
-                sent = compete(commands, {"bytes": _COUNTED_STEPS}, 1, show)
-        sheets.append(_sheet(job, names, times, sent))
-        measured[model] = {"seconds": times.record(), "bytes": sent.record()}
-        found = {**times.failures, **sent.failures}
-        failures.update({f"{name} on {model}": why for name, why in found.items()})
-    run.publish(sheets, measured, failures)
+        job = CountingJob(model=model, workers=workers)
+        times = compete_at(run, StepJob(model=model, workers=workers), names, rounds)
+        commands = {
+            name: commands_of(replace(job, contestant=name), workers)
+            for name in names
+            if "phalanx" not in name
+        }
+        received = run.compete(f"{model}, bytes", commands, {"bytes": _COUNTED_STEPS}, rounds=1)
+        run.sheets.append(_sheet(job, names, times.medians("step"), received.medians("bytes")))
+    run.publish()
 
 
-def _sheet(job: StepJob, names: Sequence[str], times: Outcome[str], sent: Outcome[str]) -> Sheet:
-    medians = times.medians("step")
-    received = sent.medians("bytes")
-    rows: list[tuple[Any, ...]] = []  # Any: a label, then cells
+def _sheet(
+    job: StepJob,
+    names: Sequence[str],
+    medians: Mapping[str, float],
+    received: Mapping[str, float],
+) -> Sheet:
+    rows: list[Row] = []
     for name in names:
         peer = _PEERS["phalanx" if "phalanx" in name else "gloo"]
         median_s, num_bytes = medians.get(name), received.get(name)
@@ -109,5 +103,5 @@ def _sheet(job: StepJob, names: Sequence[str], times: Outcome[str], sent: Outcom
                 ratio(num_bytes, received.get(peer)),
             )
         )
-    columns = ("median\nms", "÷ DDP, same\nbackend", "on the wire\nMiB", "÷ DDP's")
+    columns = ("median\nms", "÷ DDP", "received\nMiB", "÷ DDP")
     return Sheet(f"{job.model}, {job.workers} ranks", columns, rows)

@@ -26,15 +26,14 @@ from typing import Annotated
 import typer
 from torch import Tensor
 
-from benchmarks.contest import Outcome, compete
-from benchmarks.report import OUT, Out, Run, Sheet, ratio
+from benchmarks.contest import Outcome, commands_of
+from benchmarks.report import OUT, Names, Out, Rounds, Row, Run, Sheet, ratio
 from benchmarks.table_peers import COLS, PATIENCE_S, Access
 from benchmarks.tables import (
     SIZES,
     TableJob,
     Task,
     choose,
-    commands_of,
     latencies,
     of_table,
     ray,
@@ -56,9 +55,11 @@ class HostsJob(TableJob):
 
     Args:
         port: Of the store by which hosts find each other, or of a server.
+        secret: A file that holds the hosts' secret.
     """
 
     port: int
+    secret: str
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -90,10 +91,10 @@ def _spread(job: HostsJob) -> Iterator[Mapping[str, Access]]:
         LOCAL_WORLD_SIZE=str(job.workers if is_client else 1),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(job.port),
-        TORCHELASTIC_RUN_ID=f"bench-{Path(job.folder).name}-{job.contestant}",
+        TORCHELASTIC_RUN_ID=f"bench-{Path.cwd().parent.name}-{job.contestant}",
         PHALANX_HOST="clients" if is_client else "other",
     )
-    secret = str(Path(job.folder, "secret")) if job.contestant == "encrypted" else None
+    secret = job.secret if job.contestant == "encrypted" else None
     with phalanx_tables.join(secret_file=secret, timeout_s=PATIENCE_S) as group:
         matrix = group.matrix(job.rows, COLS, name="matrix")
         access = of_table(matrix)
@@ -157,10 +158,8 @@ CONTESTANTS: dict[str, Callable[[HostsJob], AbstractContextManager[Mapping[str, 
 
 
 def hosts(
-    contestants: Annotated[
-        str, typer.Option(help="Which contestants, separated by commas.")
-    ] = ",".join(CONTESTANTS),
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each contestant at each task.")] = 8,
+    contestants: Names = "phalanx,encrypted,rpc,ray,socket",
+    rounds: Rounds = 8,
     rows: Annotated[int, typer.Option(min=2, help="Rows of the matrix.")] = 1_000_000,
     clients: Annotated[int, typer.Option(min=1, help="Clients that add at once.")] = 8,
     out: Out = OUT,
@@ -168,39 +167,33 @@ def hosts(
     """Time get and add of another host's rows, beside torch RPC, a Ray actor and a TCP socket."""
     run = Run("hosts", out)
     names = choose(run, contestants, CONTESTANTS)
-    adding = [name for name in names if name != "socket"]
-    numbers = {task: number for number, task in enumerate(TASKS)}
     together = Task("add", _SMALL, workers=clients)
-    with run.progress(rounds * (len(names) * len(TASKS) + len(adding))) as show:
-        alone = _compete(names, 1, rows, numbers, rounds, show)
-        at_once = _compete(adding, clients, rows, {together: len(TASKS)}, rounds, show)
-    medians = {task: alone.medians(task) for task in TASKS}
-    rates = [ratio(1, at_once.medians(together).get(name)) for name in names]
-    sheets = [
-        latencies(f"{rows:,} × {COLS} float32, 1 client: median µs", names, medians),
-        Sheet(f"{clients} clients at once", names, [(f"adds of {_SMALL} rows, 1/s", *rates)]),
-    ]
-    measured = {"1 client": alone.record(), f"{clients} clients": at_once.record()}
-    run.publish(sheets, measured, {**alone.failures, **at_once.failures})
-
-
-def _compete(
-    names: list[str],
-    clients: int,
-    rows: int,
-    questions: Mapping[Task, int],
-    rounds: int,
-    show: Callable[[str], None],
-) -> Outcome[Task]:
     with tempfile.TemporaryDirectory() as folder:
-        make_secret(Path(folder, "secret"))
-        commands = {}
-        for name in names:
-            job = HostsJob(
-                contestant=name, rows=rows, folder=folder, workers=clients, port=_free_port()
-            )
-            commands[name] = commands_of(job)
-        return compete(commands, questions, rounds, show)
+        secret = Path(folder, "secret")
+        make_secret(secret)
+
+        def compete(names: list[str], workers: int, tasks: Mapping[Task, int]) -> Outcome[Task]:
+            commands = {}
+            for name in names:
+                job = HostsJob(
+                    contestant=name,
+                    rows=rows,
+                    workers=workers,
+                    port=_free_port(),
+                    secret=str(secret),
+                )
+                commands[name] = commands_of(job, job.num_processes)
+            return run.compete(f"{workers} clients", commands, tasks, rounds)
+
+        alone = compete(names, 1, {task: number for number, task in enumerate(TASKS)})
+        adding = [name for name in names if name != "socket"]
+        at_once = compete(adding, clients, {together: len(TASKS)}).medians(together)
+    title = f"{rows:,} × {COLS} float32, 1 client: median µs"
+    run.sheets.append(latencies(title, names, {task: alone.medians(task) for task in TASKS}))
+    rates = [ratio(1, at_once.get(name)) for name in names]
+    of_all: list[Row] = [(f"adds of {_SMALL} rows, 1/s", *rates)]
+    run.sheets.append(Sheet(f"{clients} clients at once", names, of_all))
+    run.publish()
 
 
 def _free_port() -> int:

@@ -12,13 +12,12 @@ left out, as they depend on who else runs torch. A net of which more is held, ca
 
 from __future__ import annotations
 
-import tempfile
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +26,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import phalanx
-from benchmarks.contest import Contest, Step, Turn, command_of, serve, time_steps
+from benchmarks.contest import Step, Turn, commands_of, serve, time_steps
 from benchmarks.models import Batch
-from benchmarks.report import OUT, Out, Run, Sheet, read_counts, read_names
+from benchmarks.report import OUT, Out, Row, Run, Sheet, read_names
 from benchmarks.step import process_group
 
 CASES = ("nothing", "parameters", "gradients", "optimizer")
@@ -51,7 +50,6 @@ class MemoryJob:
     case: str
     workers: int
     layers: int
-    folder: str
     rank: int = 0
 
     def run(self) -> None:
@@ -61,7 +59,7 @@ class MemoryJob:
     @contextmanager
     def _turns(self) -> Iterator[Turn]:
         with CONFIGURATIONS[self.configuration](self) as step:
-            yield lambda number: time_steps(step, number)
+            yield lambda number: _held_after(step, number)
 
     def build(self) -> tuple[nn.Module, Batch]:
         """Return the net of the case, and a batch."""
@@ -80,13 +78,13 @@ class MemoryJob:
 
 
 @contextmanager
-def _trainer(job: MemoryJob, microbatches: int | None) -> Iterator[Step]:
+def _trainer(job: MemoryJob) -> Iterator[Step]:
     module, batch = job.build()
     with phalanx.Trainer(
         module,
         F.mse_loss,
         job.optimizer,
-        microbatches=microbatches,
+        microbatches=None,
         replicas=job.workers,
         executor="processes",
     ) as trainer:
@@ -95,7 +93,7 @@ def _trainer(job: MemoryJob, microbatches: int | None) -> Iterator[Step]:
 
 @contextmanager
 def _ddp(job: MemoryJob) -> Iterator[Step]:
-    with process_group("gloo", job.rank, job.workers, job.folder):
+    with process_group("gloo", job.rank, job.workers):
         module, (inputs, targets) = job.build()
         inputs, targets = (part.chunk(job.workers)[job.rank] for part in (inputs, targets))
         model = DistributedDataParallel(module)
@@ -110,16 +108,13 @@ def _ddp(job: MemoryJob) -> Iterator[Step]:
 
 
 CONFIGURATIONS: dict[str, Callable[[MemoryJob], AbstractContextManager[Step]]] = {
-    "processes": partial(_trainer, microbatches=None),
-    "processes-m4": partial(_trainer, microbatches=4),
+    "processes": _trainer,
     "ddp": _ddp,
 }
 
 
 def memory(
-    workers: Annotated[
-        str, typer.Option(help="How many worker processes or ranks, separated by commas.")
-    ] = "2",
+    workers: Annotated[str, typer.Option(help="Numbers of workers, separated by commas.")] = "2",
     megabytes: Annotated[
         int, typer.Option(min=4, help="MiB of parameters that the net has, in steps of 4.")
     ] = 128,
@@ -132,52 +127,38 @@ def memory(
     out: Out = OUT,
 ) -> None:
     """Measure what all processes hold together: by default two worker processes with AdamW."""
-    chosen = read_names("configurations", configurations, CONFIGURATIONS)
-    counts, held_cases = read_counts("workers", workers, least=1), read_names("cases", cases, CASES)
     run = Run("memory", out)
-    rows: list[tuple[Any, ...]] = []  # Any: a label, then cells
-    measured: dict[str, dict[str, float]] = {}
-    failures: dict[str, str] = {}
-    with run.progress(len(chosen) * len(counts) * len(held_cases)) as show:
-        for name in chosen:
-            for count in counts:
-                label = f"{name}, {count} workers"
-                held: dict[str, float] = {}
-                for case in held_cases:
-                    show(f"{label} · {case}")
-                    with tempfile.TemporaryDirectory() as folder:
-                        job = MemoryJob(
-                            configuration=name,
-                            case=case,
-                            workers=count,
-                            layers=megabytes * _MIB // (4 * _WIDTH * _WIDTH),
-                            folder=folder,
-                        )
-                        held[case] = _measure(job, failures) / _MIB
-                measured[label] = held
-                rows.append((label, *held.values()))
+    layers = megabytes * _MIB // (4 * _WIDTH * _WIDTH)
+    chosen = read_names("configurations", configurations, CONFIGURATIONS)
+    held_cases = read_names("cases", cases, CASES)
+    rows: list[Row] = []
+    for name, count in [(name, int(count)) for name in chosen for count in workers.split(",")]:
+        held: list[float | None] = []
+        for case in held_cases:
+            job = MemoryJob(configuration=name, case=case, workers=count, layers=layers)
+            commands = {name: commands_of(job, count if name == "ddp" else 1)}
+            what = f"{name}, {count} workers, {case}"
+            held.append(run.compete(what, commands, {"MiB": _STEPS}, 1).medians("MiB").get(name))
+        rows.append((f"{name}, {count} workers", *held))
     title = f"MiB of all processes, {megabytes} MiB of parameters"
-    run.publish([Sheet(title, held_cases, rows)], measured, failures)
+    run.sheets.append(Sheet(title, held_cases, rows))
+    run.publish()
 
 
-def _measure(job: MemoryJob, failures: dict[str, str]) -> float:
-    """Return the bytes that all processes hold together after some steps."""
-    ranks = range(job.workers if job.configuration == "ddp" else 1)
-    name = f"{job.configuration}, {job.workers} workers, {job.case}"
-    with Contest({name: [command_of(replace(job, rank=rank)) for rank in ranks]}) as contest:
-        contest.start(name)
-        contest.run(name, _STEPS)
-        failures.update(contest.failures)
-        return sum(_held_bytes(pid) for pid in _with_descendants(contest.pids))
+def _held_after(step: Step, number: int) -> list[float]:
+    """Return the MiB that all processes of this contestant hold after so many steps."""
+    time_steps(step, number)
+    parent = os.getppid()  # alone with this contestant
+    return [sum(map(_held_bytes, _descendants(parent))) / _MIB]
 
 
-def _with_descendants(pids: list[int]) -> list[int]:
-    """Return these processes, their children, and so on."""
-    found = list(pids)
-    for pid in found:  # grows on the way
-        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+def _descendants(pid: int) -> list[int]:
+    """Return the processes that a process has started, those that they have started, and so on."""
+    found = [pid]
+    for each in found:  # grows on the way
+        for children in Path(f"/proc/{each}/task").glob("*/children"):
             found += map(int, children.read_text().split())
-    return found
+    return found[1:]
 
 
 def _held_bytes(pid: int) -> int:

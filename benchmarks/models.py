@@ -103,7 +103,7 @@ def _channels_last(model: nn.Module, images: Tensor, classes: int) -> tuple[nn.M
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer: pre-norm blocks, learned positions, GELU.
+    """A decoder-only transformer: torch's own layers, with learned positions and GELU.
 
     Shapes:
         tokens int64 [B, T], T at most ``context`` -> logits [B, T, vocab].
@@ -112,57 +112,25 @@ class GPT(nn.Module):
     """
 
     def __init__(
-        self,
-        vocab: int,
-        context: int,
-        width: int,
-        layers: int,
-        heads: int,
-        dropout: float = 0.0,
+        self, vocab: int, context: int, width: int, layers: int, heads: int, dropout: float = 0.0
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab, width)
         self.positions = nn.Parameter(torch.zeros(context, width))
-        self.blocks = nn.Sequential(*[Block(width, heads, dropout) for _ in range(layers)])
-        self.norm = nn.LayerNorm(width)
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, dropout, "gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(
+            layer, layers, nn.LayerNorm(width), enable_nested_tensor=False
+        )
         self.head = nn.Linear(width, vocab)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        x_BTD = self.tokens(tokens_BT) + self.positions[: tokens_BT.shape[1]]
-        logits: Tensor = self.head(self.norm(self.blocks(x_BTD)))
+        length = tokens_BT.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, tokens_BT.device)
+        x_BTD = self.tokens(tokens_BT) + self.positions[:length]
+        logits: Tensor = self.head(self.blocks(x_BTD, mask, is_causal=True))
         return logits
-
-
-class Block(nn.Module):
-    """A transformer block: causal self-attention, then an MLP of four times the width."""
-
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.heads = heads
-        self.dropout = dropout
-        self.attention_norm = nn.LayerNorm(width)
-        self.attention_in = nn.Linear(width, 3 * width)
-        self.attention_out = nn.Linear(width, width)
-        self.mlp_norm = nn.LayerNorm(width)
-        self.mlp_in = nn.Linear(width, 4 * width)
-        self.mlp_out = nn.Linear(4 * width, width)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = x_BTD + self._drop(self._attend(self.attention_norm(x_BTD)))
-        return x_BTD + self._drop(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x_BTD)))))
-
-    def _attend(self, x_BTD: Tensor) -> Tensor:
-        query, key, value = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, heads, T, D / heads]
-            for part in self.attention_in(x_BTD).chunk(3, dim=-1)
-        )
-        dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        out_BTD: Tensor = self.attention_out(mixed.transpose(1, 2).flatten(-2))
-        return out_BTD
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training)
 
 
 class ResNet(nn.Module):

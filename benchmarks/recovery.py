@@ -11,7 +11,6 @@ after the other, each alone.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -19,12 +18,9 @@ import random
 import signal
 import statistics
 import sys
-import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -44,7 +40,7 @@ from benchmarks.contest import (
     hear,
 )
 from benchmarks.models import MODELS, loss_of
-from benchmarks.report import OUT, Cell, Out, Run, Sheet, read_names
+from benchmarks.report import OUT, Out, Row, Run, Sheet, read_names
 from benchmarks.step import StepJob, plain_step, use_loopback
 from phalanx.clock import now_s, pause
 
@@ -57,9 +53,13 @@ TITLES = {
     "ranks": "elastic\nranks",
     "torchrun": "torchrun\ngloo",
     "launch": "phalanx\nlaunch",
-    "ray": "Ray Train\ngloo",
 }
-_PEERS = {"torchrun", "ray"}
+_PEERS = {"torchrun"}
+_FIELDS = {
+    "running_s": "the step that was running",
+    "noticed_s": "the step that noticed it",
+    "whole_s": "all workers back",
+}
 
 
 # -- in a contestant's processes ---------------------------------------------------------------
@@ -213,50 +213,11 @@ def _train_by_ddp(job: RecoveryJob, life: int, tell: Tell) -> None:
     _train(step, lambda: fields if dist.get_rank() == 0 else None, tell)
 
 
-def _run_ray(job: RecoveryJob, tell: Tell) -> None:
-    """Be the driver of Ray Train, which starts all its workers again when one is lost."""
-    import ray.train  # only where it is installed
-    from ray.train.torch import TorchTrainer
-
-    ray.init(num_cpus=job.workers + 1, include_dashboard=False, log_to_driver=False)
-    with tempfile.TemporaryDirectory() as folder:
-        lines = Path(folder, "lines")
-        os.mkfifo(lines)
-        training = TorchTrainer(
-            _work_for_ray,
-            train_loop_config={"job": asdict(job), "folder": folder},
-            scaling_config=ray.train.ScalingConfig(num_workers=job.workers),
-            run_config=ray.train.RunConfig(
-                storage_path=folder, failure_config=ray.train.FailureConfig(max_failures=-1)
-            ),
-        )
-        threading.Thread(target=training.fit, daemon=True).start()
-        with open(os.open(lines, os.O_RDWR)) as told:  # for both: no end when a writer is killed
-            for line in told:
-                beat = Beat.from_line(line.encode())
-                if beat is not None:
-                    tell(beat)
-
-
-def _work_for_ray(config: dict[str, Any]) -> None:
-    """Be a worker of Ray Train: plain DDP, from the beginning each time."""
-    job, folder = RecoveryJob(**config["job"]), Path(config["folder"])
-    life = len(list(folder.glob("life-*")))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (folder / f"life-{life}").touch()
-    with (folder / "lines").open("w") as lines:
-        _train_by_ddp(
-            job, life, lambda beat: print(json.dumps(asdict(beat)), file=lines, flush=True)
-        )
-
-
 CONTESTANTS: dict[str, Callable[[RecoveryJob, Tell], None]] = {
     "processes": _run_trainer,
     "ranks": _run_elastic_rank,
     "torchrun": _run_rank,
     "launch": _run_rank,
-    "ray": _run_ray,
 }
 
 
@@ -301,7 +262,7 @@ def recovery(
     kills: Annotated[int, typer.Option(min=0, help="Worker processes that are killed.")] = 20,
     rank_kills: Annotated[int, typer.Option(min=0, help="Elastic ranks that are killed.")] = 20,
     restarts: Annotated[
-        int, typer.Option(min=0, help="Ranks of torchrun, `phalanx launch` and Ray Train.")
+        int, typer.Option(min=0, help="Ranks of torchrun and `phalanx launch`, which restart.")
     ] = 5,
     workers: Annotated[int, typer.Option(min=2, help="Worker processes, or ranks.")] = 2,
     seed: Annotated[int, typer.Option(help="Chooses the victims, and the moments.")] = 0,
@@ -313,32 +274,23 @@ def recovery(
     """
     read_names("model", model, MODELS)
     run = Run("recovery", out)
-    num_kills = {"processes": kills, "ranks": rank_kills}
-    num_kills |= dict.fromkeys(("torchrun", "launch", "ray"), restarts)
-    if not all(map(importlib.util.find_spec, ("ray", "pandas", "pyarrow"))):
-        run.console.print("Ray Train is not installed, so it is left out.")
-        del num_kills["ray"]
-    ordinary: dict[str, list[float]] = {}
+    num_kills = {"processes": kills, "ranks": rank_kills, "torchrun": restarts, "launch": restarts}
     done: dict[str, list[Kill]] = {}
-    failures = {}
-    with run.progress(sum(num_kills.values())) as show:
-        for name in filter(num_kills.get, num_kills):
-            job = RecoveryJob(contestant=name, model=model, workers=workers)
-            child = Child(name, _command(job, num_kills[name] + 1))
-            ordinary[name], done[name] = [], []
-            try:
-                chance = random.Random(seed)
-                _disturb(child, num_kills[name], chance, ordinary[name], done[name], show)
-            except ContestantFailed as error:
-                failures[name] = str(error)
-            finally:
-                end([child])
-    measured = {
-        name: {"ordinary_s": ordinary[name], "kills": [asdict(kill) for kill in done[name]]}
-        for name in ordinary
-    }
-    sheet = _sheet(ordinary, done, num_kills)
-    run.publish([sheet], measured, failures, excused=_PEERS)
+    for name in filter(num_kills.get, num_kills):
+        run.console.print(f"{TITLES[name]}: {num_kills[name]} kills".replace("\n", " "))
+        job = RecoveryJob(contestant=name, model=model, workers=workers)
+        child = Child(name, _command(job, num_kills[name] + 1))
+        ordinary: list[float] = []
+        done[name] = []
+        try:
+            _disturb(child, num_kills[name], random.Random(seed), ordinary, done[name])
+        except ContestantFailed as error:
+            run.failures[name] = str(error)
+        finally:
+            end([child])
+        run.measured[name] = {"ordinary_s": ordinary, "kills": list(map(asdict, done[name]))}
+    run.sheets.append(_sheet(run.measured, done, num_kills))
+    run.publish(excused=_PEERS)
 
 
 def _disturb(
@@ -347,7 +299,6 @@ def _disturb(
     chance: random.Random,
     ordinary: list[float],
     done: list[Kill],
-    show: Callable[[str], None],
 ) -> None:
     """Kill one worker after the other; add to the seconds of ordinary steps, and to the kills.
 
@@ -358,8 +309,7 @@ def _disturb(
         beat = _next(child)
         if number >= _WARMUP_STEPS:
             ordinary.append(beat.seconds)
-    for number in range(num_kills):
-        show(f"{child.name} · kill {number + 1} of {num_kills}")
+    for _ in range(num_kills):
         before = _settle(child)
         pause(chance.uniform(0.0, 2 * statistics.median(ordinary)))
         victim = chance.choice(before.pids)
@@ -417,21 +367,18 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 
 def _sheet(
-    ordinary: dict[str, list[float]], done: dict[str, list[Kill]], num_kills: dict[str, int]
+    measured: dict[str, Any], done: dict[str, list[Kill]], num_kills: dict[str, int]
 ) -> Sheet:
-    names = [name for name in TITLES if done.get(name)]
-    rows: list[tuple[Any, ...]] = [  # Any: a label, then cells
-        ("ordinary step, median", *(1e3 * statistics.median(ordinary[name]) for name in names)),
+    names = [name for name in done if done[name]]
+    medians = (statistics.median(measured[name]["ordinary_s"]) for name in names)
+    rows: list[Row] = [
+        ("ordinary step, median", *(1e3 * median_s for median_s in medians)),
         ("continued after a kill", *(f"{len(done[name])} of {num_kills[name]}" for name in names)),
     ]
-    fields = ("running_s", "noticed_s", "whole_s")
-    words = ("the step that was running", "the step that noticed it", "all workers back")
-    for field, label in zip(fields, words, strict=True):
+    for field, label in _FIELDS.items():
         for percent in (50, 99):
-            cells: list[Cell] = []
-            for name in names:
-                seconds = [getattr(kill, field) for kill in done[name]]
-                cells.append(1e3 * percentile(seconds, percent))
+            seconds = ([getattr(kill, field) for kill in done[name]] for name in names)
+            cells = (1e3 * percentile(each, percent) for each in seconds)
             rows.append((f"{label}, p{percent}", *cells))
     return Sheet("ms from kill -9 to the end of", [TITLES[name] for name in names], rows)
 

@@ -22,23 +22,26 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import phalanx
+from benchmarks.contest import Command, Outcome, T, compete
 from phalanx.cli.console import make_console
 from phalanx.errors import ConfigError
 
 _BUSY_LOAD = 0.5
 
+Rounds = Annotated[int, typer.Option(min=1, help="Turns of each contestant at each task.")]
+Names = Annotated[str, typer.Option(help="Which ones, separated by commas.")]
 Out = Annotated[Path, typer.Option(help="Folder for the JSON file; an older one is replaced.")]
 OUT = Path("out/bench")
-Cell = float | str | None
+Row = tuple[Any, ...]  # a label, and for each column a number, a string or None
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table. Each row has a label and a cell for each column, or a label only: a heading."""
+    """A table; a row of a label only is a heading."""
 
     title: str
     columns: Sequence[str]
-    rows: Sequence[tuple[str, *tuple[Cell, ...]]]
+    rows: Sequence[Row]
 
     def as_table(self) -> Table:
         """Return it for the terminal."""
@@ -54,11 +57,16 @@ class Sheet:
 
 
 class Run:
-    """One run of a benchmark: it prints where it runs, then what it found.
+    """One run of a benchmark: it prints where it runs, lets contestants compete, and reports.
 
     Args:
         name: Of the benchmark, and of its JSON file.
         out: The file's folder.
+
+    Attributes:
+        sheets: The tables of the report.
+        measured: Every number as it was taken, for the JSON file.
+        failures: By contestant, why it failed.
     """
 
     def __init__(self, name: str, out: Path) -> None:
@@ -66,12 +74,34 @@ class Run:
         self.out = out
         self.console = make_console()
         self.machine = describe_machine()
+        self.sheets: list[Sheet] = []
+        self.measured: dict[str, Any] = {}  # Any: JSON
+        self.failures: dict[str, str] = {}
         self.console.print(" · ".join(f"{key} {value}" for key, value in self.machine.items()))
         if self.machine["load"] > _BUSY_LOAD:
             self.console.print("The machine had other work; that may show.", style="yellow")
 
+    def compete(
+        self,
+        what: str,
+        commands: Mapping[str, Sequence[Command]],
+        questions: Mapping[T, int],
+        rounds: int,
+        *,
+        settle: int = 0,
+    ) -> Outcome[T]:
+        """Let contestants take turns, as `compete` does, and keep their answers under ``what``."""
+        with self._progress(len(commands) * len(questions) * rounds) as show:
+            outcome = compete(commands, questions, rounds, show, settle=settle)
+        self.measured[what] = {
+            name: {str(task): turns for task, turns in by_task.items()}
+            for name, by_task in outcome.answers.items()
+        }
+        self.failures.update({f"{name}, {what}": why for name, why in outcome.failures.items()})
+        return outcome
+
     @contextmanager
-    def progress(self, num_turns: int) -> Iterator[Callable[[str], None]]:
+    def _progress(self, num_turns: int) -> Iterator[Callable[[str], None]]:
         """Show a bar on a terminal; it is drawn between turns only, as drawing takes time."""
         columns = (BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(
@@ -85,42 +115,33 @@ class Run:
             task = bar.add_task("", total=num_turns)
             yield lambda doing: bar.update(task, advance=1, description=doing, refresh=True)
 
-    def publish(
-        self,
-        sheets: Sequence[Sheet],
-        measured: Any,  # JSON
-        failures: Mapping[str, str],
-        *,
-        excused: Collection[str] = (),
-    ) -> None:
+    def publish(self, *, excused: Collection[str] = ()) -> None:
         """Print the tables, and write the JSON file.
 
         Args:
-            measured: Every number as it was taken.
-            failures: By contestant, why it failed.
             excused: Contestants whose failure is no error.
 
         Raises:
             typer.Exit: A contestant failed, code 1.
         """
-        for sheet in sheets:
+        for sheet in self.sheets:
             self.console.print(sheet.as_table())
-        for name, cause in failures.items():
+        for name, cause in self.failures.items():
             self.console.print(f"{name} failed. {cause}", style="red")
         record = {
             "benchmark": self.name,
             "command": f"python -m benchmarks {shlex.join(sys.argv[1:])}",
             "machine": self.machine,
-            "tables": [asdict(sheet) for sheet in sheets],
+            "tables": [asdict(sheet) for sheet in self.sheets],
             # The first line: the others are of the machine that it ran on.
-            "failures": {name: cause.partition("\n")[0] for name, cause in failures.items()},
-            "measured": measured,
+            "failures": {name: cause.partition("\n")[0] for name, cause in self.failures.items()},
+            "measured": self.measured,
         }
         self.out.mkdir(parents=True, exist_ok=True)
         file = self.out / f"{self.name}.json"
         file.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         self.console.print(f"Wrote {file}.")
-        if set(failures) - set(excused):
+        if set(self.failures) - set(excused):
             raise typer.Exit(1)
 
 
@@ -170,22 +191,6 @@ def read_names(option: str, text: str, known: Collection[str]) -> list[str]:
     return names
 
 
-def read_counts(option: str, text: str, *, least: int) -> list[int]:
-    """Read whole numbers, separated by commas; return each once, in ascending order.
-
-    Example:
-        >>> read_counts("ranks", "4, 2,2", least=2)
-        [2, 4]
-    """
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or not all(word.isdecimal() and int(word) >= least for word in words):
-        raise ConfigError(
-            f"`--{option}` must be whole numbers from {least} on, separated by commas, but is "
-            f"{text!r}."
-        )
-    return sorted({int(word) for word in words})
-
-
 def ratio(above: float | None, below: float | None) -> float | None:
     """Return a quotient, if both are there."""
     return None if above is None or not below else above / below
@@ -205,7 +210,7 @@ def number(value: float) -> str:
     return f"{value:.2f}" if abs(value) >= 0.1 or value == 0 else f"{value:.2g}"
 
 
-def _shown(cell: Cell) -> str:
+def _shown(cell: float | str | None) -> str:
     if cell is None:
         return "–"
     return cell if isinstance(cell, str) else number(cell)

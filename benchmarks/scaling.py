@@ -15,19 +15,16 @@ times are the shortest ones, which other work on the machine disturbs least.
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any
 
 import torch
-import typer
 
-from benchmarks.contest import Step, compete
+from benchmarks.contest import Step, commands_of
 from benchmarks.models import MODELS, Batch, loss_of
-from benchmarks.report import OUT, Out, Run, Sheet, ratio, read_names
-from benchmarks.step import StepJob, commands_of
+from benchmarks.report import OUT, Names, Out, Rounds, Row, Run, Sheet, ratio, read_names
+from benchmarks.step import StepJob
 
 _MEASURED = (1, 2, 4)
 _SIMULATED = (8, 16, 32, 64)
@@ -103,42 +100,26 @@ class Costs:
         return microbatches / at_once * one_s + levels * self.add + self.optimizer / at_once
 
 
-def scaling(
-    models: Annotated[
-        str, typer.Option(help="Which models, separated by commas: mlp, cnn, gpt.")
-    ] = "mlp,cnn,gpt",
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each measured part.")] = 8,
-    out: Out = OUT,
-) -> None:
+def scaling(models: Names = "mlp,cnn,gpt", rounds: Rounds = 8, out: Out = OUT) -> None:
     """Simulate a step of up to 64 workers, and print its error against 1, 2 and 4 measured."""
     run = Run("scaling", out)
-    sheets, measured, failures = [], {}, {}
-    parts = [*(f"gradient-{share}" for share in _SHARES), "add", "optimizer"]
     for model in read_names("models", models, MODELS):
-        trainer = "trainer-m4"
-        with (
-            run.progress(rounds * (len(parts) + len(_MEASURED))) as show,
-            tempfile.TemporaryDirectory() as folder,
-        ):
-            commands = {}
-            for part in parts:
-                job: StepJob = PartJob(contestant=part, model=model, workers=1)
-                commands[part] = commands_of(job, folder)
-            for workers in _MEASURED:
-                job = StepJob(contestant=trainer, model=model, workers=workers)
-                commands[f"workers-{workers}"] = commands_of(job, folder)
-            outcome = compete(commands, {"step": _KEPT}, rounds, show, settle=_WARMUP)
-        measured[model] = outcome.record()
-        failures.update({f"{name} on {model}": why for name, why in outcome.failures.items()})
+        commands = {}
+        for part in (*(f"gradient-{share}" for share in _SHARES), "add", "optimizer"):
+            commands[part] = commands_of(PartJob(contestant=part, model=model, workers=1), 1)
+        for workers in _MEASURED:
+            job = StepJob(contestant="trainer-m4", model=model, workers=workers)
+            commands[f"workers-{workers}"] = commands_of(job, 1)
+        outcome = run.compete(model, commands, {"step": _KEPT}, rounds, settle=_WARMUP)
         if not outcome.failures:
             shortest = {name: min(outcome.all(name, "step")) for name in outcome.answers}
-            sheets.append(_sheet(model, shortest, run.machine["cores"]))
-    run.publish(sheets, measured, failures)
+            run.sheets.append(_sheet(model, shortest, run.machine["cores"]))
+    run.publish()
 
 
 def _sheet(model: str, shortest: Mapping[str, float], cores: int) -> Sheet:
     costs = Costs.fit(shortest)
-    rows: list[tuple[Any, ...]] = []  # Any: a label, then cells
+    rows: list[Row] = []
     one_s = costs.step_s(1, 1)
     for workers in _MEASURED:
         simulated_s, measured_s = costs.step_s(workers, cores), shortest[f"workers-{workers}"]

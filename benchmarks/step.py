@@ -1,7 +1,8 @@
 """``python -m benchmarks step``: a training step, Phalanx beside DDP and plain PyTorch.
 
 All contestants train the same model from the same weights, on the same batch of random data, with
-the same optimizer. Each sets its own number of threads, or has torch's.
+the same optimizer. Each sets its own number of threads, or has torch's. ``gpu`` is the same on all
+accelerators of the machine, with larger models.
 """
 
 from __future__ import annotations
@@ -10,13 +11,12 @@ import contextlib
 import os
 import socket
 import statistics
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -26,19 +26,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 import phalanx
 from benchmarks.contest import (
-    Command,
     Outcome,
     Step,
     Turn,
-    command_of,
-    compete,
+    commands_of,
     seconds_of,
     serve,
     time_steps,
 )
 from benchmarks.models import MODELS, Batch, Model, loss_of
-from benchmarks.report import OUT, Out, Run, Sheet, ratio, read_names
+from benchmarks.report import OUT, Names, Out, Rounds, Row, Run, Sheet, ratio, read_names
 from phalanx.clock import now_s, pause
+from phalanx.errors import UnsupportedError
 
 _KEPT = 3  # steps of a turn on the CPU that count
 _WARMUP = 4
@@ -56,16 +55,14 @@ class StepJob:
         workers: Replicas, ranks or threads; on accelerators one for each device.
         device: The kind of device: cpu, cuda, xpu, …
         rank: Of this process.
-        folder: Where the processes of a contestant meet.
         slow: How many times as slow as the others one worker is.
     """
 
-    contestant: str
-    model: str
     workers: int
+    contestant: str = ""
+    model: str = ""
     device: str = "cpu"
     rank: int = 0
-    folder: str = ""
     slow: float = 1.0
 
     def run(self) -> None:
@@ -87,7 +84,7 @@ class StepJob:
             torch.accelerator.set_device_index(self.rank)
         module, batch = self.what.make(self.devices[self.rank])
         if self.slow > 1:
-            module = SlowInOneWorker(module, self.slow, Path(self.folder, "slow"))
+            module = SlowInOneWorker(module, self.slow)
         with CONTESTANTS[self.contestant].open(self, module, batch) as step:
             yield step
 
@@ -136,22 +133,21 @@ class SlowInOneWorker(nn.Module):
     Args:
         module: The module.
         times: How many times as long.
-        claim: A file that names the worker.
     """
 
-    def __init__(self, module: nn.Module, times: float, claim: Path) -> None:
+    def __init__(self, module: nn.Module, times: float) -> None:
         super().__init__()
         self.module = module
         self.times = times
-        self.claim = claim
 
     def forward(self, inputs: Tensor) -> Tensor:
         since_s = now_s()
         outputs: Tensor = self.module(inputs)
         me = f"{os.getpid()} {threading.get_ident()}"
-        with contextlib.suppress(FileExistsError), self.claim.open("x") as file:
+        claim = Path("slow")  # in the contestant's folder
+        with contextlib.suppress(FileExistsError), claim.open("x") as file:
             file.write(me)
-        if self.claim.read_text() == me:  # a backward pass takes about twice the time
+        if claim.read_text() == me:  # a backward pass takes about twice the time
             pause(3 * (self.times - 1) * (now_s() - since_s))
         return outputs
 
@@ -216,13 +212,12 @@ def _plain(*, threads: int | None = None, pieces: int = 1) -> Opener:
 
 
 @contextmanager
-def process_group(backend: str, rank: int, size: int, folder: str) -> Iterator[None]:
-    """Be a rank, with one thread; ranks meet on the loopback interface."""
+def process_group(backend: str, rank: int, size: int) -> Iterator[None]:
+    """Be a rank, with one thread; ranks meet in the contestant's folder."""
     torch.set_num_threads(1)
     use_loopback("GLOO")
-    dist.init_process_group(
-        backend, init_method=f"file://{folder}/store", rank=rank, world_size=size
-    )
+    store = f"file://{Path('store').absolute()}"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=size)
     try:
         yield
     finally:
@@ -245,7 +240,7 @@ def _ddp(backend: str = "", microbatches: int | None = None, *, pieces: int = 1)
     @contextmanager
     def open_step(job: StepJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
         name = backend or _BACKENDS.get(job.device, "gloo")
-        with process_group(name, job.rank, job.workers, job.folder):
+        with process_group(name, job.rank, job.workers):
             mine = [whole.chunk(job.workers)[job.rank].contiguous() for whole in batch]
             wrapped: nn.Module = (
                 DistributedDataParallel(module)
@@ -329,6 +324,9 @@ CONTESTANTS: dict[str, Contestant] = {
     ),
 }
 BY_DEFAULT = "single,threads,ddp,ddp-phalanx,dataparallel,trainer,trainer-m4,processes,processes-m4"
+ON_ACCELERATORS = (
+    "single,single-m4,nn-dataparallel,ddp,our-ddp,dataparallel,trainer,trainer-m1,trainer-m4"
+)
 
 # -- the contest -------------------------------------------------------------------------------
 
@@ -349,59 +347,65 @@ def step(
     out: Out = OUT,
 ) -> None:
     """Time one training step: Trainer and DataParallel beside DDP and plain PyTorch."""
-    job = StepJob(contestant="", model="", workers=workers, device=device, slow=slow)
-    run = Run("step", out)
-    measure_steps(
-        run,
-        job,
-        read_names("models", models, MODELS),
-        read_names("contestants", contestants, CONTESTANTS),
-        rounds=-(-steps // _KEPT),
-    )
+    job = StepJob(workers=workers, device=device, slow=slow)
+    run_steps(Run("step", out), job, models, contestants, rounds=-(-steps // _KEPT))
 
 
-def measure_steps(
-    run: Run, job: StepJob, models: Sequence[str], names: Sequence[str], *, rounds: int
+def gpu(
+    models: Names = "mlp,resnet50,resnet50-256,gpt2,gpt2-dropout",
+    contestants: Names = ON_ACCELERATORS,
+    rounds: Rounds = 4,
+    device: Annotated[
+        str, typer.Option(help="The kind of device; with cpu the benchmark itself can be tried.")
+    ] = "cuda",
+    count: Annotated[
+        int | None, typer.Option(min=1, help="How many devices.", show_default="all there are")
+    ] = None,
+    out: Out = OUT,
 ) -> None:
+    """Time one training step on accelerators, beside plain torch, nn.DataParallel and DDP."""
+    there = 2 if device == "cpu" else torch.get_device_module(device).device_count()
+    if not there:
+        raise UnsupportedError(
+            f"This needs a device of kind {device!r}, but torch sees none; `phalanx doctor` may "
+            "say why. Give `--device cpu` to try the benchmark itself."
+        )
+    run = Run("gpu", out)
+    if device == "cuda":
+        run.machine["accelerator"] = torch.cuda.get_device_name(0)
+    job = StepJob(workers=count or there, device=device)
+    run_steps(run, job, models, contestants, rounds=rounds)
+
+
+def run_steps(run: Run, job: StepJob, models: str, contestants: str, *, rounds: int) -> None:
     """Let contestants take turns at one model after the other, and publish the result.
 
     Args:
         run: Takes the result.
         job: All but the contestant and the model.
         models: Which models.
-        names: Which contestants; those that do not run on the job's device are left out.
+        contestants: Which contestants; those that do not run on the job's device are left out.
         rounds: Turns of each contestant.
     """
-    names = [name for name in names if CONTESTANTS[name].runs_on(job.device)]
-    sheets, measured, failures = [], {}, {}
-    for model in models:
-        with run.progress(len(names) * rounds) as show:
-            outcome = compete_at(replace(job, model=model), names, rounds, show)
-        sheets.append(_sheet(replace(job, model=model), outcome))
-        measured[model] = outcome.record()
-        failures.update({f"{name} on {model}": why for name, why in outcome.failures.items()})
-    run.publish(sheets, measured, failures)
+    names = read_names("contestants", contestants, CONTESTANTS)
+    for model in read_names("models", models, MODELS):
+        of_model = replace(job, model=model)
+        run.sheets.append(_sheet(of_model, compete_at(run, of_model, names, rounds)))
+    run.publish()
 
 
-def compete_at(
-    job: StepJob, names: Sequence[str], rounds: int, show: Callable[[str], None]
-) -> Outcome[str]:
+def compete_at(run: Run, job: StepJob, names: Sequence[str], rounds: int) -> Outcome[str]:
     """Let contestants take turns at the job's model."""
     on_cpu = job.device == "cpu"
-    question = _KEPT if on_cpu else job.what.steps
-    with tempfile.TemporaryDirectory() as folder:
-        commands = {name: commands_of(replace(job, contestant=name), folder) for name in names}
-        settle = _WARMUP if on_cpu else 0
-        return compete(commands, {"step": question}, rounds, show, settle=settle)
-
-
-def commands_of(job: StepJob, folder: str) -> list[Command]:
-    """Return the command lines of a contestant, which meets in a folder of its own."""
-    place = Path(folder, f"{job.contestant}-{job.workers}")
-    place.mkdir()
-    known = CONTESTANTS.get(job.contestant)
-    ranks = range(job.workers if known is not None and known.ranks else 1)
-    return [command_of(replace(job, rank=rank, folder=str(place))) for rank in ranks]
+    commands = {
+        name: commands_of(
+            replace(job, contestant=name), job.workers if CONTESTANTS[name].ranks else 1
+        )
+        for name in names
+        if CONTESTANTS[name].runs_on(job.device)
+    }
+    questions = {"step": _KEPT if on_cpu else job.what.steps}
+    return run.compete(job.model, commands, questions, rounds, settle=_WARMUP if on_cpu else 0)
 
 
 def _sheet(job: StepJob, outcome: Outcome[str]) -> Sheet:
@@ -412,7 +416,7 @@ def _sheet(job: StepJob, outcome: Outcome[str]) -> Sheet:
         found[name] = [[step_s] for turn in turns for step_s in turn] if on_cpu else turns
     medians = {name: statistics.median(each[0] for each in found[name]) for name in found}
     plain = medians.get("threads", medians.get("single"))
-    rows: list[tuple[Any, ...]] = []  # Any: a label, then cells
+    rows: list[Row] = []
     for name, median_s in medians.items():
         title = CONTESTANTS[name].title.format(workers=job.workers)
         cells: list[float | None] = [1e3 * median_s, 1e3 * min(each[0] for each in found[name])]

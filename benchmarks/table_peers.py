@@ -47,7 +47,7 @@ def _rpc_add(rows: Tensor, delta: Tensor) -> None:
 
 
 @contextmanager
-def rpc_matrix(rank: int, num_workers: int, num_rows: int, folder: str) -> Iterator[Access]:
+def rpc_matrix(rank: int, num_workers: int, num_rows: int) -> Iterator[Access]:
     """Be a worker, or the server, whose rank is the last."""
     from torch.distributed import rpc  # slow, and nobody else needs it
 
@@ -56,7 +56,7 @@ def rpc_matrix(rank: int, num_workers: int, num_rows: int, folder: str) -> Itera
     if rank == num_workers:
         _owned = torch.zeros(num_rows, COLS)
     options = rpc.TensorPipeRpcBackendOptions(
-        init_method=f"file://{folder}/rpc", rpc_timeout=PATIENCE_S
+        init_method=f"file://{Path('rpc').absolute()}", rpc_timeout=PATIENCE_S
     )
     rpc.init_rpc(f"rank{rank}", rank=rank, world_size=num_workers + 1, rpc_backend_options=options)
     server = f"rank{num_workers}"
@@ -88,9 +88,9 @@ def has_ray() -> bool:
 
 
 @contextmanager
-def ray_matrix(rank: int, num_rows: int, folder: str) -> Iterator[Access]:
+def ray_matrix(rank: int, num_rows: int) -> Iterator[Access]:
     """Be a worker; the first one starts Ray, and the actor."""
-    place = Path(folder, "ray")
+    place = Path("ray")
     until_s = now_s() + PATIENCE_S
     while rank > 0 and not place.exists():
         if now_s() > until_s:

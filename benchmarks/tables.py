@@ -11,19 +11,18 @@ each system adds, and not how fast memory is.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from torch import Tensor
 
-from benchmarks.contest import Command, Turn, command_of, compete, seconds_of, serve
-from benchmarks.report import OUT, Cell, Out, Run, Sheet, ratio, read_names
+from benchmarks.contest import Turn, commands_of, seconds_of, serve
+from benchmarks.report import OUT, Names, Out, Rounds, Row, Run, Sheet, ratio, read_names
 from benchmarks.table_peers import COLS, PATIENCE_S, Access, has_ray, ray_matrix, rpc_matrix
 from phalanx import tables as phalanx_tables
 from phalanx.clock import now_s
@@ -74,13 +73,11 @@ class TableJob:
 
     Args:
         rows: Of the matrix.
-        folder: Where the processes of a contestant meet.
         workers: Processes that get and add; a server comes behind them.
     """
 
     contestant: str
     rows: int
-    folder: str
     workers: int = 2
     rank: int = 0
 
@@ -120,7 +117,7 @@ class TableJob:
 
     def join(self, what: str, num_workers: int) -> phalanx_tables.TableGroup:
         """Join a group of tables on this host."""
-        name = f"bench-{Path(self.folder).name}-{self.contestant}-{what}"
+        name = f"bench-{Path.cwd().parent.name}-{self.contestant}-{what}"
         return phalanx_tables.join(name, num_workers=num_workers, timeout_s=PATIENCE_S)
 
     def _take_turn(
@@ -211,14 +208,14 @@ def _torch(job: TableJob) -> Iterator[Mapping[str, Access]]:
 @contextmanager
 def rpc(job: TableJob) -> Iterator[Mapping[str, Access]]:
     """Use torch RPC; no worker is at home in the server."""
-    with rpc_matrix(job.rank, job.workers, job.rows, job.folder) as access:
+    with rpc_matrix(job.rank, job.workers, job.rows) as access:
         yield {"matrix": access} if job.rank < job.workers else {}
 
 
 @contextmanager
 def ray(job: TableJob) -> Iterator[Mapping[str, Access]]:
     """Use an actor of Ray."""
-    with ray_matrix(job.rank, job.rows, job.folder) as access:
+    with ray_matrix(job.rank, job.rows) as access:
         yield {"matrix": access}
 
 
@@ -242,42 +239,28 @@ def choose(run: Run, contestants: str, known: Mapping[str, object]) -> list[str]
     return names
 
 
-def commands_of(job: TableJob) -> list[Command]:
-    """Return the command lines of a contestant."""
-    return [command_of(replace(job, rank=rank)) for rank in range(job.num_processes)]
-
-
 def tables(
-    contestants: Annotated[
-        str, typer.Option(help="Which contestants, separated by commas.")
-    ] = ",".join(CONTESTANTS),
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each contestant at each task.")] = 8,
+    contestants: Names = "phalanx,torch,rpc,ray",
+    rounds: Rounds = 8,
     rows: Annotated[int, typer.Option(min=1, help="Rows of the matrix.")] = 1_000_000,
     out: Out = OUT,
 ) -> None:
     """Time get and add of rows: tables beside torch RPC, a Ray actor and torch's own kernels."""
     run = Run("tables", out)
     names = choose(run, contestants, CONTESTANTS)
-    with (
-        run.progress(rounds * len(names) * len(TASKS)) as show,
-        tempfile.TemporaryDirectory() as folder,
-    ):
-        commands = {
-            name: commands_of(TableJob(contestant=name, rows=rows, folder=folder)) for name in names
-        }
-        questions = {task: number for number, task in enumerate(TASKS)}
-        outcome = compete(commands, questions, rounds, show)
+    jobs = [TableJob(contestant=name, rows=rows) for name in names]
+    commands = {job.contestant: commands_of(job, job.num_processes) for job in jobs}
+    questions = {task: number for number, task in enumerate(TASKS)}
+    outcome = run.compete("2 workers", commands, questions, rounds)
     medians = {task: outcome.medians(task) for task in TASKS}
-    sheets = [
-        latencies(f"{rows:,} × {COLS} float32, 2 workers: median µs", names, medians),
-        _rates(names, medians),
-    ]
-    run.publish(sheets, outcome.record(), outcome.failures)
+    title = f"{rows:,} × {COLS} float32, 2 workers: median µs"
+    run.sheets += [latencies(title, names, medians), _rates(names, medians)]
+    run.publish()
 
 
 def latencies(title: str, names: list[str], medians: Mapping[Task, Mapping[str, float]]) -> Sheet:
     """Return the microseconds of each task of one worker."""
-    found: list[tuple[Any, ...]] = []  # Any: a label, then cells
+    found: list[Row] = []
     for task, by_name in medians.items():
         if not task.workers:
             seconds = (by_name.get(name) for name in names)
@@ -286,9 +269,9 @@ def latencies(title: str, names: list[str], medians: Mapping[Task, Mapping[str, 
 
 
 def _rates(names: list[str], medians: Mapping[Task, Mapping[str, float]]) -> Sheet:
-    found: list[tuple[Any, ...]] = []  # Any: a label, then cells
+    found: list[Row] = []
     for task, by_name in medians.items():
-        cells: list[Cell] = []
+        cells: list[float | None] = []
         for name in names:
             per_s = ratio(task.rows, by_name.get(name))
             cells.append(per_s and per_s * (4e-9 if task.of == "array" else 1e-6))

@@ -47,7 +47,7 @@ def test_a_benchmark_measures_all_contestants_and_writes_its_report(
 def test_a_contestant_that_fails_is_named_and_the_others_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def commands_of(job: StepJob, _: str) -> list[tuple[str, ...]]:
+    def commands_of(job: StepJob, _: int) -> list[tuple[str, ...]]:
         program = "raise SystemExit('no luck')" if job.contestant == "ddp" else STUB
         return [(sys.executable, "-S", "-c", program)]
 
@@ -58,7 +58,7 @@ def test_a_contestant_that_fails_is_named_and_the_others_are_measured(
     assert "no luck" in result.output
     record = json.loads((tmp_path / "step.json").read_text())
     assert list(record["measured"]["mlp"]) == ["trainer"]
-    assert list(record["failures"]) == ["ddp on mlp"]
+    assert list(record["failures"]) == ["ddp, mlp"]
 
 
 @pytest.mark.parametrize(
