@@ -1,5 +1,4 @@
 """Gradient compression for DDP's hook, `phalanx.distributed.codec_hook`."""
 
 from phalanx.codecs.codec import Cast, Codec, Payload
-from phalanx.codecs.feedback import Feedback, resolve_codec
-from phalanx.codecs.lossy import OneBit, TopK
+from phalanx.codecs.lossy import Feedback, OneBit, TopK, resolve_codec

@@ -29,7 +29,7 @@ class Shards:
     """An optimizer in shards, and the last addition to the gradients of each.
 
     A step calls :meth:`take`, then for every shard, in that shard's thread, :meth:`add` and
-    :meth:`step`, then :meth:`finish`. An optimizer that cannot be cut (see :func:`is_cut`) is
+    :meth:`step`, then :meth:`finish`. An optimizer that cannot be cut (see :func:`can_be_cut`) is
     stepped with the first shard.
 
     Args:
@@ -72,7 +72,7 @@ class Shards:
 
     def take(self, result: RunResult) -> None:
         """Take over the sums of a run and the options of now."""
-        if is_cut(self.optimizer):
+        if can_be_cut(self.optimizer):
             self._parts = [(self._part(own), own) for own in self._shards]
         else:  # the first shard is the whole
             self._parts = [(self.optimizer, []) for _ in self._shards]
@@ -159,7 +159,7 @@ class Shards:
         self._num_states = len(state)
 
 
-def is_cut(optimizer: Optimizer) -> bool:
+def can_be_cut(optimizer: Optimizer) -> bool:
     """Tell whether ``optimizer`` may be stepped in shards: its `step` is torch's, without hooks.
 
     Whatever else was done to it is meant for the whole of it.

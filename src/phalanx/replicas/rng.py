@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -37,9 +37,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from phalanx.errors import UnsupportedError
-from phalanx.replicas.recurrent import RECURRENT, run_layer_by_layer
 from phalanx.replicas.rng_mode import RngMode
 
+RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 _DRAWS = torch.Tag.nondeterministic_seeded
 _PACKET, _OVERLOAD = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
 _WRITTEN_IN_C = (
@@ -315,6 +315,38 @@ def has_fused_evaluation(module: nn.Module) -> bool:
     """Tell whether torch evaluates a part of ``module`` in one kernel, unless a mode sees calls."""
     kinds = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
     return any(isinstance(each, kinds) for each in module.modules())
+
+
+def run_layer_by_layer(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Call a function of `RECURRENT` once for each layer, with dropout between the calls.
+
+    An accelerator's kernel for all layers draws from its own state, which carries over from call
+    to call.
+
+    Args:
+        func: The function.
+        args: As torch's modules give them: a padded batch, or packed data and its batch sizes;
+            then states, weights, biases or not, layers, dropout, training, both directions or not.
+
+    Returns:
+        The outputs of the last layer, and the last states of all layers.
+    """
+    is_padded = isinstance(args[3], bool)
+    values, *sizes = args[: 1 if is_padded else 2]
+    states, weights, biases, layers, dropout, train, both, *rest = args[1 + len(sizes) :]
+    is_lstm = not isinstance(states, torch.Tensor)
+    per_layer = len(weights) // layers
+    directions = 2 if both else 1
+    last = []
+    for layer in range(layers):
+        if layer > 0:
+            values = F.dropout(values, dropout, train)
+        place = slice(layer * directions, (layer + 1) * directions)
+        own = tuple([each[place] for each in states]) if is_lstm else states[place]
+        own_weights = weights[layer * per_layer : (layer + 1) * per_layer]
+        values, *ends = func(values, *sizes, own, own_weights, biases, 1, 0.0, train, both, *rest)
+        last.append(ends)
+    return (values, *[torch.cat(ends) for ends in zip(*last, strict=True)])
 
 
 def _is_one_draw(func: Any) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.random import mtrand  # where `np.random`'s functions come from
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from phalanx.replicas import derive_seed
 from phalanx.torch_internals import has_workers
@@ -78,24 +78,12 @@ class Reader:
     def _read(self, end: Any) -> None:
         assert self._batches is not None
         try:
-            known = self._count_late_generators()
             with self._drawing(self._num_read + 1):
                 self._batch = next(self._batches, end)
-            if self._count_late_generators() > known:  # begin again, now that they can be seeded
-                self._begin()
-                with self._drawing(self._num_read + 1):
-                    self._batch = next(self._batches, end)
         except BaseException:
             self._batches = None
             raise
         self._num_read += 1
-
-    def _count_late_generators(self) -> int:
-        """Count the loader's generators before and after the first batch: some make them there."""
-        loader = self._loader
-        if self._num_read or not isinstance(loader, DataLoader):
-            return 0
-        return 0 if isinstance(loader.dataset, IterableDataset) else len(_generators_of(loader))
 
     @contextmanager
     def _drawing(self, place: int) -> Iterator[None]:

@@ -63,7 +63,7 @@ class Position(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class RunProgress:
+class RunPosition:
     """The position of a run and its settings: a part of its state."""
 
     seed: int

@@ -21,7 +21,7 @@ from phalanx.metrics import Metrics
 from phalanx.replicas import generator_states, set_generators
 from phalanx.torch_internals import pytree
 from phalanx.train.checkpoint import Content, check_storable, copied, unpack
-from phalanx.train.position import RunProgress
+from phalanx.train.position import RunPosition
 
 _EXTRA = "_extra_state"  # torch's name for what `get_extra_state()` returns
 _MADE_OF = "made of"
@@ -61,7 +61,7 @@ class TrainerState:
         *,
         callbacks: Sequence[EventHandler],
         metrics: Metrics,
-        progress: RunProgress,
+        progress: RunPosition,
     ) -> None:
         self._module, self._optimizer, self._scheduler = module, optimizer, scheduler
         self._parts: dict[str, Stateful] = {

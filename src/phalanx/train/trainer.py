@@ -25,12 +25,12 @@ from phalanx.train.dispatcher import EventDispatcher
 from phalanx.train.evaluation import Evaluation, enter_training
 from phalanx.train.objective import Objective
 from phalanx.train.order import Reader, length_of
-from phalanx.train.position import Loss, Position, RunProgress
+from phalanx.train.position import Loss, Position, RunPosition
 from phalanx.train.state import TrainerState, join_ranks
 from phalanx.train.step import Engine
 from phalanx.train.trainer_arguments import (
+    check_between_steps,
     check_fit,
-    check_moment,
     check_options,
     make_optimizer,
     make_scheduler,
@@ -147,7 +147,7 @@ class Trainer:
         self._metrics = Metrics(metrics or {}, Joining(layout))
         self._reader = Reader(seed)
         self._events = EventDispatcher(callbacks, choice)
-        self._progress = RunProgress(seed=seed, microbatches=microbatches)
+        self._progress = RunPosition(seed=seed, microbatches=microbatches)
         self._last_step: int | None = None  # at which the running `fit` ends, here or at peers
         self._in_step = self._closed = self._stopped = self._in_fit = False
         for callback in callbacks:
@@ -245,7 +245,7 @@ class Trainer:
             ConfigError: The loader yields nothing; or a batch cannot work: its step is refused.
         """
         check_fit(loader, validate, epochs, steps)
-        check_moment(closed=self._closed)
+        check_between_steps(closed=self._closed)
         self.join()
         if epochs is not None and self.epochs >= epochs:
             warn_user(
@@ -302,7 +302,7 @@ class Trainer:
             PeerTimeout: The other ranks did not come.
             StateError: They train something else, or have finished.
         """
-        check_moment(closed=self._closed, in_step=self._in_step)
+        check_between_steps(closed=self._closed, in_step=self._in_step)
         elastic = self._choice.elastic
         if elastic is not None and not elastic.entered:
             about = lambda: describe_rank(self.module, self._engine.workloads)  # noqa: E731
@@ -338,7 +338,7 @@ class Trainer:
         are forked at the start of each epoch, :meth:`evaluate` and :meth:`predict`. Call this after
         another change in between: inside a list or another object, or to a global variable.
         """
-        check_moment(closed=self._closed, in_step=self._in_step)
+        check_between_steps(closed=self._closed, in_step=self._in_step)
         self._engine.refresh()
 
     def evaluate(self, loader: Iterable[Nested]) -> dict[str, float]:
@@ -449,7 +449,7 @@ class Trainer:
     def _step(self, batch: Nested, *, in_epoch: bool) -> StepDone:
         """Do one update, repeat it where ranks have changed meanwhile, and tell the callbacks."""
         start_s = now_s()
-        check_moment(closed=self._closed, in_step=self._in_step)
+        check_between_steps(closed=self._closed, in_step=self._in_step)
         self._engine.open()
         if self._choice.kind == "ranks":
             self._engine.executor.admit()
@@ -463,7 +463,7 @@ class Trainer:
 
     def _update(self, batch: Nested, start_s: float, *, in_epoch: bool) -> StepDone:
         """Do one update, and move the position on; metrics are an epoch's, as its loss is."""
-        check_moment(closed=self._closed)  # by a signal's handler, or in the attempt before
+        check_between_steps(closed=self._closed)  # by a signal's handler, or in the attempt before
         progress = self._progress
         before = progress.position
         metrics = self._metrics if in_epoch and self._metrics else None
@@ -503,7 +503,7 @@ class Trainer:
             CheckpointError: It cannot be written there; what was there before is whole.
             StateError: Called during a step, by a signal's handler or another thread.
         """
-        check_moment(closed=self._closed, in_step=self._in_step)
+        check_between_steps(closed=self._closed, in_step=self._in_step)
         path = Path(folder)
         self.join()
         self._engine.check_whole()
@@ -520,7 +520,7 @@ class Trainer:
                 changed then.
             StateError: As with :meth:`save`.
         """
-        check_moment(closed=self._closed, in_step=self._in_step)
+        check_between_steps(closed=self._closed, in_step=self._in_step)
         self._restore(read_checkpoint(Path(folder)), f"Checkpoint `{folder}`")
 
     def _restore(self, content: Content, source: str) -> None:

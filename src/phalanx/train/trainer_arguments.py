@@ -110,7 +110,7 @@ def read_intra_op(
     return default_intra_op([*devices] * (num_ranks_here() if choice.kind == "ranks" else 1))
 
 
-def check_moment(*, closed: bool, in_step: bool = False) -> None:
+def check_between_steps(*, closed: bool, in_step: bool = False) -> None:
     """Refuse a call to a trainer that was closed, or in the middle of its step."""
     if closed:
         raise StateError("The trainer must be open, but was closed. Make a new one and `resume()`.")

@@ -13,8 +13,7 @@ from torch.utils import _pytree as pytree
 
 from phalanx.errors import UnsupportedError
 from phalanx.replicas import derive_seed
-from phalanx.replicas.recurrent import RECURRENT, run_layer_by_layer
-from phalanx.replicas.rng import is_drawing_operator, may_call_draw
+from phalanx.replicas.rng import RECURRENT, is_drawing_operator, may_call_draw, run_layer_by_layer
 from phalanx.replicas.rng_mode import RngMode
 
 

@@ -22,8 +22,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from phalanx.compat.mxnet.batches import read_descs
-from phalanx.compat.mxnet.binding import Binding, BoundBatch
+from phalanx.compat.mxnet.binding import Binding, BoundBatch, read_descs
 from phalanx.compat.mxnet.monitor import Monitor
 from phalanx.compat.mxnet.outputs import Outputs
 from phalanx.compat.mxnet.parameters import copy_into, copy_out, share_tensors

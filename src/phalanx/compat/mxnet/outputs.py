@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.compat.mxnet.batches import DataDesc
+from phalanx.compat.mxnet.binding import DataDesc
 from phalanx.errors import ConfigError
 from phalanx.plan import Merging, flatten, leaf_paths
 from phalanx.types import Nested
