@@ -43,6 +43,7 @@ from phalanx.tables.values import outside
 _LOCK_S = 10.0  # a lock is held for microseconds, unless its owner is halted
 _BACK_S, _AFTER_A_START_S = 2.0, 10.0
 _INCARNATION_BITS = 40
+_MOST_KEPT_BYTES = 32 << 20
 _READING = {Operation.GET, Operation.SNAPSHOT, Operation.KEYS}
 
 _Kind = tuple[torch.dtype, tuple[int, ...]]
@@ -63,6 +64,7 @@ class HostService:
         self._context = context
         self._tables: dict[str, OwnPart] = {}
         self._mutex = threading.Lock()
+        self._of_thread = threading.local()
         self._connections: Counter[tuple[int, int]] = Counter()  # of a worker and incarnation
         self._ended_s: dict[tuple[int, int], float] = {}  # when the last of one did
         self._began_s = now_s()
@@ -162,9 +164,19 @@ class HostService:
         most = max(spec.rows, MAX_BYTES // (spec.cols * spec.dtype.itemsize))
         if num_rows > most:
             raise ConfigError(f"A get must be of at most {most} rows, but is of {num_rows}.")
-        out = torch.empty((num_rows, spec.cols), dtype=spec.dtype, device="cpu")
+        out = self._memory(num_rows * spec.cols * spec.dtype.itemsize)
+        out = out.view(spec.dtype).view(num_rows, spec.cols)
         table.part.read(rows, out, asked.timeout_s)
         return Answer(tensors=[out])
+
+    def _memory(self, nbytes: int) -> Tensor:
+        """Return memory, this connection's until its next get: new pages cost as much as a copy."""
+        kept: Tensor | None = getattr(self._of_thread, "memory", None)
+        if kept is None or kept.nbytes < nbytes:
+            kept = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            if nbytes <= _MOST_KEPT_BYTES:
+                self._of_thread.memory = kept
+        return kept[:nbytes]
 
     def _add(self, asked: Message) -> Answer:
         """Make an add, or write it down for a round."""
