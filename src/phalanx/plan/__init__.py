@@ -21,5 +21,5 @@ from phalanx.plan.slices import (
     read_workloads,
     workload_sizes,
 )
-from phalanx.plan.staleness import Behind, Staleness
+from phalanx.plan.staleness import Staleness
 from phalanx.plan.tree import Node, SummationTree

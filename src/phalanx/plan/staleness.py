@@ -1,4 +1,4 @@
-"""The lead with which a worker may read: a pure decision over all workers' clocks.
+"""The lead with which a worker may read: a bound on the difference of clocks.
 
 clock      0 1 2 3 4 5            bound 2: a worker at 5 reads when all are at 3 or more
 fastest    ─ ─ ─ ─ ─ ●
@@ -7,18 +7,9 @@ slowest    ─ ─ ● ← waits for this one
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from phalanx.errors import ConfigError
-
-
-class Behind(NamedTuple):
-    """The worker that others wait for, and the clock that it must reach."""
-
-    worker: int
-    clock: int
 
 
 @dataclass(frozen=True)
@@ -32,10 +23,8 @@ class Staleness:
         ConfigError: The bound is negative or no integer.
 
     Example:
-        >>> Staleness(2).waits_for(0, {0: 5, 1: 2, 2: 4})
-        Behind(worker=1, clock=3)
-        >>> Staleness(None).waits_for(0, {0: 5, 1: 0}) is None
-        True
+        >>> Staleness(2).as_argument, Staleness(0).is_bulk_synchronous
+        ('staleness=2', True)
 
     Source: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter
     server", NIPS 2013, §3; bound ``max_delay`` of the first Multiverso.
@@ -65,21 +54,3 @@ class Staleness:
         if self.is_bulk_synchronous:
             return "sync=True"
         return None if self.bound is None else f"staleness={self.bound}"
-
-    def waits_for(
-        self, worker: int, clock_by_worker: Mapping[int, int], *, ahead: int = 0
-    ) -> Behind | None:
-        """Return the slowest of the others if ``worker`` must wait for it, else None.
-
-        Args:
-            worker: If its own clock is not in the mapping (it has left), it does not wait.
-            clock_by_worker: Finished rounds of every worker who still counts.
-            ahead: Rounds beyond the bound: 1 to begin a round, as the bound is on what is read, and
-                a round begins with adds.
-        """
-        others = [(clock, other) for other, clock in clock_by_worker.items() if other != worker]
-        if self.bound is None or not others or worker not in clock_by_worker:
-            return None
-        clock, slowest = min(others)
-        needed = clock_by_worker[worker] - self.bound - ahead
-        return Behind(slowest, needed) if clock < needed else None

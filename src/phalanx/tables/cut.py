@@ -58,7 +58,6 @@ class Cut:
         sizes = equal_sizes(spec.rows, num_hosts)
         self._starts = list(accumulate(sizes, initial=spec.first_row))
         self._bounds = np.array(self._starts[1:-1], dtype=np.int64)
-        self._own_start, self._own_stop = self._starts[host], self._starts[host + 1]
 
     # --- ranges of rows ---------------------------------------------------------------------------
 
@@ -66,14 +65,6 @@ class Cut:
         """Return where a part's rows lie in a tensor of all rows."""
         first = self._spec.first_row
         return slice(self._starts[index] - first, self._starts[index + 1] - first)
-
-    def is_own(self, rows: Tensor | None) -> bool:
-        """Tell whether this host has all of these rows, None for all there are."""
-        if rows is None:
-            return self.num_parts == 1
-        if self._spec.has_keys:
-            return self.num_parts == 1 or not rows.numel()
-        return all_within(rows, self._own_stop - self._own_start, self._own_start)
 
     # --- lists of rows ----------------------------------------------------------------------------
 
@@ -93,7 +84,7 @@ class Cut:
         """
         if rows is None:
             return None, [Share(index, None, self.span(index)) for index in range(self.num_parts)]
-        index = self._only_part(rows)
+        index = self.only_part(rows)
         if index is not None:
             return None, [Share(index, rows, slice(None))]
         # In numpy: it needs half of torch's time for few rows, and sorts small numbers by counting.
@@ -106,11 +97,14 @@ class Cut:
         shares = [Share(i, sorted_rows[s], s) for i, s in enumerate(spans) if s.start < s.stop]
         return torch.from_numpy(order), shares
 
-    def _only_part(self, rows: Tensor) -> int | None:
-        """Return the part that has all of these rows; None where none has, or by a longer look."""
-        if not rows.numel():
+    def only_part(self, rows: Tensor | None) -> int | None:
+        """Return the part that has all of these rows, None for all there are.
+
+        None where no part has, or by a longer look.
+        """
+        if self.num_parts == 1 or (rows is not None and not rows.numel()):
             return self.own
-        if self._spec.has_keys:
+        if rows is None or self._spec.has_keys:
             return None
         index = bisect_right(self._starts, rows[0].item(), 1, self.num_parts) - 1
         start, stop = self._starts[index : index + 2]

@@ -62,7 +62,6 @@ class HostService:
     def __init__(self, context: RunContext) -> None:
         self.membership = context.membership
         self._context = context
-        self._tables: dict[str, OwnPart] = {}
         self._mutex = threading.Lock()
         self._of_thread = threading.local()
         self._connections: Counter[tuple[int, int]] = Counter()  # of a worker and incarnation
@@ -142,18 +141,11 @@ class HostService:
     # --- tables -----------------------------------------------------------------------------------
 
     def _table(self, asked: Message) -> OwnPart:
-        """Return a table's memory; a server that was started again finds it by its name."""
-        name = asked.text
-        if name not in self._tables:
-            spec = self._context.known_spec(name)
-            if spec is None:
-                raise StateError(f"Table {name!r} must be opened first, but is not.")
-            self._tables[name] = self._context.part(spec, _LOCK_S)
-        return self._tables[name]
+        return self._context.known_part(asked.text, _LOCK_S)
 
     def _open(self, asked: Message) -> Answer:
         spec = TableSpec.from_mapping(_parsed(asked.text))
-        table = self._tables[spec.name] = self._context.part(spec, _LOCK_S)
+        table = self._context.part(spec, _LOCK_S)
         init = _read_init(asked, spec) if asked.tensors else None
         return Answer((int(table.open(asked.worker, init, asked.timeout_s)),))
 

@@ -200,7 +200,12 @@ class Membership:
 
     def awaited(self) -> list[int]:
         """Return the workers that are here, and those expected that never came."""
-        return sorted({*self.here(), *self.expected_missing()})
+        states, expected = self._states(), self.num_expected  # one look: one may come meanwhile
+        return [
+            worker
+            for worker, state in enumerate(states)
+            if state == _HERE or (state == _EMPTY and worker < expected)
+        ]
 
     def expected_missing(self) -> list[int]:
         """Return the workers that are expected and never came."""

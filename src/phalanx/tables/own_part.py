@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 from phalanx.errors import PeerTimeout
-from phalanx.tables.cut import Cut, part_of
 from phalanx.tables.keys import KeyPart
 from phalanx.tables.membership import Membership
 from phalanx.tables.part import TablePart
@@ -20,36 +19,24 @@ class OwnPart:
     """This host's part of a table.
 
     Args:
-        spec: The table, of all hosts.
+        spec: The table that this host's rows are.
         regions: Where its memory comes from.
         membership: The workers of the run.
-        host: This host's number.
-        num_hosts: How many there are.
 
     Attributes:
-        spec: The table that this host's rows are.
-        part: Its rows.
-        cut: Which part has which row.
+        spec: As given.
+        part: The rows.
         rounds: The table's, on this host.
         lock: Held to make a round's adds.
         memory: What processes share.
     """
 
-    def __init__(
-        self,
-        spec: TableSpec,
-        regions: RunRegions,
-        membership: Membership,
-        *,
-        host: int = 0,
-        num_hosts: int = 1,
-    ) -> None:
-        self.spec = own = part_of(spec, host, num_hosts)
-        self.memory = memory = TableMemory(own, regions, membership.worker_of)
+    def __init__(self, spec: TableSpec, regions: RunRegions, membership: Membership) -> None:
+        self.spec = spec
+        self.memory = memory = TableMemory(spec, regions, membership.worker_of)
         self.membership = membership
         self.lock = memory.lock
-        self.cut = Cut(spec, host, num_hosts)
-        kind = KeyPart if own.has_keys else TablePart
+        kind = KeyPart if spec.has_keys else TablePart
         self.part = kind(memory)
         self.rounds = Rounds(memory, membership, regions, self.part)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from phalanx.errors import PhalanxError
 from phalanx.ipc import Waiting, fail_point, fail_points
 from phalanx.memory import all_within
+from phalanx.tables.cut import Cut
 from phalanx.tables.keys import KeyPart
 from phalanx.tables.own_part import OwnPart
 from phalanx.tables.part import Entry
@@ -60,21 +61,26 @@ class Router:
 
     Args:
         spec: The table, of all hosts.
+        cut: How it is cut over them.
         here: This host's part.
         worker: The worker's number.
         remotes: The other hosts, as the worker reaches them.
     """
 
     def __init__(
-        self, spec: TableSpec, here: OwnPart, worker: int, remotes: Sequence[RemoteHost] = ()
+        self,
+        spec: TableSpec,
+        cut: Cut,
+        here: OwnPart,
+        worker: int,
+        remotes: Sequence[RemoteHost] = (),
     ) -> None:
         self.spec = spec
         self.here = here
         self._part = here.part
-        self._cut = here.cut
+        self._cut = cut
         self._worker = worker
-        num_hosts = here.cut.num_parts
-        self._others = {each.endpoint.host: each.part(spec, num_hosts) for each in remotes}
+        self._others = {each.endpoint.host: each.part(spec, cut.num_parts) for each in remotes}
         # Held while adds go to other hosts: they are numbered, and taken in the order of their
         # numbers, so that one that comes late is taken for a repetition. Nor may the worker's round
         # change meanwhile.
@@ -112,7 +118,7 @@ class Router:
         """Copy rows, checked, into ``out``."""
         if fail_points.fault is not None:
             fail_point("before read")
-        if not self._others or self._cut.is_own(rows):
+        if not self._others or self._cut.only_part(rows) == self._cut.own:
             self._part.read(rows, out, timeout_s)
         else:
             self._read_parts(rows, out, timeout_s)
@@ -143,7 +149,7 @@ class Router:
 
     def add(self, entry: Entry, timeout_s: float) -> None:
         """Take one add, whole or not at all on each host; one with a number, once."""
-        if not self._others or self._cut.is_own(entry.rows):
+        if not self._others or self._cut.only_part(entry.rows) == self._cut.own:
             self._part.add(entry, timeout_s)
         else:
             refuse_nonfinite(entry.delta, self.spec, "delta")

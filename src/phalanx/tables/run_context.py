@@ -6,11 +6,11 @@ import json
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from phalanx.errors import StateError, UnsupportedError
-from phalanx.ipc import Waiting
-from phalanx.tables.cut import part_of
+from phalanx.ipc import Region, Waiting
 from phalanx.tables.membership import Membership
 from phalanx.tables.own_part import OwnPart
 from phalanx.tables.router import Router
@@ -40,7 +40,6 @@ class RunContext:
         connect: Returns the other hosts, in their order, for the worker of this number.
         end: Called when this process leaves the run.
         store: The job's, kept because this process may be the one that serves it.
-
     """
 
     def __init__(self, run: str | None) -> None:
@@ -104,45 +103,43 @@ class RunContext:
 
     def part(self, spec: TableSpec, timeout_s: float) -> OwnPart:
         """Return this host's part of a table, made if this process has none of it."""
-        host, num_hosts = self.host, self.num_hosts
-        if num_hosts > 1 and not spec.updater.is_built_in:
-            raise UnsupportedError(
-                "`updater` must be a built-in one for tables on several hosts, but is "
-                f"{spec.updater!r}. Servers run no code of yours."
-            )
-        self._agree_on(part_of(spec, host, num_hosts), timeout_s)
+        self._agree_on(spec, timeout_s)
         with self._mutex:
             if spec.name not in self._parts:
-                own = OwnPart(spec, self.regions, self.membership, host=host, num_hosts=num_hosts)
-                self._parts[spec.name] = own
+                self._parts[spec.name] = OwnPart(spec, self.regions, self.membership)
             return self._parts[spec.name]
+
+    def known_part(self, name: str, timeout_s: float) -> OwnPart:
+        """Return this host's part of a table that somebody here has opened.
+
+        Raises:
+            StateError: No worker has.
+        """
+        found = self._parts.get(name)
+        if found is None:
+            text = b""
+            with suppress(StateError):
+                if NAME.fullmatch(name):  # it may come from another host
+                    text = _text_of(self.regions.open_region(f"spec-{name}", 0, create=False))
+            if not text:
+                raise StateError(f"Table {name!r} must be opened first, but is not.")
+            found = self.part(TableSpec.from_mapping(json.loads(text)), timeout_s)
+        return found
 
     def _agree_on(self, spec: TableSpec, timeout_s: float) -> None:
         """Write the spec down as the table's first worker, or compare it with what that one gave.
 
         The table's memory is taken first: where there is not enough, the name stays free.
         """
-        words = self.regions.open_region(f"spec-{spec.name}", _SPEC_BYTES).buffer
-        length = words[:8].cast("q")
+        page = self.regions.open_region(f"spec-{spec.name}", _SPEC_BYTES)
         with self.membership.lock.held(timeout_s):
-            if length[0]:
-                spec.refuse_other(json.loads(bytes(words[8 : 8 + length[0]])))
+            if text := _text_of(page):
+                spec.refuse_other(json.loads(text))
                 return
             TableMemory(spec, self.regions, self.membership.worker_of)
             text = json.dumps(spec.as_mapping()).encode()
-            words[8 : 8 + len(text)] = text
-            length[0] = len(text)
-
-    def known_spec(self, name: str) -> TableSpec | None:
-        """Return what the table of that name is, if somebody on this host has opened it."""
-        if not NAME.fullmatch(name):  # it may come from another host
-            return None
-        try:
-            words = self.regions.open_region(f"spec-{name}", _SPEC_BYTES, create=False).buffer
-        except StateError:
-            return None
-        length = words[:8].cast("q")[0]
-        return TableSpec.from_mapping(json.loads(bytes(words[8 : 8 + length]))) if length else None
+            page.buffer[8 : 8 + len(text)] = text
+            page.buffer[:8].cast("q")[0] = len(text)
 
     def close(self, timeout_s: float) -> None:
         """Close all tables, and leave the run."""
@@ -152,3 +149,8 @@ class RunContext:
             vars(each).clear()
         self._parts.clear()
         self.regions.close()
+
+
+def _text_of(page: Region) -> bytes:
+    length = page.buffer[:8].cast("q")[0]
+    return bytes(page.buffer[8 : 8 + length])

@@ -10,9 +10,10 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
-from phalanx.errors import PeerTimeout, PhalanxError, StateError
+from phalanx.errors import PeerTimeout, PhalanxError, StateError, UnsupportedError
 from phalanx.ipc import register_at_fork
 from phalanx.plan import Staleness, check_argument, say_numbers
+from phalanx.tables.cut import Cut, part_of
 from phalanx.tables.membership import BARRIERS, TICKS
 from phalanx.tables.router import Router
 from phalanx.tables.row_initializer import Uniform, read_row_init
@@ -201,23 +202,11 @@ class TableGroup:
         Blocks: Until the workers that were announced have come, else they would come to a run that
         is not there any more (a warning names those that have not); at most ``timeout_s``.
         """
-        self._wait_for_expected(stacklevel=3)
-        self._leave_and_close()
+        self._close(waits=True)
 
-    def _wait_for_expected(self, stacklevel: int) -> None:
-        if self.closed or self.forked or self.run is None:
-            return
-        missing = self.membership.expected_missing
-        changes = self.membership.changes
-        if not changes.wait_until(lambda: not missing(), self.timeout_s):
-            warnings.warn(
-                f"{say_numbers('Worker', missing())} of run {self.run!r} did not come within "
-                f"{self.timeout_s:g} s, though {self.membership.num_expected} workers were "
-                "announced as `num_workers`.",
-                stacklevel=stacklevel,
-            )
-
-    def _leave_and_close(self) -> None:
+    def _close(self, *, waits: bool) -> None:
+        if waits and not (self.closed or self.forked or self.run is None):
+            self._wait_for_expected()
         with nullcontext() if self.forked else self._closing:  # of two threads one does it
             if self.closed:
                 return
@@ -230,13 +219,21 @@ class TableGroup:
                     remote.close()
                 self._context.count_out(self.timeout_s)
 
+    def _wait_for_expected(self) -> None:
+        missing = self.membership.expected_missing
+        if not self.membership.changes.wait_until(lambda: not missing(), self.timeout_s):
+            warnings.warn(
+                f"{say_numbers('Worker', missing())} of run {self.run!r} did not come within "
+                f"{self.timeout_s:g} s, though {self.membership.num_expected} workers were "
+                "announced as `num_workers`.",
+                stacklevel=4,
+            )
+
     def __enter__(self) -> TableGroup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._wait_for_expected(stacklevel=3)
-        self._leave_and_close()
+        self._close(waits=kind is None)
 
     # --- tables -----------------------------------------------------------------------------------
 
@@ -362,10 +359,17 @@ class TableGroup:
         return (KeyTable if has_keys else Table)(spec, storage, self)
 
     def _router(self, spec: TableSpec) -> Router:
-        here = self._context.part(spec, self.timeout_s)
+        context = self._context
+        if self.remotes and not spec.updater.is_built_in:
+            raise UnsupportedError(
+                "`updater` must be a built-in one for tables on several hosts, but is "
+                f"{spec.updater!r}. Servers run no code of yours."
+            )
+        cut = Cut(spec, context.host, context.num_hosts)
+        here = context.part(part_of(spec, context.host, context.num_hosts), self.timeout_s)
         if spec.name not in self._routers:
-            self._routers[spec.name] = Router(spec, here, self.worker_id, self.remotes)
-            self._context.routers.add(self._routers[spec.name])
+            self._routers[spec.name] = Router(spec, cut, here, self.worker_id, self.remotes)
+            context.routers.add(self._routers[spec.name])
         return self._routers[spec.name]
 
     def is_counted(self) -> bool:
