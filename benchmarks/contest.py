@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import IO, Any, Generic, TypeVar
 
 import phalanx
 from phalanx.clock import now_s
@@ -59,17 +59,8 @@ class ContestantFailed(Exception):
 # -- in a contestant's process -----------------------------------------------------------------
 
 
-class Job(Protocol):
-    """A dataclass of JSON values that says what a process does."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]  # Any: as typeshed has it
-
-    def run(self) -> None:
-        """Do it, in a process that has nothing else to do."""
-
-
-def command_of(job: Job) -> Command:
-    """Return the command line of a process that runs ``job``."""
+def command_of(job: Any) -> Command:  # Any: a dataclass of JSON values
+    """Return the command line of a process that calls ``job.run()``."""
     kind = type(job)
     program = (
         f"import json, sys; from {kind.__module__} import {kind.__name__} as Job; "
@@ -78,7 +69,7 @@ def command_of(job: Job) -> Command:
     return (sys.executable, "-c", program, json.dumps(asdict(job)))
 
 
-def commands_of(job: Job, count: int) -> list[Command]:
+def commands_of(job: Any, count: int) -> list[Command]:
     """Return the command lines of a job's processes, which differ in ``rank``."""
     return [command_of(replace(job, rank=rank)) for rank in range(count)]
 

@@ -1,8 +1,8 @@
-"""``python -m benchmarks memory``: what all processes of a configuration hold together.
+"""``python -m benchmarks memory``: what all processes of a contestant of `step` hold together.
 
-Each configuration runs alone and is measured between two steps, by the kernel's proportional set
-size: a page that several processes share counts once. Pages of files, such as torch's code, are
-left out, as they depend on who else runs torch. A net of which more is held, case by case:
+Each runs alone and is measured between two steps, by the kernel's proportional set size: a page
+that several processes share counts once. Pages of files, such as torch's code, are left out, as
+they depend on who else runs torch. A net of which more is held, case by case:
 
     nothing      a last layer only
     parameters   and before it many frozen layers
@@ -13,23 +13,21 @@ left out, as they depend on who else runs torch. A net of which more is held, ca
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import torch
-import torch.nn.functional as F
 import typer
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-import phalanx
-from benchmarks.contest import Step, Turn, commands_of, serve, time_steps
-from benchmarks.models import Batch
-from benchmarks.report import OUT, Out, Row, Run, Sheet, read_names
-from benchmarks.step import process_group
+from benchmarks.contest import Step, Turn, commands_of, time_steps
+from benchmarks.models import Batch, Model, sgd
+from benchmarks.report import OUT, Names, Out, Row, Run, Sheet, read_names
+from benchmarks.step import CONTESTANTS, StepJob
 
 CASES = ("nothing", "parameters", "gradients", "optimizer")
 _WIDTH, _ROWS, _CLASSES = 1024, 24, 8
@@ -39,126 +37,48 @@ _MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryJob:
-    """One process of a configuration.
+class MemoryJob(StepJob):
+    """One process of a contestant.
 
     Args:
+        case: What the net holds.
         layers: Of the net, each with 4 MiB of parameters.
     """
 
-    configuration: str
     case: str
-    workers: int
     layers: int
-    rank: int = 0
-
-    def run(self) -> None:
-        """Be the process."""
-        serve(self._turns())
 
     @contextmanager
     def _turns(self) -> Iterator[Turn]:
-        with CONFIGURATIONS[self.configuration](self) as step:
-            yield lambda number: _held_after(step, number)
+        with self.open() as step:
+            yield lambda number: [_held_after(step, number)]
 
-    def build(self) -> tuple[nn.Module, Batch]:
-        """Return the net of the case, and a batch."""
+    @property
+    def what(self) -> Model:
+        """The model of the case."""
+        adamw = partial(torch.optim.AdamW, lr=1e-4)
+        return Model(
+            build=self._net, rows=_ROWS, optimizer=adamw if self.case == "optimizer" else sgd
+        )
+
+    def _net(self, rows: int) -> tuple[nn.Module, Batch]:
         layers: list[nn.Module] = []
         for _ in range(self.layers if self.case != "nothing" else 0):
             layers += [nn.Linear(_WIDTH, _WIDTH, bias=False), nn.ReLU()]
         trained = self.case in ("gradients", "optimizer")
         body = nn.Sequential(*layers).requires_grad_(trained)
         module = nn.Sequential(body, nn.Linear(_WIDTH, _CLASSES))
-        return module, (torch.randn(_ROWS, _WIDTH), torch.randn(_ROWS, _CLASSES))
-
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return the optimizer of the case."""
-        kind = torch.optim.AdamW if self.case == "optimizer" else torch.optim.SGD
-        return kind(parameters, lr=1e-4)
+        return module, (torch.randn(rows, _WIDTH), torch.randint(_CLASSES, (rows,)))
 
 
-@contextmanager
-def _trainer(job: MemoryJob) -> Iterator[Step]:
-    module, batch = job.build()
-    with phalanx.Trainer(
-        module,
-        F.mse_loss,
-        job.optimizer,
-        microbatches=None,
-        replicas=job.workers,
-        executor="processes",
-    ) as trainer:
-        yield lambda: trainer.step(batch)
-
-
-@contextmanager
-def _ddp(job: MemoryJob) -> Iterator[Step]:
-    with process_group("gloo", job.rank, job.workers):
-        module, (inputs, targets) = job.build()
-        inputs, targets = (part.chunk(job.workers)[job.rank] for part in (inputs, targets))
-        model = DistributedDataParallel(module)
-        optimizer = job.optimizer(p for p in module.parameters() if p.requires_grad)
-
-        def step() -> None:
-            optimizer.zero_grad()
-            F.mse_loss(model(inputs), targets).backward()
-            optimizer.step()
-
-        yield step
-
-
-CONFIGURATIONS: dict[str, Callable[[MemoryJob], AbstractContextManager[Step]]] = {
-    "processes": _trainer,
-    "ddp": _ddp,
-}
-
-
-def memory(
-    workers: Annotated[str, typer.Option(help="Numbers of workers, separated by commas.")] = "2",
-    megabytes: Annotated[
-        int, typer.Option(min=4, help="MiB of parameters that the net has, in steps of 4.")
-    ] = 128,
-    configurations: Annotated[
-        str, typer.Option(help=f"Which, separated by commas: {', '.join(CONFIGURATIONS)}.")
-    ] = "processes",
-    cases: Annotated[
-        str, typer.Option(help=f"What the net holds, separated by commas: {', '.join(CASES)}.")
-    ] = "optimizer",
-    out: Out = OUT,
-) -> None:
-    """Measure what all processes hold together: by default two worker processes with AdamW."""
-    run = Run("memory", out)
-    layers = megabytes * _MIB // (4 * _WIDTH * _WIDTH)
-    chosen = read_names("configurations", configurations, CONFIGURATIONS)
-    held_cases = read_names("cases", cases, CASES)
-    rows: list[Row] = []
-    for name, count in [(name, int(count)) for name in chosen for count in workers.split(",")]:
-        held: list[float | None] = []
-        for case in held_cases:
-            job = MemoryJob(configuration=name, case=case, workers=count, layers=layers)
-            commands = {name: commands_of(job, count if name == "ddp" else 1)}
-            what = f"{name}, {count} workers, {case}"
-            held.append(run.compete(what, commands, {"MiB": _STEPS}, 1).medians("MiB").get(name))
-        rows.append((f"{name}, {count} workers", *held))
-    title = f"MiB of all processes, {megabytes} MiB of parameters"
-    run.sheets.append(Sheet(title, held_cases, rows))
-    run.publish()
-
-
-def _held_after(step: Step, number: int) -> list[float]:
+def _held_after(step: Step, number: int) -> float:
     """Return the MiB that all processes of this contestant hold after so many steps."""
     time_steps(step, number)
-    parent = os.getppid()  # alone with this contestant
-    return [sum(map(_held_bytes, _descendants(parent))) / _MIB]
-
-
-def _descendants(pid: int) -> list[int]:
-    """Return the processes that a process has started, those that they have started, and so on."""
-    found = [pid]
-    for each in found:  # grows on the way
-        for children in Path(f"/proc/{each}/task").glob("*/children"):
+    found = [os.getppid()]  # it has started this contestant alone
+    for pid in found:  # grows on the way
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
             found += map(int, children.read_text().split())
-    return found[1:]
+    return sum(map(_held_bytes, found[1:])) / _MIB
 
 
 def _held_bytes(pid: int) -> int:
@@ -166,3 +86,37 @@ def _held_bytes(pid: int) -> int:
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     fields = [line.split() for line in lines]
     return sum(int(words[1]) << 10 for words in fields if words[0] in _COUNTED)
+
+
+def memory(
+    workers: Annotated[str, typer.Option(help="Numbers of workers, separated by commas.")] = "2",
+    megabytes: Annotated[
+        int, typer.Option(min=4, help="MiB of parameters that the net has, in steps of 4.")
+    ] = 128,
+    contestants: Names = "processes",
+    cases: Annotated[
+        str, typer.Option(help=f"What the net holds, separated by commas: {', '.join(CASES)}.")
+    ] = "optimizer",
+    out: Out = OUT,
+) -> None:
+    """Measure what all processes hold together: by default two worker processes with AdamW."""
+    run = Run("memory", out)
+    names = read_names("contestants", contestants, CONTESTANTS)
+    held_cases = read_names("cases", cases, CASES)
+    rows: list[Row] = []
+    for name, count in [(name, int(count)) for name in names for count in workers.split(",")]:
+        held = []
+        for case in held_cases:
+            job = MemoryJob(
+                contestant=name,
+                workers=count,
+                case=case,
+                layers=megabytes * _MIB // (4 * _WIDTH**2),
+            )
+            commands = {name: commands_of(job, count if CONTESTANTS[name].ranks else 1)}
+            what = f"{name}, {count} workers, {case}"
+            held.append(run.compete(what, commands, {"MiB": _STEPS}, 1).medians("MiB").get(name))
+        rows.append((CONTESTANTS[name].title.format(workers=count), *held))
+    title = f"MiB of all processes, {megabytes} MiB of parameters"
+    run.sheets.append(Sheet(title, held_cases, rows))
+    run.publish()

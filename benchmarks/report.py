@@ -9,8 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +17,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import phalanx
@@ -91,8 +89,7 @@ class Run:
         settle: int = 0,
     ) -> Outcome[T]:
         """Let contestants take turns, as `compete` does, and keep their answers under ``what``."""
-        with self._progress(len(commands) * len(questions) * rounds) as show:
-            outcome = compete(commands, questions, rounds, show, settle=settle)
+        outcome = compete(commands, questions, rounds, self._show, settle=settle)
         self.measured[what] = {
             name: {str(task): turns for task, turns in by_task.items()}
             for name, by_task in outcome.answers.items()
@@ -100,20 +97,10 @@ class Run:
         self.failures.update({f"{name}, {what}": why for name, why in outcome.failures.items()})
         return outcome
 
-    @contextmanager
-    def _progress(self, num_turns: int) -> Iterator[Callable[[str], None]]:
-        """Show a bar on a terminal; it is drawn between turns only, as drawing takes time."""
-        columns = (BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(
-            *columns,
-            TextColumn("{task.description}"),
-            console=self.console,
-            transient=True,
-            auto_refresh=False,
-            disable=not self.console.is_terminal,
-        ) as bar:
-            task = bar.add_task("", total=num_turns)
-            yield lambda doing: bar.update(task, advance=1, description=doing, refresh=True)
+    def _show(self, doing: str) -> None:
+        """Say on a terminal what runs; between turns, as it takes time."""
+        if self.console.is_terminal:
+            self.console.print(f"{doing:<78}", end="\r")
 
     def publish(self, *, excused: Collection[str] = ()) -> None:
         """Print the tables, and write the JSON file.

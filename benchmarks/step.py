@@ -319,11 +319,8 @@ CONTESTANTS: dict[str, Contestant] = {
     "processes": Contestant(
         "Trainer, {workers} processes", _trainer(None, "processes"), only_on="cpu"
     ),
-    "processes-m4": Contestant(
-        "Trainer, {workers} processes, 4 microbatches", _trainer(4, "processes"), only_on="cpu"
-    ),
 }
-BY_DEFAULT = "single,threads,ddp,ddp-phalanx,dataparallel,trainer,trainer-m4,processes,processes-m4"
+BY_DEFAULT = "single,threads,ddp,ddp-phalanx,dataparallel,trainer,trainer-m4,processes"
 ON_ACCELERATORS = (
     "single,single-m4,nn-dataparallel,ddp,our-ddp,dataparallel,trainer,trainer-m1,trainer-m4"
 )
