@@ -13,8 +13,9 @@ import socket
 import statistics
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -25,15 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import phalanx
-from benchmarks.contest import (
-    Outcome,
-    Step,
-    Turn,
-    commands_of,
-    seconds_of,
-    serve,
-    time_steps,
-)
+from benchmarks.contest import Outcome, Step, Turn, commands_of, seconds_of, serve, time_steps
 from benchmarks.models import MODELS, Batch, Model, loss_of
 from benchmarks.report import OUT, Names, Out, Rounds, Row, Run, Sheet, ratio, read_names
 from phalanx.clock import now_s, pause
@@ -41,7 +34,6 @@ from phalanx.errors import UnsupportedError
 
 _KEPT = 3  # steps of a turn on the CPU that count
 _WARMUP = 4
-_PIECES = 4
 _CALLS = 4  # timed one by one on an idle accelerator
 _MIB = 1 << 20
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
@@ -85,8 +77,8 @@ class StepJob:
         module, batch = self.what.make(self.devices[self.rank])
         if self.slow > 1:
             module = SlowInOneWorker(module, self.slow)
-        with CONTESTANTS[self.contestant].open(self, module, batch) as step:
-            yield step
+        with ExitStack() as stack:
+            yield CONTESTANTS[self.contestant].open(self, module, batch, stack)
 
     @property
     def what(self) -> Model:
@@ -154,7 +146,8 @@ class SlowInOneWorker(nn.Module):
 
 # -- contestants -------------------------------------------------------------------------------
 
-Opener = Callable[[StepJob, nn.Module, Batch], AbstractContextManager[Step]]
+Opener = Callable[..., Step]
+"""Sets up a step of a job, a module and a batch; an `ExitStack` closes what it opens."""
 
 
 @dataclass(frozen=True)
@@ -202,13 +195,11 @@ def _summed_later(module: nn.Module) -> AbstractContextManager[object]:
     return contextlib.nullcontext()
 
 
-def _plain(*, threads: int | None = None, pieces: int = 1) -> Opener:
-    @contextmanager
-    def open_step(job: StepJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
-        torch.set_num_threads(threads or job.workers)
-        yield plain_step(job, module, batch, pieces=pieces)
-
-    return open_step
+def _plain(
+    job: StepJob, module: nn.Module, batch: Batch, _: ExitStack, threads: int = 0, pieces: int = 1
+) -> Step:
+    torch.set_num_threads(threads or job.workers)
+    return plain_step(job, module, batch, pieces=pieces)
 
 
 @contextmanager
@@ -230,96 +221,95 @@ def use_loopback(*libraries: str) -> None:
         os.environ.update({f"{library}_SOCKET_IFNAME": "lo" for library in libraries})
 
 
-def _ddp(backend: str = "", microbatches: int | None = None, *, pieces: int = 1) -> Opener:
-    """Be a rank of torch's class, or of ours if there are microbatches; 0: one for each rank.
-
-    Args:
-        pieces: Into how many pieces a loop around torch's class cuts the batch of all ranks.
-    """
-
-    @contextmanager
-    def open_step(job: StepJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
-        name = backend or _BACKENDS.get(job.device, "gloo")
-        with process_group(name, job.rank, job.workers):
-            mine = [whole.chunk(job.workers)[job.rank].contiguous() for whole in batch]
-            wrapped: nn.Module = (
-                DistributedDataParallel(module)
-                if microbatches is None
-                else phalanx.DistributedDataParallel(module, microbatches or job.workers)
-            )
-            own = max(1, pieces // job.workers)
-            yield plain_step(job, wrapped, (mine[0], mine[1]), pieces=own)
-
-    return open_step
+def _ddp(
+    job: StepJob,
+    module: nn.Module,
+    batch: Batch,
+    stack: ExitStack,
+    backend: str = "",
+    wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel,
+    pieces: int = 1,
+) -> Step:
+    """Be a rank; of all ranks' batch, the loop cuts so many pieces."""
+    backend = backend or _BACKENDS.get(job.device, "gloo")
+    stack.enter_context(process_group(backend, job.rank, job.workers))
+    inputs, targets = (whole.chunk(job.workers)[job.rank].contiguous() for whole in batch)
+    own = max(1, pieces // job.workers)
+    return plain_step(job, wrap(module), (inputs, targets), pieces=own)
 
 
-def _trainer(microbatches: int | None, executor: str = "threads") -> Opener:
-    @contextmanager
-    def open_step(job: StepJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
-        with phalanx.Trainer(
-            module,
-            loss_of,
-            job.what.optimizer,
-            replicas=job.devices if job.device != "cpu" else job.workers,
-            microbatches=microbatches and max(microbatches, job.workers),
-            executor=executor,
-        ) as trainer:
-
-            def step() -> None:
-                with job.precision():
-                    trainer.step(batch)
-
-            yield step
-
-    return open_step
+def _our_ddp(
+    job: StepJob,
+    module: nn.Module,
+    batch: Batch,
+    stack: ExitStack,
+    backend: str = "",
+    microbatches: int = 0,
+) -> Step:
+    wrap = partial(phalanx.DistributedDataParallel, microbatches=microbatches or job.workers)
+    return _ddp(job, module, batch, stack, backend, wrap)
 
 
-@contextmanager
-def _data_parallel(job: StepJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
-    with phalanx.DataParallel(module, devices=job.devices) as parallel:
-        yield plain_step(job, parallel, batch)
+def _trainer(
+    job: StepJob,
+    module: nn.Module,
+    batch: Batch,
+    stack: ExitStack,
+    microbatches: int | None = None,
+    executor: str = "threads",
+) -> Step:
+    trainer = phalanx.Trainer(
+        module,
+        loss_of,
+        job.what.optimizer,
+        replicas=job.devices if job.device != "cpu" else job.workers,
+        microbatches=microbatches and max(microbatches, job.workers),
+        executor=executor,
+    )
+    stack.enter_context(trainer)
+
+    def step() -> None:
+        with job.precision():
+            trainer.step(batch)
+
+    return step
 
 
-@contextmanager
-def _torch_data_parallel(job: StepJob, module: nn.Module, batch: Batch) -> Iterator[Step]:
-    yield plain_step(job, nn.DataParallel(module, list(range(job.workers))), batch)
+def _data_parallel(job: StepJob, module: nn.Module, batch: Batch, stack: ExitStack) -> Step:
+    parallel = phalanx.DataParallel(module, devices=job.devices)
+    return plain_step(job, stack.enter_context(parallel), batch)
+
+
+def _torch_data_parallel(job: StepJob, module: nn.Module, batch: Batch, _: ExitStack) -> Step:
+    return plain_step(job, nn.DataParallel(module, list(range(job.workers))), batch)
 
 
 CONTESTANTS: dict[str, Contestant] = {
-    "single": Contestant("plain, 1 thread", _plain(threads=1)),
-    "single-m4": Contestant("plain, 1 thread, 4 pieces", _plain(threads=1, pieces=_PIECES)),
-    "threads": Contestant("plain, {workers} threads", _plain(), only_on="cpu"),
+    "single": Contestant("plain, 1 thread", partial(_plain, threads=1)),
+    "single-m4": Contestant("plain, 1 thread, 4 pieces", partial(_plain, threads=1, pieces=4)),
+    "threads": Contestant("plain, {workers} threads", _plain, only_on="cpu"),
     "nn-dataparallel": Contestant("nn.DataParallel", _torch_data_parallel, only_on="accelerator"),
-    "ddp": Contestant("DDP, {workers} ranks", _ddp(), ranks=True),
-    "ddp-phalanx": Contestant(
-        "DDP over phalanx, {workers} ranks", _ddp("phalanx"), ranks=True, only_on="cpu"
-    ),
-    "ddp-m4": Contestant("DDP, 4 pieces", _ddp(pieces=_PIECES), ranks=True, only_on="cpu"),
-    "ddp-phalanx-m4": Contestant(
-        "DDP over phalanx, 4 pieces",
-        _ddp("phalanx", pieces=_PIECES),
-        ranks=True,
-        only_on="cpu",
-    ),
-    "our-ddp": Contestant("ours, {workers} microbatches", _ddp(microbatches=0), ranks=True),
-    **{
-        f"our-ddp-{backend}-m{count}": Contestant(
-            f"ours over {backend}, {count} microbatches",
-            _ddp(backend, microbatches=count),
-            ranks=True,
-            only_on="cpu",
-        )
-        for backend in ("gloo", "phalanx")
-        for count in (2, 4)
-    },
     "dataparallel": Contestant("DataParallel, {workers} replicas", _data_parallel),
-    "trainer": Contestant("Trainer, {workers} replicas", _trainer(None)),
-    "trainer-m1": Contestant("Trainer, fewest microbatches", _trainer(1)),
-    "trainer-m4": Contestant("Trainer, 4 microbatches", _trainer(4)),
+    "trainer": Contestant("Trainer, {workers} replicas", _trainer),
+    "trainer-m1": Contestant("Trainer, fewest microbatches", partial(_trainer, microbatches=1)),
+    "trainer-m4": Contestant("Trainer, 4 microbatches", partial(_trainer, microbatches=4)),
     "processes": Contestant(
-        "Trainer, {workers} processes", _trainer(None, "processes"), only_on="cpu"
+        "Trainer, {workers} processes", partial(_trainer, executor="processes"), only_on="cpu"
     ),
+    "ddp": Contestant("DDP, {workers} ranks", _ddp, ranks=True),
+    "our-ddp": Contestant("ours, {workers} microbatches", _our_ddp, ranks=True),
 }
+_on_cpu = partial(Contestant, ranks=True, only_on="cpu")
+CONTESTANTS["ddp-phalanx"] = _on_cpu("DDP over phalanx", partial(_ddp, backend="phalanx"))
+for _name in ("gloo", "phalanx"):
+    CONTESTANTS[f"ddp-{_name}-m4"] = _on_cpu(
+        f"DDP over {_name}, 4 pieces", partial(_ddp, backend=_name, pieces=4)
+    )
+    for _count in (2, 4):
+        CONTESTANTS[f"our-ddp-{_name}-m{_count}"] = _on_cpu(
+            f"ours over {_name}, {_count} microbatches",
+            partial(_our_ddp, backend=_name, microbatches=_count),
+        )
 BY_DEFAULT = "single,threads,ddp,ddp-phalanx,dataparallel,trainer,trainer-m4,processes"
 ON_ACCELERATORS = (
     "single,single-m4,nn-dataparallel,ddp,our-ddp,dataparallel,trainer,trainer-m1,trainer-m4"

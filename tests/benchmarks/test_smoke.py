@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,7 @@ def test_a_contestant_takes_the_step_that_plain_torch_takes(name: str) -> None:
     job = StepJob(contestant=name, model="mlp", workers=2)
     plain_step(job, plain, batch)()
     module, batch = MODELS["mlp"].make()
-    with CONTESTANTS[name].open(job, module, batch) as step:
-        step()
+    with ExitStack() as stack:
+        CONTESTANTS[name].open(job, module, batch, stack)()
     for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
