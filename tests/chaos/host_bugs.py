@@ -15,9 +15,9 @@ from phalanx.errors import PeerTimeout
 from phalanx.tables import part, snapshots
 from phalanx.tables import table as table_module
 from phalanx.tables.host_service import HostService
+from phalanx.tables.own_part import OwnPart
 from phalanx.tables.part import TablePart
 from phalanx.tables.remote_part import RemoteHost, RemotePart
-from phalanx.tables.rounds import Rounds
 from phalanx.tables.router import Operation, Router
 from phalanx.tables.spec import TableSpec
 
@@ -48,12 +48,12 @@ def add_counted_twice() -> None:
 
 def round_add_counted_twice() -> None:
     """A round's log takes whatever comes."""
-    put = Rounds.put
+    put = OwnPart.put
 
-    def put_again(self, entry, timeout_s, number=None):
+    def put_again(self, entry, timeout_s, number):
         put(self, entry._replace(number=0), timeout_s, number)
 
-    Rounds.put = put_again  # type: ignore[method-assign]
+    OwnPart.put = put_again  # type: ignore[method-assign]
 
 
 def undone_counts() -> None:
@@ -159,7 +159,7 @@ def drafts_stay() -> None:
 def silence_unheard() -> None:
     """Who waits for a round looks at the workers on its own host's page only."""
     Router.finish = lambda self, number, timeout_s: (  # type: ignore[method-assign]
-        self.here.rounds.finish(number, timeout_s)
+        self.here.finish(number, timeout_s)
     )
 
 

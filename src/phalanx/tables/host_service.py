@@ -184,16 +184,17 @@ class HostService:
             return Answer()
         if rows is not None and not (spec.has_keys or all_within(rows, spec.rows, spec.first_row)):
             raise outside(rows, spec)
-        table.rounds.put(entry, asked.timeout_s, round_number)
+        table.put(entry, asked.timeout_s, round_number)
         return Answer()
 
     def _end_round(self, asked: Message) -> Answer:
-        self._table(asked).rounds.arrive(asked.worker, asked.args[0])
+        self._table(asked).arrive(asked.worker, asked.args[0])
         return Answer()
 
     def _await_round(self, asked: Message) -> Answer:
-        rounds = self._table(asked).rounds
-        rounds.finish(rounds.arrive(asked.worker, asked.args[0]), asked.timeout_s)
+        table, number = self._table(asked), asked.args[0]
+        table.arrive(asked.worker, number)
+        table.finish(number, asked.timeout_s)
         return Answer()
 
     def _snapshot(self, asked: Message) -> Answer:

@@ -3,9 +3,9 @@
     line of worker w   … | ROUND, END | ROUND, END | …      8 bytes each
     an entry           the rows, the delta, a foot (whether it has rows, how many, number)
 
-An entry counts as soon as END lies behind it. From then on it will be in the round, whoever dies
-(rounds.py). A worker has two logs, one for odd rounds and one for even, because it may have come to
-the end of a round that is not made yet, and add to the next one. What has been made is written
+An entry counts as soon as END lies behind it. From then on it will be in the round, whatever dies
+(own_part.py). A worker has two logs, one for odd rounds and one for even, because it may have come
+to the end of a round that is not made yet, and add to the next one. What has been made is written
 over.
 
 A log is written with its lock held, by its worker, or by this host's server in its name. It has far

@@ -81,9 +81,9 @@ class Router:
         self._cut = cut
         self._worker = worker
         self._others = {each.endpoint.host: each.part(spec, cut.num_parts) for each in remotes}
-        # Held while adds go to other hosts: they are numbered, and taken in the order of their
-        # numbers, so that one that comes late is taken for a repetition. Nor may the worker's round
-        # change meanwhile.
+        # Held while adds go to logs and other hosts: they are numbered, and taken in the order of
+        # their numbers, so that one that comes late is taken for a repetition. Nor may the worker's
+        # round change meanwhile.
         self._turn = threading.Lock()
         self._num_adds = 0
         in_order = spec.staleness.is_bulk_synchronous or spec.updater.remembers
@@ -159,13 +159,13 @@ class Router:
     def put(self, entry: Entry, timeout_s: float) -> None:
         """Log an add for its worker's round, on every host that has rows of it."""
         refuse_nonfinite(entry.delta, self.spec, "delta")
-        rounds = self.here.rounds
-        if not self._others:
-            rounds.put(entry, timeout_s)
-            return
         with self._turn:
-            number = rounds.clock_of(entry.worker) + 1
-            self._add_parts(entry, number, partial(rounds.put, number=number), timeout_s)
+            number = self.here.clock_of(entry.worker) + 1
+            put_here = partial(self.here.put, number=number)
+            if self._others:
+                self._add_parts(entry, number, put_here, timeout_s)
+            else:
+                put_here(entry, timeout_s)
 
     def _add_parts(
         self,
@@ -195,13 +195,14 @@ class Router:
     def arrive(self) -> int:
         """Say that the worker has put down all of its round, and return it."""
         with self._turn:  # no thread of the worker puts anything down meanwhile
-            number = self.here.rounds.arrive(self._worker)
+            number = self.here.clock_of(self._worker) + 1
+            self.here.arrive(self._worker, number)
         self._ask_all(Operation.END_ROUND, _CALL_S, args=(number,))
         return number
 
     def finish(self, number: int, timeout_s: float) -> None:
-        """Wait until the round is in on every host; see :meth:`Rounds.finish`."""
-        finish_here = partial(self.here.rounds.finish, number, timeout_s)
+        """Wait until the round is in on every host; see :meth:`OwnPart.finish`."""
+        finish_here = partial(self.here.finish, number, timeout_s)
         self._ask_all(Operation.AWAIT_ROUND, timeout_s, finish_here, args=(number,))
 
     # --- all of it --------------------------------------------------------------------------------
