@@ -8,7 +8,7 @@ from phalanx.distributed.cuda_group import nccl_is_here
 from phalanx.distributed.elastic_exchange import ElasticExchange, GroupChanged, RanksChanged
 from phalanx.distributed.elastic_membership import RunEnded
 from phalanx.distributed.exchange import Exchange, ProcessGroup
-from phalanx.distributed.hosts import hosts_of, interfaces_up, network_interfaces, this_host
+from phalanx.distributed.hosts import hosts_of, this_host
 from phalanx.distributed.open_store import keep_store, open_store
 
 __all__ = [
@@ -22,11 +22,9 @@ __all__ = [
     "SharedGroup",
     "codec_hook",
     "hosts_of",
-    "interfaces_up",
     "keep_store",
     "make_group",
     "nccl_is_here",
-    "network_interfaces",
     "open_store",
     "this_host",
 ]

@@ -11,19 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "INTERFACES",
-    "Hosts",
-    "hosts_of",
-    "interfaces_up",
-    "network_interfaces",
-    "this_host",
-]
-
-INTERFACES = "GLOO_SOCKET_IFNAME"
-"""The variable that names the network interfaces of gloo, with commas between."""
-
-_IS_UP = 1
+__all__ = ["Hosts", "hosts_of", "this_host"]
 
 
 @dataclass(frozen=True)
@@ -74,21 +62,3 @@ def this_host() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     processes = os.stat("/proc/self/ns/pid").st_ino
     return f"{boot} {processes} {os.geteuid()} {os.environ.get('PHALANX_HOST', '')}"
-
-
-def network_interfaces() -> list[str]:
-    """Return the interfaces that gloo is told to use, by the variable that tells torch's."""
-    return [name for name in os.environ.get(INTERFACES, "").split(",") if name]
-
-
-def interfaces_up() -> list[str]:
-    """Return the names of the network interfaces that are in use."""
-    names = []
-    for path in sorted(Path("/sys/class/net").glob("*/flags")):
-        try:
-            flags = path.read_text()
-        except OSError:  # gone meanwhile
-            continue
-        if int(flags, 16) & _IS_UP:
-            names.append(path.parent.name)
-    return names

@@ -10,6 +10,7 @@ is sent another number of bytes than it takes. So the ranks compare what they ar
 from __future__ import annotations
 
 import datetime
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -22,7 +23,6 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo, Store, Work
 
 from phalanx.distributed.error_store import TIMED_OUT, ErrorStore
 from phalanx.distributed.fingerprint import Desync
-from phalanx.distributed.hosts import network_interfaces
 from phalanx.distributed.peer_errors import peer_error, remote_timeout_error
 from phalanx.distributed.status_pages import LEFT, Fingerprint, StatusPages
 from phalanx.distributed.tensors import FlatTensor, as_bytes
@@ -52,8 +52,9 @@ def open_gloo(store: Store, rank: int, size: int, timeout_s: float, *, on_one_ho
     """
     options: Any = gloo_options(ProcessGroupGloo)
     options._timeout = datetime.timedelta(seconds=timeout_s)
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
     options._devices = [
-        ProcessGroupGloo.create_device(interface=name) for name in network_interfaces()
+        ProcessGroupGloo.create_device(interface=name) for name in interfaces if name
     ]
     if not options._devices and on_one_host:
         options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
