@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Store, Work
 
 from phalanx.distributed.error_store import TIMED_OUT, ErrorStore
@@ -26,20 +25,18 @@ from phalanx.distributed.fingerprint import Desync
 from phalanx.distributed.peer_errors import peer_error, remote_timeout_error
 from phalanx.distributed.status_pages import LEFT, Fingerprint, StatusPages
 from phalanx.distributed.tensors import FlatTensor, as_bytes
-from phalanx.distributed.uncompiled_methods import uncompiled_methods
-from phalanx.distributed.work import Steps
+from phalanx.distributed.work import GroupOperation, SharedWork, Steps
 from phalanx.errors import PeerError, StateError
 from phalanx.ipc import fail_point
 from phalanx.torch_internals import gloo_options
 
-__all__ = ["MessageWork", "Network", "open_gloo"]
+__all__ = ["Network", "open_gloo"]
 
 _CUT_TAG = 2**31 - 1  # of a receive that no member answers
 _CHECK_EVERY = 50  # looks for deaths, each after 20 ms
 _REPORT_S = 1.0  # the time that a rank of another host has to report a late rank there
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 _NO_LIMIT = datetime.timedelta(days=1000)
-_NO_TIME = datetime.timedelta(0)
 
 Gloo = Any
 """A `ProcessGroupGloo`; torch's stubs do not know what can be called on one."""
@@ -140,7 +137,7 @@ class Network:
 
     # --- a user's messages ------------------------------------------------------------------------
 
-    def message(self, call: str, flat: FlatTensor, peer: int | None, tag: int) -> MessageWork:
+    def message(self, call: str, flat: FlatTensor, peer: int | None, tag: int) -> SharedWork:
         """Begin to ``send`` to a rank, or to ``recv`` from one; from any where ``peer`` is None."""
         data = as_bytes(flat.data)
         with self.explaining(peer):
@@ -148,7 +145,20 @@ class Network:
                 work = self.gloo.recv_anysource([data], tag)
             else:
                 work = getattr(self.gloo, call)([data], peer, tag)
-        return MessageWork(work, flat, peer, self)
+
+        def drive(operation: GroupOperation, timeout_s: float | None) -> None:
+            timeout_s = timeout_s or operation.timeout_s
+            with self.explaining(peer, timeout_s):
+                work.wait(datetime.timedelta(seconds=timeout_s))
+            flat.write_back()
+            operation.end()
+            operation.settle()
+
+        operation = GroupOperation(call, iter(()), [flat.tensor], self.timeout_s)
+        message = SharedWork(operation, drive)
+        for name in ("source_rank", "_source_rank"):
+            setattr(message, name, work._source_rank)
+        return message
 
     @contextmanager
     def explaining(self, peer: int | None, timeout_s: float | None = None) -> Iterator[None]:
@@ -261,41 +271,3 @@ class _Collective:
         if self._number is not None:
             late = store.find_late(self._network.ranks, self._number)
         return remote_timeout_error(late, store.group_size, title, timeout_s)
-
-
-@uncompiled_methods
-class MessageWork(dist.Work):
-    """A message under way."""
-
-    def __init__(self, work: Work, flat: FlatTensor, peer: int | None, network: Network) -> None:
-        super().__init__()
-        self._work, self._flat, self._peer, self._network = work, flat, peer, network
-        self._ended = False
-
-    def wait(self, timeout: datetime.timedelta = _NO_TIME) -> bool:
-        """Block until the message has been taken, or has come; raise if it cannot."""
-        if not self._ended:
-            seconds = timeout.total_seconds() or self._network.timeout_s
-            with self._network.explaining(self._peer, seconds):
-                self._work.wait(datetime.timedelta(seconds=seconds))
-            self._flat.write_back()
-            self._ended = True
-        return True
-
-    def synchronize(self) -> None:
-        """Do what :meth:`wait` does."""
-        self.wait()
-
-    def is_completed(self) -> bool:
-        """Tell whether :meth:`wait` has ended; gloo cannot be asked before."""
-        return self._ended
-
-    def result(self) -> list[Tensor]:
-        """Return the tensor."""
-        return [self._flat.tensor]
-
-    def source_rank(self) -> int:
-        """Return the sender of a received message."""
-        return int(self._work._source_rank()) if self._peer is None else self._peer
-
-    _source_rank = source_rank

@@ -34,7 +34,7 @@ from phalanx.distributed.call_forms import (
 from phalanx.distributed.described import NAME, DescribedGroup
 from phalanx.distributed.fingerprint import pack
 from phalanx.distributed.lane import Lane
-from phalanx.distributed.network import MessageWork, Network
+from phalanx.distributed.network import Network
 from phalanx.distributed.ops import ReduceKind, reduction_of
 from phalanx.distributed.several_hosts import SeveralHosts
 from phalanx.distributed.shared_memory import SharedMemory
@@ -409,22 +409,22 @@ class SharedGroup(DescribedGroup):
 
     # --- messages ---------------------------------------------------------------------------------
 
-    def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int) -> MessageWork:
+    def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int) -> SharedWork:
         """Send to one rank."""
         check_rank(self._collectives.size, dstRank, "dstRank")
         flat = flat_of(only(tensors), "tensor")._replace(copied=False)  # nothing is written back
         return self._message("send", flat, dstRank, tag)
 
-    def recv(self, tensors: Sequence[Tensor], srcRank: int, tag: int) -> MessageWork:
+    def recv(self, tensors: Sequence[Tensor], srcRank: int, tag: int) -> SharedWork:
         """Receive from one rank."""
         check_rank(self._collectives.size, srcRank, "srcRank")
         return self._message("recv", output_of(only(tensors), "tensor"), srcRank, tag)
 
-    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> MessageWork:
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> SharedWork:
         """Receive from the first rank that sends."""
         return self._message("recv", output_of(only(tensors), "tensor"), None, tag)
 
-    def _message(self, kind: str, flat: FlatTensor, peer: int | None, tag: int) -> MessageWork:
+    def _message(self, kind: str, flat: FlatTensor, peer: int | None, tag: int) -> SharedWork:
         self._refuse_if_closed(kind)
         return self._network.message(kind, flat, peer, tag)
 
