@@ -199,8 +199,8 @@ def resolve_codec(codec: Codec | str) -> Codec:
 class Feedback:
     """A codec with a memory of its errors, one for each parameter.
 
-    What is not sent now is added to the next gradient of the same key, so the sum of all that was
-    sent differs from the sum of all gradients by the last error only. New errors are *pending*
+    The part that is not sent now is added to the next gradient of the same key. The sum of all
+    parts sent differs from the sum of all gradients by the last error only. New errors are *pending*
     until :meth:`commit`; :meth:`rollback` forgets them, so that a failed step changes nothing.
 
     A gradient with a NaN or an infinity comes out with one (see :class:`Codec`) and leaves the
