@@ -129,8 +129,8 @@ class TableEmbedding(_Rows):
         padding_idx: A row (of the table, 0-based) that gets no gradient; its value is the table's.
 
     Shapes:
-        forward: indices int64 or int32, any shape ``(*)`` -> ``(*, D)``, of the table's dtype, on the
-        device of the indices.
+        forward: indices int64 or int32, any shape ``(*)`` -> ``(*, D)``, of the table's dtype, on
+        the device of the indices.
 
     Raises:
         ConfigError: The table is no matrix of floating point, or its updater is "sum", which would

@@ -21,24 +21,25 @@ def join(
     secret_file: str | None = None,
     trusted_network: bool | None = None,
 ) -> TableGroup:
-    """Become a worker: of this process alone, of the run that was started, or of run ``run``.
+    """Become a worker: of a launcher's run, of run ``run``, or of this process alone.
 
     Args:
-        run: A name that the processes of one run on this host agree on. None for the run of what
-            started us (torchrun, mpirun, srun), else for this process and its threads alone.
-        sync: Whether tables are bulk-synchronous unless they say otherwise.
-        staleness: k for bounded staleness, unless tables say otherwise; 0 is bulk-synchronous.
-        num_workers: How many will come. Then barriers and rounds wait for those too that have not
-            come yet; else only for those that are here.
-        timeout_s: How long calls wait for others.
-        secret_file: Where workers are on several hosts: the file that `phalanx secret` made, the
+        run: A name that the processes of one run on this host agree on. None: the launcher's run
+            (torchrun, mpirun, srun), or without a launcher this process and its threads alone.
+        sync: True if tables are bulk-synchronous by default.
+        staleness: k for bounded staleness of tables by default; 0 is bulk-synchronous.
+        num_workers: The number of workers that will join. Barriers and rounds then also wait for
+            workers that have not joined yet; without it only for those present.
+        timeout_s: The longest wait of a call for other workers, in seconds.
+        secret_file: For workers on several hosts: the file that `phalanx secret` made, the
             same on each. Default: the variable ``PHALANX_SECRET_FILE``.
-        trusted_network: In place of a secret: whoever reaches the servers may read and change the
-            tables, and nothing is encrypted. Default: ``PHALANX_TRUSTED_NETWORK``.
+        trusted_network: Instead of a secret: every process that reaches the servers may read and
+            change the tables, and nothing is encrypted. Default: ``PHALANX_TRUSTED_NETWORK``.
 
     Raises:
-        ConfigError: The name is none, others said another ``num_workers``, or variables lack.
-        OutOfSpace: There is no room in ``/dev/shm``.
+        ConfigError: ``run`` is no name, other workers gave another ``num_workers``, or a variable
+            of the launcher is missing.
+        OutOfSpace: ``/dev/shm`` is full.
         UnsupportedError: The C library was not built when phalanx was installed.
 
     Example:

@@ -40,38 +40,38 @@ class SharedModule:
     Every worker trains its own copy with its own optimizer, and calls :meth:`step` after each
     of its steps. Parameters exchange differences; floating-point buffers (running statistics) are
     averaged; other buffers (counters) are each worker's own. Tied parameters are one; frozen ones
-    are shared, and stay as they are. A tensor that takes another's place, as with
-    ``load_state_dict(assign=True)``, is shared in its place.
+    are shared and keep their values. A tensor that replaces another, as with
+    ``load_state_dict(assign=True)``, is shared instead.
 
     =============  =================================================================================
     mode           after a sync the copy holds
     =============  =================================================================================
-    synchronous    the same bits for everybody: the sum or mean of the changes of those who took
-                   part, taken at once; with ``outer`` one outer step per sync
+    synchronous    the same values on all workers: the sum or mean of the changes of those who took
+                   part, applied at once; with ``outer`` one outer step per sync
     asynchronous   all changes that have been added by then; with ``outer`` an outer step for every
                    worker's sync, of ``1 / num_workers`` of its change for "mean"
     staleness k    the same, and at least all but the others' last k syncs; each ends a round
     =============  =================================================================================
 
     Args:
-        module: Whose parameters and buffers are shared. It takes the master's values, at once, or
-            what became of them for a worker that comes later.
+        module: Its parameters and buffers are shared. It gets the master's values at once, or the
+            current ones if the worker joins later.
         world: This worker's group, from :func:`phalanx.tables.join`.
-        every: How many steps there are between two exchanges.
-        merge: "mean" makes one step as long as a worker's own of what n workers found; "sum" one
-            that may be n times as long.
+        every: Number of steps between two exchanges.
+        merge: "mean" averages the changes of the n workers; "sum" adds them, which is a step up to
+            n times as long.
         outer: None, or "nesterov": the shared values go down old − new with momentum, in tables
             that all workers share, as in DiLoCo: ``tables.Nesterov(lr=0.7, momentum=0.9)``, which
             may have other options.
         sync, staleness: The mode; the world's if None, as for ``world.array``.
-        name: What its tables' names begin with; None numbers them, in the order of opening.
+        name: The beginning of its tables' names; None numbers them, in the order of opening.
 
     Raises:
-        ConfigError: An argument cannot be; the module has no parameters, or one without memory; or
+        ConfigError: An argument cannot work; the module has no parameters or one without memory; or
             another worker's module has more or fewer numbers.
 
-    Determinism: Synchronous: all copies have the same bits, whatever the timing; sums go in the
-    order of workers. With one worker and no ``outer`` training is plain training, to the bit.
+    Determinism: Synchronous: all copies are bitwise identical at any timing; sums go in the order
+    of workers. With one worker and no ``outer``, training is bitwise identical to plain training.
     Collective: Synchronous: all workers construct it, and sync equally often or leave.
     Moves: Both ways, 4 bytes for each element (8 where any is float64); it keeps three more copies,
     and the tables hold two, four with ``outer``.

@@ -77,7 +77,7 @@ class Table:
     # --- add --------------------------------------------------------------------------------------
 
     def add(self, delta: Numbers, rows: Rows | None = None) -> None:
-        """Give the table a delta, which its updater takes; rows given twice add up.
+        """Add a delta, which the table's updater applies; rows given twice add up.
 
         Args:
             delta: For ``rows``, or for the whole table. A tensor or array of the table's dtype, or
@@ -89,10 +89,10 @@ class Table:
             array: rows (K,) with delta (K,), or delta (size,).
 
         Raises:
-            ConfigError: Shape or dtype is another, a row is outside the table, or the delta holds
-                NaN or infinity and the table rejects those. The table is unchanged.
+            ConfigError: Shape or dtype is wrong, a row is outside the table, or the delta holds
+                NaN or infinity and the table rejects them. The table is unchanged.
             StateError: This worker has left.
-            OutOfSpace: There is no memory for new keys, or to record so many rows. The table is
+            OutOfSpace: Memory is too small for new keys, or to record so many rows. The table is
                 unchanged.
             PeerTimeout: Another worker held the rows beyond the deadline.
 
@@ -134,18 +134,18 @@ class Table:
 
         Args:
             rows: int64, 0-based; of an array, the elements; of a :class:`KeyTable`, the keys.
-            out: Where the rows go, so that nothing is allocated; returned.
+            out: A tensor that gets the rows and is returned, so that nothing is allocated.
 
         Shapes:
             matrix: rows (K,) -> (K, cols), or (rows, cols); array: (K,), or (size,).
 
         Returns:
             A tensor of the table's dtype on the CPU, the caller's own. It holds every add that this
-            worker made before, and never half of anybody's add (on each host).
+            worker made before, and never half of an add (on each host).
 
         Raises:
             ConfigError: A row is outside the table, or ``out`` is of another shape or dtype.
-            PeerTimeout: A worker for whom the table's mode waits stayed away; ``.rank`` is it. The
+            PeerTimeout: A worker did not come for which the mode waits; ``.rank`` is it. The
                 round of a bulk-synchronous table stays ended; the next get is of the same one.
 
         Collective: In a bulk-synchronous table all workers make the same number of gets.
@@ -239,7 +239,7 @@ class Table:
         Adds wait while the table is copied in memory, and not while the file is written.
 
         Each host's part is of one moment. For one moment of the whole table, call it between two
-        barriers. Of a bulk-synchronous table it holds the rounds that are in; if the caller has no
+        barriers. Of a bulk-synchronous table it holds the finished rounds; if the caller has no
         get open, these are the same on all hosts.
 
         Args:

@@ -52,8 +52,8 @@ class TableGroup:
 
     Attributes:
         worker_id: This worker's number, from 0.
-        timeout_s: How long its calls wait for others.
-        staleness: The mode of its tables, where they are not given one.
+        timeout_s: The longest wait of its calls for other workers, in seconds.
+        staleness: The default mode of its tables.
         run: The run's name, or None for this process alone.
     """
 
@@ -109,7 +109,7 @@ class TableGroup:
         """Wait until every worker has come to the run's next barrier; return its number, from 1.
 
         Raises:
-            PeerTimeout: A worker stayed away; ``.rank`` is the first. The next call waits for the
+            PeerTimeout: A worker did not come; ``.rank`` is the first. The next call waits for the
                 same barrier.
 
         Collective: All workers. Blocks: Until the last has come, left or died.
@@ -126,14 +126,14 @@ class TableGroup:
     def tick(self) -> int:
         """End this worker's round; return how many it has ended.
 
-        It counts for tables with bounded staleness. In bulk-synchronous ones the gets are the
+        Rounds count for tables with bounded staleness. In bulk-synchronous tables, gets are the
         rounds.
 
         Raises:
-            PeerTimeout: A worker is more than one beyond the bound behind; ``.rank`` is the first.
-                The round is ended all the same.
+            PeerTimeout: A worker is more than the bound and one round behind; ``.rank`` is the
+                first. The round has ended.
 
-        Blocks: While this worker is more than one beyond the bound ahead.
+        Blocks: While this worker is more than the bound and one round ahead.
         """
         self._check_open()
         self._check_counted("tick")
@@ -271,15 +271,15 @@ class TableGroup:
         The master's ``init`` fills it, past the updater; the others wait until it has.
 
         Args:
-            rows: How many, 0 or more.
+            rows: Number of rows, 0 or more.
             cols: Row width, at least 1.
             dtype: float32, float64, bfloat16, int32 or int64.
-            init: What it holds at first: one number or all of them; 0 if None.
+            init: The first values: one number for all, or all of them; 0 if None.
             options: See :class:`TableOptions`.
 
         Raises:
-            ConfigError: An argument cannot be, or another worker opened it otherwise.
-            OutOfSpace: There is not so much memory: for its values and states, and a few MB.
+            ConfigError: An argument cannot work, or another worker gave other arguments.
+            OutOfSpace: Memory is too small for its values and states, and a few MB.
             PeerTimeout: The master did not open it; ``.rank`` is its number.
 
         Collective: All workers, in bulk-synchronous tables. Blocks: Until the master has opened it.
@@ -294,18 +294,18 @@ class TableGroup:
         init: Uniform | Numbers | float | None = None,
         **options: Unpack[TableOptions],
     ) -> KeyTable:
-        """Open a table of rows that are found by key and come as keys come; see :meth:`matrix`.
+        """Open a table whose rows are found by key and made as keys are added; see :meth:`matrix`.
 
         Args:
             cols: Row width, at least 1.
             dtype: As for :meth:`matrix`.
-            init: What every row holds at first, and what keys read as that are not there: a number,
+            init: The first value of every row, also read for a key without a row: a number,
                 a row, or :class:`~phalanx.tables.Uniform`. The master's counts.
             options: See :class:`TableOptions`.
 
         Raises:
-            ConfigError: An argument cannot be, or another worker opened it otherwise.
-            OutOfSpace: There is not so much memory. For each key a table takes its values and
+            ConfigError: An argument cannot work, or another worker gave other arguments.
+            OutOfSpace: Memory is too small. For each key a table takes its values and
                 states, and 8 bytes; each process 8 to 16 more.
             PeerTimeout: The master did not open it; ``.rank`` is its number.
 

@@ -44,39 +44,39 @@ _END = object()
 
 
 class Trainer:
-    """Train ``module`` on several replicas as plain PyTorch would on one.
+    """Train ``module`` on several replicas as plain PyTorch trains it on one.
 
-    Every batch is cut into microbatches; their gradients, weighted by what they stand for, are
-    summed along a fixed tree, and the optimizer steps once. The trained weights are bitwise
+    Every batch is split into microbatches; their gradients, weighted by their rows, are summed
+    along a fixed tree, and the optimizer steps once. The trained weights are bitwise
     identical for any number of replicas, in every executor, at any timing, and across a stop and a
     resume. With ``microbatches=None`` every replica computes one slice.
 
     Args:
-        module: Trained in place; ``trainer.module`` is it, always current. With worker processes
-            its parameters lie in shared memory until :meth:`close`.
-        loss: (outputs, targets) -> a mean over what it counts; not with ``forward``.
+        module: The model; trained in place, and available as ``trainer.module``. With worker
+            processes its parameters are in shared memory until :meth:`close`.
+        loss: (outputs, targets) -> a mean over the rows; not with ``forward``.
         optimizer: A torch optimizer, or a function that makes one from the list of the module's
             parameters.
-        microbatches: Number of pieces that every batch is cut into. It is part of what decides the
-            bits, and every operator on a CPU runs on one thread, for the same reason. None: one
+        microbatches: Number of pieces of every batch. It fixes the order of all sums, so another
+            number trains other weights; every operator on a CPU runs on one thread. None: one
             slice for each replica, with all cores.
-        replicas: How many, or a device for each; at most as many as there are microbatches.
-            Default: "auto", one for each core as far as there are microbatches for them, or one on
-            an accelerator or rank; without microbatches, 1.
+        replicas: Their number, or a device for each; at most as many as there are microbatches.
+            Default: "auto", one for each core up to the number of microbatches, or one on an
+            accelerator or rank; without microbatches, 1.
         workloads: Each replica's relative share of a batch; equal by default. With microbatches, a
-            replica that is free takes what is left.
+            free replica takes the next microbatch.
         executor: "threads": replicas are threads of this process. "processes", or `Processes` with
-            options: they are worker processes of this host; a step is completed without one that
-            dies. "inline": the one replica runs in the caller's thread,
-            for a debugger. "ranks": every process of a `torch.distributed` job has such a trainer,
-            is given the same batches, and computes its share of them with its replicas. `Ranks`:
-            the same, and ranks continue without one that is lost.
-        seed: Where dropout and its like start; each microbatch of each step has its own numbers.
+            options: they are worker processes of this host; if one dies, the others complete the
+            step. "inline": one replica runs in the caller's thread, for a debugger. "ranks": every
+            process of a `torch.distributed` job has such a trainer, gets the same batches, and
+            computes its share of them. `Ranks`: the same, and the other ranks continue if one is
+            lost.
+        seed: Seed of dropout and other random numbers; each microbatch of each step has its own.
         weight: A function from a microbatch to its weight in the batch's loss, such as its number
             of unmasked tokens. Default: its number of rows.
         forward: (module, microbatch) -> loss, (loss, outputs) or (loss, outputs, targets), for
             batches or models of another form; the latter two are for metrics.
-        layout: Which dim of which leaf of (inputs, targets) is split; default dim 0 of all.
+        layout: The dim along which each leaf of (inputs, targets) is split; default 0.
         clip_norm: Largest 2-norm of all gradients together; `StepDone.grad_norm` has their norm.
         scheduler: A learning-rate scheduler, or a function that makes one from the optimizer.
         scheduler_interval: When :meth:`fit` steps it: after every "epoch" or every "step". An epoch
@@ -88,8 +88,8 @@ class Trainer:
         ConfigError: An argument cannot work.
 
     Determinism: bitwise identical for any replicas and executor on the same kind of device. With
-    ``microbatches=None``, bitwise from run to run for the same replicas; the gradient is the whole
-    batch's all the same, within float rounding.
+    ``microbatches=None``, bitwise identical from run to run for the same replicas. The gradient is
+    the whole batch's in both cases, within float rounding.
 
     Example:
         >>> data = [(torch.ones(6, 3), torch.zeros(6, 1))]
@@ -223,14 +223,14 @@ class Trainer:
     ) -> list[EpochDone]:
         """Train until ``epochs`` are done, or for ``steps`` updates, whichever ends first.
 
-        The loader is read to its end, as a ``for`` loop reads it. Each epoch is announced, counted
-        from 0, to the loader and every part of it that has ``set_epoch``. An epoch that was left in
-        the middle continues behind the last batch that was done, and is the first of this call's;
-        for the same loader its open iterator continues.
+        The loader is read to its end, as a ``for`` loop reads it. ``set_epoch(epoch)``, from
+        epoch 0 on, is called of the loader and its parts that have it. An unfinished epoch
+        continues after its last batch, and counts as the first of this call; for the same loader
+        its open iterator continues.
 
         Args:
             loader: Any iterable of batches that can be iterated once per epoch.
-            epochs: Counted from the start of the run, across every `resume`. Where so many are done
+            epochs: Counted from the start of the run, across every `resume`. If so many are done
                 already, nothing is trained, with a warning. Default: to the end of the running
                 epoch, or as many as ``steps`` needs.
             steps: Updates that this call makes.
@@ -242,7 +242,7 @@ class Trainer:
             One `EpochDone` for every epoch that this call finished.
 
         Raises:
-            ConfigError: The loader yields nothing; or a batch cannot work: its step is refused.
+            ConfigError: The loader yields nothing, or a batch cannot work.
         """
         check_fit(loader, validate, epochs, steps)
         check_between_steps(closed=self._closed)
@@ -316,9 +316,9 @@ class Trainer:
 
         Raises:
             ConfigError: The batch cannot work, or its loss is not finite; nothing has changed then.
-            StateError: This rank is given other ranks' state first: call :meth:`join` before.
+            StateError: This rank must receive the other ranks' state first: call :meth:`join`.
             UnsupportedError: The first step made state that no checkpoint can hold.
-            Exception: What the module or the loss raised, with a note that names the replica.
+            Exception: Any error of the module or the loss, with a note that names the replica.
         """
         if self._choice.elastic is not None:
             self._join_here()
@@ -355,16 +355,16 @@ class Trainer:
     def predict(self, loader: Iterable[Nested]) -> Nested:
         """Return the module's outputs for all rows of ``loader``, in eval mode, without gradients.
 
-        Batches are as in :meth:`fit`, or inputs alone. A pair is (inputs, targets), whose targets
-        are left aside: for two inputs give ((first, second), None). With ``forward=`` the outputs
-        are what that returns with the loss.
+        Batches are as in :meth:`fit`, or inputs alone. Of a pair (inputs, targets) the targets are
+        ignored: for two inputs give ((first, second), None). With ``forward=`` the outputs are the
+        second value that it returns.
 
         Returns:
-            What the module returns, with the rows of all batches in order: tensors and arrays are
-            concatenated, scalars stacked to a vector of the microbatches, others the first ones.
+            The module's outputs with the rows of all batches in order: tensors and arrays are
+            concatenated, scalars stacked to a vector, other values are the first ones.
 
         Raises:
-            ConfigError: As :meth:`evaluate`; or an output has not a row for each of its inputs'.
+            ConfigError: As :meth:`evaluate`; or an output does not have a row for each input row.
         """
         with self._evaluating() as evaluation:
             return evaluation.predict(loader)
@@ -500,7 +500,7 @@ class Trainer:
         With executor="ranks" all ranks must call it; rank 0 writes.
 
         Raises:
-            CheckpointError: It cannot be written there; what was there before is whole.
+            CheckpointError: It cannot be written there; an older checkpoint is intact.
             StateError: Called during a step, by a signal's handler or another thread.
         """
         check_between_steps(closed=self._closed, in_step=self._in_step)
@@ -510,7 +510,7 @@ class Trainer:
         self._choice.write_once(lambda: write_checkpoint(self._state.capture(), path))
 
     def resume(self, folder: str | Path) -> None:
-        """Continue from a folder of :meth:`save`: weights, optimizer, data order and all else.
+        """Continue from a folder of :meth:`save`: weights, optimizer, data order and the rest.
 
         With the same `microbatches` and seed the run continues bitwise identical, on any number of
         replicas. The optimizer's options are the saved ones: set another `lr` afterwards.
