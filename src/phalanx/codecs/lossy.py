@@ -200,8 +200,9 @@ class Feedback:
     """A codec with a memory of its errors, one for each parameter.
 
     The part that is not sent now is added to the next gradient of the same key. The sum of all
-    parts sent differs from the sum of all gradients by the last error only. New errors are *pending*
-    until :meth:`commit`; :meth:`rollback` forgets them, so that a failed step changes nothing.
+    parts sent differs from the sum of all gradients by the last error only. New errors are
+    *pending* until :meth:`commit`; :meth:`rollback` forgets them, so that a failed step changes
+    nothing.
 
     A gradient with a NaN or an infinity comes out with one (see :class:`Codec`) and leaves the
     error as it was: one bad step does not poison those after it. Errors are kept in float32 at
