@@ -88,6 +88,3 @@ class EMA(Callback):
         """Take over what :meth:`state_dict` returned."""
         for name, tensor in self.state_dict().items():
             tensor.copy_(state[name])
-
-    def __repr__(self) -> str:
-        return f"EMA(decay={self.decay:g})"

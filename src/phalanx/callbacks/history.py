@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx.callbacks.callback import Callback
-from phalanx.callbacks.events import EpochDone, FitBegun, FitEnded, StepDone
+from phalanx.callbacks.events import EpochDone, FitBegun, StepDone
 from phalanx.errors import ConfigError
 from phalanx.files import written_whole
 from phalanx.plan import check_argument
@@ -125,7 +125,3 @@ class History(Callback):
     def on_epoch_end(self, event: EpochDone) -> None:
         """Keep the means."""
         self.epochs.append(event)
-
-    def on_fit_end(self, event: FitEnded) -> None:  # noqa: ARG002
-        """Note whether this rank writes."""
-        self._writes = self.is_writer

@@ -213,7 +213,6 @@ class TensorBoard(Callback):
             ) from error
         self._folder = Path(folder)
         self._writer: SummaryWriter | None = None
-        self._last_step = 0
 
     def attach(self, trainer: Any) -> None:
         """Write down the training of ``trainer``."""
@@ -224,12 +223,9 @@ class TensorBoard(Callback):
         """Write the scalars of a step."""
         if not self.is_writer:
             return
-        if event.step != self._last_step + 1:
-            self._close()  # the next writer lets what comes after be left out
         writer = self._open(event.step)
         for name, value in _scalars_of(event).items():
             writer.add_scalar(name, value, event.step)
-        self._last_step = event.step
 
     def on_epoch_end(self, event: EpochDone) -> None:
         """Write the scalars of an epoch."""

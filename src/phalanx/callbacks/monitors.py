@@ -134,6 +134,3 @@ class EarlyStopping(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned."""
         self.best, self.waited = state["best"], state["waited"]
-
-    def __repr__(self) -> str:
-        return f"EarlyStopping({self._monitor.name!r}, patience={self.patience})"

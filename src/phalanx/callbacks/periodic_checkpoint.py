@@ -173,16 +173,6 @@ class Checkpoint(Callback):
             raise ValueError(f"`kept` holds {state['kept']!r:.200}")
         self._ranked = kept
 
-    def __repr__(self) -> str:
-        options = {
-            "every_epochs": self._every_epochs,
-            "every_steps": self._every_steps,
-            "keep": self._keep,
-            "monitor": self._monitor and self._monitor.name,
-        }
-        given = [f"{name}={value!r}" for name, value in options.items() if value is not None]
-        return f"Checkpoint({str(self.path)!r}, {', '.join(given)})"
-
 
 def _is_due(number: int, every: int | None) -> bool:
     return every is not None and number % every == 0

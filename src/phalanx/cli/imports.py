@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import operator
 import os
 import sys
 from typing import Any
@@ -23,7 +24,7 @@ def import_attribute(spec: str) -> Any:
 
     Raises:
         ConfigError: The spec has not this form, or there is no such module or attribute.
-        Exception: Whatever the module itself raises while it is imported, with a note.
+        Exception: Whatever the module itself raises while it is imported.
     """
     module_name, _, attribute = spec.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), *attribute.split("."))):
@@ -34,28 +35,22 @@ def import_attribute(spec: str) -> Any:
     # A module written a moment ago is otherwise overlooked by a finder that has listed the folder.
     importlib.invalidate_caches()
     try:
-        found: Any = importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     except ModuleNotFoundError as exc:
         # The module itself is there where it is another one that it lacks.
         if exc.name is None or not f"{module_name}.".startswith(f"{exc.name}."):
-            exc.add_note(f"raised while importing `{module_name}` for `{spec}`")
             raise
         raise ConfigError(
             f"Module `{module_name}` of `{spec}` must be importable, but was not found in "
             f"{folder!r} or among the installed packages."
         ) from exc
-    except Exception as exc:
-        exc.add_note(f"raised while importing `{module_name}` for `{spec}`")
-        raise
-    for name in attribute.split("."):
-        try:
-            found = getattr(found, name)
-        except AttributeError as exc:
-            raise ConfigError(
-                f"Module `{module_name}` must have the attribute `{attribute}` that `{spec}` "
-                "names, but does not."
-            ) from exc
-    return found
+    try:
+        return operator.attrgetter(attribute)(module)
+    except AttributeError as exc:
+        raise ConfigError(
+            f"Module `{module_name}` must have the attribute `{attribute}` that `{spec}` names, "
+            "but does not."
+        ) from exc
 
 
 # Any: see above.

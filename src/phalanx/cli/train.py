@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -115,28 +116,11 @@ def train(
 
     Ctrl-C finishes the step, saves, and prints the command that continues.
     """
+    given = dict(locals())
     # Late, as it needs torch, which takes seconds: `--help` does without.
     from phalanx.cli.training_run import Options, TrainingRun
 
-    options = Options(
-        data=data,
-        model=model,
-        target=target,
-        task=task,
-        loss=loss,
-        validation=validation,
-        epochs=epochs,
-        batch_size=batch_size,
-        lr=lr,
-        schedule=schedule,
-        clip_norm=clip_norm,
-        early_stopping=early_stopping,
-        every_steps=every_steps,
-        replicas=replicas,
-        executor=executor,
-        microbatches=microbatches,
-        seed=seed,
-    )
+    options = Options(**{each.name: given[each.name] for each in fields(Options)})
     run, opened = TrainingRun.begin(options, out)
     if not run.train(opened, make_console(), trace=trace):
         raise typer.Exit(INTERRUPTED)

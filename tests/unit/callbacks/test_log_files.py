@@ -186,7 +186,7 @@ def test_scalars_of_steps_and_epochs_are_told_to_tensorboard(tmp_path, writers):
 
 def test_tensorboard_is_told_where_the_run_goes_on(tmp_path, writers):
     board = TensorBoard(tmp_path)
-    play(board, [step_done(1), step_done(2), fit_ended(), step_done(3), step_done(2)])
+    play(board, [step_done(1), step_done(2), fit_ended(), step_done(3), fit_ended(), step_done(2)])
     assert [(writer.purge_step, writer.closed) for writer in writers] == [
         (1, True),
         (3, True),

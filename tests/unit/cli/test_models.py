@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from benchmarks.models import bench_cnn, bench_gpt, bench_mlp
 from phalanx.cli.models import Standardize, build_model, choose_model
 from phalanx.cli.schema import Schema
 from phalanx.errors import ConfigError
@@ -136,21 +135,3 @@ def test_a_users_own_function_draws_by_the_seed() -> None:
     weight, same_weight, other_weight = (next(m.parameters()) for m in (one, same, other))
     assert torch.equal(weight, same_weight)
     assert not torch.equal(weight, other_weight)
-
-
-@pytest.mark.parametrize(
-    ("bench", "input_shape", "output_shape", "num_parameters"),
-    [
-        (bench_mlp, (128, 784), (128, 10), 1_863_690),
-        (bench_cnn, (64, 3, 32, 32), (64, 10), 1_070_986),
-        (bench_gpt, (16, 64), (16, 64, 1000), 3_688_936),
-    ],
-)
-def test_the_measured_models_have_the_published_sizes(
-    bench: object, input_shape: tuple[int, ...], output_shape: tuple[int, ...], num_parameters: int
-) -> None:
-    model, (inputs, targets) = bench()  # type: ignore[operator]
-    assert inputs.shape == input_shape
-    assert targets.shape == output_shape[:-1]
-    assert model(inputs).shape == output_shape
-    assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
