@@ -14,7 +14,7 @@ from phalanx.ipc import Mutex, Waiting
 from phalanx.tables import keys, part
 from phalanx.tables.keys import KeyPart
 from phalanx.tables.membership import Membership
-from phalanx.tables.part import TablePart
+from phalanx.tables.part import Entry, TablePart
 from phalanx.tables.table import Table
 
 Patch = Callable[[Any, str, Any], None]  # as `setattr`, or pytest's
@@ -99,7 +99,7 @@ def snapshot_torn(patch: Patch) -> None:
 
 def clock_not_advanced(patch: Patch) -> None:
     """A worker that ends its round does not say so."""
-    patch(Membership, "advance", lambda self, worker: self.clock(worker))
+    patch(Membership, "advance_to", lambda self, worker, clock, number: None)
 
 
 def dead_still_counted(patch: Patch) -> None:
@@ -109,8 +109,12 @@ def dead_still_counted(patch: Patch) -> None:
 
 def round_taken_twice(patch: Patch) -> None:
     """Who goes on with the round of somebody who died begins at its first add."""
-    _in_python(patch)
-    patch(TablePart, "has", lambda self, worker, number: False)
+    add = TablePart._add_in_python
+
+    def add_again(self: TablePart, entry: Entry, timeout_s: float) -> None:
+        add(self, entry._replace(number=0), timeout_s)
+
+    patch(TablePart, "add", add_again)
 
 
 def key_before_its_add(patch: Patch) -> None:
