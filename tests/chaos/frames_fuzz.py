@@ -111,7 +111,6 @@ SPEC = json.dumps(
         "updater": {"name": "sum"},
         "first_row": 0,
         "staleness": None,
-        "nonfinite": "allow",
     }
 )
 ERROR = json.dumps({"error": "PeerTimeout", "message": "Worker 3 did not come.", "rank": 3})

@@ -523,7 +523,6 @@ ROWS: list[Row] = [
             ({"rows": 2, "cols": 3, "staleness": -1}, "`staleness` must be a number of rounds"),
             ({"rows": 2, "cols": 3, "staleness": 2, "sync": True}, "`staleness` must be absent"),
             ({"rows": 2, "cols": 3, "updater": "nobody"}, "`updater` must"),
-            ({"rows": 2, "cols": 3, "nonfinite": "skip"}, "`nonfinite` must be 'reject' or"),
         )
     ),
     *(

@@ -109,7 +109,7 @@ int64_t phalanx_keys_get(const keys_part *p, const key_index *index, const int64
 
 /* Add to the rows of keys that are all there, as `phalanx_part_add` adds to rows. */
 int64_t phalanx_keys_add(const keys_part *p, const key_index *index, const int64_t *keys, int64_t count,
-                         const char *delta, int64_t look, int64_t worker, int64_t number, int64_t ms) {
+                         const char *delta, int64_t worker, int64_t number, int64_t ms) {
     const part *rows = p->rows;
     if (phalanx_lock_take(rows->lock, ms)) return LATE;
     int64_t answer, num_keys = counted_by(index, p);
@@ -123,8 +123,7 @@ int64_t phalanx_keys_add(const keys_part *p, const key_index *index, const int64
         answer = ABSENT;
     else {
         phalanx_put(&p->counts[NEXT_STOP], p->counts[STOP]);
-        answer = phalanx_part_add_at_once(rows, rows->record_rows, 0, count, delta, look, worker,
-                                          number);
+        answer = phalanx_part_add_at_once(rows, rows->record_rows, 0, count, delta, worker, number);
     }
     phalanx_lock_release(rows->lock);
     return answer;

@@ -79,11 +79,10 @@ static void add_block(const part *p, const int64_t *rows, int64_t first_row, int
     phalanx_part_change(p, rows ? numbers : NULL, first, count, delta + first * row_bytes);
 }
 
-/* Make an add, unless it has a number and is in. The lock is held, and WORD even. If told, look
-   whether each block is finite; where one is not, leave the add as a death would. */
+/* Make an add, unless it has a number and is in. The lock is held, and WORD even. Where a
+   block is not finite, leave the add as a death would. */
 int64_t phalanx_part_add_at_once(const part *p, const int64_t *rows, int64_t first_row,
-                                 int64_t count, const char *delta, int64_t look, int64_t worker,
-                                 int64_t number) {
+                                 int64_t count, const char *delta, int64_t worker, int64_t number) {
     word *header = p->header;
     int64_t before = header[WORD], row_bytes = p->num_cols * size_of(p->dtype);
     int64_t most = rows ? p->block_rows : NEAR > row_bytes ? NEAR / row_bytes : 1;
@@ -97,7 +96,7 @@ int64_t phalanx_part_add_at_once(const part *p, const int64_t *rows, int64_t fir
     phalanx_put(&header[WORD], before + 1);
     for (int64_t first = 0; first < count; first += most) {
         int64_t some = count - first < most ? count - first : most;
-        if (look && !is_finite(p, delta + first * row_bytes, some)) return NOT_FINITE;
+        if (!is_finite(p, delta + first * row_bytes, some)) return NOT_FINITE;
         add_block(p, rows, first_row, first, some, delta, past);
     }
     phalanx_put(&header[AT], ALL);
@@ -110,12 +109,12 @@ int64_t phalanx_part_add_at_once(const part *p, const int64_t *rows, int64_t fir
 /* Add to rows, whole or not at all: to all rows of the part where `rows` is NULL. An add with a
    number, of a worker, counts once. */
 int64_t phalanx_part_add(const part *p, const int64_t *rows, int64_t count, const char *delta,
-                         int64_t look, int64_t worker, int64_t number, int64_t ms) {
+                         int64_t worker, int64_t number, int64_t ms) {
     if (rows && !phalanx_within(rows, count, p->first_row, p->num_rows)) return OUTSIDE;
     if (phalanx_lock_take(p->lock, ms)) return LATE;
     int64_t answer = UNSETTLED;
     if (!(p->header[WORD] & 1))
-        answer = phalanx_part_add_at_once(p, rows, p->first_row, count, delta, look, worker, number);
+        answer = phalanx_part_add_at_once(p, rows, p->first_row, count, delta, worker, number);
     phalanx_lock_release(p->lock);
     return answer;
 }

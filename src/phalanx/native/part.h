@@ -33,5 +33,4 @@ static inline int64_t size_of(int64_t dtype) {
 
 void phalanx_put(word *at, int64_t value);
 int64_t phalanx_part_add_at_once(const part *p, const int64_t *rows, int64_t first_row,
-                                 int64_t count, const char *delta, int64_t look, int64_t worker,
-                                 int64_t number);
+                                 int64_t count, const char *delta, int64_t worker, int64_t number);

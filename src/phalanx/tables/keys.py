@@ -175,7 +175,7 @@ class KeyPart(TablePart):
         index = self._known
         for _ in range(_ATTEMPTS):
             answer: int = self._add_keys_in_c(
-                self._keys_at, index.at, at, count, source, self._looks, worker, number, wait_ms
+                self._keys_at, index.at, at, count, source, worker, number, wait_ms
             )
             if answer != BEHIND:
                 return answer

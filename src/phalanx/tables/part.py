@@ -132,7 +132,6 @@ class TablePart:
         )
         self._at = self._view.address
         self._is_simple = updater.scale is not None
-        self._looks = int(spec.nonfinite != "allow")
         self._get_in_c, self._add_in_c = FUNCTIONS["part_get"], FUNCTIONS["part_add"]
         self._change_in_c = FUNCTIONS["part_change"]
 
@@ -200,7 +199,7 @@ class TablePart:
             if answer in (UNSETTLED, _NOT_FINITE):
                 self._call_settled(bool, timeout_s)
             if answer == _NOT_FINITE:
-                raise nonfinite(self._spec, "delta")
+                raise nonfinite(self._spec)
             if answer == _CRAMPED:
                 self._call_settled(lambda: self._extend_record(entry), timeout_s)
             if waiting.over():
@@ -211,16 +210,14 @@ class TablePart:
         rows, delta, worker, number = entry
         at, count = (None, self.num_rows) if rows is None else (rows.data_ptr(), rows.numel())
         source = delta.data_ptr()
-        answer: int = self._add_in_c(
-            self._at, at, count, source, self._looks, worker, number, wait_ms
-        )
+        answer: int = self._add_in_c(self._at, at, count, source, worker, number, wait_ms)
         return answer
 
     def _add_in_python(self, entry: Entry, timeout_s: float) -> None:
         rows, has_keys = entry.rows, self._spec.has_keys
         if not (rows is None or has_keys or all_within(rows, self.num_rows, self.first_row)):
             raise outside(rows, self._spec)
-        refuse_nonfinite(entry.delta, self._spec, "delta")
+        refuse_nonfinite(entry.delta, self._spec)
         fail_point("before lock")
         with self.lock.held(timeout_s):
             fail_point("lock held")

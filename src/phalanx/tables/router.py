@@ -152,13 +152,13 @@ class Router:
         if not self._others or self._cut.only_part(entry.rows) == self._cut.own:
             self._part.add(entry, timeout_s)
         else:
-            refuse_nonfinite(entry.delta, self.spec, "delta")
+            refuse_nonfinite(entry.delta, self.spec)
             with self._turn:
                 self._add_parts(entry, 0, self._part.add, timeout_s)
 
     def put(self, entry: Entry, timeout_s: float) -> None:
         """Log an add for its worker's round, on every host that has rows of it."""
-        refuse_nonfinite(entry.delta, self.spec, "delta")
+        refuse_nonfinite(entry.delta, self.spec)
         with self._turn:
             number = self.here.clock_of(entry.worker) + 1
             put_here = partial(self.here.put, number=number)

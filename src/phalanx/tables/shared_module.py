@@ -16,6 +16,7 @@ and how much it counts.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,8 +40,8 @@ class SharedModule:
 
     Every worker trains its own copy with its own optimizer, and calls :meth:`step` after each
     of its steps. Parameters exchange differences; floating-point buffers (running statistics) are
-    averaged; other buffers (counters) are each worker's own. Tied parameters are one; frozen ones
-    are shared and keep their values. A tensor that replaces another, as with
+    averaged; others (counters, masks that hold infinity) are each worker's own. Tied parameters are
+    one; frozen ones are shared and keep their values. A tensor that replaces another, as with
     ``load_state_dict(assign=True)``, is shared instead.
 
     =============  =================================================================================
@@ -124,11 +125,15 @@ class SharedModule:
         self._world = world
         self._staleness = read_mode(sync, staleness, world.staleness)
         self._is_torn = False  # whether a sync has begun and not ended
+        self._constants: list[str] = []  # buffers with infinity or NaN, such as masks
         self._exchanges = self._open_exchanges(name)
         self._receive()
 
     def _open_exchanges(self, name: str | None) -> list[ParameterExchange]:
         parameters, statistics = _sort_tensors(self.module)
+        for name in [n for n, each in statistics.items() if not bool(each.isfinite().all())]:
+            self._constants.append(name)
+            del statistics[name]
         in_rounds = self._staleness.is_bulk_synchronous
         # Small changes to narrower floats add up before they are rounded.
         dtype = torch.float32
@@ -142,7 +147,6 @@ class SharedModule:
                 dtype,
                 init=_gather(tensors, torch.empty(size, dtype=dtype, device="cpu")),
                 name=name and f"{name}.{what}",
-                nonfinite="allow",  # looked at before, with the tensor's name
                 updater=updater,
                 sync=in_rounds,
                 staleness=self._staleness.bound or None,
@@ -189,11 +193,8 @@ class SharedModule:
         Collective: Synchronous: all workers. Blocks: As a table's ``get`` in its mode.
         """
         world = self._world
-        if world.closed or not world.is_counted():
-            raise StateError(
-                f"`sync` must be called by a worker of the run, but worker {world.worker_id} has "
-                "left."
-            )
+        world._check_open()
+        world._check_counted("sync")
         self._refuse_torn("sync")
         self._find_tensors()
         for exchange in self._exchanges:
@@ -219,7 +220,7 @@ class SharedModule:
 
     def _find_tensors(self) -> None:
         """Share what the module holds by now under the names of what was shared."""
-        found = [tensors for tensors in _sort_tensors(self.module) if tensors]
+        found = [tensors for tensors in _sort_tensors(self.module, self._constants) if tensors]
         if list(map(_layout, found)) != [_layout(each.tensors) for each in self._exchanges]:
             raise StateError(
                 "`module` must keep the names, shapes and dtypes that it had when it was shared, "
@@ -290,14 +291,15 @@ def _layout(tensors: Tensors) -> list[tuple[str, torch.dtype, torch.Size]]:
     return [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
 
 
-def _sort_tensors(module: nn.Module) -> tuple[Tensors, Tensors]:
+def _sort_tensors(module: nn.Module, without: Sequence[str] = ()) -> tuple[Tensors, Tensors]:
     """Return parameters and floating-point buffers by name, each tensor once."""
     parameters: Tensors = dict(module.named_parameters())
     if not parameters:
         raise ConfigError(f"`module` must have parameters, but {type(module).__name__} has none.")
     known = {id(tensor) for tensor in parameters.values()}
     buffers = [item for item in module.named_buffers() if id(item[1]) not in known]
-    statistics = {name: tensor for name, tensor in buffers if tensor.is_floating_point()}
+    floating = [item for item in buffers if item[1].is_floating_point()]
+    statistics = {name: tensor for name, tensor in floating if name not in without}
     for name, tensor in (*parameters.items(), *statistics.items()):
         is_plain = tensor.layout is torch.strided and tensor.is_floating_point()
         if is_lazy(tensor) or tensor.is_meta or not is_plain:
@@ -361,7 +363,6 @@ class ParameterExchange:
         difference = torch.sub(held, base, out=self._spare)
         if bool(difference.sum().isfinite()):
             return
-        difference[(held == base) | (held.isnan() & base.isnan())] = 0  # a mask of infinities, say
         for (part, _), name in zip(_pairs(self.tensors, difference), self.tensors, strict=True):
             if not bool(part.isfinite().all()):
                 raise ConfigError(

@@ -34,7 +34,6 @@ class TableSpec:
         dtype: One of float32, float64, bfloat16, int32, int64.
         updater: How it takes a delta.
         staleness: How far ahead a reader may be.
-        nonfinite: What becomes of an add that holds NaN or infinity.
         has_keys: Whether rows are found by key; they come as keys come, and there are 0 at first.
         shape: The shape that users see; that of a keys table begins with 0.
     """
@@ -46,7 +45,6 @@ class TableSpec:
     dtype: torch.dtype
     updater: Updater
     staleness: Staleness
-    nonfinite: str
     has_keys: bool = False
     first_row: int = 0
     shape: tuple[int, ...] = field(init=False, compare=False, repr=False)
@@ -73,8 +71,6 @@ class TableSpec:
         check_argument(fits, "updater", wanted, self.updater.name)
         fits = not (self.has_keys and self.updater.remembers)
         check_argument(fits, "updater", "be another for a table of keys", self.updater.name)
-        fits = self.nonfinite in ("reject", "allow")
-        check_argument(fits, "nonfinite", "be 'reject' or 'allow'", self.nonfinite)
 
     @property
     def columns(self) -> list[tuple[torch.dtype, int]]:

@@ -36,15 +36,12 @@ class TableOptions(TypedDict, total=False):
             same order.
         sync: True for bulk-synchronous; False for asynchronous. Default: the group's mode.
         staleness: k for bounded staleness; 0 is bulk-synchronous. Default: the group's mode.
-        nonfinite: What becomes of an add with NaN or infinity: ``"reject"``, the default, refuses
-            it, ``"allow"`` takes it.
     """
 
     updater: str | dict[str, object] | Updater
     name: str | None
     sync: bool | None
     staleness: int | None
-    nonfinite: str
 
 
 class TableGroup:
@@ -346,7 +343,6 @@ class TableGroup:
                 dtype=read_dtype(dtype),
                 updater=parse_updater(options.get("updater", "sum")),
                 staleness=mode,
-                nonfinite=options.get("nonfinite", "reject"),
                 has_keys=has_keys,
             )
             first = read_row_init(init, spec) if has_keys else read_init(init, spec)

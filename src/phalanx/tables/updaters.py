@@ -310,10 +310,8 @@ class Blend(Updater):
     merge: str | None = field(default="mean", repr=False)
 
     def apply(self, change: Change) -> None:
-        """Move; where both are equal, infinity among them, nothing changes."""
-        shared, (value, weight) = change.rows_KD, change.delta_KD.chunk(2, dim=1)
-        moved = torch.where(value == shared, shared, torch.lerp(shared, value, weight))
-        shared.copy_(moved)
+        value, weight = change.delta_KD.chunk(2, dim=1)
+        change.rows_KD.lerp_(value, weight)
 
 
 _BUILT_IN: dict[str, type[Updater]] = {

@@ -164,19 +164,18 @@ def read_init(given: object, spec: TableSpec, num_rows: int | None = None) -> Te
     return value
 
 
-def refuse_nonfinite(value: Tensor, spec: TableSpec, name: str) -> None:
-    """Raise if numbers are not finite, and the table rejects that.
+def refuse_nonfinite(value: Tensor, spec: TableSpec, name: str = "delta") -> None:
+    """Raise if numbers are not finite.
 
     Raises:
         ConfigError: They are not.
     """
-    if spec.nonfinite != "allow" and not all_finite(value):
+    if not all_finite(value):
         raise nonfinite(spec, name)
 
 
-def nonfinite(spec: TableSpec, name: str) -> ConfigError:
-    """Return the error of numbers that are not finite, though they must be."""
+def nonfinite(spec: TableSpec, name: str = "delta") -> ConfigError:
+    """Return the error of numbers that are not finite."""
     return ConfigError(
-        f"`{name}` must be finite for table {spec.name!r}, but holds NaN or infinity. Make the "
-        "table with `nonfinite='allow'` to take such numbers."
+        f"`{name}` must be finite for table {spec.name!r}, but holds NaN or infinity."
     )

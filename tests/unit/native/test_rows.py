@@ -39,7 +39,7 @@ def test_rows_of_tables_are_read_and_added_to(dtype, cols, count, scale):
     values, numbers = drawn(dtype, ROWS, cols), some_rows(count)
     delta = drawn(dtype, count, cols, seed=1)
     with tables.join() as world:
-        table = world.matrix(ROWS, cols, dtype, init=values, updater=updater, nonfinite="allow")
+        table = world.matrix(ROWS, cols, dtype, init=values, updater=updater)
         out = torch.empty(count, cols, dtype=dtype)
         assert table.get(numbers, out=out) is out
         assert torch.equal(out, values[numbers])

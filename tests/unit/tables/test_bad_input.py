@@ -13,8 +13,6 @@ from phalanx.errors import CheckpointError, ConfigError, OutOfSpace, StateError
 
 pytestmark = pytest.mark.promise("refused-calls-change-nothing")
 
-NAN = float("nan")
-
 
 def test_a_refused_get_does_not_end_the_round():
     with tables.join(sync=True) as world:
@@ -56,15 +54,6 @@ def test_a_table_that_no_memory_holds_is_refused_before_it_is_made(make, refused
             make(world)
         table = world.keys(3, init=0.5)
         assert table.get([7]).tolist() == [[0.5] * 3]
-
-
-def test_nonfinite_adds_are_taken_where_the_table_says_so():
-    with tables.join() as world:
-        takes = world.array(2, nonfinite="allow")
-        takes.add([1.0, NAN])
-        takes.add([2.0, 2.0])
-        assert takes.get()[0] == 3.0
-        assert takes.get()[1].isnan()
 
 
 def test_a_module_takes_no_snapshot_that_lacks_the_outer_steps_momentum(tmp_path):
