@@ -133,20 +133,16 @@ def read_out(out: Any, spec: TableSpec, num_rows: int) -> Tensor:
         ConfigError: It is no dense CPU tensor of the result's shape and dtype.
     """
     wanted = (num_rows, *spec.shape[1:])
-    fits = isinstance(out, Tensor) and out.is_cpu and out.is_contiguous() and has_memory(out)
-    if (
-        not fits
-        or out.is_neg()
-        or out.requires_grad
-        or (out.shape, out.dtype) != (wanted, spec.dtype)
-    ):
+    is_plain = type(out) is Tensor and out.dtype is spec.dtype and out.shape == wanted
+    is_plain = is_plain and out.is_cpu and out.is_contiguous() and not out.requires_grad
+    if not is_plain or out.is_neg() or not (out.data_ptr() or out.numel() == 0):
         shown = f"{out.dtype}, {tuple(out.shape)}" if isinstance(out, Tensor) else repr(out)
         raise ConfigError(
             f"`out` must be a tensor of {spec.dtype}, {wanted}, contiguous, on the CPU, that needs "
             f"no gradient, but is {shown}."
         )
-    filled: Tensor = out.view(-1, 1) if spec.is_array else out
-    return filled
+    filled: Tensor = out
+    return filled.view(-1, 1) if spec.is_array else filled
 
 
 def read_init(given: object, spec: TableSpec, num_rows: int | None = None) -> Tensor:
