@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from phalanx import tables
-from phalanx.tables import keys, part, router
+from phalanx.tables import keys, part
 from tests.chaos import command
 from tests.chaos.books import Books
 from tests.multiprocess.children import Child, Children, Parent
@@ -31,7 +31,7 @@ CLERKS = 4
 DEADLINE_S = 20.0  # far more than any wait; a clerk that waits longer raises
 KILLS_PER_RUN = 25  # then the books are closed, and new ones begun: small tables grow more often
 BOOKS = ("rows", "whole", "keys")
-POINTS = (*part.POINTS, *router.READ_POINTS, *keys.POINTS)
+POINTS = (*part.POINTS, "reader's lock held", *keys.POINTS)
 MOST_PASSES = 12  # of a point, before the death
 _MOMENT = "a moment"
 _numbers = itertools.count()

@@ -272,7 +272,7 @@ def _hold_a_lock(parent: Parent, run: str, which: str) -> None:
         storage = table._storage.here
         lock = {
             "membership": world.membership.lock,
-            "rounds": storage.lock,
+            "rounds": storage.memory.lock,
             "rows": storage.part.lock,
         }[which]
         with lock.held(DEADLINE_S):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import PhalanxError
-from phalanx.ipc import Waiting, fail_point, fail_points
+from phalanx.ipc import Waiting
 from phalanx.memory import all_within
 from phalanx.tables.cut import Cut
 from phalanx.tables.keys import KeyPart
@@ -30,9 +30,6 @@ from phalanx.tables.values import outside, refuse_nonfinite
 if TYPE_CHECKING:  # else runs on one host would import what speaks to others
     from phalanx.cluster import RemoteCall
     from phalanx.tables.remote_part import RemoteHost
-
-READ_POINTS = ("before read", "reader's lock held", "rows read")
-"""Fail points of a get, in order; it takes a lock only where adds overtake it."""
 
 _CALL_S = 30.0  # where a caller gives no deadline
 
@@ -116,14 +113,10 @@ class Router:
 
     def read(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> None:
         """Copy rows, checked, into ``out``."""
-        if fail_points.fault is not None:
-            fail_point("before read")
         if not self._others or self._cut.only_part(rows) == self._cut.own:
             self._part.read(rows, out, timeout_s)
         else:
             self._read_parts(rows, out, timeout_s)
-        if fail_points.fault is not None:
-            fail_point("rows read")
 
     def _read_parts(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> None:
         order, shares = self._cut.shares(rows)

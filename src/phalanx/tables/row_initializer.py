@@ -1,11 +1,4 @@
-"""The first value of a row, where rows are made as keys come.
-
-Every worker must see the same row under a key that is not there yet, so the rule lies in shared
-memory: the master writes it, all read it.
-
-    words    | KIND | LOW | HIGH | SEED | · · · · |      LOW and HIGH are the bits of a float64
-    row      the constant row; zeros where KIND says uniform
-"""
+"""The first values of rows that are made as keys come."""
 
 from __future__ import annotations
 
@@ -18,14 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.ipc import Region
 from phalanx.plan import check_argument
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.values import read_init
 
-_KIND, _LOW, _HIGH, _SEED = range(4)
-_UNIFORM = 1  # else all rows are the same
-_HEAD_BYTES = 64
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 Int64s = NDArray[np.int64]
@@ -110,43 +99,3 @@ def read_row_init(given: object, spec: TableSpec) -> RowInit:
         given = [given]
     row = read_init(given, spec, 1)
     return row.expand(1, spec.cols)  # a number takes no memory here, for as many as that may be
-
-
-class RowInitializer:
-    """The rule in shared memory.
-
-    Args:
-        spec: The table.
-        region: Where it lies; zeros, which mean a row of zeros, until :meth:`write`.
-        offset_bytes: Where it begins.
-    """
-
-    def __init__(self, spec: TableSpec, region: Region, offset_bytes: int) -> None:
-        head = region.buffer[offset_bytes : offset_bytes + _HEAD_BYTES]
-        self._words, self._bounds = head.cast("q"), head.cast("d")
-        self._row = region.tensor(spec.dtype, spec.cols, offset_bytes + _HEAD_BYTES).view(1, -1)
-
-    def write(self, first: RowInit) -> None:
-        """Lay the rule down, before anybody reads it."""
-        if isinstance(first, Tensor):
-            self._row.copy_(first)
-            return
-        self._bounds[_LOW], self._bounds[_HIGH] = first.low, first.high
-        self._words[_SEED] = first.seed
-        self._words[_KIND] = _UNIFORM
-
-    @property
-    def row_at(self) -> int:
-        """The address of the constant row."""
-        return self._row.data_ptr()
-
-    def is_uniform(self) -> bool:
-        """Tell whether each row has its own numbers."""
-        return self._words[_KIND] == _UNIFORM
-
-    def rows_for(self, keys: Int64s) -> Tensor:
-        """Return the first rows of ``keys``: (K, cols), or (1, cols) where all are the same."""
-        if not self.is_uniform():
-            return self._row
-        rule = Uniform(self._bounds[_LOW], self._bounds[_HIGH], self._words[_SEED])
-        return rule.draw(keys, self._row.shape[1]).to(self._row.dtype)

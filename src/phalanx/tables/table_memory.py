@@ -5,7 +5,7 @@
     worker w   CLOCK | ARRIVED_AS | ROUND, END | ROUND, END | · | ·
     DONE       a word for each worker, and one for merged rounds (part.py)
     locks      of the rounds; of the rows; of each worker's log
-    of keys    the counts (keys.py), and what a row holds at first (row_initializer.py)
+    of keys    the counts (keys.py), and the row that keys have at first
     rows       [keys], values, states
     record     old values and states of the rows of an add, and their numbers (part.py)
 
@@ -45,7 +45,6 @@ _MOST_BYTES = 1 << 39  # of a keys table: addresses that are kept for it, not me
 _MOST_RECORD_BYTES = 1 << 34  # of a record, and four times the table's if these are more
 _LEAST_RECORD_BYTES = 1 << 16
 _LINE, _COUNTS = 8, 8  # words
-_RULE_BYTES = 64  # before the first row, see row_initializer.py
 _PAGE = 4096
 
 _Kinds = list[tuple[torch.dtype, int]]  # of columns: dtype, and numbers in a row
@@ -69,7 +68,7 @@ class TableMemory:
         columns: Values and each state, as (rows, width).
         keys: Of a keys table: the key of each row.
         counts: Of a keys table: see keys.py.
-        first_row_at: Of a keys table: where row_initializer.py has its memory.
+        first_row: Of a keys table: what its rows hold at first, as (1, cols).
         most_rows: For how many rows there are addresses.
         old_columns, old_numbers: The record: where old values and states go, and their rows.
 
@@ -100,6 +99,7 @@ class TableMemory:
         self.done = self._words[self._done : self._done + MAX_WORKERS + 1]
         self.lock, self.lock_of_rows = self._lock(0, "rounds"), self._lock(1, "rows")
         self.counts = buffer[self._counts : self._counts + 8 * _COUNTS].cast("q")
+        (self.first_row,) = self._views([spec.columns[0]], [self._first_row], int(spec.has_keys))
         self.columns = self._views(kinds, self._starts, self.most_rows)
         self.keys = self.columns.pop(0).view(-1) if spec.has_keys else torch.empty(0, device="cpu")
         *self.old_columns, numbers = self._views(recorded, self._records, self._most_recorded)
@@ -120,7 +120,7 @@ class TableMemory:
         self._done = take(8 * (MAX_WORKERS + 1)) // 8
         self._locks = take(Mutex.NBYTES * (2 + MAX_WORKERS))
         self._counts = take(8 * _COUNTS * spec.has_keys)
-        self.first_row_at = take((_RULE_BYTES + spec.cols * spec.dtype.itemsize) * spec.has_keys)
+        self._first_row = take(spec.cols * spec.dtype.itemsize * spec.has_keys)
         self._head = take(0, _PAGE)  # what is there from the beginning
         self._starts = [take(self.most_rows * size, _PAGE) for size in self._row_bytes]
         self._stop = take(0, _PAGE)
