@@ -28,7 +28,7 @@ def launch(
         str, typer.Option(help="HOST:PORT where several hosts meet, the same on all.")
     ] = "",
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="How often to start all ranks again after one has failed.")
+        int, typer.Option(min=0, help="Restarts of all ranks after one has failed.")
     ] = 0,
     rank_restarts: Annotated[
         int,
@@ -50,7 +50,8 @@ def launch(
     address: Annotated[
         str | None,
         typer.Option(
-            help="With --ray: where it is.", show_default="the one here, or a new one here alone"
+            help="With --ray: the cluster's address.",
+            show_default="the one here, or a new one here alone",
         ),
     ] = None,
     cpus_per_worker: Annotated[
@@ -59,7 +60,7 @@ def launch(
     timeout_s: Annotated[
         float | None,
         typer.Option(
-            help="How long hosts wait for each other, or for a place on Ray.",
+            help="Seconds that hosts wait for each other, or for room on Ray.",
             show_default="600, or 60 with --ray",
         ),
     ] = None,
@@ -125,7 +126,7 @@ def launch(
 
 
 def secret(
-    path: Annotated[Path, typer.Argument(help="Where the file is made; it must not be there yet.")],
+    path: Annotated[Path, typer.Argument(help="The new file; it must not exist.")],
 ) -> None:
     """Make a secret for tables on several hosts, in a file that only you can read.
 

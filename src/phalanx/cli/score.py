@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     from phalanx.cli.schema import Schema
 
-Other = Annotated[str, typer.Argument(metavar="DATA", help="Data as that of `phalanx train`.")]
+Other = Annotated[
+    str, typer.Argument(metavar="DATA", help="Data in the same form as for `phalanx train`.")
+]
 
 
 def evaluate(run: RunPath, data: Other, *, trust: Trust = False) -> None:

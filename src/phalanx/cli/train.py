@@ -23,7 +23,7 @@ _DATA_HELP = (
 Executor = Annotated[
     Literal["threads", "processes", "inline"],
     typer.Option(
-        help="threads of this process; processes, which may die without loss; or inline, one "
+        help="threads of this process; processes, which may be killed without loss; or inline, one "
         "replica in the main thread."
     ),
 ]
@@ -37,7 +37,9 @@ DoesTrace = Annotated[
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 Trust = Annotated[
     bool,
-    typer.Option("--trust", help="Import code that a folder names which others can write, too."),
+    typer.Option(
+        "--trust", help="Import code named by a run folder that other users can write to."
+    ),
 ]
 
 
@@ -73,7 +75,7 @@ def train(
     lr: Annotated[float, _option("RATE", "AdamW's learning rate in the first step.")] = 2e-3,
     schedule: Annotated[
         Literal["linear", "cosine", "constant"],
-        typer.Option(help="How the learning rate falls to 0 in the last epoch, or stays."),
+        typer.Option(help="The learning rate falls to 0 in the last epoch, or is constant."),
     ] = "linear",
     clip_norm: Annotated[
         float | None,
@@ -105,7 +107,9 @@ def train(
             min=0,
         ),
     ] = 4,
-    seed: Annotated[int, _option("N", "Decides weights, order and dropout.", min=0)] = 0,
+    seed: Annotated[
+        int, _option("N", "Seed of initial weights, order of the data and dropout.", min=0)
+    ] = 0,
     trace: DoesTrace = False,
     out: Annotated[
         Path | None,
@@ -130,7 +134,7 @@ def resume(
     run: RunPath,
     *,
     data: Annotated[
-        str | None, _option("DATA", "The place of the data now.", show_default="unchanged")
+        str | None, _option("DATA", "The data, if it was moved.", show_default="unchanged")
     ] = None,
     epochs: Annotated[
         int | None, _option("N", "Passes since the run's beginning.", show_default="unchanged")
