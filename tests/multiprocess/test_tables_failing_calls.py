@@ -97,8 +97,8 @@ def test_threads_are_no_workers_on_several_hosts(run):
 class Own(tables.Updater):
     name = "own"
 
-    def apply(self, change: tables.Change) -> None:
-        change.rows_KD.add_(change.delta_KD)
+    def apply(self, rows: torch.Tensor, delta: torch.Tensor, states: list[torch.Tensor]) -> None:
+        rows.add_(delta)
 
 
 def open_with_an_updater_of_its_own(world: tables.TableGroup) -> list:

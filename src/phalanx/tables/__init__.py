@@ -9,7 +9,6 @@ from phalanx.tables.table_group import TableGroup, TableOptions
 from phalanx.tables.updaters import (
     AdaGrad,
     Adam,
-    Change,
     DcAsgd,
     Momentum,
     Nesterov,
@@ -22,7 +21,6 @@ from phalanx.tables.updaters import (
 __all__ = [
     "AdaGrad",
     "Adam",
-    "Change",
     "DcAsgd",
     "KeyTable",
     "Momentum",

@@ -52,7 +52,6 @@ from phalanx.ipc import Waiting, fail_point, fail_points
 from phalanx.memory import all_within, copy_to
 from phalanx.native import DTYPES, FUNCTIONS, PartView, address_of
 from phalanx.tables.table_memory import NUMBERED, RECORDED, TableMemory
-from phalanx.tables.updaters import Change
 from phalanx.tables.values import nonfinite, outside, refuse_nonfinite
 
 POINTS = (
@@ -281,7 +280,7 @@ class TablePart:
             at, first = (None, rows.start) if isinstance(rows, slice) else (rows.data_ptr(), 0)
             self._change_in_c(self._at, at, first, len(delta), delta.data_ptr())
             return
-        self._updater.apply(Change(news[0], delta, news[1:]))
+        self._updater.apply(news[0], delta, news[1:])
         for part, new in zip(self.parts, news, strict=True):
             part[rows] = new
 

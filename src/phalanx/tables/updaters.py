@@ -14,26 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from phalanx.plan import check_argument
-
-
-class Change(NamedTuple):
-    """The rows and the delta that an updater gets.
-
-    Attributes:
-        rows_KD: The rows, to be changed in place.
-        delta_KD: What was added to them; (K, 2D) where the updater is wide.
-        states: The updater's states of these rows, to be changed in place.
-    """
-
-    rows_KD: Tensor
-    delta_KD: Tensor
-    states: list[Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +46,8 @@ class Updater:
         ...     name = "newest"
         ...     any_dtype = True
         ...
-        ...     def apply(self, change: tables.Change) -> None:
-        ...         change.rows_KD.copy_(change.delta_KD)
+        ...     def apply(self, rows, delta, states):
+        ...         rows.copy_(delta)
         >>> with tables.join() as world:
         ...     table = world.array(2, updater=Newest())
         ...     table.add([3, 4])
@@ -99,8 +85,14 @@ class Updater:
         """Return the first value of each state."""
         return [0.0] * len(self.states)
 
-    def apply(self, change: Change) -> None:
-        """Change rows and states in place."""
+    def apply(self, rows_KD: Tensor, delta_KD: Tensor, states: list[Tensor]) -> None:
+        """Change rows and states in place.
+
+        Args:
+            rows_KD: The rows.
+            delta_KD: The sum of what was added to each; (K, 2D) where the updater is wide.
+            states: The updater's states of these rows.
+        """
         raise NotImplementedError
 
     def options(self) -> dict[str, object]:
@@ -156,10 +148,10 @@ class Momentum(Updater):
     lr: float = 0.01
     momentum: float = 0.9
 
-    def apply(self, change: Change) -> None:
-        (s,) = change.states
-        s.mul_(self.momentum).add_(change.delta_KD)
-        change.rows_KD.add_(s, alpha=-self.lr)
+    def apply(self, rows_KD: Tensor, delta_KD: Tensor, states: list[Tensor]) -> None:
+        (s,) = states
+        s.mul_(self.momentum).add_(delta_KD)
+        rows_KD.add_(s, alpha=-self.lr)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,11 +167,11 @@ class Nesterov(Momentum):
 
     name: ClassVar[str] = "nesterov"
 
-    def apply(self, change: Change) -> None:
-        (s,) = change.states
-        s.mul_(self.momentum).add_(change.delta_KD)
-        change.rows_KD.add_(change.delta_KD, alpha=-self.lr)
-        change.rows_KD.add_(s, alpha=-self.lr * self.momentum)
+    def apply(self, rows_KD: Tensor, delta_KD: Tensor, states: list[Tensor]) -> None:
+        (s,) = states
+        s.mul_(self.momentum).add_(delta_KD)
+        rows_KD.add_(delta_KD, alpha=-self.lr)
+        rows_KD.add_(s, alpha=-self.lr * self.momentum)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,11 +195,11 @@ class AdaGrad(Updater):
     def first_states(self) -> list[float]:
         return [self.initial]
 
-    def apply(self, change: Change) -> None:
-        (h,) = change.states
-        gradient = change.delta_KD.to(h.dtype)
+    def apply(self, rows_KD: Tensor, delta_KD: Tensor, states: list[Tensor]) -> None:
+        (h,) = states
+        gradient = delta_KD.to(h.dtype)
         h.add_(self._square(gradient))
-        change.rows_KD.sub_((gradient * self.lr).div_(h.sqrt().add_(self.eps)))
+        rows_KD.sub_((gradient * self.lr).div_(h.sqrt().add_(self.eps)))
 
     def _square(self, gradient: Tensor) -> Tensor:
         return gradient.square()
@@ -256,16 +248,16 @@ class Adam(Updater):
     beta2: float = 0.999
     eps: float = 1e-8
 
-    def apply(self, change: Change) -> None:
-        m, v, t = change.states
-        gradient = change.delta_KD.to(m.dtype)
+    def apply(self, rows_KD: Tensor, delta_KD: Tensor, states: list[Tensor]) -> None:
+        m, v, t = states
+        gradient = delta_KD.to(m.dtype)
         m.mul_(self.beta1).add_(gradient, alpha=1 - self.beta1)
         v.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
         t.add_(1)
         steps = t.double()  # 1 − β₂ᵗ for small t cancels in float32
         bias1 = (1 - self.beta1**steps).to(m.dtype)
         bias2 = (1 - self.beta2**steps).to(m.dtype)
-        change.rows_KD.sub_((m / bias1).mul_(self.lr).div_((v / bias2).sqrt_().add_(self.eps)))
+        rows_KD.sub_((m / bias1).mul_(self.lr).div_((v / bias2).sqrt_().add_(self.eps)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,9 +281,8 @@ class DcAsgd(Updater):
     lr: float = 0.01
     compensation: float = 0.04
 
-    def apply(self, change: Change) -> None:
-        rows_KD = change.rows_KD
-        gradient_KD, read_KD = change.delta_KD.chunk(2, dim=1)
+    def apply(self, rows_KD: Tensor, delta_KD: Tensor, states: list[Tensor]) -> None:  # noqa: ARG002
+        gradient_KD, read_KD = delta_KD.chunk(2, dim=1)
         drift = (rows_KD - read_KD).mul_(gradient_KD).mul_(gradient_KD)
         rows_KD.sub_(drift.mul_(self.compensation).add_(gradient_KD), alpha=self.lr)
 
@@ -309,9 +300,9 @@ class Blend(Updater):
     is_wide: ClassVar[bool] = True
     merge: str | None = field(default="mean", repr=False)
 
-    def apply(self, change: Change) -> None:
-        value, weight = change.delta_KD.chunk(2, dim=1)
-        change.rows_KD.lerp_(value, weight)
+    def apply(self, rows_KD: Tensor, delta_KD: Tensor, states: list[Tensor]) -> None:  # noqa: ARG002
+        value, weight = delta_KD.chunk(2, dim=1)
+        rows_KD.lerp_(value, weight)
 
 
 _BUILT_IN: dict[str, type[Updater]] = {

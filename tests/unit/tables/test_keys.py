@@ -38,7 +38,7 @@ def test_every_updater_does_to_keys_what_it_does_to_rows(world, updater):
 class Fails(tables.Updater):
     name = "fails"
 
-    def apply(self, change: tables.Change) -> None:
+    def apply(self, rows: torch.Tensor, delta: torch.Tensor, states: list[torch.Tensor]) -> None:
         raise RuntimeError("no")
 
 
