@@ -14,12 +14,12 @@ class FitBegun:
     """A call of `fit` begins: its first event.
 
     Attributes:
-        epochs: Finished since the beginning.
-        steps: Done since the beginning.
-        last_epoch: How many epochs will have been finished at its end; None where steps decide.
-        last_step: How many steps will have been done at the latest; None where epochs decide.
-        steps_per_epoch: None where the loader has no length.
-        means: What each `EpochDone` will hold, such as "train.loss" and "validation.loss".
+        epochs: Epochs finished since the beginning.
+        steps: Steps done since the beginning.
+        last_epoch: Number of the last epoch of this call; None where steps decide.
+        last_step: Number of the last possible step; None where epochs decide.
+        steps_per_epoch: Length of the loader; None where it has none.
+        means: Names of the means of each `EpochDone`, such as "train.loss", "validation.loss".
     """
 
     epochs: int
@@ -35,9 +35,9 @@ class FitEnded:
     """A call of `fit` is over, because it is done, stopped or failed: its last event.
 
     Attributes:
-        epochs: Finished since the beginning.
-        steps: Done since the beginning.
-        stopped: Whether `Trainer.stop` has ended it, or Ctrl-C, which counts only without ranks.
+        epochs: Epochs finished since the beginning.
+        steps: Steps done since the beginning.
+        stopped: True if `Trainer.stop` ended it, or Ctrl-C, which counts only without ranks.
     """
 
     epochs: int
@@ -55,12 +55,12 @@ class StepDone:
         batch: Number of the batch within the epoch, from 1.
         loss: Loss of the whole batch.
         samples: Rows of the batch.
-        seconds: From the batch to the updated weights.
+        seconds: Time from the batch to the updated weights.
         shares: Rows that each replica computed; with executor="ranks", here and below, this rank's.
-        spans: What each replica did when, by the monotonic clock.
+        spans: Times of each replica's work, by the monotonic clock.
         grad_norm: The 2-norm of all gradients before they were clipped; None without `clip_norm`.
-        learning_rates: Of each of the optimizer's parameter groups, as the step was made with it;
-            nan where the group has none that is a number.
+        learning_rates: The learning rate of each parameter group in this step; nan where the group
+            has no number.
     """
 
     step: int
@@ -91,10 +91,9 @@ class EpochDone:
         epoch: Its number, from 1.
         steps: Steps done since the beginning.
         samples: Rows of this epoch.
-        seconds: Of this epoch, without validation.
-        train: "loss" (weighted mean over the epoch's steps) and the metrics, as the weights were
-            then.
-        validation: The same of the validation loader after the epoch; None without one.
+        seconds: Time of this epoch without validation.
+        train: "loss" (weighted mean over the epoch's steps) and the metrics of the training.
+        validation: The same of the validation loader after the epoch; None without validation.
     """
 
     epoch: int

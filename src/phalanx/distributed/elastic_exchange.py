@@ -37,15 +37,15 @@ _LOSSES = (PeerLost, PeerTimeout, GroupAborted)
 
 @dataclass(frozen=True, kw_only=True)
 class RanksChanged:
-    """Ranks of ``executor=Ranks()`` were lost or have come; told before the step's `StepDone`.
+    """Ranks of ``executor=Ranks()`` were lost or have joined; sent before the step's `StepDone`.
 
     Attributes:
-        step: How many updates are done, the one included in which it was noticed.
-        rank: This process's place among those that train now.
-        ranks: Who they are: each one's ``RANK``, as its launcher gave it.
+        step: Number of the update in which it was noticed.
+        rank: This process's place among the ranks that train now.
+        ranks: The ``RANK`` of each of them, as its launcher set it.
         pids: Their process numbers.
-        lost: The ``RANK`` of each that is gone.
-        came: That of each that is new.
+        lost: The ``RANK`` of each lost rank.
+        came: The ``RANK`` of each new rank.
     """
 
     step: int

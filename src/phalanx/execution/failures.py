@@ -18,11 +18,11 @@ class WorkerLost:
     Attributes:
         step: Number of the update, from 1.
         worker: Number of the worker.
-        pid: Its process.
+        pid: Its process number.
         reason: Its exit, signal or silence.
-        microbatch: The one that it was computing, which another worker has computed; None for none.
-        dump: Where its threads stood, if it hung; else empty.
-        seconds: From the moment it was noticed until the step was done.
+        microbatch: Number of its microbatch, which another worker has computed; None if idle.
+        dump: Stacks of its threads, if it hung; else empty.
+        seconds: Time from the notice of its death to the end of the step.
     """
 
     step: int = 0

@@ -28,8 +28,8 @@ class Processes:
     ``executor="processes"`` is the same with the defaults.
 
     Args:
-        timeout_s: How long a microbatch may take before its worker process counts as hung.
-        max_failures: How many worker processes may be lost in all; None for any number.
+        timeout_s: Longest time of a microbatch, in seconds; then its worker counts as hung.
+        max_failures: Number of worker processes that may be lost in all; None for any number.
 
     Raises:
         ConfigError: An option cannot work.
@@ -51,17 +51,17 @@ class Processes:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Ranks that survive the loss of others.
+    """Elastic ranks: if some are lost, the others continue.
 
-    When a rank dies, those left form another group and do the step again: the weights are the same
-    bits as if nothing had happened, given ``microbatches``. A process that comes in its place, or
-    later, is given the state by a peer between two steps. They meet in a separate group, so the
-    script calls no `init_process_group()`; ``RANK`` and ``WORLD_SIZE`` say who comes at first.
+    When a rank dies, the others form another group and do the step again. With ``microbatches`` the
+    weights are bitwise identical to those of an undisturbed run. A new process receives the state
+    from a peer between two steps. Ranks meet in their own group, so the script calls no
+    `init_process_group()`; ``RANK`` and ``WORLD_SIZE`` name the first ranks.
 
     Args:
-        timeout_s: How long a rank that lives may take for its part of a step.
-        lost_after_s: After how long without a sign of life a rank of another host counts as lost;
-            a process that ends is noticed at once.
+        timeout_s: Longest time of a live rank for its part of a step, in seconds.
+        lost_after_s: Seconds without a sign of life until a rank of another host counts as lost; a
+            process that ends is noticed at once.
 
     Raises:
         ConfigError: An option cannot work.

@@ -109,12 +109,12 @@ def launch(
         function: In a script, one that pickle takes, and the call under
             ``if __name__ == "__main__":``. One that was typed at a prompt or in a notebook is run
             in forks of this process.
-        n: How many; by default one per core.
-        args: Its arguments, which are pickled.
-        max_restarts: How often all are started again after one has failed.
+        n: Number of ranks; by default one per core.
+        args: Arguments of the function, which are pickled.
+        max_restarts: Number of restarts of all ranks after one has failed.
 
     Returns:
-        What each rank returned, by rank.
+        The results of the function, by rank.
 
     Raises:
         ConfigError: ``function`` cannot be called, or a number makes no sense.

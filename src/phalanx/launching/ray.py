@@ -66,16 +66,16 @@ def on_ray(
     Args:
         function: One that was typed in a notebook as well. Modules that it imports must be on
             every node.
-        workers: How many ranks; by default as many as the cluster has room for.
-        args: Its arguments, which are pickled.
+        workers: Number of ranks; by default as many as the cluster has room for.
+        args: Arguments of the function, which are pickled.
         cpus_per_worker: Ray's CPUs for each rank, and its threads.
         address: As ``ray.init`` takes it: ``"auto"`` for the Ray that runs on this machine. By
             default the Ray that this process uses already, or that one, or a new one.
-        max_restarts: How often all ranks are started again after one has failed.
-        timeout_s: How long Ray may take to place the ranks, in seconds.
+        max_restarts: Number of restarts of all ranks after one has failed.
+        timeout_s: Longest time of Ray to place the ranks, in seconds.
 
     Returns:
-        What each rank returned, by rank.
+        The results of the function, by rank.
 
     Raises:
         ConfigError: ``function`` cannot be called, a number makes no sense, or there is no Ray at

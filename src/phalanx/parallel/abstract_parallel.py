@@ -24,10 +24,10 @@ _CPU = torch.device("cpu")
 class AbstractParallel(Container):
     """Run different modules, the columns, at the same time, each on its device.
 
-    A subclass says in ordinary torch operations what every column gets (:meth:`distribute`) and
-    what becomes of what they return (:meth:`merge`); autograd follows from the two. All else is
-    here: placement, one thread per column, forward and backward on it, copies between devices.
-    Columns are trained in place, and named "0", "1", … in `state_dict()`.
+    A subclass defines in ordinary torch operations the input of every column
+    (:meth:`distribute`) and the output of all (:meth:`merge`); autograd follows from the two. The
+    rest is here: placement, one thread per column, forward and backward on it, copies between
+    devices. Columns are trained in place, and named "0", "1", … in `state_dict()`.
 
     Args:
         dim: The dim that the two rules are about.
@@ -199,7 +199,7 @@ class ModelParallel(AbstractParallel):
     Columns must not change their input in place: on one device it is the same memory for all.
 
     Args:
-        dim: Along which outputs are concatenated; negative ones count from the end.
+        dim: The dim along which outputs are concatenated; negative ones count from the end.
 
     Shapes:
         Outputs may differ along ``dim`` only; the result has the sum of their sizes there.

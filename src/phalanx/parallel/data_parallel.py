@@ -43,19 +43,19 @@ class DataParallel(Container, Unwrapped):
         devices: One per replica, such as ``["cpu", "cpu"]``; default one for each device of its
             kind (two on a CPU).
         workloads: Relative share of each replica; equal by default; 0 switches one off.
-        microbatches: Number of pieces that every batch is cut into, at least as many as there are
-            replicas. It fixes the order of all sums, so the gradients are bitwise the same for any
-            number of replicas; every operator on a CPU runs on one thread, for the same reason,
-            also in the calling thread. Default: None, one slice for each replica.
-        layout: Which dim of which input leaf is split; default dim 0 of all tensors with dims.
+        microbatches: Number of pieces of every batch, at least as many as there are replicas. It
+            fixes the order of all sums, so gradients are bitwise identical for any number of
+            replicas; every operator on a CPU then runs on one thread, also in the calling
+            thread. Default: None, one slice for each replica.
+        layout: The dim along which each input leaf is split; default dim 0 of all tensors.
             Leaves are named by position, by the name of the module's argument, or by path
             (``0``, ``"mask"``, ``"0.items"``); None gives a leaf whole to all.
         output: How output leaves are merged: a rule (``"mean"``), or rules by leaf path.
             Default: concatenated along the layout's dim, scalars stacked to one value per replica
             in use (or per microbatch), other values from the first. An output of three dims or more
             that has the slices' rows along two of them in the first batch needs a rule.
-        buffers: What becomes of buffers that replicas write: ``"mean"`` (weighted by rows),
-            ``"first"`` or ``"sum"`` (what each has added), or these by pattern of name. Integer
+        buffers: The rule for buffers that replicas write: ``"mean"`` (weighted by rows),
+            ``"first"`` or ``"sum"`` (of all additions), or rules by pattern of name. Integer
             counters are never averaged.
 
     Shapes:
@@ -64,13 +64,13 @@ class DataParallel(Container, Unwrapped):
     Raises:
         ConfigError: Devices or workloads do not fit; leaves differ in their rows; a path names no
             leaf, or a pattern no buffer; outputs cannot be merged.
-        UnsupportedError: In a second derivative (``create_graph=True``), or what else stands at the
-            end of `docs/containers.md`.
+        UnsupportedError: A second derivative (``create_graph=True``), or another limit that the
+            guide to containers lists.
 
     Determinism: with ``microbatches``, outputs, gradients and buffers are bitwise identical for any
     number of replicas on the same kind of device, with dropout and batch norm, too. Without, they
-    are bitwise equal from run to run for the same devices and workloads. Either way gradients are
-    the whole batch's, within float rounding.
+    are bitwise identical from run to run for the same devices and workloads. In both cases
+    gradients are the whole batch's, within float rounding.
 
     Example:
         >>> net = nn.Linear(4, 2)

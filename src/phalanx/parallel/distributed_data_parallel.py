@@ -36,7 +36,7 @@ T = TypeVar("T")
 class DistributedDataParallel(DataParallel):
     """Train ``module`` on all ranks of a job; the number of ranks changes no bit of its weights.
 
-    It takes the place of `torch.nn.parallel.DistributedDataParallel` in a loop of your own: every
+    It replaces `torch.nn.parallel.DistributedDataParallel` in your own loop: every
     rank calls it with its rows of the batch, and the optimizer steps on every rank. The batch of
     all ranks is cut into ``microbatches``; each rank computes its share of them, and their
     gradients are added in an order that depends on the number of microbatches alone.

@@ -40,13 +40,13 @@ class OnDevice(Unwrapped):
     it does when loaded with ``map_location``, until the model around it is next moved.
 
     On a machine without ``device`` the module runs where it is, and moves with the model around it.
-    So a model made for several GPUs runs on one, or on none; with one warning per object. (To
-    load a file with tensors on GPUs there, torch wants ``torch.load(…, map_location="cpu")``.)
+    So a model made for several GPUs runs on one, or on none, with one warning per object. (To load
+    a file with tensors on GPUs there, call ``torch.load(…, map_location="cpu")``.)
 
     Args:
         module: It is moved, in place, by its `to()`; parameters that it shares stay shared.
-        device: Where it runs.
-        output_device: Where its outputs go; default: where it runs.
+        device: The device on which it runs.
+        output_device: The device of its outputs; default: ``device``.
 
     Raises:
         ConfigError: It is no module, or a device's name is unknown.

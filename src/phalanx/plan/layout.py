@@ -29,7 +29,7 @@ _SINGLE = (str, bytes, int, float, type(None))
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Along which dim each leaf of a batch is split.
+    """The dim along which each leaf of a batch is split.
 
     Args:
         dim: The dim for all tensors and arrays that ``dims`` does not name.

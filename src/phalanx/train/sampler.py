@@ -18,23 +18,23 @@ class ExactSampler(Sampler[list[int]]):
 
     It is a batch sampler: ``DataLoader(data, batch_sampler=ExactSampler(data, 32, rank=rank,
     num_ranks=size))``. The order belongs to (seed, epoch) alone, so the batches of all ranks
-    together are the same for any number of ranks, and `DistributedDataParallel` trains the same
-    bits. No row is repeated or left out.
+    together are the same for any number of ranks, and `DistributedDataParallel` trains bitwise
+    identical weights. No row is repeated or left out.
 
     Args:
         data: A data set, or anything else with a length, or the length.
         batch_size: Rows of all ranks together.
         microbatches: As for `DistributedDataParallel`.
-        rank: Which of ``num_ranks`` this is.
-        shuffle: Draw an order for each epoch; otherwise rows come as they lie.
-        seed: Decides the orders.
+        rank: This rank, from 0; ``num_ranks`` is the number of all.
+        shuffle: True draws an order for each epoch; otherwise rows come in the data's order.
+        seed: Seed of the orders.
         drop_last: Leave out a last batch that is smaller. A rank whose microbatches have no rows
             gets an empty list otherwise, and the loader's ``collate_fn`` must take it.
 
     Attributes:
-        epoch: The epoch that is running, or comes next.
-        position: Rows of the epoch that all ranks together were given. A loader with workers of its
-            own asks for batches early: there, count the rows of the steps that are done.
+        epoch: The running epoch, or the next one.
+        position: Rows of the epoch that all ranks together have received. A loader with workers
+            asks for batches early: there, count the rows of the finished steps.
 
     Raises:
         ConfigError: There are no rows, no such rank, or more ranks than microbatches.
