@@ -1,7 +1,7 @@
 """The meeting of the processes of a run on several hosts, over the store of their job.
 
-Each says in one entry which others it can share memory with, the name of its host, where its host's
-server is, and whether it has a secret. Processes that join again, when their first run is over,
+Each says in one entry which others it can share memory with, the name of its host, and where its
+host's server is. Processes that join again, when their first run is over,
 begin one of another name.
 
 The store is open to everybody who reaches its port. No key travels through it, and both ends of a
@@ -40,7 +40,7 @@ def join_hosts(
     """Begin this host's share of a run, see that it has a server, and find the other hosts'.
 
     Raises:
-        ConfigError: Servers would speak to anybody, or some processes have no secret.
+        ConfigError: Servers would speak to anybody.
         PeerTimeout: This host has no server in time, or a process does not say where its is.
     """
     job, master = place.job, place.find_store()
@@ -54,7 +54,7 @@ def join_hosts(
     watch = ServerWatch(page, partial(serve, run, bind, secret, me))
     try:
         address = watch.wait_for_server(timeout_s + _START_S)
-        here = _Here(this_host(), socket.gethostname(), address, secret is not None)
+        here = _Here(this_host(), socket.gethostname(), address)
         places = _exchange(store, name, place, here)
     except BaseException:
         watch.close(_CLOSE_S)
@@ -87,14 +87,12 @@ class _Here(NamedTuple):
     host: str  # equal for processes that can share memory
     name: str
     address: str  # of the host's server
-    has_secret: bool
 
 
 def _exchange(store: Any, name: str, place: Place, here: _Here) -> list[_Here]:  # Any: torch's
     """Say where this process is; return where each of the run is, by rank.
 
     Raises:
-        ConfigError: Some processes have a secret, and others have none.
         PeerTimeout: One does not say where it is.
     """
     store.set(f"phalanx/tables/{name}/{place.rank}", json.dumps(here))
@@ -108,13 +106,6 @@ def _exchange(store: Any, name: str, place: Place, here: _Here) -> list[_Here]: 
                 f"{exc}. See that it runs and calls `tables.join`.",
                 rank,
             ) from exc
-        if there.has_secret != here.has_secret:
-            have, has = ("none", "one") if here.has_secret else ("one", "none")
-            raise ConfigError(
-                f"All processes of a run must have its secret, or none, but rank {rank} has "
-                f"{have} and this one has {has}. Bring the secret file to all hosts, and name it "
-                "there by PHALANX_SECRET_FILE or `secret_file`."
-            )
         places.append(there)
     return places
 

@@ -126,26 +126,25 @@ class ServerWatch:
         return str(self._page.address)
 
     def _run(self) -> None:
-        rest_s = 0.0
-        while not (self._ended.wait(rest_s) or self._page.is_over):
+        page, rest_s = self._page, 0.0
+        while not (self._ended.wait(rest_s) or page.is_over):
             rest_s = _LOOK_S
             try:
-                if not self._page.is_served:
-                    with self._page.starting.held(_BEGIN_S + _LOCK_S):
-                        self._start()
+                if not page.is_served:
+                    with page.starting.held(_BEGIN_S + _LOCK_S):
+                        self._start(page.server)
             except (PhalanxError, OSError) as exc:  # the system starts no process, say
                 _log.error("This host has no server yet: %s", exc)
                 rest_s = _AGAIN_S
 
-    def _start(self) -> None:
+    def _start(self, before: ProcessIdentity | None) -> None:
         """Fork a server, unless another process has. This thread has never run OpenMP."""
-        page = self._page
+        page, ended = self._page, self._ended
         if page.is_over or page.is_served:
             return
-        before = page.server
         fork_apart(self._serve)  # it outlives this process
-        # A server that has begun may be gone again by the time that this thread looks.
-        wait_until(lambda: page.is_over or page.server != before or self._ended.is_set(), _BEGIN_S)
+        # One that has begun may be gone again by the time that this thread looks.
+        wait_until(lambda: page.is_over or page.server != before or ended.is_set(), _BEGIN_S)
 
     def close(self, timeout_s: float) -> None:
         """End the watch."""

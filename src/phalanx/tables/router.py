@@ -287,8 +287,3 @@ class Router:
         if errors:
             raise min(errors, key=lambda each: each[0])[1]
         return answers
-
-    def close(self) -> None:
-        """Let go of the memory, also where somebody keeps a handle of the table."""
-        for each in (self.here, self):  # the parts refer to `here`, and would keep each other
-            vars(each).clear()
