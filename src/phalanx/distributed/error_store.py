@@ -35,12 +35,7 @@ class ErrorStore:
         """Write ``error``, unless one stands there."""
         rank = getattr(error, "rank", None)
         told = json.dumps([type(error).__name__, self._rank if rank is None else rank, str(error)])
-
-        def put() -> None:
-            if self._store.add("error/count", 1) == 1:
-                self._store.set("error", told)
-
-        _within(_STORE_S, put)
+        _within(_STORE_S, lambda: self._store.compare_set("error", "", told))
 
     def read(self) -> PeerError | None:
         """Return the error that was written first, if any."""

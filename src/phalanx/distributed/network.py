@@ -22,18 +22,20 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo, Store, Work
 
 from phalanx.distributed.error_store import TIMED_OUT, ErrorStore
 from phalanx.distributed.fingerprint import Desync
-from phalanx.distributed.peer_errors import peer_error, remote_timeout_error
+from phalanx.distributed.peer_errors import peer_error
 from phalanx.distributed.status_pages import LEFT, Fingerprint, StatusPages
 from phalanx.distributed.tensors import FlatTensor, as_bytes
 from phalanx.distributed.work import GroupOperation, SharedWork, Steps
-from phalanx.errors import PeerError, StateError
+from phalanx.errors import PeerError, PeerTimeout, StateError
 from phalanx.ipc import fail_point
 from phalanx.torch_internals import gloo_options
 
 __all__ = ["Network", "open_gloo"]
 
 _CUT_TAG = 2**31 - 1  # of a receive that no member answers
-_CHECK_EVERY = 50  # looks for deaths, each after 20 ms
+# So many looks for deaths, 20 ms each, pass between two of whether the connections stand: a rank
+# whose script has ended without destroying the group has closed its own, and is not to be missed.
+_CHECK_EVERY = 250
 _REPORT_S = 1.0  # the time that a rank of another host has to report a late rank there
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 _NO_LIMIT = datetime.timedelta(days=1000)
@@ -270,4 +272,7 @@ class _Collective:
         late = ranks[0] if len(ranks) == 1 else None
         if self._number is not None:
             late = store.find_late(self._network.ranks, self._number)
-        return remote_timeout_error(late, store.group_size, title, timeout_s)
+        who = "No rank" if late is None else f"Rank {late}"
+        came = "came" if late is None else "did not come"
+        text = f"{who} of {store.group_size} {came} to {title}, over the network, within"
+        return PeerTimeout(f"{text} {timeout_s:g} s.", late)

@@ -9,7 +9,7 @@ from phalanx.distributed.status_pages import GAVE_UP, HERE, LEFT, LOST, StatusPa
 from phalanx.errors import GroupAborted, PeerError, PeerLost, PeerTimeout
 from phalanx.ipc import late_peers
 
-__all__ = ["cause_state", "is_missing", "peer_error", "remote_timeout_error", "timeout_error"]
+__all__ = ["cause_state", "is_missing", "peer_error", "timeout_error"]
 
 
 def peer_error(
@@ -70,16 +70,6 @@ def timeout_error(
         slowest=pages.names[slowest],
         more=_last_of(pages, *range(pages.size)),
     )
-
-
-def remote_timeout_error(
-    rank: int | None, group_size: int, title: str, timeout_s: float
-) -> PeerTimeout:
-    """Name the rank of another host that is late; None where any might have come."""
-    late = f"No rank of {group_size} came"
-    if rank is not None:
-        late = f"Rank {rank} of {group_size} did not come"
-    return PeerTimeout(f"{late} to {title}, over the network, within {timeout_s:g} s.", rank)
 
 
 def _lateness(pages: StatusPages, rank: int) -> tuple[bool, int, int]:
