@@ -19,7 +19,7 @@ import signal
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -39,7 +39,7 @@ from benchmarks.contest import (
     end,
     hear,
 )
-from benchmarks.models import MODELS, loss_of
+from benchmarks.models import MODELS, Batch, loss_of
 from benchmarks.report import OUT, Out, Row, Run, Sheet, read_names
 from benchmarks.step import StepJob, plain_step, use_loopback
 from phalanx.clock import now_s, pause
@@ -92,7 +92,8 @@ class Beat:
         return None if start < 0 else cls(**json.loads(line[start:]))
 
 
-Tell = Callable[[Beat], None]
+Describe = Callable[[], dict[str, Any] | None]
+"""Returns the fields of the beat of the last step, or None where another rank tells of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,32 +105,22 @@ class RecoveryJob:
     workers: int
 
     def run(self) -> None:
-        """Train until nobody listens."""
+        """Train until nobody listens, and tell of each step."""
         answers = claim_stdout()
-
-        def tell(beat: Beat) -> None:
-            try:
-                print(json.dumps(asdict(beat)), file=answers, flush=True)
-            except BrokenPipeError:
-                os._exit(0)
-
-        CONTESTANTS[self.contestant](self, tell)
-
-
-def _train(step: Step, describe: Callable[[], dict[str, Any] | None], tell: Tell) -> None:
-    """Make steps forever; ``describe`` returns the fields of a beat that is to be told."""
-    while True:
-        started_s = now_s()
-        step()
-        stop_s = now_s()
-        fields = describe()
-        if fields is not None:
-            tell(Beat(stop_s=stop_s, seconds=stop_s - started_s, **fields))
+        with ExitStack() as stack:
+            step, describe = CONTESTANTS[self.contestant](self, stack)
+            while True:
+                started_s = now_s()
+                step()
+                stop_s = now_s()
+                fields = describe()
+                if fields is not None:
+                    beat = Beat(stop_s=stop_s, seconds=stop_s - started_s, **fields)
+                    print(json.dumps(asdict(beat)), file=answers, flush=True)
 
 
-def _run_trainer(job: RecoveryJob, tell: Tell) -> None:
+def _open_trainer(job: RecoveryJob, stack: ExitStack) -> tuple[Step, Describe]:
     """Train with worker processes."""
-    module, batch = MODELS[job.model].make()
     lost: list[int] = []
     shares: list[int] = []
 
@@ -145,21 +136,13 @@ def _run_trainer(job: RecoveryJob, tell: Tell) -> None:
         lost.clear()
         return fields
 
-    with phalanx.Trainer(
-        module,
-        loss_of,
-        MODELS[job.model].optimizer,
-        microbatches=None,
-        replicas=job.workers,
-        executor=phalanx.Processes(max_failures=None),
-        callbacks=[note],
-    ) as trainer:
-        _train(lambda: trainer.step(batch), describe, tell)
+    processes = phalanx.Processes(max_failures=None)
+    trainer, batch = _trainer(job, stack, note, executor=processes, replicas=job.workers)
+    return lambda: trainer.step(batch), describe
 
 
-def _run_elastic_rank(job: RecoveryJob, tell: Tell) -> None:
+def _open_elastic_rank(job: RecoveryJob, stack: ExitStack) -> tuple[Step, Describe]:
     """Be a rank that survives the loss of others, or replaces one."""
-    module, batch = MODELS[job.model].make()
     changes: list[phalanx.RanksChanged] = []
     pids: dict[int, int] = {}
     is_first = False
@@ -180,44 +163,44 @@ def _run_elastic_rank(job: RecoveryJob, tell: Tell) -> None:
         everybody = [pids.get(rank, 0) for rank in range(job.workers)]
         return {"pids": everybody, "working": len(pids), "lost": lost} if is_first else None
 
-    with phalanx.Trainer(
-        module,
-        loss_of,
-        MODELS[job.model].optimizer,
-        microbatches=None,
-        executor=phalanx.Ranks(),
-        callbacks=[note],
-    ) as trainer:
-        trainer.join()
-        _train(lambda: trainer.step(batch), describe, tell)
+    trainer, batch = _trainer(job, stack, note, executor=phalanx.Ranks())
+    trainer.join()
+    return lambda: trainer.step(batch), describe
 
 
-def _run_rank(job: RecoveryJob, tell: Tell) -> None:
+def _trainer(
+    job: RecoveryJob, stack: ExitStack, note: Callable[[object], None], **options: Any
+) -> tuple[phalanx.Trainer, Batch]:
+    model = MODELS[job.model]
+    module, batch = model.make()
+    trainer = phalanx.Trainer(
+        module, loss_of, model.optimizer, microbatches=None, callbacks=[note], **options
+    )
+    return stack.enter_context(trainer), batch
+
+
+def _open_rank(job: RecoveryJob, _: ExitStack) -> tuple[Step, Describe]:
     """Be a rank of plain DDP, which its launcher starts again from the beginning."""
     torch.set_num_threads(1)
     use_loopback("GLOO")
     dist.init_process_group("phalanx" if job.contestant == "launch" else "gloo")
-    _train_by_ddp(job, int(os.environ["TORCHELASTIC_RESTART_COUNT"]), tell)
-
-
-def _train_by_ddp(job: RecoveryJob, life: int, tell: Tell) -> None:
-    """Train in the group that there is; its first rank tells of each step."""
+    rank, life = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     pids = torch.zeros(job.workers, dtype=torch.int64)
-    pids[dist.get_rank()] = os.getpid()
+    pids[rank] = os.getpid()
     dist.all_reduce(pids)
-    module, (inputs, targets) = MODELS[job.model].make()
-    inputs, targets = (part.chunk(job.workers)[dist.get_rank()] for part in (inputs, targets))
-    what = StepJob(contestant="ddp", model=job.model, workers=job.workers)
+    module, batch = MODELS[job.model].make()
+    inputs, targets = (part.chunk(job.workers)[rank] for part in batch)
+    what = StepJob(model=job.model, workers=job.workers)
     step = plain_step(what, DistributedDataParallel(module), (inputs, targets))
     fields = {"pids": pids.tolist(), "working": job.workers, "life": life}
-    _train(step, lambda: fields if dist.get_rank() == 0 else None, tell)
+    return step, lambda: fields if rank == 0 else None
 
 
-CONTESTANTS: dict[str, Callable[[RecoveryJob, Tell], None]] = {
-    "processes": _run_trainer,
-    "ranks": _run_elastic_rank,
-    "torchrun": _run_rank,
-    "launch": _run_rank,
+CONTESTANTS = {
+    "processes": _open_trainer,
+    "ranks": _open_elastic_rank,
+    "torchrun": _open_rank,
+    "launch": _open_rank,
 }
 
 

@@ -22,7 +22,7 @@ import typer
 from torch import Tensor
 
 from benchmarks.contest import Turn, commands_of, seconds_of, serve
-from benchmarks.report import OUT, Names, Out, Rounds, Row, Run, Sheet, ratio, read_names
+from benchmarks.report import OUT, Names, Out, Rounds, Row, Run, Sheet, read_names
 from benchmarks.table_peers import COLS, PATIENCE_S, Access, has_ray, ray_matrix, rpc_matrix
 from phalanx import tables as phalanx_tables
 from phalanx.clock import now_s
@@ -63,7 +63,6 @@ TASKS = (
         for kind in ("get", "add")
     ),
     *(Task(kind, _ARRAY_ELEMENTS, "array") for kind in ("get", "add")),
-    *(Task("add", rows, workers=workers) for rows in SIZES[1:] for workers in (1, 2)),
 )
 
 
@@ -252,9 +251,8 @@ def tables(
     commands = {job.contestant: commands_of(job, job.num_processes) for job in jobs}
     questions = {task: number for number, task in enumerate(TASKS)}
     outcome = run.compete("2 workers", commands, questions, rounds)
-    medians = {task: outcome.medians(task) for task in TASKS}
     title = f"{rows:,} × {COLS} float32, 2 workers: median µs"
-    run.sheets += [latencies(title, names, medians), _rates(names, medians)]
+    run.sheets.append(latencies(title, names, {task: outcome.medians(task) for task in TASKS}))
     run.publish()
 
 
@@ -262,21 +260,6 @@ def latencies(title: str, names: list[str], medians: Mapping[Task, Mapping[str, 
     """Return the microseconds of each task of one worker."""
     found: list[Row] = []
     for task, by_name in medians.items():
-        if not task.workers:
-            seconds = (by_name.get(name) for name in names)
-            found.append((str(task), *(each and 1e6 * each for each in seconds)))
+        seconds = (by_name.get(name) for name in names)
+        found.append((str(task), *(each and 1e6 * each for each in seconds)))
     return Sheet(title, names, found)
-
-
-def _rates(names: list[str], medians: Mapping[Task, Mapping[str, float]]) -> Sheet:
-    found: list[Row] = []
-    for task, by_name in medians.items():
-        cells: list[float | None] = []
-        for name in names:
-            per_s = ratio(task.rows, by_name.get(name))
-            cells.append(per_s and per_s * (4e-9 if task.of == "array" else 1e-6))
-        if task.of == "array":
-            found.append((f"{task.kind} of the array, GB/s", *cells))
-        elif task.workers:
-            found.append((f"{task}, M rows/s", *cells))
-    return Sheet("How much per second", names, found)
