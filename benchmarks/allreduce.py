@@ -8,7 +8,7 @@ then once more beside processes that keep cores busy, as other work on a machine
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -27,7 +27,7 @@ from benchmarks.contest import (
     serve,
 )
 from benchmarks.report import OUT, Out, Rounds, Row, Run, Sheet, ratio
-from benchmarks.step import process_group
+from benchmarks.step import join_ranks
 
 BACKENDS = ("phalanx", "gloo")
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 100_000_000)
@@ -47,12 +47,12 @@ class AllreduceJob:
 
     def run(self) -> None:
         """Be the rank."""
-        serve(self._turns())
+        serve(self.open_turn)
 
-    @contextmanager
-    def _turns(self) -> Iterator[Turn]:
-        with process_group(self.backend, self.rank, self.ranks):
-            yield lambda num_bytes: [_seconds_of_call(torch.ones(num_bytes // 4))]
+    def open_turn(self, stack: ExitStack) -> Turn:
+        """Join the other ranks, and return what times a call of so many bytes."""
+        join_ranks(stack, self.backend, self.rank, self.ranks)
+        return lambda num_bytes: [_seconds_of_call(torch.ones(num_bytes // 4))]
 
 
 def _seconds_of_call(tensor: torch.Tensor) -> float:

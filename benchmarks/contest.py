@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
@@ -82,9 +82,10 @@ def claim_stdout() -> IO[str]:
     return answers
 
 
-def serve(contestant: AbstractContextManager[Turn]) -> None:
+def serve(open_turn: Callable[[ExitStack], Turn]) -> None:
     """Be a contestant's process: set up, then answer each question, until the input ends."""
-    with claim_stdout() as answers, contestant as turn:
+    with claim_stdout() as answers, ExitStack() as stack:
+        turn = open_turn(stack)
         print("[]", file=answers, flush=True)
         for line in sys.stdin:
             print(json.dumps(turn(int(line))), file=answers, flush=True)
@@ -117,13 +118,13 @@ class Child:
     def __init__(self, name: str, command: Command, folder: str | None = None) -> None:
         self.name = name
         self.heard = b""
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by `end`
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by `end`
         # A session of its own: Ctrl-C reaches the parent alone, which ends its children.
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._errors,
+            stderr=self.errors,
             bufsize=0,
             start_new_session=True,
             cwd=folder,
@@ -149,9 +150,9 @@ class Child:
 
     def last_words(self) -> str:
         """Return the end of its stderr."""
-        size = self._errors.seek(0, os.SEEK_END)
-        self._errors.seek(max(0, size - _LAST_WORDS_BYTES))
-        words = self._errors.read().decode(errors="replace").strip()
+        size = self.errors.seek(0, os.SEEK_END)
+        self.errors.seek(max(0, size - _LAST_WORDS_BYTES))
+        words = self.errors.read().decode(errors="replace").strip()
         return f"\n{self.name} said last:\n{words}" if words else ""
 
 
@@ -202,6 +203,7 @@ def end(children: Sequence[Child]) -> None:
             child.process.send_signal(then)  # to one that has ended, nothing
     for child in children:
         child.process.wait()
+        child.errors.close()
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -34,10 +34,10 @@ _MIB = 1 << 20
 class CountingJob(StepJob):
     """A rank that is asked how many bytes a step takes."""
 
-    @contextmanager
-    def _turns(self) -> Iterator[Turn]:
-        with self.open() as step:
-            yield lambda number: [_bytes_of(step, number)]
+    def open_turn(self, stack: ExitStack) -> Turn:
+        """Set up, and return what counts the bytes of so many steps."""
+        step = self.open(stack)
+        return lambda number: [_bytes_of(step, number)]
 
 
 def _bytes_of(step: Step, number: int) -> float:

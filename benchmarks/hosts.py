@@ -17,8 +17,8 @@ import socket
 import struct
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -71,9 +71,9 @@ class HostsJob(TableJob):
         """How many processes the contestant has."""
         return self.workers + (self.contestant != "ray")
 
-    def open(self) -> AbstractContextManager[Mapping[str, Access]]:
+    def open(self, stack: ExitStack) -> Mapping[str, Access]:
         """Set up, and return what can be done with which rows."""
-        return CONTESTANTS[self.contestant](self)
+        return CONTESTANTS[self.contestant](self, stack)
 
     def rows_of(self, of: str) -> range:
         """Return the rows of the other host, or of the client's."""
@@ -81,8 +81,7 @@ class HostsJob(TableJob):
         return range(half, self.rows) if of == "local" else range(half)
 
 
-@contextmanager
-def _spread(job: HostsJob) -> Iterator[Mapping[str, Access]]:
+def _spread(job: HostsJob, stack: ExitStack) -> Mapping[str, Access]:
     """Be a worker of one of two hosts, by torchrun's variables; rank 0 is on the other host."""
     is_client = job.rank < job.workers
     os.environ.update(
@@ -95,33 +94,30 @@ def _spread(job: HostsJob) -> Iterator[Mapping[str, Access]]:
         PHALANX_HOST="clients" if is_client else "other",
     )
     secret = job.secret if job.contestant == "encrypted" else None
-    with phalanx_tables.join(secret_file=secret, timeout_s=PATIENCE_S) as group:
-        matrix = group.matrix(job.rows, COLS, name="matrix")
-        access = of_table(matrix)
-        yield {"matrix": access, "local": access} if is_client else {}
+    group = phalanx_tables.join(secret_file=secret, timeout_s=PATIENCE_S)
+    access = of_table(stack.enter_context(group).matrix(job.rows, COLS, name="matrix"))
+    return {"matrix": access, "local": access}
 
 
-@contextmanager
-def _socket(job: HostsJob) -> Iterator[Mapping[str, Access]]:
+def _socket(job: HostsJob, stack: ExitStack) -> Mapping[str, Access]:
     """Send the rows' numbers, and receive as many bytes as the rows have."""
-    if job.rank == job.workers:
-        with socket.create_server(("127.0.0.1", job.port)) as listening:
-            threading.Thread(target=_send_bytes, args=(listening,), daemon=True).start()
-            with job.join("listening", 2) as group:
-                group.barrier()
-                yield {}
-        return
-    with job.join("listening", 2) as group:
-        group.barrier()
-        with socket.create_connection(("127.0.0.1", job.port)) as connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    address = ("127.0.0.1", job.port)
+    is_server = job.rank == job.workers
+    if is_server:
+        listening = stack.enter_context(socket.create_server(address))
+        threading.Thread(target=_send_bytes, args=(listening,), daemon=True).start()
+    job.join(stack, "listening", 2).barrier()
+    if is_server:
+        return {}
+    connection = stack.enter_context(socket.create_connection(address))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-            def get(rows: Tensor, out: Tensor) -> None:
-                sent = memoryview(rows.numpy().data).cast("B")
-                connection.sendmsg([_LENGTH.pack(len(sent)), sent])
-                _receive(connection, memoryview(out.numpy().data).cast("B"))
+    def get(rows: Tensor, out: Tensor) -> None:
+        sent = memoryview(rows.numpy().data).cast("B")
+        connection.sendmsg([_LENGTH.pack(len(sent)), sent])
+        _receive(connection, memoryview(out.numpy().data).cast("B"))
 
-            yield {"matrix": Access(get)}
+    return {"matrix": Access(get)}
 
 
 def _send_bytes(listening: socket.socket) -> None:
@@ -148,7 +144,7 @@ def _receive(connection: socket.socket, into: memoryview) -> bool:
     return True
 
 
-CONTESTANTS: dict[str, Callable[[HostsJob], AbstractContextManager[Mapping[str, Access]]]] = {
+CONTESTANTS: dict[str, Callable[[HostsJob, ExitStack], Mapping[str, Access]]] = {
     "phalanx": _spread,
     "encrypted": _spread,
     "rpc": rpc,

@@ -13,8 +13,7 @@ they depend on who else runs torch. A net of which more is held, case by case:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,10 +47,10 @@ class MemoryJob(StepJob):
     case: str
     layers: int
 
-    @contextmanager
-    def _turns(self) -> Iterator[Turn]:
-        with self.open() as step:
-            yield lambda number: [_held_after(step, number)]
+    def open_turn(self, stack: ExitStack) -> Turn:
+        """Set up, and return what measures after so many steps."""
+        step = self.open(stack)
+        return lambda number: [_held_after(step, number)]
 
     @property
     def what(self) -> Model:

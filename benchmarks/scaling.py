@@ -15,8 +15,8 @@ times are the shortest ones, which other work on the machine disturbs least.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -37,8 +37,7 @@ _KEPT, _WARMUP = 3, 4
 class PartJob(StepJob):
     """A process that makes one part of a step over and over, with one thread."""
 
-    @contextmanager
-    def open(self) -> Iterator[Step]:
+    def open(self, stack: ExitStack) -> Step:  # noqa: ARG002 -- nothing is to be closed
         """Set up, and return the part."""
         torch.set_num_threads(1)
         module, batch = self.what.make()
@@ -59,7 +58,7 @@ class PartJob(StepJob):
         parts: dict[str, Step] = {f"gradient-{share}": gradient(share) for share in _SHARES}
         parts["add"] = lambda: torch._foreach_add_(sums, gradients)
         parts["optimizer"] = optimizer.step
-        yield parts[self.contestant]
+        return parts[self.contestant]
 
 
 def _share_of(batch: Batch, share: int) -> Batch:

@@ -12,8 +12,8 @@ import os
 import socket
 import statistics
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -59,26 +59,23 @@ class StepJob:
 
     def run(self) -> None:
         """Be the process."""
-        serve(self._turns())
+        serve(self.open_turn)
 
-    @contextmanager
-    def _turns(self) -> Iterator[Turn]:
-        with self.open() as step:
-            if self.device == "cpu":
-                yield lambda number: time_steps(step, number)
-            else:
-                yield lambda number: _turn_of_accelerator(self.device, step, number)
+    def open_turn(self, stack: ExitStack) -> Turn:
+        """Set up, and return what answers questions: so many steps."""
+        step = self.open(stack)
+        if self.device == "cpu":
+            return lambda number: time_steps(step, number)
+        return lambda number: _turn_of_accelerator(self.device, step, number)
 
-    @contextmanager
-    def open(self) -> Iterator[Step]:
+    def open(self, stack: ExitStack) -> Step:
         """Set up, and return a step."""
         if self.device != "cpu":
             torch.accelerator.set_device_index(self.rank)
         module, batch = self.what.make(self.devices[self.rank])
         if self.slow > 1:
             module = SlowInOneWorker(module, self.slow)
-        with ExitStack() as stack:
-            yield CONTESTANTS[self.contestant].open(self, module, batch, stack)
+        return CONTESTANTS[self.contestant].open(self, module, batch, stack)
 
     @property
     def what(self) -> Model:
@@ -202,17 +199,13 @@ def _plain(
     return plain_step(job, module, batch, pieces=pieces)
 
 
-@contextmanager
-def process_group(backend: str, rank: int, size: int) -> Iterator[None]:
-    """Be a rank, with one thread; ranks meet in the contestant's folder."""
+def join_ranks(stack: ExitStack, backend: str, rank: int, size: int) -> None:
+    """Be a rank, with one thread, until the stack ends; ranks meet in the contestant's folder."""
     torch.set_num_threads(1)
     use_loopback("GLOO")
     store = f"file://{Path('store').absolute()}"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    stack.callback(dist.destroy_process_group)
 
 
 def use_loopback(*libraries: str) -> None:
@@ -232,7 +225,7 @@ def _ddp(
 ) -> Step:
     """Be a rank; of all ranks' batch, the loop cuts so many pieces."""
     backend = backend or _BACKENDS.get(job.device, "gloo")
-    stack.enter_context(process_group(backend, job.rank, job.workers))
+    join_ranks(stack, backend, job.rank, job.workers)
     inputs, targets = (whole.chunk(job.workers)[job.rank].contiguous() for whole in batch)
     own = max(1, pieces // job.workers)
     return plain_step(job, wrap(module), (inputs, targets), pieces=own)

@@ -6,8 +6,8 @@ import importlib
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,9 +46,8 @@ def _rpc_add(rows: Tensor, delta: Tensor) -> None:
     _owned.index_add_(0, rows, delta)
 
 
-@contextmanager
-def rpc_matrix(rank: int, num_workers: int, num_rows: int) -> Iterator[Access]:
-    """Be a worker, or the server, whose rank is the last."""
+def rpc_matrix(stack: ExitStack, rank: int, num_workers: int, num_rows: int) -> Access:
+    """Be a worker, or the server, whose rank is the last, until the stack ends."""
     from torch.distributed import rpc  # slow, and nobody else needs it
 
     global _owned
@@ -60,13 +59,11 @@ def rpc_matrix(rank: int, num_workers: int, num_rows: int) -> Iterator[Access]:
     )
     rpc.init_rpc(f"rank{rank}", rank=rank, world_size=num_workers + 1, rpc_backend_options=options)
     server = f"rank{num_workers}"
-    try:
-        yield Access(
-            get=lambda rows, _: rpc.rpc_sync(server, _rpc_get, (rows,)),
-            add=lambda rows, delta: rpc.rpc_sync(server, _rpc_add, (rows, delta)),
-        )
-    finally:
-        rpc.shutdown(graceful=False)
+    stack.callback(rpc.shutdown, graceful=False)
+    return Access(
+        get=lambda rows, _: rpc.rpc_sync(server, _rpc_get, (rows,)),
+        add=lambda rows, delta: rpc.rpc_sync(server, _rpc_add, (rows, delta)),
+    )
 
 
 class _Owner:
@@ -87,9 +84,8 @@ def has_ray() -> bool:
     return importlib.util.find_spec("ray") is not None
 
 
-@contextmanager
-def ray_matrix(rank: int, num_rows: int) -> Iterator[Access]:
-    """Be a worker; the first one starts Ray, and the actor."""
+def ray_matrix(stack: ExitStack, rank: int, num_rows: int) -> Access:
+    """Be a worker until the stack ends; the first one starts Ray, and the actor."""
     place = Path("ray")
     until_s = now_s() + PATIENCE_S
     while rank > 0 and not place.exists():
@@ -111,10 +107,8 @@ def ray_matrix(rank: int, num_rows: int) -> Iterator[Access]:
         mode = os.environ.get(_RAY_MODE, "disabled")  # Ray sets it
         place.with_suffix(".tmp").write_text(json.dumps([context.address_info["address"], mode]))
         place.with_suffix(".tmp").replace(place)
-    try:
-        yield Access(
-            get=lambda rows, _: torch.from_numpy(ray.get(owner.get.remote(rows.numpy()))),
-            add=lambda rows, delta: ray.get(owner.add.remote(rows.numpy(), delta.numpy())),
-        )
-    finally:
-        ray.shutdown()
+    stack.callback(ray.shutdown)
+    return Access(
+        get=lambda rows, _: torch.from_numpy(ray.get(owner.get.remote(rows.numpy()))),
+        add=lambda rows, delta: ray.get(owner.add.remote(rows.numpy(), delta.numpy())),
+    )

@@ -11,8 +11,8 @@ each system adds, and not how fast memory is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -83,12 +83,12 @@ class TableJob:
     def run(self) -> None:
         """Be the process."""
         torch.set_num_threads(1)
-        serve(self._turns())
+        serve(self._open_turn)
 
-    @contextmanager
-    def _turns(self) -> Iterator[Turn]:
-        with self.open() as access, self.meeting() as meet:
-            yield lambda number: self._take_turn(self.tasks[number], access, meet)
+    def _open_turn(self, stack: ExitStack) -> Turn:
+        access = self.open(stack)
+        meet = self.join(stack, "meeting", self.num_processes).barrier
+        return lambda number: self._take_turn(self.tasks[number], access, meet)
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -100,24 +100,19 @@ class TableJob:
         """How many processes the contestant has."""
         return self.workers + (self.contestant == "rpc")
 
-    def open(self) -> AbstractContextManager[Mapping[str, Access]]:
+    def open(self, stack: ExitStack) -> Mapping[str, Access]:
         """Set up, and return what can be done with which rows."""
-        return CONTESTANTS[self.contestant](self)
+        return CONTESTANTS[self.contestant](self, stack)
 
     def rows_of(self, of: str) -> range:  # noqa: ARG002 -- for jobs on several hosts
         """Return the rows that are drawn from."""
         return range(self.rows)
 
-    @contextmanager
-    def meeting(self) -> Iterator[Callable[[], object]]:
-        """Yield what all processes of the contestant wait for each other by."""
-        with self.join("meeting", self.num_processes) as group:
-            yield group.barrier
-
-    def join(self, what: str, num_workers: int) -> phalanx_tables.TableGroup:
-        """Join a group of tables on this host."""
+    def join(self, stack: ExitStack, what: str, num_workers: int) -> phalanx_tables.TableGroup:
+        """Join a group of tables on this host until the stack ends."""
         name = f"bench-{Path.cwd().parent.name}-{self.contestant}-{what}"
-        return phalanx_tables.join(name, num_workers=num_workers, timeout_s=PATIENCE_S)
+        group = phalanx_tables.join(name, num_workers=num_workers, timeout_s=PATIENCE_S)
+        return stack.enter_context(group)
 
     def _take_turn(
         self, task: Task, access: Mapping[str, Access], meet: Callable[[], object]
@@ -180,45 +175,38 @@ def of_table(table: phalanx_tables.Table) -> Access:
     )
 
 
-@contextmanager
-def _phalanx(job: TableJob) -> Iterator[Mapping[str, Access]]:
-    with job.join("tables", job.workers) as group:
-        matrix = group.matrix(job.rows, COLS, name="matrix")
-        keyed = group.keys(COLS, name="keyed")
-        if job.rank == 0:
-            keyed.add(torch.zeros(job.rows, COLS), torch.arange(job.rows))
-        array = group.array(_ARRAY_ELEMENTS, name="array")
-        of_array = Access(lambda _, out: array.get(out=out), lambda _, delta: array.add(delta))
-        yield {"matrix": of_table(matrix), "keys": of_table(keyed), "array": of_array}
+def _phalanx(job: TableJob, stack: ExitStack) -> Mapping[str, Access]:
+    group = job.join(stack, "tables", job.workers)
+    matrix = group.matrix(job.rows, COLS, name="matrix")
+    keyed = group.keys(COLS, name="keyed")
+    if job.rank == 0:
+        keyed.add(torch.zeros(job.rows, COLS), torch.arange(job.rows))
+    array = group.array(_ARRAY_ELEMENTS, name="array")
+    of_array = Access(lambda _, out: array.get(out=out), lambda _, delta: array.add(delta))
+    return {"matrix": of_table(matrix), "keys": of_table(keyed), "array": of_array}
 
 
-@contextmanager
-def _torch(job: TableJob) -> Iterator[Mapping[str, Access]]:
+def _torch(job: TableJob, _: ExitStack) -> Mapping[str, Access]:
     matrix, array = torch.zeros(job.rows, COLS), torch.zeros(_ARRAY_ELEMENTS)
-    yield {
-        "matrix": Access(
-            get=lambda rows, out: torch.index_select(matrix, 0, rows, out=out),
-            add=lambda rows, delta: matrix.index_add_(0, rows, delta),
-        ),
-        "array": Access(lambda _, out: out.copy_(array), lambda _, delta: array.add_(delta)),
-    }
+    of_matrix = Access(
+        get=lambda rows, out: torch.index_select(matrix, 0, rows, out=out),
+        add=lambda rows, delta: matrix.index_add_(0, rows, delta),
+    )
+    of_array = Access(lambda _, out: out.copy_(array), lambda _, delta: array.add_(delta))
+    return {"matrix": of_matrix, "array": of_array}
 
 
-@contextmanager
-def rpc(job: TableJob) -> Iterator[Mapping[str, Access]]:
-    """Use torch RPC; no worker is at home in the server."""
-    with rpc_matrix(job.rank, job.workers, job.rows) as access:
-        yield {"matrix": access} if job.rank < job.workers else {}
+def rpc(job: TableJob, stack: ExitStack) -> Mapping[str, Access]:
+    """Use torch RPC; the last process is the server."""
+    return {"matrix": rpc_matrix(stack, job.rank, job.workers, job.rows)}
 
 
-@contextmanager
-def ray(job: TableJob) -> Iterator[Mapping[str, Access]]:
+def ray(job: TableJob, stack: ExitStack) -> Mapping[str, Access]:
     """Use an actor of Ray."""
-    with ray_matrix(job.rank, job.rows) as access:
-        yield {"matrix": access}
+    return {"matrix": ray_matrix(stack, job.rank, job.rows)}
 
 
-CONTESTANTS: dict[str, Callable[[TableJob], AbstractContextManager[Mapping[str, Access]]]] = {
+CONTESTANTS: dict[str, Callable[[TableJob, ExitStack], Mapping[str, Access]]] = {
     "phalanx": _phalanx,
     "torch": _torch,
     "rpc": rpc,
