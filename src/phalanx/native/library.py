@@ -108,15 +108,9 @@ def require_library(what: str) -> None:
         )
 
 
-_Fields = tuple[tuple[str, type], ...]
-
-
-def _words(*names: str) -> _Fields:
-    return tuple((name, ctypes.c_int64) for name in names)
-
-
-def _addresses(*names: str) -> _Fields:
-    return tuple((name, ctypes.c_void_p) for name in names)
+def _fields(addresses: str, words: str = "") -> list[tuple[str, type]]:
+    numbers = [(name, ctypes.c_int64) for name in words.split()]
+    return [*((name, ctypes.c_void_p) for name in addresses.split()), *numbers]
 
 
 class _View(ctypes.Structure):
@@ -132,8 +126,10 @@ class PartView(_View):
     """A part of a table, as in native/part.h."""
 
     _fields_ = (
-        *_addresses("header", "done", "lock", "values", "record", "record_rows"),
-        *_words("num_rows", "num_cols", "first_row", "block_rows", "dtype"),
+        *_fields(
+            "header done lock values record record_rows",
+            "num_rows num_cols first_row block_rows dtype",
+        ),
         ("scale", ctypes.c_double),
     )
 
@@ -141,13 +137,13 @@ class PartView(_View):
 class IndexView(_View):
     """An index of keys, as in native/keys.c."""
 
-    _fields_ = (*_addresses("entries", "keys"), *_words("mask", "seed", "generation", "stop"))
+    _fields_ = _fields("entries keys", "mask seed generation stop")
 
 
 class KeysView(_View):
     """A part whose rows are found by key, as in native/keys.c."""
 
-    _fields_ = _addresses("rows", "counts", "first_row")
+    _fields_ = _fields("rows counts first_row")
 
 
 def address_of(memory: memoryview) -> int:

@@ -157,12 +157,10 @@ class KeyPart(TablePart):
 
     def copy_all(self, timeout_s: float) -> list[Tensor]:
         """Return copies of the keys, their values and their states, of one moment."""
-
-        def copy() -> list[Tensor]:
-            stop = self._counts[_STOP]
-            return [part[:stop].clone() for part in (self._keys, *self.parts)]
-
-        return self._call_settled(copy, timeout_s)
+        columns = (self._keys, *self.parts)
+        return self._call_settled(
+            lambda: [each[: self._counts[_STOP]].clone() for each in columns], timeout_s
+        )
 
     def _reserve(self, stop: int) -> None:
         """Have memory for the rows of places up to ``stop``. The lock is held."""
@@ -172,12 +170,9 @@ class KeyPart(TablePart):
             return
         spare = max(start // 4, _LEAST_ROOM // memory.row_bytes)
         with suppress(OutOfSpace):
-            self._take_memory(start, min(max(stop, start + spare), memory.most_rows))
+            memory.reserve_rows(start, min(max(stop, start + spare), memory.most_rows))
         if self._counts[RESERVED] < stop:
-            self._take_memory(start, stop)
-
-    def _take_memory(self, start: int, stop: int) -> None:
-        self._memory.reserve_rows(start, stop)
+            memory.reserve_rows(start, stop)
         fail_point("room made")
 
     # --- changing: the lock is held ---------------------------------------------------------------

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.errors import OutOfSpace, StateError
+from phalanx.errors import StateError
 from phalanx.ipc import aligned
 from phalanx.memory import copy_to
 from phalanx.tables.part import Entry
@@ -95,16 +95,8 @@ class WorkerLog:
 
     def _reserve(self, stop: int) -> None:
         """Have memory for so many bytes."""
-        region, start = self._region, self._reserved
-        if stop > region.nbytes:
-            raise OutOfSpace(
-                f"A log of table {self._spec.name!r} must have at most {region.nbytes} bytes, but "
-                f"would have {stop}. Add fewer rows at once, or end the round by `get`.",
-                stop,
-                None,
-            )
-        if stop > start:
-            region.reserve_part(start, stop - start)
+        if stop > self._reserved:
+            self._region.reserve_part(self._reserved, stop - self._reserved)
             self._reserved = stop
 
     def _write(self, at: int, stop: int, entry: Entry) -> None:

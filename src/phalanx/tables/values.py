@@ -52,11 +52,9 @@ def read_rows(given: Any, spec: TableSpec) -> Tensor | None:
 def outside(rows: Tensor, spec: TableSpec) -> ConfigError:
     """Return the error that names a row outside of the table."""
     low, high = map(int, torch.aminmax(rows))
-    plural = "" if spec.rows == 1 else "s"
     return ConfigError(
-        f"Row {low if low < 0 else high} is outside table {spec.name!r}, which has {spec.rows} "
-        f"row{plural}, counted from 0. Make a larger table, or one by `world.keys`, which "
-        "takes any int64 number."
+        f"Row {low if low < 0 else high} is outside table {spec.name!r} of {spec.rows} rows. Make "
+        "a larger table, or one by `world.keys`, which takes any int64 number."
     )
 
 
