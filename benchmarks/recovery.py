@@ -55,11 +55,6 @@ TITLES = {
     "launch": "phalanx\nlaunch",
 }
 _PEERS = {"torchrun"}
-_FIELDS = {
-    "running_s": "the step that was running",
-    "noticed_s": "the step that noticed it",
-    "whole_s": "all workers back",
-}
 
 
 # -- in a contestant's processes ---------------------------------------------------------------
@@ -224,20 +219,11 @@ def _command(job: RecoveryJob, max_restarts: int) -> Command:
 # -- in this process ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kill:
-    """The seconds from a kill to the ends of steps.
-
-    Attributes:
-        running_s: The step that was running; where that was lost, the first one after the restart.
-        noticed_s: The step in which the loss was noticed: a later one, if the victim had done its
-            part of the running one.
-        whole_s: The first step in which all workers take part again.
-    """
-
-    running_s: float
-    noticed_s: float
-    whole_s: float
+Kill = dict[str, float]
+"""Seconds from a kill to the ends of three steps: that which was running, or the first one after a
+restart; that which noticed it, a later one if the victim had done its part; and the first one in
+which all workers take part again.
+"""
 
 
 def recovery(
@@ -271,7 +257,7 @@ def recovery(
             run.failures[name] = str(error)
         finally:
             end([child])
-        run.measured[name] = {"ordinary_s": ordinary, "kills": list(map(asdict, done[name]))}
+        run.measured[name] = {"ordinary_s": ordinary, "kills": done[name]}
     run.sheets.append(_sheet(run.measured, done, num_kills))
     run.publish(excused=_PEERS)
 
@@ -336,7 +322,8 @@ def _watch(child: Child, before: Beat, victim: int, killed_s: float) -> Kill:
         if noticed_s is not None and beat.working == len(beat.pids) and victim not in beat.pids:
             # A restart loses the running step; a survivor may still have told of one.
             running = noticed_s if restarted or running_s is None else running_s
-            return Kill(running_s=running, noticed_s=noticed_s, whole_s=after_s)
+            words = ("the step that was running", "the step that noticed it", "all workers back")
+            return dict(zip(words, (running, noticed_s, after_s), strict=True))
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
@@ -358,9 +345,9 @@ def _sheet(
         ("ordinary step, median", *(1e3 * median_s for median_s in medians)),
         ("continued after a kill", *(f"{len(done[name])} of {num_kills[name]}" for name in names)),
     ]
-    for field, label in _FIELDS.items():
+    for label in done[names[0]][0] if names else ():
         for percent in (50, 99):
-            seconds = ([getattr(kill, field) for kill in done[name]] for name in names)
+            seconds = ([kill[label] for kill in done[name]] for name in names)
             cells = (1e3 * percentile(each, percent) for each in seconds)
             rows.append((f"{label}, p{percent}", *cells))
     return Sheet("ms from kill -9 to the end of", [TITLES[name] for name in names], rows)
