@@ -136,12 +136,7 @@ def _send_bytes(listening: socket.socket) -> None:
 
 def _receive(connection: socket.socket, into: memoryview) -> bool:
     """Fill ``into``; return False where the other end is gone."""
-    while into:
-        received = connection.recv_into(into)
-        if not received:
-            return False
-        into = into[received:]
-    return True
+    return connection.recv_into(into, 0, socket.MSG_WAITALL) == len(into)
 
 
 CONTESTANTS: dict[str, Callable[[HostsJob, ExitStack], Mapping[str, Access]]] = {
