@@ -78,15 +78,26 @@ class HostService:
         answer = self._answers.get(asked.operation)
         if answer is None:
             raise ConfigError(f"`operation` must be one of this version, but is {asked.operation}.")
-        if asked.operation == Operation.ENTER and not asked.incarnation:
-            asked = self._admitted(asked)
+        is_new = asked.operation == Operation.ENTER and not asked.incarnation
+        if is_new or stream.session is None:
+            asked = self._counted(asked, stream, is_new=is_new)
         if asked.operation not in _READING:
             self._refuse_stale(asked)
-        if stream.session is None:
-            with self._mutex:
-                stream.session = asked.worker, asked.incarnation
-                self._connections[stream.session] += 1
         return answer(asked)
+
+    def _counted(self, asked: Message, stream: Stream, *, is_new: bool) -> Message:
+        """Count a worker's connection; write a new worker down, and return its incarnation, too."""
+        with self._mutex:  # else the new one were lost before its connection counts
+            if is_new:
+                worker, (client, num_expected, *_) = asked.worker, asked.args
+                timeout_s = asked.timeout_s
+                self.membership.enter(worker, num_expected or None, timeout_s, client or 1)
+                asked = asked._replace(incarnation=self.membership.incarnation(worker))
+            if stream.session is not None:
+                self._connections[stream.session] -= 1
+            stream.session = asked.worker, asked.incarnation
+            self._connections[stream.session] += 1
+        return asked
 
     def _refuse_stale(self, asked: Message) -> None:
         """Fence off a worker that was taken for dead, or whose number is another's by now."""
@@ -114,13 +125,6 @@ class HostService:
                 key = worker, self.membership.incarnation(worker)
                 if not self._connections[key] and now > self._ended_s.get(key, unknown_s) + _BACK_S:
                     self.membership.leave(*key, _LOCK_S, is_lost=True)
-
-    def _admitted(self, asked: Message) -> Message:
-        """Write a worker down, and return what it asked for with its incarnation."""
-        client, num_expected, *_ = asked.args
-        worker, timeout_s = asked.worker, asked.timeout_s
-        self.membership.enter(worker, num_expected or None, timeout_s, client or 1)
-        return asked._replace(incarnation=self.membership.incarnation(worker))
 
     def _enter(self, asked: Message) -> Answer:
         self._come_to(asked.worker, *asked.args[2:])
