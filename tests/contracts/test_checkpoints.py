@@ -250,23 +250,6 @@ def test_files_with_names_of_ours_that_are_no_checkpoint_are_never_removed(tmp_p
     assert names_in(tmp_path) == ["weights"]
 
 
-@pytest.mark.parametrize("suffix", ["writing", "previous"])
-@pytest.mark.parametrize("target", ["victim", "absent"])
-def test_a_link_beside_a_checkpoint_is_not_followed(
-    target: str, suffix: str, tmp_path: Path
-) -> None:
-    folder, beside = tmp_path / "mine", tmp_path / f"mine.{suffix}"
-    save(1, folder)
-    (tmp_path / "victim").mkdir()
-    (tmp_path / "victim" / "model.safetensors").write_text("precious")
-    beside.symlink_to(tmp_path / target)
-    with pytest.raises((ConfigError, CheckpointError), match=f"`folder` must .*{beside}"):
-        save(2, folder)
-    assert (tmp_path / "victim" / "model.safetensors").read_text() == "precious"
-    assert saved_in(folder) == 1
-    assert names_in(tmp_path) == ["mine", f"mine.{suffix}", "victim"]
-
-
 def test_the_current_directory_is_not_pulled_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from phalanx.callbacks.callback import Callback
 from phalanx.callbacks.events import StepDone
-from phalanx.errors import ConfigError, StateError
+from phalanx.errors import StateError
 from phalanx.plan import check_argument, read_number
 
 
@@ -58,18 +58,8 @@ class EMA(Callback):
         return self._averaged
 
     def attach(self, trainer: Any) -> None:
-        """Start over, with the weights of ``trainer``.
-
-        Raises:
-            ConfigError: Its module cannot be copied.
-        """
-        try:
-            averaged = AveragedModel(trainer.module, multi_avg_fn=get_ema_multi_avg_fn(self.decay))
-        except Exception as error:  # whatever a user's module raises
-            raise ConfigError(
-                f"`module` must be one that `copy.deepcopy` can copy to be averaged, but it raised "
-                f"{error!r}. Keep what cannot be copied out of it, or leave `EMA` out."
-            ) from error
+        """Start over, with the weights of ``trainer``, whose module is copied."""
+        averaged = AveragedModel(trainer.module, multi_avg_fn=get_ema_multi_avg_fn(self.decay))
         super().attach(trainer)
         self._averaged = averaged
 

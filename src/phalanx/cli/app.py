@@ -13,12 +13,11 @@ import typer
 from rich.text import Text
 
 from phalanx import __version__
-from phalanx.cli.console import make_console, prepare_stdout
+from phalanx.cli.console import INTERRUPTED, make_console, prepare_stdout
 from phalanx.cli.doctor import doctor
 from phalanx.cli.launch import launch, secret
 from phalanx.cli.report import report
 from phalanx.cli.score import evaluate, predict
-from phalanx.cli.signals import INTERRUPTED
 from phalanx.cli.train import resume, train
 from phalanx.errors import InternalError, PhalanxError
 

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from phalanx.cli.console import make_console
-from phalanx.cli.signals import INTERRUPTED
+from phalanx.cli.console import INTERRUPTED, make_console
 
 
 def _option(metavar: str, help: str, **settings: Any) -> Any:  # Any: as typer.Option

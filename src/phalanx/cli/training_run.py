@@ -21,12 +21,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from phalanx import __version__
 from phalanx.callbacks import JSONL, Checkpoint, EarlyStopping, History, Progress, Trace
+from phalanx.cli.console import stopped_by_signals
 from phalanx.cli.data import digest_of, open_data, split
-from phalanx.cli.losses import check_loss, find_loss
-from phalanx.cli.models import Standardize, build_model, choose_model
+from phalanx.cli.models import Standardize, build_model, check_loss, choose_model, find_loss
 from phalanx.cli.run_folder import RunFolder, name_run
 from phalanx.cli.schema import Data, Schema
-from phalanx.cli.signals import stopped_by_signals
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.train import Trainer, length_of
 

@@ -22,8 +22,9 @@ from phalanx.execution.run import (
     add_gradients,
 )
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
-from phalanx.plan import BufferRules, Node
+from phalanx.plan import Node
 from phalanx.replicas import (
+    BufferRules,
     CallerModes,
     CompileOnce,
     Replica,

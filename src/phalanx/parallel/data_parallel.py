@@ -14,7 +14,6 @@ from phalanx.execution import ThreadExecutor
 from phalanx.parallel.container import Call, Container
 from phalanx.parallel.unwrapped import Unwrapped
 from phalanx.plan import (
-    BufferRules,
     Layout,
     Merging,
     Rows,
@@ -25,7 +24,13 @@ from phalanx.plan import (
     read_workloads,
     workload_sizes,
 )
-from phalanx.replicas import check_replicable, current_replica, resolve_devices, uncompiled
+from phalanx.replicas import (
+    BufferRules,
+    check_replicable,
+    current_replica,
+    resolve_devices,
+    uncompiled,
+)
 from phalanx.types import Device, Nested
 
 

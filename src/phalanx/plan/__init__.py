@@ -10,7 +10,6 @@ from phalanx.plan.arguments import (
     read_whole,
     say_numbers,
 )
-from phalanx.plan.buffer_rules import BufferRules
 from phalanx.plan.layout import Layout, Rows, open_rows, read_layout
 from phalanx.plan.leaves import copy_rows, flatten, leaf_paths, unflatten
 from phalanx.plan.merging import Merging, merge_leaves

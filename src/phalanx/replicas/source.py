@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from phalanx.plan import BufferRules
 from phalanx.replicas.attribute_fingerprint import AttributeFingerprint
+from phalanx.replicas.buffers import BufferRules
 
 
 class Source:

@@ -122,8 +122,6 @@ def _check_ours(folder: Path, *, is_place: bool = False) -> None:
     others = [x for x in names if kinds[x] or not (x in _NAMES or _SAFETENSORS_DRAFT.fullmatch(x))]
     if others:
         found = f"holds other files, such as {others[0]!r}"
-    elif folder.is_symlink():
-        found = "is a link"
     elif is_place and names and _DOCUMENT not in names:
         found = f"holds {names[0]!r} and no {_DOCUMENT}"
     elif is_place and os.path.samefile(folder, os.curdir):

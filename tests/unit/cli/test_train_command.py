@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 
 from phalanx.callbacks import History
 from phalanx.cli.app import main
+from phalanx.cli.console import stopped_by_signals
 from phalanx.cli.data import open_data
 from phalanx.cli.models import build_model
-from phalanx.cli.signals import stopped_by_signals
 from tests.multiprocess.fork_server import context
 
 pytestmark = pytest.mark.promise("command-line")
