@@ -278,14 +278,6 @@ class SharedModule:
         self._world.barrier()
         self._receive()
 
-    def __repr__(self) -> str:
-        outer = "" if self.outer is None else f", outer={self.outer!r}"
-        mode = f", {self._staleness.as_argument}" if self._staleness.as_argument else ""
-        return (
-            f"SharedModule({type(self.module).__name__}, every={self.every}, "
-            f"merge={self.merge!r}{outer}{mode})"
-        )
-
 
 def _layout(tensors: Tensors) -> list[tuple[str, torch.dtype, torch.Size]]:
     return [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
