@@ -26,7 +26,7 @@ from phalanx.distributed.peer_errors import cause_state
 from phalanx.distributed.status_pages import LEFT, StatusPages
 from phalanx.distributed.work import GroupOperation
 from phalanx.errors import GroupAborted, StateError
-from phalanx.ipc import LivenessTimer
+from phalanx.ipc import Waiting
 
 __all__ = ["Lane"]
 
@@ -59,7 +59,7 @@ class Lane:
         self._turn = threading.RLock()  # a signal's handler may call a collective, too
         self._num_drivers = 0
         self._broken: BaseException | None = None
-        self._liveness = LivenessTimer()
+        self._liveness = Waiting(0.0)
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._num_free_threads = 0  # the others are in the callback of a future
         self._changed = threading.Condition(threading.Lock())
@@ -156,7 +156,7 @@ class Lane:
             return
         since_s = now_s() - call.grace_s
         late = next((each for each in self._operations if each.deadline_s <= since_s), None)
-        if late is None and not self._liveness.due():
+        if late is None and not self._liveness.time_to_look():
             return
         error = call.find_error(first.title)
         if error is None and late is not None:

@@ -5,7 +5,7 @@ from phalanx.ipc.changes import Changes
 from phalanx.ipc.fail_points import fail_point, inject
 from phalanx.ipc.forks import flush_output, fork, fork_apart, let_go, take_signals
 from phalanx.ipc.limits import available_memory_bytes, cores_allowed
-from phalanx.ipc.liveness import LivenessTimer, Waiting, late_peers, wait_until
+from phalanx.ipc.liveness import Waiting, late_peers, wait_until
 from phalanx.ipc.mutex import Mutex
 from phalanx.ipc.process import ProcessIdentity, die_with_parent, signal_main_thread
 from phalanx.ipc.region import Region, aligned
@@ -13,7 +13,6 @@ from phalanx.ipc.run_directory import RunDirectory
 
 __all__ = [
     "Changes",
-    "LivenessTimer",
     "Mutex",
     "ProcessIdentity",
     "Region",

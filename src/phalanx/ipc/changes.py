@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from phalanx.ipc.liveness import CHECK_EVERY_S, LivenessTimer, Waiting
+from phalanx.ipc.liveness import CHECK_EVERY_S, Waiting
 from phalanx.native import FUNCTIONS, address_of
 
 
@@ -46,10 +46,10 @@ class Changes:
         """
         if ready():
             return True
-        waiting, timer = Waiting(timeout_s), LivenessTimer()
+        waiting = Waiting(timeout_s)
         while True:
             seen = self._count(self._at)
-            if timer.due():
+            if waiting.time_to_look():
                 check()
             if ready():
                 return True

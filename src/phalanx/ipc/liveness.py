@@ -33,6 +33,7 @@ class Waiting:
     def __init__(self, timeout_s: float) -> None:
         self._since = now_s()
         self._deadline = self._since + timeout_s
+        self._look_s = self._since
 
     def over(self) -> bool:
         """Tell whether the deadline has come."""
@@ -42,31 +43,18 @@ class Waiting:
         """Return the seconds until the deadline, at least 0."""
         return max(0.0, self._deadline - now_s())
 
+    def time_to_look(self) -> bool:
+        """Tell whether to look if peers live: at once, and every 20 ms from then on."""
+        now = now_s()
+        is_time = now >= self._look_s
+        if is_time:
+            self._look_s = now + CHECK_EVERY_S
+        return is_time
+
     def rest(self) -> None:
         """Let others run for a moment."""
         rest_s = max(_SHORTEST_S, (now_s() - self._since) * _LATE)
         pause(min(rest_s, CHECK_EVERY_S, self.remaining_s()))
-
-
-class LivenessTimer:
-    """Says when to look whether peers live: at once, and every 20 ms from then on.
-
-    Example:
-        >>> timer = LivenessTimer()
-        >>> timer.due(), timer.due()
-        (True, False)
-    """
-
-    def __init__(self) -> None:
-        self._next_s = 0.0
-
-    def due(self) -> bool:
-        """Tell whether it is time; if so, the next time is in 20 ms."""
-        now = now_s()
-        if now < self._next_s:
-            return False
-        self._next_s = now + CHECK_EVERY_S
-        return True
 
 
 def wait_until(
@@ -83,12 +71,12 @@ def wait_until(
         >>> wait_until(lambda: False, timeout_s=0.0)
         False
     """
-    waiting, timer = Waiting(timeout_s), LivenessTimer()
+    waiting = Waiting(timeout_s)
     while not ready():
         if waiting.over():
             check()
             return ready()
-        if timer.due():
+        if waiting.time_to_look():
             check()
         else:
             waiting.rest()
