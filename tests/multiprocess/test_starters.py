@@ -161,7 +161,7 @@ def run_all(commands: Commands) -> str:
         for command in commands
     ]
     try:
-        said = [each.communicate(timeout=5 * START_S)[0] for each in started]
+        said = [each.communicate(timeout=10 * START_S)[0] for each in started]
     finally:
         for each in started:
             each.kill()
