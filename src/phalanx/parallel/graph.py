@@ -12,7 +12,7 @@ its replica. Cutting the inputs and merging the outputs happens outside, in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,7 @@ class ReplicaGraph:
         outputs: The leaves of what the module returned.
         spec: Their structure.
         needing: The places of the outputs that need a gradient.
+        reached: The ids of the parameters that a backward pass comes to; None: not looked for.
     """
 
     inputs: list[Tensor]
@@ -89,6 +90,7 @@ class ReplicaGraph:
     outputs: list[Any]  # Any: leaves of whatever the module returns
     spec: pytree.TreeSpec
     needing: list[int]
+    reached: frozenset[int] | None
 
 
 @dataclass(frozen=True)
@@ -100,10 +102,12 @@ class ForwardTask(Task):
     Attributes:
         run: The module's forward pass.
         records: Whether there will be a backward pass.
+        hooked: Whether a parameter has hooks, which are not to be called without a gradient.
     """
 
     run: RunPart
     records: bool
+    hooked: bool = False
 
     def __call__(self, context: MicrobatchContext) -> tuple[ReplicaGraph, list[Any]]:
         """Do it, in the replica's thread."""
@@ -120,7 +124,11 @@ class ForwardTask(Task):
         needing = [
             place for place, leaf in enumerate(outputs) if self.records and _needs_gradient(leaf)
         ]
-        graph = ReplicaGraph(list(home_of), list(home_of.values()), outputs, spec, needing)
+        reached = None
+        if self.hooked:
+            leaves = _reached_leaves([outputs[place] for place in needing])
+            reached = None if leaves is None else context.replica.originals_of(leaves)
+        graph = ReplicaGraph(list(home_of), list(home_of.values()), outputs, spec, needing, reached)
         return graph, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outputs]
 
 
@@ -178,9 +186,12 @@ def run_pieces(
         gradients; and the report of the run.
     """
     records = torch.is_grad_enabled()
+    hooked = records and any(
+        each._backward_hooks or each._post_accumulate_grad_hooks for each in executor.parameters
+    )
     modes = CallerModes.capture(executor.devices)
     result = executor.run(
-        ForwardTask(run, records),
+        ForwardTask(run, records, hooked),
         parts,
         weights=weights,
         seed=reduction.seed(),
@@ -191,7 +202,11 @@ def run_pieces(
     values: list[list[Any]] = [each[1] for each in result.results if each is not None]
     needing = [(i, place) for i, graph in enumerate(graphs) for place in graph.needing]
     if needing:
-        parameters = [each for each in executor.parameters if each.requires_grad]
+        trainable = {id(each) for each in executor.parameters if each.requires_grad}
+        reached = [graph.reached for graph in graphs if graph.reached is not None]
+        if len(reached) == len(graphs):
+            trainable &= frozenset().union(*reached)
+        parameters = [each for each in executor.parameters if id(each) in trainable]
         leaves = [
             leaf
             for part in parts
@@ -202,7 +217,7 @@ def run_pieces(
             reduction,
             modes,
             [None if each is None else each[0] for each in result.results],
-            {id(each) for each in parameters},
+            trainable,
             [max(replica, 0) for replica in result.replica_of],
         )
         connected = _Connect.apply(  # type: ignore[no-untyped-call]
@@ -300,3 +315,23 @@ class _Connect(torch.autograd.Function):
         keep_graph = keeps_graph()
         with ctx.node.modes.on_streams():
             return (None, None, *ctx.node.backward(grads, keep_graph))
+
+
+def _reached_leaves(outputs: Iterable[Tensor]) -> set[int] | None:
+    """Return the ids of the leaves that a backward pass from ``outputs`` gives a gradient.
+
+    None where a function of the user's own is on the way: its backward pass may reach others.
+    """
+    outputs = list(outputs)
+    found = {id(each) for each in outputs if each.grad_fn is None}
+    waiting = [each.grad_fn for each in outputs if each.grad_fn is not None]
+    seen = set(waiting)
+    for node in waiting:  # which grows
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return None
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.add(id(leaf))
+        new = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= new
+        waiting += new
+    return found

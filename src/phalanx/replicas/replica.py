@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -150,6 +150,11 @@ class Replica:
             gradients[place] = more if own is None else own + more  # `own` may be another's, too
         self._caught.clear()
         return _apart(gradients)
+
+    def originals_of(self, leaves: Collection[int]) -> frozenset[int]:
+        """Return the ids of the source's parameters, given the ids of leaves of this replica."""
+        pairs = zip(self.parameters, self._originals, strict=True)
+        return frozenset(id(theirs) for own, theirs in pairs if {id(own), id(theirs)} & {*leaves})
 
     def _discard(self) -> None:
         """Forget the gradients and the buffers that a failed microbatch has left."""

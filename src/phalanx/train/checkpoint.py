@@ -8,7 +8,7 @@
 
 A checkpoint is written to DIR.writing, synced, and renamed. A crash between the two renames leaves
 the one before as DIR.previous, which is read then. Only files with these names are removed. DIR may
-be a link to a folder; DIR.writing and DIR.previous may not.
+be a link to a folder.
 """
 
 from __future__ import annotations
