@@ -30,7 +30,7 @@ def one_device() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.night), 3])
 def test_any_number_of_devices_trains_the_same_bits(one_device: dict[str, str], size: int) -> None:
     with Ranks(size) as ranks:
         for found in ranks.run(train_on_devices):

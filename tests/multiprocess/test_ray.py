@@ -63,9 +63,10 @@ def command(address: str, *words: str) -> list[str]:
     return [sys.executable, "-c", run, "launch", "--ray", "--address", address, *words]
 
 
-# --- by day: the same script, the same bits -------------------------------------------------------
+# --- the same script, the same bits -------------------------------------------------------
 
 
+@pytest.mark.night  # by day a function trains on two nodes
 def test_the_script_of_other_launchers_gives_the_same_on_two_nodes(cluster, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
