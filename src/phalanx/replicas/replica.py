@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from phalanx.errors import UnsupportedError
+from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.memory import has_memory, in_memory_order
 from phalanx.replicas.buffers import ReplicaBuffers
 from phalanx.replicas.compiling import has_compiled
@@ -178,9 +178,15 @@ def check_replicable(source: nn.Module) -> None:
     """Refuse a module of which no shells can be made.
 
     Raises:
+        ConfigError: It is no module.
         UnsupportedError: A part of it was made by TorchScript, or compiled by its own method; or
             this torch does not compile models whose random numbers are their own.
     """
+    if not isinstance(source, nn.Module):
+        raise ConfigError(
+            f"`module` must be an `nn.Module`, but is {source!r:.80}. For a function, make one "
+            "whose `forward` calls it."
+        )
     for name, part in source.named_modules():
         told = f"Module `{name}`" if name else "`module`"
         if isinstance(part, torch.jit.ScriptModule):  # its parameters are out of Python's reach

@@ -71,7 +71,9 @@ class Objective:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             name, what = ("forward", "loss") if self.is_forward else ("loss", "tensor")
-            way_out = "Return its `loss`." if hasattr(loss, "loss") else "Take its mean."
+            is_tensor = isinstance(loss, Tensor)
+            way_out = "Take its mean." if is_tensor else "Return the tensor, without `.item()`."
+            way_out = "Return its `loss`." if hasattr(loss, "loss") else way_out
             raise ConfigError(
                 f"`{name}` must return a {what} of one element, but returned {shown!r}. {way_out}"
             )

@@ -67,7 +67,7 @@ def read_replicas(
         check_argument(
             microbatches is not None,
             "replicas",
-            "be a number or devices for microbatches=None, where each computes one slice",
+            "be a number, such as 2, or devices for microbatches=None (each computes one slice)",
             replicas,
         )
         if workloads is not None:
