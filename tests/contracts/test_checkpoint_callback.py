@@ -129,6 +129,18 @@ def test_a_save_that_fails_leaves_those_before(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "run") == [4]
 
 
+def test_a_checkpoint_that_a_kill_left_beside_its_place_is_the_last(tmp_path: Path) -> None:
+    with make(Checkpoint(tmp_path, every_steps=2)) as trainer:
+        trainer.fit(data(), steps=2)
+    place = tmp_path / "step-00000002"
+    place.rename(tmp_path / "step-00000002.previous")
+    checkpoint = Checkpoint(tmp_path, every_steps=2)
+    assert checkpoint.last == place
+    with make(checkpoint) as trainer:
+        trainer.resume(place)
+        assert trainer.steps == 2
+
+
 def test_what_is_not_ours_is_not_removed(tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path, every_steps=1)
     with make(checkpoint) as trainer:

@@ -175,10 +175,14 @@ def test_the_best_checkpoint_holds_what_the_others_have_counted_of_its_epoch(
     assert len(twins[3].epochs) == 1
 
 
-def test_early_stopping_ends_a_fit() -> None:
-    stopping = EarlyStopping("train.loss", patience=2, min_delta=100.0)
-    with make(callbacks=[stopping]) as trainer:
+def test_early_stopping_ends_a_fit_and_those_of_a_resumed_run(tmp_path: Path) -> None:
+    with make(callbacks=[EarlyStopping("train.loss", patience=2, min_delta=100.0)]) as trainer:
         assert len(trainer.fit(TRAIN, epochs=9)) == 3
+        assert trainer.stopped
+        trainer.save(tmp_path)
+    with make(callbacks=[EarlyStopping("train.loss", patience=2, min_delta=100.0)]) as trainer:
+        trainer.resume(tmp_path)
+        assert trainer.fit(TRAIN, epochs=9) == []
         assert trainer.stopped
 
 

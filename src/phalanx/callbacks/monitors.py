@@ -73,6 +73,7 @@ class EarlyStopping(Callback):
     """A callback that stops `fit` after some epochs that were no better than the best.
 
     The weights stay those of the last epoch; a `Checkpoint` with the same ``monitor`` has the best.
+    It also ends a later `fit` of the same run, after a resume say, before its first step.
 
     Args:
         monitor: "train.<metric>" or "validation.<metric>".
@@ -114,8 +115,9 @@ class EarlyStopping(Callback):
         self.best, self.waited = None, 0
 
     def on_fit_begin(self, event: FitBegun) -> None:
-        """Refuse a `fit` whose epochs will have no such metric."""
+        """Refuse a `fit` whose epochs will have no such metric; end one of a run that is over."""
         self._monitor.check(event)
+        self._stop_if_over()
 
     def on_epoch_end(self, event: EpochDone) -> None:
         """Compare an epoch with the best one."""
@@ -124,6 +126,9 @@ class EarlyStopping(Callback):
             self.best, self.waited = value, 0
         else:
             self.waited += 1
+        self._stop_if_over()
+
+    def _stop_if_over(self) -> None:
         if self.waited >= self.patience and self.trainer is not None:
             self.trainer.stop()
 

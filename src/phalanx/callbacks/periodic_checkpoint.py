@@ -103,8 +103,10 @@ class Checkpoint(Callback):
     def last(self) -> Path | None:
         """The newest checkpoint that is there: of this run, else of one before; None for none."""
         ours = [folder for folder in self.kept if folder.is_dir()]
-        found = [each for each in self.path.glob("step-*") if _NAME.fullmatch(each.name)]
-        others = [each for each in found if (each / "checkpoint.json").is_file()]
+        # A process that was killed between two renames has left `step-N.previous` alone.
+        documents = self.path.glob("step-*/checkpoint.json")
+        names = {each.parent.name.removesuffix(".previous") for each in documents}
+        others = [self.path / name for name in names if _NAME.fullmatch(name)]
         return max(ours or others, key=lambda each: int(each.name[5:]), default=None)
 
     def attach(self, trainer: Any) -> None:
