@@ -118,14 +118,15 @@ class OwnPart:
         return self._logs[key]
 
     def _enter_rounds(self, worker: int, timeout_s: float) -> None:
-        """Begin with the round that is open now."""
+        """Begin with the round that is open now, unless the worker has begun already."""
+        line, incarnation = self.memory.worker(worker), self._membership.incarnation(worker)
+        if line[ARRIVED_AS] == incarnation:
+            return
         with self.lock.held(timeout_s):
             if self._line[TAKEN] > self._line[APPLIED]:
                 self._take(self._line[TAKEN], timeout_s)
-            line = self.memory.worker(worker)
             line[CLOCK] = self._line[APPLIED]
-            # last: from now on the clock counts
-            line[ARRIVED_AS] = self._membership.incarnation(worker)
+            line[ARRIVED_AS] = incarnation  # last: from now on the clock counts
 
     def put(self, entry: Entry, timeout_s: float, number: int) -> None:
         """Log an add for round ``number`` of its worker.
