@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from phalanx import tables
-from phalanx.errors import OutOfSpace, UnsupportedError
+from phalanx.errors import OutOfSpace, PeerTimeout, PhalanxError, UnsupportedError
 from phalanx.ipc import inject
 from phalanx.tables.remote_part import RemoteHost
 from tests import worlds
@@ -27,13 +27,13 @@ def worlds_end() -> Iterator[None]:
     worlds.close()
 
 
-def refuse_once(remote: RemoteHost) -> None:
-    """Let the next message of adds to a host be refused."""
+def refuse_once(remote: RemoteHost, error: type[PhalanxError]) -> None:
+    """Let the next message to a host end in an error."""
     connection, begin = remote, remote.begin
 
-    def begin_none(*_: object, **__: object) -> None:
+    def begin_none(operation: object, title: str, timeout_s: float, **_: object) -> None:
         connection.begin = begin  # type: ignore[method-assign]
-        raise OutOfSpace("refused")
+        raise error(f"refused within {timeout_s:.0f} s")
 
     connection.begin = begin_none  # type: ignore[assignment, method-assign]
 
@@ -47,7 +47,7 @@ def add_while_this_host_refuses(world: tables.TableGroup) -> list:
     world.barrier()
     if world.worker_id == 0:
         remotes = world.remotes
-        refuse_once(remotes[1])
+        refuse_once(remotes[1], OutOfSpace)
         with pytest.raises(OutOfSpace, match="refused"):
             table.add(torch.ones(9, dtype=torch.int64))
         inject(refuse)
@@ -62,6 +62,23 @@ def add_while_this_host_refuses(world: tables.TableGroup) -> list:
 def test_an_add_that_fails_on_a_host_is_whole_on_the_others(run):
     here = [0, 0, 0, 2, 2, 2, 1, 1, 1]
     assert HOSTS.run(add_while_this_host_refuses, run=run) == [here] * 3
+
+
+def end_a_round_that_a_host_does_not_hear_of(world: tables.TableGroup) -> list:
+    table = world.array(9, torch.int64, name="t", sync=True)
+    table.add(torch.ones(9, dtype=torch.int64))
+    if world.worker_id == 0:
+        world.timeout_s = 7.0
+        refuse_once(world.remotes[1], PeerTimeout)
+        with pytest.raises(PeerTimeout, match="refused within 7 s"):
+            table.get()
+        world.timeout_s = DEADLINE_S
+    return [table.get().unique().tolist() for _ in range(2)]
+
+
+def test_a_get_after_one_that_a_host_did_not_hear_of_is_of_the_same_round(run):
+    found = HOSTS.run(end_a_round_that_a_host_does_not_hear_of, run=run)
+    assert found == [[[3], [3]]] * 3
 
 
 def join_again_and_again(parent: Parent, given: dict[str, str], *_: object) -> None:

@@ -31,8 +31,6 @@ if TYPE_CHECKING:  # else runs on one host would import what speaks to others
     from phalanx.cluster import RemoteCall
     from phalanx.tables.remote_part import RemoteHost
 
-_CALL_S = 30.0  # where a caller gives no deadline
-
 
 class Operation(IntEnum):
     """A request to another host. What each has in its message's numbers, its text and its tensors:
@@ -82,6 +80,7 @@ class Router:
         # their numbers, so that one that comes late is taken for a repetition. Nor may the worker's
         # round change meanwhile.
         self._turn = threading.Lock()
+        self.late_round: int | None = None  # of a get that ended at its deadline
         self._num_adds = 0
         in_order = spec.staleness.is_bulk_synchronous or spec.updater.remembers
         self._looks_itself = spec.has_keys or not (self._others or in_order)
@@ -185,12 +184,17 @@ class Router:
 
     # --- rounds -----------------------------------------------------------------------------------
 
-    def arrive(self) -> int:
-        """Say that the worker has put down all of its round, and return it."""
+    def arrive(self, timeout_s: float) -> int:
+        """Say that the worker has put down all of its round, or of the late one, and return it."""
         with self._turn:  # no thread of the worker puts anything down meanwhile
-            number = self.here.clock_of(self._worker) + 1
+            number = self.late_round or self.here.clock_of(self._worker) + 1
+            self.late_round = None  # another thread's get is of the next one
             self.here.arrive(self._worker, number)
-        self._ask_all(Operation.END_ROUND, _CALL_S, args=(number,))
+        try:
+            self._ask_all(Operation.END_ROUND, timeout_s, args=(number,))
+        except BaseException:  # an interrupt, too
+            self.late_round = number
+            raise
         return number
 
     def finish(self, number: int, timeout_s: float) -> None:
@@ -224,9 +228,9 @@ class Router:
         asked = {index: {"tensors": each} for index, each in cut.items()}
         self._ask(Operation.RESTORE, timeout_s, asked, restore_here)
 
-    def num_keys(self) -> int:
+    def num_keys(self, timeout_s: float) -> int:
         """Return how many keys are there."""
-        return len(self.keys(_CALL_S)) if self._others else self._key_part.num_keys(_CALL_S)
+        return len(self.keys(timeout_s)) if self._others else self._key_part.num_keys(timeout_s)
 
     def keys(self, timeout_s: float) -> Tensor:
         """Return the keys that are there, in ascending order."""

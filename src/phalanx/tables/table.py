@@ -48,7 +48,6 @@ class Table:
         self._spec = spec
         self._storage = storage
         self._group = group
-        self._late_round: int | None = None  # of a get that ended at its deadline
         self._is_bulk = spec.staleness.is_bulk_synchronous
         self._is_bounded = spec.staleness.is_bounded
         self._seen_clock = -1  # lowest clock at the last staleness check
@@ -169,7 +168,7 @@ class Table:
         get. ``rows`` may be changed as soon as this returns.
 
         Raises:
-            ConfigError: As :meth:`get`.
+            ConfigError, PeerTimeout: As :meth:`get`.
             UnsupportedError: The table is not bulk-synchronous: there a get waits for no round.
         """
         self._check_open()
@@ -182,23 +181,20 @@ class Table:
         return self._begin_get(None if index is None else index.clone(), out)
 
     def _get_of_round(self, index: Tensor | None, out: Tensor | None) -> Tensor:
-        pending = self._begin_get(index, out, self._late_round)
+        pending = self._begin_get(index, out)
         try:
-            answer = pending.wait()
+            return pending.wait()
         except PeerTimeout:
-            self._late_round = pending.round
+            self._storage.late_round = pending.round
             raise
-        self._late_round = None
-        return answer
 
-    def _begin_get(
-        self, index: Tensor | None, out: Tensor | None, number: int | None = None
-    ) -> PendingGet:
-        """Begin a get of round ``number``, or end the worker's round."""
+    def _begin_get(self, index: Tensor | None, out: Tensor | None) -> PendingGet:
+        """Begin a get of the late round, or end the worker's round."""
         self._storage.refuse_outside(index)
         target, answer = self._target(index, out)
-        if number is None and self._is_bulk and self._group.is_counted():
-            number = self._storage.arrive()
+        number = None
+        if self._is_bulk and self._group.is_counted():
+            number = self._storage.arrive(self._group.timeout_s)
         return PendingGet(self, index, target, answer, number)
 
     def _target(self, index: Tensor | None, out: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -367,7 +363,7 @@ class KeyTable(Table):
     def __len__(self) -> int:
         """Return how many keys are there."""
         self._check_open()
-        return self._storage.num_keys()
+        return self._storage.num_keys(self._group.timeout_s)
 
     def keys(self) -> Tensor:
         """Return the keys that are there, (K,) int64 in ascending order.

@@ -77,6 +77,31 @@ def test_a_get_after_one_that_timed_out_is_of_the_same_round():
         assert ours.get().tolist() == [111.0]
 
 
+def test_an_async_get_after_a_get_that_timed_out_is_of_the_same_round():
+    with (
+        tables.join(sync=True, num_workers=2, timeout_s=0.05) as world,
+        world.thread_worker() as other,
+    ):
+        ours, theirs = world.array(1, name="x"), other.array(1, name="x")
+        with pytest.raises(PeerTimeout):
+            ours.get()
+        theirs.async_get()
+        assert ours.async_get().round == 1
+        assert ours.async_get().round == 2
+
+
+def test_who_opens_a_table_again_stays_arrived():
+    with (
+        tables.join(sync=True, num_workers=2, timeout_s=5) as world,
+        world.thread_worker() as other,
+    ):
+        ours, theirs = world.array(1, name="x"), other.array(1, name="x")
+        ours.add([1.0])
+        pending = ours.async_get()
+        world.array(1, name="x")
+        assert theirs.get().tolist() == pending.wait().tolist() == [1.0]
+
+
 def test_barriers_are_counted_and_those_who_come_later_count_on(run):
     with tables.join(run) as world, ThreadPoolExecutor(1) as thread:
         assert [world.barrier() for _ in range(3)] == [1, 2, 3]
