@@ -214,7 +214,7 @@ class ElasticExchange(Exchange):
             raise
 
     def _next_epoch(self, *, admits: bool) -> GroupEpoch:
-        """Leave the group, and learn who is in the next one."""
+        """Leave the group, and read the ranks of the next one from the store."""
         done = self.num_done if self._has_state else None
         report = Report(done=done, admits=admits, about=self._describe())
         self._close_group()

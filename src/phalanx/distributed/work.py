@@ -22,7 +22,7 @@ __all__ = ["GroupOperation", "SharedWork", "Steps", "Wait"]
 class Wait(Protocol):
     """A part of an operation that waits for other ranks: in shared memory, or over the network."""
 
-    grace_s: float  # how much longer than asked this rank waits, for others to say who is late
+    grace_s: float  # added to the timeout, so that the others can name the late rank
 
     def advance(self, patience_s: float) -> bool:
         """Run until it ends, or others are late for so long; tell whether it has ended."""

@@ -170,7 +170,7 @@ class Executor(ABC):
         return self.workloads
 
     def mark_done(self) -> None:  # noqa: B027 - nothing to do but for ranks, as below
-        """Count a run whose outcome is kept; elastic ranks tell by it who is behind."""
+        """Count a run whose result is kept; elastic ranks compare counts to find who is behind."""
 
     def admit(self) -> None:  # noqa: B027
         """Let new ranks in, where some wait, between two steps."""

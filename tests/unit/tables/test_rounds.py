@@ -60,7 +60,12 @@ def test_a_round_is_in_when_the_last_one_comes_though_others_have_timed_out():
             assert late.wait().tolist() == [0.0]
 
 
-def test_a_get_after_one_that_timed_out_is_of_the_same_round():
+@pytest.mark.parametrize(
+    "again",
+    [lambda table: table.get(), lambda table: table.async_get().wait()],
+    ids=["get", "async_get"],
+)
+def test_a_get_after_one_that_timed_out_is_of_the_same_round(again):
     with (
         tables.join(sync=True, num_workers=2, timeout_s=0.05) as world,
         world.thread_worker() as other,
@@ -72,22 +77,9 @@ def test_a_get_after_one_that_timed_out_is_of_the_same_round():
         ours.add([10.0])  # of the next round
         theirs.add([100.0])
         theirs.async_get()
-        assert ours.get().tolist() == [101.0]
+        assert again(ours).tolist() == [101.0]
         theirs.async_get()
-        assert ours.get().tolist() == [111.0]
-
-
-def test_an_async_get_after_a_get_that_timed_out_is_of_the_same_round():
-    with (
-        tables.join(sync=True, num_workers=2, timeout_s=0.05) as world,
-        world.thread_worker() as other,
-    ):
-        ours, theirs = world.array(1, name="x"), other.array(1, name="x")
-        with pytest.raises(PeerTimeout):
-            ours.get()
-        theirs.async_get()
-        assert ours.async_get().round == 1
-        assert ours.async_get().round == 2
+        assert again(ours).tolist() == [111.0]
 
 
 def test_who_opens_a_table_again_stays_arrived():
