@@ -11,7 +11,6 @@ while it waits to be let in. Afterwards one process trains the same; all bits mu
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -24,18 +23,18 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
 from phalanx.ipc import wait_until
+from tests.chaos import command
 from tests.contracts.test_executors_same_bits import adamw, made, schedule
 
 RANKS = 3
@@ -176,9 +175,18 @@ class Result:
     wrong: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
+    def __str__(self) -> str:
+        p50_ms, longest_ms = (1e3 * f(self.noticed_after_s) for f in (statistics.median, max))
+        return (
+            f"{dict(self.moments)} killed of {RANKS} ranks in {self.seconds:.0f} s; {self.steps} "
+            f"steps; from a kill to the end of the survivors' step {p50_ms:.0f} ms (p50), "
+            f"{longest_ms:.0f} ms (longest)\nweights of each rank and of one process: "
+            + " ".join(digest[:16] for digest in self.digests)
+        )
 
-def kill_ranks(kills: int, seed: int, progress: Callable[[int], None] = lambda _: None) -> Result:
-    """Kill so many ranks of one job; return what came of it."""
+
+def kill_ranks(kills: int, seed: int, progress: command.Progress = lambda _: None) -> Result:
+    """Kill so many ranks of one job; fail where something is not as promised."""
     result, chance = Result(), random.Random(seed)
     epochs = -(-(kills * STEPS_A_KILL + 3 * LAST_STEPS) * BATCH // ROWS)
     result.steps = epochs * ROWS // BATCH
@@ -204,8 +212,8 @@ def kill_ranks(kills: int, seed: int, progress: Callable[[int], None] = lambda _
         result.digests = [*digests, alone]
         if set(digests) != {alone}:
             result.wrong.append(f"one process comes to {alone}, the ranks came to {digests}")
-        if result.wrong:
-            result.wrong.append((folder / "output").read_text()[-6000:])
+        output = (folder / "output").read_text()[-6000:]
+    assert not result.wrong, "\n".join([*result.wrong, output])
     return result
 
 
@@ -221,7 +229,7 @@ def _kill(
     kills: int,
     chance: random.Random,
     result: Result,
-    progress: Callable[[int], None],
+    progress: command.Progress,
 ) -> None:
     diary = Diary(folder / "diary")
     killed_at_s: dict[int, float] = {}  # by process
@@ -276,35 +284,8 @@ def _kill(
             result.noticed_after_s.append(line[1] - max(before))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)  # the folder, and the epochs
-    options = parser.parse_args(arguments)
-    if options.rank:
-        be_a_rank(Path(options.rank[0]), int(options.rank[1]))
-        return 0
-    console = Console()
-    with console.status("killing ranks") as status:
-        result = kill_ranks(
-            options.kills,
-            options.seed,
-            lambda n: status.update(f"kill {n} of {options.kills}"),
-        )
-    console.print(f"{dict(result.moments)} killed of {RANKS} ranks, seed {options.seed}")
-    after_ms = sorted(1e3 * seconds for seconds in result.noticed_after_s)
-    if len(after_ms) > 1:
-        p50, p99 = statistics.median(after_ms), statistics.quantiles(after_ms, n=100)[-1]
-        console.print(
-            f"{result.seconds:.0f} s; {result.steps} steps; from a kill to the end of the "
-            f"survivors' step {p50:.0f} ms (p50), {p99:.0f} ms (p99)"
-        )
-    console.print("weights of each rank and of one process:", *(d[:16] for d in result.digests))
-    for wrong in result.wrong:
-        console.print(wrong, style="red")
-    return 1 if result.wrong else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["--rank"]:  # then the folder, and the epochs
+        be_a_rank(Path(sys.argv[2]), int(sys.argv[3]))
+    else:
+        command.run(kill_ranks, faults="kills", number=50)

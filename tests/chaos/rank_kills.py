@@ -12,27 +12,23 @@ same processes, and a newcomer make the next group.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import random
 import re
 import statistics
-import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 
+from tests.chaos import command
 from tests.chaos.calls import draw
-from tests.chaos.ranks import held, join_group, told
+from tests.chaos.ranks import RunResult, held, join_group, told
 from tests.multiprocess.children import DEADLINE_S, Child, Parent
 
 RANKS = 4
@@ -42,26 +38,10 @@ LONGEST_LIFE_S = 0.03
 
 
 @dataclass(frozen=True)
-class Survivor:
-    """What a rank says when its group has failed.
+class Survivor(RunResult):
+    """How a survivor fared; ``kind`` is what its last call was."""
 
-    Attributes:
-        error: The class of what its call raised.
-        message: Its text.
-        rank: Whom the error names.
-        raised_at_s: When, on the clock that all processes share.
-        num_calls: How many calls it had made.
-        kind: What its last call was.
-        left_over: Descriptors and mappings that the group has left.
-    """
-
-    error: str
-    message: str
-    rank: int | None
-    raised_at_s: float
-    num_calls: int
     kind: str
-    left_over: list[str]
 
 
 def serve(parent: Parent) -> None:
@@ -87,7 +67,7 @@ def serve(parent: Parent) -> None:
             dist.destroy_process_group()
         gc.collect()
         left_over = sorted(held() - before)
-        parent.tell(Survivor(**report, num_calls=number, kind=kind, left_over=left_over))
+        parent.tell(Survivor(**report, num_right=number - 1, kind=kind, left_over=left_over))
 
 
 @dataclass
@@ -98,7 +78,6 @@ class Result:
         told_after_s: From each death to each survivor's error.
         kinds: What survivors were in, how often.
         calls: Calls that were made, with the right result.
-        wrong: What was not as promised.
         seconds: How long it all took.
     """
 
@@ -107,6 +86,18 @@ class Result:
     calls: int = 0
     wrong: list[str] = field(default_factory=list)
     seconds: float = 0.0
+
+    def __str__(self) -> str:
+        kinds = "".join(f"{number:5} in {kind}\n" for kind, number in sorted(self.kinds.items()))
+        after_ms = sorted(1e3 * seconds for seconds in self.told_after_s)
+        late = sum(ms > 1e3 * PROMISED_S for ms in after_ms)
+        return (
+            f"{kinds}{self.kills} times one of {RANKS} ranks killed in {self.seconds:.0f} s; "
+            f"{self.calls} calls with the right result; survivors named the killed rank after p50 "
+            f"{statistics.median(after_ms):.0f} ms, p99 {after_ms[99 * len(after_ms) // 100]:.0f} "
+            f"ms, max {after_ms[-1]:.0f} ms; {late} of {len(after_ms)} after more than "
+            f"{1e3 * PROMISED_S:g} ms"
+        )
 
     @property
     def kills(self) -> int:
@@ -117,7 +108,7 @@ class Result:
         after_s = survivor.raised_at_s - killed_at_s
         self.told_after_s.append(after_s)
         self.kinds[survivor.kind] += 1
-        self.calls += survivor.num_calls - 1
+        self.calls += survivor.num_right
         who = f"rank {rank}, when rank {victim} was killed, "
         if (survivor.error, survivor.rank) != ("PeerLost", victim):
             self.wrong.append(f"{who}raised {survivor.error}: {survivor.message}")
@@ -132,8 +123,8 @@ class Result:
         self.wrong += [f"{who}kept {what}" for what in survivor.left_over]
 
 
-def kill_ranks(kills: int, seed: int, progress: Callable[[int], None] = lambda _: None) -> Result:
-    """Kill so many ranks, one a group; return what came of it."""
+def kill_ranks(kills: int, seed: int, progress: command.Progress = lambda _: None) -> Result:
+    """Kill so many ranks, one a group; fail where something is not as promised."""
     result, chance = Result(), random.Random(seed)
     began_s = time.monotonic()
     ranks = [Child(serve) for _ in range(RANKS)]
@@ -146,6 +137,7 @@ def kill_ranks(kills: int, seed: int, progress: Callable[[int], None] = lambda _
         for rank in ranks:
             rank.end()
     result.seconds = time.monotonic() - began_s
+    assert not result.wrong, "\n".join(result.wrong)
     return result
 
 
@@ -167,42 +159,5 @@ def _kill_one(ranks: list[Child], store: Path, chance: random.Random, result: Re
     store.unlink()
 
 
-def table_of(result: Result, seed: int) -> Table:
-    table = Table(
-        title=f"{result.kills} of {RANKS} ranks killed, seed {seed}",
-    )
-    table.add_column("survivors in", no_wrap=True)
-    table.add_column("number", justify="right")
-    for kind, number in sorted(result.kinds.items()):
-        table.add_row(kind, str(number))
-    return table
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    console = Console()
-    with console.status("killing ranks") as status:
-        result = kill_ranks(
-            options.kills,
-            options.seed,
-            lambda n: status.update(f"kill {n} of {options.kills}"),
-        )
-    console.print(table_of(result, options.seed))
-    after_ms = sorted(1e3 * seconds for seconds in result.told_after_s)
-    late = sum(ms > 1e3 * PROMISED_S for ms in after_ms)
-    console.print(
-        f"{result.seconds:.0f} s; {result.calls} calls with the right result; survivors named the "
-        f"killed rank after p50 {statistics.median(after_ms):.0f} ms, "
-        f"p99 {after_ms[99 * len(after_ms) // 100]:.0f} ms, max {after_ms[-1]:.0f} ms; "
-        f"{late} of {len(after_ms)} after more than {1e3 * PROMISED_S:g} ms"
-    )
-    for wrong in result.wrong:
-        console.print(wrong, style="red")
-    return 1 if result.wrong else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run(kill_ranks, faults="kills", number=300)

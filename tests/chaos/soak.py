@@ -2,29 +2,25 @@
 
 A random worker gets a random fault at a random named point or at a random moment, over and over.
 Beside it the same training runs undisturbed; the two must have the same bits after each fault.
-Exits with 1 if they have not. ``python -m benchmarks recovery`` tells how long a recovery takes.
+``python -m benchmarks recovery`` tells how long a recovery takes.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import hashlib
 import os
 import random
 import signal
 import statistics
-import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
-from tests.chaos.course import DEADLINE_S, Course, Watched
+from tests.chaos import command
+from tests.chaos.course import DEADLINE_S, Course
 from tests.chaos.saboteur import MODULE_POINTS, POINTS, Order
 
 SIGNALS = {
@@ -34,6 +30,8 @@ SIGNALS = {
     "stop": signal.SIGSTOP,
 }
 UNTIL_NOTICED = 3  # updates
+WORKERS = 2
+TIMEOUT_S = 3.0  # after which a worker counts as hung
 DEEDS = ["kill"] * 4 + ["segfault"] * 3 + ["terminate"] * 2 + ["stop"]
 
 
@@ -101,55 +99,37 @@ class Soak:
         self.course.undisturbed.step()
 
 
-def digest(watched: Watched) -> str:
-    found = hashlib.sha256(repr(watched.losses).encode())
-    for value in watched.trainer.module.state_dict().values():
-        found.update(value.numpy().tobytes())
-    return found.hexdigest()[:16]
+@dataclass(frozen=True)
+class Result:
+    """What the faults have come to: how many of each kind, and the seconds of each update."""
 
+    faults: Counter[str]
+    seconds: list[float]
 
-def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--timeout-s", type=float, default=3.0, help="after which a worker counts as hung"
-    )
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = options_of(arguments)
-    console = Console()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Course(Path(folder), options.workers, options.timeout_s) as course,
-        console.status("training") as status,
-    ):
-        course.warm_up()
-        soak = Soak(course, options.seed)
-        soak.step()
-        try:
-            for count in range(options.kills):
-                status.update(f"fault {count} of {options.kills}")
-                soak.commit_one()
-        except AssertionError as error:
-            console.print(f"after {soak.faults.total()} faults: {error}", style="red")
-        for kind, number in sorted(soak.faults.items()):
-            console.print(f"{number:5} {kind}")
-        deadly_s = [s for s in soak.seconds if s < options.timeout_s]
-        console.print(
-            f"{soak.faults.total()} faults in {len(soak.seconds)} updates (seed {options.seed}, "
-            f"{options.workers} workers); longest update {max(soak.seconds):.2f} s, "
+    def __str__(self) -> str:
+        kinds = "".join(f"{number:5} {kind}\n" for kind, number in sorted(self.faults.items()))
+        deadly_s = [s for s in self.seconds if s < TIMEOUT_S]
+        return (
+            f"{kinds}{self.faults.total()} faults in {len(self.seconds)} updates, bitwise equal to "
+            f"those of the undisturbed training; longest update {max(self.seconds):.2f} s, "
             f"longest without a worker that hangs {max(deadly_s):.2f} s"
         )
-        found, expected = digest(course.disturbed), digest(course.undisturbed)
-        is_same = found == expected and soak.faults.total() == options.kills
-        console.print(f"disturbed:   {found}\nundisturbed: {expected}")
-        console.print("the same bits" if is_same else "DIFFERENT BITS", style="bold")
-        return 0 if is_same else 1
+
+
+def soak(faults: int, seed: int, progress: command.Progress = lambda _: None) -> Result:
+    """Commit so many faults; fail where a bit differs after one."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Course(Path(folder), WORKERS, TIMEOUT_S) as course,
+    ):
+        course.warm_up()
+        soaked = Soak(course, seed)
+        soaked.step()
+        for number in range(faults):
+            soaked.commit_one()
+            progress(number + 1)
+        return Result(soaked.faults, soaked.seconds)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command.run(soak, faults="kills", number=200)

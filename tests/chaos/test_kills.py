@@ -1,12 +1,14 @@
-"""Workers and servers are killed, frames mutated: each acknowledged add is there once, whole."""
+"""Workers, servers and ranks are killed at random moments, and frames mutated."""
 
 from __future__ import annotations
 
+import os
 import random
+import statistics
 
 import pytest
 
-from tests.chaos import frames_fuzz, ledger, server_kills
+from tests.chaos import elastic_kills, frames_fuzz, ledger, rank_kills, server_kills
 
 
 @pytest.fixture
@@ -44,3 +46,19 @@ def test_mutated_frames_do_no_harm(frames: int, seed: int) -> None:
     assert result.read + result.asked == frames
     assert 0 < result.taken < result.read
     assert result.adds > frames_fuzz.CLIENTS
+
+
+@pytest.mark.parametrize("kills", [15, pytest.param(100, marks=pytest.mark.night)])
+def test_ranks_that_survive_a_kill_are_told_and_go_on(kills: int, seed: int) -> None:
+    rank_kills.kill_ranks(1, seed)  # the first children of a run start a server, which stays
+    descriptors = len(os.listdir("/proc/self/fd"))
+    result = rank_kills.kill_ranks(kills, seed)
+    assert result.kills == kills
+    assert statistics.median(result.told_after_s) < rank_kills.PROMISED_S
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+@pytest.mark.night  # each rank that is started again imports torch: seconds
+@pytest.mark.promise("killed-ranks-cost-no-bit")
+def test_elastic_ranks_that_are_killed_come_to_the_bits_of_one_process(seed: int) -> None:
+    assert elastic_kills.kill_ranks(3, seed).moments.total() == 3
