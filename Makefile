@@ -81,6 +81,6 @@ night: $(STAMP)  # all tests, also those marked `night`, and the matrix
 	@[ -n "$(ARGS)" ] || TEST_DEVICES=2 TEST_DEV_FIRST=1 $(BIN)/python -m pytest -m devices --device dev $(ON_DEVICE) $(AT_NIGHT)
 	@[ -n "$(ARGS)" ] || $(MAKE) matrix
 gpu: $(STAMP)  ## run the tests for a GPU, and the benchmark beside nn.DataParallel and DDP over NCCL
-	@$(BIN)/python -m pytest -m "night or not night" --device cuda $(or $(ARGS),$(ON_DEVICE) $(AT_NIGHT)) && $(BIN)/python -m benchmarks gpu
+	@$(BIN)/python -m pytest -m "night or not night" --device cuda $(or $(ARGS),$(ON_DEVICE) $(AT_NIGHT)) && $(BIN)/python -m benchmarks step --device cuda
 clean:  ## remove .venv and what tools left behind
 	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -12,12 +12,10 @@ from benchmarks.hosts import hosts
 from benchmarks.memory import memory
 from benchmarks.recovery import recovery
 from benchmarks.report import OUT, Out
-from benchmarks.scaling import scaling
-from benchmarks.step import gpu, step
+from benchmarks.step import step
 from benchmarks.tables import tables
 from phalanx.cli.app import main
 from phalanx.cli.console import make_console
-from phalanx.errors import UnsupportedError
 
 app = typer.Typer(
     help="Measure Phalanx beside its peers.",
@@ -28,8 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 BENCHMARKS = {
-    command.__name__: command
-    for command in (step, ddp, allreduce, tables, hosts, recovery, memory, scaling, gpu)
+    command.__name__: command for command in (step, ddp, allreduce, tables, hosts, recovery, memory)
 }
 for command in BENCHMARKS.values():
     app.command()(command)
@@ -39,16 +36,13 @@ for command in BENCHMARKS.values():
 def run_all(out: Out = OUT) -> None:
     """Run all benchmarks, one after the other.
 
-    One that cannot run here is skipped. One that fails does not stop the others; the exit code is
-    then 1.
+    One that fails does not stop the others; the exit code is then 1.
     """
     console, failed = make_console(), []
     for name, benchmark in BENCHMARKS.items():
         console.rule(name)
         try:
             benchmark(out=out)
-        except UnsupportedError as error:
-            console.print(f"Skipped: {error}")
         except typer.Exit:  # a contestant failed, which the report names
             failed.append(name)
         except Exception:

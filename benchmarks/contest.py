@@ -213,13 +213,12 @@ class Outcome(Generic[T]):
     answers: Mapping[str, Mapping[T, Sequence[Sequence[float]]]]
     failures: Mapping[str, str]
 
-    def all(self, name: str, task: T) -> list[float]:
-        """Return a contestant's answers of all rounds."""
-        return [number for turn in self.answers[name][task] for number in turn]
-
     def medians(self, task: T) -> dict[str, float]:
         """Return the median answer of each contestant that gave one."""
-        found = {name: self.all(name, task) for name in self.answers}
+        found = {
+            name: [number for turn in by_task[task] for number in turn]
+            for name, by_task in self.answers.items()
+        }
         return {name: statistics.median(numbers) for name, numbers in found.items() if numbers}
 
 

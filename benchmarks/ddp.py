@@ -27,7 +27,6 @@ from benchmarks.step import CONTESTANTS, StepJob, compete_at
 _PEERS = {"gloo": "ddp", "phalanx": "ddp-phalanx"}
 _COUNTED_STEPS = 10
 _BYTES_RECEIVED = struct.Struct("=Q")  # at byte 128 of Linux's struct tcp_info
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +68,7 @@ def ddp(
 ) -> None:
     """Time a step of our DistributedDataParallel beside torch's, and count bytes on the wire."""
     run = Run("ddp", out)
-    names = [name for name in CONTESTANTS if "ddp" in name and name != "our-ddp"]
-    names = [name for name in names if workers <= 2 or not name.endswith("-m2")]
+    names = [name for name in CONTESTANTS if "ddp" in name]
     for model in read_names("models", models, MODELS):
         job = CountingJob(model=model, workers=workers)
         times = compete_at(run, StepJob(model=model, workers=workers), names, rounds)
@@ -99,7 +97,7 @@ def _sheet(
                 CONTESTANTS[name].title.format(workers=job.workers),
                 median_s and 1e3 * median_s,
                 ratio(median_s, medians.get(peer)),
-                num_bytes and num_bytes / _MIB,
+                num_bytes and num_bytes / 2**20,
                 ratio(num_bytes, received.get(peer)),
             )
         )

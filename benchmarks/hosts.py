@@ -1,8 +1,8 @@
-"""``python -m benchmarks hosts``: tables between hosts, beside torch RPC, Ray and a TCP socket.
+"""``python -m benchmarks hosts``: tables between hosts, beside torch RPC and a TCP socket.
 
     phalanx     clients, a worker elsewhere    a matrix half of which lies on the other host
     encrypted   the same                       over TLS
-    rpc, ray    as for `tables`
+    rpc         as for `tables`
     socket      a client, a server             as many bytes each way over TCP; no row is looked for
 
 One machine simulates two hosts, so a network costs what the kernel does. The servers of tables are
@@ -27,17 +27,17 @@ import typer
 from torch import Tensor
 
 from benchmarks.contest import Outcome, commands_of
-from benchmarks.report import OUT, Names, Out, Rounds, Row, Run, Sheet, ratio
-from benchmarks.table_peers import COLS, PATIENCE_S, Access
+from benchmarks.report import OUT, Names, Out, Rounds, Row, Run, Sheet, ratio, read_names
 from benchmarks.tables import (
+    COLS,
+    PATIENCE_S,
     SIZES,
+    Access,
     TableJob,
     Task,
-    choose,
     latencies,
     of_table,
-    ray,
-    rpc,
+    torch_rpc,
 )
 from phalanx import tables as phalanx_tables
 from phalanx.cluster import make_secret
@@ -69,7 +69,7 @@ class HostsJob(TableJob):
     @property
     def num_processes(self) -> int:
         """How many processes the contestant has."""
-        return self.workers + (self.contestant != "ray")
+        return self.workers + 1
 
     def open(self, stack: ExitStack) -> Mapping[str, Access]:
         """Set up, and return what can be done with which rows."""
@@ -142,22 +142,21 @@ def _receive(connection: socket.socket, into: memoryview) -> bool:
 CONTESTANTS: dict[str, Callable[[HostsJob, ExitStack], Mapping[str, Access]]] = {
     "phalanx": _spread,
     "encrypted": _spread,
-    "rpc": rpc,
-    "ray": ray,
+    "rpc": torch_rpc,
     "socket": _socket,
 }
 
 
 def hosts(
-    contestants: Names = "phalanx,encrypted,rpc,ray,socket",
+    contestants: Names = "phalanx,encrypted,rpc,socket",
     rounds: Rounds = 8,
     rows: Annotated[int, typer.Option(min=2, help="Rows of the matrix.")] = 1_000_000,
     clients: Annotated[int, typer.Option(min=1, help="Clients that add at once.")] = 8,
     out: Out = OUT,
 ) -> None:
-    """Time get and add of another host's rows, beside torch RPC, a Ray actor and a TCP socket."""
+    """Time get and add of another host's rows, beside torch RPC and a TCP socket."""
     run = Run("hosts", out)
-    names = choose(run, contestants, CONTESTANTS)
+    names = read_names("contestants", contestants, CONTESTANTS)
     together = Task("add", _SMALL, workers=clients)
     with tempfile.TemporaryDirectory() as folder:
         secret = Path(folder, "secret")

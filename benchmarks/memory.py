@@ -32,7 +32,6 @@ CASES = ("nothing", "parameters", "gradients", "optimizer")
 _WIDTH, _ROWS, _CLASSES = 1024, 24, 8
 _STEPS = 4
 _COUNTED = ("Pss_Anon:", "Pss_Shmem:")
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +76,7 @@ def _held_after(step: Step, number: int) -> float:
     for pid in found:  # grows on the way
         for children in Path(f"/proc/{pid}/task").glob("*/children"):
             found += map(int, children.read_text().split())
-    return sum(map(_held_bytes, found[1:])) / _MIB
+    return sum(map(_held_bytes, found[1:])) / 2**20
 
 
 def _held_bytes(pid: int) -> int:
@@ -110,7 +109,7 @@ def memory(
                 contestant=name,
                 workers=count,
                 case=case,
-                layers=megabytes * _MIB // (4 * _WIDTH**2),
+                layers=megabytes * 2**20 // (4 * _WIDTH**2),
             )
             commands = {name: commands_of(job, count if CONTESTANTS[name].ranks else 1)}
             what = f"{name}, {count} workers, {case}"

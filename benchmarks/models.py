@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -75,9 +75,21 @@ def cnn(rows: int) -> tuple[nn.Module, Batch]:
 
 
 def resnet50(rows: int) -> tuple[nn.Module, Batch]:
-    """Return ResNet-50, and images of 224 pixels."""
+    """Return ResNet-50, and images of 224 pixels.
+
+    Source: He et al., Deep Residual Learning for Image Recognition, 2016, table 1; the stride is
+    on the 3×3 convolution, as in torchvision.
+    """
+    layers = [*_convolution(3, 64, 7, stride=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+    channels = 64
+    for stage, count in enumerate((3, 4, 6, 3)):
+        for block in range(count):
+            stride = 2 if stage > 0 and block == 0 else 1
+            layers.append(Bottleneck(channels, 64 << stage, stride))
+            channels = 4 * (64 << stage)
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000)]
     images = torch.randn(rows, 3, 224, 224)
-    return _channels_last(ResNet((3, 4, 6, 3), num_classes=1000), images, classes=1000)
+    return _channels_last(nn.Sequential(*layers), images, classes=1000)
 
 
 def gpt(rows: int) -> tuple[nn.Module, Batch]:
@@ -130,33 +142,6 @@ class GPT(nn.Module):
         mask = nn.Transformer.generate_square_subsequent_mask(length, tokens_BT.device)
         x_BTD = self.tokens(tokens_BT) + self.positions[:length]
         logits: Tensor = self.head(self.blocks(x_BTD, mask, is_causal=True))
-        return logits
-
-
-class ResNet(nn.Module):
-    """A residual network of bottlenecks.
-
-    Shapes:
-        images [B, 3, H, W] -> logits [B, num_classes].
-
-    Source: He et al., Deep Residual Learning for Image Recognition, 2016, table 1; the stride is
-    on the 3×3 convolution, as in torchvision.
-    """
-
-    def __init__(self, blocks: Sequence[int], num_classes: int) -> None:
-        super().__init__()
-        layers = [*_convolution(3, 64, 7, stride=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
-        channels = 64
-        for stage, count in enumerate(blocks):
-            for block in range(count):
-                stride = 2 if stage > 0 and block == 0 else 1
-                layers.append(Bottleneck(channels, 64 << stage, stride))
-                channels = 4 * (64 << stage)
-        self.body = nn.Sequential(*layers)
-        self.head = nn.Linear(channels, num_classes)
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.head(F.adaptive_avg_pool2d(self.body(images), 1).flatten(1))
         return logits
 
 

@@ -1,8 +1,8 @@
 """``python -m benchmarks step``: a training step, Phalanx beside DDP and plain PyTorch.
 
 All contestants train the same model from the same weights, on the same batch of random data, with
-the same optimizer. Each sets its own number of threads, or has torch's. ``gpu`` is the same on all
-accelerators of the machine, with larger models.
+the same optimizer. Each sets its own number of threads, or has torch's. With ``--device cuda`` it
+is the same on all GPUs of the machine, with larger models.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ from torch.nn.parallel import DistributedDataParallel
 import phalanx
 from benchmarks.contest import Outcome, Step, Turn, commands_of, seconds_of, serve, time_steps
 from benchmarks.models import MODELS, Batch, Model, loss_of
-from benchmarks.report import OUT, Names, Out, Rounds, Row, Run, Sheet, ratio, read_names
+from benchmarks.report import OUT, Out, Rounds, Row, Run, Sheet, ratio, read_names
 from phalanx.clock import now_s, pause
-from phalanx.errors import UnsupportedError
+from phalanx.errors import ConfigError
 
 _KEPT = 3  # steps of a turn on the CPU that count
 _WARMUP = 4
 _CALLS = 4  # timed one by one on an idle accelerator
-_MIB = 1 << 20
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 
 
@@ -107,7 +106,7 @@ def _turn_of_accelerator(kind: str, step: Step, number: int) -> list[float]:
         memory.synchronize()
 
     seconds = seconds_of(several) / number
-    peak = memory.max_memory_allocated() / _MIB
+    peak = memory.max_memory_allocated() / 2**20
     calls = []
     for _ in range(_CALLS):
         calls.append(seconds_of(step))
@@ -155,17 +154,11 @@ class Contestant:
         title: What tables call it.
         open: Sets it up.
         ranks: Whether each worker is a process of its own.
-        only_on: "cpu" or "accelerator", if not on both.
     """
 
     title: str
     open: Opener
     ranks: bool = False
-    only_on: str = ""
-
-    def runs_on(self, device: str) -> bool:
-        """Tell whether it competes on a kind of device."""
-        return self.only_on in ("", "cpu" if device == "cpu" else "accelerator")
 
 
 def plain_step(job: StepJob, module: nn.Module, batch: Batch, *, pieces: int = 1) -> Step:
@@ -280,33 +273,39 @@ def _torch_data_parallel(job: StepJob, module: nn.Module, batch: Batch, _: ExitS
 CONTESTANTS: dict[str, Contestant] = {
     "single": Contestant("plain, 1 thread", partial(_plain, threads=1)),
     "single-m4": Contestant("plain, 1 thread, 4 pieces", partial(_plain, threads=1, pieces=4)),
-    "threads": Contestant("plain, {workers} threads", _plain, only_on="cpu"),
-    "nn-dataparallel": Contestant("nn.DataParallel", _torch_data_parallel, only_on="accelerator"),
+    "threads": Contestant("plain, {workers} threads", _plain),
+    "nn-dataparallel": Contestant("nn.DataParallel", _torch_data_parallel),
     "dataparallel": Contestant("DataParallel, {workers} replicas", _data_parallel),
     "trainer": Contestant("Trainer, {workers} replicas", _trainer),
     "trainer-m1": Contestant("Trainer, fewest microbatches", partial(_trainer, microbatches=1)),
     "trainer-m4": Contestant("Trainer, 4 microbatches", partial(_trainer, microbatches=4)),
     "processes": Contestant(
-        "Trainer, {workers} processes", partial(_trainer, executor="processes"), only_on="cpu"
+        "Trainer, {workers} processes", partial(_trainer, executor="processes")
     ),
-    "ddp": Contestant("DDP, {workers} ranks", _ddp, ranks=True),
-    "our-ddp": Contestant("ours, {workers} microbatches", _our_ddp, ranks=True),
 }
-_on_cpu = partial(Contestant, ranks=True, only_on="cpu")
-CONTESTANTS["ddp-phalanx"] = _on_cpu("DDP over phalanx", partial(_ddp, backend="phalanx"))
-for _name in ("gloo", "phalanx"):
-    CONTESTANTS[f"ddp-{_name}-m4"] = _on_cpu(
-        f"DDP over {_name}, 4 pieces", partial(_ddp, backend=_name, pieces=4)
-    )
-    for _count in (2, 4):
-        CONTESTANTS[f"our-ddp-{_name}-m{_count}"] = _on_cpu(
-            f"ours over {_name}, {_count} microbatches",
-            partial(_our_ddp, backend=_name, microbatches=_count),
-        )
-BY_DEFAULT = "single,threads,ddp,ddp-phalanx,dataparallel,trainer,trainer-m4,processes"
+for _suffix, _backend, _over in (("", "", ""), ("-phalanx", "phalanx", " over phalanx")):
+    for _end, _count, _cut in (("", 0, "{workers}"), ("-m4", 4, "4")):
+        CONTESTANTS |= {
+            f"ddp{_suffix}{_end}": Contestant(
+                f"DDP{_over}, {_cut} pieces",
+                partial(_ddp, backend=_backend, pieces=_count),
+                ranks=True,
+            ),
+            f"our-ddp{_suffix}{_end}": Contestant(
+                f"ours{_over}, {_cut} microbatches",
+                partial(_our_ddp, backend=_backend, microbatches=_count),
+                ranks=True,
+            ),
+        }
+ON_CPU = "single,threads,ddp,ddp-phalanx,dataparallel,trainer,trainer-m4,processes"
 ON_ACCELERATORS = (
     "single,single-m4,nn-dataparallel,ddp,our-ddp,dataparallel,trainer,trainer-m1,trainer-m4"
 )
+# The models and the contestants by default.
+BY_DEFAULT = {
+    "cpu": ("mlp,cnn,gpt", ON_CPU),
+    "accelerator": ("mlp,resnet50,resnet50-256,gpt2,gpt2-dropout", ON_ACCELERATORS),
+}
 
 # -- the contest -------------------------------------------------------------------------------
 
@@ -314,12 +313,17 @@ ON_ACCELERATORS = (
 def step(
     models: Annotated[
         str, typer.Option(help=f"Which models, separated by commas: {', '.join(MODELS)}.")
-    ] = "mlp,cnn,gpt",
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each contestant that count.")] = 30,
+    ] = "",
     contestants: Annotated[
         str, typer.Option(help=f"Which contestants: {', '.join(CONTESTANTS)}.")
-    ] = BY_DEFAULT,
-    workers: Annotated[int, typer.Option(min=1, help="Replicas, ranks, or threads.")] = 2,
+    ] = "",
+    rounds: Rounds = 10,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Replicas, ranks, or threads.", show_default="2, or all accelerators"
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="The kind of device: cpu, cuda, xpu, …")] = "cpu",
     slow: Annotated[
         float, typer.Option(min=1, help="How many times as slow as the others one worker is.")
@@ -327,50 +331,20 @@ def step(
     out: Out = OUT,
 ) -> None:
     """Time one training step: Trainer and DataParallel beside DDP and plain PyTorch."""
-    job = StepJob(workers=workers, device=device, slow=slow)
-    run_steps(Run("step", out), job, models, contestants, rounds=-(-steps // _KEPT))
-
-
-def gpu(
-    models: Names = "mlp,resnet50,resnet50-256,gpt2,gpt2-dropout",
-    contestants: Names = ON_ACCELERATORS,
-    rounds: Rounds = 4,
-    device: Annotated[
-        str, typer.Option(help="The kind of device; with cpu the benchmark itself can be tried.")
-    ] = "cuda",
-    count: Annotated[
-        int | None, typer.Option(min=1, help="How many devices.", show_default="all there are")
-    ] = None,
-    out: Out = OUT,
-) -> None:
-    """Time one training step on accelerators, beside plain torch, nn.DataParallel and DDP."""
     there = 2 if device == "cpu" else torch.get_device_module(device).device_count()
     if not there:
-        raise UnsupportedError(
-            f"This needs a device of kind {device!r}, but torch sees none; `phalanx doctor` may "
-            "say why. Give `--device cpu` to try the benchmark itself."
+        raise ConfigError(
+            f"`--device` must be of a kind that torch sees here, but is {device!r}. `phalanx "
+            "doctor` may say why."
         )
-    run = Run("gpu", out)
+    all_models, all_contestants = BY_DEFAULT["cpu" if device == "cpu" else "accelerator"]
+    names = read_names("contestants", contestants or all_contestants, CONTESTANTS)
+    run = Run("step" if device == "cpu" else f"step-{device}", out)
     if device == "cuda":
         run.machine["accelerator"] = torch.cuda.get_device_name(0)
-    job = StepJob(workers=count or there, device=device)
-    run_steps(run, job, models, contestants, rounds=rounds)
-
-
-def run_steps(run: Run, job: StepJob, models: str, contestants: str, *, rounds: int) -> None:
-    """Let contestants take turns at one model after the other, and publish the result.
-
-    Args:
-        run: Takes the result.
-        job: All but the contestant and the model.
-        models: Which models.
-        contestants: Which contestants; those that do not run on the job's device are left out.
-        rounds: Turns of each contestant.
-    """
-    names = read_names("contestants", contestants, CONTESTANTS)
-    for model in read_names("models", models, MODELS):
-        of_model = replace(job, model=model)
-        run.sheets.append(_sheet(of_model, compete_at(run, of_model, names, rounds)))
+    for model in read_names("models", models or all_models, MODELS):
+        job = StepJob(workers=workers or there, device=device, slow=slow, model=model)
+        run.sheets.append(_sheet(job, compete_at(run, job, names, rounds)))
     run.publish()
 
 
@@ -382,7 +356,6 @@ def compete_at(run: Run, job: StepJob, names: Sequence[str], rounds: int) -> Out
             replace(job, contestant=name), job.workers if CONTESTANTS[name].ranks else 1
         )
         for name in names
-        if CONTESTANTS[name].runs_on(job.device)
     }
     questions = {"step": _KEPT if on_cpu else job.what.steps}
     return run.compete(job.model, commands, questions, rounds, settle=_WARMUP if on_cpu else 0)

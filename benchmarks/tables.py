@@ -1,9 +1,8 @@
-"""``python -m benchmarks tables``: tables beside torch RPC, a Ray actor and torch's own kernels.
+"""``python -m benchmarks tables``: tables beside torch RPC and torch's own kernels.
 
     phalanx   2 workers                tables in memory that both map
     torch     2 workers                private memory, torch's kernels: nothing is shared or saved
     rpc       2 workers, a server      torch.distributed.rpc; the server owns the matrix
-    ray       2 workers                an actor owns the matrix
 
 Each process has one thread. All use the same random rows each time, so what is compared is what
 each system adds, and not how fast memory is.
@@ -15,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
@@ -23,15 +22,29 @@ from torch import Tensor
 
 from benchmarks.contest import Turn, commands_of, seconds_of, serve
 from benchmarks.report import OUT, Names, Out, Rounds, Row, Run, Sheet, read_names
-from benchmarks.table_peers import COLS, PATIENCE_S, Access, has_ray, ray_matrix, rpc_matrix
+from benchmarks.step import use_loopback
 from phalanx import tables as phalanx_tables
 from phalanx.clock import now_s
 
+COLS = 64
+PATIENCE_S = 120.0
 SIZES = (10, 1_000, 100_000)
 _ARRAY_ELEMENTS = 10_000_000  # of float32: 40 MB
 _TURN_S = 0.1
 _DROPPED, _FEWEST, _MOST = 2, 3, 200  # operations of a turn
 _ROWS_AT_ONCE = 400_000  # that each worker adds, while several do
+
+
+class Access(NamedTuple):
+    """What a worker does with rows.
+
+    Attributes:
+        get: Takes the rows, and the tensor that they may go to.
+        add: Takes the rows, and the delta; None where nothing can be added.
+    """
+
+    get: Callable[[Tensor, Tensor], object]
+    add: Callable[[Tensor, Tensor], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -196,45 +209,57 @@ def _torch(job: TableJob, _: ExitStack) -> Mapping[str, Access]:
     return {"matrix": of_matrix, "array": of_array}
 
 
-def rpc(job: TableJob, stack: ExitStack) -> Mapping[str, Access]:
-    """Use torch RPC; the last process is the server."""
-    return {"matrix": rpc_matrix(stack, job.rank, job.workers, job.rows)}
+_owned = torch.empty(0, COLS)  # the matrix of torch RPC's server
 
 
-def ray(job: TableJob, stack: ExitStack) -> Mapping[str, Access]:
-    """Use an actor of Ray."""
-    return {"matrix": ray_matrix(stack, job.rank, job.rows)}
+def _rpc_get(rows: Tensor) -> Tensor:
+    return _owned.index_select(0, rows)
+
+
+def _rpc_add(rows: Tensor, delta: Tensor) -> None:
+    _owned.index_add_(0, rows, delta)
+
+
+def torch_rpc(job: TableJob, stack: ExitStack) -> Mapping[str, Access]:
+    """Use torch RPC until the stack ends; the last process is the server."""
+    from torch.distributed import rpc  # slow, and nobody else needs it
+
+    global _owned
+    use_loopback("TP", "GLOO")
+    if job.rank == job.workers:
+        _owned = torch.zeros(job.rows, COLS)
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"file://{Path('rpc').absolute()}", rpc_timeout=PATIENCE_S
+    )
+    size, server = job.workers + 1, f"rank{job.workers}"
+    rpc.init_rpc(f"rank{job.rank}", rank=job.rank, world_size=size, rpc_backend_options=options)
+    stack.callback(rpc.shutdown, graceful=False)
+    access = Access(
+        get=lambda rows, _: rpc.rpc_sync(server, _rpc_get, (rows,)),
+        add=lambda rows, delta: rpc.rpc_sync(server, _rpc_add, (rows, delta)),
+    )
+    return {"matrix": access}
 
 
 CONTESTANTS: dict[str, Callable[[TableJob, ExitStack], Mapping[str, Access]]] = {
     "phalanx": _phalanx,
     "torch": _torch,
-    "rpc": rpc,
-    "ray": ray,
+    "rpc": torch_rpc,
 }
 
 
 # -- the contest -------------------------------------------------------------------------------
 
 
-def choose(run: Run, contestants: str, known: Mapping[str, object]) -> list[str]:
-    """Return the contestants that can run here."""
-    names = read_names("contestants", contestants, known)
-    if "ray" in names and not has_ray():
-        names.remove("ray")
-        run.console.print("Ray is not installed, so it is left out: pip install --group peers.")
-    return names
-
-
 def tables(
-    contestants: Names = "phalanx,torch,rpc,ray",
+    contestants: Names = "phalanx,torch,rpc",
     rounds: Rounds = 8,
     rows: Annotated[int, typer.Option(min=1, help="Rows of the matrix.")] = 1_000_000,
     out: Out = OUT,
 ) -> None:
-    """Time get and add of rows: tables beside torch RPC, a Ray actor and torch's own kernels."""
+    """Time get and add of rows: tables beside torch RPC and torch's own kernels."""
     run = Run("tables", out)
-    names = choose(run, contestants, CONTESTANTS)
+    names = read_names("contestants", contestants, CONTESTANTS)
     jobs = [TableJob(contestant=name, rows=rows) for name in names]
     commands = {job.contestant: commands_of(job, job.num_processes) for job in jobs}
     questions = {task: number for number, task in enumerate(TASKS)}

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from benchmarks import step as step_module
 from benchmarks.__main__ import BENCHMARKS, app
 from benchmarks.models import MODELS, loss_of
-from benchmarks.step import BY_DEFAULT, CONTESTANTS, StepJob, plain_step
+from benchmarks.step import CONTESTANTS, ON_CPU, StepJob, plain_step
 
 # A contestant's protocol without torch: asked for n steps, its times are 0, 1, …, n-1 seconds.
 STUB = """
@@ -37,10 +37,10 @@ def test_a_benchmark_measures_all_contestants_and_writes_its_report(
 ) -> None:
     stub = [(sys.executable, "-S", "-c", STUB)]
     monkeypatch.setattr(step_module, "commands_of", lambda *_: stub)
-    result = CliRunner().invoke(app, ["step", "--models=cnn", "--steps=1", f"--out={tmp_path}"])
+    result = CliRunner().invoke(app, ["step", "--models=cnn", "--rounds=1", f"--out={tmp_path}"])
     assert result.exit_code == 0, result.output
     record = json.loads((tmp_path / "step.json").read_text())
-    assert list(record["measured"]["cnn"]) == BY_DEFAULT.split(",")
+    assert list(record["measured"]["cnn"]) == ON_CPU.split(",")
     assert all(len(turns["step"][0]) == 3 for turns in record["measured"]["cnn"].values())
     assert record["machine"]["torch"] == torch.__version__
 
