@@ -62,7 +62,7 @@ def main() -> None:
             print(f"{name}: loss {found['loss']:.3f}, accuracy {found['accuracy']:.1%}")
         right = trainer.predict(validation).argmax(1) == torch.cat([y for _, y in validation])
         print(f"predicted right: {int(right.sum())} of {len(right)}")
-    history.plot(OUT / "training.png")
+    print(f"loss: {history.losses[0]:.3f} at first, {history.losses[-1]:.3f} at last")
 
     # On from the best epoch, with other replicas: the same bits, those of the average included.
     runs = []

@@ -6,7 +6,6 @@ runs/flowers-mlp-001/
     checkpoints/        where `phalanx resume` continues (see `Checkpoint`)
     best/               with `--early-stopping`: the best epoch's checkpoint
     model.safetensors   the trained weights, under the plain model's keys
-    training.png        the curves
     trace.json          with `--trace`: each replica's work, by time
 """
 
@@ -40,7 +39,6 @@ class RunFolder:
         self.checkpoints_path = path / "checkpoints"
         self.best_path = path / "best"
         self.model_path = path / "model.safetensors"
-        self.figure_path = path / "training.png"
         self.trace_path = path / "trace.json"
 
     @classmethod

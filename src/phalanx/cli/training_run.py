@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset
 
 from phalanx import __version__
-from phalanx.callbacks import JSONL, Checkpoint, EarlyStopping, History, Progress, Trace
+from phalanx.callbacks import JSONL, Checkpoint, EarlyStopping, Progress, Trace
 from phalanx.cli.console import stopped_by_signals
 from phalanx.cli.data import digest_of, open_data, split
 from phalanx.cli.models import Standardize, build_model, check_loss, choose_model, find_loss
@@ -165,8 +165,7 @@ class TrainingRun:
         options, folder = self.options, self.folder
         train, validation = self._split(data)
         loader = self._loader(train, shuffle=True)
-        history = History()
-        callbacks: list[Any] = [history, JSONL(folder.metrics_path), Progress(console)]
+        callbacks: list[Any] = [JSONL(folder.metrics_path), Progress(console)]
         best: Checkpoint | None = None
         if options.early_stopping is not None:
             monitor = "train.loss" if validation is None else "validation.loss"
@@ -202,7 +201,6 @@ class TrainingRun:
                 if best is not None and best.best is not None:
                     trainer.module.load_state_dict(load_file(best.best / "model.safetensors"))
                 folder.write_model(trainer.module)
-            self._draw(history, console)
             console.print(self._conclude(trainer, interrupted=interruption.happened))
         return not interruption.happened
 
@@ -319,15 +317,8 @@ class TrainingRun:
             f"{options.batch_size}, seed {options.seed}\nRun folder: {self.folder.path}"
         )
 
-    def _draw(self, history: History, console: Console) -> None:
-        title = f"{self.options.model} on {Path(self.options.data).name}"
-        try:
-            history.plot(self.folder.figure_path, title=title)
-        except ConfigError as error:  # the run is worth more than its picture
-            console.print(f"training.png is not written: {error}")
-
     def _conclude(self, trainer: Trainer, *, interrupted: bool) -> str:
-        path = self.folder.path
+        path = shlex.quote(str(self.folder.path))
         if not interrupted:
             early = (
                 f"Stopped early: {self.options.early_stopping} epochs without a better loss. The "
@@ -336,8 +327,8 @@ class TrainingRun:
                 else ""
             )
             return (
-                f"{early}Weights, metrics and training.png are in {path}. Predict with:\n"
-                f"  phalanx predict {shlex.quote(str(path))} DATA"
+                f"{early}Weights and metrics are in {path}. Draw its curves, or predict:"
+                f"\n  phalanx report {path}\n  phalanx predict {path} DATA"
             )
         return (
             f"Stopped after step {trainer.steps}; {trainer.epochs} of {self.options.epochs} epochs "

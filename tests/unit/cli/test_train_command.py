@@ -19,7 +19,6 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from phalanx.callbacks import History
 from phalanx.cli.app import main
 from phalanx.cli.console import stopped_by_signals
 from phalanx.cli.data import open_data
@@ -107,21 +106,6 @@ def own_folder(tmp_path, monkeypatch):
     sys.modules.pop("own_code", None)
 
 
-def draw_nothing(history: History, path: Path, *, title: str) -> None:
-    path.write_bytes(b"")
-
-
-@pytest.fixture
-def pictures() -> None:
-    """Let a test's runs draw theirs, which takes longer than to train."""
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(request, monkeypatch):
-    if "pictures" not in request.fixturenames:
-        monkeypatch.setattr(History, "plot", draw_nothing)
-
-
 @pytest.fixture
 def phalanx(monkeypatch, capsys):
     """Return a function that runs a command line in this process: (exit code, stdout, stderr)."""
@@ -144,7 +128,6 @@ def finished_once(tmp_path_factory) -> Path:
     words = ["phalanx", "train", *FAST, "--epochs", "1", "--out", str(folder)]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
         patch.setattr(sys, "argv", words)
-        patch.setattr(History, "plot", draw_nothing)
         with pytest.raises(SystemExit) as ended:
             main()
     assert not ended.value.code
@@ -161,7 +144,6 @@ def be_the_command(folder: str, words: tuple[str, ...], output: Connection) -> N
     sys.stdout = sys.stderr = os.fdopen(os.dup(output.fileno()), "w", encoding="utf-8")
     output.close()
     os.chdir(folder)
-    History.plot = draw_nothing  # type: ignore[method-assign]
     sys.argv = ["phalanx", *words]
     main()
 
@@ -221,13 +203,12 @@ def files_in(folder: str) -> set[str]:
 # --- training -------------------------------------------------------------------------------------
 
 
-def test_a_training_leaves_everything_in_its_folder(phalanx, pictures):
+def test_a_training_leaves_everything_in_its_folder(phalanx):
     code, out, err = phalanx("train", *FAST, "--epochs", 2, "--microbatches", 2, "--trace")
     assert (code, err) == (0, "")
     folder = Path("runs/digits-mlp-001")
     assert files_in(folder) == {
-        "checkpoints", "config.json", "metrics.jsonl", "model.safetensors", "trace.json",
-        "training.png",
+        "checkpoints", "config.json", "metrics.jsonl", "model.safetensors", "trace.json"
     }  # fmt: skip
     records = metrics_of(folder)
     assert [record["step"] for record in records if record["kind"] == "step"] == [*range(1, 11)]
@@ -321,7 +302,7 @@ def test_a_loader_of_ones_own_may_have_no_length(phalanx, name, steps):
     assert [each["step"] for each in found if each["kind"] == "step"] == [*range(1, 2 * steps + 1)]
 
 
-def test_every_file_has_the_mode_that_the_user_wants(phalanx, pictures):
+def test_every_file_has_the_mode_that_the_user_wants(phalanx):
     before = os.umask(0o027)
     try:
         assert phalanx("train", *FAST, "--epochs", 1, "--out", "run")[0] == 0
@@ -349,7 +330,7 @@ def test_a_stopped_training_continues_to_the_same_bits_on_other_replicas(phalanx
         "Stopped after step 10; 0 of 2 epochs are finished. Continue with:\n  phalanx resume"
         in said
     )
-    assert files_in("stopped") == {"checkpoints", "config.json", "metrics.jsonl", "training.png"}
+    assert files_in("stopped") == {"checkpoints", "config.json", "metrics.jsonl"}
     assert "must be finished" in phalanx("evaluate", "stopped", "digits")[2]
     Path("signal").unlink()
 
@@ -393,15 +374,12 @@ def test_a_hanging_step_can_be_left_by_another_signal():
     assert "Finishing the step, then saving. Ctrl-C again stops at once." in said
 
 
-def test_a_finished_run_is_continued_with_more_epochs(phalanx, finished, pictures):
+def test_a_finished_run_is_continued_with_more_epochs(phalanx, finished):
     code, _, err = phalanx("resume", "run")
     assert code == 2
     assert "`--epochs` must be more than the 1 that the run has finished" in err
     before = load_file("run/model.safetensors")
-    Path("run/training.png").unlink()
-    Path("run/training.png").mkdir()  # where nobody can write a file
-    code, out, _ = phalanx("resume", "run", "--epochs", 2)
-    assert (code, "training.png is not written: " in out) == (0, True)
+    assert phalanx("resume", "run", "--epochs", 2)[0] == 0
     after = load_file("run/model.safetensors")
     assert not all(torch.equal(before[name], after[name]) for name in before)
     rates = [each["learning_rates"] for each in metrics_of("run") if each["kind"] == "step"]
