@@ -24,7 +24,7 @@ pytestmark = pytest.mark.promise("codec-hook")
 
 SIZE = 3
 SMALL_BUCKETS_MB = 1e-3
-WITH_ERROR = ["one_bit", "top_k"]
+CODECS = ["one_bit", "top_k"]
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def merge_steps(
     return merged, expected
 
 
-@pytest.mark.parametrize("codec", WITH_ERROR)
+@pytest.mark.parametrize("codec", CODECS)
 def test_the_gradient_is_the_mean_of_what_comes_out(ranks: Ranks, codec: str) -> None:
     """DDP cuts its final buckets after the first step; the errors are those of the parameters."""
     answers = ranks.run(merge_steps, codec, SMALL_BUCKETS_MB, [[0], [1], [2, 3], [4]])
@@ -125,19 +125,6 @@ def test_the_gradient_is_the_mean_of_what_comes_out(ranks: Ranks, codec: str) ->
         assert all(torch.equal(merged[-1][name], other[0][-1][name]) for name in merged[-1])
     plain = [local_gradients(rank, [0])["3.weight"] for rank in range(SIZE)]
     assert not torch.allclose(answers[0][0][0]["3.weight"], sum(plain) / SIZE, rtol=0.1)
-
-
-@pytest.mark.parametrize(("codec", "epsilon"), [("fp16", 2**-11), ("bf16", 2**-8)])
-def test_casts_are_the_mean_within_rounding(ranks: Ranks, codec: str, epsilon: float) -> None:
-    """Three casts and two sums round, each by half an epsilon of at most the largest value."""
-    for merged, _ in ranks.run(merge_steps, codec, SMALL_BUCKETS_MB, [[0], [1], [2, 3]]):
-        for mine, steps in zip(merged, ([0], [1], [2, 3]), strict=True):
-            apart = [local_gradients(rank, steps) for rank in range(SIZE)]
-            for name, value in mine.items():
-                exact = sum(each[name].double() for each in apart) / SIZE
-                reach = torch.stack([each[name].abs().max() for each in apart]).max()
-                assert (value - exact).abs().max() <= 3 * epsilon * reach
-                assert not torch.equal(value, exact.float())
 
 
 class Scale(nn.Module):
@@ -168,7 +155,7 @@ def merge_values(rank: int, codec: str, by_step: list[list[float]]) -> tuple[lis
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("codec", WITH_ERROR)
+@pytest.mark.parametrize("codec", CODECS)
 def test_a_gradient_that_is_not_finite_is_seen_on_every_rank(
     ranks: Ranks, codec: str, bad: float
 ) -> None:
@@ -239,7 +226,7 @@ def train(rank: int, codec: str, stop: int | None, keep: bool) -> dict[str, Tens
     return copy_state(net)
 
 
-@pytest.mark.parametrize("codec", WITH_ERROR)
+@pytest.mark.parametrize("codec", CODECS)
 def test_a_saved_state_goes_on_with_the_same_bits(ranks: Ranks, codec: str) -> None:
     whole, resumed, forgotten = (
         ranks.run(train, codec, *how) for how in ((None, True), (3, True), (3, False))

@@ -1,4 +1,4 @@
-"""Codecs that need error feedback, one bit per element or only the largest elements; and that.
+"""Codecs that send one bit per element or only the largest elements, and their error feedback.
 
 Shape legend: R rows (dim 0), C elements in each, N = R·C.
 
@@ -15,15 +15,14 @@ gradient ──┬──▶ + ──▶ encode ──▶ payload, to the others
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from phalanx.codecs.codec import Cast, Codec, Payload
-from phalanx.errors import CheckpointError, ConfigError
+from phalanx.codecs.codec import Codec, Payload
+from phalanx.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,6 @@ class OneBit(Codec):
     """
 
     min_elements: int = 20
-    has_error: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.min_elements < 0:
@@ -120,7 +118,6 @@ class TopK(Codec):
     """
 
     fraction: float = 0.1
-    has_error: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 1:
@@ -166,12 +163,7 @@ def _unpack_bits(packed: Tensor, num_bits: int) -> Tensor:
 
 # -- codecs by name, and their memory of what they did not send --------
 
-_CODEC_BY_NAME: dict[str, Callable[[], Codec]] = {
-    "fp16": lambda: Cast(torch.float16),
-    "bf16": lambda: Cast(torch.bfloat16),
-    "one_bit": OneBit,
-    "top_k": TopK,
-}
+_CODEC_BY_NAME: dict[str, type[OneBit | TopK]] = {"one_bit": OneBit, "top_k": TopK}
 
 
 def resolve_codec(codec: Codec | str) -> Codec:
@@ -190,7 +182,7 @@ def resolve_codec(codec: Codec | str) -> Codec:
         return codec
     if codec not in _CODEC_BY_NAME:
         raise ConfigError(
-            f"`codec` must be 'fp16', 'bf16', 'one_bit', 'top_k' or a `Codec`, but is {codec!r}. "
+            f"`codec` must be 'one_bit', 'top_k' or a `Codec`, but is {codec!r}. "
             "Give TopK(0.05) for another fraction."
         )
     return _CODEC_BY_NAME[codec]()
@@ -209,7 +201,7 @@ class Feedback:
     least, on the gradient's device.
 
     Args:
-        codec: A codec or its name. One without error (``fp16``, ``bf16``) keeps nothing here.
+        codec: A codec or its name.
 
     Example:
         >>> feedback = Feedback(TopK(0.5))
@@ -237,7 +229,7 @@ class Feedback:
         A gradient that the codec does not take is its own payload, not copied.
         """
         codec = self.codec
-        if not (codec.has_error and codec.takes(gradient.shape, gradient.dtype)):
+        if not codec.takes(gradient.shape, gradient.dtype):
             return codec.encode(gradient)
         wide = torch.promote_types(gradient.dtype, torch.float32)
         zero = gradient.new_zeros((), dtype=wide).expand(gradient.shape)
@@ -268,16 +260,7 @@ class Feedback:
 
         Args:
             state: From :meth:`state_dict`, with the model's parameters in the same memory format.
-
-        Raises:
-            CheckpointError: This codec keeps no errors, but ``state`` holds some. Nothing is
-                changed.
         """
-        if state and not self.codec.has_error:
-            raise CheckpointError(
-                f"The codec's state must be empty for {self.codec!r}, which keeps no errors, but "
-                f"holds `{next(iter(state))}`. Load it with the codec that it was saved with."
-            )
         self._errors = {key: error.detach().clone() for key, error in state.items()}
         self._pending = {}
 

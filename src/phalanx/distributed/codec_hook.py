@@ -31,13 +31,13 @@ def codec_hook(
 ) -> "CodecHook":
     """Make a hook with which DDP's gradients travel encoded.
 
-    The gradient is the mean over ranks, as DDP takes it, of what comes out of the codec. Codecs
-    with errors (``one_bit``, ``top_k``) remember them by parameter name, on each rank its own:
-    every rank saves and loads its own ``hook.state_dict()``. Give one hook to each model, before
-    its first backward pass.
+    The gradient is the mean over ranks, as DDP takes it, of what comes out of the codec. Each rank
+    remembers its errors by parameter name, and saves and loads its own ``hook.state_dict()``. Give
+    one hook to each model, before its first backward pass. To send 16 bits take torch's
+    ``fp16_compress_hook`` or ``bf16_compress_hook``.
 
     Args:
-        codec: A codec or its name: ``"fp16"``, ``"bf16"``, ``"one_bit"``, ``"top_k"``.
+        codec: A codec or its name: ``"one_bit"``, ``"top_k"``.
         module: What DDP wraps, or the DDP module itself; errors are stored under its names.
         process_group: The one that DDP was given, by default all ranks.
 
@@ -50,12 +50,10 @@ def codec_hook(
         >>> hook
         CodecHook(OneBit(min_elements=20), 2 parameters)
 
-    Determinism: bitwise identical on all ranks, and for any buckets of DDP, with codecs that
-    have errors.
+    Determinism: bitwise identical on all ranks, and for any buckets of DDP.
     Collective: Yes, every rank's backward pass. Blocks: as DDP does, until all ranks have come.
     Moves: W − 1 payloads into each rank, where DDP moves 2·(W − 1)/W gradients; so ``one_bit``
-    pays for dozens of ranks, not for thousands. For ``fp16`` and ``bf16`` torch's own
-    ``fp16_compress_hook`` and ``bf16_compress_hook`` move less: they add in 16 bits on the way.
+    pays for dozens of ranks, not for thousands.
     """
     return CodecHook(codec, module, process_group)
 
@@ -105,8 +103,7 @@ class CodecHook:
         """Take up the errors of a state that the same rank has saved.
 
         Raises:
-            CheckpointError: It is of another model or of a codec with errors, where this one has
-                none. Nothing is changed.
+            CheckpointError: It is of another model. Nothing is changed.
         """
         for name, error in state.items():
             parameter = self._parameters.get(name)

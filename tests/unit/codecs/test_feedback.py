@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phalanx.codecs import Feedback, TopK
 
-WITH_ERROR = ["one_bit", "top_k"]
+CODECS = ["one_bit", "top_k"]
 
 
 def sent(feedback: Feedback, gradient: Tensor, key: str = "weight") -> Tensor:
@@ -25,7 +25,7 @@ def committed(feedback: Feedback, gradient: Tensor, key: str = "weight") -> Tens
 
 
 @pytest.mark.parametrize("shape", [(100, 20), (99, 21), (31, 3, 1, 7)], ids=str)
-@pytest.mark.parametrize("name", WITH_ERROR)
+@pytest.mark.parametrize("name", CODECS)
 def test_two_messages_drain(name: str, shape: tuple[int, ...]) -> None:
     """The seed's own bound: after A, B and a hundred zeros, within 5e-4 of A + B."""
     feedback = Feedback(name)
