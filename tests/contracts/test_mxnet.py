@@ -535,43 +535,6 @@ def test_parameters_are_read_into_maps_that_hold_more_and_into_arrays() -> None:
             group.getParams({"head.weight": frozen}, {})
 
 
-class Deep(nn.Module):
-    """A stack whose first layers have the same names whatever its depth."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        torch.manual_seed(depth)
-        for index in range(depth):
-            self.add_module(f"layer_{index}", nn.Linear(5, 5).double())
-
-    def forward(self, data: Tensor) -> Tensor:
-        for layer in self.children():
-            data = torch.tanh(layer(data))
-        return data
-
-
-def test_a_group_that_shares_has_the_other_ones_memory():
-    shallow, deep = Deep(2), Deep(3)
-    with (
-        group_of(deep, desc("data", 15, 5)) as first,
-        group_of(shallow, desc("data", 7, 5), shared_group=first) as second,
-    ):
-        for name, parameter in shallow.named_parameters():
-            assert parameter.data_ptr() == dict(deep.named_parameters())[name].data_ptr()
-        second.forward(draw(7, 5))
-        assert_close(second.get_outputs()[0], shallow(draw(7, 5)).detach(), F64)
-        first.forward(draw(15, 5))
-        assert_close(first.get_outputs()[0], deep(draw(15, 5)).detach(), F64)
-        optimizer = torch.optim.SGD(deep.parameters(), lr=1.0)
-        second.forward(draw(7, 5))
-        second.backward([draw(7, 5, seed=1)])
-        before = state_of(shallow)
-        torch.optim.SGD(shallow.parameters(), lr=0.5).step()
-        assert not torch.equal(before["layer_0.weight"], deep.layer_0.weight)
-        assert torch.equal(shallow.layer_0.weight, deep.layer_0.weight)
-        assert optimizer
-
-
 def test_buckets_of_several_lengths_train_one_set_of_parameters():
     class Recurrent(nn.Module):
         def __init__(self) -> None:
@@ -589,7 +552,7 @@ def test_buckets_of_several_lengths_train_one_set_of_parameters():
     plain = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.5)
     with (
         group_of(net, desc("data", 9, 6, 3)) as longest,
-        group_of(net, desc("data", 9, 4, 3), shared_group=longest) as shorter,
+        group_of(net, desc("data", 9, 4, 3)) as shorter,
     ):
         for step in range(6):
             length = (6, 4)[step % 2]

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import pytest
 import torch
 import torchmetrics
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, classification, text
 
-from phalanx.compat import mxnet
 from phalanx.compat.mxnet import DataBatch
-from tests.contracts.containers import cpu_and_others, draw
+from tests.contracts.containers import draw
 from tests.contracts.groups import (
     F64,
     THREE,
     WORKLOADS,
     Loss,
+    Net,
     classes,
     desc,
     group_of,
@@ -30,7 +27,6 @@ pytestmark = [pytest.mark.devices, pytest.mark.promise("executor-groups", "mxnet
 
 ROWS, PAD = 18, 3  # so that 15 rows count, and are cut to 1, 5 and 9
 KINDS = 4
-NUM = 9
 
 # float64 rounding of sums over some tens of terms
 EXACT = 1e-12
@@ -139,7 +135,7 @@ def test_outputs_have_no_padded_rows():
         assert_close(grad, 1 - x[:-PAD].tanh().square(), F64)
 
 
-# --- several outputs, MXNet's own metrics ---------------------------------------------------------
+# --- outputs and labels ---------------------------------------------------------------------------
 
 
 def test_a_loss_stands_for_its_rows_where_labels_have_them_in_another_dim():
@@ -155,97 +151,9 @@ def test_a_loss_stands_for_its_rows_where_labels_have_them_in_another_dim():
     assert_close(mean.compute(), (x * y).mean(), F64)
 
 
-class Regression(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.fc = nn.Linear(4, 1)
-
-    def forward(self, data: Tensor) -> Tensor:
-        return self.fc(data)[:, 0]
-
-
-class Classifier(nn.Module):
-    """The loss and what MXNet gave out beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.fc = nn.Linear(4, 3)
-        self.norm = nn.BatchNorm1d(3)
-
-    def forward(self, data: Tensor, softmax_label: Tensor) -> tuple[Tensor, Tensor]:
-        scores = self.norm(self.fc(data))
-        return nn.functional.cross_entropy(scores, softmax_label), scores.softmax(1)
-
-
-X = torch.linspace(-1, 1, NUM * 4).view(NUM, 4)
-
-Y = torch.linspace(1, 2, NUM)
-
-LABELS = torch.arange(NUM) % 3
-
-
-def regression_group() -> mxnet.DataParallelExecutorGroup:
-    return mxnet.DataParallelExecutorGroup(
-        Regression(),
-        cpu_and_others(2),
-        data_shapes=[("data", (NUM, 4))],
-        label_shapes=[("label", (NUM,))],
-    )
-
-
-def classifier_group() -> mxnet.DataParallelExecutorGroup:
-    return mxnet.DataParallelExecutorGroup(
-        Classifier(),
-        cpu_and_others(2),
-        data_shapes=[("data", (NUM, 4))],
-        label_shapes=[("softmax_label", (NUM,))],
-    )
-
-
-class Ported(mxnet.EvalMetric):
-    """An error that is not symmetric, as a script of MXNet's writes it."""
-
-    def update(self, labels: list[Any], preds: list[Any]) -> None:
-        for label, pred in zip(labels, preds, strict=True):
-            self.sum_metric += float(((label - pred).abs() / label.abs()).sum())
-            self.num_inst += len(label)
-
-
-def expected_error() -> float:
-    outputs = Regression()(X).detach()
-    return float(((Y - outputs).abs() / Y.abs()).mean())
-
-
-@pytest.mark.parametrize("name", ["update_metric", "updateMetric"])
-def test_a_ported_metric_is_given_labels_first(name: str) -> None:
-    ported = Ported("mape")
-    with regression_group() as group:
-        group.forward(mxnet.DataBatch([X], [Y]))
-        getattr(group, name)(ported, [Y])
-    assert ported.get() == ("mape", pytest.approx(expected_error(), rel=1e-5))
-
-
-def test_a_metric_chooses_outputs_and_labels_by_name_without_padded_rows() -> None:
-    with classifier_group() as group:
-        group.forward(mxnet.DataBatch([X], [LABELS], 2), is_train=False)
-        names = [name for name, _ in group.get_output_shapes()]
-        for outputs in (names[1:], names):
-            metric = Shapes("shapes", output_names=outputs, label_names=["softmax_label"])
-            assert math.isnan(metric.get()[1])
-            group.update_metric(metric, [LABELS])
-            assert metric.found == [[(7,)], [(), (7, 3)][-len(outputs) :]]
-
-
-class Shapes(mxnet.EvalMetric):
-    def update(self, labels: list[Any], preds: list[Any]) -> None:
-        self.found = [[tuple(each.shape) for each in given] for given in (labels, preds)]
-
-
-def test_labels_are_left_out_where_none_are_bound() -> None:
-    net = Regression()
-    with mxnet.DataParallelExecutorGroup(net, 2, data_shapes=[("data", (NUM, 4))]) as group:
-        for batch in (mxnet.DataBatch([X], [Y], 2), mxnet.DataBatch(X, Y, pad=2)):
+def test_labels_are_left_out_where_none_are_bound():
+    x, y, net = draw(ROWS, 5), classes(ROWS), Net()
+    with group_of(net, desc("data", ROWS, 5)) as group:
+        for batch in (DataBatch([x], [y], PAD), DataBatch(x, y, pad=PAD)):
             group.forward(batch)
-            torch.testing.assert_close(group.get_outputs()[0], net(X[:7]).detach())
+            assert_close(group.get_outputs()[0], net(x[:-PAD]).detach(), F64)

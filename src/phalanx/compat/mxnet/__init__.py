@@ -1,6 +1,5 @@
-"""MXNet's executor group, its batches, monitor and base of metrics."""
+"""MXNet's executor group, its batches and monitor."""
 
 from phalanx.compat.mxnet.binding import DataBatch, DataDesc
-from phalanx.compat.mxnet.eval_metrics import EvalMetric
 from phalanx.compat.mxnet.group import DataParallelExecutorGroup
 from phalanx.compat.mxnet.monitor import Monitor

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from phalanx.compat.mxnet.binding import Binding, BoundBatch, read_descs
 from phalanx.compat.mxnet.monitor import Monitor
 from phalanx.compat.mxnet.outputs import Outputs
-from phalanx.compat.mxnet.parameters import copy_into, copy_out, share_tensors
+from phalanx.compat.mxnet.parameters import copy_into, copy_out
 from phalanx.errors import StateError
 from phalanx.metrics import update_metric
 from phalanx.parallel import DataParallel
@@ -63,8 +63,6 @@ class DataParallelExecutorGroup:
         label_shapes: Likewise. The module gets those that its forward names; metrics get all.
         for_training: Whether passes keep what a backward pass needs, unless told otherwise.
         inputs_need_grad: Whether :meth:`backward` computes gradients of the data, too.
-        shared_group: A group whose parameters and buffers this module has from now on, wherever
-            names are equal. Make optimizers after it.
         grad_req: "write" replaces the parameters' `grad` in each backward pass, "add" adds to it. A
             parameter that shall get none is frozen: ``requires_grad_(False)``.
         output_shapes: `DataDesc`s of all outputs, for their names and layouts. Default: cut along
@@ -108,7 +106,6 @@ class DataParallelExecutorGroup:
         *,
         for_training: bool = True,
         inputs_need_grad: bool = False,
-        shared_group: DataParallelExecutorGroup | None = None,
         grad_req: str = "write",
         output_shapes: Any = None,
         buffers: str | Mapping[str, str] = "mean",
@@ -121,8 +118,6 @@ class DataParallelExecutorGroup:
         self._adds = grad_req == "add"
         self.for_training = for_training
         self.inputs_need_grad = inputs_need_grad
-        if shared_group is not None:
-            share_tensors(module, shared_group.module)
 
     def __enter__(self) -> Self:
         return self
@@ -175,26 +170,17 @@ class DataParallelExecutorGroup:
 
     # -- binding -----------------------------------------------------
 
-    def bind_exec(
-        self,
-        data_shapes: Any,
-        label_shapes: Any = None,
-        shared_group: DataParallelExecutorGroup | None = None,
-    ) -> None:
+    def bind_exec(self, data_shapes: Any, label_shapes: Any = None) -> None:
         """Bind to other shapes, dtypes, layouts or names.
 
         Args:
             data_shapes: As for the class.
             label_shapes: Likewise; None for no labels.
-            shared_group: As for the class.
 
         Raises:
             ConfigError: They do not fit; the group stays bound as it was.
         """
-        binding = Binding.of(self.module, data_shapes, label_shapes)
-        if shared_group is not None:
-            share_tensors(self.module, shared_group.module)
-        self._bind(binding)
+        self._bind(Binding.of(self.module, data_shapes, label_shapes))
 
     bindExec = bind_exec
 
@@ -285,7 +271,7 @@ class DataParallelExecutorGroup:
         outputs = self._last().outputs
         if not merge_multi_context:
             return outputs.by_device()
-        return list(outputs.detached(outputs.names).values())
+        return outputs.detached(outputs.names)
 
     getOutputs = partialmethod(get_outputs, merge_multi_context=False)
     getOutputsMerged = get_outputs
@@ -371,26 +357,20 @@ class DataParallelExecutorGroup:
         Args:
             eval_metric: A `torchmetrics.Metric`, a collection, or an object with ``update(outputs,
                 labels)``: one tensor each, or a list of several. Labels are left out where it takes
-                none. It gets all outputs with dims; else the losses. MXNet's have
-                ``update_dict(labels, outputs)``, by name.
+                none. It gets all outputs with dims; else the losses.
             labels: Of the whole batch; default: the batch's.
 
         Raises:
             StateError: There was no forward pass.
             ConfigError: Labels do not fit.
         """
-        last = self._last()
-        outputs, batch, home = last.outputs, last.batch, self.contexts[0]
-        picks = getattr(eval_metric, "output_names", None) is not None  # as MXNet's may
-        found = outputs.detached(outputs.names if picks else outputs.measured)
+        outputs, batch = self._last().outputs, self._last().batch
         own = batch.labels
         if labels is not None:
             own = self._binding.read_labels(labels, batch.rows, batch.pad)
-        whole = {name: label.to(home) for name, label in own.items()}
-        if hasattr(eval_metric, "update_dict"):
-            eval_metric.update_dict(whole, found)
-        else:
-            update_metric(eval_metric, _one_or_all(found), _one_or_all(whole))
+        whole = [label.to(self.contexts[0]) for label in own.values()]
+        found = outputs.detached(outputs.measured)
+        update_metric(eval_metric, _one_or_all(found), _one_or_all(whole))
 
     updateMetric = update_metric
 
@@ -446,7 +426,6 @@ def _mode(module: nn.Module, trains: bool, has_graph: bool) -> Iterator[None]:
             each.training = training
 
 
-def _one_or_all(tensors: Mapping[str, Tensor]) -> Nested:
+def _one_or_all(tensors: list[Tensor]) -> Nested:
     """Return the one of ``tensors``, or a list of all; None without any."""
-    values = list(tensors.values())
-    return values[0] if len(values) == 1 else values or None
+    return tensors[0] if len(tensors) == 1 else tensors or None

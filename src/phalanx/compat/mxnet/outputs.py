@@ -82,11 +82,11 @@ class Outputs:
             name for name, each in self.whole.items() if isinstance(each, Tensor) and each.dim()
         ] or self.losses
 
-    def detached(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return whole outputs by name, without a graph."""
-        return {name: _detached(self.whole[name]) for name in names}
+    # Any, here and below: a tensor, or whatever else the module returns.
+    def detached(self, names: Sequence[str]) -> list[Any]:
+        """Return whole outputs of these names, without a graph."""
+        return [_detached(self.whole[name]) for name in names]
 
-    # Any: a tensor, or whatever else the module returns.
     def by_device(self) -> list[list[Any]]:
         """Return each output of every device, without a graph; None for those without a part."""
         return [

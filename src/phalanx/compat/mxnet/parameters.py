@@ -1,4 +1,4 @@
-"""Parameters and buffers by name: copied out, copied in, and shared."""
+"""Parameters and buffers by name: copied out and copied in."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.errors import ConfigError
 
@@ -65,32 +65,3 @@ def _check_shapes(given: Mapping[str, Any], known: Mapping[str, Tensor]) -> None
         found = tuple(given[name].shape) if name in given else expected
         if found != expected:
             raise ConfigError(f"`{name}` must have shape {expected}, but has {found}.")
-
-
-def share_tensors(module: nn.Module, other: nn.Module) -> None:
-    """Put the other module's parameters and buffers into ``module`` where it has the same names.
-
-    Raises:
-        ConfigError: One has another shape, dtype or device; nothing is shared then.
-    """
-    own, theirs = _tensors_of(module), _tensors_of(other)
-    shared = [name for name in own if name in theirs]
-    for name in shared:
-        if _kind(theirs[name]) != _kind(own[name]):
-            raise ConfigError(
-                f"`shared_group` must have `{name}` as the module has it, {_kind(own[name])}, but "
-                f"has it as {_kind(theirs[name])}."
-            )
-    for name in shared:
-        path, _, key = name.rpartition(".")
-        # Not by `_parameters`: recurrent layers keep a second list of their weights.
-        setattr(module.get_submodule(path), key, theirs[name])
-
-
-def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    parameters = module.named_parameters(remove_duplicate=False)
-    return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
-
-
-def _kind(tensor: Tensor) -> tuple[type, tuple[int, ...], torch.dtype, torch.device]:
-    return type(tensor), tuple(tensor.shape), tensor.dtype, tensor.device
