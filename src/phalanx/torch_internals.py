@@ -8,8 +8,10 @@ they are read.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,7 +40,11 @@ __all__ = [
     "make_subclass",
     "pytree",
     "run_backward",
+    "uncompiled",
 ]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 TRIED_ON = ("2.8", "2.11", "2.13")
 
@@ -126,3 +132,25 @@ def has_workers(loader: object) -> bool:
 def gloo_options(process_group: Any) -> Any:
     """Return new options of the class `ProcessGroupGloo`."""
     return process_group._Options()
+
+
+def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
+    """Keep ``function``, and all that it calls, from being compiled within `torch.compile`.
+
+    Workers run in other threads, where the compiler cannot follow; collectives wait for other
+    processes; and operators, not the model, call what draws random numbers. Torch's own decorator
+    would import the compiler, which takes a second or two, in every process that uses us.
+    """
+    left_alone: list[Callable[P, T]] = []
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        compiler = sys.modules.get(COMPILER)
+        if compiler is None:
+            return function(*args, **kwargs)
+        if not left_alone:
+            left_alone.append(compiler.disable(function))
+            # Or it would compile this very function, once for each operator that is called by it.
+            compiler.eval_frame.skip_code(run.__code__)
+        return left_alone[0](*args, **kwargs)
+
+    return functools.wraps(function)(run)

@@ -48,8 +48,7 @@ def open_group(
     require_library("Process groups of phalanx")
     timeout_s = timeout.total_seconds()
     rendezvous = GroupRendezvous(store, rank, size, timeout_s, look)
-    hosts = rendezvous.find_hosts()
-    memory = rendezvous.share_memory(hosts.ranks[hosts.host_of(rank)])
+    memory = rendezvous.share_memory()
     # Not the rendezvous' own: a rank that still connects is not to read an error of an operation.
     error_store = ErrorStore(PrefixStore("made/", rendezvous.store), rank, size)
 
@@ -60,10 +59,11 @@ def open_group(
     network = connect("all", range(size))
     networks = [network]
     collectives: SharedMemory | SeveralHosts = memory
-    if len(hosts.ranks) > 1:
-        leaders = connect("leaders", hosts.leaders) if rank in hosts.leaders else None
+    if len(rendezvous.hosts) > 1:
+        firsts = [ranks[0] for ranks in rendezvous.hosts]
+        leaders = connect("leaders", firsts) if rank in firsts else None
         networks += [leaders] if leaders else []
-        collectives = SeveralHosts(memory, network, leaders, hosts, rank)
+        collectives = SeveralHosts(memory, network, leaders, rendezvous.hosts)
     kind = CudaGroup if nccl_is_here() else SharedGroup
     return kind(memory, collectives, networks, store, timeout_s)
 

@@ -104,7 +104,7 @@ class CudaGroup(SharedGroup):
     def _leave(self, how: str) -> None:
         inner, self._inner = self._inner, None
         try:
-            if inner is not None and not self._lane.is_fork():
+            if inner is not None and not self._lane.is_forked:
                 getattr(inner, how)()
         finally:
             super().shutdown()

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from phalanx.distributed.described import DescribedGroup
 from phalanx.distributed.open_store import open_store
+from phalanx.distributed.process_group import SharedGroup
 from phalanx.environment import read_place
 from phalanx.errors import ConfigError, PeerError, PeerLost, StateError
 from phalanx.ipc import wait_until
@@ -205,7 +205,7 @@ class Exchange:
 
     def _lend(self, tensor: Tensor) -> Tensor:
         """Return an alias for a backend. See Note [Lent tensors]."""
-        if isinstance(self._group, DescribedGroup):  # ours keeps none
+        if isinstance(self._group, SharedGroup):  # ours keeps none
             return tensor
         self._lent[:] = [each for each in self._lent if each() is not None]
         alias = tensor.detach()

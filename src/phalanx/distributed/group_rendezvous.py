@@ -20,13 +20,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from math import inf
-from typing import NamedTuple
 
 from torch.distributed import PrefixStore, Store
 
 from phalanx.clock import now_s, pause
 from phalanx.distributed.error_store import ErrorStore
-from phalanx.distributed.hosts import Hosts, hosts_of, this_host
+from phalanx.distributed.hosts import hosts_of, this_host
 from phalanx.distributed.network import Gloo, open_gloo
 from phalanx.distributed.shared_memory import SharedMemory
 from phalanx.distributed.status_pages import StatusPages
@@ -39,17 +38,11 @@ _FIRST_PAUSE_S = 1e-4
 _LONGEST_PAUSE_S = 10e-3
 
 
-class _Card(NamedTuple):
-    host: str
-    pid: int
-    start_ticks: int
-
-
 class GroupRendezvous:
     """The making of one group of ``size`` ranks; all ranks do the same in the same order.
 
-    Each method raises `PeerTimeout` where a rank does not come, and `PeerLost` where one on this
-    host came and died, or the store is gone.
+    It blocks until all have come. It and each method raise `PeerTimeout` where a rank does not
+    come, and `PeerLost` where one on this host came and died, or the store is gone.
 
     Args:
         store: Where they meet.
@@ -60,6 +53,7 @@ class GroupRendezvous:
 
     Attributes:
         store: The generation's namespace in the store.
+        hosts: The ranks of each host.
     """
 
     def __init__(
@@ -70,25 +64,27 @@ class GroupRendezvous:
         self._size = size
         self._timeout_s = timeout_s
         self._deadline_s = now_s() + timeout_s
-        self._mine = _Card(this_host(), *ProcessIdentity.current())
-        self._cards: list[_Card] = []
+        self._here = this_host()
+        self._processes: dict[int, ProcessIdentity] = {}  # by rank, of this host
         try:
             generation = (store.add("phalanx/arrivals", 1) - 1) // size
         except RuntimeError as exc:
             raise _store_lost(exc) from exc
         self.store = PrefixStore(f"phalanx/{generation}/", store)
         self._error_store = ErrorStore(self.store, rank, size)
-
-    def find_hosts(self) -> Hosts:
-        """Return the ranks of each host; blocks until all have come."""
+        card, host_ids = [self._here, *ProcessIdentity.current()], []
         with self._reporting():
-            self.store.set(f"card/{self._rank}", json.dumps(self._mine))
-            for rank in range(self._size):
-                self._cards.append(_Card(*json.loads(self._wait_for("card", rank))))
-        return hosts_of([card.host for card in self._cards])
+            self.store.set(f"card/{rank}", json.dumps(card))
+            for other in range(size):
+                host_id, *process = json.loads(self._wait_for("card", other))
+                host_ids.append(host_id)
+                if host_id == self._here:
+                    self._processes[other] = ProcessIdentity(*process)
+        self.hosts = hosts_of(host_ids)
 
-    def share_memory(self, ranks: Sequence[int]) -> SharedMemory:
-        """Return the memory that ``ranks``, which are on this host, share."""
+    def share_memory(self) -> SharedMemory:
+        """Return the memory that the ranks of this host share."""
+        ranks = [*self._processes]
         first = ranks[0]
         with self._reporting():
             if self._rank == first:
@@ -96,7 +92,7 @@ class GroupRendezvous:
                 self.store.set(f"memory/{first}", str(region.fd))
             else:
                 fd = int(self._wait_for("memory", first))
-                region = Region.borrow(self._cards[first].pid, fd, label="group")
+                region = Region.borrow(self._processes[first].pid, fd, label="group")
             pages = StatusPages(region, ranks.index(self._rank), ranks, self._size)
             return SharedMemory(region, pages)
 
@@ -113,7 +109,7 @@ class GroupRendezvous:
         # A client of its own: one that waits for a key lets nobody else ask.
         store = PrefixStore(f"gloo/{name}", self.store).clone()  # type: ignore[attr-defined]
         left_s = max(self._deadline_s - now_s(), 1e-3)
-        on_one_host = len({card.host for card in self._cards}) == 1
+        on_one_host = len(self.hosts) == 1
 
         def run() -> None:
             try:
@@ -149,9 +145,8 @@ class GroupRendezvous:
 
     def _look_for_deaths(self) -> None:
         self._look()
-        for rank, card in enumerate(self._cards):
-            is_here = card.host == self._mine.host
-            if is_here and not ProcessIdentity(card.pid, card.start_ticks).alive():
+        for rank, process in self._processes.items():
+            if not process.alive():
                 raise PeerLost(
                     f"Rank {rank} of {self._size} has died while the group was made.", rank
                 )

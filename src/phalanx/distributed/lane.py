@@ -12,7 +12,6 @@ whether they live, whether a deadline has passed, and Python runs the handlers o
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 import weakref
 from collections import deque
@@ -26,7 +25,7 @@ from phalanx.distributed.peer_errors import cause_state
 from phalanx.distributed.status_pages import LEFT, StatusPages
 from phalanx.distributed.work import GroupOperation
 from phalanx.errors import GroupAborted, StateError
-from phalanx.ipc import Waiting
+from phalanx.ipc import Waiting, register_at_fork
 
 __all__ = ["Lane"]
 
@@ -64,7 +63,8 @@ class Lane:
         self._num_free_threads = 0  # the others are in the callback of a future
         self._changed = threading.Condition(threading.Lock())
         self._closed = False
-        self._made_in = _num_forks
+        self.is_forked = False
+        register_at_fork(self._end_in_fork)
         _lanes.add(self)
 
     @property
@@ -74,7 +74,6 @@ class Lane:
 
     def start(self, operation: GroupOperation, *, wait: bool) -> None:
         """Begin ``operation``, and finish it if ``wait``; it keeps a failure under way."""
-        self._refuse_forks()
         if self._broken is None:
             self._operations.append(operation)
         if self._broken is not None:  # it may have failed meanwhile, in another thread
@@ -90,7 +89,6 @@ class Lane:
 
     def drive(self, operation: GroupOperation, timeout_s: float | None = None) -> None:
         """Run operations until this one has ended; it fails after ``timeout_s`` more seconds."""
-        self._refuse_forks()
         if timeout_s is not None and now_s() + timeout_s < operation.deadline_s:
             operation.timeout_s, operation.deadline_s = timeout_s, now_s() + timeout_s
         self._num_drivers += 1  # the lane's thread rests meanwhile
@@ -249,32 +247,23 @@ class Lane:
         self.fail(GroupAborted(f"Group {self._name()!r} is destroyed."))
         self._settle()
 
-    def is_fork(self) -> bool:
-        """Tell whether this is a copy in a forked child, which must not touch the group."""
-        return self._made_in != _num_forks
-
-    def _refuse_forks(self) -> None:
-        if self.is_fork():
-            raise StateError(
-                f"Group {self._name()!r} must be used by the process that made it, but this is a "
-                "fork of that. Make another group here."
-            )
-
-
-_num_forks = 0  # that lie between the first process and this one; os.getpid() takes 1 to 2 µs
+    def _end_in_fork(self) -> None:
+        """Refuse all calls in a forked child, which must not touch the group."""
+        self.is_forked, self._turn = True, threading.RLock()  # another thread may have held it
+        self._broken = StateError(
+            f"Group {self._name()!r} must be used by the process that made it, but this is a "
+            "fork of that. Make another group here."
+        )
+        for operation in self._operations:
+            operation.end(self._broken)
+        self._operations.clear()
 
 
-def _count_fork() -> None:
-    global _num_forks
-    _num_forks += 1
-
-
-os.register_at_fork(after_in_child=_count_fork)
 _lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
 
 
 @atexit.register
 def _end_threads() -> None:
     for lane in list(_lanes):
-        if not lane.is_fork():
+        if not lane.is_forked:
             lane.end_threads()

@@ -75,6 +75,7 @@ class Network:
         timeout_s: The limit of an operation whose call gives none.
 
     Attributes:
+        rank: Ours.
         fail: Called with the error of a message, to break the group.
     """
 
@@ -90,8 +91,8 @@ class Network:
     ) -> None:
         self._gloo: Gloo | None = gloo
         self.ranks = ranks
-        self._rank = pages.names[pages.rank]
-        self.others = [rank for rank in ranks if rank != self._rank]
+        self.rank = pages.names[pages.rank]
+        self.others = [rank for rank in ranks if rank != self.rank]
         self.pages = pages
         self.error_store = error_store
         self.timeout_s = timeout_s
@@ -116,11 +117,11 @@ class Network:
         )
         for rank, (*words, sent), length in zip(self.ranks, heads.tolist(), taken, strict=True):
             if Fingerprint(*words) != ours:
-                raise Desync(self._rank, ours, rank, Fingerprint(*words))
+                raise Desync(self.rank, ours, rank, Fingerprint(*words))
             if sent != length:
                 raise StateError(
                     "`output_split_sizes` must fit what the others send, but rank "
-                    f"{rank} sends {sent} bytes to rank {self._rank}, which takes {length}."
+                    f"{rank} sends {sent} bytes to rank {self.rank}, which takes {length}."
                 )
 
     def collective(self, begin: Callable[[Gloo], Work], number: int | None = None) -> _Collective:

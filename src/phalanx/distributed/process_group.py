@@ -3,7 +3,8 @@
 torch's own code calls it in two ways: from Python, by every name below, and from C++ (DDP's
 reducer, the functional collectives), by the names that its trampolines look up.
 
-Messages and sparse sums are gloo's.
+Messages and sparse sums are gloo's. torch asks a group for its backend, and asks the backend the
+same things; this group answers as its own.
 """
 
 # torch's stubs know overloads of each call by type; ours tell the forms apart when called. And
@@ -31,14 +32,13 @@ from phalanx.distributed.call_forms import (
     cut_rows,
     only,
 )
-from phalanx.distributed.described import NAME, DescribedGroup
 from phalanx.distributed.fingerprint import pack
 from phalanx.distributed.lane import Lane
 from phalanx.distributed.network import Network
 from phalanx.distributed.ops import ReduceKind, reduction_of
 from phalanx.distributed.several_hosts import SeveralHosts
 from phalanx.distributed.shared_memory import SharedMemory
-from phalanx.distributed.tensors import FlatTensor, as_bytes, flat_of, output_of
+from phalanx.distributed.tensors import NOTHING, FlatTensor, as_bytes, flat_of, output_of
 from phalanx.distributed.uncompiled_methods import uncompiled_methods
 from phalanx.distributed.work import GroupOperation, SharedWork, Steps
 from phalanx.errors import StateError
@@ -46,6 +46,9 @@ from phalanx.torch_internals import is_profiled
 
 __all__ = ["NAME", "SharedGroup"]
 
+NAME = "phalanx"
+
+_CPU = torch.device("cpu")
 _MOST_KEPT, _LARGEST_KEPT_BYTES = 1024, 1024
 _NO_TIME = datetime.timedelta(0)
 _BARRIER = pack("barrier", torch.uint8)
@@ -53,7 +56,7 @@ _BARRIER = pack("barrier", torch.uint8)
 
 # Any, below: options are torch's own classes, which have no common base and no types.
 @uncompiled_methods
-class SharedGroup(DescribedGroup):
+class SharedGroup(dist.ProcessGroup):
     """Ranks that talk through memory; made by ``init_process_group("phalanx")``.
 
     Args:
@@ -64,6 +67,9 @@ class SharedGroup(DescribedGroup):
         timeout_s: How long an operation may take, where the call does not say.
     """
 
+    supports_splitting = False
+    supports_time_estimate = False
+
     def __init__(
         self,
         memory: SharedMemory,
@@ -72,7 +78,10 @@ class SharedGroup(DescribedGroup):
         store: Store,
         timeout_s: float,
     ) -> None:
-        super().__init__(collectives.rank, collectives.size, store, timeout_s)
+        super().__init__(collectives.rank, collectives.size)
+        self._store = store
+        self._timeout_s = timeout_s
+        self._group_name = "default"
         self._memory = memory
         self._collectives = collectives
         self._networks = networks
@@ -178,7 +187,7 @@ class SharedGroup(DescribedGroup):
 
     def _reduce_sparse(self, tensor: Tensor, op: Any) -> Steps:
         what = pack("all_reduce", tensor.dtype, reduction=reduction_of(op, tensor.dtype).number)
-        yield from self._collectives.agree(what, tensor.numel())
+        yield from self._agree(what, tensor.numel())
         options = dist.AllreduceOptions()
         options.reduceOp = op
         yield self._network.collective(lambda gloo: gloo.allreduce([tensor], options))
@@ -265,8 +274,9 @@ class SharedGroup(DescribedGroup):
         root = self._root(opts)
         is_root = self._collectives.rank == root
         flat = (flat_of if is_root else output_of)(only(tensors), "tensor")
-        what = pack("broadcast", flat.data.dtype, root=root)
-        steps = self._collectives.broadcast(as_bytes(flat.data), root, what, len(flat.data))
+        what, data = pack("broadcast", flat.data.dtype, root=root), as_bytes(flat.data)
+        given = data if is_root else NOTHING
+        steps = self._collectives.all_gather(self._nothing(root, data), given, what, len(flat.data))
         filled = [] if is_root else [flat]
         return self._run("broadcast", _filling(filled, steps), [flat.tensor], opts)
 
@@ -305,12 +315,7 @@ class SharedGroup(DescribedGroup):
         return self._all_gather(pairs, output_lists, opts)
 
     def _all_gather(
-        self,
-        pairs: list[tuple[list[Tensor], Tensor]],
-        result: Any,
-        opts: Any,
-        kind: str = "all_gather",
-        root: int | None = None,
+        self, pairs: list[tuple[list[Tensor], Tensor]], result: Any, opts: Any
     ) -> SharedWork:
         jobs = []
         for outputs, given in pairs:
@@ -322,27 +327,29 @@ class SharedGroup(DescribedGroup):
         def steps() -> Steps:
             for flats, flat in jobs:
                 sizes = [len(one.data) for one in flats]
-                what = pack(kind, flat.data.dtype, root=root, sizes=sizes)
+                what = pack("all_gather", flat.data.dtype, sizes=sizes)
                 into, given = [as_bytes(one.data) for one in flats], as_bytes(flat.data)
                 gathered = self._collectives.all_gather(into, given, what, sum(sizes))
                 yield from _filling(flats, gathered)
 
-        return self._run(kind, steps(), result, opts)
+        return self._run("all_gather", steps(), result, opts)
 
     def gather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> SharedWork:
         """Give the root the tensors of all, as a list."""
         opts = opts or dist.GatherOptions()
-        root, given = self._root(opts), only(inputs)
-        if self._collectives.rank != root:
-            parts = [given.new_empty(given.shape) for _ in range(self._collectives.size)]
-            return self._all_gather([(parts, given)], [], opts, "gather", root)
-        parts = list(only(outputs))
-        check_count(self._collectives.size, parts, "gather_list")
-        for part in parts:
-            check_fit(part, given, "gather_list", "`tensor`")
-        return self._all_gather([(parts, given)], parts, opts, "gather", root)
+        root, given = self._root(opts), flat_of(only(inputs), "tensor").data
+        parts = list(only(outputs)) if self._collectives.rank == root else []
+        taken = [output_of(part, "gather_list") for part in parts]
+        if self._collectives.rank == root:
+            check_count(self._collectives.size, parts, "gather_list")
+        for one in taken:
+            check_fit(one.data, given, "gather_list", "`tensor`")
+        into = [one.data for one in taken] or self._nothing()
+        what = pack("gather", given.dtype, root=root)
+        steps = self._swap(into, self._nothing(root, given), what, len(given))
+        return self._run("gather", _filling(taken, steps), parts, opts)
 
     def scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
@@ -350,22 +357,15 @@ class SharedGroup(DescribedGroup):
         """Give each rank its tensor of the root's list."""
         opts = opts or dist.ScatterOptions()
         root, flat = self._root(opts), output_of(only(outputs), "tensor")
-        size, length = self._collectives.size, len(flat.data)
-        whole = flat.data.new_empty(size * length)
+        parts = self._nothing()
         if self._collectives.rank == root:
             parts = [flat_of(part, "scatter_list").data for part in only(inputs)]
-            check_count(size, parts, "scatter_list")
+            check_count(self._collectives.size, parts, "scatter_list")
             for part in parts:
                 check_fit(part, flat.data, "scatter_list", "`tensor`")
-            torch.cat(parts, out=whole)
-        what = pack("scatter", whole.dtype, root=root)
-
-        def steps() -> Steps:
-            yield from self._collectives.broadcast(as_bytes(whole), root, what, length)
-            flat.data.copy_(whole.view(size, length)[self._collectives.rank])
-            flat.write_back()
-
-        return self._run("scatter", steps(), [flat.tensor], opts)
+        what = pack("scatter", flat.data.dtype, root=root)
+        steps = self._swap(self._nothing(root, flat.data), parts, what, len(flat.data))
+        return self._run("scatter", _filling([flat], steps), [flat.tensor], opts)
 
     def alltoall(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
@@ -375,7 +375,8 @@ class SharedGroup(DescribedGroup):
         check_count(self._collectives.size, inputs, "input_tensor_list")
         taken = [output_of(output, "output_tensor_list") for output in outputs]
         given = [flat_of(part, "input_tensor_list").data for part in inputs]
-        steps = self._swap([one.data for one in taken], given)
+        what = pack("all_to_all", given[0].dtype)
+        steps = self._swap([one.data for one in taken], given, what)
         return self._run("all_to_all", _filling(taken, steps), list(outputs), opts)
 
     def all_to_all_single(
@@ -391,21 +392,32 @@ class SharedGroup(DescribedGroup):
         taken, given = output_of(output, "output"), flat_of(input, "input")
         into = cut_rows(size, output, taken.data, output_split_sizes, "output_split_sizes")
         parts = cut_rows(size, input, given.data, input_split_sizes, "input_split_sizes")
-        steps = self._swap(into, parts)
+        steps = self._swap(into, parts, pack("all_to_all", taken.data.dtype))
         return self._run("all_to_all", _filling([taken], steps), [output], opts)
 
     alltoall_base = all_to_all_single
 
-    def _swap(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Steps:
-        what = pack("all_to_all", outputs[0].dtype)
+    def _nothing(self, but: int = 0, one: Tensor = NOTHING) -> list[Tensor]:
+        """Return an empty tensor for each rank, but ``one`` for rank ``but``."""
+        parts = [NOTHING] * self._collectives.size
+        parts[but] = one
+        return parts
+
+    def _swap(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], what: int, count: int = 0
+    ) -> Steps:
         taken, given = [as_bytes(one) for one in outputs], [as_bytes(one) for one in inputs]
-        return self._collectives.swap(taken, given, what, 0)
+        return self._collectives.swap(taken, given, what, count)
 
     # --- barriers ---------------------------------------------------------------------------------
 
     def barrier(self, opts: Any = None) -> SharedWork:
         """Wait until all ranks have come."""
-        return self._run("barrier", self._collectives.agree(_BARRIER, 0), [], opts)
+        return self._run("barrier", self._agree(_BARRIER, 0), [], opts)
+
+    def _agree(self, what: int, count: int) -> Steps:
+        """Wait until all ranks have come to the same operation."""
+        return self._collectives.all_gather(self._nothing(), NOTHING, what, count)
 
     # --- messages ---------------------------------------------------------------------------------
 
@@ -428,11 +440,54 @@ class SharedGroup(DescribedGroup):
         self._refuse_if_closed(kind)
         return self._network.message(kind, flat, peer, tag)
 
+    # --- what torch asks --------------------------------------------------------------------------
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [_CPU]
+
+    def _get_backend(self, device: torch.device) -> dist.ProcessGroup:
+        """Return this group for a device that it serves, as torch asks for a group's backend."""
+        known = {each.type for each in self._device_types}
+        if torch.device(device).type not in known:
+            raise RuntimeError(
+                f"Group {self._group_name!r} has no backend for {torch.device(device).type}; it "
+                f"serves {', '.join(sorted(known))}."
+            )
+        return self
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Tell that this group hands out no memory."""
+        del device
+        return False
+
+    def getBackendName(self) -> str:
+        """Return ``phalanx``."""
+        return NAME
+
+    def getGroupName(self) -> str:
+        """Return the group's name."""
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:
+        """Take a name."""
+        self._group_name = name
+
+    def setTimeout(self, timeout: datetime.timedelta) -> None:
+        """Let operations take so long from now on."""
+        self._timeout_s = timeout.total_seconds()
+
+    set_timeout = setTimeout
+    _set_default_timeout = setTimeout
+
     # --- leaving ----------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         """Leave the group. Operations under way fail; messages that were not taken are lost."""
-        if not self._closed and not self._lane.is_fork():
+        if not self._closed and not self._lane.is_forked:
             self._closed = True
             if self._collectives.num_hosts > 1 and self._lane.is_idle:
                 self._network.error_store.say_left()

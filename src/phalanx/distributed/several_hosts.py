@@ -24,11 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
-from phalanx.distributed.hosts import Hosts
 from phalanx.distributed.network import Gloo, Network
 from phalanx.distributed.shared_memory import SharedMemory
 from phalanx.distributed.status_pages import Fingerprint
-from phalanx.distributed.tensors import as_bytes
+from phalanx.distributed.tensors import NOTHING, as_bytes
 from phalanx.distributed.work import Steps
 from phalanx.plan import equal_sizes
 
@@ -41,7 +40,7 @@ class SeveralHosts:
     """The collectives over ``memory`` on each host, and the networks between.
 
     ``network`` reaches all ranks, ``leaders`` the first ranks of the hosts, in these alone;
-    ``rank`` is a rank of the group.
+    ``hosts`` are the ranks of each host.
     """
 
     takes_halves = False
@@ -51,27 +50,20 @@ class SeveralHosts:
         memory: SharedMemory,
         network: Network,
         leaders: Network | None,
-        hosts: Hosts,
-        rank: int,
+        hosts: Sequence[Sequence[int]],
     ) -> None:
-        self.rank, self.size = rank, hosts.size
-        self.num_hosts = len(hosts.ranks)
+        self.rank, self.size = network.rank, len(network.ranks)
+        self.num_hosts = len(hosts)
         self._memory = memory
         self._network = network
         self._leaders = leaders
         self._hosts = hosts
-        self._host = hosts.host_of(rank)
+        self._host = next(host for host, ranks in enumerate(hosts) if network.rank in ranks)
         if leaders is None:  # the first rank is to report its error before
             memory.grace_s = _REPORT_S
         self._number = 0
 
     # --- for all alike ----------------------------------------------------------------------------
-
-    def agree(self, what: int, count: int) -> Steps:
-        """Wait until all ranks have come to the same operation."""
-        yield from self._memory.agree(what, count)
-        yield from self._between(what, count)
-        yield from self._memory.agree(what, count)
 
     def all_reduce(self, flat: Tensor, what: int, count: int) -> Steps:
         """Add up ``flat`` over the ranks, in place; all get bitwise identical sums."""
@@ -83,7 +75,7 @@ class SeveralHosts:
         if self._leaders is not None:
             total = reduce(torch.add, parts.split(mine))
             yield self._leaders.collective(_swap(flat, sizes, total.repeat(self.num_hosts), mine))
-        yield from self._memory.broadcast(as_bytes(flat), 0, what, count)
+        yield from self._spread(as_bytes(flat), what, count)
 
     def reduce_scatter(
         self, output: Tensor, inputs: Sequence[Tensor], what: int, count: int
@@ -93,34 +85,26 @@ class SeveralHosts:
         yield from self.all_reduce(whole, what, count)
         output.copy_(whole.split([len(part) for part in inputs])[self.rank])
 
-    def broadcast(self, data: Tensor, root: int, what: int, count: int) -> Steps:
-        """Give every rank the bytes of ``root``."""
-        home = self._hosts.host_of(root)
-        if self._host == home:
-            here = self._hosts.ranks[home].index(root)
-            yield from self._memory.broadcast(data, here, what, count)
-        yield from self._between(what, count, _broadcast(data, home))
-        if self._host != home:
-            yield from self._memory.broadcast(data, 0, what, count)
-
     def all_gather(self, outputs: Sequence[Tensor], given: Tensor, what: int, count: int) -> Steps:
         """Give every rank the bytes of all, which may differ in length."""
-        by_host = [
-            torch.empty(sum(len(outputs[rank]) for rank in ranks), dtype=torch.uint8)
-            for ranks in self._hosts.ranks
-        ]
-        slots = [
-            whole.split([len(outputs[rank]) for rank in ranks])
-            for whole, ranks in zip(by_host, self._hosts.ranks, strict=True)
-        ]
-        yield from self._memory.all_gather(slots[self._host], given, what, count)
-        calls = [_broadcast(whole, host) for host, whole in enumerate(by_host)]
+        lengths = [sum(len(outputs[rank]) for rank in ranks) for ranks in self._hosts]
+        whole = torch.empty(sum(lengths), dtype=torch.uint8)
+        in_order = [outputs[rank] for ranks in self._hosts for rank in ranks]
+        slots = whole.split([len(output) for output in in_order])
+        first = sum(map(len, self._hosts[: self._host]))
+        mine = slots[first : first + len(self._hosts[self._host])]
+        yield from self._memory.all_gather(mine, given, what, count)
+        calls = [_broadcast(one, host) for host, one in enumerate(whole.split(lengths)) if len(one)]
         yield from self._between(what, count, *calls)
-        for whole in by_host:
-            yield from self._memory.broadcast(whole, 0, what, count)
-        for ranks, parts in zip(self._hosts.ranks, slots, strict=True):
-            for rank, part in zip(ranks, parts, strict=True):
-                outputs[rank].copy_(part)
+        yield from self._spread(whole, what, count)
+        for output, slot in zip(in_order, slots, strict=True):
+            output.copy_(slot)
+
+    def _spread(self, data: Tensor, what: int, count: int) -> Steps:
+        """Give the other ranks of this host the bytes of its first one."""
+        taken = [data, *[NOTHING] * (self._memory.size - 1)]
+        given = data if self._memory.rank == 0 else NOTHING
+        return self._memory.all_gather(taken, given, what, count)
 
     def _between(self, what: int, count: int, *calls: Callable[[Gloo], Work]) -> Steps:
         """Compare the operation with the others' as the first rank of a host, then do it."""

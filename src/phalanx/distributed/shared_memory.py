@@ -19,6 +19,7 @@ from torch import Tensor
 from phalanx.distributed.fingerprint import Desync
 from phalanx.distributed.peer_errors import peer_error, timeout_error
 from phalanx.distributed.status_pages import Fingerprint, StatusPages
+from phalanx.distributed.tensors import NOTHING
 from phalanx.distributed.work import Steps
 from phalanx.errors import PeerError, StateError
 from phalanx.ipc import Region, fail_point, fail_points
@@ -52,7 +53,6 @@ _ALL_SLOTS_BYTES = 8 << 20
 _SHORT_BYTES = 16 << 10
 _PIECE_BYTES = 256 << 10  # pieces that stay in the caches of the cores
 _SPIN_S, _CROWDED_SPIN_S = 150e-6, 50e-6  # some times as long as a rank takes for a piece
-_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def slot_bytes(size: int) -> int:
@@ -102,10 +102,6 @@ class SharedMemory:
 
     # --- operations, which all ranks begin in one order -------------------------------------------
 
-    def agree(self, what: int, count: int) -> Steps:
-        """Wait until all ranks have come to the same operation."""
-        return self.broadcast(_NOTHING, 0, what, count)
-
     def all_reduce(self, flat: Tensor, what: int, count: int) -> Steps:
         """Add up ``flat`` over the ranks, in their order, in place."""
         num_bytes = flat.numel() * flat.itemsize
@@ -121,7 +117,7 @@ class SharedMemory:
         self, output: Tensor, inputs: Sequence[Tensor], what: int, count: int
     ) -> Steps:
         """Add up what the ranks hold for this one, in their order, into ``output``."""
-        outputs = [_NOTHING] * self.size
+        outputs = [NOTHING] * self.size
         outputs[self.rank] = output
         longest = max(part.numel() * part.itemsize for part in inputs)
         self._set_parts(inputs, outputs)
@@ -129,16 +125,12 @@ class SharedMemory:
         self._begin(_REDUCE_SCATTER, what, count, *of_tensors, self._part_bytes)
         yield self
 
-    def broadcast(self, data: Tensor, root: int, what: int, count: int) -> Steps:
-        """Give every rank the bytes of ``root``."""
-        taken = [_NOTHING] * self.size
-        if root != self.rank:
-            taken[root] = data
-        return self._share(data if root == self.rank else _NOTHING, taken, len(data), what, count)
-
     def all_gather(self, outputs: Sequence[Tensor], given: Tensor, what: int, count: int) -> Steps:
         """Give every rank the bytes of all, which may differ in length."""
-        return self._share(given, outputs, max(map(len, outputs)), what, count)
+        self._set_parts([given], outputs)
+        longest = max(map(len, outputs))
+        self._begin(_SHARE, what, count, 0, 1, longest, self._slot_bytes)
+        yield self
 
     def swap(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], what: int, count: int
@@ -147,13 +139,6 @@ class SharedMemory:
         self._set_parts(inputs, outputs)
         longest = max(len(part) for part in (*inputs, *outputs))
         self._begin(_SWAP, what, count, 0, 1, longest, self._part_bytes)
-        yield self
-
-    def _share(
-        self, given: Tensor, taken: Sequence[Tensor], longest: int, what: int, count: int
-    ) -> Steps:
-        self._set_parts([given], taken)
-        self._begin(_SHARE, what, count, 0, 1, longest, self._slot_bytes)
         yield self
 
     @property

@@ -10,7 +10,10 @@ from torch import Tensor
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.memory import has_memory, is_expanded
 
-__all__ = ["FlatTensor", "as_bytes", "flat_of", "output_of"]
+__all__ = ["NOTHING", "FlatTensor", "as_bytes", "flat_of", "output_of"]
+
+NOTHING = torch.empty(0, dtype=torch.uint8)
+"""What a rank gives to ranks that take nothing of it."""
 
 
 class FlatTensor(NamedTuple):

@@ -6,15 +6,10 @@ waits for other processes and keeps state on the group: nothing of it can be par
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from functools import wraps
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
-
-from phalanx.torch_internals import COMPILER
+from phalanx.torch_internals import uncompiled
 
 __all__ = ["public_methods", "uncompiled_methods"]
 
@@ -36,21 +31,5 @@ def public_methods(cls: type) -> dict[str, FunctionType]:
 def uncompiled_methods(cls: AnyClass) -> AnyClass:
     """Have the public methods of ``cls`` run outside of any compiled code."""
     for name, method in public_methods(cls).items():
-        setattr(cls, name, _outside(method))
+        setattr(cls, name, uncompiled(method))
     return cls
-
-
-# Any: each method has arguments of its own.
-def _outside(method: Callable[..., Any]) -> Callable[..., Any]:
-    disabled: Callable[..., Any] | None = None
-
-    @wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal disabled
-        if disabled is None:
-            if COMPILER not in sys.modules:
-                return method(*args, **kwargs)
-            disabled = torch.compiler.disable(method)
-        return disabled(*args, **kwargs)
-
-    return call

@@ -14,7 +14,8 @@ from phalanx.execution import ThreadExecutor
 from phalanx.parallel.container import Call, Container
 from phalanx.parallel.on_device import keeping
 from phalanx.plan import Merging, check_argument, read_whole
-from phalanx.replicas import known_devices, resolve_device, uncompiled
+from phalanx.replicas import known_devices, resolve_device
+from phalanx.torch_internals import uncompiled
 from phalanx.types import Device, Nested
 
 D = TypeVar("D")

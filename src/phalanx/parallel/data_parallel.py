@@ -29,8 +29,8 @@ from phalanx.replicas import (
     check_replicable,
     current_replica,
     resolve_devices,
-    uncompiled,
 )
+from phalanx.torch_internals import uncompiled
 from phalanx.types import Device, Nested
 
 

@@ -10,11 +10,7 @@ from phalanx.replicas.buffers import (
     sum_statistics,
     write_statistics,
 )
-from phalanx.replicas.compiling import (
-    CompileOnce,
-    has_compiled,
-    uncompiled,
-)
+from phalanx.replicas.compiling import CompileOnce, has_compiled
 from phalanx.replicas.devices import (
     known_devices,
     num_devices,

@@ -1,4 +1,4 @@
-"""Modules made by `torch.compile`, compiled once for all replicas; and functions it must not touch.
+"""Modules made by `torch.compile`, compiled once for all replicas.
 
 Torch keeps compiled code with the code of the function that it was made from, for all modules that
 run it. So replicas, whose shells share the compiler, find the code that the first of them has
@@ -8,11 +8,10 @@ compiled, if they do not all compile at the same moment.
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +19,6 @@ from torch import Tensor, nn
 from phalanx.plan import flatten
 from phalanx.torch_internals import COMPILED_FROM, COMPILER
 from phalanx.types import Nested
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 def has_compiled(module: nn.Module) -> bool:
@@ -75,25 +71,3 @@ def _shapes(values: Nested) -> tuple[Any, ...]:  # Any: shapes, and kinds of wha
         (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
         for leaf in leaves
     )
-
-
-def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Keep ``function``, and all that it calls, from being compiled within `torch.compile`.
-
-    Workers run in other threads, where the compiler cannot follow, and what draws their random
-    numbers is called by operators, not by the model. Torch's own decorator would import the
-    compiler, which takes a second or two, in every process that uses us.
-    """
-    left_alone: list[Callable[P, T]] = []
-
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        compiler = sys.modules.get(COMPILER)
-        if compiler is None:
-            return function(*args, **kwargs)
-        if not left_alone:
-            left_alone.append(compiler.disable(function))
-            # Or it would compile this very function, once for each operator that is called by it.
-            compiler.eval_frame.skip_code(run.__code__)
-        return left_alone[0](*args, **kwargs)
-
-    return functools.wraps(function)(run)

@@ -19,8 +19,12 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import UnsupportedError
-from phalanx.replicas.compiling import uncompiled
-from phalanx.torch_internals import MADE_OF_OTHERS, TorchDispatchMode, is_made_of_others
+from phalanx.torch_internals import (
+    MADE_OF_OTHERS,
+    TorchDispatchMode,
+    is_made_of_others,
+    uncompiled,
+)
 
 aten = torch.ops.aten
 _CPU = torch.device("cpu")

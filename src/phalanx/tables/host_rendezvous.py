@@ -67,9 +67,10 @@ def join_hosts(
         Endpoint(
             number, f"Host {number} ({there.name})", there.address, run_on(there.host, name), tls
         )
-        for number, there in enumerate(places[leader] for leader in hosts.leaders)
+        for number, there in enumerate(places[ranks[0]] for ranks in hosts)
     ]
-    context.host, context.num_hosts = hosts.host_of(place.rank), len(endpoints)
+    context.num_hosts = len(endpoints)
+    context.host = next(host for host, ranks in enumerate(hosts) if place.rank in ranks)
     others = [each for each in endpoints if each.host != context.host]
     membership = context.membership
     context.connect = lambda worker: [RemoteHost(each, worker, membership) for each in others]
