@@ -24,7 +24,7 @@ def deaths_unseen(patch: Patch) -> None:
 
 def deaths_not_told(patch: Patch) -> None:
     """Who has found a rank gone does not tell the others."""
-    patch(StatusPages, "stop", lambda self, state, cause: None)
+    patch(StatusPages, "stop", lambda self, error: None)
     patch(ErrorStore, "write", lambda self, error: None)
 
 

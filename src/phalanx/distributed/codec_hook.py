@@ -10,6 +10,7 @@ Shape legend: W ranks.
 # DDP compares a hook's annotations with the objects themselves, so they cannot be strings here:
 # no `from __future__ import annotations`.
 
+import itertools
 from collections.abc import Mapping
 
 import torch
@@ -19,11 +20,13 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.codecs import Codec, Feedback, Payload
+from phalanx.codecs import Codec, Feedback
 from phalanx.errors import CheckpointError, ConfigError, UnsupportedError
 from phalanx.memory import dense_strides
 
 __all__ = ["CodecHook", "codec_hook"]
+
+_WIDE = torch.float32  # at least, for sums
 
 
 def codec_hook(
@@ -73,7 +76,7 @@ class CodecHook:
             module = module.module
         self._feedback = Feedback(codec)
         self._parameters = dict(module.named_parameters())  # keeps them, so that ids stay theirs
-        self._name_by_id = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._group = process_group
         self._under_way: list[Future[Tensor]] = []
 
@@ -84,15 +87,19 @@ class CodecHook:
                 "Gradients must be dense to go through a codec, but are sparse. Make the embedding "
                 "with `sparse=False`."
             )
-        if any(parameter.is_complex() for parameter in bucket.parameters()):
-            raise UnsupportedError("Gradients must be real to go through a codec, but are complex.")
         if bucket.index() == 0:  # DDP hands them over in order; what is pending has failed
             self._feedback.rollback()
             self._under_way = []
         self._under_way.append(self._gather(bucket))
         if not bucket.is_last():
             return self._under_way[-1]
-        merged: Future[Tensor] = torch.futures.collect_all(self._under_way).then(self._finish)
+
+        def commit(arrived: Future[list[Future[Tensor]]]) -> Tensor:
+            buffers: list[Tensor] = [each.value() for each in arrived.value()]
+            self._feedback.commit()
+            return buffers[-1]
+
+        merged: Future[Tensor] = torch.futures.collect_all(self._under_way).then(commit)
         return merged
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -119,37 +126,35 @@ class CodecHook:
         return f"CodecHook({self._feedback.codec!r}, {len(self._parameters)} parameters)"
 
     def _gather(self, bucket: GradBucket) -> Future[Tensor]:
-        """Send each gradient of ``bucket`` encoded, and add what arrives."""
-        ranks = dist.get_world_size(self._group)
+        """Send each gradient of ``bucket`` encoded, and add what arrives in the order of ranks."""
+        codec, ranks = self._feedback.codec, dist.get_world_size(self._group)
         buffer: Tensor = bucket.buffer()
-        parameters = bucket.parameters()
-        gradients = list(map(_in_shape_of, bucket.gradients(), parameters))
+        gradients = list(map(_in_shape_of, bucket.gradients(), bucket.parameters()))
         payloads = [
             self._feedback.encode(self._name(parameter), gradient)
-            for parameter, gradient in zip(parameters, gradients, strict=True)
+            for parameter, gradient in zip(bucket.parameters(), gradients, strict=True)
         ]
-        packet = _pack([tensor for payload in payloads for tensor in payload])
+        sent = [tensor for payload in payloads for tensor in payload]
+        packet = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in sent])
         packets = list(packet.new_empty(ranks, packet.numel()).unbind())
         future = dist.all_gather(packets, packet, group=self._group, async_op=True).get_future()
 
         def add(arrived: Future[object]) -> Tensor:
             arrived.value()  # raises what went wrong
-            sums = _add_packets(self._feedback.codec, packets, payloads, gradients)
-            for gradient, total in zip(gradients, sums, strict=True):
+            of_ranks = [iter(_unpack(packet, sent)) for packet in packets]
+            for gradient, payload in zip(gradients, payloads, strict=True):
+                total = gradient.new_zeros((), dtype=torch.promote_types(gradient.dtype, _WIDE))
+                for tensors in of_ranks:
+                    part = tuple(itertools.islice(tensors, len(payload)))
+                    total = total + codec.decode(part, gradient.shape, gradient.dtype)
                 gradient.copy_(total / ranks)
             return buffer
 
         merged: Future[Tensor] = future.then(add)
         return merged
 
-    def _finish(self, arrived: Future[list[Future[Tensor]]]) -> Tensor:
-        """All buckets have arrived: keep the errors, and return the last bucket."""
-        buffers: list[Tensor] = [each.value() for each in arrived.value()]
-        self._feedback.commit()
-        return buffers[-1]
-
     def _name(self, parameter: Tensor) -> str:
-        name = self._name_by_id.get(id(parameter))
+        name = self._names.get(id(parameter))
         if name is None:
             raise ConfigError(
                 "`module` must be the one that DDP wraps, but has no parameter of shape "
@@ -170,31 +175,8 @@ def _in_shape_of(gradient: Tensor, parameter: Tensor) -> Tensor:
     return gradient.as_strided(gradient.shape, stride)
 
 
-def _add_packets(
-    codec: Codec, packets: list[Tensor], payloads: list[Payload], gradients: list[Tensor]
-) -> list[Tensor]:
-    """Decode every rank's packet, and add them gradient by gradient in the order of ranks."""
-    like = [tensor for payload in payloads for tensor in payload]
-    sums: list[Tensor] = []
-    for packet in packets:
-        tensors = iter(_unpack(packet, like))
-        for index, gradient in enumerate(gradients):
-            payload = tuple(next(tensors) for _ in payloads[index])
-            value = codec.decode(payload, gradient.shape, gradient.dtype)
-            if packet is packets[0]:
-                sums.append(value.to(torch.promote_types(value.dtype, torch.float32)))
-            else:
-                sums[index] = sums[index] + value
-    return sums
-
-
-def _pack(tensors: list[Tensor]) -> Tensor:
-    """Copy the bytes of ``tensors`` into one vector, so that they travel in one message."""
-    return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
-
-
 def _unpack(packet: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """Undo :func:`_pack`, for tensors with the shapes and dtypes of ``like``."""
+    """Return the tensors whose bytes are in ``packet``, with the shapes and dtypes of ``like``."""
     pieces = packet.split([each.numel() * each.itemsize for each in like])
     return [
         piece.clone().view(each.dtype).view(each.shape)  # a clone is aligned for any dtype

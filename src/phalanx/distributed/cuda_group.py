@@ -128,7 +128,8 @@ def _by_device(name: str) -> Callable[..., Any]:
     return call
 
 
-_WITHOUT_TENSORS = ("abort", "barrier", "shutdown")
+_WITHOUT_TENSORS = {"abort", "barrier", "shutdown", "supports_tensor_alloc"}
+_WITHOUT_TENSORS |= {"getBackendName", "getGroupName", "setGroupName", "setTimeout", "set_timeout"}
 CALLS = [name for name in public_methods(SharedGroup) if name not in _WITHOUT_TENSORS]
 
 for _name in CALLS:

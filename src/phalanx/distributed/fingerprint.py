@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 from zlib import crc32
 
 import torch
 
-from phalanx.distributed.status_pages import Fingerprint
 from phalanx.errors import StateError
 
-__all__ = ["Desync", "describe", "pack", "unpack"]
+__all__ = ["Desync", "Fingerprint", "describe", "pack", "unpack"]
 
 _KINDS = (
     "nothing",
@@ -34,6 +34,14 @@ _DTYPES = tuple(
 _NUMBER_BY_KIND = {kind: number for number, kind in enumerate(_KINDS)}
 _NUMBER_BY_DTYPE = {dtype: number for number, dtype in enumerate(_DTYPES)}
 _NO_ROOT = 0xFFFFFF
+
+
+class Fingerprint(NamedTuple):
+    """An operation, in numbers that must be equal on all ranks."""
+
+    number: int  # in the group, from 1
+    what: int  # kind, dtype, reduction and root; see :func:`pack`
+    num_elements: int
 
 
 def pack(

@@ -23,19 +23,16 @@ from math import inf
 
 from torch.distributed import PrefixStore, Store
 
-from phalanx.clock import now_s, pause
+from phalanx.clock import now_s
 from phalanx.distributed.error_store import ErrorStore
 from phalanx.distributed.hosts import hosts_of, this_host
 from phalanx.distributed.network import Gloo, open_gloo
 from phalanx.distributed.shared_memory import SharedMemory
 from phalanx.distributed.status_pages import StatusPages
 from phalanx.errors import GroupAborted, PeerError, PeerLost
-from phalanx.ipc import ProcessIdentity, Region, late_peers
+from phalanx.ipc import ProcessIdentity, Region, late_peers, wait_until
 
 __all__ = ["GroupRendezvous"]
-
-_FIRST_PAUSE_S = 1e-4
-_LONGEST_PAUSE_S = 10e-3
 
 
 class GroupRendezvous:
@@ -64,7 +61,7 @@ class GroupRendezvous:
         self._size = size
         self._timeout_s = timeout_s
         self._deadline_s = now_s() + timeout_s
-        self._here = this_host()
+        here = this_host()
         self._processes: dict[int, ProcessIdentity] = {}  # by rank, of this host
         try:
             generation = (store.add("phalanx/arrivals", 1) - 1) // size
@@ -72,13 +69,13 @@ class GroupRendezvous:
             raise _store_lost(exc) from exc
         self.store = PrefixStore(f"phalanx/{generation}/", store)
         self._error_store = ErrorStore(self.store, rank, size)
-        card, host_ids = [self._here, *ProcessIdentity.current()], []
+        card, host_ids = [here, *ProcessIdentity.current()], []
         with self._reporting():
             self.store.set(f"card/{rank}", json.dumps(card))
             for other in range(size):
                 host_id, *process = json.loads(self._wait_for("card", other))
                 host_ids.append(host_id)
-                if host_id == self._here:
+                if host_id == here:
                     self._processes[other] = ProcessIdentity(*process)
         self.hosts = hosts_of(host_ids)
 
@@ -121,7 +118,7 @@ class GroupRendezvous:
 
         with self._reporting(), self._error_store.naming(None, self._timeout_s):
             threading.Thread(target=run, name="phalanx gloo", daemon=True).start()
-            self._poll(found.done, ranks)
+            wait_until(found.done, inf, self._look_for_deaths)  # gloo keeps the time
             if found.exception():
                 self._look_for_deaths()  # gloo does not say whom it has lost
             return found.result()
@@ -129,19 +126,10 @@ class GroupRendezvous:
     # --- waiting ----------------------------------------------------------------------------------
 
     def _wait_for(self, what: str, rank: int) -> bytes:
-        key = f"{what}/{rank}"
-        self._poll(lambda: self.store.check([key]), [rank], until_s=self._deadline_s)
+        key, left_s = f"{what}/{rank}", max(self._deadline_s - now_s(), 0.0)
+        if not wait_until(lambda: self.store.check([key]), left_s, self._look_for_deaths):
+            raise late_peers("Rank", [rank], self._size, "make the group", self._timeout_s)
         return bytes(self.store.get(key))
-
-    def _poll(self, came: Callable[[], bool], awaited: Sequence[int], until_s: float = inf) -> None:
-        """Wait until ``came``, unless it is in vain; gloo keeps the time of its own connections."""
-        pause_s = _FIRST_PAUSE_S
-        while not came():
-            self._look_for_deaths()
-            if now_s() >= until_s:
-                raise late_peers("Rank", awaited, self._size, "make the group", self._timeout_s)
-            pause(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _look_for_deaths(self) -> None:
         self._look()

@@ -21,8 +21,7 @@ from contextlib import suppress
 import torch
 
 from phalanx.clock import now_s
-from phalanx.distributed.peer_errors import cause_state
-from phalanx.distributed.status_pages import LEFT, StatusPages
+from phalanx.distributed.status_pages import StatusPages
 from phalanx.distributed.work import GroupOperation
 from phalanx.errors import GroupAborted, StateError
 from phalanx.ipc import Waiting, register_at_fork
@@ -104,7 +103,9 @@ class Lane:
                     finally:
                         self._num_drivers += 1
         except BaseException as exc:  # interrupted: the group breaks
-            self.fail(self._interrupted(operation, exc))
+            me, how = self._pages.name, f"{operation.title} ({type(exc).__name__})"
+            again = "Destroy the group and make a new one."
+            self.fail(GroupAborted(f"Rank {me} gave up {how}. {again}", me))
             raise
         finally:
             self._num_drivers -= 1
@@ -162,21 +163,12 @@ class Lane:
         if error is not None:
             self.fail(error)
 
-    def _interrupted(self, operation: GroupOperation, by: BaseException) -> GroupAborted:
-        me = self._pages.names[self._pages.rank]
-        return GroupAborted(
-            f"Rank {me} gave up {operation.title} ({type(by).__name__}). "
-            "Destroy the group and make a new one.",
-            me,
-        )
-
     def fail(self, error: BaseException) -> None:
         """Fail everything under way, now and from now on; the other ranks learn of it."""
         with self._turn:
             if self._broken is None:
                 self._broken = error
-                me = self._pages.names[self._pages.rank]
-                self._pages.stop(*((LEFT, me) if self._closed else cause_state(error, me)))
+                self._pages.stop(None if self._closed else error)
                 if not self._closed:
                     self._report(error)
             failed = list(self._operations)

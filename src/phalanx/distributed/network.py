@@ -13,7 +13,7 @@ import datetime
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Store, Work
 
 from phalanx.distributed.error_store import TIMED_OUT, ErrorStore
-from phalanx.distributed.fingerprint import Desync
-from phalanx.distributed.peer_errors import peer_error
-from phalanx.distributed.status_pages import LEFT, Fingerprint, StatusPages
+from phalanx.distributed.fingerprint import Desync, Fingerprint
+from phalanx.distributed.status_pages import StatusPages
 from phalanx.distributed.tensors import FlatTensor, as_bytes
 from phalanx.distributed.work import GroupOperation, SharedWork, Steps
 from phalanx.errors import PeerError, PeerTimeout, StateError
@@ -76,7 +75,7 @@ class Network:
 
     Attributes:
         rank: Ours.
-        fail: Called with the error of a message, to break the group.
+        fail: Called with an error, to break the group.
     """
 
     fail: Callable[[BaseException], object]
@@ -91,7 +90,7 @@ class Network:
     ) -> None:
         self._gloo: Gloo | None = gloo
         self.ranks = ranks
-        self.rank = pages.names[pages.rank]
+        self.rank = pages.name
         self.others = [rank for rank in ranks if rank != self.rank]
         self.pages = pages
         self.error_store = error_store
@@ -127,23 +126,35 @@ class Network:
     def collective(self, begin: Callable[[Gloo], Work], number: int | None = None) -> _Collective:
         """Begin a collective of gloo's; ranks may be late for the operation of that number."""
         fail_point("exchange begun")
-        with self.naming(None):
+        with self.naming():
             self._latest = begin(self.gloo)
             return _Collective(self._latest, self, number)
 
-    def naming(
-        self, rank: int | None, timeout_s: float | None = None
-    ) -> AbstractContextManager[None]:
-        """Raise ours for gloo's errors, in what concerns ``rank`` or, for None, all."""
+    @contextmanager
+    def naming(self, peer: int | None = None, timeout_s: float | None = None) -> Iterator[None]:
+        """Raise ours for gloo's errors, in what concerns ``peer`` or, for None, all; end the group.
+
+        What this host's ranks say of each other says more than a connection that has ended.
+        """
         timeout_s = timeout_s or self.timeout_s
-        return self.error_store.naming(rank, timeout_s, find=self._end_waits)
+        try:
+            with self.error_store.naming(peer, timeout_s, find=self._end_waits):
+                yield
+        except PeerError as exc:
+            pages = self.pages
+            here = [rank for rank in pages.others if peer in (None, pages.names[rank])]
+            known = pages.find_error(here)
+            self.fail(known or exc)
+            if known is not None:
+                raise known from exc
+            raise
 
     # --- a user's messages ------------------------------------------------------------------------
 
     def message(self, call: str, flat: FlatTensor, peer: int | None, tag: int) -> SharedWork:
         """Begin to ``send`` to a rank, or to ``recv`` from one; from any where ``peer`` is None."""
         data = as_bytes(flat.data)
-        with self.explaining(peer):
+        with self.naming(peer):
             if peer is None:
                 work = self.gloo.recv_anysource([data], tag)
             else:
@@ -151,7 +162,7 @@ class Network:
 
         def drive(operation: GroupOperation, timeout_s: float | None) -> None:
             timeout_s = timeout_s or operation.timeout_s
-            with self.explaining(peer, timeout_s):
+            with self.naming(peer, timeout_s):
                 work.wait(datetime.timedelta(seconds=timeout_s))
             flat.write_back()
             operation.end()
@@ -162,20 +173,6 @@ class Network:
         for name in ("source_rank", "_source_rank"):
             setattr(message, name, work._source_rank)
         return message
-
-    @contextmanager
-    def explaining(self, peer: int | None, timeout_s: float | None = None) -> Iterator[None]:
-        """Raise ours for gloo's errors in a message to or from ``peer``."""
-        try:
-            with self.naming(peer, timeout_s):
-                yield
-        except PeerError as exc:
-            here = [index for index, name in enumerate(self.pages.names) if peer in (None, name)]
-            known = peer_error(self.pages, [each for each in here if each != self.pages.rank], 0)
-            self.fail(known or exc)
-            if known is not None:
-                raise known from exc
-            raise
 
     # ----------------------------------------------------------------------------------------------
 
@@ -204,7 +201,7 @@ class Network:
                 self.gloo.recv([torch.empty(1)], self.ranks.index(rank), _CUT_TAG)
             except RuntimeError:
                 if not self.error_store.has_left(rank):
-                    with self.naming(None):
+                    with self.naming():
                         raise
 
     def _is_idle(self) -> bool:
@@ -248,7 +245,7 @@ class _Collective:
                 self._work.wait(datetime.timedelta(seconds=patience_s))
         if not self._work.is_completed():
             return False
-        with self._network.naming(None):
+        with self._network.naming():
             self._work.wait()
         return True
 
@@ -264,8 +261,7 @@ class _Collective:
                 return exc
         pages = self._network.pages
         # A rank that has left in good order has ended this operation before.
-        here = [rank for rank in pages.others if pages.state_of(rank)[0] != LEFT]
-        return peer_error(pages, here, 0, title)
+        return pages.find_error([one for one in pages.others if not pages.has_left(one)], 0, title)
 
     def timeout_error(self, title: str, timeout_s: float) -> PeerError:
         """Return the error that names who does not wait here; gloo itself does not say."""

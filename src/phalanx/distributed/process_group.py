@@ -95,7 +95,8 @@ class SharedGroup(dist.ProcessGroup):
             pushes=memory.cores_per_rank < 2,  # one for the caller, one for the lane's thread
             report=self._report,
         )
-        self._network.fail = self._lane.fail
+        for network in networks:
+            network.fail = self._lane.fail
         self._closed = False
 
     def _report(self, error: BaseException) -> None:

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
+from phalanx.distributed.fingerprint import Fingerprint
 from phalanx.distributed.network import Gloo, Network
 from phalanx.distributed.shared_memory import SharedMemory
-from phalanx.distributed.status_pages import Fingerprint
 from phalanx.distributed.tensors import NOTHING, as_bytes
 from phalanx.distributed.work import Steps
 from phalanx.plan import equal_sizes

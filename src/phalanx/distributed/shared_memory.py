@@ -16,9 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from phalanx.distributed.fingerprint import Desync
-from phalanx.distributed.peer_errors import peer_error, timeout_error
-from phalanx.distributed.status_pages import Fingerprint, StatusPages
+from phalanx.distributed.fingerprint import Desync, Fingerprint
+from phalanx.distributed.status_pages import StatusPages
 from phalanx.distributed.tensors import NOTHING
 from phalanx.distributed.work import Steps
 from phalanx.errors import PeerError, StateError
@@ -198,12 +197,12 @@ class SharedMemory:
 
     def find_error(self, title: str) -> PeerError | None:
         """Return why it cannot end well, if a rank that it waits for is gone."""
-        return peer_error(self.pages, self.pages.others, self._words[_WANTED], title)
+        return self.pages.find_error(self.pages.others, self._words[_WANTED], title)
 
     def timeout_error(self, title: str, timeout_s: float) -> PeerError | None:
         """Return the error that names the ranks that it waits for, if there are any."""
         wanted = self._words[_WANTED]
-        return timeout_error(self.pages, self.pages.others, wanted, title, timeout_s)
+        return self.pages.timeout_error(self.pages.others, wanted, title, timeout_s)
 
     def _raise_desync(self) -> None:
         names = self.pages.names

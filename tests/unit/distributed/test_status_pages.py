@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.distributed.fingerprint import pack
-from phalanx.distributed.peer_errors import peer_error, timeout_error
-from phalanx.distributed.status_pages import GAVE_UP, LEFT, LOST, Fingerprint, StatusPages
+from phalanx.distributed.fingerprint import Fingerprint, pack
+from phalanx.distributed.status_pages import StatusPages
 from phalanx.errors import GroupAborted, PeerLost, PeerTimeout
 from phalanx.ipc import Region
 
@@ -30,14 +29,14 @@ def post(pages: StatusPages, progress: int) -> None:
 
 
 def test_who_is_here_is_not_missed(all_pages):
-    assert peer_error(all_pages[0], [1, 2], 4) is None
+    assert all_pages[0].find_error([1, 2], 4) is None
 
 
 def test_second_hand_news_name_the_dead_and_what_it_was_in(all_pages):
     for rank, number in enumerate((8, 8, 7)):
         begin(all_pages[rank], number)
-    all_pages[1].stop(LOST, 2)
-    error = peer_error(all_pages[0], [1], 4, "all_reduce of group 'x'")
+    all_pages[1].stop(PeerLost("", 2))
+    error = all_pages[0].find_error([1], 4, "all_reduce of group 'x'")
     assert isinstance(error, PeerLost)
     assert error.rank == 2
     assert str(error) == (
@@ -49,14 +48,14 @@ def test_second_hand_news_name_the_dead_and_what_it_was_in(all_pages):
 
 def test_who_has_left_is_missed_until_the_progress_that_it_reached(all_pages):
     post(all_pages[1], 4)
-    all_pages[1].stop(LEFT, 1)
-    assert peer_error(all_pages[0], [1], 4) is None
-    assert isinstance(peer_error(all_pages[0], [1], 5), PeerLost)
+    all_pages[1].stop(None)
+    assert all_pages[0].find_error([1], 4) is None
+    assert isinstance(all_pages[0].find_error([1], 5), PeerLost)
 
 
 def test_who_gave_up_is_an_echo_of_its_cause(all_pages):
-    all_pages[1].stop(GAVE_UP, 2)
-    error = peer_error(all_pages[0], [1], 4)
+    all_pages[1].stop(PeerTimeout("", 2))
+    error = all_pages[0].find_error([1], 4)
     assert isinstance(error, GroupAborted)
     assert error.rank == 2
 
@@ -64,7 +63,7 @@ def test_who_gave_up_is_an_echo_of_its_cause(all_pages):
 def test_of_several_who_are_late_the_one_behind_is_named(all_pages):
     for rank, number in enumerate((3, 3, 2)):
         begin(all_pages[rank], number)
-    error = timeout_error(all_pages[0], [1, 2], 4, "reduce of group 'x'", 0.5)
+    error = all_pages[0].timeout_error([1, 2], 4, "reduce of group 'x'", 0.5)
     assert isinstance(error, PeerTimeout)
     assert error.rank == 2  # rank 1 is in the third call already, and may wait for rank 2
     assert str(error).startswith("Ranks 1–2 of 3 did not come to reduce of group 'x' within 0.5 s")
@@ -72,4 +71,4 @@ def test_of_several_who_are_late_the_one_behind_is_named(all_pages):
 
 def test_who_came_after_all_is_not_late(all_pages):
     post(all_pages[1], 4)
-    assert timeout_error(all_pages[0], [1], 4, "reduce", 0.5) is None
+    assert all_pages[0].timeout_error([1], 4, "reduce", 0.5) is None
