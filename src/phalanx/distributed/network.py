@@ -48,17 +48,14 @@ def open_gloo(store: Store, rank: int, size: int, timeout_s: float, *, on_one_ho
 
     They find each other's addresses in ``store``. No other host reaches ranks on one host.
     """
-    options: Any = gloo_options(ProcessGroupGloo)
-    options._timeout = datetime.timedelta(seconds=timeout_s)
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
-    options._devices = [
-        ProcessGroupGloo.create_device(interface=name) for name in interfaces if name
-    ]
-    if not options._devices and on_one_host:
+    timeout: Any = datetime.timedelta(seconds=timeout_s)
+    if on_one_host and "GLOO_SOCKET_IFNAME" not in os.environ:
+        options: Any = gloo_options(ProcessGroupGloo)
+        options._timeout = timeout
         options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    elif not options._devices:  # the interface that has the host's name
-        options._devices = [ProcessGroupGloo.create_default_device()]
-    gloo = ProcessGroupGloo(store, rank, size, options)
+        gloo = ProcessGroupGloo(store, rank, size, options)
+    else:  # by that variable, or the interface that has the host's name
+        gloo = ProcessGroupGloo(store, rank, size, timeout)
     gloo._set_default_timeout(_NO_LIMIT)  # the lane keeps the time
     return gloo
 

@@ -56,10 +56,12 @@ class ReduceKind:
             return flat
         return flat.float()
 
-    def average(self, total: Tensor, num_ranks: int) -> None:
-        """Divide ``total`` where the reduction is an average; integers towards zero."""
+    def finish(self, total: Tensor, flat: Tensor, num_ranks: int) -> None:
+        """Bring ``total`` to ``flat``, divided for an average; integers towards zero."""
         if self.kind == ReduceOp.AVG:
             total.div_(num_ranks, rounding_mode=None if total.is_floating_point() else "trunc")
+        if total is not flat:
+            flat.copy_(total)
 
 
 def reduction_of(op: object, dtype: torch.dtype) -> ReduceKind:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import datetime
 from collections import deque
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -155,36 +156,25 @@ class SharedGroup(dist.ProcessGroup):
         op = opts.reduceOp
         if any(tensor.is_sparse for tensor in tensors):
             return self._run("all_reduce", self._reduce_sparse(only(tensors), op), tensors, opts)
-        flats = [output_of(tensor, "tensor") for tensor in tensors]
-        reductions = [reduction_of(op, flat.data.dtype) for flat in flats]
+        steps = []
+        for tensor in tensors:
+            flat = output_of(tensor, "tensor")
+            reduction = reduction_of(op, flat.data.dtype)
+            what = pack("all_reduce", flat.data.dtype, reduction=reduction.number)
+            steps.append(_filling([flat], self._reduce(flat.data, reduction, what)))
+        return self._run("all_reduce", chain(*steps), tensors, opts)
 
-        def steps() -> Steps:
-            for flat, reduction in zip(flats, reductions, strict=True):
-                yield from self._reduce("all_reduce", flat.data, reduction)
-                flat.write_back()
-
-        return self._run("all_reduce", steps(), tensors, opts)
-
-    def _reduce(
-        self, kind: str, flat: Tensor, reduction: ReduceKind, root: int | None = None
-    ) -> Steps:
-        """Reduce ``flat`` over all ranks, in place."""
-        what = pack(kind, flat.dtype, reduction=reduction.number, root=root)
+    def _reduce(self, flat: Tensor, reduction: ReduceKind, what: int) -> Steps:
+        """Reduce ``flat`` over all ranks, in place; by torch, on every rank, what C does not."""
         wide = reduction.widen(flat, takes_halves=self._collectives.takes_halves)
         if reduction.is_summed:
             yield from self._collectives.all_reduce(wide, what, len(flat))
         else:
-            yield from self._combine(wide, reduction, what)
-        reduction.average(wide, self._collectives.size)
-        if wide is not flat:
-            flat.copy_(wide)
-
-    def _combine(self, flat: Tensor, reduction: ReduceKind, what: int) -> Steps:
-        """Reduce ``flat`` by torch, on every rank."""
-        parts = [torch.empty_like(flat) for _ in range(self._collectives.size)]
-        into = [as_bytes(part) for part in parts]
-        yield from self._collectives.all_gather(into, as_bytes(flat), what, len(flat))
-        flat.copy_(reduction.combine(parts))
+            parts = [torch.empty_like(wide) for _ in range(self._collectives.size)]
+            into = [as_bytes(part) for part in parts]
+            yield from self._collectives.all_gather(into, as_bytes(wide), what, len(flat))
+            wide.copy_(reduction.combine(parts))
+        reduction.finish(wide, flat, self._collectives.size)
 
     def _reduce_sparse(self, tensor: Tensor, op: Any) -> Steps:
         what = pack("all_reduce", tensor.dtype, reduction=reduction_of(op, tensor.dtype).number)
@@ -199,15 +189,12 @@ class SharedGroup(dist.ProcessGroup):
         root = self._root(opts)
         is_root = self._collectives.rank == root
         flat = (output_of if is_root else flat_of)(only(tensors), "tensor")
-        reduction = reduction_of(opts.reduceOp, flat.data.dtype)
-
-        def steps() -> Steps:
-            data = flat.data if is_root else flat.data.clone()
-            yield from self._reduce("reduce", data, reduction, root)
-            if is_root:
-                flat.write_back()
-
-        return self._run("reduce", steps(), [flat.tensor], opts)
+        data = flat.data if is_root else flat.data.clone()
+        reduction = reduction_of(opts.reduceOp, data.dtype)
+        what = pack("reduce", data.dtype, reduction=reduction.number, root=root)
+        filled = [flat] if is_root else []
+        steps = _filling(filled, self._reduce(data, reduction, what))
+        return self._run("reduce", steps, [flat.tensor], opts)
 
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
@@ -234,38 +221,29 @@ class SharedGroup(dist.ProcessGroup):
 
     def _reduce_scatter(self, pairs: list[tuple[Tensor, list[Tensor]]], opts: Any) -> SharedWork:
         opts = opts or dist.ReduceScatterOptions()
-        jobs = [
-            (output_of(output, "output"), [flat_of(part, "input").data for part in parts])
-            for output, parts in pairs
-        ]
-        reductions = [reduction_of(opts.reduceOp, output.data.dtype) for output, _ in jobs]
-        for output, parts in jobs:
-            check_fit(output.data, parts[self._collectives.rank], "output", "this rank's input")
-
-        def steps() -> Steps:
-            for (output, parts), reduction in zip(jobs, reductions, strict=True):
-                yield from self._scatter_reduced(output.data, parts, reduction)
-                output.write_back()
-
-        return self._run("reduce_scatter", steps(), [output.tensor for output, _ in jobs], opts)
+        steps = []
+        for output, inputs in pairs:
+            flat = output_of(output, "output")
+            parts = [flat_of(part, "input").data for part in inputs]
+            check_fit(flat.data, parts[self._collectives.rank], "output", "this rank's input")
+            reduction = reduction_of(opts.reduceOp, flat.data.dtype)
+            steps.append(_filling([flat], self._scatter_reduced(flat.data, parts, reduction)))
+        return self._run("reduce_scatter", chain(*steps), [output for output, _ in pairs], opts)
 
     def _scatter_reduced(
         self, output: Tensor, parts: Sequence[Tensor], reduction: ReduceKind
     ) -> Steps:
         sizes = [len(part) for part in parts]
         what = pack("reduce_scatter", output.dtype, reduction=reduction.number, sizes=sizes)
-        takes_halves = reduction.is_summed and self._collectives.takes_halves
-        given = [reduction.widen(part, takes_halves=takes_halves) for part in parts]
-        wide = reduction.widen(output, takes_halves=takes_halves)
-        if reduction.is_summed:
+        if isinstance(self._collectives, SharedMemory) and reduction.is_summed:
+            given = [reduction.widen(part, takes_halves=True) for part in parts]
+            wide = reduction.widen(output, takes_halves=True)
             yield from self._collectives.reduce_scatter(wide, given, what, sum(sizes))
+            reduction.finish(wide, output, self._collectives.size)
         else:
-            whole = torch.cat(given)
-            yield from self._combine(whole, reduction, what)
-            wide.copy_(whole.split(sizes)[self._collectives.rank])
-        reduction.average(wide, self._collectives.size)
-        if wide is not output:
-            output.copy_(wide)
+            whole = torch.cat(list(parts))
+            yield from self._reduce(whole, reduction, what)
+            output.copy_(whole.split(sizes)[self._collectives.rank])
 
     # --- moving -----------------------------------------------------------------------------------
 
@@ -318,22 +296,17 @@ class SharedGroup(dist.ProcessGroup):
     def _all_gather(
         self, pairs: list[tuple[list[Tensor], Tensor]], result: Any, opts: Any
     ) -> SharedWork:
-        jobs = []
+        steps = []
         for outputs, given in pairs:
             flats = [output_of(output, "output") for output in outputs]
             flat = flat_of(given, "input")
             check_fit(flats[self._collectives.rank].data, flat.data, "output", "this rank's input")
-            jobs.append((flats, flat))
-
-        def steps() -> Steps:
-            for flats, flat in jobs:
-                sizes = [len(one.data) for one in flats]
-                what = pack("all_gather", flat.data.dtype, sizes=sizes)
-                into, given = [as_bytes(one.data) for one in flats], as_bytes(flat.data)
-                gathered = self._collectives.all_gather(into, given, what, sum(sizes))
-                yield from _filling(flats, gathered)
-
-        return self._run("all_gather", steps(), result, opts)
+            sizes = [len(one.data) for one in flats]
+            what = pack("all_gather", flat.data.dtype, sizes=sizes)
+            into = [as_bytes(one.data) for one in flats]
+            gathered = self._collectives.all_gather(into, as_bytes(flat.data), what, sum(sizes))
+            steps.append(_filling(flats, gathered))
+        return self._run("all_gather", chain(*steps), result, opts)
 
     def gather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None

@@ -77,14 +77,6 @@ class SeveralHosts:
             yield self._leaders.collective(_swap(flat, sizes, total.repeat(self.num_hosts), mine))
         yield from self._spread(as_bytes(flat), what, count)
 
-    def reduce_scatter(
-        self, output: Tensor, inputs: Sequence[Tensor], what: int, count: int
-    ) -> Steps:
-        """Add up over the ranks what each holds for this one, into ``output``."""
-        whole = torch.cat(list(inputs))
-        yield from self.all_reduce(whole, what, count)
-        output.copy_(whole.split([len(part) for part in inputs])[self.rank])
-
     def all_gather(self, outputs: Sequence[Tensor], given: Tensor, what: int, count: int) -> Steps:
         """Give every rank the bytes of all, which may differ in length."""
         lengths = [sum(len(outputs[rank]) for rank in ranks) for ranks in self._hosts]
