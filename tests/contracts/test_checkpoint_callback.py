@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,24 @@ def test_a_checkpoint_that_a_kill_left_beside_its_place_is_the_last(tmp_path: Pa
     with make(checkpoint) as trainer:
         trainer.resume(place)
         assert trainer.steps == 2
+
+
+def test_the_next_save_removes_what_a_kill_has_left(tmp_path: Path) -> None:
+    with make(Checkpoint(tmp_path, every_steps=2)) as trainer:
+        trainer.fit(data(), steps=2)
+        shutil.copytree(tmp_path / "step-00000002", tmp_path / "before")
+        trainer.fit(data(), steps=2)
+    # Killed after one checkpoint was written, before the one before it was removed: and, another
+    # time, while the next one was written.
+    (tmp_path / "before").rename(tmp_path / "step-00000002")
+    shutil.copytree(tmp_path / "step-00000002", tmp_path / "step-00000002.previous")
+    (tmp_path / "step-00000006.writing").mkdir()
+    (tmp_path / "step-00000006.writing" / ".tmpAbc123").write_text("torn")
+    checkpoint = Checkpoint(tmp_path, every_steps=2)
+    with make(checkpoint) as trainer:
+        trainer.resume(tmp_path / "step-00000004")
+        trainer.fit(data(), steps=4)
+    assert [each.name for each in tmp_path.iterdir()] == ["step-00000008"]
 
 
 def test_what_is_not_ours_is_not_removed(tmp_path: Path) -> None:

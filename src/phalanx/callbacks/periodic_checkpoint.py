@@ -17,14 +17,16 @@ from phalanx.plan import check_argument, read_count
 from phalanx.warning import warn_user
 
 _NAME = re.compile(r"step-\d{8,18}")
-_FILES = {"checkpoint.json", "model.safetensors", "state.pt"}
+# What `Trainer.save` writes; the last is a draft by safetensors.
+_FILE = re.compile(r"checkpoint\.json|model\.safetensors|state\.pt|\.tmp[A-Za-z0-9]{6}")
 
 
 class Checkpoint(Callback):
     """A callback that saves every so many epochs or steps, and keeps the last or the best.
 
     Below ``path`` there are folders such as ``step-00001200``, each for `Trainer.resume`, and each
-    whole: a crash while one is written leaves the others. Without ``monitor``, a `fit` that ends by
+    whole: a crash while one is written leaves the others, and the next save removes what the crash
+    left. Without ``monitor``, a `fit` that ends by
     `Trainer.stop` or Ctrl-C is saved where it ends. A folder that is kept no more is removed after
     another was saved, unless it holds something that `Trainer.save` does not write.
 
@@ -88,6 +90,7 @@ class Checkpoint(Callback):
         self._monitor = None if monitor is None else MonitoredMean(monitor, mode)
         # The best first; the last is the next to be removed. The value is a step without `monitor`.
         self._ranked: list[tuple[float, str]] = []
+        self._dropped: list[str] = []  # and perhaps not removed yet
 
     @property
     def kept(self) -> dict[Path, float]:
@@ -112,7 +115,7 @@ class Checkpoint(Callback):
     def attach(self, trainer: Any) -> None:
         """Start over, with the training of ``trainer``."""
         super().attach(trainer)
-        self._ranked = []
+        self._ranked, self._dropped = [], []
 
     def on_fit_begin(self, event: FitBegun) -> None:
         """Refuse a `fit` whose epochs will have no such metric."""
@@ -139,21 +142,28 @@ class Checkpoint(Callback):
     def _save(self, step: int, value: float) -> None:
         if self.trainer is None:
             return
-        before, name = self._ranked, f"step-{step:08d}"
-        others = [each for each in before if each[1] != name]
+        before, name = (self._ranked, self._dropped), f"step-{step:08d}"
+        others = [each for each in self._ranked if each[1] != name]
         place = sum(not self._is_better(value, other) for other, _ in others)
         if place >= self._keep:
             return
         ranked = [*others[:place], (value, name), *others[place:]]
-        self._ranked = ranked[: self._keep]  # before the save: the checkpoint must hold itself
+        # Before the save: the checkpoint must hold itself, and what a run after a crash removes.
+        self._ranked = ranked[: self._keep]
+        dropped = [*self._dropped, *(other for _, other in ranked[self._keep :])]
+        self._dropped = [other for other in dropped if other != name]
         try:
             self.trainer.save(self.path / name)
         except BaseException:
-            self._ranked = before
+            self._ranked, self._dropped = before
             raise
         if self.is_writer:
-            for _, dropped in ranked[self._keep :]:
-                _remove(self.path / dropped)
+            for other in self._dropped:
+                _remove(self.path / other)
+                _remove(self.path / f"{other}.previous")
+            for draft in self.path.glob("step-*.writing"):
+                _remove(draft)
+        self._dropped = []
 
     def _is_better(self, value: float, than: float) -> bool:
         if self._monitor is None:
@@ -161,8 +171,9 @@ class Checkpoint(Callback):
         return self._monitor.is_better(value, than)
 
     def state_dict(self) -> dict[str, Any]:  # Any: plain values
-        """Return which folders are kept, and their values."""
-        return {"kept": [[float(value), name] for value, name in self._ranked]}
+        """Return which folders are kept, and their values; and which are to be removed."""
+        kept = [[float(value), name] for value, name in self._ranked]
+        return {"kept": kept, "dropped": self._dropped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` returned.
@@ -171,9 +182,10 @@ class Checkpoint(Callback):
             ValueError: It holds names that are none of ours; nothing has changed then.
         """
         kept = [(value, name) for value, name in state["kept"]]
-        if not all(_NAME.fullmatch(name) for _, name in kept):  # they may be removed later
-            raise ValueError(f"`kept` holds {state['kept']!r:.200}")
-        self._ranked = kept
+        dropped = list(state["dropped"])
+        if not all(_NAME.fullmatch(name) for name in [*dropped, *(name for _, name in kept)]):
+            raise ValueError(f"`kept` or `dropped` holds other names: {state!r:.200}")
+        self._ranked, self._dropped = kept, dropped
 
 
 def _is_due(number: int, every: int | None) -> bool:
@@ -185,7 +197,7 @@ def _remove(folder: Path) -> None:
     if not folder.is_dir():
         return
     found = list(folder.iterdir())
-    if folder.is_symlink() or not all(each.name in _FILES and _is_file(each) for each in found):
+    if folder.is_symlink() or not all(_FILE.fullmatch(x.name) and _is_file(x) for x in found):
         warn_user(
             f"{folder} is kept no more, but stays: it is a link, or holds more than a checkpoint.",
         )

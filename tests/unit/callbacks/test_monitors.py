@@ -130,7 +130,7 @@ def test_nothing_of_the_users_is_removed(tmp_path):
 def test_a_folder_that_is_gone_is_not_missed(tmp_path):
     best = Checkpoint(tmp_path, monitor="validation.loss")
     attached(best)
-    best.load_state_dict({"kept": [[3.0, "step-00000010"]]})
+    best.load_state_dict({"kept": [[3.0, "step-00000010"]], "dropped": []})
     best(epoch_done(2, validation={"loss": 2.0}))
     assert names_in(tmp_path) == ["step-00000020"]
 
@@ -174,6 +174,7 @@ def test_an_epoch_that_could_not_be_saved_is_not_among_the_best(tmp_path):
 )
 def test_what_is_no_state_of_the_best_is_refused_and_no_way_out_of_the_folder(kept, tmp_path):
     best = Checkpoint(tmp_path, monitor="validation.loss")
-    with pytest.raises(ValueError, match="`kept` holds"):
-        best.load_state_dict({"kept": kept})
+    for state in ({"kept": kept, "dropped": []}, {"kept": [], "dropped": [kept[-1][1]]}):
+        with pytest.raises(ValueError, match="holds other names"):
+            best.load_state_dict(state)
     assert best.kept == {}
