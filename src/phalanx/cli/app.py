@@ -6,7 +6,9 @@ torch takes seconds to import, so a command imports what needs it when it runs: 
 from __future__ import annotations
 
 import platform
+import re
 import sys
+from inspect import signature
 from typing import Annotated
 
 import typer
@@ -34,12 +36,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (train, resume, evaluate, predict):
-    app.command()(command)
+for command in (train, resume, evaluate, predict, secret, report):
+    app.command(no_args_is_help=True)(command)
 # What follows the script is the script's, options as well.
-app.command(context_settings={"allow_interspersed_args": False})(launch)
-app.command()(secret)
-app.command()(report)
+app.command(no_args_is_help=True, context_settings={"allow_interspersed_args": False})(launch)
 app.command()(doctor)
 
 
@@ -79,4 +79,21 @@ def main(command: typer.Typer = app, prog_name: str = "phalanx") -> None:
 
 def _describe(exc: PhalanxError) -> Text:
     notes = [f"\n  {note}" for note in getattr(exc, "__notes__", ())]
-    return Text.assemble(("Error: ", "bold red"), str(exc), *notes)
+    return Text.assemble(("Error: ", "bold red"), name_options(str(exc)), *notes)
+
+
+def name_options(message: str) -> str:
+    """Write arguments of `Trainer` in a message as the options of ``phalanx train``.
+
+    Example:
+        >>> name_options("`clip_norm` must be above 0. Give microbatches=4, or executor='inline'.")
+        '`--clip-norm` must be above 0. Give --microbatches 4, or --executor inline.'
+    """
+    names = "|".join(signature(train).parameters)
+    message = re.sub(rf"`({names})`", lambda found: f"`{_option(found[1])}`", message)
+    assigned = rf"\b({names})=(['\"]?)([^\s'\",.;)]+)\2"
+    return re.sub(assigned, lambda found: f"{_option(found[1])} {found[3]}", message)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

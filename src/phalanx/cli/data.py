@@ -270,4 +270,6 @@ def _open_own(spec: str, task: str) -> Data:
                 f"`{spec}` must be a Dataset, a loader, or a pair of them, but is or holds a "
                 f"{type(part).__name__}."
             )
-    return Data(train=train, validation=validation, schema=Schema(task=task))
+    names = getattr(getattr(train, "dataset", train), "classes", ())  # as torchvision has them
+    classes = tuple(map(str, names)) if isinstance(names, (list, tuple)) else ()
+    return Data(train=train, validation=validation, schema=Schema(task=task, classes=classes))

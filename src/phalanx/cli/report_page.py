@@ -40,6 +40,7 @@ _STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "grid.alpha": 0.3,
+    "figure.constrained_layout.h_pad": 0.15,  # inches: titles keep away from the labels above
 }
 
 Floats = npt.NDArray[np.float64]

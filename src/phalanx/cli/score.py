@@ -61,7 +61,9 @@ def predict(
 def _rows_of(outputs: Tensor, schema: Schema) -> Iterator[Sequence[object]]:
     flat = outputs.reshape(len(outputs), -1)
     if schema.task == "classify":
-        names = schema.classes or [str(place) for place in range(flat.shape[1])]
+        names: Sequence[str] = schema.classes
+        if len(names) != flat.shape[1]:  # a model of the user's own may have other outputs
+            names = [str(place) for place in range(flat.shape[1])]
         yield ["prediction", *(f"p({name})" for name in names)]
         for row, place in zip(flat.softmax(1).tolist(), flat.argmax(1).tolist(), strict=True):
             yield [names[place], *row]

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from phalanx.cli.console import INTERRUPTED, make_console
+from phalanx.errors import ConfigError
 
 
 def _option(metavar: str, help: str, **settings: Any) -> Any:  # Any: as typer.Option
@@ -33,7 +34,9 @@ Replicas = Annotated[
 DoesTrace = Annotated[
     bool, typer.Option("--trace", help="Also write trace.json, for ui.perfetto.dev.")
 ]
-RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+RunPath = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A run folder, as runs/digits-cnn-001.")
+]
 Trust = Annotated[
     bool,
     typer.Option(
@@ -71,7 +74,7 @@ def train(
     ] = "0.1",
     epochs: Annotated[int, _option("N", "Passes over the data.", min=1)] = 10,
     batch_size: Annotated[int, _option("N", "Rows in a step.", min=1)] = 64,
-    lr: Annotated[float, _option("RATE", "AdamW's learning rate in the first step.")] = 2e-3,
+    lr: Annotated[float, _option("RATE", "AdamW's learning rate in the first step.", min=0)] = 2e-3,
     schedule: Annotated[
         Literal["linear", "cosine", "constant"],
         typer.Option(help="The learning rate falls to 0 in the last epoch, or is constant."),
@@ -154,6 +157,12 @@ def resume(
     given = {"data": data, "epochs": epochs, "replicas": replicas, "executor": executor}
     changed = {name: value for name, value in given.items() if value is not None}
     opened = TrainingRun.open(run, trust=trust, **changed)
+    place = Path(opened.options.data)
+    if data is None and place.is_absolute() and not place.exists():
+        raise ConfigError(
+            f"The run's data must be where it was, but {place} does not exist. Say where it is "
+            "now: --data DATA."
+        )
     rows = open_data(opened.options.data, schema=opened.schema)
     if not opened.train(rows, make_console(), trace=trace):
         raise typer.Exit(INTERRUPTED)

@@ -99,9 +99,9 @@ class TrainingRun:
         torch.manual_seed(options.seed)  # a user's data may draw numbers when it is opened
         data = open_data(options.data, target=options.target, task=options.task)
         model = choose_model(data.schema) if options.model == "auto" else options.model
-        place = str(Path(options.data).absolute()) if Path(options.data).exists() else options.data
-        options = replace(options, model=model, data=place)
         name = name_run(options.data, model)
+        place, validation = map(_absolute, (options.data, options.validation))
+        options = replace(options, model=model, data=place, validation=validation)
         folder = RunFolder.create_next(_RUNS, name) if out is None else RunFolder.create(out)
         try:
             return cls(folder, options, data.schema), data
@@ -240,7 +240,10 @@ class TrainingRun:
     ) -> Trainer:
         options = self.options
         outputs, targets = self._try(data.train)
-        name, loss = find_loss(options.loss, self._task_for(targets))
+        if self.schema.task not in ("classify", "regress"):
+            task = "regress" if targets.is_floating_point() else "classify"
+            self.schema = replace(self.schema, task=task)
+        name, loss = find_loss(options.loss, self.schema.task)
         check_loss(name, outputs, targets, len(self.schema.classes))
         return Trainer(
             self.module,
@@ -253,7 +256,7 @@ class TrainingRun:
             clip_norm=options.clip_norm,
             scheduler=self._schedule(num_batches),
             scheduler_interval="step",
-            metrics=_metrics_for(self._task_for(targets), outputs),
+            metrics=_metrics_for(self.schema.task, outputs),
             callbacks=callbacks,
         )
 
@@ -269,11 +272,6 @@ class TrainingRun:
                 return self.module(inputs[:2]), targets[:2]
             finally:
                 self.module.train()
-
-    def _task_for(self, targets: Tensor) -> str:
-        if self.schema.task in ("classify", "regress"):
-            return self.schema.task
-        return "regress" if targets.is_floating_point() else "classify"
 
     def _schedule(self, num_batches: int | None) -> Callable[[Optimizer], LambdaLR] | None:
         """Return the learning rate's way to the last epoch; constant for data without a length."""
@@ -361,6 +359,11 @@ class TrainingRun:
                 f"Finish it: {self._continuation}"
             )
         self.module.load_state_dict(load_file(path))
+
+
+def _absolute(spec: str) -> str:
+    """Return a path that is found from any folder; other text is returned unchanged."""
+    return str(Path(spec).absolute()) if Path(spec).exists() else spec
 
 
 def _read_replicas(text: str, microbatches: int) -> int | str | list[str] | None:

@@ -36,7 +36,7 @@ def check_options(
     check_microbatches(microbatches)
     if clip_norm is not None and not read_number("clip_norm", clip_norm) > 0:
         raise ConfigError(
-            f"`clip_norm` must be above 0, but is {clip_norm!r}. Give None not to clip."
+            f"`clip_norm` must be above 0, but is {clip_norm!r}. Leave it out not to clip."
         )
     read_whole("seed", seed)
     for place, callback in enumerate(callbacks):

@@ -83,6 +83,17 @@ class Noisy(torch.utils.data.Dataset):
         noise = random.random() + float(numpy.random.rand())
         return noise + torch.randn(1, 8, 8), torch.tensor(place % 3)
 
+class Birds(torch.utils.data.Dataset):
+    classes = ["owl", "tit", "jay"]
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, place):
+        return torch.full((4,), float(place % 3)), place % 3
+
+birds_net = nn.Linear(4, 3)
+
 class Stream:
     def __iter__(self):
         yield from [(torch.ones(6, 1, 8, 8), torch.tensor([0, 1, 2, 0, 1, 2]))] * 3
@@ -255,6 +266,16 @@ def test_a_table_is_trained_evaluated_and_predicted(phalanx):
     assert (code, "`DATA` must have targets" in err) == (2, True)
 
 
+def test_classes_of_a_data_set_of_ones_own_are_predicted_by_their_names(phalanx):
+    words = ("own_code:Birds", "--model", "own_code:birds_net", "--batch-size", 4, "--epochs", 1)
+    assert phalanx("train", *words, "--out", "run")[0] == 0
+    assert phalanx("predict", "run", "own_code:Birds")[0] == 0
+    header, *rows = csv.reader(Path("predictions.csv").read_text().splitlines())
+    assert header == ["prediction", "p(owl)", "p(tit)", "p(jay)"]
+    assert len(rows) == 12
+    assert {row[0] for row in rows} <= {"owl", "tit", "jay"}
+
+
 def test_numbers_are_regressed_with_validation_data_and_early_stopping(phalanx):
     lines = [f"{x / 10},{3 * x / 10 + 0.5}" for x in range(60)]
     Path("line.csv").write_text("x,y\n" + "\n".join(lines) + "\n")
@@ -420,7 +441,10 @@ def test_signals_are_as_they_were_afterwards():
     ("words", "message"),
     [
         (("digits", "--replicas", "none"), "must hold names such as 'cpu'"),
-        (("digits", "--replicas", "5"), "`replicas`"),
+        (("digits", "--replicas", "5"), "`--replicas` must be at most as many as there are"),
+        (("digits", "--replicas", "5"), "Give --microbatches 5 or more, or fewer replicas."),
+        (("digits", "--clip-norm", "0"), "`--clip-norm` must be above 0"),
+        (("digits", "--replicas", "2", "--executor", "inline"), "must be 1 for --executor inline"),
         (("mnist",), "`DATA` must be a file, a folder or module:attribute"),
         (("digits", "--model", "lstm"), "`--model` must be mlp, cnn, gpt or module:attribute"),
         (("digits", "--model", "gpt"), "`--model` must fit rows of shape [1, 8, 8], but is gpt"),
@@ -464,12 +488,27 @@ def test_moved_data_is_named_at_the_resume(phalanx):
     assert phalanx("train", "first.csv", "--epochs", 1, "--out", "run")[0] == 0
     Path("first.csv").rename("moved.csv")
     code, _, err = phalanx("resume", "run", "--epochs", 2)
-    assert (code, "does not exist" in err) == (2, True)
+    assert (code, "does not exist. Say where it is now: --data DATA" in err) == (2, True)
     code, said, _ = phalanx("resume", "run", "--epochs", 2, "--data", "moved.csv")
     assert (code, "The data has changed" in said) == (0, False)
     Path("moved.csv").write_text("x,y\n" + rows + "9,1\n")
     code, said, _ = phalanx("resume", "run", "--epochs", 3)
     assert (code, "The data has changed" in said) == (0, True)
+
+
+def test_validation_data_is_found_from_another_folder(phalanx, monkeypatch, tmp_path):
+    Path("rows.csv").write_text("x,y\n" + "".join(f"{x},{x % 2}\n" for x in range(40)))
+    shutil.copy("rows.csv", "others.csv")
+    words = ("rows.csv", "--validation", "others.csv", "--epochs", 1, "--out", "run")
+    assert phalanx("train", *words)[0] == 0
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert phalanx("resume", tmp_path / "run", "--epochs", 2)[0] == 0
+
+
+def test_a_run_folder_that_is_not_given_is_asked_for(phalanx):
+    code, said, _ = phalanx("resume")
+    assert (code != 0, "A run folder" in said) == (True, True)
 
 
 def test_one_column_of_classes_is_refused(phalanx):
