@@ -216,11 +216,6 @@ def test_a_run_that_is_stopped_and_resumed_on_another_executor_gives_the_same_bi
 # --- who computes what ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workloads", [[3, 1], [0, 1], [1, 100]])
-def test_workloads_do_not_show(workloads: list[float], expected: Run) -> None:
-    assert_same_bits(train("threads", 2, workloads=workloads), expected)
-
-
 class Laggard:
     """A hook that holds one replica back until the others have begun all else in the step.
 

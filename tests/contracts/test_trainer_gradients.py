@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import permutations
 from typing import Any
 
 import pytest
@@ -164,19 +163,6 @@ def test_gradient_and_loss_are_those_of_the_whole_batch(world: World, n: int, na
         assert found[1] == pytest.approx(loss, rel=1e-12)
         assert found[2] == samples
         assert found[3] == pytest.approx(evaluated, rel=1e-10)
-
-
-@pytest.mark.parametrize("workloads", [*sorted({*permutations([3.0, 1.0, 0.0])}), (5, 1, 1)])
-@pytest.mark.parametrize(("number", "microbatches"), [(15, None), (15, 5), (2, None)])
-def test_workloads_do_not_show_in_the_gradient(
-    workloads: tuple[float, ...], number: int, microbatches: int | None
-) -> None:
-    step, net = rows(number, microbatches), mlp(F64)
-    with step.trainer(replicas=3, workloads=workloads) as trainer:
-        event = trainer.step(step.batch)
-        assert sum(event.shares) == event.samples == number
-        plain_steps(net, step.loss, plain_sgd, [step.batch])
-        assert_close(state_of(trainer.module), state_of(net), F64)
 
 
 def test_without_the_weight_masked_tokens_would_come_out_wrong() -> None:

@@ -82,10 +82,9 @@ def by_container(net: nn.Module, devices: list[str], workloads: Any, optimizer: 
             stepper.step()
 
 
-def by_trainer(net: nn.Module, devices: list[str], workloads: Any, optimizer: Any) -> None:
-    options = {"replicas": devices, "workloads": workloads}
+def by_trainer(net: nn.Module, devices: list[str], _: Any, optimizer: Any) -> None:
     with phalanx.Trainer(
-        net, F.mse_loss, optimizer, **{"microbatches": None, **options}
+        net, F.mse_loss, optimizer, microbatches=None, replicas=devices
     ) as trainer:
         for step in range(STEPS):
             trainer.step(batch(step, devices[0]))

@@ -429,8 +429,8 @@ def test_a_rank_that_was_halted_too_long_is_told(children: Children, expected: R
 
 
 def test_who_decides_waits_for_all_that_live() -> None:
-    said = Report(done=4, admits=True, about={"model": "a", "workloads": [1.0]})
-    waiting = {7: {"model": "a", "workloads": [2.0]}, 8: {"model": "b", "workloads": [1.0]}}
+    said = Report(done=4, admits=True, about={"model": "a", "replicas": 1})
+    waiting = {7: {"model": "a", "replicas": 2}, 8: {"model": "b", "replicas": 1}}
     ranks = {1: 0, 2: 1, 3: 2, 7: 1, 8: 0}
     assert decide([1, 3], {1: said}, waiting, ranks, 3) is None
     epoch = decide([1, 3], {1: said, 3: said}, waiting, ranks, 3)

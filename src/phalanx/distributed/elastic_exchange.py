@@ -105,7 +105,7 @@ class ElasticExchange(Exchange):
         """Become one of the ranks, and return the state that a peer has given; None from the first.
 
         Args:
-            describe: Returns what this rank trains; all but "workloads" must be alike.
+            describe: Returns what this rank trains; all but "replicas" must be alike.
             give: Returns the state that others begin with.
 
         Raises:

@@ -84,7 +84,7 @@ class Exchange:
         """Compare what all ranks train.
 
         Args:
-            about: What this one does; all but "workloads" must be alike.
+            about: What this one does; all but "replicas" must be alike.
 
         Raises:
             ConfigError: Ranks differ; every rank hears of it.
@@ -252,7 +252,7 @@ def _await_return(lent: Sequence[weakref.ref[Tensor]]) -> None:
 # Any: JSON.
 def differing_names(about: Mapping[str, Any], first: Mapping[str, Any]) -> str:
     """Name what one rank would train otherwise than another."""
-    names = [name for name in first if name != "workloads" and about.get(name) != first[name]]
+    names = [name for name in first if name != "replicas" and about.get(name) != first[name]]
     return ", ".join(names).replace("_", " ")
 
 

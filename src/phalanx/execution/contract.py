@@ -48,8 +48,8 @@ class Executor(ABC):
     Args:
         modules: The user's modules: one for each replica, or the one that all are replicas of.
         devices: One per replica.
-        workloads: Relative shares; equal by default; 0 switches a replica off.
         intra_op: Threads inside operators, per replica. Default: cores divided by CPU replicas.
+        workloads: Relative shares; equal by default; 0 switches a replica off.
 
     Attributes:
         parameters: All parameters, each once, in whose order gradients are summed.
@@ -67,8 +67,8 @@ class Executor(ABC):
         self,
         modules: Sequence[nn.Module],
         devices: Sequence[torch.device],
-        workloads: Sequence[float] | None,
         intra_op: int | None,
+        workloads: Sequence[float] | None = None,
     ) -> None:
         for module in dict.fromkeys(modules):
             check_replicable(module)
@@ -165,9 +165,9 @@ class Executor(ABC):
         """Return the optimizer in shards, one for each replica's thread."""
         return Shards(optimizer, self.parameters, len(self))
 
-    def all_workloads(self) -> Sequence[float]:
-        """Return the relative shares of all replicas, those of other ranks too."""
-        return self.workloads
+    def count_replicas(self) -> int:
+        """Return the number of replicas, those of other ranks too."""
+        return len(self)
 
     def mark_done(self) -> None:  # noqa: B027 - nothing to do but for ranks, as below
         """Count a run whose result is kept; elastic ranks compare counts to find who is behind."""

@@ -153,7 +153,6 @@ class ExecutorChoice:
         module: nn.Module,
         devices: Sequence[torch.device],
         *,
-        workloads: Sequence[float],
         intra_op: int,
         shared: Sequence[object],
         reads: Sequence[object],
@@ -163,7 +162,6 @@ class ExecutorChoice:
         Args:
             module: The module to run.
             devices: One per replica; each of a kind that the executor can use.
-            workloads: Relative shares.
             intra_op: Threads inside operators, per replica.
             shared: Objects that tasks refer to; worker processes have them from their fork.
             reads: Functions that tasks call beside the module, such as the loss.
@@ -176,13 +174,9 @@ class ExecutorChoice:
                 failures=self.failures,
                 shared=shared,
                 reads=reads,
-                workloads=workloads,
                 intra_op=intra_op,
             )
         if self.kind == "ranks":
-            exchange = self._exchange()
-            return RankExecutor(module, devices, exchange, workloads=workloads, intra_op=intra_op)
+            return RankExecutor(module, devices, self._exchange(), intra_op=intra_op)
         inline = self.kind == "inline"
-        return ThreadExecutor(
-            module, devices, workloads=workloads, intra_op=intra_op, inline=inline
-        )
+        return ThreadExecutor(module, devices, intra_op=intra_op, inline=inline)

@@ -51,7 +51,7 @@ class ProcessExecutor(Executor):
         timeout_s: How long a microbatch may take before its worker counts as hung.
         failures: Takes note of lost workers.
         shared, reads: As `ExecutorChoice.open` takes them.
-        workloads, intra_op: As `Executor` takes them.
+        intra_op: As `Executor` takes it.
 
     Attributes:
         pool: Where the parameters and buffers of the module are moved to, and those of modules that
@@ -75,10 +75,9 @@ class ProcessExecutor(Executor):
         failures: FailureLog,
         shared: Sequence[object],
         reads: Sequence[object],
-        workloads: Sequence[float],
         intra_op: int,
     ) -> None:
-        super().__init__([module], [_CPU] * num_workers, workloads, intra_op)
+        super().__init__([module], [_CPU] * num_workers, intra_op)
         _check_shareable(module)
         self._module = module
         self.pool = SharedMemoryPool()

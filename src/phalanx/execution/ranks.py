@@ -41,7 +41,7 @@ class RankExecutor(ThreadExecutor):
 
     Args:
         module: The module that all ranks train.
-        devices, workloads, intra_op: As `Executor` takes them.
+        devices, intra_op: As `Executor` takes them.
         exchange: The job's ranks.
 
     Raises:
@@ -54,13 +54,12 @@ class RankExecutor(ThreadExecutor):
         devices: Sequence[torch.device],
         exchange: Exchange,
         *,
-        workloads: Sequence[float],
         intra_op: int,
     ) -> None:
-        super().__init__(module, devices, workloads=workloads, intra_op=intra_op)
+        super().__init__(module, devices, intra_op=intra_op)
         self._exchange = exchange
         try:
-            about = describe_rank(module, self.workloads)
+            about = describe_rank(module, len(self))
             exchange.begin(about)
             exchange.align([*module.parameters(), *module.buffers()])
         except BaseException:
@@ -74,22 +73,20 @@ class RankExecutor(ThreadExecutor):
         exchange = self._exchange
         self._generation = exchange.generation
         self._newcomers_wait = False
-        by_rank = [each["workloads"] for each in exchange.about]
-        self._num_replicas = [len(each) for each in by_rank]
-        self._shares = [sum(each) for each in by_rank]
+        self._num_replicas: list[int] = [each["replicas"] for each in exchange.about]
         self._reduction = RankReduction(self.parameters, exchange)
         if not exchange.is_behind:  # else the batch is cut as the ranks ahead have cut it
-            self._all_workloads = [share for each in by_rank for share in each]
+            self._count = sum(self._num_replicas)
 
     @property
     def owns_generator(self) -> bool:  # type: ignore[override]
         """True where the rank's one replica is all that draws in its process."""
         return [device.type for device in self.devices] == ["cpu"]
 
-    def all_workloads(self) -> Sequence[float]:
-        """Return the relative shares of all ranks' replicas, rank after rank."""
+    def count_replicas(self) -> int:
+        """Return the number of replicas of all ranks."""
         self._settle()
-        return self._all_workloads
+        return self._count
 
     def _settle(self) -> None:
         """Take note of ranks that have come or gone since the last run."""
@@ -147,7 +144,8 @@ class RankExecutor(ThreadExecutor):
 
     def _ranges(self, num_microbatches: int, *, owned: bool) -> list[range]:
         """Return which microbatches are whose, by rank."""
-        sizes = self._num_replicas if owned else workload_sizes(num_microbatches, self._shares)
+        counts = self._num_replicas
+        sizes = counts if owned else workload_sizes(num_microbatches, counts)
         stops = accumulate(sizes)
         return [range(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
 
@@ -251,11 +249,11 @@ def _trace_of(microbatches: Sequence[Nested]) -> int:
     return trace
 
 
-def describe_rank(module: nn.Module, workloads: Sequence[float]) -> dict[str, Any]:  # Any: JSON
-    """Return what a rank trains: all but "workloads" must be the same in all ranks."""
+def describe_rank(module: nn.Module, num_replicas: int) -> dict[str, Any]:  # Any: JSON
+    """Return what a rank trains: all but "replicas" must be the same in all ranks."""
     tensors = (*module.parameters(), *module.buffers())
     return {
-        "workloads": list(workloads),
+        "replicas": num_replicas,
         "model": _digest_of(module),
         "frozen": [name for name, each in module.named_parameters() if not each.requires_grad],
         "device_types": sorted({each.device.type for each in tensors}),

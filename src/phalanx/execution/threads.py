@@ -76,7 +76,7 @@ class ThreadExecutor(Executor):
             sources = [Source(module, rules=rules)] * len(devices)
         else:
             sources = [Source(own, prefix=f"{i}.", rules=rules) for i, own in enumerate(module)]
-        super().__init__([each.module for each in sources], devices, workloads, intra_op)
+        super().__init__([each.module for each in sources], devices, intra_op, workloads)
         source_gradients = SourceGradients(self.parameters)
         self.replicas = [
             Replica(own, device, index, source_gradients)

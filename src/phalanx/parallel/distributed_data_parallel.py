@@ -177,7 +177,7 @@ class DistributedDataParallel(DataParallel):
 
     def _agree(self, exchange: Exchange, *options: object) -> int:
         """Return rank 0's seed; refuse ranks that were given something else."""
-        model = describe_rank(self.module, ())
+        model = describe_rank(self.module, 1)
         own = json.dumps([torch.initial_seed(), model, *options])
         told = [json.loads(each) for each in exchange.gather(own.encode(), "begin")]
         differing = [rank for rank, each in enumerate(told) if each[1:] != told[0][1:]]

@@ -31,7 +31,7 @@ from phalanx.errors import ConfigError, StateError
 from phalanx.execution import Executor, ExecutorChoice, RunResult, Shards, Span, Task
 from phalanx.memory import dense_strides
 from phalanx.metrics import Joining, Metrics
-from phalanx.plan import Layout, equal_sizes, open_rows, read_weights, workload_sizes
+from phalanx.plan import Layout, equal_sizes, open_rows, read_weights
 from phalanx.replicas import Statistics, check_statistics, sum_statistics, write_statistics
 from phalanx.train.objective import Objective, TrainTask
 from phalanx.train.position import Loss, Position
@@ -45,7 +45,7 @@ class Engine:
     """Replicas of a module, and its optimizer in shards; the first step opens them.
 
     The public fields are a trainer's arguments after their checks; each replica has one of
-    ``devices`` and of ``workloads``.
+    ``devices``.
     """
 
     module: nn.Module
@@ -57,7 +57,6 @@ class Engine:
     seed: int
     devices: tuple[torch.device, ...]
     intra_op: int
-    workloads: tuple[float, ...]
     clip_norm: float | None
     choice: ExecutorChoice
     _executor: Executor | None = None
@@ -181,11 +180,9 @@ class Engine:
             raise ConfigError(
                 "`batch` must hold at least 1 row, but is empty. Leave empty batches out."
             )
-        if self.microbatches is not None:
-            sizes, owners = equal_sizes(count, self.microbatches), None
-        else:
-            workloads = self.executor.all_workloads()
-            sizes, owners = workload_sizes(count, workloads), range(len(workloads))
+        number = self.microbatches or self.executor.count_replicas()
+        owners = range(number) if self.microbatches is None else None
+        sizes = equal_sizes(count, number)
         pieces = rows.cut(sizes)
         weights = list(map(float, sizes))
         if weighs and self.weight is not None:
@@ -281,7 +278,6 @@ class Engine:
             executor = self.choice.open(
                 self.module,
                 self.devices,
-                workloads=self.workloads,
                 intra_op=self.intra_op,
                 shared=[self.objective],
                 reads=[self.objective.function],

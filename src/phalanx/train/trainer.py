@@ -63,8 +63,6 @@ class Trainer:
         replicas: Their number, or a device for each; at most as many as there are microbatches.
             Default: "auto", one for each core up to the number of microbatches, or one on an
             accelerator or rank; without microbatches, 1.
-        workloads: Each replica's relative share of a batch; equal by default. With microbatches, a
-            free replica takes the next microbatch.
         executor: "threads": replicas are threads of this process. "processes", or `Processes` with
             options: they are worker processes of this host; if one dies, the others complete the
             step. "inline": one replica runs in the caller's thread, for a debugger. "ranks": every
@@ -108,7 +106,6 @@ class Trainer:
         *,
         microbatches: int | None = 4,
         replicas: int | str | Sequence[Device] | None = None,
-        workloads: Sequence[float] | None = None,
         executor: str | Processes | Ranks = "threads",
         seed: int = 0,
         weight: WeightFn | None = None,
@@ -124,7 +121,7 @@ class Trainer:
         check_replicable(module)
         check_options(microbatches, clip_norm, seed, callbacks)
         layout = read_layout(layout)
-        devices, each_workload = read_replicas(replicas, microbatches, workloads, module, choice)
+        devices = read_replicas(replicas, microbatches, module, choice)
         self.module = module
         self.optimizer = make_optimizer(optimizer, module)
         self.scheduler = make_scheduler(scheduler, self.optimizer, scheduler_interval)
@@ -141,7 +138,6 @@ class Trainer:
             seed=seed,
             choice=choice,
             devices=devices,
-            workloads=each_workload,
             intra_op=read_intra_op(devices, microbatches, choice),
         )
         self._metrics = Metrics(metrics or {}, Joining(layout))
@@ -305,7 +301,7 @@ class Trainer:
         check_between_steps(closed=self._closed, in_step=self._in_step)
         elastic = self._choice.elastic
         if elastic is not None and not elastic.entered:
-            about = lambda: describe_rank(self.module, self._engine.workloads)  # noqa: E731
+            about = lambda: describe_rank(self.module, len(self.devices))  # noqa: E731
             give = lambda: pack(  # noqa: E731
                 {"content": self._state.capture(), "last step": self._last_step}
             )

@@ -20,7 +20,6 @@ from phalanx.plan import (
     read_count,
     read_number,
     read_whole,
-    read_workloads,
 )
 from phalanx.replicas import num_cores, resolve_devices
 from phalanx.types import Device
@@ -51,11 +50,10 @@ def check_options(
 def read_replicas(
     replicas: int | str | Sequence[Device] | None,
     microbatches: int | None,
-    workloads: Sequence[float] | None,
     module: nn.Module,
     choice: ExecutorChoice,
-) -> tuple[tuple[torch.device, ...], tuple[float, ...]]:
-    """Return the device of each replica, and its share.
+) -> tuple[torch.device, ...]:
+    """Return the device of each replica.
 
     "auto" is one for each core, as far as there are microbatches for them. It is one on an
     accelerator, in the caller's own thread, and for each rank.
@@ -70,9 +68,7 @@ def read_replicas(
             "be a number, such as 2, or devices for microbatches=None (each computes one slice)",
             replicas,
         )
-        if workloads is not None:
-            replicas = len(read_workloads(workloads))
-        elif choice.kind in ("ranks", "inline") or home.type != "cpu":
+        if choice.kind in ("ranks", "inline") or home.type != "cpu":
             replicas = 1
         else:
             replicas = min(microbatches or 1, num_cores())
@@ -83,7 +79,6 @@ def read_replicas(
             "`devices` must be CPUs for executor='processes', but hold "
             f"{', '.join(sorted(others))}. Use executor='threads'."
         )
-    shares = read_workloads(workloads, len(devices))
     if microbatches is not None and len(devices) > microbatches:
         raise ConfigError(
             f"`replicas` must be at most as many as there are microbatches ({microbatches}), but "
@@ -94,7 +89,7 @@ def read_replicas(
             "`replicas` must be 1 for executor='inline', which is the caller's own thread, but is "
             f"{len(devices)}. Use executor='threads' for more."
         )
-    return devices, tuple(shares)
+    return devices
 
 
 def read_intra_op(
