@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.distributed.error_store import ErrorStore
+from phalanx.distributed.network import ErrorStore
 from phalanx.distributed.shared_memory import SharedMemory
 from phalanx.distributed.status_pages import StatusPages
 

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from phalanx.distributed.cuda_group import CudaGroup, nccl_is_here
-from phalanx.distributed.error_store import ErrorStore
 from phalanx.distributed.group_rendezvous import GroupRendezvous
-from phalanx.distributed.network import Network
+from phalanx.distributed.network import ErrorStore, Network
 from phalanx.distributed.process_group import NAME, SharedGroup
 from phalanx.distributed.several_hosts import SeveralHosts
 from phalanx.distributed.shared_memory import SharedMemory

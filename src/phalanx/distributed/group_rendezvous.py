@@ -24,9 +24,8 @@ from math import inf
 from torch.distributed import PrefixStore, Store
 
 from phalanx.clock import now_s
-from phalanx.distributed.error_store import ErrorStore
 from phalanx.distributed.hosts import hosts_of, this_host
-from phalanx.distributed.network import Gloo, open_gloo
+from phalanx.distributed.network import ErrorStore, Gloo, gloo_error, open_gloo
 from phalanx.distributed.shared_memory import SharedMemory
 from phalanx.distributed.status_pages import StatusPages
 from phalanx.errors import GroupAborted, PeerError, PeerLost
@@ -116,11 +115,14 @@ class GroupRendezvous:
             except BaseException as exc:
                 found.set_exception(exc)
 
-        with self._reporting(), self._error_store.naming(None, self._timeout_s):
+        with self._reporting():
             threading.Thread(target=run, name="phalanx gloo", daemon=True).start()
             wait_until(found.done, inf, self._look_for_deaths)  # gloo keeps the time
-            if found.exception():
+            error = found.exception()
+            if isinstance(error, RuntimeError):
                 self._look_for_deaths()  # gloo does not say whom it has lost
+                known = self._error_store.cause()
+                raise known or gloo_error(error, None, self._size, self._timeout_s) from error
             return found.result()
 
     # --- waiting ----------------------------------------------------------------------------------
@@ -150,7 +152,7 @@ class GroupRendezvous:
             self._error_store.write(exc)
             raise
         except RuntimeError as exc:
-            raise _store_lost(exc) from exc
+            raise self._error_store.cause() or _store_lost(exc) from exc
 
 
 def _store_lost(why: RuntimeError) -> PeerLost:

@@ -10,32 +10,38 @@ is sent another number of bytes than it takes. So the ranks compare what they ar
 from __future__ import annotations
 
 import datetime
+import json
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Store, Work
 
-from phalanx.distributed.error_store import TIMED_OUT, ErrorStore
 from phalanx.distributed.fingerprint import Desync, Fingerprint
 from phalanx.distributed.status_pages import StatusPages
 from phalanx.distributed.tensors import FlatTensor, as_bytes
 from phalanx.distributed.work import GroupOperation, SharedWork, Steps
-from phalanx.errors import PeerError, PeerTimeout, StateError
-from phalanx.ipc import fail_point
+from phalanx.errors import GroupAborted, PeerError, PeerLost, PeerTimeout, StateError
+from phalanx.ipc import fail_point, wait_until
 from phalanx.torch_internals import gloo_options
 
-__all__ = ["Network", "open_gloo"]
+__all__ = ["ErrorStore", "Network", "gloo_error", "open_gloo"]
+
+T = TypeVar("T")
+_KINDS: dict[str, type[PeerError]] = {kind.__name__: kind for kind in (PeerLost, PeerTimeout)}
+_TIMED_OUT = re.compile("time(d )?out", re.IGNORECASE)  # in errors of gloo
 
 _CUT_TAG = 2**31 - 1  # of a receive that no member answers
 # So many looks for deaths, 20 ms each, pass between two of whether the connections stand: a rank
 # whose script has ended without destroying the group has closed its own, and is not to be missed.
 _CHECK_EVERY = 250
 _REPORT_S = 1.0  # the time that a rank of another host has to report a late rank there
+_STORE_S = 1.0  # a store on a host that has vanished never answers
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 _NO_LIMIT = datetime.timedelta(days=1000)
 
@@ -58,6 +64,58 @@ def open_gloo(store: Store, rank: int, size: int, timeout_s: float, *, on_one_ho
         gloo = ProcessGroupGloo(store, rank, size, timeout)
     gloo._set_default_timeout(_NO_LIMIT)  # the lane keeps the time
     return gloo
+
+
+class ErrorStore:
+    """The place in ``store`` where the first error of a group of ``group_size`` ranks stands."""
+
+    def __init__(self, store: Store, rank: int, group_size: int) -> None:
+        self.group_size = group_size
+        self._store = store
+        self._rank = rank
+
+    def write(self, error: BaseException) -> None:
+        """Write ``error``, unless one stands there."""
+        rank = getattr(error, "rank", None)
+        told = json.dumps([type(error).__name__, self._rank if rank is None else rank, str(error)])
+        _within(_STORE_S, lambda: self._store.compare_set("error", "", told))
+
+    def read(self) -> PeerError | None:
+        """Return the error that was written first, if any."""
+        told = _within(_STORE_S, lambda: self._get("error"))
+        if told is None:
+            return None
+        kind, rank, text = json.loads(told)
+        return _KINDS.get(kind, GroupAborted)(text, rank)
+
+    def cause(self) -> PeerError | None:
+        """Return the error that was written first, but not that we are lost: an echo of our own."""
+        said = self.read()
+        return None if isinstance(said, PeerLost) and said.rank == self._rank else said
+
+    def say_waiting(self, number: int) -> None:
+        """Say that this rank waits for others in the operation ``number``."""
+        _within(_STORE_S, lambda: self._store.set(f"waits/{self._rank}", str(number)))
+
+    def find_late(self, ranks: Sequence[int], number: int) -> int | None:
+        """Return the first of ``ranks`` that has not said that it waits in ``number``."""
+
+        def look() -> int | None:
+            waits = (int(self._get(f"waits/{rank}") or 0) >= number for rank in ranks)
+            return next((rank for rank, comes in zip(ranks, waits, strict=True) if not comes), None)
+
+        return _within(_STORE_S, look)
+
+    def say_left(self) -> None:
+        """Say that this rank leaves, and no operation waits for it."""
+        _within(_STORE_S, lambda: self._store.set(f"left/{self._rank}", ""))
+
+    def has_left(self, rank: int) -> bool:
+        """Tell whether ``rank`` has said so."""
+        return bool(_within(_STORE_S, lambda: self._store.check([f"left/{rank}"])))
+
+    def _get(self, key: str) -> bytes | None:
+        return self._store.get(key) if self._store.check([key]) else None
 
 
 class Network:
@@ -129,22 +187,31 @@ class Network:
 
     @contextmanager
     def naming(self, peer: int | None = None, timeout_s: float | None = None) -> Iterator[None]:
-        """Raise ours for gloo's errors, in what concerns ``peer`` or, for None, all; end the group.
-
-        What this host's ranks say of each other says more than a connection that has ended.
-        """
-        timeout_s = timeout_s or self.timeout_s
+        """Raise ours for gloo's errors, in what concerns ``peer`` or all ranks; end the group."""
         try:
-            with self.error_store.naming(peer, timeout_s, find=self._end_waits):
-                yield
-        except PeerError as exc:
-            pages = self.pages
-            here = [rank for rank in pages.others if peer in (None, pages.names[rank])]
-            known = pages.find_error(here)
-            self.fail(known or exc)
-            if known is not None:
-                raise known from exc
-            raise
+            yield
+        except RuntimeError as exc:
+            error = self._error_of(exc, peer, timeout_s or self.timeout_s)
+            self.fail(error)
+            raise error from exc
+
+    def _error_of(self, exc: RuntimeError, peer: int | None, timeout_s: float) -> PeerError:
+        """Return what this host's ranks say of each other, else the group's first error.
+
+        Each says more than a connection that has ended, or a wait that gloo gave up.
+        """
+        pages, store = self.pages, self.error_store
+        here = [rank for rank in pages.others if peer in (None, pages.names[rank])]
+        if peer is None:  # a rank that has left in good order has ended this operation before
+            here = [rank for rank in here if not pages.has_left(rank)]
+        known = pages.find_error(here) or store.cause()
+        if known is None and peer is None:
+            gone = self._end_waits()
+            if len(gone) > 1:  # one of them has ended its connections because of another
+                wait_until(lambda: store.cause() is not None, _STORE_S)
+                known = store.cause()
+            peer = gone[0] if gone else None
+        return known or gloo_error(exc, peer, store.group_size, timeout_s)
 
     # --- a user's messages ------------------------------------------------------------------------
 
@@ -219,7 +286,7 @@ class Network:
             try:
                 self._gloo.recv([torch.empty(1)], self.ranks.index(rank), _CUT_TAG).wait(_AT_ONCE)
             except RuntimeError as exc:
-                if not TIMED_OUT.search(str(exc)):
+                if not _TIMED_OUT.search(str(exc)):
                     gone.append(rank)
         return gone
 
@@ -270,3 +337,32 @@ class _Collective:
         came = "came" if late is None else "did not come"
         text = f"{who} of {store.group_size} {came} to {title}, over the network, within"
         return PeerTimeout(f"{text} {timeout_s:g} s.", late)
+
+
+def gloo_error(exc: RuntimeError, rank: int | None, group_size: int, timeout_s: float) -> PeerError:
+    """Return our error for one of gloo's that concerns ``rank``, or some rank."""
+    who = "some rank" if rank is None else f"rank {rank}"
+    if _TIMED_OUT.search(str(exc)):
+        return PeerTimeout(
+            f"{who.capitalize()} of {group_size} did not answer over the network within "
+            f"{timeout_s:g} s.",
+            rank,
+        )
+    return PeerLost(
+        f"The connection to {who} of {group_size} is lost. Destroy the group and make a new one.",
+        rank,
+    )
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T | None:
+    """Return what ``call`` returns, or None where it fails or takes longer."""
+    found: list[T] = []
+
+    def try_it() -> None:
+        with suppress(RuntimeError):
+            found.append(call())
+
+    thread = threading.Thread(target=try_it, name="phalanx error store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None

@@ -16,6 +16,7 @@ from __future__ import annotations
 import datetime
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -25,21 +26,25 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.distributed.distributed_c10d import Store
 
-from phalanx.distributed.call_forms import (
-    check_count,
-    check_fit,
-    check_rank,
-    cut_by_rank,
-    cut_rows,
-    only,
-)
 from phalanx.distributed.fingerprint import pack
 from phalanx.distributed.lane import Lane
 from phalanx.distributed.network import Network
 from phalanx.distributed.ops import ReduceKind, reduction_of
 from phalanx.distributed.several_hosts import SeveralHosts
 from phalanx.distributed.shared_memory import SharedMemory
-from phalanx.distributed.tensors import NOTHING, FlatTensor, as_bytes, flat_of, output_of
+from phalanx.distributed.tensors import (
+    NOTHING,
+    FlatTensor,
+    as_bytes,
+    check_count,
+    check_fit,
+    check_rank,
+    cut_by_rank,
+    cut_rows,
+    flat_of,
+    only,
+    output_of,
+)
 from phalanx.distributed.uncompiled_methods import uncompiled_methods
 from phalanx.distributed.work import GroupOperation, SharedWork, Steps
 from phalanx.errors import StateError
@@ -111,10 +116,8 @@ class SharedGroup(dist.ProcessGroup):
         title = f"{kind} of group {self._group_name!r}"
         operation = GroupOperation(title, steps, result, self._seconds(opts))
         wait = not getattr(opts, "asyncOp", True)
-        if is_profiled():  # a record costs 1 µs where it is off
-            with profiler.record_function(f"{NAME}:{kind}"):
-                self._lane.start(operation, wait=wait)
-        else:
+        # A record costs 1 µs where it is off.
+        with profiler.record_function(f"{NAME}:{kind}") if is_profiled() else nullcontext():
             self._lane.start(operation, wait=wait)
         work = SharedWork(operation, self._lane.drive)
         if not wait and _is_small(result):
