@@ -257,7 +257,7 @@ class DataParallel(Container, Unwrapped):
         An argument of the module that is not given is no wrong path.
         """
         dims: dict[str | int, int | None] = {}
-        layout = self._layout_for(call.leaves)
+        layout = self._layout
         for path, dim in layout.dims.items():
             root, dot, below = str(path).partition(".")
             place = self._arguments.get(root, len(call.leaves))
@@ -268,11 +268,6 @@ class DataParallel(Container, Unwrapped):
             elif root not in self._arguments:
                 dims[str(path)] = dim  # refused where it is looked up
         return Layout(layout.dim, dims) if layout.dims else layout
-
-    # Any: the user's own inputs.
-    def _layout_for(self, inputs: Any) -> Layout:  # noqa: ARG002 - subclasses look at them
-        """Return the layout for a call's inputs, by their paths."""
-        return self._layout
 
     def _home(self) -> torch.device:
         """Return where outputs go: to the first device, or where a replica that holds this is."""

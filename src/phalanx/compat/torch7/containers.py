@@ -12,7 +12,7 @@ from phalanx import parallel
 from phalanx.compat.torch7.explicit import Explicit, inner_module
 from phalanx.errors import ConfigError, StateError
 from phalanx.execution import ThreadExecutor
-from phalanx.plan import Layout, check_argument, flatten, leaf_paths, read_whole
+from phalanx.plan import Layout, check_argument, read_whole
 from phalanx.replicas import known_devices, resolve_device
 from phalanx.types import Device
 
@@ -137,16 +137,6 @@ class _Replicas(parallel.DataParallel):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "initialisers": ()}
 
-    def _layout_for(self, inputs: Any) -> Layout:
-        """Return the layout that gives empty tensors among others whole."""
-        leaves, _ = flatten(inputs)
-        empty: dict[str | int, int | None] = {
-            path: None
-            for path, leaf in zip(leaf_paths(inputs), leaves, strict=True)
-            if isinstance(leaf, Tensor) and not leaf.numel()
-        }
-        return self._layout if len(empty) == len(leaves) else Layout(self._layout.dim, empty)
-
 
 class _NoModule(nn.Module):
     """Stands for the module until there is one."""
@@ -155,78 +145,10 @@ class _NoModule(nn.Module):
         raise StateError("The container needs a module. Call `add()` first.")
 
 
-class _Replicated(Explicit):
-    """One module, a replica of it for each device that was given with it."""
-
-    module: _Replicas
-
-    def __init__(self, dim: int) -> None:
-        self.dim = read_whole("dim", dim)
-        self._gpus: list[torch.device] = []
-        super().__init__(_Replicas(_NoModule(), ["cpu"]))
-
-    def get(self, index: int) -> nn.Module:  # noqa: ARG002
-        """Return the module, of which every column is a replica, whatever ``index``."""
-        return self.module.module
-
-    def nextGPU(self) -> torch.device:
-        """Return the device with fewest replicas."""
-        return min(known_devices(), key=self._gpus.count)
-
-    def _append(self, given: nn.Module | Explicit, gpus: Sequence[Gpu]) -> Self:
-        places = [resolve_device(_name(gpu)) for gpu in gpus]
-        module = inner_module(given)
-        if self._gpus:
-            _check_equal(self.get(0), module)
-            module = self.get(0)
-        else:
-            module.to(places[0])
-        self.close()
-        self._gpus += places
-        made = _Replicas(module, self._gpus, layout=Layout(self.dim))
-        made.initialisers = self.module.initialisers
-        self.module = made
-        return self
-
-
-class DataParallel(_Replicated):
-    """Split the input along ``dim`` over equal columns, and concatenate their outputs.
-
-    Columns are replicas of the first one, so their gradients are summed in it, once per pass back.
-    Any size is split: the first columns get one more. Outputs may have any size along ``dim``;
-    scalars become one value per column.
-
-    Args:
-        dim: Along which inputs are split and outputs concatenated.
-
-    Example:
-        >>> import copy
-        >>> column = nn.Linear(4, 2)
-        >>> net = DataParallel(0).add(column, "cpu").add(copy.deepcopy(column), "cpu")
-        >>> with net:
-        ...     net.forward(torch.ones(5, 4)).shape
-        torch.Size([5, 2])
-
-    Source: fbcunn's ``DataParallel``, which summed gradients that were summed already when two
-    passes back followed each other.
-    """
-
-    def add(self, module: nn.Module | Explicit, gpuid: Gpu | None = None) -> Self:
-        """Add a column on ``gpuid`` or on :meth:`nextGPU`; return self.
-
-        The first column is kept. Later ones must be equal to it, and are not needed any more.
-
-        Raises:
-            ConfigError: A later column has other layers or values, or the device does not exist.
-        """
-        return self._append(module, [self.nextGPU() if gpuid is None else gpuid])
-
-
-class DataParallelTable(_Replicated):
+class DataParallelTable(Explicit):
     """Split nested inputs along ``dim`` over replicas of one module, and concatenate outputs.
 
-    An empty tensor among the inputs is given whole to every replica. Outputs may have any size
-    along ``dim``; scalars become one value per replica in use.
+    Outputs may have any size along ``dim``; scalars become one value per replica in use.
 
     Args:
         dim: Along which all input leaves are split and all outputs concatenated.
@@ -246,28 +168,42 @@ class DataParallelTable(_Replicated):
     Source: torch/cunn's ``DataParallelTable``.
     """
 
+    module: _Replicas
+
     def __init__(self, dim: int, flattenParams: bool = False, useNCCL: bool = False) -> None:
         if useNCCL and not flattenParams:
             raise ConfigError(
                 "`useNCCL` must come with `flattenParams`, but that is False. Give "
                 "DataParallelTable(dim, True, True)."
             )
-        super().__init__(dim)
-        self.flattenParams = flattenParams
+        self.dim, self.flattenParams = read_whole("dim", dim), flattenParams
+        self._gpus: list[torch.device] = []
+        super().__init__(_Replicas(_NoModule(), ["cpu"]))
 
-    def add(self, module: nn.Module | Explicit, gpus: Gpu | Sequence[Gpu]) -> Self:
+    def get(self, index: int) -> nn.Module:  # noqa: ARG002
+        """Return the module, of which every column is a replica, whatever ``index``."""
+        return self.module.module
+
+    def nextGPU(self) -> torch.device:
+        """Return the device with fewest replicas."""
+        return min(known_devices(), key=self._gpus.count)
+
+    def add(self, module: nn.Module | Explicit, gpus: Gpu | Sequence[Gpu] | None = None) -> Self:
         """Replicate ``module`` on ``gpus``; return self.
 
         Args:
             gpus: Indices of accelerators from 0, or devices such as ``"cpu"``; once, as a list, or
-                one by one with a module equal to the first each time, which is not needed any more.
+                one by one (default: :meth:`nextGPU`) with a module equal to the first each time,
+                which is not needed any more.
 
         Raises:
             ConfigError: There is no such device, the list is empty, or a later module differs from
                 the first.
             StateError: A list is given though something was added before.
         """
-        if isinstance(gpus, (int, str, torch.device)):
+        if gpus is None:
+            gpus = [self.nextGPU()]
+        elif isinstance(gpus, (int, str, torch.device)):
             gpus = [gpus]
         elif self._gpus:
             raise StateError(
@@ -277,7 +213,18 @@ class DataParallelTable(_Replicated):
         wanted = "be a list with a device for each replica, at least one"
         fits = isinstance(gpus, (list, tuple)) and len(gpus) > 0
         check_argument(fits, "gpus", wanted, gpus)
-        self._append(module, gpus)
+        places = [resolve_device(_name(gpu)) for gpu in gpus]
+        own = inner_module(module)
+        if self._gpus:
+            _check_equal(self.get(0), own)
+            own = self.get(0)
+        else:
+            own.to(places[0])
+        self.close()
+        self._gpus += places
+        made = _Replicas(own, self._gpus, layout=Layout(self.dim))
+        made.initialisers = self.module.initialisers
+        self.module = made
         if self.flattenParams:
             self.getParameters()
         return self
@@ -304,6 +251,31 @@ class DataParallelTable(_Replicated):
     def syncParameters(self) -> None:
         """Make all replicas equal to the module now; every forward pass does by itself."""
         self.module.sync_parameters()
+
+
+class DataParallel(DataParallelTable):
+    """Split the input along ``dim`` over equal columns, and concatenate their outputs.
+
+    Columns are replicas of the first one, so their gradients are summed in it, once per pass back.
+    Any size is split: the first columns get one more.
+
+    Args:
+        dim: Along which inputs are split and outputs concatenated.
+
+    Example:
+        >>> import copy
+        >>> column = nn.Linear(4, 2)
+        >>> net = DataParallel(0).add(column, "cpu").add(copy.deepcopy(column), "cpu")
+        >>> with net:
+        ...     net.forward(torch.ones(5, 4)).shape
+        torch.Size([5, 2])
+
+    Source: fbcunn's ``DataParallel``, which summed gradients that were summed already when two
+    passes back followed each other.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
 
 
 class GPU(Explicit):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from phalanx.compat.torch7.flat import flat_parameters
 from phalanx.errors import ConfigError, StateError
-from phalanx.plan import check_argument, flatten, leaf_paths, unflatten
+from phalanx.plan import check_argument, flatten, unflatten
 from phalanx.types import Nested
 
 
@@ -110,25 +110,26 @@ class Explicit:
             StateError: ``input`` is not that of the last forward pass.
             ConfigError: ``gradOutput`` is not nested like the output.
         """
-        return self._keep(_checked(self._graph).gradients(input, gradOutput)[0])
+        found, _ = _checked(self._graph).gradients(input, gradOutput)
+        return self._keep(found)
 
     def accGradParameters(self, input: Nested, gradOutput: Nested, scale: float = 1.0) -> None:
         """Add ``scale`` times the parameters' gradients to their ``grad``."""
-        parameters = self._trainable()
-        _, found = _checked(self._graph).gradients(input, gradOutput, parameters, of_inputs=False)
+        graph, parameters = _checked(self._graph), self._trainable()
+        _, found = graph.gradients(input, gradOutput, parameters, of_inputs=False)
         _accumulate(parameters, found, scale)
 
     def backward(self, input: Nested, gradOutput: Nested, scale: float = 1.0) -> Nested:
         """Do both, in one pass over the graph, and return the gradient of the input."""
-        parameters = self._trainable()
-        of_inputs, found = _checked(self._graph).gradients(input, gradOutput, parameters)
+        graph, parameters = _checked(self._graph), self._trainable()
+        of_inputs, found = graph.gradients(input, gradOutput, parameters)
         _accumulate(parameters, found, scale)
         return self._keep(of_inputs)
 
     def accUpdateGradParameters(self, input: Nested, gradOutput: Nested, lr: float) -> None:
         """Subtract ``lr`` times the parameters' gradients from them, and leave ``grad`` alone."""
-        parameters = self._trainable()
-        _, found = _checked(self._graph).gradients(input, gradOutput, parameters, of_inputs=False)
+        graph, parameters = _checked(self._graph), self._trainable()
+        _, found = graph.gradients(input, gradOutput, parameters, of_inputs=False)
         self._step(parameters, found, lr)
 
     def clearState(self) -> Self:
@@ -322,11 +323,9 @@ class _Graph:
         self.is_there = torch.is_grad_enabled()
         self._wants_grad_input = wants_grad_input
         self._inputs = [_own_leaf(leaf, wants_grad_input and self.is_there) for leaf in leaves]
-        made = run(unflatten(self._inputs, self._spec))
-        self._outputs, spec = flatten(made)
-        self._paths = leaf_paths(made)
+        self._outputs, self._output_spec = flatten(run(unflatten(self._inputs, self._spec)))
         plain = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self._outputs]
-        self.output = unflatten(plain, spec)
+        self.output = unflatten(plain, self._output_spec)
 
     def gradients(
         self,
@@ -335,49 +334,44 @@ class _Graph:
         parameters: Sequence[nn.Parameter] = (),
         *,
         of_inputs: bool = True,
-    ) -> tuple[Nested, Sequence[Tensor | None]]:
+    ) -> tuple[Nested, Sequence[Tensor]]:
         """Return the gradients of the input, nested like it, and of ``parameters``."""
         _check_same("input", given, unflatten(self._inputs, self._spec))
-        leaves, _ = flatten(grad_output)
-        grad_of = dict(zip(leaf_paths(grad_output), leaves, strict=True))
-        if set(grad_of) != set(self._paths):
+        grads, spec = flatten(grad_output)
+        if spec != self._output_spec:
             raise ConfigError(
-                f"`gradOutput` must be nested like the output, whose leaves are {self._paths}, but "
-                f"its leaves are {list(grad_of)}."
+                f"`gradOutput` must be nested like the output, {self._output_spec}, but is nested "
+                f"like {spec}."
             )
         ends = [
-            (output, grad_of[path].detach().to(output))
-            for output, path in zip(self._outputs, self._paths, strict=True)
-            if _needs_gradient(output) and grad_of[path] is not None
+            (output, grad.detach().to(output))
+            for output, grad in zip(self._outputs, grads, strict=True)
+            if _needs_gradient(output) and grad is not None
         ]
         inputs = [each for each in self._inputs if of_inputs and _needs_gradient(each)]
         wanted = [*inputs, *parameters]
-        found: Sequence[Tensor | None] = [None] * len(wanted)
+        found: Sequence[Tensor] = [torch.zeros_like(each) for each in wanted]
         if ends and wanted:
-            outputs, grads = zip(*ends, strict=True)
+            outputs, out_grads = zip(*ends, strict=True)
             found = torch.autograd.grad(
-                outputs, wanted, grads, retain_graph=True, allow_unused=True
+                outputs, wanted, out_grads, retain_graph=True, materialize_grads=True
             )
         if not self._wants_grad_input or not of_inputs:
             return None, found[len(inputs) :]
         arrived = iter(found)
         nested = [next(arrived) if _needs_gradient(each) else None for each in self._inputs]
-        for place, leaf in enumerate(self._inputs):
-            if _needs_gradient(leaf) and nested[place] is None:
-                nested[place] = torch.zeros_like(leaf, requires_grad=False)
         return unflatten(nested, self._spec), found[len(inputs) :]
 
 
 @torch.no_grad()
 def _accumulate(
-    parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], scale: float
+    parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], scale: float
 ) -> None:
     """Add ``scale`` times the gradients to those of the parameters, in place."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        if gradient is not None:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.add_(gradient, alpha=scale)
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.add_(gradient, alpha=scale)
 
 
 # Any, from here on: a leaf of the user's own inputs.
