@@ -15,8 +15,7 @@ CHAOS := soak ledger server_kills rank_kills elastic_kills frames_fuzz
 # A file runs in one process, as its fixtures start workers and ranks. Exit code 5: ARGS choose no test of a part.
 PYTEST := unset PYTHONDONTWRITEBYTECODE; $(BIN)/python -m pytest
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-FAST := -m "not slow and not night and not alone" $(wildcard tests/unit tests/contracts tests/conformance)
-ALONE = $(shell grep -rl --include='*.py' 'mark\.alone' tests)
+FAST := -m "not slow and not night" $(wildcard tests/unit tests/contracts tests/conformance)
 AT_NIGHT = $(wildcard tests/meta/test_conftest.py \
     tests/conformance/test_parity.py tests/contracts/test_torch7.py tests/contracts/test_mxnet_metrics.py)
 ON_DEVICE = tests/device $(filter-out $(AT_NIGHT),$(shell grep -rl --include='test_*.py' -e 'mark\.gpu' -e 'mark\.devices' tests))
@@ -47,8 +46,7 @@ train: $(STAMP)  ## train a small model on handwritten digits and show the resul
 	@$(BIN)/phalanx train $(or $(ARGS),digits)
 test: $(STAMP)  ## run all tests of a change
 	@failed=0; \
-	$(PYTEST) -m "not night and not alone" $(PARALLEL) $(ARGS) || [ $$? -eq 5 ] || failed=1; \
-	$(PYTEST) -m "alone and not night" $(or $(ARGS),$(ALONE)) || [ $$? -eq 5 ] || failed=1; \
+	$(PYTEST) -m "not night" $(PARALLEL) $(ARGS) || [ $$? -eq 5 ] || failed=1; \
 	[ -n "$(ARGS)" ] || TEST_DEVICES=4 $(BIN)/python -m pytest --device dev $(ON_DEVICE) || [ $$? -eq 5 ] || failed=1; \
 	echo "processor time of this shell and of all tests, user and system:"; times; exit $$failed
 test-fast: $(STAMP)  ## run the tests that start no other process

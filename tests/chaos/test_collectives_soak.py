@@ -1,9 +1,8 @@
 """Many small collectives and many groups, one after the other: nothing grows.
 
 Two ranks of `phalanx` make all-reduces of some numbers, each with a checked result, or make and
-destroy groups. Each weighs itself on the way: resident memory, descriptors, mappings and threads,
-and what lies in /dev/shm. The first weighing comes after a part of the way, when all that is made
-once is there.
+destroy groups. Each weighs itself on the way: resident memory, descriptors, mappings and threads.
+The first weighing comes after a part of the way, when all that is made once is there.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ import torch.distributed as dist
 
 from tests.chaos.ranks import join_group
 from tests.multiprocess.children import DEADLINE_S, Child, Parent
-
-pytestmark = pytest.mark.alone  # counts what anybody has in /dev/shm
 
 RANKS = 2
 LENGTH = 256
@@ -43,7 +40,6 @@ class Weight:
         descriptors: Open files.
         mappings: Of groups.
         threads: Of the process.
-        shm: Entries of /dev/shm.
     """
 
     rank: int
@@ -52,7 +48,6 @@ class Weight:
     descriptors: int
     mappings: int
     threads: int
-    shm: int
 
     @classmethod
     def now(cls, rank: int, done: int) -> Weight:
@@ -66,7 +61,6 @@ class Weight:
             descriptors=len(os.listdir("/proc/self/fd")),
             mappings=Path("/proc/self/maps").read_text().count("memfd:phalanx"),
             threads=len(os.listdir("/proc/self/task")),
-            shm=len(os.listdir("/dev/shm")),
         )
 
 
@@ -129,7 +123,7 @@ def growths(deed: str, weights: Sequence[Weight]) -> list[str]:
         more = last.resident_bytes - first.resident_bytes
         if more > GROWTH_BYTES + KEPT_BYTES[deed] * (last.done - first.done):
             found.append(f"rank {rank} holds {more >> 10} KiB more")
-        for what in ("descriptors", "mappings", "threads", "shm"):
+        for what in ("descriptors", "mappings", "threads"):
             before, after = getattr(first, what), getattr(last, what)
             if after > before:
                 found.append(f"rank {rank} holds {after} {what}, before {before}")

@@ -24,7 +24,6 @@ from tests.zoo import (
     OPTIMIZERS,
     Case,
     PartlyUsed,
-    adamw,
     assert_close,
     batches_of,
     gradients_of,
@@ -43,7 +42,6 @@ CONFIGURATIONS = CASES, [1, 2, 7, 9, 15, 64], [1, 2, 3], [torch.float32, torch.f
 MATRIX_OF_OPTIMIZERS = some_by_day(
     "case, rows, replicas, dtype, optimizer", *CONFIGURATIONS, list(OPTIMIZERS)
 )
-MODELS = pytest.mark.parametrize("case", CASES, ids=str)
 OPTIMIZER = pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 
 
@@ -103,24 +101,6 @@ def test_ten_optimizer_steps_of_the_trainer_equal_the_twins(
     assert [event.step for event in done] == list(range(1, STEPS + 1))
     assert {event.samples for event in done} == {rows}
     assert all(sum(event.shares) == rows and len(event.shares) == replicas for event in done)
-
-
-@pytest.mark.parametrize("microbatches", [1, 3, 7])
-@MODELS
-def test_the_trainer_equals_the_twin_whatever_the_number_of_microbatches(
-    case: Case, microbatches: int
-) -> None:
-    weights, _, _ = plain_run(case, 7, torch.float64, "adamw")
-    with phalanx.Trainer(
-        case.build(torch.float64),
-        case.loss,
-        adamw,
-        replicas=cpu_and_others(min(2, microbatches)),
-        microbatches=microbatches,
-    ) as trainer:
-        for batch in batches_of(case, 7, torch.float64, STEPS):
-            trainer.step(batch)
-        assert_close(state_of(trainer.module), weights, torch.float64)
 
 
 # --- inputs and graphs of other kinds -------------------------------------------------------------

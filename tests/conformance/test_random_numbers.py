@@ -18,13 +18,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import phalanx
 from phalanx import UnsupportedError
+from tests.products import some_by_day
 from tests.zoo import simple_sgd as sgd
 
-CONFIGURATIONS = [
-    *(("threads", count) for count in (2, 3)),
-    ("processes", 1),
-    pytest.param("processes", 2, marks=pytest.mark.night),
-]
+CONFIGURATIONS = [("threads", 2), ("threads", 3), ("processes", 1), ("processes", 2)]
 EXECUTORS = [("inline", 1), ("threads", 2), ("processes", 1)]
 
 pytestmark = pytest.mark.promise("random-numbers-repeat", "foreign-random-numbers")
@@ -145,14 +142,13 @@ MODELS = [Drops, DrawsInBackward, Checkpointed, DrawsLater, Penalty]
 _expected: dict[type[Net], dict[str, Tensor]] = {}
 
 
-@pytest.mark.parametrize(("executor", "replicas"), CONFIGURATIONS)
-@pytest.mark.parametrize("kind", MODELS)
+@some_by_day("kind, configuration", MODELS, CONFIGURATIONS)
 def test_draws_are_the_same_bits_in_every_configuration(
-    kind: type[Net], executor: str, replicas: int
+    kind: type[Net], configuration: tuple[str, int]
 ) -> None:
     if kind not in _expected:
         _expected[kind] = train(kind, "inline", 1)
-    assert_same(train(kind, executor, replicas), _expected[kind])
+    assert_same(train(kind, *configuration), _expected[kind])
 
 
 def test_a_checkpointed_part_draws_the_same_numbers_again() -> None:
@@ -209,10 +205,6 @@ def test_all_ways_to_draw_are_the_same_in_every_executor() -> None:
     assert all(map(torch.equal, found[0], found[1]))
     assert all(map(torch.equal, found[0], found[2]))
     assert len(found[0][0].unique(dim=0)) == 4
-
-
-def drawn(_: nn.Module, batch: Tensor) -> Tensor:
-    return torch.rand_like(batch).mean()
 
 
 # --- what no configuration can repeat ----------------------------------------------------------

@@ -40,7 +40,6 @@ from tests.contracts.containers import (
 from tests.contracts.faces import Face, K
 from tests.zoo import (
     SharedInside,
-    adamw,
     assert_close,
     assert_same_bits,
     cnn_norm,
@@ -155,81 +154,7 @@ def test_three_passes_without_zeroing_add_up(face: Face, device: torch.device) -
         assert_close(gradients_of(model), gradients_of(twin), F64)
 
 
-# --- 10: no explicit sync after external changes --------------------------------------------------
-
-
-def in_place(part: nn.Sequential) -> None:
-    with torch.no_grad():
-        for parameter in part.parameters():
-            parameter.mul_(-0.5)
-
-
-def in_the_place_of_data(part: nn.Sequential) -> None:
-    for parameter in part.parameters():
-        parameter.data = parameter.data * 2 + 1
-
-
-def another_parameter(part: nn.Sequential) -> None:
-    part[0].weight = nn.Parameter(part[0].weight.detach() + 1)
-
-
-def another_layer(part: nn.Sequential) -> None:
-    torch.manual_seed(7)
-    part[2] = nn.Linear(5, 5).to(part[0].weight)
-
-
-def a_state_loaded(part: nn.Sequential) -> None:
-    part.load_state_dict({name: value + 1 for name, value in part.state_dict().items()})
-
-
-def a_buffer(part: nn.Sequential) -> None:
-    part[1].running_mean.fill_(2.0)
-
-
-def another_buffer(part: nn.Sequential) -> None:
-    part[1].running_var = torch.full_like(part[1].running_var, 3.0)
-
-
-def an_attribute(part: nn.Sequential) -> None:
-    part[1].eps = 0.5
-
-
-def an_optimizers_step(part: nn.Sequential) -> None:
-    for parameter in part.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    adamw(part.parameters()).step()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        in_place,
-        in_the_place_of_data,
-        another_parameter,
-        another_layer,
-        a_state_loaded,
-        a_buffer,
-        another_buffer,
-        an_attribute,
-        an_optimizers_step,
-    ],
-)
-@faces.each_of(faces.REPLICATED[0], faces.IN_COLUMNS[1], faces.GROUP)
-def test_what_is_changed_from_outside_is_in_the_next_pass(
-    face: Face, change: Callable[[nn.Sequential], None], device: torch.device
-) -> None:
-    x = draw(7, 4, device=device)
-    with face.open(normed, device) as (model, twin):
-        for each in (model, twin):
-            each.eval()
-        before = model(x)
-        for each in (model, twin):
-            change(face.part(each))
-        assert not torch.allclose(model(x), before)
-        if face is faces.GROUP:  # no gradients without training mode
-            assert_close(model(x), twin(x), F64)
-        else:
-            assert_equal_pass(model, twin, x)
+# --- 10: no explicit sync after a change of type; of others see test_shells.py --------------------
 
 
 @faces.in_modules

@@ -21,7 +21,7 @@ from phalanx.replicas import num_cores
 from tests.worlds import EXECUTORS, World, in_executor_worlds
 from tests.zoo import CNN_NORM, GPT_DROPOUT, MLP, Case, batches_of, sgd, state_of
 
-STEPS = 12
+EPOCHS, STEPS = 2, 8
 MICROBATCHES = 7
 HANDOVER_S = 30.0  # a deadline, not a delay: the others need milliseconds
 
@@ -144,7 +144,7 @@ def train(
         torch.autocast("cpu", dtype=torch.bfloat16),
         trainer(executor, replicas, losses, net or made(), **options) as trained,
     ):
-        for _ in range(3):
+        for _ in range(EPOCHS):
             trained.fit(batches())
         assert trained.steps == STEPS
         if folder is not None:
@@ -204,11 +204,11 @@ def test_a_run_that_is_stopped_and_resumed_on_another_executor_gives_the_same_bi
     folder = tmp_path / "checkpoint"
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with trainer(*first, losses, made()) as trained:
-            trained.fit(batches(), epochs=3, steps=stop)
+            trained.fit(batches(), epochs=EPOCHS, steps=stop)
             trained.save(folder)
         with trainer(*second, losses, made()) as trained:
             trained.resume(folder)
-            trained.fit(batches(), epochs=3)
+            trained.fit(batches(), epochs=EPOCHS)
             assert trained.steps == STEPS
             assert_same_bits(result(trained, losses), expected)
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx.callbacks import EpochDone, StepDone
-from tests.worlds import World, in_executor_worlds
+from tests.products import some_by_day
+from tests.worlds import WORLDS_BY_DAY, World, in_executor_worlds
 from tests.zoo import (
     MLP,
     Loader,
@@ -154,11 +155,13 @@ def by_torch(name: str) -> Found:
 # --- the gradient of the whole batch --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", STEPS_BY_NAME)
-@in_executor_worlds
-def test_gradient_and_loss_are_those_of_the_whole_batch(world: World, n: int, name: str) -> None:
+@some_by_day("world, name", WORLDS_BY_DAY, list(STEPS_BY_NAME))
+def test_gradient_and_loss_are_those_of_the_whole_batch(
+    world: tuple[World, int], name: str
+) -> None:
     gradients, loss, samples, evaluated = by_torch(name)
-    for found in world.run(one_step, n, name=name):
+    start, n = world
+    for found in start.run(one_step, n, name=name):
         assert_close(found[0], gradients, F64)
         assert found[1] == pytest.approx(loss, rel=1e-12)
         assert found[2] == samples
@@ -303,12 +306,12 @@ def assert_told(found: Told, expected: Told) -> None:
     assert found[2] == expected[2]
 
 
-@pytest.mark.parametrize("name", FACTORIES)
-@in_executor_worlds
+@some_by_day("world, name", WORLDS_BY_DAY, list(FACTORIES))
 def test_clipping_equals_torchs_and_a_step_tells_norm_and_learning_rates(
-    world: World, n: int, name: str
+    world: tuple[World, int], name: str
 ) -> None:
-    for found in world.run(clipped, n, name=name, clip_norm=0.01):
+    start, n = world
+    for found in start.run(clipped, n, name=name, clip_norm=0.01):
         assert_told(found, clipped_by_torch(name, 0.01))
 
 

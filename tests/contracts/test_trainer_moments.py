@@ -9,7 +9,6 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -229,7 +228,7 @@ class Ends:
                 raise {"error": ValueError, "Ctrl-C": KeyboardInterrupt}[self.how]
 
 
-ENDS = ["stop", "error", "Ctrl-C"]
+IN_AN_EPOCH_OR_AT_ITS_END = [("stop", 3), ("error", 5), ("Ctrl-C", 7), ("stop", 10)]
 
 
 def ended(how: str, step: int, **options: Any) -> phalanx.Trainer:
@@ -255,12 +254,12 @@ def asked_again(executor: str, replicas: int, how: str, step: int) -> None:
         assert trainer.steps == step + 4
 
 
-@some_by_day("world, how, step", WORLDS_BY_DAY, ENDS, [3, 5, 7])
+@some_by_day("world, end", WORLDS_BY_DAY, IN_AN_EPOCH_OR_AT_ITS_END)
 def test_fit_does_what_it_is_asked_whatever_ended_the_one_before(
-    world: tuple[World, int], how: str, step: int
+    world: tuple[World, int], end: tuple[str, int]
 ) -> None:
     start, n = world
-    start.run(partial(asked_again, how=how, step=step), n)
+    start.run(asked_again, n, how=end[0], step=end[1])
 
 
 def counted(executor: str, replicas: int, how: str, step: int, folder: Path) -> None:
@@ -283,12 +282,12 @@ def counted(executor: str, replicas: int, how: str, step: int, folder: Path) -> 
 
 
 @pytest.mark.promise("epochs-count-from-the-start")
-@some_by_day("world, how, step", WORLDS_BY_DAY, ENDS, [7, 10])
+@some_by_day("world, end", WORLDS_BY_DAY, IN_AN_EPOCH_OR_AT_ITS_END)
 def test_epochs_are_counted_from_the_start_of_the_run(
-    world: tuple[World, int], how: str, step: int, tmp_path: Path
+    world: tuple[World, int], end: tuple[str, int], tmp_path: Path
 ) -> None:
     start, n = world
-    start.run(partial(counted, how=how, step=step), n, folder=tmp_path / "c")
+    start.run(counted, n, how=end[0], step=end[1], folder=tmp_path / "c")
 
 
 def asked_for_fewer(executor: str, replicas: int) -> None:

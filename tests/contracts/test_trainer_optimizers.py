@@ -213,9 +213,6 @@ def test_a_step_equals_a_plain_loops_in_other_dtypes(
     assert_same(trained("threads", 2, name, dtype, tmp_path), plain(name, dtype))
 
 
-"""The steps in which the optimizer has a hook, which wants to see all of it."""
-
-
 def test_momentum_may_begin_later_for_some_parameters() -> None:
     found = []
     for replicas in (1, 2, 3):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -92,24 +93,30 @@ def hash_of(model: nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
-def train_as_rank(rank: int, store: str, name: str) -> None:
-    """Train as one of two ranks; the first one prints."""
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+def train_as_rank(rank: int, name: str, folder: str) -> None:
+    """Train as one of two ranks; the first one leaves the hash."""
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2
+    )
     found = train(name, "ranks", 2)
     if rank == 0:
-        print(f"{name:5} ranks      2  {found}", flush=True)
+        Path(folder, "hash").write_text(found)
     dist.destroy_process_group()
+
+
+def spawned(function: Any, ranks: int, *args: object) -> str:  # Any: a function for `mp.spawn`
+    """Return the hash that a function's first rank leaves."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(function, (*args, folder), nprocs=ranks)
+        return Path(folder, "hash").read_text()
 
 
 def main() -> None:
     """Print a line for each model and configuration."""
     for name in ("mlp", "cnn", "gpt"):
         for executor, replicas in CONFIGURATIONS:
-            print(
-                f"{name:5} {executor:9}  {replicas}  {train(name, executor, replicas)}", flush=True
-            )
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(train_as_rank, (f"{folder}/store", name), nprocs=2)
+            print(f"{name:5} {executor:9}  {replicas}  {train(name, executor, replicas)}")
+        print(f"{name:5} ranks      2  {spawned(train_as_rank, 2, name)}", flush=True)
 
 
 if __name__ == "__main__":

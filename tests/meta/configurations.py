@@ -12,13 +12,10 @@ from __future__ import annotations
 import argparse
 import platform
 import subprocess
-import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -51,23 +48,6 @@ def train_by_ddp(rank: int, ranks: int, is_ours: bool, folder: str) -> None:
     if rank == 0:
         Path(folder, "hash").write_text(bits.hash_of(net))
     dist.destroy_process_group()
-
-
-def train_as_rank(rank: int, folder: str) -> None:
-    """Train as one of two ranks of a `Trainer`; the first one leaves the hash."""
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    found = bits.train("mlp", "ranks", 2)
-    if rank == 0:
-        Path(folder, "hash").write_text(found)
-    dist.destroy_process_group()
-
-
-def spawned(function: Any, ranks: int, *args: object) -> str:  # Any: a function for `mp.spawn`
-    """Return the hash that a function's first rank leaves."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(function, (*args, folder), nprocs=ranks)
-        return Path(folder, "hash").read_text()
 
 
 def name_of(executor: str, count: int) -> str:
@@ -144,9 +124,9 @@ def main() -> None:
         (name_of(executor, count), bits.train("mlp", executor, count))
         for executor, count in bits.CONFIGURATIONS
     ]
-    trainers.append((name_of("ranks", 2), spawned(train_as_rank, 2)))
+    trainers.append((name_of("ranks", 2), bits.spawned(bits.train_as_rank, 2, "mlp")))
     ours, theirs = (
-        [(name_of("ranks", n), spawned(train_by_ddp, n, n, is_ours)) for n in DDP_RANKS]
+        [(name_of("ranks", n), bits.spawned(train_by_ddp, n, n, is_ours)) for n in DDP_RANKS]
         for is_ours in (True, False)
     )
     words = ["git", "log", "-1", "--format=%h", "--abbrev=7", "--", "src"]

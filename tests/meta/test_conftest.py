@@ -65,6 +65,7 @@ def conftest() -> str:
     return text.replace("JOIN_S = 2.0", "JOIN_S = 0.1")
 
 
+@pytest.mark.night  # it is about the tests
 def test_every_test_gets_a_clean_start_and_leaves_one_and_gpu_tests_are_skipped(
     pytester, monkeypatch
 ):

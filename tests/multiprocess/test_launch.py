@@ -186,6 +186,7 @@ print(phalanx.launch(f, 2, args=(3,)))
 """
 
 
+@pytest.mark.night  # a start of Python; functions in forks run by day
 def test_a_function_that_was_typed_runs_in_forks():
     done = subprocess.run(
         [sys.executable, "-"],

@@ -14,7 +14,7 @@ from phalanx.errors import ConfigError, OutOfSpace, PeerLost
 from phalanx.ipc import Region, RunDirectory, run_directory
 from tests.multiprocess.children import Children, Parent, wait_for_exit
 
-pytestmark = [pytest.mark.alone, pytest.mark.promise("nothing-is-left-behind")]
+pytestmark = pytest.mark.promise("nothing-is-left-behind")
 PREFIX = f"phalanx-run-{os.geteuid()}-"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 

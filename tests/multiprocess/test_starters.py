@@ -1,4 +1,7 @@
-"""One script, started by every launcher on two hosts in networks of their own: the same bits."""
+"""One script, started by every launcher on two hosts in networks of their own: the same bits.
+
+Its ranks meet in a table, too.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,12 @@ with phalanx.Trainer(
 ) as trainer:
     trainer.fit(data, epochs=2)
 weights = b"".join(each.detach().numpy().tobytes() for each in net.parameters())
-print(f"weights {hashlib.sha256(weights).hexdigest()[:16]}\\n", end="", flush=True)
+with phalanx.tables.join(timeout_s=100.0, trusted_network=True) as world:
+    table = world.array(5, name="t", sync=True)
+    table.add(torch.ones(5))
+    ranks = table.get().unique().tolist()
+said = f"{hashlib.sha256(weights).hexdigest()[:16]} {ranks}"
+print(f"weights {said}\\n", end="", flush=True)
 """
 RANKS = (2, 1)  # of the hosts
 SIZE = sum(RANKS)
@@ -150,8 +158,9 @@ def srun(networks: Networks, script: str) -> Commands:
     )
 
 
-def weights(said: str) -> list[str]:
-    return re.findall(r"weights (\w+)", said)
+def weights(said: str) -> list[tuple[str, str]]:
+    """Return the hash that each rank prints, and how many ranks have met in a table."""
+    return re.findall(r"weights (\w+) \[(\d)\.0\]", said)
 
 
 def run_all(commands: Commands) -> str:
@@ -178,15 +187,16 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def expected(script: str) -> str:
-    """Return the weights of one process."""
-    (alone,) = weights(run_all([["env", "OMP_NUM_THREADS=1", sys.executable, script, "inline"]]))
-    return alone
+def expected(script: str) -> tuple[str, str]:
+    """Return what each rank shall print: the weights of one process, and the number of ranks."""
+    alone = weights(run_all([["env", "OMP_NUM_THREADS=1", sys.executable, script, "inline"]]))
+    ((hashed, _),) = alone
+    return hashed, str(SIZE)
 
 
 @pytest.mark.parametrize("starter", [phalanx_launch, torchrun, mpirun, open_mpi, srun])
 def test_every_launcher_trains_to_the_bits_of_one_process(
-    starter: Starter, networks: Networks, script: str, expected: str
+    starter: Starter, networks: Networks, script: str, expected: tuple[str, str]
 ) -> None:
     assert weights(run_all(starter(networks, script))) == [expected] * SIZE
 
@@ -210,7 +220,7 @@ def ray_cluster(networks: Networks) -> Iterator[None]:
 
 
 def test_ray_trains_to_the_bits_of_one_process(
-    networks: Networks, script: str, expected: str
+    networks: Networks, script: str, expected: tuple[str, str]
 ) -> None:
     pytest.importorskip("ray", reason="needs ray, of the extra `ray`")
     run = ("-c", "from phalanx.cli.app import main; main()", "launch", "--ray", "-n", str(SIZE))

@@ -1,8 +1,7 @@
-"""Tables over three hosts in networks of their own: started by the launcher, cut off, and slow."""
+"""Tables over three hosts in networks of their own: cut off, and slow."""
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,6 @@ from phalanx.ipc import RunDirectory
 from tests.multiprocess.children import Child, Children, Parent
 from tests.multiprocess.hosts import become_worker, variables
 from tests.multiprocess.networks import Networks, networks_of_hosts
-from tests.multiprocess.test_tables_hosts import SCRIPT, play
 
 NUM_HOSTS = 3
 PORT = 29500  # of a network that nobody else is in
@@ -53,22 +51,6 @@ def be_worker(parent: Parent, given: dict[str, str], body: Callable) -> None:
     with tables.join(timeout_s=DEADLINE_S) as world:
         body(parent, world)
     parent.tell("left")
-
-
-@pytest.mark.night
-def test_phalanx_launch_in_three_networks(networks, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    make_secret(tmp_path / "secret")
-    options = ["-n", "1", "--nnodes", str(NUM_HOSTS), "--endpoint"]
-    options += [f"{networks.addresses[0]}:{PORT}", "--secret-file", str(tmp_path / "secret")]
-    command = [sys.executable, "-c", "from phalanx.cli.app import main; main()", "launch"]
-    command += [*options, str(script)]
-    commands = [
-        [*networks.words(host), "env", f"PHALANX_HOST=host-{host}", *command]
-        for host in range(NUM_HOSTS)
-    ]
-    play(script, "", commands, num_workers=NUM_HOSTS)
 
 
 def add_until_told(parent: Parent, world: tables.TableGroup) -> None:

@@ -7,10 +7,7 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
-from phalanx import Trainer
-from phalanx.cli.run_folder import RunFolder
 from phalanx.files import save_tensors, written_whole
 
 
@@ -30,18 +27,6 @@ def test_a_file_of_tensors_has_the_mode_of_any_other(tmp_path, umask):
     save_tensors({"a": torch.arange(3)}, tmp_path / "tensors", metadata={"format": "pt"})
     assert modes(tmp_path) == {oct(0o666 & ~umask)}
     assert load_file(tmp_path / "tensors")["a"].tolist() == [0, 1, 2]
-
-
-def test_all_files_of_a_run_have_the_users_mode(tmp_path, umask):
-    folder = RunFolder.create(tmp_path / "run")
-    folder.write_config({"seed": 1})
-    with Trainer(
-        nn.Linear(3, 2), nn.functional.mse_loss, lambda p: torch.optim.Adam(p), executor="inline"
-    ) as trainer:
-        trainer.step((torch.ones(4, 3), torch.ones(4, 2)))
-        trainer.save(folder.checkpoints_path)
-        folder.write_model(trainer.module)
-    assert modes(folder.path) == {oct(0o666 & ~umask)}
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):

@@ -533,7 +533,9 @@ def test_code_that_a_folder_of_others_names_is_not_run(phalanx, finished, name):
     sys.modules.pop("evil", None)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 2, "options": {}}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "\x00", '{"format": 1}', '{"format": 2, "options": {}}']
+)
 def test_a_damaged_config_is_named(phalanx, finished, text):
     Path("run/config.json").write_text(text)
     code, _, err = phalanx("resume", "run")

@@ -89,18 +89,6 @@ def test_one_leaf(rule: str | None, parts: list[Any], sizes: list[int], merged: 
     assert same(Merging(rule).merge(parts, sizes), merged)
 
 
-@pytest.mark.parametrize(("rule", "parts", "sizes", "merged"), ONE_LEAF)
-def test_one_leaf_by_its_path(
-    rule: str | None, parts: list[Any], sizes: list[int], merged: Any
-) -> None:
-    """A rule for one leaf leaves the other to the default."""
-    nested = [
-        {"deep": [part], "rows": torch.zeros(size)} for part, size in zip(parts, sizes, strict=True)
-    ]
-    found = Merging({"deep.0": rule} if rule else None).merge(nested, sizes)
-    assert same(found, {"deep": [merged], "rows": torch.zeros(sum(sizes))})
-
-
 def test_a_part_without_rows_brings_no_nan_into_a_mean() -> None:
     """The mean over no rows is NaN, and weighs nothing."""
     assert same(Merging("mean").merge([s(2.0), s(NAN), s(5.0)], [2, 0, 1]), s(3.0))
