@@ -116,19 +116,6 @@ def test_a_death_inside_a_collective_is_told_to_all_and_a_new_group_works(troop,
     assert found == {}
 
 
-@pytest.mark.parametrize(
-    ("kind", "victim"),
-    [
-        pytest.param(kind, victim, marks=[] if turn % SIZE == victim else pytest.mark.night)
-        for turn, kind in enumerate(WITH_POINTS)
-        for victim in range(SIZE)
-    ],
-)
-def test_each_rank_may_die(troop, kind, victim):
-    case = Case(kind=kind, victim=victim, point="operation begun", passing=2)
-    assert offences(case, *troop.go_through(case)) == []
-
-
 def go_halting(troops: list[Troop], cases: list[Case]) -> dict[Case, list[str]]:
     """Go through ``cases`` with troops side by side; return what was not as promised."""
 
@@ -167,11 +154,6 @@ def test_each_rank_may_be_halted_at_each_point(troops, kind):
         for victim, point in itertools.product(range(SIZE), points_of(kind))
     ]
     assert go_halting(troops, cases) == {}
-
-
-def test_control_a_death_that_nobody_looks_for_is_caught(troop):
-    case = Case("all_reduce", 2, "operation begun", timeout_s=1.0, sabotage="deaths_unseen")
-    assert offences(case, *troop.go_through(case))
 
 
 def test_processes_end_with_the_troop():

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -21,29 +20,19 @@ import phalanx
 from tests.zoo import plain_sgd
 
 WIDTH, ROWS = 3, 7
-CPUS = ["cpu", "cpu"]
-
-
-@dataclass
-class Batch:
-    """Inputs and targets of the memory that is watched."""
-
-    x: Tensor
-    y: Tensor
-
-    @classmethod
-    def draw(cls) -> Batch:
-        return cls(torch.randn(ROWS, WIDTH), torch.randn(ROWS, 1))
-
-    def watched(self) -> list[StorageWeakRef]:
-        return [StorageWeakRef(each.untyped_storage()) for each in (self.x, self.y)]
-
-
 MADE: list[StorageWeakRef] = []
+Pair = tuple[Tensor, Tensor]
+
+
+def draw() -> Pair:
+    return torch.randn(ROWS, WIDTH), torch.randn(ROWS, 1)
 
 
 class Watched(nn.Linear):
     """Notes where its outputs lie."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         made = super().forward(x)
@@ -51,137 +40,66 @@ class Watched(nn.Linear):
         return made
 
 
-def linear() -> nn.Linear:
-    return Watched(WIDTH, 1)
+class Failing(Watched):
+    def forward(self, x: Tensor) -> Tensor:
+        super().forward(x)
+        raise ArithmeticError("as told")
 
 
-class Named(nn.Module):
-    """Takes inputs in any form, and returns a dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = linear()
-
-    def forward(self, x: Any, **others: Any) -> dict[str, Tensor]:
-        x = x["deep"][0] if isinstance(x, dict) else x[0] if isinstance(x, (list, tuple)) else x
-        return {"out": self.layer(x)}
+def in_container(model: Any, pair: Pair) -> None:
+    model(pair[0]).sum().backward()
 
 
-Call = Callable[[Batch], object]
-Made = Callable[[ExitStack], Call]
-
-
-def called(make: Callable[[], nn.Module], of: Callable[[nn.Module, Batch], Any]) -> Made:
-    """A module that is called, and whose outputs are gone back from."""
-
-    def made(stack: ExitStack) -> Call:
-        module = make()
-        if hasattr(module, "close"):
-            stack.callback(module.close)
-
-        def call(batch: Batch) -> None:
-            outputs = of(module, batch)
-            outputs = outputs["out"] if isinstance(outputs, dict) else outputs
-            outputs = outputs[0] if isinstance(outputs, list) else outputs
-            outputs.sum().backward()
-
-        return call
-
-    return made
-
-
-def replicated(of: Callable[[Any, Batch], Any], **options: Any) -> Made:
-    return called(lambda: phalanx.DataParallel(Named(), CPUS, **options), of)
-
-
-def keeps_last(call: Call) -> Call:
-    """Let another batch follow: what was last stays, as its user may ask for it."""
-
-    def twice(batch: Batch) -> None:
-        call(batch)
-        made = MADE.copy()
-        call(Batch.draw())
-        MADE[:] = made
-
-    return twice
-
-
-def trainer(executor: str) -> Made:
+def in_trainer(trainer: phalanx.Trainer, pair: Pair) -> None:
     """Let a trainer do all that it does with batches."""
-
-    def made(stack: ExitStack) -> Call:
-        training = stack.enter_context(
-            phalanx.Trainer(
-                linear(),
-                F.mse_loss,
-                plain_sgd,
-                replicas=2 if executor == "threads" else 1,
-                executor=executor,
-            )
-        )
-
-        def call(batch: Batch) -> None:
-            pair = batch.x, batch.y
-            training.step(pair)
-            training.fit([pair], steps=1)
-            training.evaluate([pair])
-            training.predict([batch.x])
-
-        return keeps_last(call)
-
-    return made
+    use(trainer, pair)
+    made = MADE.copy()
+    use(trainer, draw())  # what was last stays, as its user may ask for it
+    MADE[:] = made
 
 
-def raising(make: Made) -> Made:
-    """What raises when it is called."""
+def use(trainer: phalanx.Trainer, pair: Pair) -> None:
+    trainer.step(pair)
+    trainer.fit([pair], steps=1)
+    trainer.evaluate([pair])
+    trainer.predict([pair[0]])
 
-    def made(stack: ExitStack) -> Call:
-        inner = make(stack)
 
-        def call(batch: Batch) -> None:
-            try:
-                inner(batch)
-            except (ArithmeticError, phalanx.ConfigError, RuntimeError):
-                return
+def raising(call: Callable[[Any, Pair], object]) -> Callable[[Any, Pair], object]:
+    def raised(model: Any, pair: Pair) -> None:
+        with suppress(ArithmeticError, phalanx.ConfigError):
+            call(model, pair)
             raise AssertionError("it must raise")
 
-        return call
-
-    return made
+    return raised
 
 
-def fails(*_: Any) -> Any:
-    raise ArithmeticError("as told")
+def trainer_of(executor: str, module: type[nn.Module] = Watched) -> phalanx.Trainer:
+    replicas = 2 if executor == "threads" else 1
+    return phalanx.Trainer(module(), F.mse_loss, plain_sgd, replicas=replicas, executor=executor)
 
 
-class Failing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.layer(x)
-        return fails()
+def replicated(module: type[nn.Module] = Watched) -> phalanx.DataParallel:
+    return phalanx.DataParallel(module(), ["cpu", "cpu"])
 
 
-def failing_step(stack: ExitStack) -> Call:
-    training = stack.enter_context(phalanx.Trainer(Failing(), F.mse_loss, plain_sgd, replicas=2))
-    return lambda batch: training.step((batch.x, batch.y))
-
-
-MAKERS: dict[str, Made] = {
-    "tensor": replicated(lambda model, batch: model(batch.x)),
-    "ModelParallel": called(
-        lambda: phalanx.ModelParallel(1).add(linear(), "cpu").add(linear(), "cpu"),
-        lambda model, batch: model(batch.x),
+MAKERS: dict[str, tuple[Callable[[], Any], Callable[[Any, Pair], object]]] = {
+    "DataParallel": (replicated, in_container),
+    "ModelParallel": (
+        lambda: phalanx.ModelParallel(1).add(Watched(), "cpu").add(Watched(), "cpu"),
+        in_container,
     ),
-    **{f"Trainer, {kind}": trainer(kind) for kind in ("inline", "threads", "processes")},
-    "an exception in forward": raising(
-        called(lambda: phalanx.DataParallel(Failing(), CPUS), lambda model, batch: model(batch.x))
+    "Trainer, inline": (lambda: trainer_of("inline"), in_trainer),
+    "Trainer, threads": (lambda: trainer_of("threads"), in_trainer),
+    "Trainer, processes": (lambda: trainer_of("processes"), in_trainer),
+    "an exception in forward": (lambda: replicated(Failing), raising(in_container)),
+    "an exception in a step": (
+        lambda: trainer_of("threads", Failing),
+        raising(lambda trainer, pair: trainer.step(pair)),
     ),
-    "an exception in a step": raising(failing_step),
-    "a refused batch": raising(
-        replicated(lambda model, batch: model({"deep": [batch.x, batch.y[1:]]}))
+    "a refused batch": (
+        replicated,
+        raising(lambda model, pair: model({"x": pair[0], "y": pair[1][1:]})),
     ),
 }
 
@@ -198,12 +116,12 @@ def no_collector() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_batch_goes_with_its_last_reference(name: str, no_collector: None) -> None:
-    with ExitStack() as stack:
-        call = MAKERS[name](stack)
+    make, call = MAKERS[name]
+    with make() as model:
         for _ in range(2):  # the first call does more than others
-            batch = Batch.draw()
-            watched = batch.watched()
+            pair = draw()
+            watched = [StorageWeakRef(each.untyped_storage()) for each in pair]
             MADE.clear()
-            call(batch)
-            del batch
+            call(model, pair)
+            del pair
             assert all(each.expired() for each in watched + MADE)

@@ -49,14 +49,6 @@ def test_a_module_at_two_places_is_counted_once() -> None:
     assert module.first.running_mean.abs().max() > 0
 
 
-def test_a_reassigned_buffer_reaches_the_module() -> None:
-    module, x = Reassigns(), torch.arange(12.0).view(6, 2)
-    with phalanx.DataParallel(module, ["cpu", "cpu", "cpu"]) as model:
-        model(x)
-        model(x)
-    torch.testing.assert_close(module.seen, 2 * x.mean(dim=0))
-
-
 def test_what_the_user_writes_into_a_buffer_is_where_replicas_start() -> None:
     module = Reassigns()
     with phalanx.DataParallel(module, ["cpu", "cpu"]) as model:

@@ -160,16 +160,6 @@ def test_the_next_save_removes_what_a_kill_has_left(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["step-00000008"]
 
 
-def test_what_is_not_ours_is_not_removed(tmp_path: Path) -> None:
-    checkpoint = Checkpoint(tmp_path, every_steps=1)
-    with make(checkpoint) as trainer:
-        trainer.fit(data(), steps=1)
-        (tmp_path / "step-00000001" / "thesis.txt").write_text("mine")
-        with pytest.warns(UserWarning, match="is kept no more, but stays"):
-            trainer.fit(data(), steps=1)
-    assert (tmp_path / "step-00000001" / "thesis.txt").read_text() == "mine"
-
-
 @pytest.mark.parametrize(
     "options",
     [{"every_epochs": 0}, {"every_steps": -1}, {"keep": 0}, {"every_steps": 1.5}],

@@ -131,14 +131,6 @@ def test_no_samples_make_a_bucket_for_each_worker():
         TRAINER.split_batch(samples(3), -1)
 
 
-def test_it_does_not_matter_who_comes_first():
-    updates = [WorkerUpdate(worker, [0.1 * worker], 0.3 * worker, 1) for worker in range(1, 6)]
-    expected = TRAINER.merge_worker_updates(updates)
-    for turn in range(1, 5):
-        assert TRAINER.merge_worker_updates(updates[turn:] + updates[:turn]) == expected
-    assert TRAINER.merge_worker_updates(updates[::-1]) == expected
-
-
 # --- a real module --------------------------------------------------------------------------------
 
 

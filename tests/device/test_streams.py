@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -81,25 +81,3 @@ def test_on_side_streams_of_the_caller(way: Callable[..., None]) -> None:
     net = Net().to("dev:0")
     on_side_streams(lambda: way(net, ["dev:0", "dev:1", "dev:0"], None, SGD))
     assert equals_plain(net, SGD)
-
-
-# -- the sums --------------------------------------------------------
-
-
-def test_all_that_a_trainer_does_on_side_streams() -> None:
-    def everything(devices: list[str]) -> list[Any]:
-        torch.manual_seed(0)
-        layers = nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(0.3)
-        net = nn.Sequential(*layers).to(devices[0], F64)
-        data = [batch(step, devices[0]) for step in range(4)]
-        options: Any = {"microbatches": 3, "clip_norm": 0.1}
-        options |= {"metrics": {"error": lambda out, y: (out - y).mean()}, "replicas": devices}
-        with phalanx.Trainer(net, F.mse_loss, SGD, **{"microbatches": None, **options}) as trainer:
-            (epoch,) = trainer.fit(data, progress=False)
-            found = [*epoch.train.values(), *trainer.evaluate(data).values()]
-            found.append(trainer.predict([each for each, _ in data]))
-            return [*found, *net.state_dict().values()]
-
-    found = on_side_streams(lambda: everything(["dev:0", "dev:1", "dev:0"]))
-    for own, expected in zip(found, everything(["cpu"]), strict=True):
-        torch.testing.assert_close(torch.as_tensor(own).cpu(), torch.as_tensor(expected))

@@ -264,28 +264,6 @@ def test_a_compiled_ddp_model_trains(default_ranks, static):
     assert first == second
 
 
-def compiled_collectives(rank: int) -> list[float]:
-    def compute(own: Tensor) -> Tensor:
-        whole = torch.empty(6)
-        work = dist.all_gather_into_tensor(whole, own, async_op=True)
-        work.wait()
-        dist.barrier()
-        total = own.clone()
-        dist.all_reduce(total)
-        return whole.sum() + total.sum()
-
-    torch._dynamo.reset()
-    compiled = torch.compile(compute, backend="aot_eager")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return [compiled(torch.full((3,), rank + 1.0)).item() for _ in range(2)]
-
-
-@pytest.mark.night  # compiled DDP makes such calls by day
-def test_compiled_code_makes_asynchronous_calls(default_ranks):
-    assert default_ranks.run(compiled_collectives) == [[18.0] * 2] * 2
-
-
 # --- what is asked of a group ---------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from phalanx.environment import Place, num_ranks_here, read_place
+from phalanx.environment import num_ranks_here, read_place
 from phalanx.errors import ConfigError
 
 TWO = {"RANK": "1", "WORLD_SIZE": "2"}
@@ -124,14 +124,6 @@ def test_the_agent_of_torch_ends_survivors_but_under_phalanx_launch(more, keeps)
 def test_incomplete_variables_are_refused(environment, message):
     with pytest.raises(ConfigError, match=message):
         read_place(environment)
-
-
-def test_who_needs_the_store_or_the_hosts_is_told_which_variable_is_missing():
-    place = Place(job="a", rank=0, size=2)
-    with pytest.raises(ConfigError, match="`MASTER_ADDR` and `MASTER_PORT` must say where"):
-        place.find_store()
-    with pytest.raises(ConfigError, match="`LOCAL_WORLD_SIZE` must say how many of the 2"):
-        _ = place.is_spread
 
 
 def test_ranks_of_this_host_are_one_without_a_launcher(monkeypatch):

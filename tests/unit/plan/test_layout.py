@@ -110,22 +110,6 @@ def test_values_without_rows_are_given_whole_and_are_the_same_object(value: obje
     assert parts[1]["value"] is value
 
 
-def test_a_leaf_named_with_none_is_given_whole() -> None:
-    mask = torch.ones(9)
-    parts = open_rows({"x": rows(4), "mask": mask}, Layout(dims={"mask": None})).cut([3, 1])
-    assert all(part["mask"] is mask for part in parts)
-    assert num_rows({"x": rows(4), "mask": mask}, Layout(dims={"mask": None})) == 4
-
-
-def test_a_leaf_may_have_its_own_dim() -> None:
-    batch = {"x": rows(4, 3), "steps": [rows(7, 4)]}
-    layout = Layout(dims={"steps.0": 1})
-    assert num_rows(batch, layout) == 4
-    parts = open_rows(batch, layout).cut([3, 1])
-    assert tuple(parts[0]["steps"][0].shape) == (7, 3)
-    assert tuple(parts[1]["steps"][0].shape) == (7, 1)
-
-
 # --- paths ----------------------------------------------------------------------------------------
 
 NEST = {
@@ -174,16 +158,6 @@ def test_a_path_covers_all_leaves_below_it_and_yields_to_a_longer_one(
     dims: dict[str | int, int | None], expected: list[int | None]
 ) -> None:
     assert Rows(NEST, Layout(dims=dims)).dims == expected
-
-
-def test_positions_are_paths() -> None:
-    batch = (rows(4), [rows(9), rows(8)], rows(3, 4))
-    layout = Layout(dims={1: None, 2: 1})
-    assert Rows(batch, layout).dims == [0, None, None, 1]
-    assert layout == Layout(dims={"1": None, "2": 1})
-    assert num_rows(batch, layout) == 4
-    second = open_rows(batch, layout).cut([3, 1])[1]
-    assert [len(second[0]), len(second[1][0]), tuple(second[2].shape)] == [1, 9, (3, 1)]
 
 
 def test_a_batch_of_which_all_is_given_whole() -> None:
