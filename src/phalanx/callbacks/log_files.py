@@ -97,19 +97,8 @@ class JSONL(Callback):
 def record_of(event: Event) -> Record:
     """Return what is kept of a step, an epoch, a lost worker or changed ranks."""
     if isinstance(event, StepDone):
-        return {
-            "kind": "step",
-            "step": event.step,
-            "epoch": event.epoch,
-            "batch": event.batch,
-            "loss": event.loss,
-            "samples": event.samples,
-            "seconds": event.seconds,
-            "shares": event.shares,
-            "busy_s": event.busy_s,
-            "learning_rates": event.learning_rates,
-            "grad_norm": event.grad_norm,
-        }
+        numbers = {name: value for name, value in vars(event).items() if name != "spans"}
+        return {"kind": "step", **numbers, "busy_s": event.busy_s}
     kinds: dict[type, str] = {EpochDone: "epoch", WorkerLost: "failure", RanksChanged: "ranks"}
     return {"kind": kinds[type(event)], **asdict(event)}
 
@@ -165,7 +154,7 @@ class CSV(Callback):
         """Rewrite the file with one row more: they are few, and there may be new columns."""
         if not self.is_writer:
             return
-        row = {name: getattr(event, name) for name in _EPOCH_COLUMNS} | _means_of(event, ".")
+        row = {name: getattr(event, name) for name in _EPOCH_COLUMNS} | means_of(event, ".")
         with writing_to(self._path):
             rows = [each for each in self._rows() if int(each["epoch"]) < event.epoch] + [row]
             with written_whole(self._path) as draft, draft.open("w", encoding="utf-8") as file:
@@ -232,7 +221,7 @@ class TensorBoard(Callback):
         if not self.is_writer:
             return
         writer = self._open(event.steps)
-        for name, value in _means_of(event, "/").items():
+        for name, value in means_of(event, "/").items():
             writer.add_scalar(name, value, event.steps)
         writer.flush()
 
@@ -264,15 +253,12 @@ def _scalars_of(event: StepDone) -> dict[str, float]:
     return {"step/loss": event.loss, **rates, **norm}
 
 
-def _means_of(event: EpochDone, between: str) -> dict[str, float]:
-    kinds: dict[str, Mapping[str, float]] = {
-        "train": event.train,
-        "validation": event.validation or {},
-    }
+def means_of(event: EpochDone, between: str) -> dict[str, float]:
+    """Return the means of an epoch by names such as "train.loss"."""
+    validation = (event.validation or {}).items()
     return {
-        f"{kind}{between}{name}": value
-        for kind, means in kinds.items()
-        for name, value in means.items()
+        **{f"train{between}{name}": value for name, value in event.train.items()},
+        **{f"validation{between}{name}": value for name, value in validation},
     }
 
 
@@ -289,9 +275,7 @@ def read_path(path: Any) -> Path:  # Any: whatever the user wrote
 
 def _text_of(path: Path) -> str:
     """Return the text of a file; an empty one where the file is missing."""
-    if not path.exists():
-        return ""
-    return path.read_text(encoding="utf-8", errors="replace")
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 @contextmanager

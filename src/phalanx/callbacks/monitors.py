@@ -9,6 +9,7 @@ from typing import Any
 
 from phalanx.callbacks.callback import Callback
 from phalanx.callbacks.events import EpochDone, FitBegun
+from phalanx.callbacks.log_files import means_of
 from phalanx.errors import ConfigError
 from phalanx.plan import check_argument, read_count, read_number
 
@@ -41,8 +42,7 @@ class MonitoredMean:
 
     def read(self, epoch: EpochDone) -> float:
         """Return the epoch's value."""
-        means = {f"train.{name}": value for name, value in epoch.train.items()}
-        means |= {f"validation.{name}": value for name, value in (epoch.validation or {}).items()}
+        means = means_of(epoch, ".")
         self._check_among(tuple(means))
         return float(means[self.name])
 

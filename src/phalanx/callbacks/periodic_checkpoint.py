@@ -197,7 +197,7 @@ def _remove(folder: Path) -> None:
     if not folder.is_dir():
         return
     found = list(folder.iterdir())
-    if folder.is_symlink() or not all(_FILE.fullmatch(x.name) and _is_file(x) for x in found):
+    if folder.is_symlink() or not all(_FILE.fullmatch(x.name) and not x.is_dir() for x in found):
         warn_user(
             f"{folder} is kept no more, but stays: it is a link, or holds more than a checkpoint.",
         )
@@ -205,7 +205,3 @@ def _remove(folder: Path) -> None:
     for path in found:
         path.unlink()
     folder.rmdir()
-
-
-def _is_file(path: Path) -> bool:
-    return path.is_symlink() or not path.is_dir()

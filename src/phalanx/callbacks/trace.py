@@ -16,7 +16,7 @@ from typing import Any
 
 from phalanx.callbacks.callback import Callback
 from phalanx.callbacks.events import FitEnded, StepDone, WorkerLost
-from phalanx.callbacks.log_files import finite, read_path, writing_to
+from phalanx.callbacks.log_files import finite, read_path, record_of, writing_to
 from phalanx.clock import now_s
 from phalanx.files import written_whole
 from phalanx.plan import read_count
@@ -101,18 +101,9 @@ def lay_out_trace(
 
 
 def _of_step(step: StepDone) -> Iterator[TraceEvent]:
-    told = {
-        "loss": step.loss,
-        "samples": step.samples,
-        "epoch": step.epoch,
-        "batch": step.batch,
-        "shares": list(step.shares),
-        "learning rates": list(step.learning_rates),
-        "norm of the gradients": step.grad_norm,
-    }
     start_s = min(span.start_s for span in step.spans)
     stop_s = max(span.stop_s for span in step.spans)
-    yield _slice(_STEPS, f"step {step.step}", start_s, stop_s, told)
+    yield _slice(_STEPS, f"step {step.step}", start_s, stop_s, record_of(step))
     for span in step.spans:
         is_merge = span.microbatch is None
         name = "merging and optimizer" if is_merge else f"microbatch {span.microbatch}"
