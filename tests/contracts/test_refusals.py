@@ -504,7 +504,6 @@ ROWS: list[Row] = [
     Row(TABLE, lambda t: t.get([5]), "Row 5 is outside"),
     Row(TABLE, lambda t: t.get(out=torch.empty(4, 3)), "`out` must be a tensor of torch.float32"),
     Row(TABLE, lambda t: t.get([1], out=[0]), "`out` must be a tensor"),
-    Row(TABLE, lambda t: t.async_get([1]), "bulk-synchronous table", UnsupportedError),
     Row(TABLE, lambda t: t.restore("/nowhere"), "embed", CheckpointError),
     Row(TABLE, lambda t: t.world.matrix(2, 4, name="embed"), "`(rows|updater)` of table 'embed'"),
     *(

@@ -76,7 +76,7 @@ def unequal_lengths(world: tables.TableGroup) -> float:
     for _ in range(2 * (world.worker_id + 1)):
         table.add([1.0])
         value = table.get()
-    world.leave()
+    world.close()
     return value.item()
 
 
@@ -96,7 +96,7 @@ def stale_rounds(world: tables.TableGroup, bound: int) -> list[tuple[int, list[f
         table.add([1.0], rows=[world.worker_id])
         world.tick()
         seen.append((clock, table.get().tolist()))
-    world.leave()
+    world.close()
     return seen
 
 
@@ -293,30 +293,6 @@ def test_tables_modules_and_embeddings_serve_in_every_mode_of_torchs(world, n, m
     found = [matrix[::-1], matrix, twice[::-1], [float(n), 0.0], []]
     body = partial(serve_in_mode, mode=mode, folder=tmp_path)
     assert world.run(body, n, run=run) == [found] * n
-
-
-def several_gets(world: tables.TableGroup) -> None:
-    table = world.matrix(4, 2, name="t", init=3.0, sync=True)
-    pending = [table.async_get([row]) for row in (3, 1, 1)]
-    assert [p.wait().tolist() for p in reversed(pending)] == [[[3.0, 3.0]]] * 3
-    assert pending[0].wait() is pending[0].wait()
-    values = torch.arange(6.0)[:, None]
-    for name, options in {
-        "one": {},
-        "dc": {"updater": "dc_asgd"},
-    }.items():
-        many = world.matrix(6, 1, name=name, init=values, sync=True, **options)
-        rows = torch.empty(2, dtype=torch.int64)
-        for asked, later in [([0, 1], [5, 4]), ([4, 5], [1, 1]), ([1, 5], [0, 0])]:
-            rows[:] = torch.tensor(asked)
-            begun = many.async_get(rows)
-            rows[:] = torch.tensor(later)
-            assert begun.wait()[:, 0].tolist() == asked
-
-
-@in_table_worlds()
-def test_several_gets_may_be_open(world, n, run):
-    world.run(several_gets, n, run=run)
 
 
 # --- rows found by key ----------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from phalanx.tables.embedding import TableEmbedding, TableEmbeddingBag
 from phalanx.tables.joining import join
 from phalanx.tables.row_initializer import Uniform
 from phalanx.tables.shared_module import SharedModule
-from phalanx.tables.table import KeyTable, PendingGet, Table
+from phalanx.tables.table import KeyTable, Table
 from phalanx.tables.table_group import TableGroup, TableOptions
 from phalanx.tables.updaters import (
     AdaGrad,
@@ -25,7 +25,6 @@ __all__ = [
     "KeyTable",
     "Momentum",
     "Nesterov",
-    "PendingGet",
     "RowwiseAdaGrad",
     "Sgd",
     "SharedModule",

@@ -65,7 +65,7 @@ class WorkerLog:
             if words[_ROUND] > applied:
                 raise StateError(
                     f"At most one round of a table must be open when worker {self._worker} adds to "
-                    "the next, but two are. Call `wait()` on its earlier gets."
+                    "the next, but two are. Wait for the gets of its other threads."
                 )
             words[_END] = 0
             words[_ROUND] = number

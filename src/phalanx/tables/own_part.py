@@ -164,7 +164,7 @@ class OwnPart:
             timeout_s,
             f"get {number} of table {self.spec.name!r}",
             lambda worker: self._has(worker, number),
-            "In a bulk-synchronous table all workers make the same gets, or leave.",
+            "In a bulk-synchronous table all workers make the same gets, or close.",
         )
 
     def _has_all(self, number: int) -> bool:
@@ -177,7 +177,7 @@ class OwnPart:
         return line[CLOCK] >= number and line[ARRIVED_AS] == arrived_as
 
     def _apply(self, number: int, timeout_s: float) -> None:
-        """Apply all rounds up to ``number``; an abandoned get leaves its round open."""
+        """Apply all rounds up to ``number``; an interrupted get leaves its round open."""
         with self.lock.held(timeout_s):
             # again: the round may be applied, or a worker new
             if not self._has_all(number):

@@ -80,7 +80,7 @@ class Router:
         # their numbers, so that one that comes late is taken for a repetition. Nor may the worker's
         # round change meanwhile.
         self._turn = threading.Lock()
-        self.late_round: int | None = None  # of a get that ended at its deadline
+        self._late_round: int | None = None  # of a get that failed, or that Ctrl-C ended
         self._num_adds = 0
         in_order = spec.staleness.is_bulk_synchronous or spec.updater.remembers
         self._looks_itself = spec.has_keys or not (self._others or in_order)
@@ -187,20 +187,24 @@ class Router:
     def arrive(self, timeout_s: float) -> int:
         """Say that the worker has put down all of its round, or of the late one, and return it."""
         with self._turn:  # no thread of the worker puts anything down meanwhile
-            number = self.late_round or self.here.clock_of(self._worker) + 1
-            self.late_round = None  # another thread's get is of the next one
+            number = self._late_round or self.here.clock_of(self._worker) + 1
+            self._late_round = None  # another thread's get is of the next one
             self.here.arrive(self._worker, number)
         try:
             self._ask_all(Operation.END_ROUND, timeout_s, args=(number,))
-        except BaseException:  # an interrupt, too
-            self.late_round = number
+        except BaseException:
+            self._late_round = number
             raise
         return number
 
     def finish(self, number: int, timeout_s: float) -> None:
         """Wait until the round is in on every host; see :meth:`OwnPart.finish`."""
         finish_here = partial(self.here.finish, number, timeout_s)
-        self._ask_all(Operation.AWAIT_ROUND, timeout_s, finish_here, args=(number,))
+        try:
+            self._ask_all(Operation.AWAIT_ROUND, timeout_s, finish_here, args=(number,))
+        except BaseException:  # an interrupt, too
+            self._late_round = number
+            raise
 
     # --- all of it --------------------------------------------------------------------------------
 

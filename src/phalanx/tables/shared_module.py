@@ -73,7 +73,7 @@ class SharedModule:
 
     Determinism: Synchronous: all copies are bitwise identical at any timing; sums go in the order
     of workers. With one worker and no ``outer``, training is bitwise identical to plain training.
-    Collective: Synchronous: all workers construct it, and sync equally often or leave.
+    Collective: Synchronous: all workers construct it, and sync equally often or close.
     Moves: Both ways, 4 bytes for each element (8 where any is float64); it keeps three more copies,
     and the tables hold two, four with ``outer``.
 
@@ -187,14 +187,13 @@ class SharedModule:
             PeerTimeout: A worker for whom the mode waits stayed away; ``.rank`` is it. Some tables
                 may have this worker's change by then, and others not, so that is the end of the
                 sharing: begin it again from a :meth:`snapshot`.
-            StateError: This worker has left the group, an earlier sync failed, or the module has
+            StateError: The group is closed, an earlier sync failed, or the module has
                 other parameters or statistics than it had. Nothing is changed.
 
         Collective: Synchronous: all workers. Blocks: As a table's ``get`` in its mode.
         """
         world = self._world
         world._check_open()
-        world._check_counted("sync")
         self._refuse_torn("sync")
         self._find_tensors()
         for exchange in self._exchanges:
@@ -230,11 +229,11 @@ class SharedModule:
             exchange.tensors = tensors
 
     def _receive(self) -> None:
-        # All are asked for before one is waited for: a worker that joins between the rounds of two
+        # All rounds end before one is waited for: a worker that joins between the rounds of two
         # tables would else be waited for in one, while it waits in the other.
         with torch.inference_mode(False):  # answers are kept, and written to later
             for exchange in self._exchanges:
-                exchange.ask()
+                exchange.end_round()
             for exchange in self._exchanges:
                 alone = self.outer is None and self._world.num_workers == 1
                 exchange.receive(alone=alone)
@@ -327,7 +326,7 @@ def _pairs(tensors: Tensors, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
 class ParameterExchange:
     """Parameters, of which a table takes the differences.
 
-    ``note``, ``give``, ``ask`` and ``receive``, in this order, make one exchange.
+    ``note``, ``give``, ``end_round`` and ``receive``, in this order, make one exchange.
 
     Args:
         tensors: By name; read and changed in place.
@@ -366,9 +365,9 @@ class ParameterExchange:
         self.table.add(self._spare if factor == 1 else self._spare * factor)
         self._base.add_(self._spare)  # what the table holds now, if nobody else adds
 
-    def ask(self) -> None:
-        """Begin to get the answer."""
-        self._pending = self.table._begin_get(None, self._spare)
+    def end_round(self) -> None:
+        """Say that all was given, where the table is bulk-synchronous."""
+        self._round = self.table._end_round() if self.table._is_bulk else None
 
     def receive(self, *, alone: bool) -> None:
         """Wait for the answer, and put it into the tensors.
@@ -380,7 +379,8 @@ class ParameterExchange:
         Raises:
             PeerTimeout: As a table's ``get``.
         """
-        got = self._pending.wait()
+        got = self._spare
+        self.table._read(None, got.view(-1, 1), self._round)
         if not (alone and torch.equal(got, self._base)):
             _scatter(got, self.tensors)
         self._base, self._spare = got, self._base

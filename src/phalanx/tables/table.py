@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.errors import ConfigError, PeerTimeout, StateError, UnsupportedError
+from phalanx.errors import ConfigError, StateError, UnsupportedError
 from phalanx.tables.membership import TICKS
 from phalanx.tables.part import Entry, add_up_repeats
 from phalanx.tables.router import Router
@@ -90,7 +90,7 @@ class Table:
         Raises:
             ConfigError: Shape or dtype is wrong, a row is outside the table, or the delta holds
                 NaN or infinity and the table rejects them. The table is unchanged.
-            StateError: This worker has left.
+            StateError: The group is closed.
             OutOfSpace: Memory is too small for new keys, or to record so many rows. The table is
                 unchanged.
             PeerTimeout: Another worker held the rows beyond the deadline.
@@ -115,12 +115,6 @@ class Table:
         self._take(Entry(index, value, self._group.worker_id))
 
     def _take(self, entry: Entry) -> None:
-        # An add of a worker outside the round would make the gets of that round differ.
-        if self._group.left or (self._is_bulk and not self._group.is_counted()):
-            raise StateError(
-                f"An add to table {self.name!r} must be made by a worker of the run, but worker "
-                f"{self._group.worker_id} has left. Add before `leave()`."
-            )
         if self._is_bulk:
             self._storage.put(entry, self._group.timeout_s)
         else:
@@ -150,52 +144,17 @@ class Table:
         Collective: In a bulk-synchronous table all workers make the same number of gets.
         Blocks: While an add to the table is under way there, whichever rows it changes. Bounded:
         also until no worker is more than k ticks behind. Bulk: also until every worker has come to
-        its get, or left.
+        its get, or closed.
         """
         self._check_open()
         index = read_rows(rows, self._spec)
-        if self._is_bulk:
-            return self._get_of_round(index, out)
         self._storage.refuse_outside(index)
         target, answer = self._target(index, out)
-        self._read(index, target)
+        self._read(index, target, self._end_round() if self._is_bulk else None)
         return answer
 
-    def async_get(self, rows: Rows | None = None, *, out: Tensor | None = None) -> PendingGet:
-        """Begin a :meth:`get` of a bulk-synchronous table; ``wait()`` on the answer ends it.
-
-        This ends the worker's round, so adds that follow are of the next one; wait before the next
-        get. ``rows`` may be changed as soon as this returns.
-
-        Raises:
-            ConfigError, PeerTimeout: As :meth:`get`.
-            UnsupportedError: The table is not bulk-synchronous: there a get waits for no round.
-        """
-        self._check_open()
-        if not self._is_bulk:
-            raise UnsupportedError(
-                f"`async_get` must be called on a bulk-synchronous table, but {self.name!r} is "
-                "none. Call `get` when the rows are needed."
-            )
-        index = read_rows(rows, self._spec)
-        return self._begin_get(None if index is None else index.clone(), out)
-
-    def _get_of_round(self, index: Tensor | None, out: Tensor | None) -> Tensor:
-        pending = self._begin_get(index, out)
-        try:
-            return pending.wait()
-        except PeerTimeout:
-            self._storage.late_round = pending.round
-            raise
-
-    def _begin_get(self, index: Tensor | None, out: Tensor | None) -> PendingGet:
-        """Begin a get of the late round, or end the worker's round."""
-        self._storage.refuse_outside(index)
-        target, answer = self._target(index, out)
-        number = None
-        if self._is_bulk and self._group.is_counted():
-            number = self._storage.arrive(self._group.timeout_s)
-        return PendingGet(self, index, target, answer, number)
+    def _end_round(self) -> int:
+        return self._storage.arrive(self._group.timeout_s)
 
     def _target(self, index: Tensor | None, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return where rows go, as the table has them, and the same as the caller gets it."""
@@ -211,8 +170,11 @@ class Table:
             )
         return target, target.view(-1) if spec.is_array else target
 
-    def _read(self, rows: Tensor | None, target: Tensor) -> None:
+    def _read(self, rows: Tensor | None, target: Tensor, number: int | None) -> None:
+        """Read rows into ``target`` when round ``number``, if there are rounds, is in."""
         group = self._group
+        if number is not None:
+            self._storage.finish(number, group.timeout_s)
         if self._is_bounded:
             self._wait_for_slow()
         self._storage.read(rows, target, group.timeout_s)
@@ -223,7 +185,7 @@ class Table:
         group, bound = self._group, self._spec.staleness.bound
         assert bound is not None
         clock = group.membership.clock(group.worker_id, TICKS) - bound
-        if self._seen_clock < clock and group.is_counted():
+        if self._seen_clock < clock:
             group.wait_for_slow(clock, f"a get of table {self.name!r}")
             self._seen_clock = min(group.membership.clocks(TICKS).values(), default=0)
 
@@ -307,34 +269,6 @@ class Table:
         mode = f", {spec.staleness.as_argument}" if spec.staleness.as_argument else ""
         kind = type(self).__name__
         return f"{kind}({spec.name!r}, {shape} {dtype}, updater={spec.updater!r}{mode})"
-
-
-class PendingGet:
-    """A get that has begun; made by :meth:`Table.async_get`."""
-
-    def __init__(
-        self, table: Table, rows: Tensor | None, target: Tensor, answer: Tensor, number: int | None
-    ) -> None:
-        """Not for callers, who have :meth:`Table.async_get`."""
-        self._table, self._rows = table, rows
-        self._target, self._answer = target, answer
-        self.round = number
-        self._done = False
-
-    def wait(self) -> Tensor:
-        """Return the rows; a second call returns the same.
-
-        Raises:
-            PeerTimeout: As :meth:`Table.get`.
-        """
-        table = self._table
-        if not self._done:
-            table._check_open()
-            if self.round is not None:
-                table._storage.finish(self.round, table._group.timeout_s)
-            table._read(self._rows, self._target)
-            self._done = True
-        return self._answer
 
 
 class KeyTable(Table):

@@ -69,7 +69,6 @@ class TableGroup:
         self.run = context.run
         self.membership = context.membership
         self.closed = False
-        self.left = False
         self.forked = False  # a forked child is not this worker
         self._context = context
         self._incarnation = self.membership.incarnation(self.worker_id)
@@ -98,7 +97,7 @@ class TableGroup:
     @property
     def is_master(self) -> bool:
         """True if this is the lowest worker that is waited for."""
-        if self.closed or self.forked or not self.is_counted():
+        if self.closed or self.forked:
             return False
         return self.membership.master(self.worker_id, self.timeout_s) == self.worker_id
 
@@ -112,7 +111,6 @@ class TableGroup:
         Collective: All workers. Blocks: Until the last has come, left or died.
         """
         self._check_open()
-        self._check_counted("barrier")
         timeout_s = self.timeout_s if timeout_s is None else read_seconds(timeout_s)
         number = self._num_barriers + 1
         with self._told(BARRIERS, number, timeout_s):
@@ -133,7 +131,6 @@ class TableGroup:
         Blocks: While this worker is more than the bound and one round ahead.
         """
         self._check_open()
-        self._check_counted("tick")
         number = self.membership.clock(self.worker_id, TICKS) + 1
         with self._told(TICKS, number, self.timeout_s):
             if self._tick_bound is not None:
@@ -179,21 +176,10 @@ class TableGroup:
         self._check_open()
         return TableGroup(self._context, None, None, self.staleness, self.timeout_s)
 
-    def leave(self) -> None:
-        """Stop counting as a worker: no call waits for this one any more.
-
-        Tables stay readable, but take no more adds of this worker.
-        """
-        self.left = True
-        if not self.closed and self.is_counted():
-            self.membership.leave(self.worker_id, self._incarnation, self.timeout_s)
-            for remote in self.remotes:
-                with suppress(PhalanxError):  # one that does not answer finds out by itself
-                    remote.leave(min(self.timeout_s, _LEAVE_S))
-
     def close(self) -> None:
-        """Leave and let go of everything; the last one out removes what the run has shared.
+        """Leave the run: no call of others waits for this worker any more; free its memory.
 
+        The last one out removes what the run has shared.
         A call that another thread is in ends as if the group were open.
 
         Blocks: Until the workers that were announced have come, else they would come to a run that
@@ -209,12 +195,18 @@ class TableGroup:
                 return
             try:
                 if not self.forked:
-                    self.leave()
+                    self._leave()
             finally:
                 self.closed = True
                 for remote in self.remotes:
                     remote.close()
                 self._context.count_out(self.timeout_s)
+
+    def _leave(self) -> None:
+        self.membership.leave(self.worker_id, self._incarnation, self.timeout_s)
+        for remote in self.remotes:
+            with suppress(PhalanxError):  # one that does not answer finds out by itself
+                remote.leave(min(self.timeout_s, _LEAVE_S))
 
     def _wait_for_expected(self) -> None:
         missing = self.membership.expected_missing
@@ -368,10 +360,6 @@ class TableGroup:
             context.routers.add(self._routers[spec.name])
         return self._routers[spec.name]
 
-    def is_counted(self) -> bool:
-        """Tell whether this worker has not left; another may have its number since."""
-        return self.membership.is_here(self.worker_id, self._incarnation)
-
     def _note_fork(self) -> None:
         self.forked = True
 
@@ -379,13 +367,6 @@ class TableGroup:
         if self.closed or self.forked:
             why = "is closed" if self.closed else "was joined by the process that forked this one"
             raise StateError(f"The group must be joined by this worker, but {why}. Call `join`.")
-
-    def _check_counted(self, what: str) -> None:
-        if not self.is_counted():
-            raise StateError(
-                f"`{what}` must be called by a worker of the run, but worker {self.worker_id} has "
-                "left."
-            )
 
     def __repr__(self) -> str:
         if self.closed:

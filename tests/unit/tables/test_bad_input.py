@@ -23,22 +23,6 @@ def test_a_refused_get_does_not_end_the_round():
         assert table.get().tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("kind", ["matrix", "keys"])
-def test_who_has_left_adds_nothing_and_may_read_on(kind):
-    with tables.join(num_workers=2) as world, world.thread_worker() as gone:
-        ours, its = (
-            w.matrix(3, 2, name="x") if kind == "matrix" else w.keys(2, name="x")
-            for w in (world, gone)
-        )
-        its.add([[1.0, 2.0]], rows=[1])
-        gone.leave()
-        with pytest.raises(
-            StateError, match=r"An add to table 'x' .* worker 1 has left. Add before `leave\(\)`"
-        ):
-            its.add([[1.0, 2.0]], rows=[1])
-        assert ours.get([1]).tolist() == its.get([1]).tolist() == [[1.0, 2.0]]
-
-
 @pytest.mark.parametrize(
     ("make", "refused", "told"),
     [

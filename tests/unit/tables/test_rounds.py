@@ -1,4 +1,4 @@
-"""Rounds of a bulk-synchronous table, with gets that are open, and barriers: whom they name."""
+"""Rounds of a bulk-synchronous table that others have not come to, and barriers."""
 
 from __future__ import annotations
 
@@ -8,40 +8,27 @@ import pytest
 
 from phalanx import tables
 from phalanx.errors import PeerTimeout, StateError
+from phalanx.ipc import wait_until
 
 pytestmark = pytest.mark.promise("every-wait-ends")
 
 
-def test_a_round_that_others_have_not_come_to_keeps_its_adds_beside_those_of_the_next():
-    with tables.join(sync=True, num_workers=2) as world, world.thread_worker() as other:
-        ours, theirs = world.array(1, name="x"), other.array(1, name="x")
-        ours.add([1.0])
-        pending = ours.async_get()
-        ours.add([10.0])
-        theirs.add([100.0])
-        assert theirs.get().tolist() == pending.wait().tolist() == [101.0]
-        first, second = ours.async_get(), theirs.async_get()
-        assert first.wait().tolist() == second.wait().tolist() == [111.0]
-
-
-def test_a_get_that_nobody_waits_for_loses_no_add():
-    with tables.join(sync=True) as world:
-        table = world.array(1)
-        table.add([1.0])
-        table.async_get()
-        table.add([10.0])
-        assert table.get().tolist() == [11.0]
-
-
 def test_a_third_round_of_adds_is_refused_while_two_are_open():
-    with tables.join(sync=True) as world:
-        table = world.array(1)
-        for value in (1.0, 10.0):
-            table.add([value])
-            pending = table.async_get()
-        with pytest.raises(StateError, match=r"At most one round .* Call `wait\(\)`"):
-            table.add([100.0])
-        assert pending.wait().tolist() == [11.0]
+    with (
+        tables.join(sync=True, num_workers=2) as world,
+        world.thread_worker() as other,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        ours, theirs = world.array(1, name="x"), other.array(1, name="x")
+        gets = []
+        for number, value in ((1, 1.0), (2, 10.0)):
+            ours.add([value])
+            gets.append(threads.submit(ours.get))
+            assert wait_until(lambda number=number: ours._storage.here.clock_of(0) == number, 10)
+        with pytest.raises(StateError, match=r"At most one round .* Wait for the gets"):
+            ours.add([100.0])
+        assert theirs.get().tolist() == gets[0].result(10).tolist() == [1.0]
+        assert theirs.get().tolist() == gets[1].result(10).tolist() == [11.0]
 
 
 def test_a_round_is_in_when_the_last_one_comes_though_others_have_timed_out():
@@ -50,22 +37,14 @@ def test_a_round_is_in_when_the_last_one_comes_though_others_have_timed_out():
         world.thread_worker() as second,
         world.thread_worker() as third,
     ):
-        gets = [each.array(1, name="x").async_get for each in (world, second, third)]
-        pending = [get() for get in gets[:2]]
-        for each in (*pending, pending[0]):
-            with pytest.raises(PeerTimeout, match="Worker 2 of 3 did not come to get 1") as raised:
-                each.wait()
-            assert raised.value.rank == 2
-        for late in (gets[2](), *pending):
-            assert late.wait().tolist() == [0.0]
+        one, two, late = (each.array(1, name="x") for each in (world, second, third))
+        for table, missing in ((one, "Workers 1–2"), (two, "Worker 2"), (one, "Worker 2")):
+            with pytest.raises(PeerTimeout, match=f"{missing} of 3 did not come to get 1"):
+                table.get()
+        assert [table.get().tolist() for table in (late, one, two)] == [[0.0]] * 3
 
 
-@pytest.mark.parametrize(
-    "again",
-    [lambda table: table.get(), lambda table: table.async_get().wait()],
-    ids=["get", "async_get"],
-)
-def test_a_get_after_one_that_timed_out_is_of_the_same_round(again):
+def test_a_get_after_one_that_timed_out_is_of_the_same_round():
     with (
         tables.join(sync=True, num_workers=2, timeout_s=0.05) as world,
         world.thread_worker() as other,
@@ -76,22 +55,23 @@ def test_a_get_after_one_that_timed_out_is_of_the_same_round(again):
             ours.get()
         ours.add([10.0])  # of the next round
         theirs.add([100.0])
-        theirs.async_get()
-        assert again(ours).tolist() == [101.0]
-        theirs.async_get()
-        assert again(ours).tolist() == [111.0]
+        assert theirs.get().tolist() == ours.get().tolist() == [101.0]
+        with pytest.raises(PeerTimeout):
+            theirs.get()
+        assert ours.get().tolist() == theirs.get().tolist() == [111.0]
 
 
 def test_who_opens_a_table_again_stays_arrived():
     with (
-        tables.join(sync=True, num_workers=2, timeout_s=5) as world,
+        tables.join(sync=True, num_workers=2, timeout_s=0.05) as world,
         world.thread_worker() as other,
     ):
         ours, theirs = world.array(1, name="x"), other.array(1, name="x")
         ours.add([1.0])
-        pending = ours.async_get()
+        with pytest.raises(PeerTimeout):
+            ours.get()
         world.array(1, name="x")
-        assert theirs.get().tolist() == pending.wait().tolist() == [1.0]
+        assert theirs.get().tolist() == ours.get().tolist() == [1.0]
 
 
 def test_barriers_are_counted_and_those_who_come_later_count_on(run):
