@@ -262,15 +262,6 @@ def test_rows_outside_the_table_are_refused(alone):
     assert not table.get().any()
 
 
-def test_delay_compensation_begins_with_the_initial_model():
-    """With shadows of zeros the first step would be compensated for a way that nobody went."""
-    with tables.join() as world:
-        rule = {"name": "dc_asgd", "lr": 0.5, "compensation": 10.0}
-        table = world.array(1, "float64", init=[100.0], updater=rule)
-        table.add([2.0])
-        assert table.get().tolist() == [99.0]
-
-
 def rounds_apart() -> list[float]:
     first, second = ArrayTableHandler(1), ArrayTableHandler(1)
     seen = []

@@ -30,10 +30,8 @@ def open_table(world: tables.TableGroup, **how: object) -> tables.Table:
     return world.matrix(ROWS, DIM, **how)
 
 
-def torchs_own(
-    kind: type[nn.Module], dtype: torch.dtype = torch.float32, **how: object
-) -> nn.Module:
-    return kind(ROWS, DIM, _weight=weights(dtype=dtype), **how)
+def torchs_own(dtype: torch.dtype = torch.float32, **how: object) -> nn.Embedding:
+    return nn.Embedding(ROWS, DIM, _weight=weights(dtype=dtype), **how)
 
 
 def some_loss(out: Tensor) -> Tensor:
@@ -51,7 +49,7 @@ SHAPES = [(7,), (4, 5), (2, 1, 3), (0,), (3, 0), ()]
 def train_in_turn(world: tables.TableGroup, dtype: torch.dtype, padding: int | None) -> None:
     """All train the twin; the table gets each gradient of one worker."""
     draw = torch.Generator().manual_seed(1)
-    twin = torchs_own(nn.Embedding, dtype, padding_idx=padding)
+    twin = torchs_own(dtype, padding_idx=padding)
     optimizer = torch.optim.SGD(twin.parameters(), lr=LR)
     table = open_table(world, dtype=dtype)
     embedding = tables.TableEmbedding(table, padding_idx=padding)
@@ -152,7 +150,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_look_ups_of_one_backward_pass_are_one_update(name, padding, modules):
     """Rows of one look-up, of two, of three; and an updater sees each of them once."""
-    twin = torchs_own(nn.Embedding, padding_idx=padding)
+    twin = torchs_own(padding_idx=padding)
     optimizer = OPTIMIZERS[name](twin.parameters())
     with tables.join() as world:
         table = open_table(world, updater={"name": name, "lr": 0.1})
@@ -213,60 +211,6 @@ def test_it_says_that_it_cannot_be_copied_into_replicas(use):
         net = nn.Sequential(tables.TableEmbedding(open_table(world)), nn.Linear(DIM, 2))
         with pytest.raises(UnsupportedError, match="Table 't' must stay with the worker that"):
             use(net)
-
-
-# --- TableEmbeddingBag ----------------------------------------------------------------------------
-
-
-def train_bags_in_turn(world: tables.TableGroup, mode: str, padding: int | None) -> None:
-    """All train the twin; the table gets each gradient of one worker."""
-    twin = torchs_own(nn.EmbeddingBag, mode=mode, padding_idx=padding)
-    optimizer = torch.optim.SGD(twin.parameters(), lr=LR)
-    table = open_table(world)
-    bags = tables.TableEmbeddingBag(table, mode, padding)
-    for step, (indices, offsets, with_last) in enumerate(BAGS):
-        bags.include_last_offset = twin.include_last_offset = with_last
-        indices = torch.tensor(indices, dtype=torch.int64)
-        offsets = None if offsets is None else torch.tensor(offsets)
-        draw, given = torch.Generator().manual_seed(step), [None, None]
-        if mode == "sum":  # weights of samples count and get their gradient
-            weight = torch.randn(indices.shape, generator=draw)
-            given = [weight.clone().requires_grad_() for _ in range(2)]
-        out, want = bags(indices, offsets, given[0]), twin(indices, offsets, given[1])
-        # With weights torch takes another kernel where the padding row is absent.
-        last_bit = 1e-6 if mode == "sum" else 0.0
-        torch.testing.assert_close(out, want, rtol=last_bit, atol=last_bit)
-        world.barrier()
-        is_mine = step % world.num_workers == world.worker_id
-        if is_mine:
-            some_loss(out).backward()
-        optimizer.zero_grad()
-        some_loss(want).backward()
-        optimizer.step()
-        world.barrier()
-        # Sums over the places of a row in the order of its places, in both; rounding of the
-        # mean's division may differ by one bit.
-        torch.testing.assert_close(table.get(), twin.weight.detach(), rtol=1e-6, atol=1e-6)
-        twin.weight.detach().copy_(table.get())
-        world.barrier()
-        if mode == "sum" and is_mine:
-            torch.testing.assert_close(given[0].grad, given[1].grad, rtol=1e-6, atol=1e-6)
-
-
-BAGS = [
-    ([[1, 4, 4], [4, 4, 4], [10, 0, 1]], None, False),
-    ([1, 4, 4, 2, 10], [0, 2, 2, 3], False),
-    ([1, 4, 4, 2, 10], [0, 2, 5], True),
-    ([4, 4], [0], False),
-    ([], [0, 0], False),
-    ([3, 5], [0, 2], False),
-]
-
-
-@in_table_worlds(padding=[None, 4])
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_bags_and_trained_rows_are_those_of_nn_embedding_bag(world, n, mode, padding, run):
-    world.run(partial(train_bags_in_turn, mode=mode, padding=padding), n, run=run)
 
 
 # --- rows found by key ----------------------------------------------------------------------------

@@ -21,7 +21,6 @@ def closed_form(name: str, w: torch.Tensor, gradients: list) -> torch.Tensor:
     s, h, v, t = (torch.zeros_like(w) for _ in range(4))
     for rows, gradient in gradients:
         for r, g_row in zip(rows, gradient, strict=True):
-            mean_square = (g_row**2).mean()
             for c, g in enumerate(g_row):
                 if name == "sum":
                     w[r, c] += g
@@ -30,8 +29,8 @@ def closed_form(name: str, w: torch.Tensor, gradients: list) -> torch.Tensor:
                 elif name in ("momentum", "nesterov"):
                     s[r, c] = 0.9 * s[r, c] + g
                     w[r, c] -= 0.1 * (g + 0.9 * s[r, c] if name == "nesterov" else s[r, c])
-                elif name in ("adagrad", "rowwise_adagrad"):
-                    h[r, c] += g**2 if name == "adagrad" else mean_square
+                elif name == "adagrad":
+                    h[r, c] += g**2
                     w[r, c] -= 0.1 * g / (math.sqrt(h[r, c]) + 1e-6)
                 elif name == "adam":
                     t[r, c] += 1
@@ -49,7 +48,6 @@ OPTIONS = {
     "momentum": {"lr": 0.1, "momentum": 0.9},
     "nesterov": {"lr": 0.1, "momentum": 0.9},
     "adagrad": {"lr": 0.1, "eps": 1e-6},
-    "rowwise_adagrad": {"lr": 0.1, "eps": 1e-6},
     "adam": {"lr": 0.1, "beta2": 0.99},
 }
 
@@ -82,37 +80,6 @@ def add_in_turn(world: tables.TableGroup) -> None:
 @in_table_worlds()
 def test_an_updater_follows_its_closed_form(world, n, run):
     world.run(add_in_turn, n, run=run)
-
-
-def compensate_in_turn(world: tables.TableGroup) -> None:
-    """Each worker's copy is the model as it was when that worker pulled last."""
-    lr, lam, n = 0.1, 0.5, world.num_workers
-    draw = torch.Generator().manual_seed(7)
-    w = drawn(draw)
-    copies = [w.clone() for _ in range(n)]
-    updater = {"name": "dc_asgd", "lr": lr, "compensation": lam}
-    table = world.matrix(ROWS, COLS, torch.float64, name="t", updater=updater, init=w)
-    table.get()
-    world.barrier()
-    for step in range(STEPS):
-        worker, gradient = (step // 2 + step % 3) % n, drawn(draw)
-        is_mine = worker == world.worker_id
-        rows = [4, 1] if step % 5 == 0 else list(range(ROWS))
-        if step % 5 == 0 or step % 4 == 0:
-            copies[worker][rows] = w[rows]
-            if is_mine:
-                torch.testing.assert_close(table.get(rows), w[rows], rtol=1e-12, atol=1e-12)
-        change = gradient + lam * gradient * gradient * (w - copies[worker])
-        w[rows] -= lr * change[rows]
-        if is_mine:
-            table.add(gradient[rows], rows=rows if step % 5 == 0 else None)
-        world.barrier()
-    torch.testing.assert_close(table.get(), w, rtol=1e-12, atol=1e-12)
-
-
-@in_table_worlds()
-def test_dc_asgd_follows_equation_10_of_the_paper(world, n, run):
-    world.run(compensate_in_turn, n, run=run)
 
 
 def test_rows_given_twice_add_up_before_the_updater_sees_them():

@@ -1,6 +1,6 @@
 """Parameter tables, on one host or several: workers add deltas to shared rows, and read them."""
 
-from phalanx.tables.embedding import TableEmbedding, TableEmbeddingBag
+from phalanx.tables.embedding import TableEmbedding
 from phalanx.tables.joining import join
 from phalanx.tables.row_initializer import Uniform
 from phalanx.tables.shared_module import SharedModule
@@ -9,10 +9,8 @@ from phalanx.tables.table_group import TableGroup, TableOptions
 from phalanx.tables.updaters import (
     AdaGrad,
     Adam,
-    DcAsgd,
     Momentum,
     Nesterov,
-    RowwiseAdaGrad,
     Sgd,
     Sum,
     Updater,
@@ -21,17 +19,14 @@ from phalanx.tables.updaters import (
 __all__ = [
     "AdaGrad",
     "Adam",
-    "DcAsgd",
     "KeyTable",
     "Momentum",
     "Nesterov",
-    "RowwiseAdaGrad",
     "Sgd",
     "SharedModule",
     "Sum",
     "Table",
     "TableEmbedding",
-    "TableEmbeddingBag",
     "TableGroup",
     "TableOptions",
     "Uniform",

@@ -1,4 +1,4 @@
-"""Embeddings whose rows lie in a table: forward pulls them, backward pushes their gradients.
+"""An embedding whose rows lie in a table: forward pulls them, backward pushes their gradients.
 
     indices   [7 2 7 5]
     unique    [2 5 7]           pulled: rows 2, 5, 7 of the table, each once
@@ -66,52 +66,7 @@ def _add(table: Table, number: int) -> None:
     table.add(gradient_KD, rows=rows_K)  # what it is given twice, it adds up
 
 
-class _Rows(nn.Module):
-    """The base of both embeddings: a table, and a row without gradient.
-
-    Attributes:
-        rows: An empty parameter that stands for the table's rows: what freezes it freezes them.
-    """
-
-    def __init__(self, table: Table, padding_idx: int | None) -> None:
-        super().__init__()
-        check_argument(isinstance(table, Table), "table", "be what `world.matrix` returned", table)
-        spec = table._spec
-        fits = not spec.is_array and spec.dtype.is_floating_point
-        check_argument(fits, "table", "be a matrix of floating point", table)
-        wanted = "have an updater that subtracts gradients, such as 'sgd'"
-        check_argument(not isinstance(spec.updater, Sum), "table", wanted, table)
-        if padding_idx is not None:
-            fits = spec.has_keys or 0 <= read_whole("padding_idx", padding_idx) < spec.rows
-            check_argument(fits, "padding_idx", f"be a row of table {table.name!r}", padding_idx)
-        self.table = table
-        self.padding_idx = padding_idx
-        self.embedding_dim = spec.cols
-        self._original = weakref.ref(self)  # a replica has it from the module, and so not its own
-        with torch.inference_mode(False):  # else it could not be used outside of it
-            self.rows = nn.Parameter(torch.empty(0, device="cpu"))
-
-    def _pull(self, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rows (U, D), where each index is in them, and their numbers (U,)."""
-        if self._original() is not self:  # each replica would make an update of its own
-            raise self.table.copied()
-        fits = indices.dtype in (torch.int64, torch.int32)
-        check_argument(fits, "indices", "be int64 or int32", indices.dtype)
-        unique_U, inverse = torch.unique(indices, return_inverse=True)
-        unique_U = unique_U.cpu().long()
-        rows_UD = self.table.get(unique_U).to(indices.device)
-        if torch.is_grad_enabled() and self.rows.requires_grad:
-            rows_UD = _Push.apply(  # type: ignore[no-untyped-call]
-                self.rows, rows_UD, unique_U, self.padding_idx, self.table
-            )
-        return rows_UD, inverse, unique_U
-
-    def extra_repr(self) -> str:
-        """Say which table, and which row has no gradient."""
-        return f"{self.table!r}, padding_idx={self.padding_idx}"
-
-
-class TableEmbedding(_Rows):
+class TableEmbedding(nn.Module):
     """``nn.Embedding`` over the rows of a table that workers share.
 
     The backward pass *is* the update: it gives the table one gradient for each row, summed over its
@@ -127,6 +82,9 @@ class TableEmbedding(_Rows):
         table: From ``world.matrix`` or ``world.keys``, of floating point, with "sgd", "adagrad" or
             another updater that subtracts gradients.
         padding_idx: A row (of the table, 0-based) that gets no gradient; its value is the table's.
+
+    Attributes:
+        rows: An empty parameter that stands for the table's rows: what freezes it freezes them.
 
     Shapes:
         forward: indices int64 or int32, any shape ``(*)`` -> ``(*, D)``, of the table's dtype, on
@@ -153,70 +111,38 @@ class TableEmbedding(_Rows):
     """
 
     def __init__(self, table: Table, padding_idx: int | None = None) -> None:
-        super().__init__(table, padding_idx)
+        super().__init__()
+        check_argument(isinstance(table, Table), "table", "be what `world.matrix` returned", table)
+        spec = table._spec
+        fits = not spec.is_array and spec.dtype.is_floating_point
+        check_argument(fits, "table", "be a matrix of floating point", table)
+        wanted = "have an updater that subtracts gradients, such as 'sgd'"
+        check_argument(not isinstance(spec.updater, Sum), "table", wanted, table)
+        if padding_idx is not None:
+            fits = spec.has_keys or 0 <= read_whole("padding_idx", padding_idx) < spec.rows
+            check_argument(fits, "padding_idx", f"be a row of table {table.name!r}", padding_idx)
+        self.table = table
+        self.padding_idx = padding_idx
+        self.embedding_dim = spec.cols
+        self._original = weakref.ref(self)  # a replica has it from the module, and so not its own
+        with torch.inference_mode(False):  # else it could not be used outside of it
+            self.rows = nn.Parameter(torch.empty(0, device="cpu"))
 
     def forward(self, indices: Tensor) -> Tensor:
         """Return the rows of ``indices``."""
-        rows_UD, inverse, _ = self._pull(indices)
+        if self._original() is not self:  # each replica would make an update of its own
+            raise self.table.copied()
+        fits = indices.dtype in (torch.int64, torch.int32)
+        check_argument(fits, "indices", "be int64 or int32", indices.dtype)
+        unique_U, inverse = torch.unique(indices, return_inverse=True)
+        unique_U = unique_U.cpu().long()
+        rows_UD = self.table.get(unique_U).to(indices.device)
+        if torch.is_grad_enabled() and self.rows.requires_grad:
+            rows_UD = _Push.apply(  # type: ignore[no-untyped-call]
+                self.rows, rows_UD, unique_U, self.padding_idx, self.table
+            )
         return nn.functional.embedding(inverse, rows_UD)
 
-
-class TableEmbeddingBag(_Rows):
-    """``nn.EmbeddingBag`` over the rows of a table; see :class:`TableEmbedding`.
-
-    Args:
-        table: From ``world.matrix`` or ``world.keys``, of floating point.
-        mode: How the rows of a bag become one: "sum", "mean" or "max".
-        padding_idx: A row that counts for nothing in any bag, and gets no gradient.
-        include_last_offset: Whether the last offset is the end of the last bag.
-
-    Shapes:
-        forward: indices (B, N), or (K,) with offsets (B,) -> (B, D); ``per_sample_weights``, with
-        "sum" only, like the indices and of the table's dtype. Empty bags are zeros.
-
-    Raises:
-        ConfigError: As :class:`TableEmbedding`.
-        ValueError, RuntimeError: In forward, as ``nn.EmbeddingBag``, whose arguments these are.
-
-    Example:
-        >>> from phalanx import tables
-        >>> with tables.join() as world:
-        ...     table = world.matrix(5, 2, init=1.0, updater="sgd")
-        ...     bags = TableEmbeddingBag(table, mode="sum")
-        ...     bags(torch.tensor([3, 1, 3]), offsets=torch.tensor([0, 1])).tolist()
-        [[1.0, 1.0], [2.0, 2.0]]
-    """
-
-    def __init__(
-        self,
-        table: Table,
-        mode: str = "mean",
-        padding_idx: int | None = None,
-        *,
-        include_last_offset: bool = False,
-    ) -> None:
-        super().__init__(table, padding_idx)
-        fits = mode in ("sum", "mean", "max")
-        check_argument(fits, "mode", "be 'sum', 'mean' or 'max'", mode)
-        self.mode = mode
-        self.include_last_offset = include_last_offset
-
-    def forward(
-        self,
-        indices: Tensor,
-        offsets: Tensor | None = None,
-        per_sample_weights: Tensor | None = None,
-    ) -> Tensor:
-        """Return one row for each bag of ``indices``."""
-        rows_UD, inverse, unique_U = self._pull(indices)
-        numbers = unique_U.tolist() if self.padding_idx is not None else []
-        padding = numbers.index(self.padding_idx) if self.padding_idx in numbers else None
-        return nn.functional.embedding_bag(
-            inverse,
-            rows_UD,
-            None if offsets is None else offsets.to(inverse.dtype),
-            mode=self.mode,
-            per_sample_weights=per_sample_weights,
-            include_last_offset=self.include_last_offset,
-            padding_idx=padding,
-        )
+    def extra_repr(self) -> str:
+        """Say which table, and which row has no gradient."""
+        return f"{self.table!r}, padding_idx={self.padding_idx}"

@@ -44,7 +44,7 @@ _LOCK_S = 10.0  # a lock is held for microseconds, unless its owner is halted
 _BACK_S, _AFTER_A_START_S = 2.0, 10.0
 _INCARNATION_BITS = 40
 _MOST_KEPT_BYTES = 32 << 20
-_READING = {Operation.GET, Operation.SNAPSHOT, Operation.KEYS}
+_READING = {Operation.GET, Operation.SNAPSHOT, Operation.KEYS, Operation.NUM_KEYS}
 
 _Kind = tuple[torch.dtype, tuple[int, ...]]
 
@@ -212,10 +212,16 @@ class HostService:
         return Answer()
 
     def _keys(self, asked: Message) -> Answer:
+        return Answer(tensors=self._key_part(asked).keys(asked.timeout_s))
+
+    def _num_keys(self, asked: Message) -> Answer:
+        return Answer(tensors=self._key_part(asked).num_keys(asked.timeout_s))
+
+    def _key_part(self, asked: Message) -> KeyPart:
         part = self._table(asked).part
         if not isinstance(part, KeyPart):
             raise ConfigError(f"Table {asked.text!r} must have keys, but has rows.")
-        return Answer(tensors=[part.keys(asked.timeout_s)])
+        return part
 
 
 # --- what a peer sends is checked -----------------------------------------------------------------

@@ -147,13 +147,14 @@ class KeyPart(TablePart):
             out[absent] = self._first_rows_of(keys[absent])
         return answer
 
-    def num_keys(self, timeout_s: float) -> int:
+    def num_keys(self, timeout_s: float) -> list[Tensor]:
         """Return how many keys are there."""
-        return self._call_settled(lambda: self._counts[_STOP], timeout_s)
+        stop = self._call_settled(lambda: self._counts[_STOP], timeout_s)
+        return [torch.tensor(stop, device="cpu")]
 
-    def keys(self, timeout_s: float) -> Tensor:
+    def keys(self, timeout_s: float) -> list[Tensor]:
         """Return a copy of the keys, of one moment."""
-        return self._call_settled(lambda: self._keys[: self._counts[_STOP]].clone(), timeout_s)
+        return self._call_settled(lambda: [self._keys[: self._counts[_STOP]].clone()], timeout_s)
 
     def copy_all(self, timeout_s: float) -> list[Tensor]:
         """Return copies of the keys, their values and their states, of one moment."""

@@ -49,6 +49,7 @@ class Operation(IntEnum):
     SNAPSHOT = 9  # [tensors: of a keys table the keys; values, states]
     RESTORE = 10  # tensors: as of SNAPSHOT
     KEYS = 11  # [tensor: keys]
+    NUM_KEYS = 12  # [tensor: how many]
 
 
 class Router:
@@ -82,8 +83,8 @@ class Router:
         self._turn = threading.Lock()
         self._late_round: int | None = None  # of a get that failed, or that Ctrl-C ended
         self._num_adds = 0
-        in_order = spec.staleness.is_bulk_synchronous or spec.updater.remembers
-        self._looks_itself = spec.has_keys or not (self._others or in_order)
+        in_rounds = spec.staleness.is_bulk_synchronous
+        self._looks_itself = spec.has_keys or not (self._others or in_rounds)
 
     # --- the first value --------------------------------------------------------------------------
 
@@ -234,11 +235,13 @@ class Router:
 
     def num_keys(self, timeout_s: float) -> int:
         """Return how many keys are there."""
-        return len(self.keys(timeout_s)) if self._others else self._key_part.num_keys(timeout_s)
+        count_here = partial(self._key_part.num_keys, timeout_s)
+        return sum(int(n) for (n,) in self._ask_all(Operation.NUM_KEYS, timeout_s, count_here))
 
     def keys(self, timeout_s: float) -> Tensor:
         """Return the keys that are there, in ascending order."""
-        found = self._ask_all(Operation.KEYS, timeout_s, lambda: [self._key_part.keys(timeout_s)])
+        keys_here = partial(self._key_part.keys, timeout_s)
+        found = self._ask_all(Operation.KEYS, timeout_s, keys_here)
         return torch.cat([each for (each,) in found]).sort().values
 
     @property

@@ -69,8 +69,6 @@ class TableSpec:
         fits = self.dtype.is_floating_point or self.updater.any_dtype
         wanted = f"be 'sum' for a table of {self.dtype}"
         check_argument(fits, "updater", wanted, self.updater.name)
-        fits = not (self.has_keys and self.updater.remembers)
-        check_argument(fits, "updater", "be another for a table of keys", self.updater.name)
 
     @property
     def columns(self) -> list[tuple[torch.dtype, int]]:

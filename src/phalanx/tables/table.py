@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError, StateError, UnsupportedError
 from phalanx.tables.membership import TICKS
-from phalanx.tables.part import Entry, add_up_repeats
+from phalanx.tables.part import Entry
 from phalanx.tables.router import Router
 from phalanx.tables.snapshots import load_parts, save_parts
 from phalanx.tables.spec import TableSpec
@@ -52,11 +52,6 @@ class Table:
         self._is_bounded = spec.staleness.is_bounded
         self._seen_clock = -1  # lowest clock at the last staleness check
         self._no_rows = torch.empty((0, spec.cols), dtype=spec.dtype, device="cpu")
-        self._last_read: Tensor | None = None  # all rows, where the updater compares with them
-        if spec.updater.remembers:
-            with torch.inference_mode(False):  # else nobody could write to it outside of that mode
-                self._last_read = self._no_rows.new_empty(spec.rows, spec.cols)
-            storage.read(None, self._last_read, group.timeout_s)  # without waiting for anybody
 
     @property
     def name(self) -> str:
@@ -106,12 +101,6 @@ class Table:
         index = read_rows(rows, spec)
         self._storage.refuse_outside(index)
         value = read_delta(delta, spec, None if index is None else index.numel())
-        if self._last_read is not None:
-            last = self._last_read
-            if index is not None:
-                index, value = add_up_repeats(index, value)
-                last = last[index]
-            value = torch.cat([value, last], 1)
         self._take(Entry(index, value, self._group.worker_id))
 
     def _take(self, entry: Entry) -> None:
@@ -178,8 +167,6 @@ class Table:
         if self._is_bounded:
             self._wait_for_slow()
         self._storage.read(rows, target, group.timeout_s)
-        if self._last_read is not None:
-            self._last_read[slice(None) if rows is None else rows] = target
 
     def _wait_for_slow(self) -> None:
         group, bound = self._group, self._spec.staleness.bound

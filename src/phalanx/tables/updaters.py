@@ -30,7 +30,6 @@ class Updater:
         name: What it is called in ``updater=``.
         states: Width of each state: "row" for one number per row, "element" for one per element.
         is_wide: Whether a delta is (K, 2D): beside what was added stands what it is taken with.
-        remembers: Whether that is the rows as the worker read them last.
         any_dtype: Whether it serves tables of integers.
         merge: How the adds of a bulk-synchronous round become one before it is taken, if all are
             of the whole table: "sum" or "mean". Else, and for None, one is taken after the other.
@@ -59,7 +58,6 @@ class Updater:
     name: ClassVar[str] = ""
     states: ClassVar[tuple[str, ...]] = ()
     is_wide: ClassVar[bool] = False
-    remembers: ClassVar[bool] = False
     any_dtype: ClassVar[bool] = False
     merge: str | None = field(default=None, repr=False)
 
@@ -198,30 +196,8 @@ class AdaGrad(Updater):
     def apply(self, rows_KD: Tensor, delta_KD: Tensor, states: list[Tensor]) -> None:
         (h,) = states
         gradient = delta_KD.to(h.dtype)
-        h.add_(self._square(gradient))
+        h.add_(gradient.square())
         rows_KD.sub_((gradient * self.lr).div_(h.sqrt().add_(self.eps)))
-
-    def _square(self, gradient: Tensor) -> Tensor:
-        return gradient.square()
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowwiseAdaGrad(AdaGrad):
-    """h += mean of g² over the row, one number per row;  w −= lr · g / (√h + eps).
-
-    Args:
-        lr: The learning rate.
-        eps: Keeps the division away from 0.
-        initial: What h begins with.
-
-    Source: FBGEMM's ``EXACT_ROWWISE_ADAGRAD``, as used for recommendation models.
-    """
-
-    name: ClassVar[str] = "rowwise_adagrad"
-    states: ClassVar[tuple[str, ...]] = ("row",)
-
-    def _square(self, gradient: Tensor) -> Tensor:
-        return gradient.square().mean(1, keepdim=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,33 +237,6 @@ class Adam(Updater):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DcAsgd(Updater):
-    """w −= lr · (g + λ · g ⊙ g ⊙ (w − w_bak(k))), w_bak(k): the rows as worker k read them.
-
-    It makes up for what the others have added since. Each worker keeps the rows that its last
-    ``get`` of them returned, at first those that it found when it opened the table, in its own
-    memory, and sends them with its gradient. Keys tables do not have it.
-
-    Args:
-        lr: The learning rate η.
-        compensation: λ; the paper has 0.04 for CIFAR-10.
-
-    Source: Zheng et al., arXiv 1609.08326, equation 10 (λ constant, DC-ASGD-c).
-    """
-
-    name: ClassVar[str] = "dc_asgd"
-    is_wide: ClassVar[bool] = True
-    remembers: ClassVar[bool] = True
-    lr: float = 0.01
-    compensation: float = 0.04
-
-    def apply(self, rows_KD: Tensor, delta_KD: Tensor, states: list[Tensor]) -> None:  # noqa: ARG002
-        gradient_KD, read_KD = delta_KD.chunk(2, dim=1)
-        drift = (rows_KD - read_KD).mul_(gradient_KD).mul_(gradient_KD)
-        rows_KD.sub_(drift.mul_(self.compensation).add_(gradient_KD), alpha=self.lr)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Blend(Updater):
     """w += weight · (v − w): moves the shared value towards a worker's, never beyond it.
 
@@ -306,8 +255,7 @@ class Blend(Updater):
 
 
 _BUILT_IN: dict[str, type[Updater]] = {
-    kind.name: kind
-    for kind in (Sum, Sgd, Momentum, Nesterov, AdaGrad, RowwiseAdaGrad, Adam, DcAsgd, Blend)
+    kind.name: kind for kind in (Sum, Sgd, Momentum, Nesterov, AdaGrad, Adam, Blend)
 }
 
 

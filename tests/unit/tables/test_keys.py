@@ -20,7 +20,7 @@ def world():
         yield world
 
 
-@pytest.mark.parametrize("updater", sorted(tables.updaters._BUILT_IN.keys() - {"dc_asgd", "blend"}))
+@pytest.mark.parametrize("updater", sorted(tables.updaters._BUILT_IN.keys() - {"blend"}))
 def test_every_updater_does_to_keys_what_it_does_to_rows(world, updater):
     size = 200
     draw = torch.Generator().manual_seed(1)
