@@ -29,11 +29,10 @@ from phalanx.errors import PhalanxError
 from phalanx.ipc import RunDirectory
 from phalanx.tables.host_server import ServerPage
 from phalanx.tables.router import Operation
-from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.spec import TableSpec
 from tests.chaos import command, server_kills
 from tests.multiprocess.children import Children, Parent
-from tests.multiprocess.hosts import free_port, run_on, variables
+from tests.multiprocess.hosts import free_port, regions_on, run_on, variables
 
 CLIENTS = 3
 ROWS = 7
@@ -199,11 +198,10 @@ def ask_a_server(num_messages: int, chance: random.Random, progress: Callable[[i
         for client in clients:
             assert client.get() == "here"
         run = run_on(name, 0)
-        regions = RunRegions(run)
+        regions = regions_on(name, 0)
         page = ServerPage(regions, create=False)
-        assert page.address is not None
-        assert page.server is not None
-        server = page.server.pid
+        assert page.is_served
+        server = page.serving.owner
         peer = Peer(Endpoint(0, "Host 0", page.address, run, None))
         before = resident_bytes(server)
         for number in range(num_messages):
@@ -216,7 +214,7 @@ def ask_a_server(num_messages: int, chance: random.Random, progress: Callable[[i
             if number % 1000 == 0:
                 progress(number)
         growth_bytes = resident_bytes(server) - before
-        assert page.server.pid == server, "the server has died"
+        assert page.serving.owner == server, "the server has died"
         regions.close()
         counts, _ = server_kills.close_books(clients)
         faults = "\n".join(each.read_text() for each in Path(folder).glob("faults-*"))

@@ -14,12 +14,15 @@ from phalanx.cluster import Message, RemoteCall
 from phalanx.errors import PeerTimeout
 from phalanx.tables import part, snapshots
 from phalanx.tables import table as table_module
+from phalanx.tables.cut import Cut
 from phalanx.tables.host_service import HostService
 from phalanx.tables.own_part import OwnPart
 from phalanx.tables.part import TablePart
-from phalanx.tables.remote_part import RemoteHost, RemotePart
+from phalanx.tables.remote_host import RemoteHost
 from phalanx.tables.router import Operation, Router
 from phalanx.tables.spec import TableSpec
+
+NUM_HOSTS = 3
 
 
 def make_adds_in_python() -> None:
@@ -111,15 +114,17 @@ def written_in_place() -> None:
 
 def lost_rows_are_zeros() -> None:
     """Where a host does not answer, zeros are written for its rows."""
-    begin = RemotePart.begin
+    begin = RemoteHost.begin_of
 
     def lost_rows(spec: TableSpec) -> list[torch.Tensor]:
         if spec.has_keys:
             return [torch.empty(0, dtype=torch.int64), torch.empty((0, 3), dtype=torch.int64)]
         return [torch.zeros((spec.rows, 4), dtype=torch.int64)]
 
-    def begin_all_the_same(self: RemotePart, operation: Operation, *given, **asked):
-        call = begin(self, operation, *given, **asked)
+    def begin_all_the_same(
+        self: RemoteHost, spec: TableSpec, operation: Operation, *given, **asked
+    ):
+        call = begin(self, spec, operation, *given, **asked)
         wait = call.wait
 
         def wait_all_the_same():
@@ -128,12 +133,16 @@ def lost_rows_are_zeros() -> None:
             except PeerTimeout:
                 if operation != Operation.SNAPSHOT:
                     raise
-                return Message(0, operation, tensors=lost_rows(self.spec))
+                return Message(
+                    0,
+                    operation,
+                    tensors=lost_rows(Cut(spec, 0, NUM_HOSTS).part(self.endpoint.host)),
+                )
 
         call.wait = wait_all_the_same
         return call
 
-    RemotePart.begin = begin_all_the_same  # type: ignore[method-assign]
+    RemoteHost.begin_of = begin_all_the_same  # type: ignore[method-assign]
 
 
 def first_copy_kept() -> None:

@@ -30,11 +30,10 @@ from phalanx.cluster import Connection, Endpoint, Secret, make_secret
 from phalanx.tables import part
 from phalanx.tables.host_server import ServerPage
 from phalanx.tables.router import Operation
-from phalanx.tables.run_regions import RunRegions
 from tests.chaos import command
 from tests.chaos.books import Books
 from tests.multiprocess.children import Child, Children, Parent, wait_for_exit
-from tests.multiprocess.hosts import become_worker, free_port, run_on, variables
+from tests.multiprocess.hosts import become_worker, free_port, regions_on, run_on, variables
 from tests.run_directories import wait_until_removed
 
 HOSTS = 3
@@ -124,12 +123,10 @@ class Target:
     def __init__(self, name: str, host: int, secret: Secret) -> None:
         self.host = host
         run = run_on(name, host)
-        self._regions = RunRegions(run)
+        self._regions = regions_on(name, host)
         self._page = ServerPage(self._regions, create=False)
-        address = self._page.address
-        assert address is not None
         tls = secret.tls(server=False)
-        endpoint = Endpoint(host, f"Host {host}", address, run, tls)
+        endpoint = Endpoint(host, f"Host {host}", self._page.address, run, tls)
         self._connection = Connection(endpoint)
         self.ask()
 
@@ -140,11 +137,11 @@ class Target:
 
     def kill(self) -> float:
         """Kill the server; return how long it took until the host answered."""
-        server = self._page.server
-        assert server is not None
+        server = self._page.serving.owner
+        assert server
         began = time.perf_counter()
-        os.kill(server.pid, signal.SIGKILL)
-        wait_for_exit(server.pid)
+        os.kill(server, signal.SIGKILL)
+        wait_for_exit(server)
         self.ask()
         return time.perf_counter() - began
 

@@ -26,18 +26,17 @@ from phalanx.errors import CheckpointError, PeerTimeout, StateError
 from phalanx.ipc import ProcessIdentity, inject, wait_until
 from phalanx.tables import host_rendezvous, host_service, part
 from phalanx.tables.keys import POINTS as NEW_KEYS
-from phalanx.tables.remote_part import RemoteHost
+from phalanx.tables.remote_host import RemoteHost
 from phalanx.tables.router import Operation
 from phalanx.tables.snapshots import SNAPSHOT_POINTS
 from tests.chaos.books import Books
-from tests.chaos.host_bugs import BUGS
+from tests.chaos.host_bugs import BUGS, NUM_HOSTS
 from tests.multiprocess.children import Child, Children, Parent, wait_for_exit
 from tests.multiprocess.hosts import become_worker, free_port, kill_server, variables
 from tests.run_directories import wait_until_removed
 
 pytestmark = pytest.mark.promise("adds-between-hosts-are-kept")
 
-NUM_HOSTS = 3
 CLIENTS = 5  # on hosts 0, 0, 1, 1 and 2
 ADDS = 10
 DEADLINE_S = 60.0

@@ -12,8 +12,8 @@ import torch
 
 from phalanx import tables
 from phalanx.distributed import this_host
+from phalanx.ipc import RunDirectory
 from phalanx.tables import host_rendezvous, host_server
-from phalanx.tables.run_regions import RunRegions
 from tests.multiprocess.children import Parent, ReusedChildren, wait_for_exit
 from tests.multiprocess.networks import Networks, enter
 
@@ -75,12 +75,17 @@ def run_on(run: str, host: int) -> str:
 
 def kill_server(run: str, host: int) -> None:
     """Kill the server of a host, if it has one, and return when it has ended."""
-    regions = RunRegions(run_on(run, host))
-    server = host_server.ServerPage(regions).server
-    if server is not None and server.alive():
-        os.kill(server.pid, signal.SIGKILL)
-        wait_for_exit(server.pid)
-    regions.close()
+    with regions_on(run, host) as regions:
+        page = host_server.ServerPage(regions)
+        if page.is_served:
+            server = page.serving.owner
+            os.kill(server, signal.SIGKILL)
+            wait_for_exit(server)
+
+
+def regions_on(run: str, host: int) -> RunDirectory:
+    """Become a member of the run on a host that this machine simulates."""
+    return RunDirectory.join(f"tables-{run_on(run, host)}")
 
 
 def run_hosts(

@@ -12,7 +12,7 @@ import torch
 from phalanx import tables
 from phalanx.errors import OutOfSpace, PeerTimeout, PhalanxError, UnsupportedError
 from phalanx.ipc import inject
-from phalanx.tables.remote_part import RemoteHost
+from phalanx.tables.remote_host import RemoteHost
 from tests import worlds
 from tests.multiprocess.children import Parent
 from tests.multiprocess.hosts import become_worker, run_hosts

@@ -14,7 +14,7 @@ import torch
 from phalanx import tables
 from phalanx.cluster import RemoteCall, connection
 from phalanx.ipc import mutex
-from phalanx.tables import part, remote_part, router
+from phalanx.tables import part, remote_host, router
 from tests import worlds
 from tests.interrupts import interrupt_at
 from tests.multiprocess.hosts import run_hosts
@@ -22,7 +22,7 @@ from tests.worlds import in_table_worlds
 
 pytestmark = pytest.mark.promise("interrupts-leave-whole-steps")
 
-MODULES = (router, remote_part, connection, mutex, part, contextlib, threading)
+MODULES = (router, remote_host, connection, mutex, part, contextlib, threading)
 UPDATERS = ["sgd", "adam", "sum"]
 MOST_PLACES = 400
 

@@ -18,9 +18,8 @@ from phalanx.errors import ConfigError, PeerTimeout, StateError
 from phalanx.tables import host_rendezvous
 from phalanx.tables.host_server import ServerPage
 from phalanx.tables.router import Operation
-from phalanx.tables.run_regions import RunRegions
 from tests.multiprocess.children import DEADLINE_S, Children, Parent, wait_for_exit
-from tests.multiprocess.hosts import become_worker, run_on, variables
+from tests.multiprocess.hosts import become_worker, regions_on, run_on, variables
 
 pytestmark = pytest.mark.promise("files-and-messages-hold-no-code")
 
@@ -160,10 +159,9 @@ def test_a_host_whose_server_does_not_come_is_named_and_nothing_outlives_the_att
         "Rank 1 has not said in the store of the job where its host's server is: "
     )
     assert told.endswith(" See that it runs and calls `tables.join`.")
-    regions = RunRegions(run_on(run, 0))
-    server = ServerPage(regions, create=False).server
-    regions.close()
-    assert server is not None
-    assert server.alive()  # as long as the process that wants it
+    with regions_on(run, 0) as regions:
+        page = ServerPage(regions, create=False)
+        assert page.is_served  # as long as the process that wants it
+        server = page.serving.owner
     worker.kill()
-    wait_for_exit(server.pid)
+    wait_for_exit(server)

@@ -9,13 +9,15 @@ from phalanx.ipc.liveness import Waiting, late_peers, wait_until
 from phalanx.ipc.mutex import Mutex
 from phalanx.ipc.process import ProcessIdentity, die_with_parent, signal_main_thread
 from phalanx.ipc.region import Region, aligned
-from phalanx.ipc.run_directory import RunDirectory
+from phalanx.ipc.run_directory import OwnRegions, Regions, RunDirectory
 
 __all__ = [
     "Changes",
     "Mutex",
+    "OwnRegions",
     "ProcessIdentity",
     "Region",
+    "Regions",
     "RunDirectory",
     "Waiting",
     "aligned",

@@ -14,6 +14,8 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import threading
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,6 +49,7 @@ class RunDirectory:
         """Take over the directory's descriptor; not for callers, who have :meth:`join`."""
         self.path = path
         self._fd = fd
+        self._leaving = weakref.finalize(self, _leave, path, fd)
         register_at_fork(self.forget)
 
     @classmethod
@@ -91,11 +94,6 @@ class RunDirectory:
                     os.close(fd)
         return swept
 
-    @property
-    def closed(self) -> bool:
-        """True after the membership has ended."""
-        return self._fd < 0
-
     def open_region(
         self, name: str, nbytes: int, *, create: bool = True, reserved: int | None = None
     ) -> Region:
@@ -119,9 +117,7 @@ class RunDirectory:
             return Region(fd, name, directory)
         except FileNotFoundError:
             if not create:
-                raise StateError(
-                    f"Region {name!r} must be made by a member of the run first, but is not there."
-                ) from None
+                raise _absent(name) from None
         # Named when it is whole; if another one was first, it is this one's as well.
         fd = os.open(".", os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
         try:
@@ -136,19 +132,16 @@ class RunDirectory:
         return Region(fd, name, directory)
 
     def close(self) -> None:
-        """Leave the run; the last member removes the directory. Open regions stay usable."""
-        if self.closed:
-            return
-        fd, self._fd = self._fd, -1
-        with suppress(OSError):  # then it is left for the next `sweep`
-            _remove_if_alone(self.path, fd)
-        os.close(fd)
+        """Leave the run; the last member removes the directory. Open regions stay usable.
+
+        The end of the interpreter does so, too.
+        """
+        self._leaving()
 
     def forget(self) -> None:
         """Stop being a member in a forked child, which leaves the parent's membership alone."""
-        if not self.closed:
+        if self._leaving.detach():
             os.close(self._fd)
-            self._fd = -1
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -157,11 +150,49 @@ class RunDirectory:
         self.close()
 
 
+class OwnRegions:
+    """The regions of one process alone, by name; used as a :class:`RunDirectory` is."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Region] = {}
+        self._mutex = threading.Lock()
+
+    def open_region(
+        self, name: str, nbytes: int, *, create: bool = True, reserved: int | None = None
+    ) -> Region:
+        """Return the region of that name; see :meth:`RunDirectory.open_region`."""
+        with self._mutex:
+            if name not in self._found:
+                if not create:
+                    raise _absent(name)
+                self._found[name] = Region.create(nbytes, label=name, reserved=reserved)
+            return self._found[name]
+
+    def close(self) -> None:
+        """Let go of all regions."""
+        self._found.clear()
+
+
+Regions = RunDirectory | OwnRegions
+
+
+def _absent(name: str) -> StateError:
+    return StateError(
+        f"Region {name!r} must be made by a member of the run first, but is not there."
+    )
+
+
 def _prefix() -> str:
     return f"phalanx-run-{os.geteuid()}-"
 
 
 # --- the directory --------------------------------------------------------------------------------
+
+
+def _leave(path: Path, fd: int) -> None:
+    with suppress(OSError):  # then it is left for the next `sweep`
+        _remove_if_alone(path, fd)
+    os.close(fd)
 
 
 def _become_member(path: Path) -> int | None:

@@ -66,6 +66,13 @@ class Cut:
         first = self._spec.first_row
         return slice(self._starts[index] - first, self._starts[index + 1] - first)
 
+    def part(self, index: int) -> TableSpec:
+        """Return what a part is: a separate table on its host."""
+        if self.num_parts == 1 or self._spec.has_keys:
+            return self._spec
+        first, stop = self._starts[index : index + 2]
+        return replace(self._spec, rows=stop - first, first_row=first)
+
     # --- lists of rows ----------------------------------------------------------------------------
 
     def owners(self, rows: NDArray[np.int64]) -> NDArray[np.uint16]:
@@ -109,11 +116,3 @@ class Cut:
         index = bisect_right(self._starts, rows[0].item(), 1, self.num_parts) - 1
         start, stop = self._starts[index : index + 2]
         return index if all_within(rows, stop - start, start) else None
-
-
-def part_of(spec: TableSpec, host: int, num_hosts: int) -> TableSpec:
-    """Return the part of a table on ``host``: a separate table there."""
-    if num_hosts == 1 or spec.has_keys:
-        return spec
-    sizes = equal_sizes(spec.rows, num_hosts)
-    return replace(spec, rows=sizes[host], first_row=spec.first_row + sum(sizes[:host]))

@@ -26,7 +26,7 @@ from phalanx.environment import Place
 from phalanx.errors import ConfigError, PeerTimeout
 from phalanx.ipc import ProcessIdentity
 from phalanx.tables.host_server import ServerPage, ServerWatch, serve
-from phalanx.tables.remote_part import RemoteHost
+from phalanx.tables.remote_host import RemoteHost
 from phalanx.tables.run_context import RunContext
 
 _START_S = 60.0  # of a server on a busy machine

@@ -22,10 +22,9 @@ import torch
 from phalanx.clock import now_s, pause
 from phalanx.cluster import Secret, Server
 from phalanx.errors import PeerTimeout, PhalanxError
-from phalanx.ipc import Mutex, ProcessIdentity, fork_apart, wait_until
+from phalanx.ipc import Mutex, ProcessIdentity, Regions, fork_apart, wait_until
 from phalanx.tables.host_service import HostService
-from phalanx.tables.run_context import RunContext
-from phalanx.tables.run_regions import RunRegions
+from phalanx.tables.run_context import RunContext, read_text, write_text
 
 _log = logging.getLogger(__name__)
 
@@ -36,62 +35,50 @@ _LOOK_S, _AGAIN_S = 0.05, 1.0
 _BEGIN_S = 10.0  # a fork that does not listen by then is replaced by another
 _PAGE_BYTES = 4096
 _LOCKS = _PAGE_BYTES - 2 * Mutex.NBYTES
-_SERVER, _OVER, _ADDRESS = 0, 2, 3  # words
-_ADDRESS_AT = 64
+_OVER = _LOCKS - 8
 
 
 class ServerPage:
-    """A page of shared memory: who serves this host, and where.
+    """A page of shared memory: whether this host has a server, and where.
 
-        words of 8 bytes   | server, 2 | OVER | length of the address |
-        from byte 64       the address of the server
-        at the end         two locks: of the server, and of a worker that starts one
-
-    The address counts when its length is written, and is written once.
+    at the beginning   the address of the server, once the first one listens
+    at the end         OVER, 1 when no server is needed any more | two locks:
+                       of the server, as long as it lives; of a worker that looks whether it does
     """
 
-    def __init__(self, regions: RunRegions, *, create: bool = True) -> None:
-        region = regions.open_region("server", _PAGE_BYTES, create=create)
-        self._buffer = region.buffer
-        self._words = region.buffer[:_ADDRESS_AT].cast("q")
-        self.serving = Mutex(region.buffer[_LOCKS:], "serving")
-        self.starting = Mutex(region.buffer[_LOCKS + Mutex.NBYTES :], "starting a server")
-
-    @property
-    def server(self) -> ProcessIdentity | None:
-        """The process that serves, or served last."""
-        pid, start_ticks = self._words[_SERVER : _SERVER + 2]
-        return ProcessIdentity(pid, start_ticks) if pid else None
+    def __init__(self, regions: Regions, *, create: bool = True) -> None:
+        self._region = regions.open_region("server", _PAGE_BYTES, create=create)
+        self._over = self._region.buffer[_OVER:_LOCKS].cast("q")
+        locks = self._region.buffer[_LOCKS:]
+        self.serving = Mutex(locks, "serving")
+        self.starting = Mutex(locks[Mutex.NBYTES :], "starting a server")
 
     @property
     def is_served(self) -> bool:
-        """True where there is a server that lives."""
-        server = self.server
-        return server is not None and server.alive()
+        """True where a server lives; the lock of a dead one is free."""
+        try:
+            with self.serving.held(0.0):
+                return False
+        except PeerTimeout:
+            return True
 
     @property
     def is_over(self) -> bool:
         """True where no server is needed any more."""
-        return bool(self._words[_OVER])
+        return bool(self._over[0])
 
     @property
-    def address(self) -> str | None:
-        """The address of the server; None before the first one does."""
-        length = self._words[_ADDRESS]
-        return bytes(self._buffer[_ADDRESS_AT : _ADDRESS_AT + length]).decode() if length else None
+    def address(self) -> str:
+        """The address of the server; empty before the first one listens."""
+        return read_text(self._region)
 
     def begin(self, address: str) -> None:
-        """Say that this process serves; it holds :attr:`serving`."""
-        encoded, me = address.encode(), ProcessIdentity.current()
-        self._buffer[_ADDRESS_AT : _ADDRESS_AT + len(encoded)] = encoded
-        self._words[_ADDRESS] = len(encoded)
-        # Who reads between the two finds no process that lives, and looks again.
-        self._words[_SERVER + 1] = me.start_ticks
-        self._words[_SERVER] = me.pid
+        """Say where this process, which holds :attr:`serving`, listens."""
+        write_text(self._region, address)
 
     def end(self) -> None:
         """Say that no server is needed any more."""
-        self._words[_OVER] = 1
+        self._over[0] = 1
 
 
 # --- in a worker ----------------------------------------------------------------------------------
@@ -118,33 +105,30 @@ class ServerWatch:
         Raises:
             PeerTimeout: It does not.
         """
-        if not wait_until(lambda: self._page.is_served, timeout_s):
+        if not wait_until(lambda: bool(self._page.address), timeout_s):
             raise PeerTimeout(
                 f"This host's server did not begin to listen within {timeout_s:g} s. Its own "
                 "output says why."
             )
-        return str(self._page.address)
+        return self._page.address
 
     def _run(self) -> None:
         page, rest_s = self._page, 0.0
         while not (self._ended.wait(rest_s) or page.is_over):
             rest_s = _LOOK_S
             try:
-                if not page.is_served:
-                    with page.starting.held(_BEGIN_S + _LOCK_S):
-                        self._start(page.server)
+                with page.starting.held(_BEGIN_S + _LOCK_S):  # one worker looks at a time
+                    if not page.is_served:
+                        self._start()
             except (PhalanxError, OSError) as exc:  # the system starts no process, say
                 _log.error("This host has no server yet: %s", exc)
                 rest_s = _AGAIN_S
 
-    def _start(self, before: ProcessIdentity | None) -> None:
-        """Fork a server, unless another process has. This thread has never run OpenMP."""
+    def _start(self) -> None:
+        """Fork a server, and wait until it serves. This thread has never run OpenMP."""
         page, ended = self._page, self._ended
-        if page.is_over or page.is_served:
-            return
         fork_apart(self._serve)  # it outlives this process
-        # One that has begun may be gone again by the time that this thread looks.
-        wait_until(lambda: page.is_over or page.server != before or ended.is_set(), _BEGIN_S)
+        wait_until(lambda: page.is_served or page.is_over or ended.is_set(), _BEGIN_S)
 
     def close(self, timeout_s: float) -> None:
         """End the watch."""

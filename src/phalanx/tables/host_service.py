@@ -258,7 +258,7 @@ def _parsed(text: str) -> object:
 
 
 def _read_init(asked: Message, spec: TableSpec) -> Tensor | Uniform:
-    """Return what a master sends as a table's first values; see `RemotePart.open`."""
+    """Return what a master sends as a table's first values; see `RemoteHost.open_part`."""
     first, *others = asked.tensors
     if others:  # a rule for the rows of keys
         _refuse_other(asked.tensors, [(torch.float64, (2,)), (torch.int64, ())])

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import StateError
-from phalanx.ipc import aligned
+from phalanx.ipc import Regions, aligned
 from phalanx.memory import copy_to
 from phalanx.tables.part import Entry
-from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.table_memory import LOGS, TableMemory
 
 NUM_LOGS = 2
@@ -42,7 +41,7 @@ class WorkerLog:
         regions: Where its memory comes from.
     """
 
-    def __init__(self, memory: TableMemory, worker: int, which: int, regions: RunRegions) -> None:
+    def __init__(self, memory: TableMemory, worker: int, which: int, regions: Regions) -> None:
         self._spec = spec = memory.spec
         self._worker = worker
         self._words = memory.worker(worker)[LOGS + 2 * which :]

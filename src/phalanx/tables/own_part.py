@@ -26,12 +26,11 @@ from functools import partial
 from typing import Any
 
 from phalanx.errors import PeerTimeout
-from phalanx.ipc import Waiting
+from phalanx.ipc import Regions, Waiting
 from phalanx.tables.keys import KeyPart
 from phalanx.tables.log import NUM_LOGS, WorkerLog, first_number
 from phalanx.tables.membership import Membership
 from phalanx.tables.part import Entry, TablePart
-from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.table_memory import (
     APPLIED,
@@ -60,7 +59,7 @@ class OwnPart:
         memory: The memory that processes share.
     """
 
-    def __init__(self, spec: TableSpec, regions: RunRegions, membership: Membership) -> None:
+    def __init__(self, spec: TableSpec, regions: Regions, membership: Membership) -> None:
         self.spec = spec
         self.memory = memory = TableMemory(spec, regions, membership.worker_of)
         self.lock = memory.lock

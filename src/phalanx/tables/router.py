@@ -29,7 +29,7 @@ from phalanx.tables.values import outside, refuse_nonfinite
 
 if TYPE_CHECKING:  # else runs on one host would import what speaks to others
     from phalanx.cluster import RemoteCall
-    from phalanx.tables.remote_part import RemoteHost
+    from phalanx.tables.remote_host import RemoteHost
 
 
 class Operation(IntEnum):
@@ -76,7 +76,7 @@ class Router:
         self._part = here.part
         self._cut = cut
         self._worker = worker
-        self._others = {each.endpoint.host: each.part(spec, cut.num_parts) for each in remotes}
+        self._others = {each.endpoint.host: each for each in remotes}
         # Held while adds go to logs and other hosts: they are numbered, and taken in the order of
         # their numbers, so that one that comes late is taken for a repetition. Nor may the worker's
         # round change meanwhile.
@@ -97,8 +97,9 @@ class Router:
         whole = not isinstance(init, Tensor) or init.dim() == 0 or self.spec.has_keys
         waiting, cut = Waiting(timeout_s), self._cut
         self.here.open(self._worker, init if whole else init[cut.span(cut.own)], timeout_s)
-        for index, part in self._others.items():
-            part.open(init if whole else init[cut.span(index)], waiting.remaining_s())
+        for index, host in self._others.items():
+            first = init if whole else init[cut.span(index)]
+            host.open_part(cut.part(index), first, waiting.remaining_s())
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -281,8 +282,8 @@ class Router:
         try:
             try:
                 for part, each in asked.items():
-                    begin = self._others[part].begin
-                    calls[part] = begin(operation, waiting.remaining_s(), **each)
+                    begin = self._others[part].begin_of
+                    calls[part] = begin(self.spec, operation, waiting.remaining_s(), **each)
                 if here is not None:
                     answers[self._cut.own] = here()
             except PhalanxError as exc:

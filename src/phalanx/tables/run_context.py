@@ -10,16 +10,15 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from phalanx.errors import StateError, UnsupportedError
-from phalanx.ipc import Region, Waiting
+from phalanx.ipc import OwnRegions, Region, Regions, RunDirectory, Waiting
 from phalanx.tables.membership import Membership
 from phalanx.tables.own_part import OwnPart
 from phalanx.tables.router import Router
-from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.spec import NAME, TableSpec
 from phalanx.tables.table_memory import TableMemory
 
 if TYPE_CHECKING:  # else runs on one host would import what speaks to others
-    from phalanx.tables.remote_part import RemoteHost
+    from phalanx.tables.remote_host import RemoteHost
 
 _SPEC_BYTES = 8192
 
@@ -44,7 +43,7 @@ class RunContext:
 
     def __init__(self, run: str | None) -> None:
         self.run = run
-        self.regions = RunRegions(run)
+        self.regions: Regions = OwnRegions() if run is None else RunDirectory.join(f"tables-{run}")
         self.routers: weakref.WeakSet[Router] = weakref.WeakSet()
         self.host, self.num_hosts = 0, 1
         self.connect: Callable[[int], list[RemoteHost]] = lambda worker: []  # noqa: ARG005
@@ -117,10 +116,10 @@ class RunContext:
         """
         found = self._parts.get(name)
         if found is None:
-            text = b""
+            text = ""
             with suppress(StateError):
                 if NAME.fullmatch(name):  # it may come from another host
-                    text = _text_of(self.regions.open_region(f"spec-{name}", 0, create=False))
+                    text = read_text(self.regions.open_region(f"spec-{name}", 0, create=False))
             if not text:
                 raise StateError(f"Table {name!r} must be opened first, but is not.")
             found = self.part(TableSpec.from_mapping(json.loads(text)), timeout_s)
@@ -133,13 +132,11 @@ class RunContext:
         """
         page = self.regions.open_region(f"spec-{spec.name}", _SPEC_BYTES)
         with self.membership.lock.held(timeout_s):
-            if text := _text_of(page):
+            if text := read_text(page):
                 spec.refuse_other(json.loads(text))
                 return
             TableMemory(spec, self.regions, self.membership.worker_of)
-            text = json.dumps(spec.as_mapping()).encode()
-            page.buffer[8 : 8 + len(text)] = text
-            page.buffer[:8].cast("q")[0] = len(text)
+            write_text(page, json.dumps(spec.as_mapping()))
 
     def close(self, timeout_s: float) -> None:
         """Close all tables, and leave the run."""
@@ -151,6 +148,14 @@ class RunContext:
         self.regions.close()
 
 
-def _text_of(page: Region) -> bytes:
+def read_text(page: Region) -> str:
+    """Return what :func:`write_text` wrote; an empty text before it has ended."""
     length = page.buffer[:8].cast("q")[0]
-    return bytes(page.buffer[8 : 8 + length])
+    return bytes(page.buffer[8 : 8 + length]).decode()
+
+
+def write_text(page: Region, text: str) -> None:
+    """Write a text into a page; it counts when its length is written."""
+    encoded = text.encode()
+    page.buffer[8 : 8 + len(encoded)] = encoded
+    page.buffer[:8].cast("q")[0] = len(encoded)

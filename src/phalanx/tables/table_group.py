@@ -13,7 +13,7 @@ import torch
 from phalanx.errors import PeerTimeout, PhalanxError, StateError, UnsupportedError
 from phalanx.ipc import register_at_fork
 from phalanx.plan import Staleness, check_argument, say_numbers
-from phalanx.tables.cut import Cut, part_of
+from phalanx.tables.cut import Cut
 from phalanx.tables.membership import BARRIERS, TICKS
 from phalanx.tables.router import Router
 from phalanx.tables.row_initializer import Uniform, read_row_init
@@ -354,7 +354,7 @@ class TableGroup:
                 f"{spec.updater!r}. Servers run no code of yours."
             )
         cut = Cut(spec, context.host, context.num_hosts)
-        here = context.part(part_of(spec, context.host, context.num_hosts), self.timeout_s)
+        here = context.part(cut.part(cut.own), self.timeout_s)
         if spec.name not in self._routers:
             self._routers[spec.name] = Router(spec, cut, here, self.worker_id, self.remotes)
             context.routers.add(self._routers[spec.name])

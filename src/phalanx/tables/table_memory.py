@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import OutOfSpace
-from phalanx.ipc import Mutex
+from phalanx.ipc import Mutex, Regions
 from phalanx.tables.membership import MAX_WORKERS
-from phalanx.tables.run_regions import RunRegions
 from phalanx.tables.spec import TableSpec
 
 MERGED = MAX_WORKERS
@@ -77,7 +76,7 @@ class TableMemory:
     """
 
     def __init__(
-        self, spec: TableSpec, regions: RunRegions, rank_of: Callable[[int], int | None]
+        self, spec: TableSpec, regions: Regions, rank_of: Callable[[int], int | None]
     ) -> None:
         self.spec = spec
         self._rank_of = rank_of

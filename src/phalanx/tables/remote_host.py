@@ -13,7 +13,6 @@ from torch import Tensor
 from phalanx.cluster import Connection, Endpoint, RemoteCall, Stream
 from phalanx.errors import PeerTimeout, PhalanxError
 from phalanx.ipc import Waiting, register_at_fork
-from phalanx.tables.cut import part_of
 from phalanx.tables.membership import BARRIERS, TICKS, Membership
 from phalanx.tables.router import Operation
 from phalanx.tables.row_initializer import Uniform
@@ -101,10 +100,6 @@ class RemoteHost(Connection):
         if self._kept is not None:
             self._kept.close()
 
-    def part(self, spec: TableSpec, num_hosts: int) -> RemotePart:
-        """Return this host's part of a table, as the worker uses it."""
-        return RemotePart(self, part_of(spec, self.endpoint.host, num_hosts))
-
     def leave(self, timeout_s: float) -> None:
         """Stop counting there."""
         self.call(Operation.LEAVE, "`leave`", timeout_s)
@@ -113,38 +108,34 @@ class RemoteHost(Connection):
         """Say how far this worker has come."""
         return self.begin(Operation.TELL, "a tick", timeout_s, args=self._clocks())
 
+    # --- tables -----------------------------------------------------------------------------------
 
-class RemotePart:
-    """One table's part on another host.
-
-    Args:
-        remote: The host.
-        spec: What the part is; see `part_of`.
-    """
-
-    def __init__(self, remote: RemoteHost, spec: TableSpec) -> None:
-        self.spec = spec
-        self._remote = remote
-
-    def begin(
-        self, operation: Operation, timeout_s: float, *, text: str | None = None, **asked: Any
+    def begin_of(
+        self,
+        spec: TableSpec,
+        operation: Operation,
+        timeout_s: float,
+        *,
+        text: str = "",
+        **asked: Any,
     ) -> RemoteCall:
-        """Ask for something of the table; see :meth:`Connection.begin`."""
-        name, verb = self.spec.name, operation.name.lower().replace("_", " ")
-        title = f"`{verb}` of table {name!r}"
-        return self._remote.begin(operation, title, timeout_s, text=text or name, **asked)
+        """Ask for something of the part of a table there; see :meth:`Connection.begin`."""
+        title = f"`{operation.name.lower().replace('_', ' ')}` of table {spec.name!r}"
+        return self.begin(operation, title, timeout_s, text=text or spec.name, **asked)
 
-    def open(self, init: Tensor | Uniform, timeout_s: float) -> None:
-        """Open the part there.
+    def open_part(self, spec: TableSpec, init: Tensor | Uniform, timeout_s: float) -> None:
+        """Open the part of a table there.
 
         Args:
+            spec: The part.
             init: What it holds at first: all rows, one number, a row, or a rule. It is sent where
                 this worker turns out to be the one that fills it.
             timeout_s: How long to wait for the worker that does.
         """
-        waiting, text = Waiting(timeout_s), json.dumps(self.spec.as_mapping())
+        waiting, text = Waiting(timeout_s), json.dumps(spec.as_mapping())
         for tensors in ([], _written(init)):
-            call = self.begin(Operation.OPEN, waiting.remaining_s(), text=text, tensors=tensors)
+            remaining_s = waiting.remaining_s()
+            call = self.begin_of(spec, Operation.OPEN, remaining_s, text=text, tensors=tensors)
             if call.wait().args[0]:
                 return
 
