@@ -11,8 +11,8 @@ A request may come twice. Each that must count once carries what tells a repetit
 
     add                  a number, which the part keeps with the effect (part.py)
     add of a round       the same number, which the log keeps, too (log.py)
-    tell, end round      the clock itself
-    enter                a number of the client's, kept on the page of workers
+    tell, end round      the clock itself; of a new worker, a number of its own, kept on the page
+                         of workers
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class HostService:
         answer = self._answers.get(asked.operation)
         if answer is None:
             raise ConfigError(f"`operation` must be one of this version, but is {asked.operation}.")
-        is_new = asked.operation == Operation.ENTER and not asked.incarnation
+        is_new = asked.operation == Operation.TELL and not asked.incarnation
         if is_new or stream.session is None:
             asked = self._counted(asked, stream, is_new=is_new)
         if asked.operation not in _READING:
@@ -124,23 +124,16 @@ class HostService:
             for worker in filter(self.membership.is_elsewhere, self.membership.here()):
                 key = worker, self.membership.incarnation(worker)
                 if not self._connections[key] and now > self._ended_s.get(key, unknown_s) + _BACK_S:
-                    self.membership.leave(*key, _LOCK_S, is_lost=True)
+                    self.membership.leave(*key, _LOCK_S)
 
-    def _enter(self, asked: Message) -> Answer:
-        self._come_to(asked.worker, *asked.args[2:])
+    def _tell(self, asked: Message) -> Answer:
+        for clock, number in zip((TICKS, BARRIERS), asked.args[2:], strict=True):
+            self.membership.advance_to(asked.worker, clock, number)
         return Answer((asked.incarnation,))
 
     def _leave(self, asked: Message) -> Answer:
         self.membership.leave(asked.worker, asked.incarnation, asked.timeout_s)
         return Answer()
-
-    def _tell(self, asked: Message) -> Answer:
-        self._come_to(asked.worker, *asked.args[:2])
-        return Answer()
-
-    def _come_to(self, worker: int, ticks: int, barriers: int) -> None:
-        self.membership.advance_to(worker, TICKS, ticks)
-        self.membership.advance_to(worker, BARRIERS, barriers)
 
     # --- tables -----------------------------------------------------------------------------------
 
@@ -196,9 +189,7 @@ class HostService:
         return Answer()
 
     def _await_round(self, asked: Message) -> Answer:
-        table, number = self._table(asked), asked.args[0]
-        table.arrive(asked.worker, number)
-        table.finish(number, asked.timeout_s)
+        self._table(asked).finish(asked.args[0], asked.timeout_s)
         return Answer()
 
     def _snapshot(self, asked: Message) -> Answer:

@@ -215,8 +215,8 @@ class KeyPart(TablePart):
             self._reserve(after)
             values, *states = self.parts
             values[first:after] = self._first_rows_of(keys)
-            for state, number in zip(states, self._updater.first_states(), strict=True):
-                state[first:after] = number
+            for state in states:
+                state[first:after] = 0.0  # there may be those of an add that was undone
             self._keys[first:after] = keys
             fail_point("keys written")
         counts[_NEXT_STOP] = after

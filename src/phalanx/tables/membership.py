@@ -12,9 +12,9 @@ rounds it has ended, and the last barrier that it has come to. Of those who wait
 have never come.
 
 # Note [Incarnations]
-The number of a dead worker is reused, and, once no fresh number is left, that of one that has left.
-The *incarnation* counts how often a number was given. Whatever a worker writes under its number
-elsewhere (in a round) carries it, so that it never counts for a later worker.
+The number of a worker that has left, or died, is reused. The *incarnation* counts how often a
+number was given. Whatever a worker writes under its number elsewhere (in a round) carries it, so
+that it never counts for a later worker.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LINE = 8
 _LOCK_AT = (1 + MAX_WORKERS) * _LINE * 8
 _EXPECTED, _LOOKED_NS = range(2)
 _STATE, _PID, _START, TICKS, BARRIERS, _INCARNATION = range(6)
-_EMPTY, _HERE, _LEFT, _DEAD = range(4)
+_EMPTY, _HERE, _GONE = range(3)
 _ELSEWHERE = 0  # in place of the pid of a process on another host
 _LOOK_EVERY_NS = 10_000_000  # less than the time between two looks of one that waits
 
@@ -120,16 +120,11 @@ class Membership:
     def _free_number(self) -> int:
         """Return a number that was never used, or one that is free again.
 
-        Those expected come first, then those of the dead; those of workers that left come last, so
-        that numbers differ for as long as they can.
+        Those expected come first, then those of workers that are gone.
         """
         states = self._states()
         fresh = states.index(_EMPTY) if _EMPTY in states else MAX_WORKERS
-        if fresh < self.num_expected:
-            return fresh
-        if _DEAD in states:
-            return states.index(_DEAD)
-        return states.index(_LEFT) if fresh == MAX_WORKERS and _LEFT in states else fresh
+        return states.index(_GONE) if _GONE in states and fresh >= self.num_expected else fresh
 
     def _refuse_taken(self, worker: int) -> None:
         if not 0 <= worker < MAX_WORKERS:
@@ -144,13 +139,11 @@ class Membership:
                 "use its group's `thread_worker()`."
             )
 
-    def leave(
-        self, worker: int, incarnation: int, timeout_s: float, *, is_lost: bool = False
-    ) -> None:
+    def leave(self, worker: int, incarnation: int, timeout_s: float) -> None:
         """Stop counting ``worker``, unless its number is another's by now."""
         with self.lock.held(timeout_s):
             if self.is_here(worker, incarnation):
-                self._mark(worker, _DEAD if is_lost else _LEFT)
+                self._mark_gone(worker)
 
     def mark_dead(self, timeout_s: float) -> None:
         """Mark workers dead whose process is gone, so that no worker waits for them."""
@@ -172,10 +165,10 @@ class Membership:
     def _mark_dead(self) -> None:
         for worker in self.here():
             if not (self.is_elsewhere(worker) or self._process(worker).alive()):
-                self._mark(worker, _DEAD)
+                self._mark_gone(worker)
 
-    def _mark(self, worker: int, state: int) -> None:
-        self._words[self._start_of(worker) + _STATE] = state
+    def _mark_gone(self, worker: int) -> None:
+        self._words[self._start_of(worker) + _STATE] = _GONE
         self.changes.tell()
 
     # --- looking ----------------------------------------------------------------------------------
@@ -206,10 +199,6 @@ class Membership:
             for worker, state in enumerate(states)
             if state == _HERE or (state == _EMPTY and worker < expected)
         ]
-
-    def expected_missing(self) -> list[int]:
-        """Return the workers that are expected and never came."""
-        return [w for w, state in enumerate(self._states()[: self.num_expected]) if state == _EMPTY]
 
     def master(self, worker: int, timeout_s: float) -> int:
         """Return the lowest awaited worker that lives, or ``worker`` if no other lives."""

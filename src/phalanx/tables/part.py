@@ -136,10 +136,7 @@ class TablePart:
 
     def begin(self, init: Tensor) -> None:
         """Give a new part its first values: one number, or all of its rows."""
-        values, *states = self.parts
-        for state, first in zip(states, self._updater.first_states(), strict=True):
-            state.fill_(first)
-        values.copy_(init)
+        self.parts[0].copy_(init)
 
     # --- reading ----------------------------------------------------------------------------------
 

@@ -55,8 +55,7 @@ class RemoteHost(Connection):
 
     def _enter(self, num_expected: int, timeout_s: float) -> None:
         told = self._clocks()
-        args = (self._client, num_expected, *told)
-        answer = self.call(Operation.ENTER, "`join`", timeout_s, args=args)
+        answer = self.begin_tell(timeout_s, num_expected).wait()
         self.incarnation = answer.args[0]
         self._kept = self.take_idle()  # any will do
         if self._clocks() != told:  # by a thread that has seen no connection
@@ -104,9 +103,10 @@ class RemoteHost(Connection):
         """Stop counting there."""
         self.call(Operation.LEAVE, "`leave`", timeout_s)
 
-    def begin_tell(self, timeout_s: float) -> RemoteCall:
-        """Say how far this worker has come."""
-        return self.begin(Operation.TELL, "a tick", timeout_s, args=self._clocks())
+    def begin_tell(self, timeout_s: float, num_expected: int = 0) -> RemoteCall:
+        """Say how far this worker has come; the first time, it becomes a worker there."""
+        title, args = "a tick" if self.incarnation else "`join`", (self._client, num_expected)
+        return self.begin(Operation.TELL, title, timeout_s, args=(*args, *self._clocks()))
 
     # --- tables -----------------------------------------------------------------------------------
 

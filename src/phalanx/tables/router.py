@@ -38,18 +38,17 @@ class Operation(IntEnum):
     text is the table's name; no rows are all rows; answers in brackets.
     """
 
-    ENTER = 1  # client, number expected, ticks, barriers  [incarnation]
+    TELL = 1  # client, number expected, ticks, barriers  [incarnation]
     LEAVE = 2
-    TELL = 3  # ticks, barriers
-    OPEN = 4  # text: spec  tensors: first values, or a rule's bounds and seed  [done]
-    GET = 5  # tensors: rows  [their values]
-    ADD = 6  # round or 0  number: its own  tensors: rows, delta
-    END_ROUND = 7  # round
-    AWAIT_ROUND = 8  # round
-    SNAPSHOT = 9  # [tensors: of a keys table the keys; values, states]
-    RESTORE = 10  # tensors: as of SNAPSHOT
-    KEYS = 11  # [tensor: keys]
-    NUM_KEYS = 12  # [tensor: how many]
+    OPEN = 3  # text: spec  tensors: first values, or a rule's bounds and seed  [done]
+    GET = 4  # tensors: rows  [their values]
+    ADD = 5  # round or 0  number: its own  tensors: rows, delta
+    END_ROUND = 6  # round
+    AWAIT_ROUND = 7  # round
+    SNAPSHOT = 8  # [tensors: of a keys table the keys; values, states]
+    RESTORE = 9  # tensors: as of SNAPSHOT
+    KEYS = 10  # [tensor: keys]
+    NUM_KEYS = 11  # [tensor: how many]
 
 
 class Router:

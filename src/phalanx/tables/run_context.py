@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -13,7 +12,6 @@ from phalanx.errors import StateError, UnsupportedError
 from phalanx.ipc import OwnRegions, Region, Regions, RunDirectory, Waiting
 from phalanx.tables.membership import Membership
 from phalanx.tables.own_part import OwnPart
-from phalanx.tables.router import Router
 from phalanx.tables.spec import NAME, TableSpec
 from phalanx.tables.table_memory import TableMemory
 
@@ -33,7 +31,6 @@ class RunContext:
         run: As given.
         regions: Its memory.
         membership: Its workers.
-        routers: Of the tables that workers of this process have opened.
         host: This host's number.
         num_hosts: How many there are.
         connect: Returns the other hosts, in their order, for the worker of this number.
@@ -44,7 +41,6 @@ class RunContext:
     def __init__(self, run: str | None) -> None:
         self.run = run
         self.regions: Regions = OwnRegions() if run is None else RunDirectory.join(f"tables-{run}")
-        self.routers: weakref.WeakSet[Router] = weakref.WeakSet()
         self.host, self.num_hosts = 0, 1
         self.connect: Callable[[int], list[RemoteHost]] = lambda worker: []  # noqa: ARG005
         self.end: Callable[[float], object] = bool
@@ -141,9 +137,6 @@ class RunContext:
     def close(self, timeout_s: float) -> None:
         """Close all tables, and leave the run."""
         self.end(timeout_s)
-        # The memory goes, though somebody keeps a handle of a table.
-        for each in (*self.routers, *self._parts.values()):
-            vars(each).clear()
         self._parts.clear()
         self.regions.close()
 

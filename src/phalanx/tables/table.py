@@ -173,7 +173,8 @@ class Table:
         assert bound is not None
         clock = group.membership.clock(group.worker_id, TICKS) - bound
         if self._seen_clock < clock:
-            group.wait_for_slow(clock, f"a get of table {self.name!r}")
+            event = f"clock {clock}, which a get of table {self.name!r} needs,"
+            group.membership.wait_for_clocks(TICKS, clock, group.timeout_s, event)
             self._seen_clock = min(group.membership.clocks(TICKS).values(), default=0)
 
     # --- the rest ---------------------------------------------------------------------------------
@@ -226,15 +227,10 @@ class Table:
         self._storage.replace_all(parts, group.timeout_s)
 
     def _check_open(self) -> None:
-        group = self._group
-        if group.closed:
+        if self._group.closed:
             raise StateError(
-                f"Table {self.name!r} must belong to an open group, but its group is closed."
-            )
-        if group.forked:
-            raise StateError(
-                f"Table {self.name!r} must be used by the process that opened it, but this one was "
-                "forked from that. Call `join` here, and open the table again."
+                f"Table {self.name!r} must belong to a group that this worker has joined, but its "
+                f"group {self._group.why_closed}. Call `join`, and open the table."
             )
 
     def __reduce__(self) -> tuple[Any, ...]:  # Any: as `object` has it

@@ -69,7 +69,7 @@ class TableGroup:
         self.run = context.run
         self.membership = context.membership
         self.closed = False
-        self.forked = False  # a forked child is not this worker
+        self.why_closed = "is closed"
         self._context = context
         self._incarnation = self.membership.incarnation(self.worker_id)
         self._num_barriers = self.membership.clock(self.worker_id, BARRIERS)
@@ -77,7 +77,6 @@ class TableGroup:
         self._num_tables = 0
         self._numbering = threading.Lock()
         self._closing = threading.RLock()
-        self._tick_bound: int | None = staleness.bound if staleness.is_bounded else None
         register_at_fork(self._note_fork)
 
     # --- the workers -----------------------------------------------------------------------------
@@ -97,9 +96,8 @@ class TableGroup:
     @property
     def is_master(self) -> bool:
         """True if this is the lowest worker that is waited for."""
-        if self.closed or self.forked:
-            return False
-        return self.membership.master(self.worker_id, self.timeout_s) == self.worker_id
+        master = self.membership.master
+        return not self.closed and master(self.worker_id, self.timeout_s) == self.worker_id
 
     def barrier(self, timeout_s: float | None = None) -> int:
         """Wait until every worker has come to the run's next barrier; return its number, from 1.
@@ -121,21 +119,13 @@ class TableGroup:
     def tick(self) -> int:
         """End this worker's round; return how many it has ended.
 
-        Rounds count for tables with bounded staleness. In bulk-synchronous tables, gets are the
-        rounds.
-
-        Raises:
-            PeerTimeout: A worker is more than the bound and one round behind; ``.rank`` is the
-                first. The round has ended.
-
-        Blocks: While this worker is more than the bound and one round ahead.
+        Rounds count for tables with bounded staleness, whose gets wait for slower workers. In
+        bulk-synchronous tables, gets are the rounds.
         """
         self._check_open()
         number = self.membership.clock(self.worker_id, TICKS) + 1
         with self._told(TICKS, number, self.timeout_s):
-            if self._tick_bound is not None:
-                self.wait_for_slow(number - self._tick_bound - 1, f"round {number + 1}")
-        return number
+            return number
 
     @contextmanager
     def _told(self, clock: int, number: int, timeout_s: float) -> Iterator[None]:
@@ -151,15 +141,6 @@ class TableGroup:
         finally:
             for call in calls:
                 call.abandon()
-
-    def wait_for_slow(self, clock: int, what: str) -> None:
-        """Wait until all workers have ended so many rounds, as ``what`` needs.
-
-        Raises:
-            PeerTimeout: A worker stayed away; ``.rank`` is the first.
-        """
-        event = f"clock {clock}, which {what} by worker {self.worker_id} needs,"
-        self.membership.wait_for_clocks(TICKS, clock, self.timeout_s, event)
 
     def thread_worker(self) -> TableGroup:
         """Join the same run as one more worker, for another thread of this process.
@@ -188,28 +169,30 @@ class TableGroup:
         self._close(waits=True)
 
     def _close(self, *, waits: bool) -> None:
-        if waits and not (self.closed or self.forked or self.run is None):
+        if self.closed:
+            return
+        if waits and self.run is not None:
             self._wait_for_expected()
-        with nullcontext() if self.forked else self._closing:  # of two threads one does it
+        with self._closing:  # of two threads one does it
             if self.closed:
                 return
             try:
-                if not self.forked:
-                    self._leave()
+                self.membership.leave(self.worker_id, self._incarnation, self.timeout_s)
+                for remote in self.remotes:
+                    with suppress(PhalanxError):  # one that does not answer finds out by itself
+                        remote.leave(min(self.timeout_s, _LEAVE_S))
             finally:
                 self.closed = True
                 for remote in self.remotes:
                     remote.close()
+                for router in self._routers.values():
+                    vars(router).clear()  # the memory goes, though somebody keeps a table
                 self._context.count_out(self.timeout_s)
 
-    def _leave(self) -> None:
-        self.membership.leave(self.worker_id, self._incarnation, self.timeout_s)
-        for remote in self.remotes:
-            with suppress(PhalanxError):  # one that does not answer finds out by itself
-                remote.leave(min(self.timeout_s, _LEAVE_S))
-
     def _wait_for_expected(self) -> None:
-        missing = self.membership.expected_missing
+        def missing() -> list[int]:
+            return sorted({*self.membership.awaited()} - {*self.membership.here()})
+
         if not self.membership.changes.wait_until(lambda: not missing(), self.timeout_s):
             warnings.warn(
                 f"{say_numbers('Worker', missing())} of run {self.run!r} did not come within "
@@ -341,9 +324,6 @@ class TableGroup:
             storage = self._router(spec)
             storage.open(first, self.timeout_s)
             self._num_tables += name is None
-        if spec.staleness.is_bounded:
-            bounds = [b for b in (self._tick_bound, spec.staleness.bound) if b is not None]
-            self._tick_bound = min(bounds)
         return (KeyTable if has_keys else Table)(spec, storage, self)
 
     def _router(self, spec: TableSpec) -> Router:
@@ -357,16 +337,17 @@ class TableGroup:
         here = context.part(cut.part(cut.own), self.timeout_s)
         if spec.name not in self._routers:
             self._routers[spec.name] = Router(spec, cut, here, self.worker_id, self.remotes)
-            context.routers.add(self._routers[spec.name])
         return self._routers[spec.name]
 
     def _note_fork(self) -> None:
-        self.forked = True
+        """Close the group in a forked child, which is not this worker."""
+        self.closed, self.why_closed = True, "was joined by the process that forked this one"
 
     def _check_open(self) -> None:
-        if self.closed or self.forked:
-            why = "is closed" if self.closed else "was joined by the process that forked this one"
-            raise StateError(f"The group must be joined by this worker, but {why}. Call `join`.")
+        if self.closed:
+            raise StateError(
+                f"The group must be joined by this worker, but {self.why_closed}. Call `join`."
+            )
 
     def __repr__(self) -> str:
         if self.closed:

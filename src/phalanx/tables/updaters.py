@@ -28,7 +28,8 @@ class Updater:
 
     Attributes:
         name: What it is called in ``updater=``.
-        states: Width of each state: "row" for one number per row, "element" for one per element.
+        states: Width of each state, zeros at first: "row" for one number per row, "element" for one
+            per element.
         is_wide: Whether a delta is (K, 2D): beside what was added stands what it is taken with.
         any_dtype: Whether it serves tables of integers.
         merge: How the adds of a bulk-synchronous round become one before it is taken, if all are
@@ -78,10 +79,6 @@ class Updater:
     def is_built_in(self) -> bool:
         """True for an updater of this package, which raises nothing."""
         return type(self).__module__.startswith("phalanx.")
-
-    def first_states(self) -> list[float]:
-        """Return the first value of each state."""
-        return [0.0] * len(self.states)
 
     def apply(self, rows_KD: Tensor, delta_KD: Tensor, states: list[Tensor]) -> None:
         """Change rows and states in place.
@@ -179,7 +176,6 @@ class AdaGrad(Updater):
     Args:
         lr: The learning rate.
         eps: Keeps the division away from 0.
-        initial: What h begins with.
 
     Source: Duchi et al., JMLR 2011; as ``torch.optim.Adagrad``.
     """
@@ -188,10 +184,6 @@ class AdaGrad(Updater):
     states: ClassVar[tuple[str, ...]] = ("element",)
     lr: float = 0.01
     eps: float = 1e-10
-    initial: float = 0.0
-
-    def first_states(self) -> list[float]:
-        return [self.initial]
 
     def apply(self, rows_KD: Tensor, delta_KD: Tensor, states: list[Tensor]) -> None:
         (h,) = states

@@ -13,49 +13,34 @@ from phalanx.tables.membership import MAX_WORKERS
 from tests.multiprocess.children import Children, Parent
 
 
-def come_and_go(world: tables.TableGroup) -> None:
-    """Use every fresh number up."""
-    for _ in range(MAX_WORKERS):
-        with world.thread_worker() as last:
-            if last.worker_id == MAX_WORKERS - 1:
-                return
+def test_only_workers_that_are_here_use_numbers_up():
+    with tables.join() as world:
+        others = [world.thread_worker() for _ in range(MAX_WORKERS - 1)]
+        assert [other.worker_id for other in others] == list(range(1, MAX_WORKERS))
+        with pytest.raises(ConfigError, match=r"must be numbered 0 to 255.* Let some leave first"):
+            world.thread_worker()
+        others[6].close()
+        assert world.thread_worker().worker_id == 7
 
 
-@pytest.fixture
-def full():
-    """A world of one worker, 0, in which every other number has been given once."""
-    with tables.join(timeout_s=5) as world:
-        come_and_go(world)
-        yield world
-
-
-def test_only_workers_that_are_here_use_numbers_up(full):
-    others = [full.thread_worker() for _ in range(MAX_WORKERS - 1)]
-    assert sorted(other.worker_id for other in others) == list(range(1, MAX_WORKERS))
-    with pytest.raises(ConfigError, match=r"must be numbered 0 to 255.* Let some leave first"):
-        full.thread_worker()
-    others[6].close()
-    assert full.thread_worker().worker_id == 7
-
-
-def test_who_has_left_does_not_speak_for_who_has_its_number(full):
-    gone = full.thread_worker()
-    _, table = (world.array(1, name="x", sync=True) for world in (full, gone))
-    gone.close()
-    with full.thread_worker() as other:
+def test_who_has_left_does_not_speak_for_who_has_its_number():
+    with tables.join() as world:
+        gone = world.thread_worker()
+        _, table = (each.array(1, name="x", sync=True) for each in (world, gone))
+        gone.close()
+        other = world.thread_worker()
         assert other.worker_id == gone.worker_id == 1
         assert not gone.is_master
         with pytest.raises(StateError, match="its group is closed"):
             table.add([1.0])
         gone.close()
-        assert full.workers == [0, 1]
+        assert world.workers == [0, 1]
 
 
 def test_who_goes_on_in_a_log_finds_its_end_though_it_was_there_before():
     """Worker 1 is of this process, then of another, then of this one again, in one round."""
     run = f"again-{os.getpid()}"
     with tables.join(run, timeout_s=20, sync=True) as world:
-        come_and_go(world)
         ours = world.matrix(5, 1, name="x")
         with world.thread_worker() as one:
             one.matrix(5, 1, name="x").add([[1.0]], rows=[0])
