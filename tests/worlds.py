@@ -18,12 +18,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 
 from phalanx import tables
+from phalanx.cluster import make_secret
 from tests.multiprocess import hosts
 from tests.multiprocess.children import Parent, ReusedChildren
 from tests.multiprocess.networks import Networks, networks_of_hosts
@@ -106,13 +109,15 @@ class NetworkTables(World):
 
     def run(self, body: Body, n: int = 3, *, run: str = "", **how: Any) -> list[Any]:
         if not _networks:
-            _networks.append(_open.enter_context(networks_of_hosts(n)))
-        how["trusted_network"] = True
-        return hosts.run_hosts(n, run, n, body, networks=_networks[0], **how)
+            secret = Path(_open.enter_context(TemporaryDirectory())) / "secret"
+            make_secret(secret)
+            _networks.append((_open.enter_context(networks_of_hosts(n)), str(secret)))
+        networks, how["secret_file"] = _networks[0]
+        return hosts.run_hosts(n, run, n, body, networks=networks, **how)
 
 
 _children = ReusedChildren()
-_networks: list[Networks] = []
+_networks: list[tuple[Networks, str]] = []  # and the file of a secret
 _open = ExitStack()
 
 

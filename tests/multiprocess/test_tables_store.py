@@ -38,15 +38,12 @@ def secret_file(tmp_path: Path) -> str:
     return str(tmp_path / "secret")
 
 
-def work(parent: Parent, given: dict[str, str], secret_file: str | None) -> None:
+def work(parent: Parent, given: dict[str, str], secret_file: str) -> None:
     """Add before and after the parent says so; tell what the table holds, or what `join` said."""
     given["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the parent keeps the store
     become_worker(given)
-    trusted_network = secret_file is None
     try:
-        with tables.join(
-            timeout_s=DEADLINE_S, secret_file=secret_file, trusted_network=trusted_network
-        ) as world:
+        with tables.join(timeout_s=DEADLINE_S, secret_file=secret_file) as world:
             table = world.matrix(5, 3, name="t")
             table.add(torch.ones(5, 3))
             world.barrier()

@@ -52,7 +52,7 @@ class Endpoint(NamedTuple):
         name: What messages call it.
         address: Of its socket, as ``address:port``.
         run: The run's name there.
-        tls: What connections are encrypted with; None in a network that is trusted.
+        tls: What connections are encrypted with; None on the loopback interface alone.
     """
 
     host: int

@@ -67,7 +67,7 @@ class Server:
         service: What is served.
         address: Where, as ``address:port``; port 0 is any that is free.
         run: The run's name on this host.
-        secret: What connections are encrypted with; None in a network that is trusted.
+        secret: What connections are encrypted with; None on the loopback interface alone.
 
     Attributes:
         address: Where it listens.

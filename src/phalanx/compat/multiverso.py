@@ -36,15 +36,14 @@ __all__ = [
 
 Data = Tensor | np.ndarray[Any, Any] | Sequence[Any] | float  # whatever numpy makes floats of
 _world: tables.TableGroup | None = None  # the process's own, as Multiverso has one
-_TIMEOUT_S = 600.0  # Multiverso waits for ever; workers may be an epoch's end apart
 
 
-def init(sync: bool = False, *, timeout_s: float = _TIMEOUT_S) -> None:
+def init(sync: bool = False, *, timeout_s: float = 600.0) -> None:
     """Join the workers that `phalanx launch`, torchrun or mpirun has started, or be the only one.
 
     Args:
         sync: Whether the i-th get of a table is the same for all workers (see docs/tables.md).
-        timeout_s: How long a call waits for other workers, in seconds.
+        timeout_s: How long a call waits for other workers, in seconds; Multiverso waits for ever.
 
     Raises:
         StateError: It was called before.
@@ -100,10 +99,12 @@ class TableHandler:
 
     _table: tables.Table
 
+    def get(self, row_ids: Sequence[int] | Tensor | None = None) -> Tensor:
+        """Return all values, or rows by 0-based number in the order asked; the caller's own."""
+        return self._table.get(row_ids)
+
     def _add(self, data: Data, rows: Sequence[int] | Tensor | None) -> None:
-        shape = self._table.shape
-        if rows is not None:
-            shape = (len(rows), *shape[1:])
+        shape = self._table.shape if rows is None else (len(rows), *self._table.shape[1:])
         self._table.add(_floats(data, shape, "data"), rows)
 
 
@@ -124,12 +125,8 @@ class ArrayTableHandler(TableHandler):
     """
 
     def __init__(self, size: int, init_value: Data | None = None) -> None:
-        value = None if init_value is None else _floats(init_value, (size,), "init_value")
-        self._table = _group().array(size, init=value)
-
-    def get(self) -> Tensor:
-        """Return the value, float32, the caller's own: ``params.copy_(table.get())``."""
-        return self._table.get()
+        first = None if init_value is None else _floats(init_value, (size,), "init_value")
+        self._table = _group().array(size, init=first)
 
     def add(self, data: Data, sync: bool = False) -> None:  # noqa: ARG002 - Multiverso's
         """Add ``data``, as many numbers as the table has; ``sync`` changes nothing."""
@@ -155,13 +152,9 @@ class MatrixTableHandler(TableHandler):
     """
 
     def __init__(self, num_row: int, num_col: int, init_value: Data | None = None) -> None:
-        shape = (num_row, num_col)
-        value = None if init_value is None else _floats(init_value, shape, "init_value")
-        self._table = _group().matrix(num_row, num_col, init=value)
-
-    def get(self, row_ids: Sequence[int] | Tensor | None = None) -> Tensor:
-        """Return rows by 0-based number in the order asked, or all; (K, num_col), float32."""
-        return self._table.get(row_ids)
+        shape = num_row, num_col
+        first = None if init_value is None else _floats(init_value, shape, "init_value")
+        self._table = _group().matrix(*shape, init=first)
 
     def add(
         self,

@@ -34,18 +34,17 @@ _CLOSE_S = 5.0
 _met: Counter[str] = Counter()  # how often this process has met others, by the name it was given
 
 
-def join_hosts(
-    place: Place, secret_file: str | None, trusted_network: bool | None, timeout_s: float
-) -> RunContext:
+def join_hosts(place: Place, secret_file: str | None, timeout_s: float) -> RunContext:
     """Begin this host's share of a run, see that it has a server, and find the other hosts'.
 
     Raises:
-        ConfigError: Servers would speak to anybody.
+        ConfigError: Servers would speak to anybody, or the secret's file is none.
         PeerTimeout: This host has no server in time, or a process does not say where its is.
     """
     job, master = place.job, place.find_store()
-    secret, trusted_network = _read_trust(secret_file, trusted_network)
-    bind = address_to_serve_at(master[0], secret, trusted_network=trusted_network)
+    secret_file = secret_file or os.environ.get("PHALANX_SECRET_FILE")
+    secret = Secret.read(secret_file) if secret_file else None
+    bind = address_to_serve_at(master[0], secret)
     name = f"{job}-{_met[job]}" if _met[job] else job
     store = open_store(*master, place.rank, place.size, timeout_s)
     run = run_on(this_host(), name)
@@ -111,40 +110,20 @@ def _exchange(store: Any, name: str, place: Place, here: _Here) -> list[_Here]: 
     return places
 
 
-def _read_trust(
-    secret_file: str | None, trusted_network: bool | None
-) -> tuple[Secret | None, bool]:
-    """Return the secret and whether the network is trusted: as given, or by variables.
-
-    Raises:
-        ConfigError: There are both, or the file is none.
-    """
-    if secret_file is None and trusted_network is None:
-        secret_file = os.environ.get("PHALANX_SECRET_FILE") or None
-        trusted_network = bool(os.environ.get("PHALANX_TRUSTED_NETWORK"))
-    if secret_file and trusted_network:
-        raise ConfigError(
-            "`trusted_network` must be False where `secret_file` is given, but both are set. With "
-            "a secret everything between hosts is encrypted, and no network needs to be trusted."
-        )
-    return (Secret.read(secret_file) if secret_file else None), bool(trusted_network)
-
-
-def address_to_serve_at(master: str, secret: Secret | None, *, trusted_network: bool) -> str:
+def address_to_serve_at(master: str, secret: Secret | None) -> str:
     """Return the address at which this host's server listens: where the store is reached from.
 
     Raises:
-        ConfigError: Nobody may speak to servers.
+        ConfigError: That is a network, and there is no secret.
     """
     family = socket.AF_INET6 if ":" in master else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((master, 9))  # sends nothing: it asks the kernel for the route
         address = str(probe.getsockname()[0])
-    if secret is None and not trusted_network and not ipaddress.ip_address(address).is_loopback:
+    if secret is None and not ipaddress.ip_address(address).is_loopback:
         raise ConfigError(
-            "`secret_file` must be given for tables on several hosts, or `trusted_network` be "
-            "True, but neither is. Make a secret by `phalanx secret FILE`, bring the file to "
-            "every host, and set PHALANX_SECRET_FILE there; without one, whoever "
-            f"reaches {address} reads and changes the tables."
+            "`secret_file` must be given for tables on several hosts, but is None. Make a secret "
+            "by `phalanx secret FILE`, bring the file to every host, and set PHALANX_SECRET_FILE "
+            f"there; without one, whoever reaches {address} reads and changes the tables."
         )
     return address

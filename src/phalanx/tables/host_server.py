@@ -145,7 +145,7 @@ def serve(run: str, bind: str, secret: Secret | None, starter: ProcessIdentity) 
     Args:
         run: Name of the run on this host.
         bind: The address of the network interface to listen at.
-        secret: The run's; None for a network that is trusted.
+        secret: The run's; None on the loopback interface alone.
         starter: The process that wants it, to be a worker: if it dies before, the run has failed.
     """
     torch.set_num_threads(1)

@@ -19,7 +19,6 @@ def join(
     num_workers: int | None = None,
     timeout_s: float = 30.0,
     secret_file: str | None = None,
-    trusted_network: bool | None = None,
 ) -> TableGroup:
     """Become a worker: of a launcher's run, of run ``run``, or of this process alone.
 
@@ -33,8 +32,6 @@ def join(
         timeout_s: The longest wait of a call for other workers, in seconds.
         secret_file: For workers on several hosts: the file that `phalanx secret` made, the
             same on each. Default: the variable ``PHALANX_SECRET_FILE``.
-        trusted_network: Instead of a secret: every process that reaches the servers may read and
-            change the tables, and nothing is encrypted. Default: ``PHALANX_TRUSTED_NETWORK``.
 
     Raises:
         ConfigError: ``run`` is no name, other workers gave another ``num_workers``, or a variable
@@ -57,7 +54,7 @@ def join(
         # Late: what is between hosts takes a tenth of a second, which runs on one host do without.
         from phalanx.tables.host_rendezvous import join_hosts
 
-        context = join_hosts(place, secret_file, trusted_network, timeout_s)
+        context = join_hosts(place, secret_file, timeout_s)
     else:
         context = RunContext(place.job)
     try:
