@@ -20,18 +20,19 @@ from dataclasses import dataclass, field
 import torch
 
 from phalanx import tables
-from phalanx.tables import keys, part
+from phalanx.tables import part
 from tests.chaos import command
 from tests.chaos.books import Books
 from tests.multiprocess.children import Child, Children, Parent
-from tests.multiprocess.test_tables import die_at, take_locks_to_read
+from tests.multiprocess.test_tables import KEY_POINTS, die_at, take_locks_to_read
+from tests.multiprocess.test_tables import POINTS as ADD_POINTS
 from tests.run_directories import wait_until_removed
 
 CLERKS = 4
 DEADLINE_S = 20.0  # far more than any wait; a clerk that waits longer raises
 KILLS_PER_RUN = 25  # then the books are closed, and new ones begun: small tables grow more often
 BOOKS = ("rows", "whole", "keys")
-POINTS = (*part.POINTS, "reader's lock held", *keys.POINTS)
+POINTS = (*ADD_POINTS, "reader's lock held", *KEY_POINTS)
 MOST_PASSES = 12  # of a point, before the death
 _MOMENT = "a moment"
 _numbers = itertools.count()

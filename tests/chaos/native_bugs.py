@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import phalanx
-from phalanx import native
+from phalanx.native import library
 
 _SOURCES = Path(phalanx.__file__).parent
 _FILE = "native/collectives.c"
@@ -44,10 +44,10 @@ NATIVE_BUGS: dict[str, dict[str, str]] = {
 
 def can_be_planted() -> bool:
     """Tell whether there is what the bugs are compiled by, and what they break."""
-    return native.is_compiled() and shutil.which("cc") is not None
+    return library.is_compiled() and shutil.which("cc") is not None
 
 
-def broken_functions(file: str, changes: dict[str, str]) -> dict[str, native.Function]:
+def broken_functions(file: str, changes: dict[str, str]) -> dict[str, library.Function]:
     """Return the library's functions, built of a file in which texts stand for others."""
     text = (_SOURCES / file).read_text(encoding="utf-8")
     for right, wrong in changes.items():
@@ -59,7 +59,7 @@ def broken_functions(file: str, changes: dict[str, str]) -> dict[str, native.Fun
         others = set(_SOURCES.rglob("*.c")) - {_SOURCES / file}
         where = [f"-I{(_SOURCES / file).parent}", "-o", built]
         subprocess.run(["cc", "-w", "-fPIC", "-shared", *where, broken, *others], check=True)
-        functions = native._functions(native._load(built))
+        functions = library._functions(library._load(built))
     assert functions
     return functions
 
@@ -67,5 +67,5 @@ def broken_functions(file: str, changes: dict[str, str]) -> dict[str, native.Fun
 def plant_in_native(name: str) -> None:
     """Break this process's collectives."""
     functions = broken_functions(_FILE, NATIVE_BUGS[name])
-    native.FUNCTIONS.clear()
-    native.FUNCTIONS.update(functions)
+    library.FUNCTIONS.clear()
+    library.FUNCTIONS.update(functions)

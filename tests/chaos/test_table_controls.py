@@ -104,10 +104,12 @@ def a_worker_too_far_ahead(run: str, bug: str | None, folder: Path) -> None:
         tables.join(num_workers=2, staleness=1, timeout_s=SHORT_S) as one,
         one.thread_worker(),
     ):
+        table = one.array(1)
         one.tick()
+        table.get()
         one.tick()
         with pytest.raises(PeerTimeout):
-            one.tick()
+            table.get()
 
 
 def bulk_victim(parent: Parent, run: str) -> None:

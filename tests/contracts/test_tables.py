@@ -327,10 +327,9 @@ def test_after_each_barrier_a_keys_table_holds_everybodys_rows(world, n, run):
     world.run(keys_law, n, run=run)
 
 
-def master_rule(world: tables.TableGroup) -> tuple[list, list]:
+def drawn_rows(world: tables.TableGroup) -> tuple[list, list]:
     n = world.num_workers
-    init = tables.Uniform(0.0, 1.0, seed=5) if world.is_master else tables.Uniform(8.0, 9.0)
-    table = world.keys(3, name="first", init=init)
+    table = world.keys(3, name="first", init=tables.Uniform(0.0, 1.0, seed=5))
     before = table.get([-7, 10**18])
     world.barrier()
     table.add([[1, 1, 1]] * 2, rows=[-7, 10**18])
@@ -339,9 +338,9 @@ def master_rule(world: tables.TableGroup) -> tuple[list, list]:
 
 
 @in_table_worlds()
-def test_the_masters_rule_makes_the_same_first_rows_for_everybody(world, n, run):
+def test_a_rule_makes_the_same_first_rows_for_everybody(world, n, run):
     expected = tables.Uniform(0.0, 1.0, seed=5).draw(np.array([-7, 10**18]), 3).float()
-    for before, after in world.run(master_rule, n, run=run):
+    for before, after in world.run(drawn_rows, n, run=run):
         assert before == expected.tolist()
         assert torch.allclose(torch.tensor(after), expected, atol=1e-6)  # 1 was added n times
 

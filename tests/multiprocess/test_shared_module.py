@@ -42,7 +42,7 @@ def values(net: nn.Module) -> list[set[float]]:
     return [set(tensor.detach().view(-1).tolist()) for tensor in tensors]
 
 
-POINTS = ("note", "give", "ask", "receive")
+POINTS = ("note", "give", "end_round", "receive")
 
 
 def die_before(point: str, which: int) -> None:

@@ -32,6 +32,17 @@ CHANGES: dict[str, list[int] | None] = {
     "keys": [7, 5_000_000_000, -3, 7, -9, (1 << 63) - 1],
     "many keys": MANY,
 }
+POINTS = (
+    "before lock",
+    "lock held",
+    "undo written",
+    "half the rows written",
+    "before unlock",
+    "after unlock",
+)
+"""Those that an add passes, in order."""
+KEY_POINTS = ("room made", "keys written", "keys pending")
+"""Those that an add of new keys passes first."""
 DELTA = torch.arange(1.0, 1 + COLS * len(MANY)).view(-1, COLS)
 
 
@@ -105,7 +116,7 @@ def victim(
 PLACES = [
     (kind, point)
     for kind in CHANGES
-    for point in (*part.POINTS, *(key_tables.POINTS if "keys" in kind else ()))
+    for point in (*POINTS, *(KEY_POINTS if "keys" in kind else ()))
 ]
 
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from phalanx.errors import ConfigError, PeerTimeout, StateError
-from phalanx.ipc.at_fork import register_at_fork
+from phalanx.ipc.forks import register_at_fork
 from phalanx.ipc.liveness import Waiting
 from phalanx.ipc.region import Region, reserve
 

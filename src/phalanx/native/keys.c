@@ -12,7 +12,7 @@
 
 typedef _Atomic int32_t entry; /* 0: empty, else the place + 1 */
 
-/* As `IndexView` of native/__init__.py. */
+/* As `IndexView` of native/library.py. */
 typedef struct {
     entry *entries;
     const int64_t *keys; /* of each place, shared */
@@ -21,7 +21,7 @@ typedef struct {
     word stop;          /* places before this one are in */
 } key_index;
 
-/* As `KeysView` of native/__init__.py. */
+/* As `KeysView` of native/library.py. */
 typedef struct {
     const part *rows;
     word *counts;

@@ -103,7 +103,7 @@ int64_t phalanx_lock_release(phalanx_lock *lock) {
 
 int64_t phalanx_lock_owner(const phalanx_lock *lock) { return lock->owner; }
 
-/* What somebody waits for; see ipc/changes.py. */
+/* What somebody waits for; see ipc/mutex.py. */
 typedef struct {
     _Atomic uint32_t count;   /* of changes; the word that the kernel compares */
     _Atomic uint32_t waiting; /* how many wait, or died waiting: nobody is woken where it is 0 */

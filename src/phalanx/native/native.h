@@ -3,7 +3,7 @@
 #include <pthread.h>
 #include <stdint.h>
 
-#define VERSION 25 /* as in __init__.py */
+#define VERSION 25 /* as in library.py */
 #define LINE 64   /* bytes of a cache */
 
 /* What a core does not have, in memory or in another core's cache, it gets the sooner the more of it

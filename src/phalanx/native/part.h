@@ -13,7 +13,7 @@ enum { FLOAT32, FLOAT64, INT32, INT64, BFLOAT16 };
 
 typedef _Atomic int64_t word;
 
-/* As `PartView` of native/__init__.py, in the same order. */
+/* As `PartView` of native/library.py, in the same order. */
 typedef struct {
     word *header;
     word *done;

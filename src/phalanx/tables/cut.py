@@ -56,15 +56,14 @@ class Cut:
         self.num_parts = num_hosts
         self.own = host
         sizes = equal_sizes(spec.rows, num_hosts)
-        self._starts = list(accumulate(sizes, initial=spec.first_row))
+        self._starts = list(accumulate(sizes, initial=0))
         self._bounds = np.array(self._starts[1:-1], dtype=np.int64)
 
     # --- ranges of rows ---------------------------------------------------------------------------
 
     def span(self, index: int) -> slice:
         """Return where a part's rows lie in a tensor of all rows."""
-        first = self._spec.first_row
-        return slice(self._starts[index] - first, self._starts[index + 1] - first)
+        return slice(self._starts[index], self._starts[index + 1])
 
     def part(self, index: int) -> TableSpec:
         """Return what a part is: a separate table on its host."""

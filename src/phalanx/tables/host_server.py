@@ -72,8 +72,8 @@ class ServerPage:
         """The address of the server; empty before the first one listens."""
         return read_text(self._region)
 
-    def begin(self, address: str) -> None:
-        """Say where this process, which holds :attr:`serving`, listens."""
+    @address.setter
+    def address(self, address: str) -> None:
         write_text(self._region, address)
 
     def end(self) -> None:
@@ -157,7 +157,7 @@ def serve(run: str, bind: str, secret: Secret | None, starter: ProcessIdentity) 
                 service = HostService(context)
                 address = page.address or (f"[{bind}]:0" if ":" in bind else f"{bind}:0")
                 with Server(service, address, run, secret) as server:
-                    page.begin(server.address)
+                    page.address = server.address
                     _wait_until_all_have_left(service, starter)
                     page.end()
     finally:

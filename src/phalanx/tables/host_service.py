@@ -17,7 +17,6 @@ A request may come twice. Each that must count once carries what tells a repetit
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -30,12 +29,10 @@ from phalanx.clock import now_s
 from phalanx.cluster import MAX_BYTES, Answer, Message, Stream
 from phalanx.errors import ConfigError, StateError
 from phalanx.memory import all_within
-from phalanx.tables.keys import KeyPart
 from phalanx.tables.membership import BARRIERS, MAX_WORKERS, TICKS
 from phalanx.tables.own_part import OwnPart
 from phalanx.tables.part import Entry
 from phalanx.tables.router import Operation
-from phalanx.tables.row_initializer import Uniform
 from phalanx.tables.run_context import RunContext
 from phalanx.tables.spec import TableSpec
 from phalanx.tables.values import outside
@@ -141,7 +138,7 @@ class HostService:
         return self._context.known_part(asked.text, _LOCK_S)
 
     def _open(self, asked: Message) -> Answer:
-        spec = TableSpec.from_mapping(_parsed(asked.text))
+        spec = TableSpec.from_json(asked.text)
         table = self._context.part(spec, _LOCK_S)
         init = _read_init(asked, spec) if asked.tensors else None
         return Answer((int(table.open(asked.worker, init, asked.timeout_s)),))
@@ -203,16 +200,10 @@ class HostService:
         return Answer()
 
     def _keys(self, asked: Message) -> Answer:
-        return Answer(tensors=self._key_part(asked).keys(asked.timeout_s))
+        return Answer(tensors=self._table(asked).part.keys(asked.timeout_s))
 
     def _num_keys(self, asked: Message) -> Answer:
-        return Answer(tensors=self._key_part(asked).num_keys(asked.timeout_s))
-
-    def _key_part(self, asked: Message) -> KeyPart:
-        part = self._table(asked).part
-        if not isinstance(part, KeyPart):
-            raise ConfigError(f"Table {asked.text!r} must have keys, but has rows.")
-        return part
+        return Answer(tensors=self._table(asked).part.num_keys(asked.timeout_s))
 
 
 # --- what a peer sends is checked -----------------------------------------------------------------
@@ -241,20 +232,9 @@ def _rows(asked: Message, spec: TableSpec, num_others: int) -> tuple[Tensor | No
     return rows, rows.numel()
 
 
-def _parsed(text: str) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _read_init(asked: Message, spec: TableSpec) -> Tensor | Uniform:
+def _read_init(asked: Message, spec: TableSpec) -> Tensor:
     """Return what a master sends as a table's first values; see `RemoteHost.open_part`."""
-    first, *others = asked.tensors
-    if others:  # a rule for the rows of keys
-        _refuse_other(asked.tensors, [(torch.float64, (2,)), (torch.int64, ())])
-        low, high = first.tolist()
-        return Uniform(low, high, seed=int(others[0]))
+    first = asked.tensors[0]
     shape = (1 if spec.has_keys else spec.rows, spec.cols) if first.dim() else ()
-    _refuse_other([first], [(spec.dtype, shape)])
+    _refuse_other(asked.tensors, [(spec.dtype, shape)])
     return first

@@ -5,15 +5,12 @@ moves; memory is taken as keys come. A process finds a key's place in an index o
 (native/keys.c), which follows the list of keys.
 
 # Note [A key comes with its add]
-    counts   GENERATION | STOP | NEXT_STOP | RESERVED | IS_UNIFORM | LOW | HIGH | SEED
+    counts   GENERATION | STOP | NEXT_STOP | RESERVED
 
 The keys that are there are those of the places before STOP. New keys are written down behind them,
 with their first rows; NEXT_STOP says how many there are. Then comes the add (part.py). Its end
 makes STOP = NEXT_STOP, so readers see the keys when they see the add; if it is put back, nobody has
 seen them. A restore writes other keys to the places; GENERATION counts restores.
-
-The words from IS_UNIFORM on are the rule by which first rows are drawn, if they are: every worker
-must see the same row under a key that is not there yet, so the master writes it, and all read it.
 """
 
 from __future__ import annotations
@@ -30,13 +27,9 @@ from phalanx.errors import OutOfSpace
 from phalanx.ipc import fail_point
 from phalanx.native import FUNCTIONS, IndexView, KeysView, address_of
 from phalanx.tables.part import BEHIND, DONE, UNSETTLED, Entry, TablePart
-from phalanx.tables.row_initializer import RowInit, Uniform
 from phalanx.tables.table_memory import RESERVED, TableMemory
 
-POINTS = ("room made", "keys written", "keys pending")
-"""Fail points of an add of new keys, in order; those of a `TablePart` follow."""
-
-_GENERATION, _STOP, _NEXT_STOP, _, _IS_UNIFORM, _LOW, _HIGH, _SEED = range(8)
+_GENERATION, _STOP, _NEXT_STOP = range(3)
 _LEAST_ROOM = 1 << 16  # bytes
 _ATTEMPTS = 3
 
@@ -81,28 +74,22 @@ class KeyPart(TablePart):
     def __init__(self, memory: TableMemory) -> None:
         super().__init__(memory)
         self._keys, self._counts = memory.keys, memory.counts
-        self._bounds = self._counts.cast("B").cast("d")  # LOW and HIGH
-        self._first_row = memory.first_row
+        self._first_row, self._rule = memory.first_row, memory.spec.rule
         self._following = threading.Lock()
         self._known = _KeyIndex(self._keys, self._counts[_GENERATION], 0)
         self._keys_view = KeysView(self._at, address_of(self._counts), self._first_row.data_ptr())
         self._keys_at = self._keys_view.address
         self._get_keys_in_c, self._add_keys_in_c = FUNCTIONS["keys_get"], FUNCTIONS["keys_add"]
 
-    def begin(self, init: RowInit) -> None:
+    def begin(self, init: Tensor) -> None:
         """Say what every row holds at first."""
-        if isinstance(init, Tensor):
-            self._first_row.copy_(init)
-        else:
-            self._bounds[_LOW], self._bounds[_HIGH] = init.low, init.high
-            self._counts[_SEED], self._counts[_IS_UNIFORM] = init.seed, 1
+        self._first_row.copy_(init)
 
     def _first_rows_of(self, keys: Tensor) -> Tensor:
         """Return (K, cols), or (1, cols) where all are the same."""
-        if not self._counts[_IS_UNIFORM]:
+        if self._rule is None:
             return self._first_row
-        rule = Uniform(self._bounds[_LOW], self._bounds[_HIGH], self._counts[_SEED])
-        return rule.draw(keys.numpy(), self._spec.cols).to(self._spec.dtype)
+        return self._rule.draw(keys.numpy(), self._spec.cols).to(self._spec.dtype)
 
     # --- looking keys up --------------------------------------------------------------------------
 
@@ -139,7 +126,7 @@ class KeyPart(TablePart):
 
     def _read_with(self, index: _KeyIndex, keys: Tensor, out: Tensor) -> int:
         to, at, count = out.data_ptr(), keys.data_ptr(), keys.numel()
-        places = torch.empty_like(keys) if self._counts[_IS_UNIFORM] else None
+        places = torch.empty_like(keys) if self._rule else None
         answer: int = self._get_keys_in_c(
             self._keys_at, index.at, at, count, to, None if places is None else places.data_ptr()
         )

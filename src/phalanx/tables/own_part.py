@@ -23,7 +23,8 @@ same one.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+
+from torch import Tensor
 
 from phalanx.errors import PeerTimeout
 from phalanx.ipc import Regions, Waiting
@@ -69,7 +70,7 @@ class OwnPart:
         self._regions = regions
         self._logs: dict[tuple[int, int], WorkerLog] = {}
 
-    def open(self, worker: int, init: Any, timeout_s: float) -> bool:  # Any: as `begin` takes it
+    def open(self, worker: int, init: Tensor | None, timeout_s: float) -> bool:
         """Fill the part as the master, or wait until the master has; then begin as ``worker``.
 
         Returns:

@@ -54,16 +54,6 @@ from phalanx.native import DTYPES, FUNCTIONS, PartView, address_of
 from phalanx.tables.table_memory import NUMBERED, RECORDED, TableMemory
 from phalanx.tables.values import nonfinite, outside, refuse_nonfinite
 
-POINTS = (
-    "before lock",
-    "lock held",
-    "undo written",
-    "half the rows written",
-    "before unlock",
-    "after unlock",
-)
-"""Fail points of an add, in order (:func:`phalanx.ipc.fail_point`)."""
-
 BLOCK_ROWS = 1 << 18  # changed at once, where their numbers stay in the cache
 _BLOCK_ELEMENTS = 1 << 18
 _WORD, _WORKER, _NUMBER, _BLOCK, _AT = range(5)
@@ -165,6 +155,14 @@ class TablePart:
     def copy_all(self, timeout_s: float) -> list[Tensor]:
         """Return copies of the values and of each state, of one moment."""
         return self._call_settled(lambda: [part.clone() for part in self.parts], timeout_s)
+
+    def num_keys(self, timeout_s: float) -> list[Tensor]:  # noqa: ARG002
+        """Return how many keys are there, if rows are found by key."""
+        return []
+
+    def keys(self, timeout_s: float) -> list[Tensor]:  # noqa: ARG002
+        """Return a copy of the keys, of one moment, if rows are found by key."""
+        return []
 
     # --- changing ---------------------------------------------------------------------------------
 

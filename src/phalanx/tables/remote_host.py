@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import threading
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from phalanx.cluster import Connection, Endpoint, RemoteCall, Stream
@@ -15,7 +13,6 @@ from phalanx.errors import PeerTimeout, PhalanxError
 from phalanx.ipc import Waiting, register_at_fork
 from phalanx.tables.membership import BARRIERS, TICKS, Membership
 from phalanx.tables.router import Operation
-from phalanx.tables.row_initializer import Uniform
 from phalanx.tables.spec import TableSpec
 
 _REOPEN_S = 1.0
@@ -123,26 +120,18 @@ class RemoteHost(Connection):
         title = f"`{operation.name.lower().replace('_', ' ')}` of table {spec.name!r}"
         return self.begin(operation, title, timeout_s, text=text or spec.name, **asked)
 
-    def open_part(self, spec: TableSpec, init: Tensor | Uniform, timeout_s: float) -> None:
+    def open_part(self, spec: TableSpec, init: Tensor, timeout_s: float) -> None:
         """Open the part of a table there.
 
         Args:
             spec: The part.
-            init: What it holds at first: all rows, one number, a row, or a rule. It is sent where
-                this worker turns out to be the one that fills it.
+            init: What it holds at first: all rows, one number, or the first row of keys. It is
+                sent where this worker turns out to be the one that fills it.
             timeout_s: How long to wait for the worker that does.
         """
-        waiting, text = Waiting(timeout_s), json.dumps(spec.as_mapping())
-        for tensors in ([], _written(init)):
+        waiting, text = Waiting(timeout_s), spec.to_json()
+        for tensors in ([], [init.contiguous()]):  # the row of keys may be an expanded number
             remaining_s = waiting.remaining_s()
             call = self.begin_of(spec, Operation.OPEN, remaining_s, text=text, tensors=tensors)
             if call.wait().args[0]:
                 return
-
-
-def _written(init: Tensor | Uniform) -> list[Tensor]:
-    """Return how first values are sent; see `host_service._read_init`."""
-    if not isinstance(init, Uniform):
-        return [init.contiguous()]  # a row of keys may be one number, expanded
-    bounds = torch.tensor([init.low, init.high], dtype=torch.float64, device="cpu")
-    return [bounds, torch.tensor(init.seed, dtype=torch.int64, device="cpu")]

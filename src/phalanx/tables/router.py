@@ -21,7 +21,6 @@ from phalanx.errors import PhalanxError
 from phalanx.ipc import Waiting
 from phalanx.memory import all_within
 from phalanx.tables.cut import Cut
-from phalanx.tables.keys import KeyPart
 from phalanx.tables.own_part import OwnPart
 from phalanx.tables.part import Entry
 from phalanx.tables.spec import TableSpec
@@ -40,7 +39,7 @@ class Operation(IntEnum):
 
     TELL = 1  # client, number expected, ticks, barriers  [incarnation]
     LEAVE = 2
-    OPEN = 3  # text: spec  tensors: first values, or a rule's bounds and seed  [done]
+    OPEN = 3  # text: spec  tensors: first values  [done]
     GET = 4  # tensors: rows  [their values]
     ADD = 5  # round or 0  number: its own  tensors: rows, delta
     END_ROUND = 6  # round
@@ -87,13 +86,13 @@ class Router:
 
     # --- the first value --------------------------------------------------------------------------
 
-    def open(self, init: Any, timeout_s: float) -> None:  # Any: as `OwnPart.open`
+    def open(self, init: Tensor, timeout_s: float) -> None:
         """Fill all parts as the master, or wait until the master has; then begin.
 
         Raises:
             PeerTimeout: The master did not open the table; ``.rank`` is its number.
         """
-        whole = not isinstance(init, Tensor) or init.dim() == 0 or self.spec.has_keys
+        whole = init.dim() == 0 or self.spec.has_keys
         waiting, cut = Waiting(timeout_s), self._cut
         self.here.open(self._worker, init if whole else init[cut.span(cut.own)], timeout_s)
         for index, host in self._others.items():
@@ -235,19 +234,14 @@ class Router:
 
     def num_keys(self, timeout_s: float) -> int:
         """Return how many keys are there."""
-        count_here = partial(self._key_part.num_keys, timeout_s)
+        count_here = partial(self._part.num_keys, timeout_s)
         return sum(int(n) for (n,) in self._ask_all(Operation.NUM_KEYS, timeout_s, count_here))
 
     def keys(self, timeout_s: float) -> Tensor:
         """Return the keys that are there, in ascending order."""
-        keys_here = partial(self._key_part.keys, timeout_s)
+        keys_here = partial(self._part.keys, timeout_s)
         found = self._ask_all(Operation.KEYS, timeout_s, keys_here)
         return torch.cat([each for (each,) in found]).sort().values
-
-    @property
-    def _key_part(self) -> KeyPart:
-        assert isinstance(self._part, KeyPart)
-        return self._part
 
     # --- other hosts ------------------------------------------------------------------------------
 

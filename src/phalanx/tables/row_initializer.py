@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.plan import check_argument
-from phalanx.tables.spec import TableSpec
-from phalanx.tables.values import read_init
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
@@ -77,25 +75,3 @@ class Uniform:
         words = mix(of_row[:, None] + np.arange(1, cols + 1, dtype=np.uint64) * _STEP)
         shares = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
         return torch.from_numpy(self.low + shares * (self.high - self.low))
-
-
-RowInit = Uniform | Tensor
-"""A rule, or the row itself as (1, cols)."""
-
-
-def read_row_init(given: object, spec: TableSpec) -> RowInit:
-    """Return what a user gave as ``init`` of a keys table.
-
-    Raises:
-        ConfigError: It is neither a number, nor a row of the table, nor a rule that fits its dtype.
-    """
-    if isinstance(given, Uniform):
-        wanted = f"be an integer or a row for {spec.dtype}"
-        check_argument(spec.dtype.is_floating_point, "init", wanted, given)
-        return given
-    if isinstance(given, Tensor | np.ndarray):
-        given = given[None]
-    elif given is not None and not isinstance(given, int | float):
-        given = [given]
-    row = read_init(given, spec, 1)
-    return row.expand(1, spec.cols)  # a number takes no memory here, for as many as that may be

@@ -118,7 +118,7 @@ class RunContext:
                     text = read_text(self.regions.open_region(f"spec-{name}", 0, create=False))
             if not text:
                 raise StateError(f"Table {name!r} must be opened first, but is not.")
-            found = self.part(TableSpec.from_mapping(json.loads(text)), timeout_s)
+            found = self.part(TableSpec.from_json(text), timeout_s)
         return found
 
     def _agree_on(self, spec: TableSpec, timeout_s: float) -> None:
@@ -132,7 +132,7 @@ class RunContext:
                 spec.refuse_other(json.loads(text))
                 return
             TableMemory(spec, self.regions, self.membership.worker_of)
-            write_text(page, json.dumps(spec.as_mapping()))
+            write_text(page, spec.to_json())
 
     def close(self, timeout_s: float) -> None:
         """Close all tables, and leave the run."""

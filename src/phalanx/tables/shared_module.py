@@ -44,15 +44,10 @@ class SharedModule:
     one; frozen ones are shared and keep their values. A tensor that replaces another, as with
     ``load_state_dict(assign=True)``, is shared instead.
 
-    =============  =================================================================================
-    mode           after a sync the copy holds
-    =============  =================================================================================
-    synchronous    the same values on all workers: the sum or mean of the changes of those who took
-                   part, applied at once; with ``outer`` one outer step per sync
-    asynchronous   all changes that have been added by then; with ``outer`` an outer step for every
-                   worker's sync, of ``1 / num_workers`` of its change for "mean"
-    staleness k    the same, and at least all but the others' last k syncs; each ends a round
-    =============  =================================================================================
+    After a synchronous sync all copies hold the same values: the sum or mean of the changes of the
+    workers that took part, applied at once, by one outer step with ``outer``. After another one the
+    copy holds all changes that were added by then, of which "mean" counts ``1 / num_workers`` each,
+    and each is an outer step; with ``staleness`` k at least all but the others' last k.
 
     Args:
         module: Its parameters and buffers are shared. It gets the master's values at once, or the

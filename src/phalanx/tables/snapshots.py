@@ -19,9 +19,6 @@ from phalanx.files import sync_to_disk, written_whole
 from phalanx.ipc import fail_point
 from phalanx.tables.spec import TableSpec
 
-SNAPSHOT_POINTS = ("snapshot begun", "snapshot written", "snapshot renamed")
-"""Fail points of a snapshot, in order; it counts from the last one on."""
-
 
 def save_parts(spec: TableSpec, parts: list[Tensor], directory: Path) -> Path:
     """Write a table down in a folder, made where it is not there, and return the file.

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
 
 import torch
 
 from phalanx.errors import ConfigError
+from phalanx.native import DTYPES
 from phalanx.plan import Staleness, check_argument
+from phalanx.tables.row_initializer import Uniform
 from phalanx.tables.updaters import Updater, parse_updater, state_dtype
 
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64)
-}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MAX_ELEMENTS = 1 << 48
 
@@ -35,6 +33,7 @@ class TableSpec:
         updater: How it takes a delta.
         staleness: How far ahead a reader may be.
         has_keys: Whether rows are found by key; they come as keys come, and there are 0 at first.
+        rule: By what first rows of keys are drawn; None where all are the same.
         shape: The shape that users see; that of a keys table begins with 0.
     """
 
@@ -46,16 +45,14 @@ class TableSpec:
     updater: Updater
     staleness: Staleness
     has_keys: bool = False
+    rule: Uniform | None = None
     first_row: int = 0
     shape: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         shape = (self.rows,) if self.is_array else (self.rows, self.cols)
         object.__setattr__(self, "shape", shape)
-        wanted = (
-            "be 1 to 100 letters, digits, dots, dashes and underscores, a letter or digit first"
-        )
-        check_argument(NAME.fullmatch(str(self.name)) is not None, "name", wanted, self.name)
+        check_name("name", self.name)
         for name, low in (("rows", 0), ("cols", 1), ("first_row", 0)):
             value = getattr(self, name)
             shown = "size" if self.is_array and name == "rows" else name
@@ -66,6 +63,8 @@ class TableSpec:
                 f"A table must have at most {_MAX_ELEMENTS} elements, but has {self.rows} rows of "
                 f"{self.cols}."
             )
+        fits = self.dtype.is_floating_point or self.rule is None
+        check_argument(fits, "init", f"be an integer or a row for {self.dtype}", self.rule)
         fits = self.dtype.is_floating_point or self.updater.any_dtype
         wanted = f"be 'sum' for a table of {self.dtype}"
         check_argument(fits, "updater", wanted, self.updater.name)
@@ -87,32 +86,41 @@ class TableSpec:
         """The width of a row of an add's delta."""
         return 2 * self.cols if self.updater.is_wide else self.cols
 
+    def to_json(self) -> str:
+        """Return what :meth:`from_json` reads, on this host or another."""
+        return json.dumps(self.as_mapping())
+
     def as_mapping(self) -> dict[str, object]:
         """Return the spec as JSON holds it, for the other workers, or in a snapshot."""
         return {
             **{each.name: getattr(self, each.name) for each in fields(self) if each.init},
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": DTYPES[self.dtype],
             "updater": self.updater.options(),
             "staleness": self.staleness.bound,
+            "rule": self.rule and asdict(self.rule),
         }
 
     @classmethod
-    def from_mapping(cls, found: Any) -> TableSpec:  # Any: from JSON
-        """Read what :meth:`as_mapping` returned.
+    def from_json(cls, text: str) -> TableSpec:
+        """Read what :meth:`to_json` returned.
 
         Raises:
             ConfigError: It is no table's.
         """
         try:
+            found = json.loads(text)
             read = {
                 "dtype": read_dtype(found["dtype"]),
                 "updater": parse_updater(found["updater"]),
                 "staleness": Staleness(found["staleness"]),
+                "rule": found["rule"] and Uniform(**found["rule"]),
             }
             return cls(**{**found, **read})
-        except (KeyError, TypeError) as exc:
+        except (ValueError, KeyError, TypeError, RecursionError) as exc:
+            if isinstance(exc, ConfigError):
+                raise
             raise ConfigError(
-                f"A table must be described as tables are, but is by {found!r}."
+                f"A table must be described as tables are, but is by {text}."
             ) from exc
 
     def refuse_other(self, theirs: Mapping[str, object]) -> None:
@@ -129,9 +137,15 @@ class TableSpec:
                 )
 
 
+def check_name(argument: str, given: object) -> None:
+    """Raise if something is no name of a run, or of a table, which are names of files."""
+    wanted = "be 1 to 100 letters, digits, dots, dashes and underscores, a letter or digit first"
+    check_argument(NAME.fullmatch(str(given)) is not None, argument, wanted, given)
+
+
 def read_dtype(given: object) -> torch.dtype:
     """Return a table's dtype, given as torch's or by name."""
-    dtype = DTYPES.get(given) if isinstance(given, str) else given
-    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
-        raise ConfigError(f"`dtype` must be one of {', '.join(DTYPES)}, but is {given!r}.")
-    return dtype
+    for dtype, name in DTYPES.items():
+        if given in (dtype, name):
+            return dtype
+    raise ConfigError(f"`dtype` must be one of {', '.join(DTYPES.values())}, but is {given!r}.")

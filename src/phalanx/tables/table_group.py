@@ -1,4 +1,4 @@
-"""The workers of a run on this host, and one worker as a member of them."""
+"""The way of a worker to its run, and one worker as a member of it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,95 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
-from phalanx.errors import PeerTimeout, PhalanxError, StateError, UnsupportedError
+from phalanx.environment import Place, read_place
+from phalanx.errors import ConfigError, PeerTimeout, PhalanxError, StateError, UnsupportedError
 from phalanx.ipc import register_at_fork
+from phalanx.native import require_library
 from phalanx.plan import Staleness, check_argument, say_numbers
 from phalanx.tables.cut import Cut
 from phalanx.tables.membership import BARRIERS, TICKS
 from phalanx.tables.router import Router
-from phalanx.tables.row_initializer import Uniform, read_row_init
+from phalanx.tables.row_initializer import Uniform
 from phalanx.tables.run_context import RunContext
-from phalanx.tables.spec import TableSpec, read_dtype
+from phalanx.tables.spec import TableSpec, check_name, read_dtype
 from phalanx.tables.table import KeyTable, Numbers, Table
 from phalanx.tables.updaters import Updater, parse_updater
 from phalanx.tables.values import read_init
 
 _LONGEST_S = 1e6
 _LEAVE_S = 5.0
+
+
+def join(
+    run: str | None = None,
+    *,
+    sync: bool = False,
+    staleness: int | None = None,
+    num_workers: int | None = None,
+    timeout_s: float = 30.0,
+    secret_file: str | None = None,
+) -> TableGroup:
+    """Become a worker: of a launcher's run, of run ``run``, or of this process alone.
+
+    Args:
+        run: A name that the processes of one run on this host agree on. None: the launcher's run
+            (torchrun, mpirun, srun), or without a launcher this process and its threads alone.
+        sync: True if tables are bulk-synchronous by default.
+        staleness: k for bounded staleness of tables by default; 0 is bulk-synchronous.
+        num_workers: The number of workers that will join. Barriers and rounds then also wait for
+            workers that have not joined yet; without it only for those present.
+        timeout_s: The longest wait of a call for other workers, in seconds.
+        secret_file: For workers on several hosts: the file that `phalanx secret` made, the
+            same on each. Default: the variable ``PHALANX_SECRET_FILE``.
+
+    Raises:
+        ConfigError: ``run`` is no name, other workers gave another ``num_workers``, or a variable
+            of the launcher is missing.
+        OutOfSpace: ``/dev/shm`` is full.
+        UnsupportedError: The C library was not built when phalanx was installed.
+
+    Example:
+        >>> with join() as world:
+        ...     world.worker_id, world.num_workers, world.is_master
+        (0, 1, True)
+    """
+    require_library("Tables")
+    timeout_s = read_seconds(timeout_s)
+    mode = read_mode(sync, staleness, Staleness(None))
+    place = _place_of(run, num_workers)
+    if place is None:
+        context = RunContext(run)
+    elif place.is_spread:
+        # Late: what is between hosts takes a tenth of a second, which runs on one host do without.
+        from phalanx.tables.host_rendezvous import join_hosts
+
+        context = join_hosts(place, secret_file, timeout_s)
+    else:
+        context = RunContext(place.job)
+    try:
+        rank, size = (None, num_workers) if place is None else (place.rank, place.size)
+        return TableGroup(context, rank, size, mode, timeout_s)
+    except BaseException:
+        context.close(timeout_s)
+        raise
+
+
+def _place_of(run: str | None, num_workers: int | None) -> Place | None:
+    """Return this process's place in the job whose ranks are the workers; None if it has no job.
+
+    Raises:
+        ConfigError: The name or the number of workers cannot be.
+    """
+    if run is not None:
+        check_name("run", run)
+        return None
+    place = read_place()
+    if place is not None and num_workers not in (None, place.size):
+        raise ConfigError(
+            f"`num_workers` must be the number of processes that were started ({place.size}), but "
+            f"is {num_workers}."
+        )
+    return None if place is None or place.size == 1 else place
 
 
 class TableOptions(TypedDict, total=False):
@@ -166,13 +240,13 @@ class TableGroup:
         Blocks: Until the workers that were announced have come, else they would come to a run that
         is not there any more (a warning names those that have not); at most ``timeout_s``.
         """
-        self._close(waits=True)
-
-    def _close(self, *, waits: bool) -> None:
-        if self.closed:
-            return
-        if waits and self.run is not None:
+        if not self.closed and self.run is not None:
             self._wait_for_expected()
+        self._leave()
+
+    def _leave(self) -> None:
+        if self.closed:  # as in a forked child, which must not wait for the lock
+            return
         with self._closing:  # of two threads one does it
             if self.closed:
                 return
@@ -205,7 +279,7 @@ class TableGroup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._close(waits=kind is None)
+        self._leave() if kind else self.close()
 
     # --- tables -----------------------------------------------------------------------------------
 
@@ -272,7 +346,7 @@ class TableGroup:
             cols: Row width, at least 1.
             dtype: As for :meth:`matrix`.
             init: The first value of every row, also read for a key without a row: a number,
-                a row, or :class:`~phalanx.tables.Uniform`. The master's counts.
+                a row, of which the master's counts, or :class:`~phalanx.tables.Uniform`.
             options: See :class:`TableOptions`.
 
         Raises:
@@ -309,6 +383,7 @@ class TableGroup:
         name = options.get("name")
         self._check_open()
         mode = read_mode(options.get("sync"), options.get("staleness"), self.staleness)
+        rule = init if has_keys and isinstance(init, Uniform) else None
         with self._numbering if name is None else nullcontext():
             spec = TableSpec(
                 name=f"table-{self._num_tables}" if name is None else name,
@@ -319,8 +394,9 @@ class TableGroup:
                 updater=parse_updater(options.get("updater", "sum")),
                 staleness=mode,
                 has_keys=has_keys,
+                rule=rule,
             )
-            first = read_row_init(init, spec) if has_keys else read_init(init, spec)
+            first = read_init(None if rule else init, spec)
             storage = self._router(spec)
             storage.open(first, self.timeout_s)
             self._num_tables += name is None

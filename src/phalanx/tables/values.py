@@ -143,19 +143,23 @@ def read_out(out: Any, spec: TableSpec, num_rows: int) -> Tensor:
     return filled.view(-1, 1) if spec.is_array else filled
 
 
-def read_init(given: object, spec: TableSpec, num_rows: int | None = None) -> Tensor:
+def read_init(given: Any, spec: TableSpec) -> Tensor:
     """Return the first values: of all rows, or one number (None for 0) without dimensions.
+
+    Those of a keys table are one row, as (1, cols).
 
     Raises:
         ConfigError: It does not fit the table.
     """
-    is_number = given is None or (isinstance(given, int | float) and not isinstance(given, bool))
-    if is_number:
+    if given is None or (isinstance(given, int | float) and not isinstance(given, bool)):
         value = _of_dtype([given or 0], spec, "init").view(())
+    elif spec.has_keys:
+        row = given[None] if isinstance(given, Tensor | np.ndarray) else [given]
+        value = read_delta(row, spec, 1, "init")
     else:
-        value = read_delta(given, spec, num_rows, "init")
+        value = read_delta(given, spec, None, "init")
     refuse_nonfinite(value, spec, "init")
-    return value
+    return value.expand(1, spec.cols) if spec.has_keys else value
 
 
 def refuse_nonfinite(value: Tensor, spec: TableSpec, name: str = "delta") -> None:

@@ -7,25 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import native, tables
+from phalanx import tables
 from phalanx.errors import UnsupportedError
-from phalanx.native import FUNCTIONS, is_compiled
+from phalanx.native import FUNCTIONS, is_compiled, library
 
 needs_library = pytest.mark.skipif(not is_compiled(), reason="the C library was not built")
 
 
 def test_what_is_no_library_or_not_there_is_left_alone(tmp_path: Path):
     (tmp_path / "_library.so").write_bytes(b"\x7fELF, or so it says")
-    assert native._load(tmp_path / "_library.so") is None
-    assert native._load(tmp_path / "absent.so") is None
+    assert library._load(tmp_path / "_library.so") is None
+    assert library._load(tmp_path / "absent.so") is None
 
 
 @needs_library
 def test_a_library_of_another_version_is_left_alone(monkeypatch):
-    path = Path(native.__file__).with_name("_library.so")
-    assert native._load(path) is not None
-    monkeypatch.setattr(native, "_VERSION", native._VERSION + 1)
-    assert native._load(path) is None
+    path = Path(library.__file__).with_name("_library.so")
+    assert library._load(path) is not None
+    monkeypatch.setattr(library, "_VERSION", library._VERSION + 1)
+    assert library._load(path) is None
 
 
 def test_tables_say_what_is_missing_where_it_was_not_built(monkeypatch):
@@ -44,7 +44,7 @@ def test_tables_say_what_is_missing_where_it_was_not_built(monkeypatch):
     ],
 )
 def test_the_sources_compile_without_a_warning(tmp_path: Path, here):
-    package = Path(native.__file__).parents[1]
+    package = Path(library.__file__).parents[1]
     for source in (
         path for room in ("native", "distributed") for path in (package / room).glob("*.[ch]")
     ):
@@ -56,4 +56,4 @@ def test_the_sources_compile_without_a_warning(tmp_path: Path, here):
     command = ["cc", "-O3", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-shared", "-fPIC"]
     built = tmp_path / "new.so"
     subprocess.run([*command, "-o", str(built), *sources, "-lpthread"], check=True, timeout=60)
-    assert native._load(built) is not None
+    assert library._load(built) is not None
