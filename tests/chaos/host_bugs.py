@@ -14,12 +14,11 @@ from phalanx.cluster import Message, RemoteCall
 from phalanx.errors import PeerTimeout
 from phalanx.tables import part, snapshots
 from phalanx.tables import table as table_module
-from phalanx.tables.cut import Cut
 from phalanx.tables.host_service import HostService
 from phalanx.tables.own_part import OwnPart
 from phalanx.tables.part import TablePart
 from phalanx.tables.remote_host import RemoteHost
-from phalanx.tables.router import Operation, Router
+from phalanx.tables.router import Cut, Operation, Router
 from phalanx.tables.spec import TableSpec
 
 NUM_HOSTS = 3

@@ -71,15 +71,13 @@ class Mutex:
         Blocks: Until nobody else holds it.
         """
         try:
-            self.take(timeout_s)
+            if self._take_in_c(self.address, 0):
+                self._wait(timeout_s)
             yield
         finally:
             self._release_in_c(self.address)  # if this thread holds it
 
-    def take(self, timeout_s: float) -> None:
-        """Take the lock, as :meth:`held` does when its block begins."""
-        if not self._take_in_c(self.address, 0):
-            return
+    def _wait(self, timeout_s: float) -> None:
         waiting = Waiting(timeout_s)
         while self._take_in_c(self.address, min(_SLICE_MS, 1 + int(1e3 * waiting.remaining_s()))):
             if waiting.over():

@@ -1,8 +1,8 @@
 """Parameter tables, on one host or several: workers add deltas to shared rows, and read them."""
 
 from phalanx.tables.embedding import TableEmbedding
-from phalanx.tables.row_initializer import Uniform
 from phalanx.tables.shared_module import SharedModule
+from phalanx.tables.spec import Uniform
 from phalanx.tables.table import KeyTable, Table
 from phalanx.tables.table_group import TableGroup, TableOptions, join
 from phalanx.tables.updaters import (

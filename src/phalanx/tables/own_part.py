@@ -56,14 +56,12 @@ class OwnPart:
     Attributes:
         spec: As given.
         part: The rows.
-        lock: Held to make a round's adds.
         memory: The memory that processes share.
     """
 
     def __init__(self, spec: TableSpec, regions: Regions, membership: Membership) -> None:
         self.spec = spec
         self.memory = memory = TableMemory(spec, regions, membership.worker_of)
-        self.lock = memory.lock
         self.part = (KeyPart if spec.has_keys else TablePart)(memory)
         self._line = memory.table
         self._membership = membership
@@ -87,7 +85,7 @@ class OwnPart:
             if min(membership.awaited(), default=worker) != worker:
                 return False
             if init is not None:
-                with self.lock.held(timeout_s):
+                with self.memory.lock.held(timeout_s):
                     if not line[READY]:
                         self.part.begin(init)
                         line[READY] = 1
@@ -122,7 +120,7 @@ class OwnPart:
         line, incarnation = self.memory.worker(worker), self._membership.incarnation(worker)
         if line[ARRIVED_AS] == incarnation:
             return
-        with self.lock.held(timeout_s):
+        with self.memory.lock.held(timeout_s):
             if self._line[TAKEN] > self._line[APPLIED]:
                 self._take(self._line[TAKEN], timeout_s)
             line[CLOCK] = self._line[APPLIED]
@@ -178,7 +176,7 @@ class OwnPart:
 
     def _apply(self, number: int, timeout_s: float) -> None:
         """Apply all rounds up to ``number``; an interrupted get leaves its round open."""
-        with self.lock.held(timeout_s):
+        with self.memory.lock.held(timeout_s):
             # again: the round may be applied, or a worker new
             if not self._has_all(number):
                 return

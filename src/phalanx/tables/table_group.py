@@ -6,7 +6,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 import torch
 
@@ -15,12 +15,10 @@ from phalanx.errors import ConfigError, PeerTimeout, PhalanxError, StateError, U
 from phalanx.ipc import register_at_fork
 from phalanx.native import require_library
 from phalanx.plan import Staleness, check_argument, say_numbers
-from phalanx.tables.cut import Cut
 from phalanx.tables.membership import BARRIERS, TICKS
-from phalanx.tables.router import Router
-from phalanx.tables.row_initializer import Uniform
+from phalanx.tables.router import Cut, Router
 from phalanx.tables.run_context import RunContext
-from phalanx.tables.spec import TableSpec, check_name, read_dtype
+from phalanx.tables.spec import TableSpec, Uniform, check_name, read_dtype
 from phalanx.tables.table import KeyTable, Numbers, Table
 from phalanx.tables.updaters import Updater, parse_updater
 from phalanx.tables.values import read_init
@@ -63,7 +61,10 @@ def join(
         (0, 1, True)
     """
     require_library("Tables")
-    timeout_s = read_seconds(timeout_s)
+    given: Any = timeout_s
+    fits = isinstance(given, int | float) and not isinstance(given, bool)
+    fits = fits and 0 <= given < _LONGEST_S
+    check_argument(fits, "timeout_s", f"be seconds from 0 to {_LONGEST_S:g}", timeout_s)
     mode = read_mode(sync, staleness, Staleness(None))
     place = _place_of(run, num_workers)
     if place is None:
@@ -173,7 +174,7 @@ class TableGroup:
         master = self.membership.master
         return not self.closed and master(self.worker_id, self.timeout_s) == self.worker_id
 
-    def barrier(self, timeout_s: float | None = None) -> int:
+    def barrier(self) -> int:
         """Wait until every worker has come to the run's next barrier; return its number, from 1.
 
         Raises:
@@ -183,10 +184,10 @@ class TableGroup:
         Collective: All workers. Blocks: Until the last has come, left or died.
         """
         self._check_open()
-        timeout_s = self.timeout_s if timeout_s is None else read_seconds(timeout_s)
         number = self._num_barriers + 1
-        with self._told(BARRIERS, number, timeout_s):
-            self.membership.wait_for_clocks(BARRIERS, number, timeout_s, f"barrier {number}")
+        with self._told(BARRIERS, number):
+            event = f"barrier {number}"
+            self.membership.wait_for_clocks(BARRIERS, number, self.timeout_s, event)
         self._num_barriers = number
         return number
 
@@ -198,15 +199,15 @@ class TableGroup:
         """
         self._check_open()
         number = self.membership.clock(self.worker_id, TICKS) + 1
-        with self._told(TICKS, number, self.timeout_s):
+        with self._told(TICKS, number):
             return number
 
     @contextmanager
-    def _told(self, clock: int, number: int, timeout_s: float) -> Iterator[None]:
+    def _told(self, clock: int, number: int) -> Iterator[None]:
         """Say on all hosts how far this worker has come; meanwhile others are waited for."""
         self.membership.advance_to(self.worker_id, clock, number)
         reached = [remote for remote in self.remotes if remote.is_reached]
-        calls = [remote.begin_tell(timeout_s) for remote in reached]
+        calls = [remote.begin_tell(self.timeout_s) for remote in reached]
         try:
             yield
             for call in calls:
@@ -430,14 +431,6 @@ class TableGroup:
             return f"TableGroup(worker {self.worker_id}, closed)"
         where = "this process" if self.run is None else f"run {self.run!r}"
         return f"TableGroup(worker {self.worker_id} of {self.num_workers} in {where})"
-
-
-def read_seconds(timeout_s: Any) -> float:  # Any: as the user gave it
-    """Read how long a caller wants to wait for others."""
-    fits = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
-    fits = fits and 0 <= timeout_s < _LONGEST_S
-    check_argument(fits, "timeout_s", f"be seconds from 0 to {_LONGEST_S:g}", timeout_s)
-    return float(timeout_s)
 
 
 def read_mode(sync: object, staleness: int | None, default: Staleness) -> Staleness:
