@@ -61,9 +61,9 @@ def join(
         (0, 1, True)
     """
     require_library("Tables")
-    given: Any = timeout_s
-    fits = isinstance(given, int | float) and not isinstance(given, bool)
-    fits = fits and 0 <= given < _LONGEST_S
+    given: object = timeout_s
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    fits = is_number and 0 <= timeout_s < _LONGEST_S
     check_argument(fits, "timeout_s", f"be seconds from 0 to {_LONGEST_S:g}", timeout_s)
     mode = read_mode(sync, staleness, Staleness(None))
     place = _place_of(run, num_workers)
