@@ -25,14 +25,13 @@ from phalanx.cluster import Message, Server
 from phalanx.errors import CheckpointError, PeerTimeout, StateError
 from phalanx.ipc import ProcessIdentity, inject, wait_until
 from phalanx.tables import host_rendezvous, host_service, part
-from phalanx.tables.keys import POINTS as NEW_KEYS
 from phalanx.tables.remote_host import RemoteHost
 from phalanx.tables.router import Operation
-from phalanx.tables.snapshots import SNAPSHOT_POINTS
 from tests.chaos.books import Books
 from tests.chaos.host_bugs import BUGS, NUM_HOSTS
 from tests.multiprocess.children import Child, Children, Parent, wait_for_exit
 from tests.multiprocess.hosts import become_worker, free_port, kill_server, variables
+from tests.multiprocess.test_tables import KEY_POINTS, POINTS
 from tests.run_directories import wait_until_removed
 
 pytestmark = pytest.mark.promise("adds-between-hosts-are-kept")
@@ -159,7 +158,7 @@ def die_in_first_server(dies_at: str, died: Path) -> None:
         def fault(point: str, worker: int) -> None:
             nonlocal adds_begun
             adds_begun += point == "before lock"
-            if point == dies_at and (point in NEW_KEYS or adds_begun == 2):
+            if point == dies_at and (point in KEY_POINTS or adds_begun == 2):
                 died.touch()
                 os.kill(os.getpid(), SIGKILL)
 
@@ -576,7 +575,7 @@ def a_writer_dies(run: str, bug: str | None, folder: Path, point: str = "snapsho
             assert worker.get() == "ready"
         first.put("write")
         wait_for_exit(first.pid)
-        assert value_of_all(folder) == [2.0 if point == SNAPSHOT_POINTS[-1] else 1.0]
+        assert value_of_all(folder) == [2.0 if point == "snapshot renamed" else 1.0]
         second.put("write")
         second.process.join(DEADLINE_S)
     assert value_of_all(folder) == [2.0]
@@ -618,7 +617,7 @@ def test_each_scene_goes_well(scene: Scene, tmp_path: Path) -> None:
     scene(a_run(), None, tmp_path)
 
 
-@pytest.mark.parametrize("point", part.POINTS)
+@pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("kind", ["rows", "blocks", pytest.param("keys", marks=pytest.mark.night)])
 def test_an_add_counts_once_wherever_the_server_dies(tmp_path, kind, point):
     a_server_dies_within_an_add(a_run(), None, tmp_path, kind, point)
@@ -639,7 +638,7 @@ def test_a_lost_host_that_does_not_write_costs_no_more(tmp_path, host):
     a_host_is_lost(a_run(), None, tmp_path, host)
 
 
-@pytest.mark.parametrize("point", [point for point in SNAPSHOT_POINTS if point != "snapshot begun"])
+@pytest.mark.parametrize("point", ["snapshot written", "snapshot renamed"])
 def test_a_writer_that_dies_leaves_the_older_snapshot_and_another_goes_on(tmp_path, point):
     a_writer_dies(a_run(), None, tmp_path, point)
 
