@@ -117,7 +117,9 @@ class RunDirectory:
             return Region(fd, name, directory)
         except FileNotFoundError:
             if not create:
-                raise _absent(name) from None
+                raise StateError(
+                    f"Region {name!r} must be made by a member of the run first, but is not there."
+                ) from None
         # Named when it is whole; if another one was first, it is this one's as well.
         fd = os.open(".", os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
         try:
@@ -164,7 +166,7 @@ class OwnRegions:
         with self._mutex:
             if name not in self._found:
                 if not create:
-                    raise _absent(name)
+                    raise StateError(f"Region {name!r} must be made first, but is not there.")
                 self._found[name] = Region.create(nbytes, label=name, reserved=reserved)
             return self._found[name]
 
@@ -174,12 +176,6 @@ class OwnRegions:
 
 
 Regions = RunDirectory | OwnRegions
-
-
-def _absent(name: str) -> StateError:
-    return StateError(
-        f"Region {name!r} must be made by a member of the run first, but is not there."
-    )
 
 
 def _prefix() -> str:

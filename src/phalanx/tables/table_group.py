@@ -241,8 +241,7 @@ class TableGroup:
         Blocks: Until the workers that were announced have come, else they would come to a run that
         is not there any more (a warning names those that have not); at most ``timeout_s``.
         """
-        if not self.closed and self.run is not None:
-            self._wait_for_expected()
+        self._wait_for_expected()
         self._leave()
 
     def _leave(self) -> None:
@@ -265,6 +264,9 @@ class TableGroup:
                 self._context.count_out(self.timeout_s)
 
     def _wait_for_expected(self) -> None:
+        if self.closed or self.run is None:
+            return
+
         def missing() -> list[int]:
             return sorted({*self.membership.awaited()} - {*self.membership.here()})
 
@@ -273,14 +275,16 @@ class TableGroup:
                 f"{say_numbers('Worker', missing())} of run {self.run!r} did not come within "
                 f"{self.timeout_s:g} s, though {self.membership.num_expected} workers were "
                 "announced as `num_workers`.",
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def __enter__(self) -> TableGroup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._leave() if kind else self.close()
+        if kind is None:
+            self._wait_for_expected()
+        self._leave()
 
     # --- tables -----------------------------------------------------------------------------------
 
