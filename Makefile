@@ -47,7 +47,7 @@ train: $(STAMP)  ## train a small model on handwritten digits and show the resul
 test: $(STAMP)  ## run all tests of a change
 	@failed=0; \
 	$(PYTEST) -m "not night" $(PARALLEL) $(ARGS) || [ $$? -eq 5 ] || failed=1; \
-	[ -n "$(ARGS)" ] || TEST_DEVICES=4 $(BIN)/python -m pytest --device dev $(ON_DEVICE) || [ $$? -eq 5 ] || failed=1; \
+	[ -n "$(ARGS)" ] || TEST_DEVICES=4 $(BIN)/python -m pytest -m "(devices or gpu) and not night" --device dev $(ON_DEVICE) || [ $$? -eq 5 ] || failed=1; \
 	echo "processor time of this shell and of all tests, user and system:"; times; exit $$failed
 test-fast: $(STAMP)  ## run the tests that start no other process
 	@$(PYTEST) $(FAST) $(PARALLEL) $(ARGS)
@@ -75,10 +75,10 @@ chaos: $(STAMP)  # kill workers, servers and ranks at random, and mutate message
 	@for each in $(CHAOS); do $(BIN)/python -W ignore -m tests.chaos.$$each $(ARGS) || exit 1; done
 night: $(STAMP)  # all tests, also those marked `night`, and the matrix
 	@$(PYTEST) -m "night or not night" $(or $(ARGS),tests)
-	@[ -n "$(ARGS)" ] || TEST_DEVICES=2 $(BIN)/python -m pytest -m "night or not night" --device dev $(ON_DEVICE) $(AT_NIGHT)
-	@[ -n "$(ARGS)" ] || TEST_DEVICES=2 TEST_DEV_FIRST=1 $(BIN)/python -m pytest -m devices --device dev $(ON_DEVICE) $(AT_NIGHT)
+	@[ -n "$(ARGS)" ] || TEST_DEVICES=2 $(BIN)/python -m pytest -m "devices or gpu" --device dev $(ON_DEVICE) $(AT_NIGHT)
+	@[ -n "$(ARGS)" ] || TEST_DEVICES=2 TEST_DEV_FIRST=1 $(BIN)/python -m pytest -m devices --device dev $(filter-out tests/device,$(ON_DEVICE)) $(AT_NIGHT)
 	@[ -n "$(ARGS)" ] || $(MAKE) matrix
 gpu: $(STAMP)  ## run the tests for a GPU, and the benchmark beside nn.DataParallel and DDP over NCCL
-	@$(BIN)/python -m pytest -m "night or not night" --device cuda $(or $(ARGS),$(ON_DEVICE) $(AT_NIGHT)) && $(BIN)/python -m benchmarks step --device cuda
+	@$(BIN)/python -m pytest -m "devices or gpu" --device cuda $(or $(ARGS),$(ON_DEVICE) $(AT_NIGHT)) && $(BIN)/python -m benchmarks step --device cuda
 clean:  ## remove .venv and what tools left behind
 	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

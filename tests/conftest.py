@@ -1,8 +1,8 @@
 """What every test gets unasked: a fixed seed, torch's settings put back, no thread left behind.
 
 With ``--device cuda``, tests that ask for ``device`` run there; with ``--device dev``, on the test
-device (tests/device). Those marked ``gpu`` need an accelerator whatever the option says, and are
-skipped, here alone, where there is none.
+device (tests/device). `make test` chooses these by their marker, ``devices``. Those marked ``gpu``
+need an accelerator whatever the option says, and are skipped, here alone, where there is none.
 """
 
 from __future__ import annotations
@@ -85,6 +85,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_slow(item):
             item.add_marker(pytest.mark.slow)
+        if "device" in item.fixturenames or item.path.parent.name == "device":
+            item.add_marker(pytest.mark.devices)
     if torch.accelerator.current_accelerator(check_available=True) is not None:
         return
     for item in items:

@@ -27,7 +27,7 @@ from tests.contracts.containers import (
 )
 from tests.zoo import assert_close, assert_same_bits, gradients_of, sgd
 
-pytestmark = [pytest.mark.devices, pytest.mark.promise("containers", "torch7")]
+pytestmark = pytest.mark.promise("containers", "torch7")
 
 F64 = torch.float64
 CPU = torch.device("cpu")

@@ -52,7 +52,7 @@ from tests.zoo import (
     twin_of,
 )
 
-pytestmark = [pytest.mark.devices, pytest.mark.promise("containers")]
+pytestmark = pytest.mark.promise("containers")
 
 F64 = torch.float64
 DEADLINE_S = 30
