@@ -1,7 +1,7 @@
 """Fit a line in workers that Ray places: they share a table of parameters, on however many nodes.
 
 Run it with ``python examples/09_on_ray.py``, with phalanx[ray] installed: it uses the Ray cluster
-that runs on this machine, or starts one here. ``--address`` names another, ``--workers`` how many.
+that RAY_ADDRESS names or that runs on this machine, or starts one here.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ def fit(num_samples: int) -> list[float]:
 def main() -> None:
     """Run it, and see that all workers have come to the same line."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--address")
     parser.add_argument("--workers", type=int)
     said = parser.parse_args()
-    lines = on_ray(fit, said.workers, args=(500,), address=said.address)
+    lines = on_ray(fit, said.workers, args=(500,))
     slope, offset = lines[0]
     print(f"{len(lines)} workers: y = {slope:.2f} x {offset:+.2f}")
     print(f"the same line in all: {all(line == lines[0] for line in lines)}")

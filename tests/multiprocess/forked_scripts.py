@@ -29,7 +29,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from phalanx.cli import app
 from phalanx.ipc import die_with_parent
-from phalanx.launching import launcher, rank_start
+from phalanx.launching import launcher
 from tests.multiprocess.fork_server import context
 
 __all__ = ["Script", "fork_ranks", "run_forked"]
@@ -218,5 +218,5 @@ _run_function_of_ours = launcher._run_function
 
 def _run_function(pid: str, function: Callable[..., Any], args: tuple[object, ...]) -> Any:
     # Its parent is the server, which ends with the process that tests.
-    rank_start.die_with_parent = lambda _: die_with_parent(os.getppid())
+    launcher.die_with_parent = lambda _: die_with_parent(os.getppid())  # type: ignore[attr-defined]
     return _run_function_of_ours(pid, function, args)

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 
 import phalanx
 from phalanx.distributed import ElasticExchange
-from phalanx.distributed.elastic_membership import Report, decide
+from phalanx.distributed.elastic_membership import Member, decide
 from phalanx.errors import PeerLost, StateError
 from phalanx.ipc import wait_until
 from phalanx.train import state as trainer_state
@@ -429,20 +429,19 @@ def test_a_rank_that_was_halted_too_long_is_told(children: Children, expected: R
 
 
 def test_who_decides_waits_for_all_that_live() -> None:
-    said = Report(done=4, admits=True, about={"model": "a", "replicas": 1})
-    waiting = {7: {"model": "a", "replicas": 2}, 8: {"model": "b", "replicas": 1}}
-    ranks = {1: 0, 2: 1, 3: 2, 7: 1, 8: 0}
-    assert decide([1, 3], {1: said}, waiting, ranks, 3) is None
-    epoch = decide([1, 3], {1: said, 3: said}, waiting, ranks, 3)
+    first = Member(rank=0, done=4, admits=True)
+    third = Member(rank=2, done=4, admits=True)
+    waiting = {7: Member(rank=1), 8: Member(rank=0)}
+    assert decide([1, 3], {1: first, **waiting}, 3) is None
+    epoch = decide([1, 3], {1: first, 3: third, **waiting}, 3)
     assert epoch is not None
-    assert (epoch.members, epoch.new, epoch.source, epoch.done) == ([1, 7, 3], [7], 0, 4)
-    assert epoch.refused == {"8": "model"}
-    behind = Report(done=3, admits=False, about=said.about)
-    epoch = decide([1, 3], {1: said, 3: behind}, waiting, ranks, 3)
+    assert (epoch.members, epoch.new, epoch.source, epoch.done) == ([1, 8, 7, 3], [8, 7], 0, 4)
+    behind = Member(rank=2, done=3)
+    epoch = decide([1, 3], {1: first, 3: behind, **waiting}, 3)
     assert epoch is not None
     assert (epoch.members, epoch.new, epoch.done) == ([1, 3], [], 4)
-    assert decide([], {}, waiting, ranks, 3) is None
-    fresh = decide([], {}, {**waiting, 2: said.about}, ranks, 3)
+    assert decide([], waiting, 3) is None
+    fresh = decide([], {**waiting, 2: Member(rank=1)}, 3)
     assert fresh is not None
     assert (fresh.members, fresh.new, fresh.source) == ([8, 2, 7], [8, 2, 7], 0)
 

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.distributed import HashStore
 from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
-from phalanx.distributed.elastic_membership import RankMembership, Report
+from phalanx.distributed.elastic_membership import Member, RankMembership
 from phalanx.errors import ConfigError, PeerTimeout
 from phalanx.ipc import wait_until
 from tests.contracts.test_executors_same_bits import (
@@ -185,11 +184,10 @@ def one_epoch(parent: Parent | None, trained: phalanx.Trainer, losses: list[floa
 
 def test_one_of_another_host_that_never_showed_life_is_lost_too() -> None:
     store = HashStore()
-    membership = RankMembership(store, 0, 2, timeout_s=1.0, lost_after_s=0.05)
+    membership = RankMembership(store, 0, 2, 1.0, 0.05)
     try:
-        store.add("count", 1)
-        store.set("card/2", json.dumps([1, "elsewhere", 1, 1]))
-        assert wait_until(lambda: membership._is_gone(2), DEADLINE_S)
+        elsewhere = Member(rank=1, host="elsewhere", process=(1, 1))
+        assert wait_until(lambda: membership._is_gone(2, elsewhere), DEADLINE_S)
     finally:
         membership.leave()
 
@@ -201,17 +199,17 @@ def test_who_was_let_in_since_the_last_beat_is_no_newcomer() -> None:
     class SlowBeat(HashStore):
         def get(self, key: str) -> bytes:
             found: bytes = super().get(key)
-            if key == "asks/1" and threading.current_thread() is not threading.main_thread():
+            if key == "member/1" and threading.current_thread() is not threading.main_thread():
                 has_read.set()
                 assert goes_on.wait(DEADLINE_S)
+                found = json.dumps({**json.loads(found), "asks": 1}).encode()  # before the beat
             return found
 
     store = SlowBeat()
-    store.set("asks/1", json.dumps([1, asdict(Report(done=None, admits=False, about={}))]))
-    membership = RankMembership(store, 0, 1, timeout_s=DEADLINE_S, lost_after_s=DEADLINE_S)
+    membership = RankMembership(store, 0, 1, DEADLINE_S, DEADLINE_S)
     try:
         assert has_read.wait(DEADLINE_S)
-        membership.next_epoch(Report(done=None, admits=False, about={}))
+        membership.next_epoch(None, admits=False)
     finally:
         goes_on.set()
         membership.leave()  # after the beat

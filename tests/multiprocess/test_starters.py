@@ -229,12 +229,16 @@ def test_ray_trains_to_the_bits_of_one_process(
     networks: Networks, script: str, expected: str
 ) -> None:
     pytest.importorskip("ray", reason="needs ray, of the extra `ray`")
-    run = ("-c", "from phalanx.cli.app import main; main()", "launch", "--ray", "-n", str(SIZE))
-    run += ("--timeout-s", "300")
+    address = f"{networks.addresses[0]}:{RAY_PORT}"
+    run = (
+        "import phalanx, runpy, sys\n"
+        "def run():\n"
+        f"    sys.argv = [{script!r}, 'ranks', 'tables']\n"
+        "    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        f"phalanx.on_ray(run, {SIZE}, timeout_s=300)"
+    )
     with ray_cluster(networks):
-        address = ("--address", f"{networks.addresses[0]}:{RAY_PORT}")
-        command = python(networks, 0, *run, *address, script, "ranks", "tables", **RAY)
-        said = run_all([command])
+        said = run_all([python(networks, 0, "-c", run, RAY_ADDRESS=address, **RAY)])
         found = weights(said)
         assert met(said) == {str(SIZE)}
         # The nodes share their folder for logs, so each prints all lines.

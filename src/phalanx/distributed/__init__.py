@@ -9,7 +9,7 @@ from phalanx.distributed.elastic_exchange import ElasticExchange, GroupChanged, 
 from phalanx.distributed.elastic_membership import RunEnded
 from phalanx.distributed.exchange import Exchange, ProcessGroup
 from phalanx.distributed.hosts import hosts_of, this_host
-from phalanx.distributed.open_store import keep_store, open_store
+from phalanx.distributed.open_store import open_store
 
 __all__ = [
     "CodecHook",
@@ -22,7 +22,6 @@ __all__ = [
     "SharedGroup",
     "codec_hook",
     "hosts_of",
-    "keep_store",
     "make_group",
     "nccl_is_here",
     "open_store",

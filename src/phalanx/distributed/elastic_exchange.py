@@ -16,23 +16,35 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable, Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from phalanx.distributed.backend import open_group
-from phalanx.distributed.elastic_membership import About, GroupEpoch, RankMembership, Report
-from phalanx.distributed.exchange import Exchange
+from phalanx.distributed.elastic_membership import GroupEpoch, RankMembership
+from phalanx.distributed.exchange import Exchange, differing_names
 from phalanx.distributed.open_store import open_store
 from phalanx.environment import error_file, read_place
-from phalanx.errors import ConfigError, GroupAborted, PeerLost, PeerTimeout, UnsupportedError
+from phalanx.errors import (
+    ConfigError,
+    GroupAborted,
+    PeerLost,
+    PeerTimeout,
+    StateError,
+    UnsupportedError,
+)
 
 __all__ = ["ElasticExchange", "GroupChanged", "RanksChanged"]
 
 _LOSSES = (PeerLost, PeerTimeout, GroupAborted)
+
+About = Mapping[str, Any]
+"""What a rank trains, as JSON has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +81,6 @@ class ElasticExchange(Exchange):
 
     Attributes:
         about: What each rank trains, by rank.
-        num_done: How many runs this rank has done.
         is_behind: Whether the others have done one more. See Note [Left behind].
         in_step: Whether all ranks are at the same place between two runs. See Note [In step].
         entered: Whether this process is one of them.
@@ -87,7 +98,6 @@ class ElasticExchange(Exchange):
         self._launched = place
         self.entered = False
         self.about: list[About] = []
-        self.num_done = 0
         self.is_behind = self.in_step = False
         self.rank, self.size = 0, 1
         self._device = torch.device("cpu")
@@ -97,7 +107,7 @@ class ElasticExchange(Exchange):
         self._membership: RankMembership
         self._describe: Callable[[], About] = dict
         self._give: Callable[[], bytes] = bytes
-        self._has_state = False
+        self._num_done: int | None = None  # runs of this rank, once it has the state
         self._is_lost = False
         self._told: list[int] = []  # the processes that `take_change` has told of
 
@@ -125,15 +135,10 @@ class ElasticExchange(Exchange):
         # An agent may lend one store to all attempts.
         self._store = PrefixStore(f"elastic/{place.attempt}", store)
         self._membership = RankMembership(
-            self._store,
-            place.rank,
-            place.size,
-            timeout_s=self._timeout_s,
-            lost_after_s=self._lost_after_s,
+            self._store, place.rank, place.size, self._timeout_s, self._lost_after_s
         )
         self.entered = True
         received = self._settle(admits=False)
-        self._has_state = True
         note = error_file()
         if note is not None:  # beside it: the launcher keeps this host's other ranks
             note.with_name("elastic").touch()
@@ -141,7 +146,8 @@ class ElasticExchange(Exchange):
 
     def admit(self) -> None:
         """Let those in that wait; every rank calls it, between two steps."""
-        self._settle(admits=True)
+        if self.has_newcomers:
+            self._settle(admits=True)
 
     @property
     def newcomers_wait(self) -> bool:
@@ -155,7 +161,8 @@ class ElasticExchange(Exchange):
 
     def mark_done(self) -> None:
         """Count a run that is done here."""
-        self.num_done += 1
+        assert self._num_done is not None
+        self._num_done += 1
         if self.is_behind:
             self.is_behind = False
             self._take_place()
@@ -182,7 +189,8 @@ class ElasticExchange(Exchange):
     def leave(self, *, finished: bool) -> None:
         """Take no part any more, unless this process enters again; idempotent."""
         if self.entered:
-            self.entered = self._has_state = False
+            self.entered = False
+            self._num_done = None
             self._membership.leave(finished=finished)
             self._close_group()
 
@@ -197,7 +205,6 @@ class ElasticExchange(Exchange):
             The state, if a peer has given it.
         """
         received: bytes | None = None
-        self._is_lost = False
         try:
             while True:
                 epoch = self._next_epoch(admits=admits)
@@ -215,31 +222,22 @@ class ElasticExchange(Exchange):
 
     def _next_epoch(self, *, admits: bool) -> GroupEpoch:
         """Leave the group, and read the ranks of the next one from the store."""
-        done = self.num_done if self._has_state else None
-        report = Report(done=done, admits=admits, about=self._describe())
         self._close_group()
-        self._epoch = epoch = self._membership.next_epoch(report)
+        self._is_lost = self.has_newcomers = False
+        done = self._num_done
+        self._epoch = epoch = self._membership.next_epoch(done, admits=admits)
         self._place = epoch.members.index(self._membership.number)
         self.is_behind = done is not None and done < epoch.done
         self.in_step = len(epoch.new) == len(epoch.members)
         return epoch
 
-    def _take_place(self) -> None:
-        """Be what the epoch says, or alone while the others are ahead."""
-        self.generation += 1
-        if self.is_behind:
-            self.rank, self.size, self.about = 0, 1, [self._describe()]
-        else:
-            self.rank, self.size = self._place, len(self._epoch.members)
-            self.about = self._epoch.about
-
     def _open_group(self, epoch: GroupEpoch) -> None:
-        size = len(epoch.members)
-        if size > 1:
+        self.rank, self.size = self._place, len(epoch.members)
+        if self.size > 1:
             store = PrefixStore(f"group/{self._membership.epoch}/", self._store)
             timeout = datetime.timedelta(seconds=self._timeout_s)
             look = self._membership.check_all_live
-            self._group = open_group(store, self._place, size, timeout, look)
+            self._group = open_group(store, self.rank, self.size, timeout, look)
 
     def _close_group(self) -> None:
         """Leave the group; whoever still waits for this rank there gets an error."""
@@ -248,38 +246,53 @@ class ElasticExchange(Exchange):
             group.abort()
 
     def _pass_state(self, epoch: GroupEpoch) -> bytes | None:
-        """Give the state to those that are new; return it to this one if it is."""
-        is_new = self._membership.number in epoch.new
-        received = None
-        if self._place == epoch.source:
-            others = {epoch.members.index(number) for number in epoch.new} - {self._place}
-            state = torch.tensor(bytearray(self._give() if others else b""), dtype=torch.uint8)
-            for place in others:
-                self._send(torch.tensor([state.numel()]), place)
-                self._send(state, place)
-        elif is_new:
-            length = torch.zeros(1, dtype=torch.int64)
-            self._receive(length, epoch.source)
-            state = torch.empty(int(length), dtype=torch.uint8)
-            self._receive(state, epoch.source)
-            received = state.numpy().tobytes()
-            self.num_done = epoch.done
-        if is_new:
-            self._membership.wait_no_longer()
-            self._has_state = True
-        return received
+        """Compare what all train, and give the state to new ranks; return it to this one if new.
+
+        Raises:
+            StateError: This rank is new, and trains something else.
+            PeerLost: Another one does.
+        """
+        source = epoch.source
+        new = [place for place, number in enumerate(epoch.members) if number in epoch.new]
+        late = [place for place in new if place != source]
+        state = self._give() if late and self._place == source else b""
+        document = json.dumps([self._describe(), len(state)])
+        told = [json.loads(each) for each in self.gather(document.encode(), "form a group")]
+        self._all = [about for about, _ in told]
+        for place in new if source not in new else ():
+            differing = differing_names(self._all[place], self._all[source])
+            if differing and place == self._place:
+                raise StateError(
+                    "A rank that comes later must train what the others train, but differs in: "
+                    f"{differing}. Build it from the same arguments in every process."
+                )
+            if differing:
+                raise PeerLost(f"The new rank {place} differs in: {differing}.", place)
+        length = told[source][1]
+        if late and self._place == source:
+            tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+            for place in late:
+                self._send(tensor, place)
+        elif self._place in late:
+            tensor = torch.empty(length, dtype=torch.uint8)
+            self._group.recv([tensor], source, 0).wait()
+            state = tensor.numpy().tobytes()
+        if self._place in new:
+            self._num_done = epoch.done
+        return state if self._place in late else None
 
     def _send(self, tensor: Tensor, place: int) -> None:
         self._group.send([tensor], place, 0).wait()
 
-    def _receive(self, tensor: Tensor, place: int) -> None:
-        self._group.recv([tensor], place, 0).wait()
+    def _take_place(self) -> None:
+        """Be what the epoch says, or alone while the others are ahead."""
+        if self.is_behind:
+            self.rank, self.size, self.about = 0, 1, [self._describe()]
+        else:
+            self.rank, self.size, self.about = self._place, len(self._epoch.members), self._all
 
-    def begin(self, about: About) -> None:
-        """Do nothing: :meth:`enter` has compared."""
-
-    def align(self, tensors: Iterable[Tensor]) -> None:
-        """Do nothing: :meth:`enter` has given the state."""
+    def begin(self, about: About, tensors: Iterable[Tensor]) -> None:
+        """Do nothing: :meth:`enter` has compared, and given the state."""
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:

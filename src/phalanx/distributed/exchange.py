@@ -55,7 +55,7 @@ class Exchange:
     """
 
     # Of groups whose ranks may change, which `ElasticExchange` has:
-    generation = 0  # how often they have changed
+    has_newcomers = False  # whether processes wait to join, as rank 0 has said in the last run
     is_behind = False  # whether the others have done one run more
     in_step = True  # whether all ranks are at the same place between two runs
 
@@ -72,7 +72,7 @@ class Exchange:
         kinds = {each.type for each in self._group._device_types}
         if "cpu" not in kinds:
             self._device = torch.device(min(kinds), torch.accelerator.current_device_index())
-        self._lent: list[weakref.ref[Tensor]] = []
+        self._lent: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         weakref.finalize(self, _await_return, self._lent)
 
     @property
@@ -80,11 +80,12 @@ class Exchange:
         """True if processes wait to join, as far as this rank knows."""
         return False
 
-    def begin(self, about: Mapping[str, Any]) -> None:
-        """Compare what all ranks train.
+    def begin(self, about: Mapping[str, Any], tensors: Iterable[Tensor]) -> None:
+        """Compare what all ranks train, and give them the values that rank 0 has.
 
         Args:
-            about: What this one does; all but "replicas" must be alike.
+            about: What this one trains; all but "replicas" must be alike.
+            tensors: What rank 0 gives.
 
         Raises:
             ConfigError: Ranks differ; every rank hears of it.
@@ -99,6 +100,7 @@ class Exchange:
                     f"same parameters frozen, but rank {rank} differs from rank 0 in {differing}. "
                     "Make it from the same arguments in every process."
                 )
+        self.align(tensors)
 
     def align(self, tensors: Iterable[Tensor]) -> None:
         """Give all ranks the values that rank 0 has in these tensors, as they begin."""
@@ -112,9 +114,6 @@ class Exchange:
 
     def settle(self) -> None:
         """Form another group where a rank was lost and that can be."""
-
-    def admit(self) -> None:
-        """Let those in that wait, between two steps."""
 
     def mark_done(self) -> None:
         """Count a run that is done here."""
@@ -207,9 +206,8 @@ class Exchange:
         """Return an alias for a backend. See Note [Lent tensors]."""
         if isinstance(self._group, SharedGroup):  # ours keeps none
             return tensor
-        self._lent[:] = [each for each in self._lent if each() is not None]
         alias = tensor.detach()
-        self._lent.append(weakref.ref(alias))
+        self._lent[id(alias)] = alias
         return alias
 
     @contextlib.contextmanager
@@ -244,9 +242,9 @@ def _make_default_group() -> None:
     dist.init_process_group("phalanx", store=store, rank=place.rank, world_size=place.size)
 
 
-def _await_return(lent: Sequence[weakref.ref[Tensor]]) -> None:
+def _await_return(lent: Mapping[int, Tensor]) -> None:
     """Wait until the backend has let go of what it was lent. See Note [Lent tensors]."""
-    wait_until(lambda: all(each() is None for each in lent), _LET_GO_S)
+    wait_until(lambda: not lent, _LET_GO_S)
 
 
 # Any: JSON.

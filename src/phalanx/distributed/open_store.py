@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from torch.distributed import Store, TCPStore, rendezvous
+from torch.distributed import Store, rendezvous
 
 from phalanx.errors import PeerTimeout
 
-__all__ = ["keep_store", "open_store"]
+__all__ = ["open_store"]
 
 
 def open_store(address: str, port: int, rank: int, size: int, timeout_s: float) -> Store:
@@ -32,8 +32,3 @@ def open_store(address: str, port: int, rank: int, size: int, timeout_s: float) 
         ) from exc
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
-
-
-def keep_store() -> TCPStore:
-    """Return a store at a free port of this host, for ranks that it shall outlive."""
-    return TCPStore("0.0.0.0", 0, None, is_master=True, wait_for_workers=False)

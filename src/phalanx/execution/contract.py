@@ -169,11 +169,8 @@ class Executor(ABC):
         """Return the number of replicas, those of other ranks too."""
         return len(self)
 
-    def mark_done(self) -> None:  # noqa: B027 - nothing to do but for ranks, as below
+    def mark_done(self) -> None:  # noqa: B027 - nothing to do but for ranks
         """Count a run whose result is kept; elastic ranks compare counts to find who is behind."""
-
-    def admit(self) -> None:  # noqa: B027
-        """Let new ranks in, where some wait, between two steps."""
 
     def __len__(self) -> int:
         """Return the number of replicas."""

@@ -60,8 +60,7 @@ class RankExecutor(ThreadExecutor):
         self._exchange = exchange
         try:
             about = describe_rank(module, len(self))
-            exchange.begin(about)
-            exchange.align([*module.parameters(), *module.buffers()])
+            exchange.begin(about, [*module.parameters(), *module.buffers()])
         except BaseException:
             self.close()
             raise
@@ -71,9 +70,8 @@ class RankExecutor(ThreadExecutor):
     def _look_at_ranks(self) -> None:
         """Take note of who the ranks are now."""
         exchange = self._exchange
-        self._generation = exchange.generation
-        self._newcomers_wait = False
-        self._num_replicas: list[int] = [each["replicas"] for each in exchange.about]
+        self._about = exchange.about  # another list for other ranks
+        self._num_replicas: list[int] = [each["replicas"] for each in self._about]
         self._reduction = RankReduction(self.parameters, exchange)
         if not exchange.is_behind:  # else the batch is cut as the ranks ahead have cut it
             self._count = sum(self._num_replicas)
@@ -91,7 +89,7 @@ class RankExecutor(ThreadExecutor):
     def _settle(self) -> None:
         """Take note of ranks that have come or gone since the last run."""
         self._exchange.settle()
-        if self._generation != self._exchange.generation:
+        if self._about is not self._exchange.about:
             self._look_at_ranks()
 
     def run(
@@ -135,7 +133,7 @@ class RankExecutor(ThreadExecutor):
             raise
         messages = [RankMessage.read(each) for each in self._exchange.gather(packed, _RUN)]
         first = _check(messages)
-        self._newcomers_wait = first["newcomers_wait"]
+        self._exchange.has_newcomers = first["newcomers_wait"]
         for each in messages:
             for index, computed in each.results.items():
                 result.results[index] = computed
@@ -164,11 +162,6 @@ class RankExecutor(ThreadExecutor):
             gradients = [each if place in present else None for place, each in enumerate(sums)]
         total = PartialSum(gradients, add_statistics(messages, len(weights)))
         result.sums = {SummationTree(len(weights)).root: total}
-
-    def admit(self) -> None:
-        """Let new ranks in, where rank 0 has said in the last run that some wait."""
-        if self._newcomers_wait and self._generation == self._exchange.generation:
-            self._exchange.admit()
 
     def mark_done(self) -> None:
         """Count a run whose outcome is kept here."""

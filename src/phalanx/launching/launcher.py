@@ -25,7 +25,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,60 +34,18 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from phalanx.errors import ConfigError
-from phalanx.ipc import RunDirectory
+from phalanx.ipc import RunDirectory, die_with_parent
 from phalanx.launching.one_host import ONE_HOST
 from phalanx.launching.rank_failures import RankFailed, RankFailure, describe_failures
 from phalanx.launching.rank_start import prepare, record_failures
 from phalanx.plan import check_function, read_count
 from phalanx.replicas import num_cores
 
-__all__ = ["Job", "launch", "launch_script", "signals_put_back"]
+__all__ = ["launch", "launch_script", "signals_put_back"]
 
 _AGENT_LOGGERS = ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api")
+_MEET_S = 600  # how long hosts wait for each other
 _RESTARTS = str(Path(__file__).with_name("rank_restarts.py"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """The number of ranks, their hosts, and the number of attempts.
-
-    Args:
-        ranks: Processes on this host.
-        nodes: Hosts.
-        endpoint: ``host:port`` where the hosts meet; empty for one host alone.
-        max_restarts: How often all ranks are started again after one has failed.
-        rank_restarts: How often each rank is restarted by itself before that, while the others
-            continue: for a script with elastic ranks (`Ranks`).
-        log_dir: Where each rank's output is kept; None for nowhere.
-        colour: Whether the line prefixes bear colours.
-        timeout_s: How long hosts wait for each other, in seconds.
-    """
-
-    ranks: int
-    nodes: int = 1
-    endpoint: str = ""
-    max_restarts: int = 0
-    rank_restarts: int = 0
-    log_dir: Path | None = None
-    colour: bool = False
-    timeout_s: float = 600.0
-
-    @property
-    def is_alone(self) -> bool:
-        """True if no other host takes part."""
-        return not self.endpoint
-
-    def __post_init__(self) -> None:
-        read_count("ranks", self.ranks, 1, "rank")
-        read_count("max_restarts", self.max_restarts, 0)
-        read_count("rank_restarts", self.rank_restarts, 0)
-        if not self.timeout_s > 0:
-            raise ConfigError(f"`timeout_s` must be above 0 seconds, but is {self.timeout_s!r}.")
-        if read_count("nodes", self.nodes, 1, "host") > 1 and not self.endpoint:
-            raise ConfigError(
-                f"`endpoint` must say where {self.nodes} hosts meet, but is empty. Give "
-                "`host:port` of one of them, the same on all."
-            )
 
 
 def launch(
@@ -123,65 +80,100 @@ def launch(
     Blocks: Until all ranks have ended. None outlives the call.
     """
     check_function("function", function)
-    job = Job(ranks=num_cores() if n is None else n, max_restarts=max_restarts)
+    ranks = num_cores() if n is None else read_count("n", n, 1, "rank")
+    restarts = read_count("max_restarts", max_restarts, 0)
     main_file = getattr(sys.modules["__main__"], "__file__", "")
     typed = function.__module__ == "__main__" and not Path(main_file).is_file()
     given = (str(os.getpid()), function, tuple(args))
-    values = _run(job, _run_function, given, start_method="fork" if typed else "spawn")
-    return [values[rank] for rank in range(job.ranks)]
+    method = "fork" if typed else "spawn"
+    values = _run(_run_function, given, ranks, max_restarts=restarts, start_method=method)
+    return [values[rank] for rank in range(ranks)]
 
 
 def _run_function(launcher: str, function: Callable[..., Any], args: tuple[object, ...]) -> Any:
-    prepare(int(launcher))
+    die_with_parent(int(launcher))
+    prepare()
     try:
         return record_failures(lambda: function(*args))
     except Exception:  # recorded above; raised on, torch would replace the record by a shorter one
         sys.exit(1)
 
 
-def launch_script(script: Path, args: Sequence[str], job: Job) -> None:
-    """Run a Python script in every rank of ``job``; output lines come with the rank before them.
+# Any, below: options of torch's `LaunchConfig`, and what functions return.
+
+
+def launch_script(
+    script: Path, args: Sequence[str], ranks: int, *, rank_restarts: int = 0, **more: Any
+) -> None:
+    """Run a Python script in every rank of a job; output lines come with the rank before them.
+
+    Args:
+        script, args: The file, and its own arguments.
+        ranks, more: As `_run` takes them.
+        rank_restarts: How often each rank is restarted by itself, while the others continue: for a
+            script with elastic ranks (`Ranks`).
 
     Raises:
-        ConfigError: There is no such script.
         RankFailed: A rank failed, and no attempts were left.
 
     Blocks: Until all ranks have ended.
     """
-    if not script.is_file():
-        raise ConfigError(f"`script` must be a Python file, but there is no file {str(script)!r}.")
-    prefix = "\x1b[9${local_rank}m[rank ${rank}]\x1b[0m " if job.colour else "[rank ${rank}] "
-    words = ("-u", _RESTARTS, str(job.rank_restarts), str(os.getpid()), str(script), *args)
-    _run(job, sys.executable, words, tee=Std.ALL, log_line_prefix_template=prefix)
+    words = ("-u", _RESTARTS, str(rank_restarts), str(os.getpid()), str(script), *args)
+    prefix = "[rank ${rank}] "
+    _run(sys.executable, words, ranks, tee=Std.ALL, log_line_prefix_template=prefix, **more)
 
 
-# Any: what functions return.
 def _run(
-    job: Job,
     entrypoint: Callable[..., Any] | str,
     args: Sequence[object],
+    ranks: int,
+    *,
+    nodes: int = 1,
+    endpoint: str = "",
     tee: Std = Std.NONE,
     **more: Any,
 ) -> dict[int, Any]:
     """Run a function or a program in every rank; return what they return, by rank.
 
-    ``tee`` says which of their streams are shown; ``more`` are options of torch's `LaunchConfig`.
+    Args:
+        entrypoint, args: The function or program, and its arguments.
+        ranks: Processes on this host.
+        nodes: Hosts.
+        endpoint: ``host:port`` where the hosts meet; empty for one host alone.
+        tee: Which of their streams are shown.
+        more: Options of torch's `LaunchConfig`.
     """
+    if nodes > 1 and not endpoint:
+        raise ConfigError(
+            f"`endpoint` must say where {nodes} hosts meet, but is empty. Give `host:port` of one "
+            "of them, the same on all."
+        )
+    alone = not endpoint
     try:
-        with _folder() as folder, _variables(job), signals_put_back():
-            logs = job.log_dir or folder / "logs"
-            specs = DefaultLogsSpecs(log_dir=str(logs), tee=tee)
-            run = elastic_launch(_config(job, logs_specs=specs, **more), entrypoint)
+        with _folder() as folder, _variables(ranks, alone=alone), signals_put_back():
+            config = LaunchConfig(
+                min_nodes=nodes,
+                max_nodes=nodes,
+                nproc_per_node=ranks,
+                run_id=f"phalanx-{endpoint or secrets.token_hex(4)}",
+                rdzv_backend=ONE_HOST if alone else "c10d",
+                rdzv_endpoint=endpoint,
+                rdzv_configs={} if alone else {"join_timeout": _MEET_S, "read_timeout": _MEET_S},
+                local_addr="localhost" if alone else None,
+                logs_specs=DefaultLogsSpecs(log_dir=str(folder), tee=tee),
+                **more,
+            )
+            run = elastic_launch(config, entrypoint)
             try:
                 values: dict[int, Any] = run(*args)
             except ChildFailedError as exc:
-                raise describe_failures(_read_failures(logs, exc.failures)) from None
+                raise describe_failures(_read_failures(folder, exc.failures)) from None
             except (RendezvousTimeoutError, RendezvousConnectionError) as exc:
                 why = str(exc.__cause__ or exc).splitlines()[0].rstrip(".")
                 raise RankFailed(
-                    f"All hosts must meet at {job.endpoint} within {job.timeout_s:g} s, but did "
-                    f"not: {why}. Start `phalanx launch` on each with the same `--endpoint` and "
-                    "`--nnodes`, and see that the port can be reached."
+                    f"All hosts must meet at {endpoint}, but did not: {why}. Start `phalanx "
+                    "launch` on each with the same `--endpoint` and `--nnodes`, and see that the "
+                    "port can be reached."
                 ) from exc
             return values
     except SignalException as exc:
@@ -209,23 +201,6 @@ def _read_failures(logs: Path, reported: Mapping[int, ProcessFailure]) -> dict[i
     return {rank: RankFailure(code, by_rank.get(rank)) for rank, code in codes.items()}
 
 
-def _config(job: Job, **more: Any) -> LaunchConfig:
-    alone = job.is_alone
-    timeout_s = max(1, round(job.timeout_s))
-    return LaunchConfig(
-        min_nodes=job.nodes,
-        max_nodes=job.nodes,
-        nproc_per_node=job.ranks,
-        run_id=f"phalanx-{secrets.token_hex(4) if alone else job.endpoint}",
-        rdzv_backend=ONE_HOST if alone else "c10d",
-        rdzv_endpoint=job.endpoint,
-        rdzv_configs={} if alone else {"join_timeout": timeout_s, "read_timeout": timeout_s},
-        local_addr="localhost" if alone else None,
-        max_restarts=job.max_restarts,
-        **more,
-    )
-
-
 @contextmanager
 def _folder() -> Iterator[Path]:
     """Make the job's folder; remove it, and what killed ranks and launchers have left."""
@@ -238,13 +213,13 @@ def _folder() -> Iterator[Path]:
 
 
 @contextmanager
-def _variables(job: Job) -> Iterator[None]:
+def _variables(ranks: int, *, alone: bool) -> Iterator[None]:
     """Set what the ranks read, unless the user has set it, and silence torch's agent meanwhile.
 
     It repeats, for each rank, what we say once at the end.
     """
-    wanted = {"OMP_NUM_THREADS": str(max(1, num_cores() // job.ranks))}
-    if job.is_alone:
+    wanted = {"OMP_NUM_THREADS": str(max(1, num_cores() // ranks))}
+    if alone:
         wanted["GLOO_SOCKET_IFNAME"] = "lo"  # no other host reaches it
     added = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(added)

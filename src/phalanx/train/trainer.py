@@ -447,8 +447,8 @@ class Trainer:
         start_s = now_s()
         check_between_steps(closed=self._closed, in_step=self._in_step)
         self._engine.open()
-        if self._choice.kind == "ranks":
-            self._engine.executor.admit()
+        if self._choice.elastic is not None:
+            self._choice.elastic.admit()
             done = repeated(lambda: self._update(batch, start_s, in_epoch=in_epoch))
         else:
             done = self._update(batch, start_s, in_epoch=in_epoch)
