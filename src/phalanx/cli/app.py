@@ -8,7 +8,6 @@ from __future__ import annotations
 import platform
 import re
 import sys
-from inspect import signature
 from typing import Annotated
 
 import typer
@@ -24,6 +23,7 @@ from phalanx.cli.train import resume, train
 from phalanx.errors import InternalError, PhalanxError
 
 _REFUSED = 2  # as for a command line that cannot be parsed
+_OPTIONS_OF_TRAINER = ("clip_norm", "epochs", "executor", "microbatches", "replicas", "seed")
 
 app = typer.Typer(
     name="phalanx",
@@ -89,7 +89,7 @@ def name_options(message: str) -> str:
         >>> name_options("`clip_norm` must be above 0. Give microbatches=4, or executor='inline'.")
         '`--clip-norm` must be above 0. Give --microbatches 4, or --executor inline.'
     """
-    names = "|".join(signature(train).parameters)
+    names = "|".join(_OPTIONS_OF_TRAINER)
     message = re.sub(rf"`({names})`", lambda found: f"`{_option(found[1])}`", message)
     assigned = rf"\b({names})=(['\"]?)([^\s'\",.;)]+)\2"
     return re.sub(assigned, lambda found: f"{_option(found[1])} {found[3]}", message)

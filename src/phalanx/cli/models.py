@@ -125,7 +125,8 @@ def build_model(spec: str, schema: Schema, *, seed: int) -> nn.Module:
             )
         if shape is None or outputs is None:
             raise ConfigError(
-                f"`--model` must be module:attribute for your own data, but is {spec!r}."
+                "`--model` must be module:attribute for your own data: name an nn.Module, or "
+                "a class or function that makes one."
             )
         if schema.is_text != (spec == "gpt") or (spec == "cnn" and len(shape) != 3):
             fitting = choose_model(schema)
