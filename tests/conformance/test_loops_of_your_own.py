@@ -65,7 +65,7 @@ def test_the_number_of_replicas_changes_no_bit(name: str) -> None:
 def test_gradients_are_the_whole_batchs() -> None:
     net, (inputs, targets) = mlp(torch.float64), vector_batch(ROWS, torch.float64)
     expected = torch.autograd.grad(class_loss(net(inputs), targets), [*net.parameters()])
-    with DataParallel(net, devices=2, microbatches=5, workloads=[3, 1]) as model:
+    with DataParallel(net, devices=2, microbatches=5) as model:
         class_loss(model(inputs), targets).backward()
     for parameter, gradient in zip(net.parameters(), expected, strict=True):
         assert torch.allclose(parameter.grad, gradient, rtol=1e-12, atol=1e-14)

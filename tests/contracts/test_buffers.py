@@ -96,19 +96,6 @@ def test_by_default_floats_are_averaged_and_integers_the_first_ones(
     assert module.count.item() == 4 + (3 if microbatches is None else 2)
 
 
-@MICROBATCHES
-def test_a_sum_adds_what_each_piece_has_added(microbatches: int | None) -> None:
-    module = Several()
-    with phalanx.DataParallel(module, 3, buffers="sum", microbatches=microbatches) as model:
-        model(X)
-        model(X)
-    pieces = X.split([3, 2, 2] if microbatches is None else [2, 2, 1, 1, 1])
-    each = torch.stack([piece.mean(0) for piece in pieces]).sum(0)
-    torch.testing.assert_close(module.mean, 1 + 2 * each)
-    assert module.count.item() == 4 + 2 * 7
-    assert module.phase.item() == 1 + 1j + 2 * len(pieces) * 2j
-
-
 def test_a_shared_buffer_is_brought_by_whoever_trains() -> None:
     """Batch norm's kernel tells nobody that it writes, so only a training owner can be asked."""
     net = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
@@ -134,7 +121,7 @@ def test_a_buffer_that_has_grown_is_refused_and_nothing_is_written() -> None:
             self.seen = torch.zeros(len(x) + 5)
             return x
 
-    for rule in ("mean", "sum", "first"):
+    for rule in ("mean", "first"):
         module = Grows()
         with (
             phalanx.DataParallel(module, 3, buffers=rule) as model,
@@ -145,7 +132,7 @@ def test_a_buffer_that_has_grown_is_refused_and_nothing_is_written() -> None:
         assert module.seen.shape == (2,)
 
 
-@pytest.mark.parametrize("rule", ["mean", "first", "sum"])
+@pytest.mark.parametrize("rule", ["mean", "first"])
 def test_in_evaluation_a_batch_norm_keeps_its_statistics(rule: str) -> None:
     module = nn.BatchNorm1d(2).eval()
     with phalanx.DataParallel(module, 3, buffers=rule) as model:

@@ -352,11 +352,10 @@ ROWS: list[Row] = [
     making_container(r"Give 2, or \['cpu', 'cpu'\]", devices="cpu,cpu"),
     making_container("`devices` must be a number of replicas, or a list", devices={"cpu"}),
     making_container("`workloads` must .*, but ", workloads=[0, 0, 0]),
+    making_container("`workloads` must be left out", workloads=[1, 2, 3], microbatches=4),
     making_container("`output` must hold rules .*, but holds 'median'", output="median"),
     making_container("`output` must hold rules .*, but holds", output={"y": "cat(x)"}),
-    making_container("`buffers` must hold rules .*'average' for", buffers="average"),
-    making_container("`buffers` must hold rules .*'max' for 'seen'", buffers={"seen": "max"}),
-    making_container("`buffers` must name buffers .* names 'sen'", buffers={"sen": "sum"}),
+    making_container("`buffers` must be 'mean' or 'first', but is 'sum'", buffers="sum"),
     making_container("`layout` must be a `Layout`", layout={"mask": None}),
     making_container("`module` must be", module=3),
     # batches

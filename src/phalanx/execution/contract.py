@@ -17,7 +17,6 @@ from phalanx.distributed import GroupChanged
 from phalanx.execution.run import RunResult, RunState, Task
 from phalanx.execution.shards import Shards
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
-from phalanx.plan import read_workloads
 from phalanx.replicas import (
     Replica,
     RngPlan,
@@ -49,7 +48,6 @@ class Executor(ABC):
         modules: The user's modules: one for each replica, or the one that all are replicas of.
         devices: One per replica.
         intra_op: Threads inside operators, per replica. Default: cores divided by CPU replicas.
-        workloads: Relative shares; equal by default; 0 switches a replica off.
 
     Attributes:
         parameters: All parameters, each once, in whose order gradients are summed.
@@ -68,13 +66,11 @@ class Executor(ABC):
         modules: Sequence[nn.Module],
         devices: Sequence[torch.device],
         intra_op: int | None,
-        workloads: Sequence[float] | None = None,
     ) -> None:
         for module in dict.fromkeys(modules):
             check_replicable(module)
         self.modules = tuple(modules)
         self.devices = tuple(devices)
-        self.workloads = read_workloads(workloads, len(devices))
         self.intra_op = intra_op or default_intra_op(devices)
         self.parameters = parameters_of(modules)
         self._addresses = addresses_of(self.parameters)
@@ -135,7 +131,7 @@ class Executor(ABC):
         modes = [each.training for each in self.modules]
         kind = (type(task), torch.is_grad_enabled(), *modes)
         plan = self._plans.get(kind) or self._first_plan(all(modes))
-        state = RunState(task, pieces, weights, seed, plan, self.workloads, owners, only)
+        state = RunState(task, pieces, weights, seed, plan, len(self), owners, only)
         self._compute(state)
         if plan.watched:
             self._keep_plan(kind, state)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import safetensors.torch
@@ -62,7 +62,7 @@ class RankMessage:
             for index, each in self.results.items()
         ]
         statistics = [
-            [node.level, node.index, key, _set_aside(tensors, each.value), each.weight, each.rule]
+            [*astuple(node), key, _set_aside(tensors, each.value), each.weight, each.is_mean]
             for node, found in self.statistics.items()
             for key, each in found.items()
         ]
@@ -78,9 +78,9 @@ class RankMessage:
         message = cls(about, error)
         for index, loss, kept in results:
             message.results[index] = MicrobatchResult(loss, *_unpack_nested(tensors, kept))
-        for level, index, key, name, weight, rule in statistics:
+        for level, index, key, name, weight, is_mean in statistics:
             written = message.statistics.setdefault(Node(level, index), {})
-            written[key] = Statistic(tensors[name], weight, rule)
+            written[key] = Statistic(tensors[name], weight, is_mean)
         return message
 
 

@@ -194,7 +194,7 @@ class RunState:
 
     Args:
         rng: How the microbatches get their random numbers.
-        workloads: The replicas' relative shares.
+        num_replicas: How many take microbatches here.
 
     Attributes:
         result: Filled by the threads; `Executor.run` adds the sums at the end.
@@ -208,7 +208,7 @@ class RunState:
         weights: Sequence[float],
         seed: tuple[int, ...],
         rng: RngPlan,
-        workloads: Sequence[float],
+        num_replicas: int,
         owners: Sequence[int] | None,
         only: range | None,
     ) -> None:
@@ -227,10 +227,9 @@ class RunState:
             else:
                 self.sums.put(Node(0, index), None)
         self._own = tuple(pending)
-        if owners is None:  # one queue for all replicas that are switched on
-            self._queues = [pending if share > 0 else [] for share in workloads]
-        else:
-            replicas = range(len(workloads))
+        replicas = range(num_replicas)
+        self._queues = [pending for _ in replicas]  # one queue, from which the next free one takes
+        if owners is not None:
             self._queues = [[each for each in pending if owners[each] == i] for i in replicas]
         self._lock = threading.Lock()
         self._failed = False

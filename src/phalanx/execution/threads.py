@@ -24,7 +24,6 @@ from phalanx.execution.run import (
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
 from phalanx.plan import Node
 from phalanx.replicas import (
-    BufferRules,
     CallerModes,
     CompileOnce,
     Replica,
@@ -47,8 +46,8 @@ class ThreadExecutor(Executor):
         module: The module that the user trains, or one for each device; parameters are read in
             place. Buffers of several modules go by their name after the module's index, such as
             ``"0.seen"``.
-        devices, workloads, intra_op: As `Executor` takes them.
-        rules: What becomes of buffers that replicas write.
+        devices, intra_op: As `Executor` takes them.
+        averages: Whether floating-point buffers that replicas write are averaged.
         inline: Run the only replica in the caller's thread. One on an accelerator always runs
             there: its step waits for the host, which need not hand over to a thread then.
 
@@ -67,16 +66,17 @@ class ThreadExecutor(Executor):
         module: nn.Module | Sequence[nn.Module],
         devices: Sequence[torch.device],
         *,
-        workloads: Sequence[float] | None = None,
         intra_op: int | None = None,
-        rules: BufferRules | None = None,
+        averages: bool = True,
         inline: bool = False,
     ) -> None:
         if isinstance(module, nn.Module):
-            sources = [Source(module, rules=rules)] * len(devices)
+            sources = [Source(module, averages=averages)] * len(devices)
         else:
-            sources = [Source(own, prefix=f"{i}.", rules=rules) for i, own in enumerate(module)]
-        super().__init__([each.module for each in sources], devices, intra_op, workloads)
+            sources = [
+                Source(own, prefix=f"{i}.", averages=averages) for i, own in enumerate(module)
+            ]
+        super().__init__([each.module for each in sources], devices, intra_op)
         source_gradients = SourceGradients(self.parameters)
         self.replicas = [
             Replica(own, device, index, source_gradients)

@@ -25,7 +25,6 @@ from phalanx.plan import (
     workload_sizes,
 )
 from phalanx.replicas import (
-    BufferRules,
     check_replicable,
     current_replica,
     resolve_devices,
@@ -47,7 +46,8 @@ class DataParallel(Container, Unwrapped):
         module: The module; it is trained in place (its parameters are the replicas' own memory).
         devices: One per replica, such as ``["cpu", "cpu"]``; default one for each device of its
             kind (two on a CPU).
-        workloads: Relative share of each replica; equal by default; 0 switches one off.
+        workloads: Relative share of each replica; equal by default; 0 switches one off. Not with
+            ``microbatches``, of which a free replica takes the next.
         microbatches: Number of pieces of every batch, at least as many as there are replicas. It
             fixes the order of all sums, so gradients are bitwise identical for any number of
             replicas; every operator on a CPU then runs on one thread, also in the calling
@@ -59,16 +59,15 @@ class DataParallel(Container, Unwrapped):
             Default: concatenated along the layout's dim, scalars stacked to one value per replica
             in use (or per microbatch), other values from the first. An output of three dims or more
             that has the slices' rows along two of them in the first batch needs a rule.
-        buffers: The rule for buffers that replicas write: ``"mean"`` (weighted by rows),
-            ``"first"`` or ``"sum"`` (of all additions), or rules by pattern of name. Integer
-            counters are never averaged.
+        buffers: What becomes of floating-point buffers that replicas write: ``"mean"``, weighted by
+            rows, or ``"first"``, the first one's. Others are always the first one's.
 
     Shapes:
         B: rows of the batch, 0 or more. Every split leaf is [B, …]; every merged output is [B, …].
 
     Raises:
         ConfigError: Devices or workloads do not fit; leaves differ in their rows; a path names no
-            leaf, or a pattern no buffer; outputs cannot be merged.
+            leaf; outputs cannot be merged.
         UnsupportedError: A second derivative (``create_graph=True``), or another limit that the
             guide to containers lists.
 
@@ -100,7 +99,7 @@ class DataParallel(Container, Unwrapped):
         microbatches: int | None = None,
         layout: Layout | None = None,
         output: str | Mapping[str | int, str] | None = None,
-        buffers: str | Mapping[str, str] = "mean",
+        buffers: str = "mean",
     ) -> None:
         check_microbatches(microbatches)
         super().__init__()
@@ -109,6 +108,11 @@ class DataParallel(Container, Unwrapped):
         home = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         self._devices = resolve_devices(devices, home)
         self._workloads = read_workloads(workloads, len(self._devices))
+        if microbatches is not None and workloads is not None:
+            raise ConfigError(
+                "`workloads` must be left out with `microbatches`, of which a free replica takes "
+                f"the next, but is {workloads!r:.80}."
+            )
         if microbatches is not None and len(self._devices) > microbatches:
             raise ConfigError(
                 f"`devices` must be at most as many as there are microbatches ({microbatches}), "
@@ -124,8 +128,8 @@ class DataParallel(Container, Unwrapped):
             )
         self._noun = "replica" if microbatches is None else "microbatch"
         self._merging = Merging(output, self._layout.dim, noun=self._noun)
-        self._rules = BufferRules(buffers)
-        self._rules.check(_buffer_names(module))
+        check_argument(buffers in ("mean", "first"), "buffers", "be 'mean' or 'first'", buffers)
+        self._averages = buffers == "mean"
         self._arguments = _arguments_of(module)
         self.module = module
 
@@ -235,9 +239,8 @@ class DataParallel(Container, Unwrapped):
         return ThreadExecutor(
             self.module,
             self._devices,
-            workloads=self._workloads,
             intra_op=1 if self._one_thread else None,
-            rules=self._rules,
+            averages=self._averages,
         )
 
     def _cut(self, call: Call) -> tuple[list[Nested], list[int]]:
@@ -275,15 +278,6 @@ class DataParallel(Container, Unwrapped):
             places = (parameter.device for parameter in self.module.parameters())
             return next((each for each in places if each in self._devices), self._devices[0])
         return self._devices[0]
-
-
-def _buffer_names(module: nn.Module) -> list[str]:
-    """Return the names of all buffers, also of those that are None as yet."""
-    return [
-        f"{path}.{key}" if path else key
-        for path, each in module.named_modules()
-        for key in each._buffers
-    ]
 
 
 def _arguments_of(module: nn.Module) -> dict[str, int]:

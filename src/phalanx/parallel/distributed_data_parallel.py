@@ -106,7 +106,7 @@ class DistributedDataParallel(DataParallel):
         bucket_cap_mb: float = 25,
         layout: Layout | None = None,
         output: str | Mapping[str | int, str] | None = None,
-        buffers: str | Mapping[str, str] = "mean",
+        buffers: str = "mean",
     ) -> None:
         read_count("microbatches", microbatches, 1)
         wanted = "be 'mean' or 'sum'"
@@ -192,7 +192,7 @@ class DistributedDataParallel(DataParallel):
 
     def _make_executor(self) -> ThreadExecutor:
         return ThreadExecutor(
-            self.module, self._devices, intra_op=1, rules=self._rules, inline=True
+            self.module, self._devices, intra_op=1, averages=self._averages, inline=True
         )
 
     @property

@@ -2,7 +2,6 @@
 
 from phalanx.replicas.attribute_fingerprint import AttributeFingerprint, PlainChanges
 from phalanx.replicas.buffers import (
-    BufferRules,
     Statistic,
     Statistics,
     check_statistics,

@@ -1,89 +1,32 @@
 """Buffers that a model writes while it runs, such as batch norm's running statistics.
 
 Every microbatch starts from the buffers as they are at the start of the step, and writes its own
-copies. The copies are merged along the same tree as the gradients, each buffer by its rule
-(`BufferRules`). A mean is weighted by what the microbatches stand for and summed in float64. A
-counter is as the first microbatch left it. To a sum, each microbatch brings what it has added.
+copies. The copies are merged along the same tree as the gradients. Floating-point buffers are
+averaged: the mean is weighted by what the microbatches stand for and summed in float64. Others, and
+all with ``buffers="first"``, are as the first microbatch left them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from phalanx.errors import ConfigError, UnsupportedError
+from phalanx.errors import UnsupportedError
 from phalanx.torch_internals import foreach_add, foreach_copy, foreach_div, foreach_mul
-
-_RULES = ("first", "mean", "sum")
-
-
-class BufferRules:
-    """One rule per buffer.
-
-    ``mean`` averages, weighted by rows; ``first`` takes the first replica's; ``sum`` adds up what
-    each replica has added. Integers (counters) are never averaged: under ``mean`` they are the
-    first's.
-
-    Args:
-        policy: A rule for all buffers, or rules by shell pattern of the buffer's name, where the
-            first that matches counts and ``mean`` stands for the rest.
-
-    Example:
-        >>> rules = BufferRules({"*.running_*": "first", "seen": "sum"})
-        >>> rules.of("norm.running_mean"), rules.of("seen"), rules.of("other")
-        ('first', 'sum', 'mean')
-
-    Raises:
-        ConfigError: A rule is unknown.
-    """
-
-    def __init__(self, policy: str | Mapping[str, str] = "mean") -> None:
-        self.patterns = dict(policy) if isinstance(policy, Mapping) else {"*": policy}
-        for pattern, rule in self.patterns.items():
-            if rule not in _RULES:
-                raise ConfigError(
-                    f"`buffers` must hold rules out of {', '.join(map(repr, _RULES))}, but holds "
-                    f"{rule!r} for {pattern!r}."
-                )
-
-    def check(self, names: Collection[str]) -> None:
-        """Refuse a pattern, other than "*", that no buffer's name matches.
-
-        Raises:
-            ConfigError: There is one.
-        """
-        for pattern in self.patterns:
-            if pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
-                told = ", ".join(map(repr, names)) or "none"
-                raise ConfigError(
-                    f"`buffers` must name buffers that the module has, but names {pattern!r}. It "
-                    f"has {told:.200}."
-                )
-
-    def of(self, name: str) -> str:
-        """Return the rule for the buffer ``name``."""
-        for pattern, rule in self.patterns.items():
-            if fnmatchcase(name, pattern):
-                return rule
-        return "mean"
 
 
 @dataclass
 class Statistic:
-    """The contribution of microbatches to one buffer.
-
-    By rule: ``mean``, their weighted sum; ``first``, the first one's; ``sum``, what they added.
-    """
+    """The contribution of microbatches to one buffer: their weighted sum, or the first one's."""
 
     value: Tensor
     weight: float
-    rule: str
+    is_mean: bool
 
 
 Statistics = dict[str, Statistic]
@@ -96,7 +39,7 @@ def _name_of(path: str, key: str) -> str:
 def merge_statistics(left: Statistics, right: Statistics) -> Statistics:
     """Add ``right`` to ``left``, in place."""
     pairs = [(left[name], other) for name, other in right.items() if name in left]
-    added = [(own, other) for own, other in pairs if own.rule != "first"]
+    added = [(own, other) for own, other in pairs if own.is_mean]
     if added:
         foreach_add([own.value for own, _ in added], [other.value for _, other in added])
         for own, other in added:
@@ -123,18 +66,14 @@ def check_statistics(buffers: Mapping[str, Tensor], merged: Statistics) -> None:
 
 def write_statistics(buffers: Mapping[str, Tensor], merged: Statistics) -> None:
     """Write the merged statistics into ``buffers``, in place."""
-    by_rule: dict[str, list[tuple[Tensor, Statistic]]] = {"mean": [], "first": [], "sum": []}
-    for name, statistic in merged.items():
-        by_rule[statistic.rule].append((buffers[name], statistic))
-    means = [each for _, each in by_rule["mean"]]
+    means = {name: each for name, each in merged.items() if each.is_mean}
     with torch.no_grad():
         if means:
-            found = foreach_div([each.value for each in means], [each.weight for each in means])
-            _copy_all([buffer for buffer, _ in by_rule["mean"]], found)
-        for buffer, statistic in by_rule["first"]:
-            buffer.copy_(statistic.value)
-        for buffer, statistic in by_rule["sum"]:
-            buffer.add_(statistic.value)
+            values = [each.value for each in means.values()]
+            found = foreach_div(values, [each.weight for each in means.values()])
+            _copy_all([buffers[name] for name in means], found)
+        for name in merged.keys() - means.keys():
+            buffers[name].copy_(merged[name].value)
 
 
 def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -159,7 +98,7 @@ class ReplicaBuffers:
         shell: The replica's module; see `Shell`.
         device: Where the copies lie.
         prefix: Comes before the buffers' names.
-        rules: How each buffer is merged.
+        averages: Whether floating-point buffers are averaged, or the first's.
     """
 
     def __init__(
@@ -168,15 +107,16 @@ class ReplicaBuffers:
         shell: nn.Module,
         device: torch.device,
         prefix: str,
-        rules: BufferRules,
+        averages: bool,
     ) -> None:
         self._device = device
+        self._averages = averages
         found: dict[int, _Buffer] = {}  # one that has several names has one copy
         for (path, theirs), own in zip(source.named_modules(), shell.modules(), strict=True):
             for key, buffer in theirs._buffers.items():
                 if buffer is not None:
                     name = prefix + _name_of(path, key)
-                    new = _Buffer(name, buffer, rules.of(name))
+                    new = _Buffer(name, buffer)
                     found.setdefault(id(buffer), new).places.append((own, key))
             if isinstance(theirs, _BatchNorm) and theirs.num_batches_tracked is not None:
                 counter = found[id(theirs.num_batches_tracked)]
@@ -205,16 +145,21 @@ class ReplicaBuffers:
         """Return what a microbatch that stands for ``weight`` has written."""
         written = [each for each in self._buffers if each.is_written()]
         values = [each.written_value() for each in written]
-        found = [each.statistic(v, weight) for each, v in zip(written, values, strict=True)]
+        found = [self._statistic(value, weight) for value in values]
         _copy_all([each.value for each in found], values)
-        means = [each.value for each in found if each.rule == "mean"]
+        means = [each.value for each in found if each.is_mean]
         if means:
             foreach_mul(means, weight)
-        for buffer, statistic in zip(written, found, strict=True):
-            if statistic.rule == "sum":
-                statistic.value -= buffer.source.detach()
+        for buffer in written:
             buffer.own = None
         return {each.name: statistic for each, statistic in zip(written, found, strict=True)}
+
+    def _statistic(self, value: Tensor, weight: float) -> Statistic:
+        """Return the statistic of a microbatch that left ``value``, with memory for it."""
+        is_mean = self._averages and (value.is_floating_point() or value.is_complex())
+        wide = torch.complex128 if value.is_complex() else torch.float64
+        own = torch.empty_like(value, dtype=wide if is_mean else None)
+        return Statistic(own, weight, is_mean)
 
 
 class _Buffer:
@@ -227,13 +172,12 @@ class _Buffer:
         counter: Of a statistic of batch norm, the buffer that counts its batches.
     """
 
-    def __init__(self, name: str, source: Tensor, rule: str) -> None:
+    def __init__(self, name: str, source: Tensor) -> None:
         self.name = name
         self.source = source
         self.places: list[tuple[nn.Module, str]] = []
         self.own: Tensor | None = None
         self.counter: _Buffer | None = None
-        self._rule = rule
         self._versions = (-1, -1)  # of the source and of the copy, when it was made
 
     def is_current(self) -> bool:
@@ -282,13 +226,3 @@ class _Buffer:
         now = self._now()
         assert now is not None
         return now.detach().to(self.source.device)
-
-    def statistic(self, value: Tensor, weight: float) -> Statistic:
-        """Return the statistic of a microbatch that left ``value``, with memory for it."""
-        rule, dtype = self._rule, value.dtype
-        if rule == "mean" and (dtype.is_floating_point or dtype.is_complex):
-            wide = torch.complex128 if dtype.is_complex else torch.float64
-            return Statistic(torch.empty_like(value, dtype=wide), weight, rule)
-        if rule == "sum" and dtype != torch.bool and value.shape == self.source.shape:
-            return Statistic(torch.empty_like(value), weight, rule)
-        return Statistic(torch.empty_like(value), weight, "first")

@@ -84,7 +84,7 @@ class Replica:
         self._shell = Shell(source.module, leaves)
         self.module = self._shell.module
         self.buffers = ReplicaBuffers(
-            source.module, self.module, self.device, source.prefix, source.rules
+            source.module, self.module, self.device, source.prefix, source.averages
         )
         self.buffers.start()  # or a forward pass would write to the source's
         self._fingerprint = source.fingerprint

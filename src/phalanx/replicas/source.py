@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from phalanx.replicas.attribute_fingerprint import AttributeFingerprint
-from phalanx.replicas.buffers import BufferRules
 
 
 class Source:
@@ -16,7 +15,7 @@ class Source:
     Args:
         module: The module; its parameters may lie on any devices.
         prefix: Comes before the names of its buffers.
-        rules: How buffers that replicas write are merged.
+        averages: Whether floating-point buffers that replicas write are averaged.
 
     Attributes:
         parameters: All parameters of the module.
@@ -29,12 +28,10 @@ class Source:
         True
     """
 
-    def __init__(
-        self, module: nn.Module, *, prefix: str = "", rules: BufferRules | None = None
-    ) -> None:
+    def __init__(self, module: nn.Module, *, prefix: str = "", averages: bool = True) -> None:
         self.module = module
         self.prefix = prefix
-        self.rules = BufferRules() if rules is None else rules
+        self.averages = averages
         self.parameters = list(module.parameters())
         self._copies: dict[torch.device, dict[int, Tensor]] = {}
         self._seen = [-1] * len(self.parameters)  # their versions at the last update

@@ -108,7 +108,7 @@ class DataParallelExecutorGroup:
         inputs_need_grad: bool = False,
         grad_req: str = "write",
         output_shapes: Any = None,
-        buffers: str | Mapping[str, str] = "mean",
+        buffers: str = "mean",
     ) -> None:
         self._model = DataParallel(module, contexts, workloads=workload, buffers=buffers)
         self._declared = read_descs(output_shapes, "output_shapes")
