@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx.parallel.abstract_parallel import least_loaded
 from tests.columns import columns_of_layer
 from tests.contracts.containers import (
     COPIES,
@@ -108,22 +107,13 @@ def test_a_column_whose_output_is_not_used_gets_no_gradient() -> None:
 # --- where columns go -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("placed", "expected"),
-    [
-        ([], "a"),
-        ([("a", 8)], "b"),
-        ([("a", 8), ("b", 4)], "c"),
-        ([("a", 8), ("b", 4), ("c", 6)], "b"),
-        ([("a", 8), ("b", 4), ("c", 6), ("b", 4)], "c"),  # placed by hand, and counted
-        ([("a", 8), ("b", 8), ("c", 8)], "a"),
-        ([("a", 8), ("a", 0), ("b", 8), ("c", 8)], "b"),  # fewer columns before lower index
-        ([("a", 0), ("b", 0)], "c"),  # without parameters: in turn
-        ([("elsewhere", 1)], "a"),
-    ],
-)
-def test_the_next_device_is_the_least_loaded(placed: list[tuple[str, int]], expected: str) -> None:
-    assert least_loaded(["a", "b", "c"], placed) == expected
+def test_columns_without_a_device_go_where_the_fewest_are(monkeypatch) -> None:
+    devices = CPU, torch.device("meta")
+    monkeypatch.setattr("phalanx.parallel.abstract_parallel.known_devices", lambda: devices)
+    model = ToAll().add(nn.Tanh(), "cpu")
+    for _ in range(3):
+        model.add(nn.Tanh())
+    assert [each.type for each in model.devices] == ["cpu", "meta", "cpu", "meta"]
 
 
 # --- distribute -----------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import is_
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from phalanx.replicas import known_devices, resolve_device
 from phalanx.torch_internals import uncompiled
 from phalanx.types import Device, Nested
 
-D = TypeVar("D")
 _CPU = torch.device("cpu")
 
 
@@ -125,11 +124,8 @@ class AbstractParallel(Container):
         return tuple(map(_place, self._columns(), self._placed))
 
     def next_device(self) -> torch.device:
-        """Return the device with fewest bytes of parameters, of columns placed by hand as well."""
-        sizes = [
-            sum(p.numel() * p.itemsize for p in column.parameters()) for column in self._columns()
-        ]
-        return least_loaded(known_devices(), list(zip(self.devices, sizes, strict=True)))
+        """Return the device with the fewest columns, the first of them."""
+        return min(known_devices(), key=self.devices.count)
 
     # Any: the columns' own signature.
     @uncompiled
@@ -232,22 +228,6 @@ class ModelParallel(AbstractParallel):
     def distribute(self, inputs: Nested) -> list[Nested]:
         """Return the whole input for every column."""
         return [inputs] * len(self)
-
-
-def least_loaded(candidates: Sequence[D], placed: Sequence[tuple[D, int]]) -> D:
-    """Return the candidate with fewest bytes; among equals with fewer modules, then the earlier.
-
-    Args:
-        placed: (place, bytes) of every module that has one already, wherever that is.
-
-    Source: fbcunn's ``nextGPU()``, which counted modules only, and not those placed by hand.
-    """
-
-    def load(place: D) -> tuple[int, int]:
-        sizes = [size for where, size in placed if where == place]
-        return sum(sizes), len(sizes)
-
-    return min(candidates, key=load)
 
 
 def _place(column: nn.Module, placed: torch.device) -> torch.device:

@@ -74,7 +74,7 @@ class AbstractParallel(Explicit):
         return self.module.get(index)
 
     def nextGPU(self) -> torch.device:
-        """Return the device with fewest bytes of parameters, where the next column goes."""
+        """Return the device with the fewest columns, where the next one goes."""
         return self.module.next_device()
 
     def gpuSend(self, dest: Tensor, source: Tensor) -> Tensor:
