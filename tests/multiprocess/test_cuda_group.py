@@ -82,7 +82,7 @@ def test_each_call_that_takes_tensors_goes_by_their_device():
         assert hasattr(dist.ProcessGroup, name), name  # the inner group has it, too
         assert getattr(cuda_group.CudaGroup, name).__name__ == name
     takers = {name for name in vars(SharedGroup) if hasattr(dist.ProcessGroup, name)}
-    others = {"abort", "barrier", "get_group_store", "rank", "set_timeout"}
+    others = {"abort", "get_group_store", "rank", "set_timeout"}
     others |= {"shutdown", "size", "name", "_device_types", "_get_backend", "_has_hooks"}
     assert {n for n in takers if not n.startswith("__")} - others == set(cuda_group.CALLS)
 

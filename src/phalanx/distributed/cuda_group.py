@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from phalanx.distributed.process_group import SharedGroup
-from phalanx.distributed.uncompiled_methods import public_methods, uncompiled_methods
+from phalanx.distributed.work import public_methods, uncompiled_methods
 from phalanx.errors import UnsupportedError
 
 __all__ = ["CudaGroup", "nccl_is_here"]
@@ -70,12 +69,6 @@ class CudaGroup(SharedGroup):
         group._register_backend(torch.device(self._device_type), kind, nccl)
         return group
 
-    def barrier(self, opts: Any = None) -> Any:
-        """Wait until all ranks have come; on a GPU's stream where ``opts.device`` is one."""
-        device = getattr(opts, "device", None)
-        inner = self._inner_for({device.type} if device is not None else set())
-        return super().barrier(opts) if inner is None else inner.barrier(opts)
-
     @property
     def _device_types(self) -> list[torch.device]:
         return [*super()._device_types, torch.device(self._device_type)]
@@ -112,9 +105,10 @@ class CudaGroup(SharedGroup):
 
 # Any: a call takes whatever torch gives it.
 def _devices_of(given: Any) -> set[str]:
-    """Return the kinds of devices of all tensors in ``given``, lists within lists included."""
-    if isinstance(given, Tensor):
-        return {given.device.type}
+    """Return the kinds of devices of all tensors, and options of a barrier, in nested lists."""
+    device = getattr(given, "device", None)
+    if isinstance(device, torch.device):
+        return {device.type}
     return set().union(*map(_devices_of, given)) if isinstance(given, list | tuple) else set()
 
 
@@ -128,7 +122,7 @@ def _by_device(name: str) -> Callable[..., Any]:
     return call
 
 
-_WITHOUT_TENSORS = {"abort", "barrier", "shutdown", "supports_tensor_alloc"}
+_WITHOUT_TENSORS = {"abort", "shutdown", "supports_tensor_alloc"}
 _WITHOUT_TENSORS |= {"getBackendName", "getGroupName", "setGroupName", "setTimeout", "set_timeout"}
 CALLS = [name for name in public_methods(SharedGroup) if name not in _WITHOUT_TENSORS]
 

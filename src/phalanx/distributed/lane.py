@@ -3,7 +3,7 @@
     all_reduce(t)                 runs in its caller
     all_reduce(t, async_op=True)  runs in its caller while the others keep coming, where each rank
                                   has no second core; else in a thread of the lane
-    work.wait()                   runs in its caller what no thread has begun
+    work.wait()                   runs in its caller what no thread runs
 
 A call in C returns after some milliseconds in which the others were late. Then this rank looks
 whether they live, whether a deadline has passed, and Python runs the handlers of signals.
@@ -55,7 +55,6 @@ class Lane:
         self._operations: deque[GroupOperation] = deque()
         self._ended: deque[GroupOperation] = deque()  # whose futures do not know it yet
         self._turn = threading.RLock()  # a signal's handler may call a collective, too
-        self._num_drivers = 0
         self._broken: BaseException | None = None
         self._liveness = Waiting(0.0)
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -90,27 +89,17 @@ class Lane:
         """Run operations until this one has ended; it fails after ``timeout_s`` more seconds."""
         if timeout_s is not None and now_s() + timeout_s < operation.deadline_s:
             operation.timeout_s, operation.deadline_s = timeout_s, now_s() + timeout_s
-        self._num_drivers += 1  # the lane's thread rests meanwhile
         try:
             while not operation.done:
                 with self._turn:
                     if not operation.done:
                         self._advance(_PATIENCE_S)
-                if self._ended:
-                    self._num_drivers -= 1  # a callback may wait for an operation
-                    try:
-                        self._settle()
-                    finally:
-                        self._num_drivers += 1
+                self._settle()
         except BaseException as exc:  # interrupted: the group breaks
             me, how = self._pages.name, f"{operation.title} ({type(exc).__name__})"
             again = "Destroy the group and make a new one."
             self.fail(GroupAborted(f"Rank {me} gave up {how}. {again}", me))
             raise
-        finally:
-            self._num_drivers -= 1
-            if self._operations and not self._num_drivers:
-                self._wake_thread()
 
     def _push(self) -> None:
         """Run operations in the caller's thread while the others keep coming.
@@ -214,9 +203,7 @@ class Lane:
     def _await_operations(self) -> bool:
         """Wait until a thread has something to run; False where it is to end."""
         with self._changed:
-            if self._changed.wait_for(
-                lambda: self._closed or (self._operations and not self._num_drivers), _IDLE_S
-            ):
+            if self._changed.wait_for(lambda: self._closed or self._operations, _IDLE_S):
                 return not self._closed
             self._num_free_threads -= 1
             return False

@@ -45,8 +45,7 @@ from phalanx.distributed.tensors import (
     only,
     output_of,
 )
-from phalanx.distributed.uncompiled_methods import uncompiled_methods
-from phalanx.distributed.work import GroupOperation, SharedWork, Steps
+from phalanx.distributed.work import GroupOperation, SharedWork, Steps, uncompiled_methods
 from phalanx.errors import StateError
 from phalanx.torch_internals import is_profiled
 

@@ -87,17 +87,12 @@ def _plain(tensor: Tensor) -> Tensor:
     Writing to it raises no version counter: as with gloo, a tensor that autograd has kept, or a
     view of it, may be received into.
     """
-    if tensor.is_inference():
-        with torch.inference_mode(False):
-            return _with_same_memory(tensor)
-    return tensor.data
-
-
-def _with_same_memory(tensor: Tensor) -> Tensor:
-    alias = torch.empty(0, dtype=tensor.dtype, device="cpu")
-    view = tensor.storage_offset(), tensor.shape, tensor.stride()
-    alias.set_(tensor.untyped_storage(), *view)
-    return alias
+    if not tensor.is_inference():
+        return tensor.data
+    with torch.inference_mode(False):
+        alias = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        view = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return alias.set_(tensor.untyped_storage(), *view)
 
 
 def _in_line(tensor: Tensor, plain: Tensor) -> FlatTensor:

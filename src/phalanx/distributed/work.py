@@ -7,16 +7,20 @@ import datetime
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from types import FunctionType
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
 from phalanx.clock import now_s
-from phalanx.distributed.uncompiled_methods import uncompiled_methods
+from phalanx.torch_internals import uncompiled
 
-__all__ = ["GroupOperation", "SharedWork", "Steps", "Wait"]
+__all__ = ["GroupOperation", "SharedWork", "Steps", "Wait", "public_methods", "uncompiled_methods"]
+
+AnyClass = TypeVar("AnyClass", bound=type)
+_CALLED_BY_TORCH = ("_allgather_base", "_reduce_scatter_base")
 
 
 class Wait(Protocol):
@@ -89,6 +93,26 @@ class GroupOperation:
         if error is not None:
             # A copy: several callers may get one error, and each adds its own traceback.
             raise copy.copy(error).with_traceback(error.__traceback__) from error.__cause__
+
+
+def public_methods(cls: type) -> dict[str, FunctionType]:
+    """Return the methods of ``cls`` itself that others call."""
+    return {
+        name: method
+        for name, method in vars(cls).items()
+        if isinstance(method, FunctionType)
+        and (not name.startswith("_") or name in _CALLED_BY_TORCH)
+    }
+
+
+def uncompiled_methods(cls: AnyClass) -> AnyClass:
+    """Have the public methods of ``cls`` run outside of any compiled code.
+
+    They wait for other processes and keep state on the group, which no graph can hold.
+    """
+    for name, method in public_methods(cls).items():
+        setattr(cls, name, uncompiled(method))
+    return cls
 
 
 @uncompiled_methods
