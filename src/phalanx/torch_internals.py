@@ -144,8 +144,8 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     left_alone: list[Callable[P, T]] = []
 
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        compiler = sys.modules.get(COMPILER)
-        if compiler is None:
+        compiler: Any = sys.modules.get(COMPILER)
+        if not hasattr(compiler, "disable"):  # not imported, or another thread imports it
             return function(*args, **kwargs)
         if not left_alone:
             left_alone.append(compiler.disable(function))

@@ -1,29 +1,46 @@
 """The c10d backend ``phalanx``: collectives over shared memory, and gloo between hosts.
 
-make_group ──> find_hosts ──> all on one host    SharedGroup over SharedMemory
-                          └─> on several         SharedGroup over SeveralHosts
+The ranks of a new group find their shared memory through the store:
 
-With NCCL it is a CudaGroup, which gives that the CUDA tensors.
+    arrivals       counts the ranks that have come; each ``size`` of them are one generation, and
+                   all other keys are the generation's own
+    card/<rank>    every rank: its host and its process
+    memory/<rank>  the first rank of each host: the region that it made, which the others map from
+                   /proc/<pid>/fd/<fd>
+    gloo/...       gloo's addresses; a rank that is connected to another knows that it has mapped
+
+The region has no name, so no crash leaves anything behind. A rendezvous that failed leaves its
+generation incomplete: the next group needs a store, or a prefix, of its own, as it gets from
+`torch.distributed.new_group`.
 """
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from math import inf
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
+from phalanx.clock import now_s
 from phalanx.distributed.cuda_group import CudaGroup, nccl_is_here
-from phalanx.distributed.group_rendezvous import GroupRendezvous
-from phalanx.distributed.network import ErrorStore, Network
+from phalanx.distributed.hosts import hosts_of, this_host
+from phalanx.distributed.network import ErrorStore, Gloo, Network, gloo_error, open_gloo
 from phalanx.distributed.process_group import NAME, SharedGroup
 from phalanx.distributed.several_hosts import SeveralHosts
 from phalanx.distributed.shared_memory import SharedMemory
+from phalanx.distributed.status_pages import StatusPages
 from phalanx.environment import read_attempt
+from phalanx.errors import GroupAborted, PeerError, PeerLost
+from phalanx.ipc import ProcessIdentity, Region, late_peers, wait_until
 from phalanx.native import require_library
 
-__all__ = ["NAME", "SharedGroup", "make_group", "open_group"]
+__all__ = ["NAME", "GroupRendezvous", "SharedGroup", "make_group", "open_group"]
 
 
 def make_group(store: Store, rank: int, size: int, timeout: datetime.timedelta) -> SharedGroup:
@@ -65,6 +82,131 @@ def open_group(
         collectives = SeveralHosts(memory, network, leaders, rendezvous.hosts)
     kind = CudaGroup if nccl_is_here() else SharedGroup
     return kind(memory, collectives, networks, store, timeout_s)
+
+
+class GroupRendezvous:
+    """The making of one group of ``size`` ranks; all ranks do the same in the same order.
+
+    It blocks until all have come. It and each method raise `PeerTimeout` where a rank does not
+    come, and `PeerLost` where one on this host came and died, or the store is gone.
+
+    Args:
+        store: Where they meet.
+        rank: Ours.
+        size: How many come.
+        timeout_s: How long all of it may take.
+        look: Called while another is waited for; raises a `PeerError` where that is in vain.
+
+    Attributes:
+        store: The generation's namespace in the store.
+        hosts: The ranks of each host.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout_s: float, look: Callable[[], None]
+    ) -> None:
+        self._look = look
+        self._rank = rank
+        self._size = size
+        self._timeout_s = timeout_s
+        self._deadline_s = now_s() + timeout_s
+        here = this_host()
+        self._processes: dict[int, ProcessIdentity] = {}  # by rank, of this host
+        try:
+            generation = (store.add("phalanx/arrivals", 1) - 1) // size
+        except RuntimeError as exc:
+            raise _store_lost(exc) from exc
+        self.store = PrefixStore(f"phalanx/{generation}/", store)
+        self._error_store = ErrorStore(self.store, rank, size)
+        card, host_ids = [here, *ProcessIdentity.current()], []
+        with self._reporting():
+            self.store.set(f"card/{rank}", json.dumps(card))
+            for other in range(size):
+                host_id, *process = json.loads(self._wait_for("card", other))
+                host_ids.append(host_id)
+                if host_id == here:
+                    self._processes[other] = ProcessIdentity(*process)
+        self.hosts = hosts_of(host_ids)
+
+    def share_memory(self) -> SharedMemory:
+        """Return the memory that the ranks of this host share."""
+        ranks = [*self._processes]
+        first = ranks[0]
+        with self._reporting():
+            if self._rank == first:
+                region = Region.create(SharedMemory.needed_bytes(len(ranks)), label="group")
+                self.store.set(f"memory/{first}", str(region.fd))
+            else:
+                fd = int(self._wait_for("memory", first))
+                region = Region.borrow(self._processes[first].pid, fd, label="group")
+            pages = StatusPages(region, ranks.index(self._rank), ranks, self._size)
+            return SharedMemory(region, pages)
+
+    def connect(self, name: str, ranks: Sequence[int]) -> Gloo:
+        """Return gloo's connection between ``ranks``; blocks until all of them are connected.
+
+        gloo waits for a rank that has died until its time is over. So a thread waits for gloo.
+
+        Args:
+            name: Of the connection; the group may have several.
+            ranks: This one among them.
+        """
+        found: Future[Gloo] = Future()
+        # A client of its own: one that waits for a key lets nobody else ask.
+        store = PrefixStore(f"gloo/{name}", self.store).clone()  # type: ignore[attr-defined]
+        left_s = max(self._deadline_s - now_s(), 1e-3)
+        on_one_host = len(self.hosts) == 1
+
+        def run() -> None:
+            try:
+                place = ranks.index(self._rank)
+                gloo = open_gloo(store, place, len(ranks), left_s, on_one_host=on_one_host)
+                found.set_result(gloo)
+            except BaseException as exc:
+                found.set_exception(exc)
+
+        with self._reporting():
+            threading.Thread(target=run, name="phalanx gloo", daemon=True).start()
+            wait_until(found.done, inf, self._look_for_deaths)  # gloo keeps the time
+            error = found.exception()
+            if isinstance(error, RuntimeError):
+                self._look_for_deaths()  # gloo does not say whom it has lost
+                known = self._error_store.cause()
+                raise known or gloo_error(error, None, self._size, self._timeout_s) from error
+            return found.result()
+
+    # --- waiting ----------------------------------------------------------------------------------
+
+    def _wait_for(self, what: str, rank: int) -> bytes:
+        key, left_s = f"{what}/{rank}", max(self._deadline_s - now_s(), 0.0)
+        if not wait_until(lambda: self.store.check([key]), left_s, self._look_for_deaths):
+            raise late_peers("Rank", [rank], self._size, "make the group", self._timeout_s)
+        return bytes(self.store.get(key))
+
+    def _look_for_deaths(self) -> None:
+        self._look()
+        for rank, process in self._processes.items():
+            if not process.alive():
+                raise PeerLost(
+                    f"Rank {rank} of {self._size} has died while the group was made.", rank
+                )
+        if self.store.check(["error"]):
+            raise self._error_store.read() or GroupAborted(f"Some rank of {self._size} gave up.")
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Let the others know why we fail, in good time."""
+        try:
+            yield
+        except PeerError as exc:
+            self._error_store.write(exc)
+            raise
+        except RuntimeError as exc:
+            raise self._error_store.cause() or _store_lost(exc) from exc
+
+
+def _store_lost(why: RuntimeError) -> PeerLost:
+    return PeerLost(f"The store where the ranks meet must answer, but is gone: {why}")
 
 
 # Here, and not in a function that somebody would have to call: importing the room is enough.

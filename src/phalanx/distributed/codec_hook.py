@@ -61,7 +61,7 @@ def codec_hook(
     return CodecHook(codec, module, process_group)
 
 
-class CodecHook:
+class CodecHook(Feedback):
     """The hook, made by :func:`codec_hook`, and the errors of this rank.
 
     A backward pass that fails leaves the errors as they were. What is not finite arrives as not
@@ -74,7 +74,7 @@ class CodecHook:
     ) -> None:
         if isinstance(module, DistributedDataParallel):
             module = module.module
-        self._feedback = Feedback(codec)
+        super().__init__(codec)
         self._parameters = dict(module.named_parameters())  # keeps them, so that ids stay theirs
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._group = process_group
@@ -88,7 +88,7 @@ class CodecHook:
                 "with `sparse=False`."
             )
         if bucket.index() == 0:  # DDP hands them over in order; what is pending has failed
-            self._feedback.rollback()
+            self.rollback()
             self._under_way = []
         self._under_way.append(self._gather(bucket))
         if not bucket.is_last():
@@ -96,15 +96,11 @@ class CodecHook:
 
         def commit(arrived: Future[list[Future[Tensor]]]) -> Tensor:
             buffers: list[Tensor] = [each.value() for each in arrived.value()]
-            self._feedback.commit()
+            self.commit()
             return buffers[-1]
 
         merged: Future[Tensor] = torch.futures.collect_all(self._under_way).then(commit)
         return merged
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's errors by parameter name."""
-        return self._feedback.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take up the errors of a state that the same rank has saved.
@@ -120,18 +116,18 @@ class CodecHook:
                     f"{tuple(error.shape)}, but the module has none. Load a state that was saved "
                     "with this model."
                 )
-        self._feedback.load_state_dict(state)
+        super().load_state_dict(state)
 
     def __repr__(self) -> str:
-        return f"CodecHook({self._feedback.codec!r}, {len(self._parameters)} parameters)"
+        return f"CodecHook({self.codec!r}, {len(self._parameters)} parameters)"
 
     def _gather(self, bucket: GradBucket) -> Future[Tensor]:
         """Send each gradient of ``bucket`` encoded, and add what arrives in the order of ranks."""
-        codec, ranks = self._feedback.codec, dist.get_world_size(self._group)
+        codec, ranks = self.codec, dist.get_world_size(self._group)
         buffer: Tensor = bucket.buffer()
         gradients = list(map(_in_shape_of, bucket.gradients(), bucket.parameters()))
         payloads = [
-            self._feedback.encode(self._name(parameter), gradient)
+            self.encode(self._name(parameter), gradient)
             for parameter, gradient in zip(bucket.parameters(), gradients, strict=True)
         ]
         sent = [tensor for payload in payloads for tensor in payload]

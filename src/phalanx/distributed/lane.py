@@ -29,7 +29,6 @@ from phalanx.ipc import Waiting, register_at_fork
 __all__ = ["Lane"]
 
 _PATIENCE_S = 10e-3
-_IDLE_S = 5.0
 _EXIT_S = 1.0
 
 
@@ -189,7 +188,11 @@ class Lane:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        while self._await_operations():
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._operations)
+                if self._closed:
+                    return
             with self._turn:
                 if self._operations:
                     self._advance(_PATIENCE_S)
@@ -199,14 +202,6 @@ class Lane:
                 self._settle()
                 with self._changed:
                     self._num_free_threads += 1
-
-    def _await_operations(self) -> bool:
-        """Wait until a thread has something to run; False where it is to end."""
-        with self._changed:
-            if self._changed.wait_for(lambda: self._closed or self._operations, _IDLE_S):
-                return not self._closed
-            self._num_free_threads -= 1
-            return False
 
     def end_threads(self) -> None:
         """End the threads, unless a future's callback keeps one for too long.

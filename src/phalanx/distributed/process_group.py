@@ -138,8 +138,9 @@ class SharedGroup(dist.ProcessGroup):
         return self._timeout_s
 
     def _root(self, opts: Any) -> int:
-        check_rank(self._collectives.size, opts.rootRank, "root")
-        return int(opts.rootRank)
+        root = 0 if opts is None else int(opts.rootRank)
+        check_rank(self._collectives.size, root, "root")
+        return root
 
     def _cut(self, whole: Tensor, part: Tensor, *, filled: bool = False) -> list[Tensor]:
         return cut_by_rank(self._collectives.size, whole, part, filled=filled)
@@ -147,15 +148,8 @@ class SharedGroup(dist.ProcessGroup):
     # --- reducing ---------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> SharedWork:
-        """Reduce over all ranks, in place."""
-        return self._all_reduce([only(tensors)], opts or dist.AllreduceOptions())
-
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> SharedWork:
-        """Reduce several tensors over all ranks, in place."""
-        return self._all_reduce(tensors, opts or dist.AllreduceCoalescedOptions())
-
-    def _all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> SharedWork:
-        op = opts.reduceOp
+        """Reduce each tensor over all ranks, in place."""
+        op = _op_of(opts)
         if any(tensor.is_sparse for tensor in tensors):
             return self._run("all_reduce", self._reduce_sparse(only(tensors), op), tensors, opts)
         steps = []
@@ -165,6 +159,8 @@ class SharedGroup(dist.ProcessGroup):
             what = pack("all_reduce", flat.data.dtype, reduction=reduction.number)
             steps.append(_filling([flat], self._reduce(flat.data, reduction, what)))
         return self._run("all_reduce", chain(*steps), tensors, opts)
+
+    allreduce_coalesced = allreduce
 
     def _reduce(self, flat: Tensor, reduction: ReduceKind, what: int) -> Steps:
         """Reduce ``flat`` over all ranks, in place; by torch, on every rank, what C does not."""
@@ -187,12 +183,11 @@ class SharedGroup(dist.ProcessGroup):
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> SharedWork:
         """Reduce over all ranks into the root's tensor."""
-        opts = opts or dist.ReduceOptions()
         root = self._root(opts)
         is_root = self._collectives.rank == root
         flat = (output_of if is_root else flat_of)(only(tensors), "tensor")
         data = flat.data if is_root else flat.data.clone()
-        reduction = reduction_of(opts.reduceOp, data.dtype)
+        reduction = reduction_of(_op_of(opts), data.dtype)
         what = pack("reduce", data.dtype, reduction=reduction.number, root=root)
         filled = [flat] if is_root else []
         steps = _filling(filled, self._reduce(data, reduction, what))
@@ -222,13 +217,12 @@ class SharedGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _reduce_scatter(self, pairs: list[tuple[Tensor, list[Tensor]]], opts: Any) -> SharedWork:
-        opts = opts or dist.ReduceScatterOptions()
         steps = []
         for output, inputs in pairs:
             flat = output_of(output, "output")
             parts = [flat_of(part, "input").data for part in inputs]
             check_fit(flat.data, parts[self._collectives.rank], "output", "this rank's input")
-            reduction = reduction_of(opts.reduceOp, flat.data.dtype)
+            reduction = reduction_of(_op_of(opts), flat.data.dtype)
             steps.append(_filling([flat], self._scatter_reduced(flat.data, parts, reduction)))
         return self._run("reduce_scatter", chain(*steps), [output for output, _ in pairs], opts)
 
@@ -251,7 +245,6 @@ class SharedGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> SharedWork:
         """Give every rank the root's tensor."""
-        opts = opts or dist.BroadcastOptions()
         root = self._root(opts)
         is_root = self._collectives.rank == root
         flat = (flat_of if is_root else output_of)(only(tensors), "tensor")
@@ -314,7 +307,6 @@ class SharedGroup(dist.ProcessGroup):
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> SharedWork:
         """Give the root the tensors of all, as a list."""
-        opts = opts or dist.GatherOptions()
         root, given = self._root(opts), flat_of(only(inputs), "tensor").data
         parts = list(only(outputs)) if self._collectives.rank == root else []
         taken = [output_of(part, "gather_list") for part in parts]
@@ -331,7 +323,6 @@ class SharedGroup(dist.ProcessGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> SharedWork:
         """Give each rank its tensor of the root's list."""
-        opts = opts or dist.ScatterOptions()
         root, flat = self._root(opts), output_of(only(outputs), "tensor")
         parts = self._nothing()
         if self._collectives.rank == root:
@@ -485,6 +476,10 @@ def _filling(flats: Sequence[FlatTensor], steps: Steps) -> Steps:
     yield from steps
     for flat in flats:
         flat.write_back()
+
+
+def _op_of(opts: Any) -> Any:
+    return dist.ReduceOp.SUM if opts is None else opts.reduceOp
 
 
 def _is_small(result: Any) -> bool:

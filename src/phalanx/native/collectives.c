@@ -350,7 +350,7 @@ static void write_share(collective *op) {
 
 static word read_share(collective *op) {
     for (word rank = 0; rank < op->size; rank++)
-        if (op->take[rank] != op->give[0]) /* the root of a broadcast, for one, keeps its own */
+        if (rank != op->rank || op->take[rank] != op->give[0]) /* the root of a broadcast has it */
             phalanx_copy(slot_of(op, rank), op->take[rank] + op->at,
                          in_piece(op, op->take_bytes[rank]), 0);
     return ENDED;
