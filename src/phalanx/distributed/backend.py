@@ -10,7 +10,7 @@ The ranks of a new group find their shared memory through the store:
     gloo/...       gloo's addresses; a rank that is connected to another knows that it has mapped
 
 The region has no name, so no crash leaves anything behind. A rendezvous that failed leaves its
-generation incomplete: the next group needs a store, or a prefix, of its own, as it gets from
+generation incomplete: the next group needs a separate store or prefix, as it gets from
 `torch.distributed.new_group`.
 """
 
