@@ -103,6 +103,7 @@ SPEC = json.dumps(
         "updater": {"name": "sum"},
         "first_row": 0,
         "staleness": None,
+        "rule": None,
     }
 )
 ERROR = json.dumps({"error": "PeerTimeout", "message": "Worker 3 did not come.", "rank": 3})
@@ -131,7 +132,7 @@ def request(operation: int, worker: int, incarnation: int) -> Message:
 
 # --- a server, and good clients beside ------------------------------------------------------------
 
-NOT_ASKED = {"ENTER", "LEAVE", "OPEN", "AWAIT_ROUND"}
+NOT_ASKED = {"TELL", "LEAVE", "OPEN", "AWAIT_ROUND"}
 ASKED = [operation for operation in Operation if operation.name not in NOT_ASKED]
 
 
@@ -156,7 +157,7 @@ class Peer:
         self._session = endpoint.connect(DEADLINE_S)
         self.tag = tag_of(endpoint.run)
         # Twice, so that its incarnation is not that of a good client.
-        for operation in (Operation.ENTER, Operation.LEAVE, Operation.ENTER):
+        for operation in (Operation.TELL, Operation.LEAVE, Operation.TELL):
             incarnation = int(operation == Operation.LEAVE)
             asked = request(operation, CLIENTS, incarnation)
             self._session.send(asked._replace(args=(1, 0)))

@@ -480,7 +480,8 @@ def train_and_go_back(world: tables.TableGroup, directory: str) -> tuple[dict, d
     train(range(6))
     world.barrier()
     if world.is_master:
-        shared.snapshot(directory)
+        files = [file.name for file in shared.snapshot(directory)]
+        assert files == ["net.parameters.snapshot", "net.statistics.snapshot"]
     world.barrier()
     once = train(range(6, 13))
     shared.restore(directory)

@@ -120,15 +120,15 @@ class SharedModule:
         self._world = world
         self._staleness = read_mode(sync, staleness, world.staleness)
         self._is_torn = False  # whether a sync has begun and not ended
-        self._constants: list[str] = []  # buffers with infinity or NaN, such as masks
         self._exchanges = self._open_exchanges(name)
         self._receive()
 
     def _open_exchanges(self, name: str | None) -> list[ParameterExchange]:
         parameters, statistics = _sort_tensors(self.module)
-        for name in [n for n, each in statistics.items() if not bool(each.isfinite().all())]:
-            self._constants.append(name)
-            del statistics[name]
+        # Buffers with infinity or NaN, such as masks.
+        self._constants = [n for n, each in statistics.items() if not bool(each.isfinite().all())]
+        for constant in self._constants:
+            del statistics[constant]
         in_rounds = self._staleness.is_bulk_synchronous
         # Small changes to narrower floats add up before they are rounded.
         dtype = torch.float32
