@@ -7,7 +7,7 @@ name. The real code is never far: what a bug leaves out, or does twice, stands i
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from phalanx.ipc import Mutex, Waiting
@@ -53,17 +53,17 @@ def lock_ignored(patch: Patch) -> None:
 def lock_outlives_its_holder(patch: Patch) -> None:
     """Nobody takes a lock that somebody holds, or died holding."""
     _in_python(patch)
-    take = Mutex.take
+    held = Mutex.held
 
-    def take_unowned(self: Mutex, timeout_s: float) -> None:
+    def held_by_nobody_before(self: Mutex, timeout_s: float) -> AbstractContextManager[None]:
         waiting = Waiting(timeout_s)
         while self.owner:
             if waiting.over():
                 raise self.late(timeout_s)
             waiting.rest()
-        take(self, timeout_s)
+        return held(self, timeout_s)
 
-    patch(Mutex, "take", take_unowned)
+    patch(Mutex, "held", held_by_nobody_before)
 
 
 def ack_before_effect(patch: Patch) -> None:
