@@ -33,14 +33,6 @@ def memory_kept(patch: Patch) -> None:
     patch(SharedMemory, "close", lambda self: None)
 
 
-def errors_not_told(patch: Patch) -> None:
-    """Nobody tells other hosts why the group has ended."""
-    patch(ErrorStore, "write", lambda self, error: None)
-
-
-BUGS_ACROSS: dict[str, Callable[[Patch], None]] = {"errors_not_told": errors_not_told}
-"""Those that show in groups of several hosts alone."""
-
 BUGS: dict[str, Callable[[Patch], None]] = {
     bug.__name__: bug for bug in (deaths_unseen, deaths_not_told, memory_kept)
 }

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 import phalanx  # noqa: F401
+from phalanx.distributed.network import ErrorStore
 from phalanx.ipc import inject
 from tests.chaos.calls import Call
-from tests.chaos.collective_bugs import BUGS_ACROSS
 from tests.multiprocess.children import DEADLINE_S, Child, Parent
 
 SIZE = 3
@@ -40,7 +40,7 @@ class Case:
         after_s: How much later than that.
         length: Elements of each tensor.
         timeout_s: The group's, from when the victim is ready.
-        sabotage: The bug that is planted in the survivors, by its name in `BUGS_ACROSS`.
+        tells: Whether survivors tell other hosts of an error; else a mutation.
         hosts: The host that each rank plays to be on; nothing for one host.
     """
 
@@ -52,7 +52,7 @@ class Case:
     after_s: float = 0.0
     length: int = LENGTH
     timeout_s: float = 60.0
-    sabotage: str = ""
+    tells: bool = True
     hosts: str = ""
 
 
@@ -137,8 +137,8 @@ def _take_part(parent: Parent, rank: int, store: str, case: Case) -> dict[str, A
         dist.group.WORLD.setTimeout(datetime.timedelta(seconds=case.timeout_s))
         if rank == case.victim:
             _prepare(parent, case)
-        elif case.sabotage:
-            BUGS_ACROSS[case.sabotage](setattr)
+        elif not case.tells:
+            ErrorStore.write = lambda self, error: None  # type: ignore[method-assign]
         for call in calls:
             num_right += call.is_right(rank)
         report = told(None)
@@ -203,7 +203,7 @@ class Troop:
             reports[case.victim] = victim.get()
         else:
             self._replace(case.victim)
-        if case.sabotage:
+        if not case.tells:
             for rank in reports:
                 self._replace(rank)
         return hit_at_s, reports

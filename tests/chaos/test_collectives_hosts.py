@@ -106,6 +106,6 @@ def test_a_planted_bug_is_noticed(troop):
         victim=1,
         point="operation begun",
         hosts=HOSTS,
-        sabotage="errors_not_told",
+        tells=False,
     )
     assert offences(case, *troop.go_through(case))
