@@ -21,7 +21,9 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 def make(timeout_s: float = 60.0, ranks: list[int] | None = None) -> dist.ProcessGroup:
-    return dist.new_group(ranks, datetime.timedelta(seconds=timeout_s), "phalanx")
+    group = dist.new_group(ranks, datetime.timedelta(seconds=timeout_s), "phalanx")
+    dist.barrier()  # else a rank may give up or leave while another still connects
+    return group
 
 
 def messages_from_anybody(rank: int) -> list[int]:
@@ -294,7 +296,6 @@ def test_an_expanded_tensor_is_refused_as_output_and_taken_as_input(ranks):
 def destroyed_too_early(rank: int) -> None:
     """Rank 0 goes before its call has ended; the others, who never made it, go after it."""
     group = make()
-    dist.barrier()  # else rank 0 may be gone while another still connects
     if rank != 0:
         dist.barrier()
     work = dist.all_reduce(torch.ones(600_001), group=group, async_op=True) if rank == 0 else None

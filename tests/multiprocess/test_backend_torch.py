@@ -45,7 +45,9 @@ def default_ranks() -> Iterator[Ranks]:
 
 
 def make(timeout_s: float = 20.0) -> Any:
-    return dist.new_group(None, datetime.timedelta(seconds=timeout_s), "phalanx")
+    group = dist.new_group(None, datetime.timedelta(seconds=timeout_s), "phalanx")
+    dist.barrier()  # else a rank may give up or leave while another still connects
+    return group
 
 
 # --- futures --------------------------------------------------------------------------------------
