@@ -18,6 +18,7 @@ from phalanx.environment import read_rank
 from phalanx.errors import PeerError, PhalanxError
 
 __all__ = [
+    "Note",
     "RankFailed",
     "RankFailure",
     "describe_failures",
@@ -25,10 +26,9 @@ __all__ = [
     "users_traceback",
 ]
 
-_OURS = str(Path(__file__).parent)
-_TORCH = str(Path(torch.__file__).parent)
-_LEADING = (_OURS, runpy.__file__, "<string>", "<frozen runpy>")
+_LEADING = (str(Path(__file__).parent), runpy.__file__, "<string>", "<frozen runpy>")
 """Where frames lie that come before the user's own, in a rank's traceback."""
+_TORCH = str(Path(torch.__file__).parent)
 _LAST_WORDS_LINES = 12
 
 
@@ -53,13 +53,11 @@ Note = Mapping[str, Any]
 
 
 def failure_note(exc: BaseException) -> Note:
-    """Return the note on a failure of this process; torch's agent reads the first two entries."""
-    at_s = wall_clock_s()
+    """Return the note on a failure of this process; torch's agent reads the message."""
     code = exc.code if isinstance(exc, SystemExit) else None
     return {
         "message": _last_words(exc),
-        "timestamp": str(int(at_s)),
-        "at_s": at_s,
+        "at_s": wall_clock_s(),
         "rank": read_rank(),
         "exit_code": code & 0xFF if isinstance(code, int) else 1,
         "is_echo": isinstance(exc, PeerError | dist.DistError),
@@ -76,14 +74,13 @@ def users_traceback(exc: BaseException) -> TracebackType | None:
 
 def _last_words(exc: BaseException) -> str:
     """Return the traceback of ``exc`` as far as it is the user's; our own errors say the rest."""
-    if not isinstance(exc, PhalanxError):
-        lines = traceback.format_exception(type(exc), exc, users_traceback(exc))
-    else:
-        frames = traceback.extract_tb(exc.__traceback__)
-        users = [frame for frame in frames if not frame.filename.startswith((*_LEADING, _TORCH))]
-        lines = ["Traceback (most recent call last):\n", *traceback.format_list(users or frames)]
-        lines += traceback.format_exception_only(exc)
-    return "\n".join("".join(lines).rstrip().splitlines()[-_LAST_WORDS_LINES:])
+    words = traceback.TracebackException.from_exception(exc)
+    hidden: tuple[str, ...] = _LEADING
+    if isinstance(exc, PhalanxError):
+        hidden, words.__cause__, words.__context__ = (*_LEADING, _TORCH), None, None
+    users = [frame for frame in words.stack if not frame.filename.startswith(hidden)]
+    words.stack = traceback.StackSummary.from_list(users or words.stack)
+    return "\n".join("".join(words.format()).rstrip().splitlines()[-_LAST_WORDS_LINES:])
 
 
 # --- in the launcher ------------------------------------------------------------------------------
