@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from phalanx.execution import Processes, Ranks, Span, WorkerLost
-    from phalanx.launching import launch, on_ray
+    from phalanx.launching import on_ray
     from phalanx.parallel import (
         AbstractParallel,
         DataParallel,
@@ -82,7 +82,6 @@ __all__ = [
     "WorkerLost",
     "__version__",
     "codec_hook",
-    "launch",
     "on_ray",
     "preserve_rng",
 ]
@@ -96,7 +95,7 @@ _NAMES_BY_ROOM = {
     ),
     "phalanx.execution": "Processes Ranks Span WorkerLost",
     "phalanx.compat.mxnet": "DataBatch DataDesc DataParallelExecutorGroup Monitor",
-    "phalanx.launching": "launch on_ray",
+    "phalanx.launching": "on_ray",
     "phalanx.parallel": (
         "AbstractParallel DataParallel DistributedDataParallel ModelParallel OnDevice"
     ),

@@ -15,24 +15,20 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
-import pytest
 import torch.distributed.run
 import torch.multiprocessing
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
-from torch.distributed.launcher.api import LaunchConfig
 
 from phalanx.cli import app
-from phalanx.ipc import die_with_parent
-from phalanx.launching import launcher
 from tests.multiprocess.fork_server import context
 
-__all__ = ["Script", "fork_ranks", "run_forked"]
+__all__ = ["Script", "run_forked"]
 
 COMMANDS = {"phalanx": app.main, "torchrun": torch.distributed.run.main}
 
@@ -201,22 +197,3 @@ def _be_python(words: Sequence[str], given: Mapping[str, Any]) -> NoReturn:
     finally:
         atexit._run_exitfuncs()
         os._exit(code)
-
-
-def fork_ranks(patch: pytest.MonkeyPatch) -> None:
-    """Let `phalanx.launch` fork its ranks; they have the variables of the fork server's start."""
-
-    def config(**how: Any) -> LaunchConfig:
-        return LaunchConfig(**how | {"start_method": "forkserver"})
-
-    patch.setattr(launcher, "LaunchConfig", config)
-    patch.setattr(launcher, "_run_function", _run_function)
-
-
-_run_function_of_ours = launcher._run_function
-
-
-def _run_function(pid: str, function: Callable[..., Any], args: tuple[object, ...]) -> Any:
-    # Its parent is the server, which ends with the process that tests.
-    launcher.die_with_parent = lambda _: die_with_parent(os.getppid())  # type: ignore[attr-defined]
-    return _run_function_of_ours(pid, function, args)

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-from phalanx import launch
-from phalanx.errors import PeerError
-from phalanx.launching import RankFailed
-from tests.multiprocess.forked_scripts import Script, fork_ranks
+from tests.multiprocess.forked_scripts import Script
 
 pytestmark = pytest.mark.promise("launchers")
 
@@ -124,75 +118,31 @@ def test_a_traceback_begins_in_the_script_and_says_things_once(tmp_path):
     assert "distributed_c10d.py" not in text
 
 
-def gathered(word: str) -> list[str]:
-    dist.init_process_group("phalanx")
-    words: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(words, f"{word} {dist.get_rank()}")
-    dist.destroy_process_group()
-    return words
+LINGERING = """
+import atexit, os, sys, threading
+from phalanx.errors import PeerError
 
-
-@pytest.mark.parametrize(
-    "start", ["in forks", pytest.param("as users' do", marks=pytest.mark.night)]
-)
-def test_a_function_runs_in_every_rank_and_returns_by_rank(start, monkeypatch):
-    if start == "in forks":
-        fork_ranks(monkeypatch)
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    assert launch(gathered, 2, args=("rank",)) == [[f"rank {rank}" for rank in range(2)]] * 2
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-
-
-def lingering(fifo: str) -> None:
-    """Rank 2 fails and stays; rank 0 fails for that, and ends at once."""
-
-    def linger() -> None:
-        threading.main_thread().join()
-        Path(fifo).open("w").close()
-        threading.Event().wait()
-
-    if os.environ["RANK"] == "2":
-        threading.Thread(target=linger).start()
-        raise ValueError("no such sample")
-    if os.environ["RANK"] == "0":
-        Path(fifo).open().close()
-        raise PeerError("Rank 2 has failed.", 2)
+def linger():
+    open(sys.argv[1], "w").close()
     threading.Event().wait()
 
-
-def test_a_functions_error_names_its_rank_and_holds_its_traceback_though_it_ends_last(
-    tmp_path, monkeypatch
-):
-    fork_ranks(monkeypatch)
-    os.mkfifo(tmp_path / "noted")
-    with pytest.raises(RankFailed) as caught:
-        launch(lingering, 3, args=(str(tmp_path / "noted"),))
-    assert caught.value.rank == 2
-    assert "ValueError: no such sample" in str(caught.value)
-    assert "Rank 0 failed as well." in str(caught.value)
-
-
-TYPED = """
-import phalanx, torch, torch.distributed as dist
-torch.randn(300, 300) @ torch.randn(300, 300)
-def f(length):
-    dist.init_process_group()
-    tensor = torch.full((length,), dist.get_rank() + 1.0)
-    dist.all_reduce(tensor)
-    dist.destroy_process_group()
-    return tensor.tolist()
-print(phalanx.launch(f, 2, args=(3,)))
+if os.environ["RANK"] == "2":
+    atexit.register(linger)
+    raise ValueError("no such sample")
+if os.environ["RANK"] == "0":
+    open(sys.argv[1]).close()
+    raise PeerError("Rank 2 has failed.", 2)
+threading.Event().wait()
 """
 
 
-@pytest.mark.night  # a start of Python; functions in forks run by day
-def test_a_function_that_was_typed_runs_in_forks():
-    done = subprocess.run(
-        [sys.executable, "-"],
-        input=TYPED,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert done.stdout == "[[3.0, 3.0, 3.0], [3.0, 3.0, 3.0]]\n", done.stderr
+def test_the_rank_whose_error_was_first_is_named_though_it_ends_last(tmp_path):
+    """Rank 2 fails and stays; rank 0 fails for that, and ends at once."""
+    os.mkfifo(tmp_path / "noted")
+    script = write(tmp_path, LINGERING)
+    code, _, lines = launched("-n", "3", str(script), str(tmp_path / "noted"), folder=tmp_path)
+    assert code == 1
+    told = next(place for place, line in enumerate(lines) if line.startswith("Rank 2 ended"))
+    text = " ".join(" ".join(lines[told:]).split())
+    assert "Rank 0 failed as well." in text
+    assert "ValueError: no such sample" in text

@@ -12,14 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from phalanx import launch
 from phalanx.clock import pause
 from phalanx.ipc import ProcessIdentity, RunDirectory
 from tests.multiprocess.children import Children, Parent
-from tests.multiprocess.forked_scripts import Script, fork_ranks
+from tests.multiprocess.forked_scripts import Script, run_forked
 from tests.multiprocess.ranks import START_S
 
 LISTENS = "0A"  # as /proc/net/tcp says it
@@ -158,20 +155,23 @@ def start_ticks(pid: int) -> int:
     return -1
 
 
-def group_again() -> list[float]:
-    totals = []
-    for turn in range(3):
-        dist.init_process_group("phalanx")
-        total = torch.tensor([float(dist.get_rank() + turn)])
-        dist.all_reduce(total)
-        dist.destroy_process_group()
-        totals.append(total.item())
-    return totals
+GROUPS = """
+import torch, torch.distributed as dist
+for turn in range(3):
+    dist.init_process_group("phalanx")
+    total = torch.tensor([float(dist.get_rank() + turn)])
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    print(f"turn {turn}: {total.item()}\\n", end="")
+"""
 
 
-def test_ranks_make_one_group_after_another(monkeypatch):
-    fork_ranks(monkeypatch)
-    assert launch(group_again, 3) == [[3.0, 6.0, 9.0]] * 3
+def test_ranks_make_one_group_after_another(tmp_path):
+    (tmp_path / "script.py").write_text(GROUPS)
+    words = ("phalanx", "launch", "-n", "3", "script.py")
+    code, said = run_forked(*words, folder=tmp_path, deadline_s=START_S)
+    assert code == 0, said
+    assert [said.count(f"turn {turn}: {3.0 + 3 * turn}") for turn in range(3)] == [3] * 3
 
 
 @pytest.mark.parametrize("backend", ["job", "gloo"])

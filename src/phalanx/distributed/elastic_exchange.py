@@ -91,7 +91,7 @@ class ElasticExchange(Exchange):
         if place is not None and not place.keeps_survivors:
             raise UnsupportedError(
                 "`executor=Ranks()` needs a launcher that keeps the survivors of a lost rank, but "
-                "torchrun, Ray and `phalanx.launch()` end them. Start "
+                "torchrun and Ray end them. Start "
                 f"`phalanx launch -n {place.local_size or 2} script.py`, or take executor='ranks', "
                 "whose ranks all restart from the last checkpoint."
             )

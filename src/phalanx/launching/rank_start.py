@@ -11,7 +11,7 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,30 +22,24 @@ from phalanx.files import written_whole
 from phalanx.ipc import die_with_parent
 from phalanx.launching.rank_failures import Note, failure_note, users_traceback
 
-__all__ = ["call", "main", "prepare", "record_failures"]
-
-T = TypeVar("T")
+__all__ = ["call", "main", "record_failures"]
 
 
-def prepare() -> None:
+def _prepare() -> None:
     """Let ``init_process_group()`` without a backend mean ours, unless there is a CUDA device."""
     if not torch.cuda.is_available():
         dist.Backend.default_device_backend_map["cpu"] = "phalanx"
 
 
-def record_failures(run: Callable[[], T]) -> T:
+def record_failures(run: Callable[[], object]) -> None:
     """Call ``run``; if it fails, write down how and when, and raise the error again."""
     try:
-        return run()
+        run()
     except RunEnded as exc:  # nothing is left to be done: no failure
         sys.stderr.write(f"{exc}\n")
-        sys.exit(0)
-    except SystemExit as exc:
-        if exc.code:
-            _record(exc)
-        raise
     except BaseException as exc:
-        _record(exc)
+        if not isinstance(exc, SystemExit) or exc.code:
+            _record(exc)
         raise
 
 
@@ -61,7 +55,7 @@ def main() -> None:
     """Run the script that the command line names, and end with the launcher that it names."""
     _, launcher, *sys.argv = sys.argv
     die_with_parent(int(launcher))
-    prepare()
+    _prepare()
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     try:
         record_failures(lambda: runpy.run_path(sys.argv[0], run_name="__main__"))
@@ -74,7 +68,7 @@ def main() -> None:
 # Any: what functions return.
 def call(function: Callable[..., Any], args: Sequence[object]) -> tuple[Any, Note | None]:
     """Call a function; return its result, and how it failed or None."""
-    prepare()
+    _prepare()
     try:
         return function(*args), None
     except BaseException as exc:
