@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.codecs import Codec, Feedback, TopK
+from phalanx.codecs import Codec, Feedback, OneBit, TopK
 from phalanx.distributed import CodecHook, codec_hook
 from tests.multiprocess.ranks import Ranks
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.promise("codec-hook")
 
 SIZE = 3
 SMALL_BUCKETS_MB = 1e-3
-CODECS = ["one_bit", "top_k"]
+CODECS = [OneBit(), TopK()]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def local_gradients(rank: int, steps: list[int]) -> dict[str, Tensor]:
 
 
 def make_ddp(
-    net: nn.Module, codec: str | Codec, bucket_cap_mb: float = SMALL_BUCKETS_MB
+    net: nn.Module, codec: Codec, bucket_cap_mb: float = SMALL_BUCKETS_MB
 ) -> tuple[DistributedDataParallel, CodecHook]:
     ddp = DistributedDataParallel(net, bucket_cap_mb=bucket_cap_mb)
     hook = codec_hook(codec, ddp)
@@ -72,7 +72,7 @@ def make_ddp(
 class ByHand:
     """The judge: every rank's gradients, each through its own `Feedback`, added in order."""
 
-    def __init__(self, codec: str) -> None:
+    def __init__(self, codec: Codec) -> None:
         self.feedbacks = [Feedback(codec) for _ in range(SIZE)]
 
     def merge(self, gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -95,7 +95,7 @@ def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 
 def merge_steps(
-    rank: int, codec: str, bucket_cap_mb: float, steps: list[list[int]]
+    rank: int, codec: Codec, bucket_cap_mb: float, steps: list[list[int]]
 ) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
     """Return what DDP made of each group of accumulation steps, and what is made by hand."""
     net = make_net()
@@ -114,8 +114,8 @@ def merge_steps(
     return merged, expected
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_the_gradient_is_the_mean_of_what_comes_out(ranks: Ranks, codec: str) -> None:
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_the_gradient_is_the_mean_of_what_comes_out(ranks: Ranks, codec: Codec) -> None:
     """DDP cuts its final buckets after the first step; the errors are those of the parameters."""
     answers = ranks.run(merge_steps, codec, SMALL_BUCKETS_MB, [[0], [1], [2, 3], [4]])
     for merged, expected in answers:
@@ -138,7 +138,7 @@ class Scale(nn.Module):
         return self.scale * inputs
 
 
-def merge_values(rank: int, codec: str, by_step: list[list[float]]) -> tuple[list[Tensor], Any]:
+def merge_values(rank: int, codec: Codec, by_step: list[list[float]]) -> tuple[list[Tensor], Any]:
     """Merge gradients that hold one value everywhere but in two places."""
     net = Scale(5, 7)
     ddp, hook = make_ddp(net, codec)
@@ -155,9 +155,9 @@ def merge_values(rank: int, codec: str, by_step: list[list[float]]) -> tuple[lis
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_a_gradient_that_is_not_finite_is_seen_on_every_rank(
-    ranks: Ranks, codec: str, bad: float
+    ranks: Ranks, codec: Codec, bad: float
 ) -> None:
     answers = ranks.run(merge_values, codec, [[0.3, 0.2, 0.1], [0.1, bad, 0.1], [0.0, 0.0, 0.0]])
     for rank, ((before, at, after), states) in enumerate(answers):
@@ -168,7 +168,7 @@ def test_a_gradient_that_is_not_finite_is_seen_on_every_rank(
         assert same == (rank == 1)  # the others' gradients were good, and so is their error
 
 
-def count_bytes(rank: int, codec: str | Codec) -> tuple[int, int]:
+def count_bytes(rank: int, codec: Codec) -> tuple[int, int]:
     """Return how many bytes this rank hands to collectives in one merge, and how many DDP would."""
     net = nn.Sequential(nn.Linear(255, 65), nn.Linear(65, 3))
     ddp, _ = make_ddp(net, codec)
@@ -192,9 +192,9 @@ def count_bytes(rank: int, codec: str | Codec) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("codec", "times_fewer"),
-    [("one_bit", 20), ("top_k", 4.9), (TopK(0.01), 40)],
+    [(OneBit(), 20), (TopK(), 4.9), (TopK(0.01), 40)],
 )
-def test_few_bytes_travel(ranks: Ranks, codec: str | Codec, times_fewer: float) -> None:
+def test_few_bytes_travel(ranks: Ranks, codec: Codec, times_fewer: float) -> None:
     for sent, plain in ranks.run(count_bytes, codec):
         assert 0 < sent <= plain / times_fewer
 
@@ -203,7 +203,7 @@ def copy_state(net: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone().contiguous() for name, value in net.state_dict().items()}
 
 
-def train(rank: int, codec: str, stop: int | None, keep: bool) -> dict[str, Tensor]:
+def train(rank: int, codec: Codec, stop: int | None, keep: bool) -> dict[str, Tensor]:
     """Train six steps; at ``stop`` go on from files, with errors or without."""
     net = make_net()
     ddp, hook = make_ddp(net, codec)
@@ -226,8 +226,8 @@ def train(rank: int, codec: str, stop: int | None, keep: bool) -> dict[str, Tens
     return copy_state(net)
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_a_saved_state_goes_on_with_the_same_bits(ranks: Ranks, codec: str) -> None:
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_a_saved_state_goes_on_with_the_same_bits(ranks: Ranks, codec: Codec) -> None:
     whole, resumed, forgotten = (
         ranks.run(train, codec, *how) for how in ((None, True), (3, True), (3, False))
     )
@@ -243,7 +243,7 @@ def merge_in_a_group(rank: int) -> Tensor | None:
         return None
     net = Scale(3, 7)
     ddp = DistributedDataParallel(net, process_group=group)
-    ddp.register_comm_hook(None, codec_hook("one_bit", net, process_group=group).merge)
+    ddp.register_comm_hook(None, codec_hook(OneBit(), net, process_group=group).merge)
     ddp(torch.full((3, 7), 1.0 + rank)).sum().backward()
     return net.scale.grad
 

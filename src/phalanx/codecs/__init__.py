@@ -1,4 +1,4 @@
 """Gradient compression for DDP's hook, `phalanx.distributed.codec_hook`."""
 
 from phalanx.codecs.codec import Codec, Payload
-from phalanx.codecs.lossy import Feedback, OneBit, TopK, resolve_codec
+from phalanx.codecs.lossy import Feedback, OneBit, TopK

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from phalanx.codecs.codec import Codec, Payload
 from phalanx.errors import ConfigError
+from phalanx.plan import check_argument
 
 
 @dataclass(frozen=True)
@@ -161,33 +162,6 @@ def _unpack_bits(packed: Tensor, num_bits: int) -> Tensor:
     return planes.flatten()[:num_bits]
 
 
-# -- codecs by name, and their memory of what they did not send --------
-
-_CODEC_BY_NAME: dict[str, type[OneBit | TopK]] = {"one_bit": OneBit, "top_k": TopK}
-
-
-def resolve_codec(codec: Codec | str) -> Codec:
-    """Return ``codec``, made from its name where it is one.
-
-    Example:
-        >>> resolve_codec("top_k")
-        TopK(fraction=0.1)
-        >>> resolve_codec(OneBit(min_elements=100))
-        OneBit(min_elements=100)
-
-    Raises:
-        ConfigError: There is no codec of that name.
-    """
-    if isinstance(codec, Codec):
-        return codec
-    if codec not in _CODEC_BY_NAME:
-        raise ConfigError(
-            f"`codec` must be 'one_bit', 'top_k' or a `Codec`, but is {codec!r}. "
-            "Give TopK(0.05) for another fraction."
-        )
-    return _CODEC_BY_NAME[codec]()
-
-
 class Feedback:
     """A codec with a memory of its errors, one for each parameter.
 
@@ -201,7 +175,10 @@ class Feedback:
     least, on the gradient's device.
 
     Args:
-        codec: A codec or its name.
+        codec: A codec.
+
+    Raises:
+        ConfigError: It is none.
 
     Example:
         >>> feedback = Feedback(TopK(0.5))
@@ -216,8 +193,10 @@ class Feedback:
     Source: Seide et al., Interspeech 2014; fbcunn's ``OneBitDataParallel``.
     """
 
-    def __init__(self, codec: Codec | str) -> None:
-        self.codec = resolve_codec(codec)
+    def __init__(self, codec: Codec) -> None:
+        fits = isinstance(codec, Codec)
+        check_argument(fits, "codec", "be a `Codec`", codec, "Give OneBit() or TopK(0.1), say.")
+        self.codec = codec
         # Errors are never written in place, so what `state_dict` has handed out stays as it was.
         self._errors: dict[str, Tensor] = {}
         self._pending: dict[str, Tensor] = {}

@@ -30,7 +30,7 @@ _WIDE = torch.float32  # at least, for sums
 
 
 def codec_hook(
-    codec: Codec | str, module: nn.Module, *, process_group: dist.ProcessGroup | None = None
+    codec: Codec, module: nn.Module, *, process_group: dist.ProcessGroup | None = None
 ) -> "CodecHook":
     """Make a hook with which DDP's gradients travel encoded.
 
@@ -40,22 +40,23 @@ def codec_hook(
     ``fp16_compress_hook`` or ``bf16_compress_hook``.
 
     Args:
-        codec: A codec or its name: ``"one_bit"``, ``"top_k"``.
+        codec: `OneBit`, `TopK` or another `Codec`.
         module: What DDP wraps, or the DDP module itself; errors are stored under its names.
         process_group: The one that DDP was given, by default all ranks.
 
     Raises:
-        ConfigError: There is no such codec.
+        ConfigError: ``codec`` is no codec.
 
     Example:
-        >>> hook = codec_hook("one_bit", nn.Linear(5, 3))
+        >>> from phalanx.codecs import OneBit
+        >>> hook = codec_hook(OneBit(), nn.Linear(5, 3))
         >>> # ddp.register_comm_hook(None, hook.merge)
         >>> hook
         CodecHook(OneBit(min_elements=20), 2 parameters)
 
     Determinism: bitwise identical on all ranks, and for any buckets of DDP.
     Collective: Yes, every rank's backward pass. Blocks: as DDP does, until all ranks have come.
-    Moves: W − 1 payloads into each rank, where DDP moves 2·(W − 1)/W gradients; so ``one_bit``
+    Moves: W − 1 payloads into each rank, where DDP moves 2·(W − 1)/W gradients; so `OneBit`
     pays for dozens of ranks, not for thousands.
     """
     return CodecHook(codec, module, process_group)
@@ -70,7 +71,7 @@ class CodecHook(Feedback):
     """
 
     def __init__(
-        self, codec: Codec | str, module: nn.Module, process_group: dist.ProcessGroup | None
+        self, codec: Codec, module: nn.Module, process_group: dist.ProcessGroup | None
     ) -> None:
         if isinstance(module, DistributedDataParallel):
             module = module.module

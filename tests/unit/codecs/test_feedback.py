@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.codecs import Feedback, TopK
+from phalanx.codecs import Codec, Feedback, OneBit, TopK
 
-CODECS = ["one_bit", "top_k"]
+CODECS = [OneBit(), TopK()]
 
 
 def sent(feedback: Feedback, gradient: Tensor, key: str = "weight") -> Tensor:
@@ -25,10 +25,10 @@ def committed(feedback: Feedback, gradient: Tensor, key: str = "weight") -> Tens
 
 
 @pytest.mark.parametrize("shape", [(100, 20), (99, 21), (31, 3, 1, 7)], ids=str)
-@pytest.mark.parametrize("name", CODECS)
-def test_two_messages_drain(name: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_two_messages_drain(codec: Codec, shape: tuple[int, ...]) -> None:
     """The seed's own bound: after A, B and a hundred zeros, within 5e-4 of A + B."""
-    feedback = Feedback(name)
+    feedback = Feedback(codec)
     first, second = torch.randn(shape), torch.randn(shape)
     received = committed(feedback, first) + committed(feedback, second)
     assert (received - first - second).abs().max() > 0.1  # something was kept back
