@@ -43,16 +43,14 @@ def workload_sizes(total: int, workloads: Sequence[float]) -> list[int]:
     """Apportion ``total`` rows in proportion to ``workloads`` by largest remainder.
 
     Each size is within one row of its exact share ``w·total/Σw``; a workload of 0 gets no row;
-    equal remainders are served in order, so that equal workloads give :func:`equal_sizes`.
+    equal remainders are served in order, so that equal workloads give :func:`equal_sizes`. They are
+    finite, at least 0, and one of them is above it.
 
     Example:
         >>> workload_sizes(9, [2, 1])
         [6, 3]
         >>> workload_sizes(5, [1, 0, 1])
         [3, 0, 2]
-
-    Raises:
-        ConfigError: A workload is negative or not finite, or all are zero.
 
     Source: MXNet's ``work_load_list``, without its rounding (which gave the last device the
     remainder, or refused the batch).
@@ -62,7 +60,6 @@ def workload_sizes(total: int, workloads: Sequence[float]) -> list[int]:
 
 @functools.lru_cache(maxsize=256)  # most batches are of one size
 def _workload_sizes(total: int, workloads: tuple[float, ...]) -> list[int]:
-    _check_workloads(workloads)
     scale = max(workloads)  # scaled first, so that huge workloads cannot overflow their sum
     scaled = [workload / scale for workload in workloads]
     whole = math.fsum(scaled)
@@ -76,35 +73,15 @@ def _workload_sizes(total: int, workloads: tuple[float, ...]) -> list[int]:
     return sizes
 
 
-def _check_workloads(workloads: Sequence[float], num_devices: int | None = None) -> None:
-    """Refuse workloads that no batch can be cut by."""
-    if num_devices is not None and len(workloads) != num_devices:
-        raise ConfigError(
-            f"`workloads` must hold one share per device ({num_devices}), but holds "
-            f"{len(workloads)}. Give [1] * {num_devices} for equal shares."
-        )
-    for index, workload in enumerate(workloads):
-        if not math.isfinite(workload) or workload < 0:
-            raise ConfigError(
-                f"`workloads` must hold finite shares of at least 0, but share {index} is "
-                f"{workload!r}. Give 0 to switch a device off."
-            )
-    if not any(workloads):
-        raise ConfigError(
-            f"`workloads` must hold at least one share above 0, but is {list(workloads)!r}. "
-            "Give 1 to a device that shall work."
-        )
-
-
 # Any, here and below: whatever the user wrote.
-def read_workloads(workloads: Any, num_devices: int | None = None) -> list[float]:
+def read_workloads(workloads: Any, num_devices: int) -> list[float]:
     """Return a share for each device; None stands for equal ones.
 
     Raises:
         ConfigError: They are no numbers, or no batch can be cut by them.
     """
     if workloads is None:
-        return [1.0] * (num_devices or 0)
+        return [1.0] * num_devices
     try:
         shares = [float(share) for share in workloads]
     except (TypeError, ValueError) as error:
@@ -112,7 +89,22 @@ def read_workloads(workloads: Any, num_devices: int | None = None) -> list[float
             f"`workloads` must hold one share per device, but is {workloads!r:.80}. Give numbers, "
             "such as [1, 2]."
         ) from error
-    _check_workloads(shares, num_devices)
+    if len(shares) != num_devices:
+        raise ConfigError(
+            f"`workloads` must hold one share per device ({num_devices}), but holds "
+            f"{len(shares)}. Give [1] * {num_devices} for equal shares."
+        )
+    for index, share in enumerate(shares):
+        if not math.isfinite(share) or share < 0:
+            raise ConfigError(
+                f"`workloads` must hold finite shares of at least 0, but share {index} is "
+                f"{share!r}. Give 0 to switch a device off."
+            )
+    if not any(shares):
+        raise ConfigError(
+            f"`workloads` must hold at least one share above 0, but is {shares!r}. "
+            "Give 1 to a device that shall work."
+        )
     return shares
 
 

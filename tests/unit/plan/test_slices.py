@@ -100,4 +100,4 @@ def test_only_the_ratio_of_workloads_counts(total: int, shares: list[int], power
     "given", [np.array([2.0, 1.0]), torch.tensor([2.0, 1.0]), (share for share in (2, 1))]
 )
 def test_workloads_may_be_an_array_a_tensor_or_drawn(given):
-    assert read_workloads(given) == [2, 1]
+    assert read_workloads(given, 2) == [2, 1]

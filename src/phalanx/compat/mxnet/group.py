@@ -67,7 +67,6 @@ class DataParallelExecutorGroup:
             parameter that shall get none is frozen: ``requires_grad_(False)``.
         output_shapes: `DataDesc`s of all outputs, for their names and layouts. Default: cut along
             the data's batch axis.
-        buffers: How buffers that replicas write are merged, as for `DataParallel`.
 
     Shapes:
         B: rows of the batch, 0 or more. Tensors with an N in their layout have B there.
@@ -108,9 +107,8 @@ class DataParallelExecutorGroup:
         inputs_need_grad: bool = False,
         grad_req: str = "write",
         output_shapes: Any = None,
-        buffers: str = "mean",
     ) -> None:
-        self._model = DataParallel(module, contexts, workloads=workload, buffers=buffers)
+        self._model = DataParallel(module, contexts, workloads=workload)
         self._declared = read_descs(output_shapes, "output_shapes")
         self._bind(Binding.of(module, data_shapes, label_shapes))
         wanted = "be 'write' or 'add'"
