@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.console import make_console
-from phalanx.errors import ConfigError
-from phalanx.files import written_whole
+from phalanx.cli.output import written_output
 
 
 def report(
@@ -32,13 +31,7 @@ def report(
     from phalanx.cli.report_page import make_page, read_run
 
     page = make_page([read_run(path) for path in runs])
-    try:
-        with written_whole(out) as draft:
-            draft.write_bytes(page.encode("utf-8", "replace"))  # of file names that are no UTF-8
-    except OSError as error:
-        raise ConfigError(
-            f"`--out` must be a file that can be written, but is {str(out)!r}: {error.strerror}. "
-            "Name another."
-        ) from error
+    with written_output(out) as draft:
+        draft.write_bytes(page.encode("utf-8", "replace"))  # of file names that are no UTF-8
     runs_told = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     make_console().print(f"Wrote {out}, of {runs_told}: open it in a browser.")

@@ -63,14 +63,25 @@ class RunFolder:
 
     @classmethod
     def create_next(cls, parent: Path, name: str) -> RunFolder:
-        """Make ``parent/name-NNN`` with the first free number; runs that race get two numbers."""
-        parent.mkdir(parents=True, exist_ok=True)
-        for number in range(1, 1_000_000):
-            path = parent / f"{name}-{number:03d}"
-            with contextlib.suppress(FileExistsError):
-                path.mkdir()
-                return cls(path)
-        raise ConfigError(f"`--out` must be given: {parent} has no free number for {name}.")
+        """Make ``parent/name-NNN`` with the first free number; runs that race get two numbers.
+
+        Raises:
+            ConfigError: No folder can be made there.
+        """
+        number = 1
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            while True:
+                path = parent / f"{name}-{number:03d}"
+                with contextlib.suppress(FileExistsError):
+                    path.mkdir()
+                    return cls(path)
+                number += 1
+        except OSError as error:
+            raise ConfigError(
+                f"`--out` must be given: no folder can be made in {str(parent)!r} "
+                f"({error.strerror})."
+            ) from error
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

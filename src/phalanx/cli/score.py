@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from phalanx.cli.console import make_console
+from phalanx.cli.output import written_output
 from phalanx.cli.train import RunPath, Trust
 from phalanx.errors import ConfigError
-from phalanx.files import written_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +53,7 @@ def predict(
     if opened.schema.is_text:
         raise ConfigError("`RUN` must be trained on rows, but is trained on a text.")
     outputs = opened.predict(open_data(data, schema=opened.schema))
-    with written_whole(out) as draft, draft.open("w", newline="", encoding="utf-8") as file:
+    with written_output(out) as draft, draft.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file, lineterminator="\n").writerows(_rows_of(outputs, opened.schema))
     make_console().print(f"{len(outputs):,} rows in {out}")
 

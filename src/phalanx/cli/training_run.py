@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import platform
 import shlex
 from collections.abc import Callable
@@ -363,7 +364,7 @@ class TrainingRun:
 
 def _absolute(spec: str) -> str:
     """Return a path that is found from any folder; other text is returned unchanged."""
-    return str(Path(spec).absolute()) if Path(spec).exists() else spec
+    return os.path.abspath(spec) if Path(spec).exists() else spec
 
 
 def _read_replicas(text: str, microbatches: int) -> int | str | list[str] | None:

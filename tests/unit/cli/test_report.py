@@ -186,5 +186,6 @@ def test_the_command_writes_the_page(tmp_path, monkeypatch, capsys):
         assert command(monkeypatch, "report", run, "-o", out) == 0
         assert "of 1 run: open it" in capsys.readouterr().out
     assert out.read_text().startswith("<!doctype html>")
-    assert command(monkeypatch, "report", run, "-o", tmp_path / "no" / "page.html") == 2
+    assert command(monkeypatch, "report", run, "-o", tmp_path / "new" / "page.html") == 0
+    assert command(monkeypatch, "report", run, "-o", out / "page.html") == 2  # in a file
     assert "`--out` must be a file that can be written" in capsys.readouterr().err

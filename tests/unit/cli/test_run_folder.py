@@ -35,6 +35,9 @@ def test_the_first_free_number_is_taken(tmp_path):
     (tmp_path / "a-002").mkdir()
     names = [RunFolder.create_next(tmp_path, "a").path.name for _ in range(3)]
     assert names == ["a-001", "a-003", "a-004"]
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="`--out` must be given: no folder can be made in"):
+        RunFolder.create_next(tmp_path / "file", "a")
 
 
 @pytest.mark.parametrize(
