@@ -213,11 +213,9 @@ class Connection:
         title: str,
         timeout_s: float,
         *,
-        args: tuple[int, ...] = (),
-        number: int = 0,
-        text: str = "",
         tensors: Sequence[Tensor] = (),
         out: Sequence[Tensor] | None = None,
+        **asked: Any,
     ) -> RemoteCall:
         """Send a request; the caller has to wait for it, or to abandon it.
 
@@ -225,11 +223,9 @@ class Connection:
             operation: What is asked for.
             title: What errors call it.
             timeout_s: When the answer must be there.
-            args: As :class:`Message` has it, and so are ``number`` and ``text``.
-            number: Of an add.
-            text: A name, or JSON.
             tensors: They must stay as they are until the answer is there.
             out: Where the answer's tensors go; None where the answer brings them.
+            asked: ``args``, ``number`` and ``text``, as :class:`Message` has them.
 
         Raises:
             ConfigError: The tensors are longer than servers take, or the secret is another.
@@ -248,11 +244,9 @@ class Connection:
             operation,
             self.worker,
             self.incarnation,
-            number,
-            round(1e3 * timeout_s),
-            args,
-            text,
-            tensors,
+            timeout_ms=round(1e3 * timeout_s),
+            tensors=tensors,
+            **asked,
         )
         call = RemoteCall(self, message, title, timeout_s, out)
         try:

@@ -10,7 +10,7 @@ import torch
 
 from phalanx.errors import StateError
 
-__all__ = ["Desync", "Fingerprint", "describe", "pack", "unpack"]
+__all__ = ["Desync", "Fingerprint", "describe", "misfit", "pack", "unpack"]
 
 _KINDS = (
     "nothing",
@@ -111,3 +111,11 @@ class Desync(StateError):
 
     def __reduce__(self) -> tuple[type[Desync], tuple[int, Fingerprint, int, Fingerprint]]:
         return type(self), self._made_of
+
+
+def misfit(rank: int, sender: int, taken_bytes: int) -> StateError:
+    """Return the error of ``rank``, which takes so many bytes where another number is sent."""
+    return StateError(
+        f"`output_split_sizes` must fit what the others send, but rank {sender} sends another "
+        f"number of elements to rank {rank} than that takes ({taken_bytes} bytes)."
+    )

@@ -19,14 +19,13 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Store, Work
 
-from phalanx.distributed.fingerprint import Desync, Fingerprint
+from phalanx.distributed.fingerprint import Desync, Fingerprint, misfit
 from phalanx.distributed.status_pages import StatusPages
 from phalanx.distributed.tensors import FlatTensor, as_bytes
 from phalanx.distributed.work import GroupOperation, SharedWork, Steps
-from phalanx.errors import GroupAborted, PeerError, PeerLost, PeerTimeout, StateError
+from phalanx.errors import GroupAborted, PeerError, PeerLost, PeerTimeout
 from phalanx.ipc import fail_point, wait_until
 from phalanx.torch_internals import gloo_options
 
@@ -165,18 +164,12 @@ class Network:
         """Check that all ranks are in one operation, and send each other as many bytes as taken."""
         own = torch.tensor([[*ours, length] for length in given])
         heads = torch.empty_like(own)
-        options = dist.AllToAllOptions()
-        yield self.collective(
-            lambda gloo: gloo.alltoall_base(heads, own, [], [], options), ours.number
-        )
+        yield self.collective(lambda gloo: gloo.alltoall_base(heads, own, [], []), ours.number)
         for rank, (*words, sent), length in zip(self.ranks, heads.tolist(), taken, strict=True):
             if Fingerprint(*words) != ours:
                 raise Desync(self.rank, ours, rank, Fingerprint(*words))
             if sent != length:
-                raise StateError(
-                    "`output_split_sizes` must fit what the others send, but rank "
-                    f"{rank} sends {sent} bytes to rank {self.rank}, which takes {length}."
-                )
+                raise misfit(self.rank, rank, length)
 
     def collective(self, begin: Callable[[Gloo], Work], number: int | None = None) -> _Collective:
         """Begin a collective of gloo's; ranks may be late for the operation of that number."""

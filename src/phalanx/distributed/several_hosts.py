@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
@@ -128,11 +127,8 @@ class SeveralHosts:
 def _swap(
     received: Tensor, taken: Sequence[int], sent: Tensor, given: Sequence[int]
 ) -> Callable[[Gloo], Work]:
-    options = dist.AllToAllOptions()
-    return lambda gloo: gloo.alltoall_base(received, sent, [*taken], [*given], options)
+    return lambda gloo: gloo.alltoall_base(received, sent, [*taken], [*given])
 
 
 def _broadcast(data: Tensor, host: int) -> Callable[[Gloo], Work]:
-    options = dist.BroadcastOptions()
-    options.rootRank = host
-    return lambda gloo: gloo.broadcast([data], options)
+    return lambda gloo: gloo.broadcast(data, host)

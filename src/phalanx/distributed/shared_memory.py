@@ -16,11 +16,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from phalanx.distributed.fingerprint import Desync, Fingerprint
+from phalanx.distributed.fingerprint import Desync, Fingerprint, misfit
 from phalanx.distributed.status_pages import StatusPages
 from phalanx.distributed.tensors import NOTHING
 from phalanx.distributed.work import Steps
-from phalanx.errors import PeerError, StateError
+from phalanx.errors import PeerError
 from phalanx.ipc import Region, fail_point, fail_points
 from phalanx.native import DTYPES, FUNCTIONS
 
@@ -118,16 +118,14 @@ class SharedMemory:
         """Add up what the ranks hold for this one, in their order, into ``output``."""
         outputs = [NOTHING] * self.size
         outputs[self.rank] = output
-        longest = max(part.numel() * part.itemsize for part in inputs)
-        self._set_parts(inputs, outputs)
+        longest = self._set_parts(inputs, outputs)
         of_tensors = (SUMMED_DTYPES.index(output.dtype), output.itemsize, longest)
         self._begin(_REDUCE_SCATTER, what, count, *of_tensors, self._part_bytes)
         yield self
 
     def all_gather(self, outputs: Sequence[Tensor], given: Tensor, what: int, count: int) -> Steps:
         """Give every rank the bytes of all, which may differ in length."""
-        self._set_parts([given], outputs)
-        longest = max(map(len, outputs))
+        longest = self._set_parts([given], outputs)
         self._begin(_SHARE, what, count, 0, 1, longest, self._slot_bytes)
         yield self
 
@@ -135,8 +133,7 @@ class SharedMemory:
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], what: int, count: int
     ) -> Steps:
         """Give each rank other bytes; no rank knows more lengths than its own."""
-        self._set_parts(inputs, outputs)
-        longest = max(len(part) for part in (*inputs, *outputs))
+        longest = self._set_parts(inputs, outputs)
         self._begin(_SWAP, what, count, 0, 1, longest, self._part_bytes)
         yield self
 
@@ -146,12 +143,14 @@ class SharedMemory:
         head = -(-(self.size + 1) * 8 // _LINE) * _LINE
         return (self._slot_bytes - head) // self.size // _LINE * _LINE
 
-    def _set_parts(self, given: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
+    def _set_parts(self, given: Sequence[Tensor], taken: Sequence[Tensor]) -> int:
+        """Tell C where the parts are; return the bytes of the longest."""
         give, take, give_bytes, take_bytes = self._parts
         for rank, part in enumerate(given):
             give[rank], give_bytes[rank] = part.data_ptr(), part.numel() * part.itemsize
         for rank, part in enumerate(taken):
             take[rank], take_bytes[rank] = part.data_ptr(), part.numel() * part.itemsize
+        return max(*give_bytes[: len(given)], *take_bytes)
 
     def _begin(
         self,
@@ -213,12 +212,8 @@ class SharedMemory:
                 raise Desync(names[self.rank], ours, names[rank], theirs)
 
     def _raise_misfit(self) -> None:
-        names, other = self.pages.names, self._words[_MISFIT]
-        raise StateError(
-            "`output_split_sizes` must fit what the others send, but rank "
-            f"{names[other]} sends another number of elements to rank {names[self.rank]} than that "
-            f"takes ({self._parts[3][other]} bytes)."
-        )
+        other = self._words[_MISFIT]
+        raise misfit(self.pages.name, self.pages.names[other], self._parts[3][other])
 
     def close(self) -> None:
         """Let go of the memory."""
