@@ -146,7 +146,7 @@ class TrainTask(Task):
             run_backward([loss.reshape(()) if loss.dim() else loss], [scale])
         value = read()  # not before: an accelerator would have nothing to do meanwhile
         if not math.isfinite(value):
-            empty = " A mean over no targets is nan, too: `weight=` of 0 leaves such data out."
+            empty = " A mean over no targets is nan, too: leave such data out, or weight it by 0."
             raise ConfigError(
                 f"`loss` must be finite, but is {value!r} in microbatch {context.index}; "
                 "the step was refused and nothing has changed. Lower the learning rate, clip "
