@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
-from phalanx import ConfigError, DistributedDataParallel, Layout, PeerLost
+from phalanx import ConfigError, DistributedDataParallel, Layout, PeerLost, StateError
 from tests.multiprocess.ranks import Ranks
 from tests.zoo import (
     CASES,
@@ -58,7 +58,34 @@ def dropped(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> nn.Module:
     return Dropped().to(dtype)
 
 
-MODELS = (MLP, Case("cnn", dropped, image_batch, CNN_NORM.loss), GPT_DROPOUT)
+class Wide(nn.Module):
+    """Weights of 1 MiB: one used twice, two whose gradients share memory, and an unused one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 512)
+        self.left = nn.Linear(512, 512, bias=False)
+        self.right = nn.Linear(512, 512, bias=False)
+        self.idle = nn.Linear(512, 512)
+        self.last = nn.Linear(512, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        hidden = nn.functional.linear(hidden, self.left.weight + self.right.weight.view(512, 512))
+        return self.last(torch.tanh(self.left(torch.tanh(hidden))))
+
+
+def wide(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return Wide().to(dtype)
+
+
+MODELS = (
+    MLP,
+    Case("cnn", dropped, image_batch, CNN_NORM.loss),
+    GPT_DROPOUT,
+    Case("wide", wide, vector_batch, MLP.loss),
+)
 # (reduction, microbatches, rows): 10 rows are no multiple of 4; of 5 microbatches, 2 are empty.
 CUTS = [("mean", 4, 24), ("sum", 4, 10), ("sum", 12, 24), ("sum", 5, 3)]
 
@@ -259,8 +286,25 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
+class Reentrant(nn.Module):
+    """Gradients of a large weight come in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(7, 512)
+        self.inner = nn.Linear(512, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(checkpoint(self.inner, self.first(x), use_reentrant=True))
+        return checkpoint(self.inner, hidden, use_reentrant=True)[:, :CLASSES]
+
+
+NETS = {"checkpointed": Checkpointed, "reentrant": Reentrant}
+
+
 def one_step(rank: int, kind: str) -> str:
-    net: Any = Checkpointed() if kind == "checkpointed" else MLP.build()
+    net: Any = NETS.get(kind, MLP.build)()
     if kind == "compiled":
         net = torch.compile(net, backend="aot_eager")
     model = DistributedDataParallel(net)
@@ -328,6 +372,7 @@ LOOPS = [
     pytest.param(accumulate, (), id="accumulation"),
     pytest.param(one_step, ("autocast",), id="autocast"),
     pytest.param(one_step, ("checkpointed",), id="checkpointed"),
+    pytest.param(one_step, ("reentrant",), id="checkpointed, reentrant"),
     pytest.param(one_step, ("compiled",), id="compiled", marks=pytest.mark.night),
 ]
 
@@ -390,6 +435,33 @@ def test_state_dict_has_the_modules_own_keys(two: Ranks) -> None:
     assert two.run(load_states) == [[keys, keys]] * 2
 
 
+def fail_half_way(rank: int) -> tuple[str, str]:
+    """Fail in a backward pass that has sent gradients, and try another one."""
+    net = nn.Sequential(nn.Linear(7, 512), nn.Linear(512, 512))
+    model = DistributedDataParallel(net)
+    calls = []
+
+    def fail(*_: object) -> None:
+        calls.append(rank)
+        if len(calls) == 2:  # in the last microbatch
+            raise ZeroDivisionError
+
+    inputs = vector_batch(8)[0][own_rows(rank, 8, 4)]
+    hook = net[0].register_forward_hook(lambda _, __, outputs: outputs.register_hook(fail) and None)
+    with pytest.raises(ZeroDivisionError):
+        model(inputs).sum().backward()
+    hook.remove()
+    with pytest.raises(StateError) as raised:
+        model(inputs).sum().backward()
+    return str(raised.value), str(net[0].weight.grad)
+
+
+def test_a_backward_pass_after_half_of_another_is_refused(two: Ranks) -> None:
+    for message, gradient in two.run(fail_half_way):
+        assert "failed here after it had sent gradients. Start the job again" in message
+        assert gradient == "None"
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 
@@ -431,6 +503,7 @@ def refuse_arguments(rank: int) -> list[str]:
         lambda: DistributedDataParallel(MLP.build(), reduction="max"),
         lambda: DistributedDataParallel(MLP.build(), 4 + 4 * rank),
         lambda: DistributedDataParallel([MLP, MODELS[1]][rank].build()),
+        lambda: DistributedDataParallel(nn.BatchNorm1d(3, track_running_stats=rank == 0)),
         lambda: DistributedDataParallel(MLP.build()).set_weight(3),
         lambda: DistributedDataParallel(MLP.build(), reduction="sum").set_weight(-1),
     ]
@@ -449,6 +522,7 @@ def test_wrong_arguments_are_refused_on_every_rank(two: Ranks) -> None:
         "`reduction` must be 'mean' or 'sum'",
         "the same module in the same way, but rank 1",
         "the same module in the same way, but rank 1",
+        "the same module in the same way, but rank 1 has other parameters, buffers, frozen",
         "`set_weight()` needs the reduction 'sum'",
         "`weight` must be finite and at least 0, but is -1",
     ]

@@ -9,7 +9,7 @@ from phalanx.execution.failures import FailureLog, WorkerLost
 from phalanx.execution.opening import ExecutorChoice, Processes, Ranks
 from phalanx.execution.processes import ProcessExecutor
 from phalanx.execution.rank_messages import RankMessage, add_statistics
-from phalanx.execution.rank_reduction import RankReduction, places_of
+from phalanx.execution.rank_reduction import RankReduction, RankSums
 from phalanx.execution.ranks import describe_rank
 from phalanx.execution.run import (
     Gradients,

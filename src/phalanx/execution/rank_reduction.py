@@ -7,7 +7,7 @@
 Each rank owns one slice of every bucket of gradients: it receives all partial sums of this slice
 and adds them along the tree. That moves as many bytes as an all_reduce, whose order would depend
 on the number of ranks. Of two ranks with one sum each, an all_reduce does it: two numbers have one
-sum, whichever comes first.
+sum, whichever comes first. A bucket may leave while the rank's last backward pass still runs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.distributed import Exchange
+from phalanx.errors import StateError
 from phalanx.execution.run import Gradients, PartialSum, TreeSums
 from phalanx.plan import Node
 from phalanx.torch_internals import foreach_copy
@@ -68,6 +69,9 @@ class RankReduction:
         exchange: The ranks.
         bucket_bytes: About how many bytes of gradients travel together.
 
+    Attributes:
+        large: The places of the gradients that travel alone.
+
     Determinism: the sums are bitwise the same for any number of ranks.
     """
 
@@ -77,35 +81,126 @@ class RankReduction:
         exchange: Exchange,
         bucket_bytes: int = 25 * 2**20,
     ) -> None:
-        self._parameters = parameters
+        self._num_parameters = len(parameters)
         self._exchange = exchange
-        self._buckets = [
-            _Bucket(parameters, places, exchange.size)
-            for places in _cut_in_buckets(parameters, bucket_bytes)
-        ]
+        buckets = _cut_in_buckets(parameters, bucket_bytes)
+        self.large = [first for first, *_ in buckets if _is_large(parameters[first])]
+        self._buckets = [_Bucket(parameters, places, exchange.size) for places in buckets]
+        self._last: RankSums | None = None
 
-    def add(self, own: Mapping[Node, PartialSum | None], ranges: Sequence[range]) -> Gradients:
-        """Return the sums of all ranks' gradients.
+    def begin(self, ranges: Sequence[range]) -> RankSums:
+        """Begin a step.
 
         Args:
-            own: This rank's partial sums, which it may write to.
             ranges: Which microbatches are whose, by rank.
+
+        Raises:
+            StateError: The backward pass before failed after it had sent gradients.
+        """
+        if self._last is not None and self._last.is_broken:
+            raise StateError(
+                "All ranks must complete their backward passes, but the last one failed here after "
+                "it had sent gradients. Start the job again from its last checkpoint."
+            )
+        self._last = RankSums(self._num_parameters, self._exchange, self._buckets, ranges)
+        return self._last
+
+
+class RankSums:
+    """The sums of one step: buckets travel in the same order on all ranks, each when it is full.
+
+    Args:
+        num_parameters: Of the model.
+        exchange, buckets, ranges: As `RankReduction` has them.
+
+    Attributes:
+        is_broken: Whether other ranks wait for the rest of the buckets.
+    """
+
+    def __init__(
+        self,
+        num_parameters: int,
+        exchange: Exchange,
+        buckets: Sequence[_Bucket],
+        ranges: Sequence[range],
+    ) -> None:
+        self.is_broken = False
+        self._num_parameters = num_parameters
+        self._exchange = exchange
+        self._buckets = buckets
+        self._num_leaves = sum(map(len, ranges))
+        self._nodes = [nodes_of(leaves, self._num_leaves) for leaves in ranges]
+        self._own: dict[Node, Gradients] = {
+            node: [None] * num_parameters for node in self._nodes[exchange.rank]
+        }
+        self._full: set[int] = set()
+        self._trips: list[_Trip] = []
+
+    @property
+    def places(self) -> set[int]:
+        """The places of the parameters that this rank has gradients of."""
+        pairs = (pair for each in self._own.values() for pair in enumerate(each))
+        return {place for place, found in pairs if found is not None}
+
+    def put(
+        self,
+        place: int,
+        gradient: Tensor | None,
+        leaf: Node,
+        waiting: Mapping[Node, PartialSum | None],
+    ) -> None:
+        """Take the gradient of this rank's last microbatch, and send the sum if it is its turn.
+
+        Args:
+            place: Of a large gradient.
+            gradient: 1-D in memory order. Autograd may still read it, so it is not written to.
+                None: the microbatch has none.
+            leaf: The microbatch.
+            waiting: The sums of the others; those of this gradient are taken out of them.
+        """
+        sums: TreeSums[Tensor] = TreeSums(self._num_leaves, Tensor.add_)
+        for node, each in waiting.items():
+            found = None
+            if each is not None:
+                found, each.gradients[place] = each.gradients[place], None
+            sums.put(node, found)
+        sums.put(leaf, gradient)
+        for node, total in sums.waiting.items():
+            if gradient is None or total is not gradient:
+                self._own[node][place] = total
+            else:
+                self._own[node][place] = gradient.clone()
+        self._full.add(place)
+        self._send(self._full)
+        self.is_broken = bool(self._trips)
+
+    def send(self, own: Mapping[Node, PartialSum | None]) -> None:
+        """Send all that is left; ``own`` are this rank's partial sums, which may be written to."""
+        for node, found in own.items():
+            if found is not None:
+                pairs = zip(self._own[node], found.gradients, strict=True)
+                self._own[node] = [late if early is None else early for early, late in pairs]
+        self._send(None)
+        self.is_broken = False
+
+    def _send(self, full: set[int] | None) -> None:
+        kind = _PairTrip if list(map(len, self._nodes)) == [1, 1] else _Trip
+        for bucket in self._buckets[len(self._trips) :]:
+            if full is not None and not full.issuperset(bucket.places):
+                break
+            sums = list(self._own.values())
+            self._trips.append(kind(bucket, self._exchange, self._nodes, sums))
+
+    def receive(self) -> Gradients:
+        """Return the sums of all ranks' gradients.
 
         Returns:
             By parameter, 1-D in memory order; meaningless where no rank has a gradient.
-
-        Collective: Yes. Moves: (N - 1) / N of the gradients' bytes to others, twice, for N ranks.
         """
-        num_leaves = sum(map(len, ranges))
-        nodes = [nodes_of(leaves, num_leaves) for leaves in ranges]
-        nothing = PartialSum([None] * len(self._parameters), {})
-        sums = [(own.get(node) or nothing).gradients for node in nodes[self._exchange.rank]]
-        kind = _PairTrip if list(map(len, nodes)) == [1, 1] else _Trip
-        trips = [kind(bucket, self._exchange, nodes, sums) for bucket in self._buckets]
-        for trip in trips:
-            trip.add(num_leaves)
-        total: Gradients = [None] * len(self._parameters)
-        for bucket, trip in zip(self._buckets, trips, strict=True):
+        for trip in self._trips:
+            trip.add(self._num_leaves)
+        total: Gradients = [None] * self._num_parameters
+        for bucket, trip in zip(self._buckets, self._trips, strict=True):
             bucket.read(trip.wait(), total)
         return total
 
@@ -190,13 +285,14 @@ class _Bucket:
     """Gradients of one dtype that travel together, or one large gradient.
 
     Attributes:
+        places: Of their parameters.
         slice_size: Elements of the slice that each rank owns.
     """
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], places: Sequence[int], num_ranks: int
     ) -> None:
-        self._places = places
+        self.places = places
         self.dtype = parameters[places[0]].dtype
         self.device = parameters[places[0]].device
         self._sizes = [parameters[place].numel() for place in places]
@@ -210,8 +306,8 @@ class _Bucket:
 
     def pack(self, gradients: Gradients) -> Tensor:
         """Return these gradients in one piece of memory: a large one where it lies."""
-        first = gradients[self._places[0]]
-        if len(self._places) == 1 and first is not None:
+        first = gradients[self.places[0]]
+        if len(self.places) == 1 and first is not None:
             return first
         flat = self.empty()
         self.write(gradients, flat)
@@ -238,7 +334,7 @@ class _Bucket:
 
     def write(self, gradients: Gradients, flat: Tensor) -> None:
         """Write these gradients into the bucket ``flat``."""
-        found = [gradients[place] for place in self._places]
+        found = [gradients[place] for place in self.places]
         pairs = list(zip(self._views(flat), found, strict=True))
         for view, gradient in pairs:
             if gradient is None:
@@ -249,20 +345,21 @@ class _Bucket:
 
     def read(self, flat: Tensor, total: Gradients) -> None:
         """Put the gradients in ``flat`` into ``total``."""
-        for place, view in zip(self._places, self._views(flat), strict=True):
+        for place, view in zip(self.places, self._views(flat), strict=True):
             total[place] = view
 
 
 def _cut_in_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[int]]:
-    """Return the places of those that are trained: in backward's order, alike ones together."""
+    """Return the places of those that are trained, in backward's order, alike ones together.
+
+    Large ones are first, because they are full first: a bucket waits for all of its gradients.
+    """
+    trained = [each for each in reversed(range(len(parameters))) if parameters[each].requires_grad]
     by_kind: dict[object, list[list[int]]] = {}
     sizes: dict[object, int] = {}
-    for place in reversed(range(len(parameters))):
+    for place in sorted(trained, key=lambda each: not _is_large(parameters[each])):
         parameter = parameters[place]
-        if not parameter.requires_grad:
-            continue
-        is_large = parameter.nbytes >= _LARGE_BYTES
-        kind = place if is_large else (parameter.dtype, parameter.device)
+        kind = place if _is_large(parameter) else (parameter.dtype, parameter.device)
         buckets = by_kind.setdefault(kind, [])
         if not buckets or sizes[kind] + parameter.nbytes > bucket_bytes:
             buckets.append([])
@@ -270,6 +367,10 @@ def _cut_in_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> li
         buckets[-1].append(place)
         sizes[kind] += parameter.nbytes
     return [bucket for buckets in by_kind.values() for bucket in buckets]
+
+
+def _is_large(parameter: nn.Parameter) -> bool:
+    return parameter.nbytes >= _LARGE_BYTES
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -158,8 +158,10 @@ class RankExecutor(ThreadExecutor):
         gradients: Gradients = [None] * len(self.parameters)
         if torch.is_grad_enabled():
             present = {place for each in messages for place in each.about["gradients"]}
-            sums = self._reduction.add(result.sums, ranges)
-            gradients = [each if place in present else None for place, each in enumerate(sums)]
+            sums = self._reduction.begin(ranges)
+            sums.send(result.sums)
+            received = enumerate(sums.receive())
+            gradients = [each if place in present else None for place, each in received]
         total = PartialSum(gradients, add_statistics(messages, len(weights)))
         result.sums = {SummationTree(len(weights)).root: total}
 
@@ -254,5 +256,6 @@ def describe_rank(module: nn.Module, num_replicas: int) -> dict[str, Any]:  # An
 
 
 def _digest_of(module: nn.Module) -> str:
-    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    shapes = [(name, tuple(each.shape), str(each.dtype)) for name, each in tensors]
     return hashlib.sha256(repr(shapes).encode()).hexdigest()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -38,12 +38,14 @@ class MicrobatchContext:
         index: Which microbatch it is.
         batch: Its rows.
         rng: Its random numbers, entered around the user's code only.
+        waiting: The sums of microbatches before it in this process, by node.
     """
 
     replica: Replica
     index: int
     batch: Nested
     rng: MicrobatchRng | ProcessRng
+    waiting: Mapping[Node, PartialSum | None] = field(default_factory=dict)
 
 
 class Task(ABC):

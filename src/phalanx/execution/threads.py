@@ -163,6 +163,7 @@ class ThreadExecutor(Executor):
             index=index,
             batch=state.pieces[index],
             rng=state.rng.microbatch(*state.seed, index),
+            waiting=state.sums.waiting,
         )
         result, forward = state.result, not state.task.goes_back
         replica.begin(forward=forward)

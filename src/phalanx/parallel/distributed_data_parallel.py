@@ -6,6 +6,8 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -15,17 +17,27 @@ from phalanx.distributed import Exchange, ProcessGroup
 from phalanx.errors import ConfigError
 from phalanx.execution import (
     Gradients,
+    MicrobatchContext,
     RankMessage,
     RankReduction,
+    RankSums,
     RunResult,
     ThreadExecutor,
     add_statistics,
     describe_rank,
-    places_of,
 )
+from phalanx.memory import in_memory_order
 from phalanx.parallel.data_parallel import DataParallel
-from phalanx.parallel.graph import Reduction, RunPart
-from phalanx.plan import Layout, check_argument, equal_sizes, ranges_of, read_count, read_number
+from phalanx.parallel.graph import Reduction, RunPart, reached_leaves
+from phalanx.plan import (
+    Layout,
+    Node,
+    check_argument,
+    equal_sizes,
+    ranges_of,
+    read_count,
+    read_number,
+)
 from phalanx.replicas import Statistics
 from phalanx.torch_internals import call_after_backward
 from phalanx.types import Nested
@@ -184,8 +196,9 @@ class DistributedDataParallel(DataParallel):
         if differing:
             raise ConfigError(
                 "All ranks must wrap the same module in the same way, but rank "
-                f"{differing[0]} has other parameters, frozen parameters or devices than rank 0, "
-                "or other values of `microbatches`, `reduction`, `layout`, `output` or `buffers`. "
+                f"{differing[0]} has other parameters, buffers, frozen parameters or devices than "
+                "rank 0, or other values of `microbatches`, `reduction`, `layout`, `output` or "
+                "`buffers`. "
                 "Make it from the same arguments in every process."
             )
         return int(told[0][0])
@@ -254,7 +267,7 @@ class _Passes(Reduction):
     """
 
     def __init__(self, owner: DistributedDataParallel, sizes: Sequence[int]) -> None:
-        self.only = owner._own
+        self.only: range = owner._own
         self._owner = owner
         self._sizes = list(sizes)
         self._seed = (owner._seed, owner.steps) if owner._in_step() else super().seed()
@@ -286,6 +299,8 @@ class _RankPasses(_Passes):
     def __init__(self, owner: DistributedDataParallel, sizes: Sequence[int]) -> None:
         super().__init__(owner, sizes)
         self._exchange = owner._exchange
+        self._ranges = ranges_of(len(sizes), self._exchange.size)
+        self._sums: RankSums | None = None  # of the backward pass that runs
 
     def statistics(self, result: RunResult) -> Statistics:
         if next(self._owner.module.buffers(), None) is None or not self._owner._in_training():
@@ -297,10 +312,38 @@ class _RankPasses(_Passes):
         return add_statistics(told, len(self._sizes))
 
     def begin(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        self._sums = None
         gradients = super().begin(gradients)
         if not self._owner._is_mean:
             return gradients
         return [None if each is None else each / self._exchange.size for each in gradients]
+
+    def going_back(
+        self, executor: ThreadExecutor, context: MicrobatchContext, outputs: Sequence[Tensor]
+    ) -> AbstractContextManager[object]:
+        if context.index != self.only[-1] or not self._sizes[context.index]:
+            return nullcontext()
+        reduction = self._owner._sums_of(executor)
+        self._sums = sums = reduction.begin(self._ranges)
+        # Of one microbatch a gradient would have to be copied, since autograd may still read it.
+        reached = reached_leaves(outputs) if reduction.large and context.waiting else None
+        if reached is None or not reached.isdisjoint(map(id, executor.parameters)):
+            return nullcontext()  # a gradient may come in several parts
+
+        def put(place: int, leaf: Tensor) -> None:
+            gradient, leaf.grad = leaf.grad, None
+            flat = None if gradient is None else in_memory_order(gradient, leaf)
+            sums.put(place, flat, Node(0, context.index), context.waiting)
+
+        hooks = ExitStack()
+        for place in reduction.large:
+            leaf = context.replica.parameters[place]
+            if id(leaf) not in reached:
+                put(place, leaf)
+            elif leaf.device == executor.parameters[place].device:
+                hook = leaf.register_post_accumulate_grad_hook(partial(put, place))
+                hooks.callback(hook.remove)
+        return hooks
 
     def of_inputs(self, gradients: Gradients) -> Gradients:
         if not self._owner._is_mean:
@@ -310,13 +353,15 @@ class _RankPasses(_Passes):
 
     def add_gradients(self, executor: ThreadExecutor, result: RunResult) -> Gradients:
         own = result.sums if any(self._sizes) else {}
-        places, count = places_of(own), len(self._sizes)
+        sums = self._sums or self._owner._sums_of(executor).begin(self._ranges)
+        sums.send(own)
+        count, places = len(self._sizes), sums.places
         marks = [place in places for place in range(len(executor.parameters))]
         told = self._exchange.begin_numbers([*self._sizes, self._weight, *marks])
-        sums = self._owner._sums_of(executor).add(own, ranges_of(count, self._exchange.size))
+        totals = sums.receive()
         numbers = told()
         self._check([int(rows) for rows in numbers[:count]])
-        marked = zip(sums, numbers[count + 1 :], strict=True)
+        marked = zip(totals, numbers[count + 1 :], strict=True)
         return self._weighted([each if mark else None for each, mark in marked], numbers[count])
 
     def _check(self, rows: Sequence[int]) -> None:

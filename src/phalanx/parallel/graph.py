@@ -13,7 +13,9 @@ its replica. Cutting the inputs and merging the outputs happens outside, in the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,6 +64,15 @@ class Reduction:
     def begin(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Begin a backward pass; return the gradients of the outputs for it."""
         return gradients
+
+    def going_back(
+        self,
+        executor: ThreadExecutor,  # noqa: ARG002 - of a subclass, as the others
+        context: MicrobatchContext,  # noqa: ARG002
+        outputs: Sequence[Tensor],  # noqa: ARG002
+    ) -> AbstractContextManager[object]:
+        """Return the context of the backward pass of one piece, from ``outputs``."""
+        return nullcontext()
 
     def of_inputs(self, gradients: Gradients) -> Gradients:
         """Return the gradients of the inputs, for the caller's graph."""
@@ -126,7 +137,7 @@ class ForwardTask(Task):
         ]
         reached = None
         if self.hooked:
-            leaves = _reached_leaves([outputs[place] for place in needing])
+            leaves = reached_leaves([outputs[place] for place in needing])
             reached = None if leaves is None else context.replica.originals_of(leaves)
         graph = ReplicaGraph(list(home_of), list(home_of.values()), outputs, spec, needing, reached)
         return graph, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outputs]
@@ -140,11 +151,13 @@ class _BackwardTask(Task):
 
     Attributes:
         keep_graph: Whether there will be another backward pass.
+        entered: Called with the context and the outputs; returns the context manager of the pass.
     """
 
     goes_back = True
 
     keep_graph: bool
+    entered: Callable[[MicrobatchContext, Sequence[Tensor]], AbstractContextManager[object]]
 
     def __call__(self, context: MicrobatchContext) -> Gradients:
         """Do it, in the replica's thread."""
@@ -155,7 +168,7 @@ class _BackwardTask(Task):
         # Copies, as `copy_rows` makes of inputs: kernels may choose by the alignment of a slice.
         gradients = [given[place].to(graph.outputs[place].device, copy=True) for place in given]
         try:
-            with context.rng:
+            with context.rng, self.entered(context, outputs):
                 run_backward(outputs, gradients, keep_graph=self.keep_graph)
             return [leaf.grad for leaf in graph.inputs]
         finally:
@@ -267,7 +280,7 @@ class _Node:
             batches.append((graph, given) if graph and given else None)
         with torch.enable_grad():  # gradients are asked for
             result = self.executor.run(
-                _BackwardTask(keep_graph),
+                _BackwardTask(keep_graph, partial(self.reduction.going_back, self.executor)),
                 batches,
                 weights=[float(batch is not None) for batch in batches],
                 seed=(*self.reduction.seed(), _BACKWARD),
@@ -317,7 +330,7 @@ class _Connect(torch.autograd.Function):
             return (None, None, *ctx.node.backward(grads, keep_graph))
 
 
-def _reached_leaves(outputs: Iterable[Tensor]) -> set[int] | None:
+def reached_leaves(outputs: Iterable[Tensor]) -> set[int] | None:
     """Return the ids of the leaves that a backward pass from ``outputs`` gives a gradient.
 
     None where a function of the user's own is on the way: its backward pass may reach others.
