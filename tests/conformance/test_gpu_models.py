@@ -51,7 +51,7 @@ def trained(module: nn.Module, batch: Any, replicas: list[torch.device]) -> dict
     return module.state_dict()
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.night), 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_bits_for_any_number_of_replicas(
     name: str, replicas: int, gpu: torch.device

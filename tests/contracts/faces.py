@@ -168,7 +168,7 @@ PLACED = [
 GROUP = Face("executor group", lambda nets, devices: Grouped(nets[0], devices))
 
 
-ON_DEVICE_BY_DAY = (REPLICATED[0], REPLICATED[2], IN_COLUMNS[1], GROUP)
+ON_DEVICE_BY_DAY = (REPLICATED[0], REPLICATED[2], IN_COLUMNS[1])  # groups: test_mxnet.py
 
 
 def each_of(*faces: Face) -> pytest.MarkDecorator:

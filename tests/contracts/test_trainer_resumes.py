@@ -410,22 +410,21 @@ def trained_across_a_failure(
     return net
 
 
-@some_by_day(
-    "executor, fail_at, failure, saves, own_generator",
-    EXECUTORS,
-    [0, 3, 6],
-    [RuntimeError, KeyboardInterrupt],
-    [False, True],
-    [True, False],
-)
+FAILURES = [  # at a step; whether a checkpoint is saved; whether the loader has a generator
+    (0, RuntimeError, False, True),
+    (3, KeyboardInterrupt, True, False),
+    (6, RuntimeError, True, True),
+    (6, KeyboardInterrupt, False, False),
+]
+
+
+@some_by_day("executor, case", EXECUTORS, FAILURES)
 def test_a_failure_in_any_batch_does_not_show(
     executor: tuple[str, int],
-    fail_at: int,
-    failure: type[BaseException],
-    saves: bool,
-    own_generator: bool,
+    case: tuple[int, type[BaseException], bool, bool],
     tmp_path: Path,
 ) -> None:
+    fail_at, failure, saves, own_generator = case
     undisturbed = trained_across_a_failure(("inline", 1), None, failure, own_generator, None)
     saved = tmp_path / "c" if saves else None
     failed = trained_across_a_failure(executor, fail_at, failure, own_generator, saved)
