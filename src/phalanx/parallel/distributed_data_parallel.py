@@ -129,13 +129,13 @@ class DistributedDataParallel(DataParallel):
         self._is_mean = reduction == "mean"
         self._bucket_bytes = int(read_number("bucket_cap_mb", bucket_cap_mb) * 2**20)
         self._exchange = exchange = Exchange(process_group)
-        _check_ranks(exchange.size, microbatches, reduction)
         self.steps = 0
         self._num_microbatches = microbatches
         self._sums: tuple[object, RankReduction] | None = None
         self._weight: float | None = None
         rules = repr((layout, output, buffers))
         self._seed = self._agree(exchange, microbatches, reduction, rules)
+        _check_ranks(exchange.size, microbatches, reduction)  # what all ranks were given
         exchange.align((*module.parameters(), *module.buffers()))
 
     @contextlib.contextmanager
