@@ -131,7 +131,7 @@ class Executor(ABC):
         modes = [each.training for each in self.modules]
         kind = (type(task), torch.is_grad_enabled(), *modes)
         plan = self._plans.get(kind) or self._first_plan(all(modes))
-        state = RunState(task, pieces, weights, seed, plan, len(self), owners, only)
+        state = RunState(task, pieces, weights, seed, plan, len(self.devices), owners, only)
         self._compute(state)
         if plan.watched:
             self._keep_plan(kind, state)
