@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.cluster import make_secret
 from tests.multiprocess.networks import Networks, networks_of_hosts
 from tests.multiprocess.ranks import START_S
 
@@ -25,7 +26,7 @@ pytestmark = [
 ]
 
 SCRIPT = """
-import hashlib, sys, torch, phalanx
+import hashlib, os, sys, torch, phalanx
 from torch import nn
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
@@ -38,7 +39,8 @@ with phalanx.Trainer(
     trainer.fit(data, epochs=2)
 weights = b"".join(each.detach().numpy().tobytes() for each in net.parameters())
 if sys.argv[2:] == ["tables"]:
-    with phalanx.tables.join(timeout_s=100.0, trusted_network=True) as world:
+    os.environ.setdefault("PHALANX_SECRET_FILE", os.path.join(os.path.dirname(__file__), "secret"))
+    with phalanx.tables.join(timeout_s=100.0) as world:
         table = world.array(5, name="t", sync=True)
         table.add(torch.ones(5))
         print(f"met {table.get().unique().tolist()}\\n", end="", flush=True)
@@ -187,6 +189,7 @@ def run_all(commands: Commands) -> str:
 def script(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("script") / "script.py"
     path.write_text(SCRIPT)
+    make_secret(path.with_name("secret"))
     return str(path)
 
 
