@@ -61,8 +61,8 @@ def test_needs_a_gpu(gpu):
 
 def conftest() -> str:
     text = (ROOT / "tests" / "conftest.py").read_text(encoding="utf-8")
-    assert "JOIN_S = 2.0" in text
-    return text.replace("JOIN_S = 2.0", "JOIN_S = 0.1")
+    assert "JOIN_S = 20.0" in text
+    return text.replace("JOIN_S = 20.0", "JOIN_S = 0.1")
 
 
 @pytest.mark.night  # it is about the tests
