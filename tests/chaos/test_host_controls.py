@@ -391,7 +391,8 @@ def a_host_is_killed(run: str, bug: str | None, folder: Path, host: int = 1) -> 
                 told = worker.get()
                 assert told.startswith(f"Host {host} (")
                 assert "(server at 127.0.0.1:" in told
-                assert f"did not answer {asked} of table 't' within 3" in told
+                _, within = told.split(f"did not answer {asked} of table 't' within ")
+                assert float(within.split()[0]) <= SHORT_S  # some of it may have gone before
 
 
 # --- snapshots outlive a host -------------------------------------------------------------------
