@@ -62,15 +62,6 @@ def test_the_number_of_replicas_changes_no_bit(name: str) -> None:
     assert not all(map(torch.equal, others, expected))
 
 
-def test_gradients_are_the_whole_batchs() -> None:
-    net, (inputs, targets) = mlp(torch.float64), vector_batch(ROWS, torch.float64)
-    expected = torch.autograd.grad(class_loss(net(inputs), targets), [*net.parameters()])
-    with DataParallel(net, devices=2, microbatches=5) as model:
-        class_loss(model(inputs), targets).backward()
-    for parameter, gradient in zip(net.parameters(), expected, strict=True):
-        assert torch.allclose(parameter.grad, gradient, rtol=1e-12, atol=1e-14)
-
-
 def test_pieces_of_the_callers_own() -> None:
     net, (inputs, _) = mlp(), vector_batch(6)
     with DataParallel(net, devices=2, microbatches=3) as model:

@@ -18,10 +18,6 @@ def folder(tmp_path):
     return RunFolder.create(tmp_path / "run")
 
 
-def test_an_empty_folder_may_be_there(tmp_path):
-    assert RunFolder.create(tmp_path).path == tmp_path
-
-
 def test_a_folder_that_holds_a_run_is_refused_with_the_way_to_continue(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(ConfigError, match=f"Continue its run with `phalanx resume {tmp_path}`"):
