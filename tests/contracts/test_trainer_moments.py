@@ -97,10 +97,8 @@ def closed_in_a_callback(executor: str, replicas: int) -> tuple[int, list[Tensor
     trainer = make(executor=executor, replicas=replicas, callbacks=[close])
     with pytest.raises(StateError, match="was closed"):
         trainer.fit(batches(), epochs=2)
-    for thread in set(threading.enumerate()) - before:
-        assert thread.name == "phalanx collectives"  # of the group, while it has calls
-        thread.join(10)
-        assert not thread.is_alive()
+    left = {thread.name for thread in set(threading.enumerate()) - before}
+    assert left <= {"phalanx collectives"}  # of the group, which stays
     return trainer.steps, state_of(trainer)
 
 
