@@ -99,6 +99,20 @@ class Newest(tables.Updater):
             raise RuntimeError("unlucky")
 
 
+class Bounded(tables.Sgd):
+    name = "bounded for tests"
+
+    def apply(self, rows: torch.Tensor, delta: torch.Tensor, states: list[torch.Tensor]) -> None:
+        rows.sub_(delta.clamp(-1, 1), alpha=self.lr)
+
+
+def test_a_subclass_of_a_built_in_updater_applies_its_own_rule():
+    with tables.join() as world:
+        table = world.matrix(3, 2, updater=Bounded(lr=0.5))
+        table.add([[4.0, -0.5]], rows=[1])
+        assert table.get().tolist() == [[0, 0], [-0.5, 0.25], [0, 0]]
+
+
 def test_an_updater_of_the_users_serves_and_what_it_raises_changes_nothing():
     with tables.join() as world:
         table = world.matrix(5, 2, torch.int32, updater=Newest(), init=7)

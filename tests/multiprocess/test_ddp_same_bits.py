@@ -532,6 +532,53 @@ def test_wrong_arguments_are_refused_on_every_rank(two: Ranks) -> None:
         assert all(word in message for word, message in zip(words, messages, strict=True)), messages
 
 
+class Branch(nn.Module):
+    """Two layers of over 1 MiB, of odd sizes; one of them is used by batches with a sign only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.at_times = nn.Linear(521, 511), nn.Linear(521, 511)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.always(x) + self.at_times(x) if x[0, 0] > 0 else self.always(x)
+
+
+def use_a_layer_on_one_rank(rank: int) -> str:
+    torch.manual_seed(0)
+    net = Branch()
+    model = DistributedDataParallel(net)
+    x = torch.randn(16, 521)
+    x[:, 0] = -1
+    x[0, 0] = 1
+    model(x[own_rows(rank, 16, 4)]).square().mean().backward()
+    gradients = [each.grad.numpy().tobytes() for each in net.parameters()]
+    return hashlib.sha256(b"".join(gradients)).hexdigest()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_a_large_layer_that_one_rank_uses_changes_no_bit(backend: str) -> None:
+    with Ranks(1) as ranks:
+        (wanted,) = ranks.run(use_a_layer_on_one_rank)
+    with Ranks(2, backend=backend) as ranks:
+        assert ranks.run(use_a_layer_on_one_rank) == [wanted] * 2
+
+
+def freeze_another_layer(rank: int) -> str:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model = DistributedDataParallel(net)
+    net[2 * rank].requires_grad_(False)
+    with pytest.raises(ConfigError) as raised:
+        model(torch.randn(4, 4)).square().mean().backward()
+    assert all(each.grad is None for each in net.parameters())
+    return str(raised.value)
+
+
+def test_ranks_that_freeze_different_layers_are_refused(two: Ranks) -> None:
+    for message in two.run(freeze_another_layer):
+        assert "All ranks must train the same parameters, but parameter 0" in message
+
+
 def lose_rank_1(rank: int) -> str:
     model = DistributedDataParallel(MLP.build())
     inputs, targets = (each[own_rows(rank, 8, 4)] for each in vector_batch(8))

@@ -49,7 +49,7 @@ class Callback:
     """
 
     saves = False
-    trainer: Any = None  # a `Trainer`, which is made of this room
+    trainer: Any = None  # a `Trainer`, which imports this package
 
     def attach(self, trainer: Any) -> None:
         """Belong to ``trainer`` from here on; called when it is made."""

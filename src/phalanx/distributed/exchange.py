@@ -23,7 +23,7 @@ from torch.distributed.constants import default_pg_timeout
 from phalanx.distributed.open_store import open_store
 from phalanx.distributed.process_group import SharedGroup
 from phalanx.environment import read_place
-from phalanx.errors import ConfigError, PeerError, PeerLost, StateError
+from phalanx.errors import ConfigError, PeerError, PeerLost, PhalanxError, StateError
 from phalanx.ipc import wait_until
 
 __all__ = ["Exchange", "ProcessGroup", "differing_names"]
@@ -215,7 +215,7 @@ class Exchange:
         """Say what a backend's error means; our own backend's says it itself."""
         try:
             yield
-        except PeerError:
+        except PhalanxError:
             raise
         except RuntimeError as error:
             raise PeerLost(

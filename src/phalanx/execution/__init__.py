@@ -1,4 +1,4 @@
-"""Executors run microbatches on replicas, reduce gradients and step shards of the optimizer."""
+"""Executors run microbatches on replicas; their threads also step the optimizer in shards."""
 
 from phalanx.execution.contract import (
     Executor,

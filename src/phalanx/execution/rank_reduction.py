@@ -306,10 +306,12 @@ class _Bucket:
 
     def pack(self, gradients: Gradients) -> Tensor:
         """Return these gradients in one piece of memory: a large one where it lies."""
-        first = gradients[self.places[0]]
-        if len(self.places) == 1 and first is not None:
-            return first
         flat = self.empty()
+        if len(self.places) == 1:
+            first = gradients[self.places[0]]
+            if first is not None:
+                return first
+            flat = flat[: self._sizes[0]]  # as long as another rank's gradient
         self.write(gradients, flat)
         return flat
 

@@ -199,7 +199,7 @@ class RunState:
         num_replicas: How many take microbatches here.
 
     Attributes:
-        result: Filled by the threads; `Executor.run` adds the sums at the end.
+        result: Filled by the threads; `Executor.run` stores the partial sums at the end.
         assigned: Attributes that `forward` has assigned; looked for where ``rng`` is watched.
     """
 

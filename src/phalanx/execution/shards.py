@@ -117,7 +117,7 @@ class Shards:
             self._left[place], self._right[place] = total, None
 
     def squares(self, shard: int) -> list[float]:
-        """Add one shard, and return the square of each gradient's 2-norm."""
+        """Make the last addition for one shard, and return the square of each gradient's 2-norm."""
         self.add(shard)
         gradients = [self._left[place] for place in self._parts[shard][1]]
         norms = [_norm_of(each) for each in gradients if each is not None]

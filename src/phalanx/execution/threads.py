@@ -54,9 +54,6 @@ class ThreadExecutor(Executor):
     Attributes:
         one_run: Held by the thread that runs forward passes, or writes what they have left.
 
-    Raises:
-        ConfigError: Workloads or `intra_op` do not fit the devices.
-
     Determinism: with the same microbatches and `intra_op`, the operands' sum is bitwise the same
     for any number of replicas on the same kind of device and for any timing.
     """

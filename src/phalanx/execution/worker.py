@@ -70,7 +70,7 @@ class MicrobatchMessage:
     """One microbatch.
 
     Attributes:
-        spec: A `RunSpec`, packed: most of the time it is that of the microbatch before.
+        spec: A `RunSpec`, packed: the same bytes for all microbatches of a run.
         rows: Its batch, which a worker must copy before it returns it or keeps it.
         slot: Where in the pool its gradients go; None for nowhere.
     """

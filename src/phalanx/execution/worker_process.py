@@ -91,7 +91,7 @@ class WorkerProcess:
             failed.pop_all()
 
     def check_alive(self) -> None:
-        """See that it is there; to be called when nothing was asked of it.
+        """Raise an error if it has ended; to be called when nothing was asked of it.
 
         Raises:
             Lost: It ended.
@@ -148,7 +148,7 @@ class WorkerProcess:
             signal.pidfd_send_signal(self._sentinel, signal.SIGKILL)
 
     def kill(self, after_s: float = 0.0) -> None:
-        """See that it is gone, by force if it does not go within ``after_s``."""
+        """Wait until it has ended; kill it after ``after_s``."""
         if self._sentinel < 0:
             return
         self._connection.close()

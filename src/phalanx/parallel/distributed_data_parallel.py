@@ -357,12 +357,24 @@ class _RankPasses(_Passes):
         sums.send(own)
         count, places = len(self._sizes), sums.places
         marks = [place in places for place in range(len(executor.parameters))]
-        told = self._exchange.begin_numbers([*self._sizes, self._weight, *marks])
+        trained = [each.requires_grad for each in executor.parameters]
+        told = self._exchange.begin_numbers([*self._sizes, self._weight, *marks, *trained])
         totals = sums.receive()
         numbers = told()
         self._check([int(rows) for rows in numbers[:count]])
-        marked = zip(totals, numbers[count + 1 :], strict=True)
+        self._check_trained(numbers[count + 1 + len(marks) :])
+        marked = zip(totals, numbers[count + 1 :][: len(marks)], strict=True)
         return self._weighted([each if mark else None for each, mark in marked], numbers[count])
+
+    def _check_trained(self, num_ranks: Sequence[float]) -> None:
+        """Refuse parameters that only some ranks train, given how many do."""
+        for place, number in enumerate(num_ranks):
+            if 0 < number < self._exchange.size:
+                raise ConfigError(
+                    f"All ranks must train the same parameters, but parameter {place} of "
+                    "`module.parameters()` is frozen on some ranks only. Set `requires_grad` alike "
+                    "on all ranks."
+                )
 
     def _check(self, rows: Sequence[int]) -> None:
         """Refuse other rows of the microbatches than one rank would cut."""

@@ -52,6 +52,7 @@ from phalanx.ipc import Waiting, fail_point, fail_points
 from phalanx.memory import all_within, copy_to
 from phalanx.native import DTYPES, FUNCTIONS, PartView, address_of
 from phalanx.tables.table_memory import NUMBERED, RECORDED, TableMemory
+from phalanx.tables.updaters import Updater
 from phalanx.tables.values import nonfinite, outside, refuse_nonfinite
 
 BLOCK_ROWS = 1 << 18  # changed at once, where their numbers stay in the cache
@@ -120,7 +121,8 @@ class TablePart:
             1.0 if updater.scale is None else updater.scale,
         )
         self._at = self._view.address
-        self._is_simple = updater.scale is not None
+        has_own = type(updater).apply is not Updater.apply  # also a subclass of `Sgd` may
+        self._is_simple = updater.scale is not None and not has_own
         self._get_in_c, self._add_in_c = FUNCTIONS["part_get"], FUNCTIONS["part_add"]
         self._change_in_c = FUNCTIONS["part_change"]
 

@@ -91,7 +91,7 @@ class Engine:
         executor, shards = self.executor, self._shards
 
         # Forward, loss and backward of each microbatch; gradients are added along the fixed tree,
-        # but for the last addition: `result.operands` are its two sides.
+        # but for the last addition: `result.operands` are its one or two sides.
         microbatches = self.split(batch)
         result = executor.run(
             TrainTask(self.objective, microbatches.scales, keep_outputs=metrics is not None),
@@ -108,8 +108,9 @@ class Engine:
         if metrics is not None:
             metrics.update(*microbatches.outputs_of(result.results, metrics.joining))
 
-        # The norm of the whole gradient, where that is to be clipped; it makes the last addition.
         shards.take(result)
+        # The norm of the whole gradient, where that is to be clipped. For it, the threads make the
+        # last addition now instead of in `_step_shards`.
         norm = None if self.clip_norm is None else self._norm()
         scale = 1.0 if norm is None else min(1.0, (self.clip_norm or 0.0) / (norm + 1e-6))
 
@@ -141,7 +142,7 @@ class Engine:
         )
 
     def _step_shards(self, scale: float, finish: Callable[[], None]) -> list[Span]:
-        """In a thread for each shard, make its last addition, then step it; the last finishes."""
+        """Make each shard's last addition and step it in its thread; the last one done finishes."""
         executor, shards = self.executor, self._shards
         num_shards = len(executor.devices)
         stepped: list[Span] = []
@@ -170,7 +171,7 @@ class Engine:
 
         Raises:
             ConfigError: Leaves differ in their rows, there are none, or weights are wrong.
-            StateError: As :meth:`check_whole`: nothing may be added to it.
+            StateError: As :meth:`check_whole`.
         """
         if self._is_half_stepped:
             raise _half_stepped()
