@@ -158,11 +158,11 @@ class Checkpoint(Callback):
             self._ranked, self._dropped = before
             raise
         if self.is_writer:
-            for other in self._dropped:
-                _remove(self.path / other)
-                _remove(self.path / f"{other}.previous")
             for draft in self.path.glob("step-*.writing"):
                 _remove(draft)
+            for other in self._dropped:
+                _remove(self.path / f"{other}.previous")
+                _remove(self.path / other)
         self._dropped = []
 
     def _is_better(self, value: float, than: float) -> bool:
@@ -202,6 +202,12 @@ def _remove(folder: Path) -> None:
             f"{folder} is kept no more, but stays: it is a link, or holds more than a checkpoint.",
         )
         return
-    for path in found:
+    # First the name: a kill from here on leaves a draft, which the next save removes.
+    draft = folder.with_suffix(".writing")
+    if draft != folder and os.path.lexists(draft):
+        warn_user(f"{folder} is kept no more, but stays: {draft} is in the way.")
+        return
+    folder.rename(draft)
+    for path in draft.iterdir():
         path.unlink()
-    folder.rmdir()
+    draft.rmdir()

@@ -127,6 +127,18 @@ def test_nothing_of_the_users_is_removed(tmp_path):
     assert names_in(tmp_path / "elsewhere") == ["model.safetensors"]
 
 
+def test_a_folder_stays_whole_while_something_of_the_users_has_the_name_of_its_draft(tmp_path):
+    best = Checkpoint(tmp_path, monitor="validation.loss")
+    attached(best)
+    play(best, [3.0])
+    before = names_in(tmp_path / "step-00000010")
+    (tmp_path / "step-00000010.writing").write_text("mine")
+    with pytest.warns(UserWarning, match=r"stays: .*10.writing is in the way"):
+        best(epoch_done(2, validation={"loss": 2.0}))
+    assert names_in(tmp_path / "step-00000010") == before
+    assert (tmp_path / "step-00000010.writing").read_text() == "mine"
+
+
 def test_a_folder_that_is_gone_is_not_missed(tmp_path):
     best = Checkpoint(tmp_path, monitor="validation.loss")
     attached(best)
