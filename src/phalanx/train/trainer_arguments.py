@@ -82,7 +82,8 @@ def read_replicas(
     if microbatches is not None and len(devices) > microbatches:
         raise ConfigError(
             f"`replicas` must be at most as many as there are microbatches ({microbatches}), but "
-            f"are {len(devices)}. Give microbatches={len(devices)} or more, or fewer replicas."
+            f"are {len(devices)}. Give fewer replicas, or begin a run with "
+            f"microbatches={len(devices)} or more."
         )
     if choice.kind == "inline" and len(devices) != 1:
         raise ConfigError(

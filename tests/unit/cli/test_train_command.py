@@ -442,7 +442,7 @@ def test_signals_are_as_they_were_afterwards():
     [
         (("digits", "--replicas", "none"), "must hold names such as 'cpu'"),
         (("digits", "--replicas", "5"), "`--replicas` must be at most as many as there are"),
-        (("digits", "--replicas", "5"), "Give --microbatches 5 or more, or fewer replicas."),
+        (("digits", "--replicas", "5"), "fewer replicas, or begin a run with --microbatches 5 "),
         (("digits", "--clip-norm", "0"), "`--clip-norm` must be above 0"),
         (("digits", "--replicas", "2", "--executor", "inline"), "must be 1 for --executor inline"),
         (("mnist",), "`DATA` must be a file, a folder or module:attribute"),
