@@ -23,10 +23,14 @@ class Standardize(nn.Module):
     Both are buffers, and so in the file of the weights. Numbers have theirs by column, pictures by
     channel.
 
+    Attributes:
+        part: The part of a row that :meth:`fit` looks at: 0 for inputs, 1 for targets.
+
     Shapes:
         [B, *shape] -> the same.
     """
 
+    part = 0
     mean: Tensor
     scale: Tensor
 
@@ -40,15 +44,27 @@ class Standardize(nn.Module):
         """Take mean and deviation of up to 4,096 rows, evenly spaced."""
         count = len(rows)  # type: ignore[arg-type]
         stride = math.ceil(count / _MOST_ROWS)
-        inputs = torch.stack([rows[place][0] for place in range(0, count, stride)])
+        values = torch.stack([rows[place][self.part] for place in range(0, count, stride)])
         dims = (0, 2, 3) if self.mean.dim() == 3 else (0,)
-        mean = inputs.nanmean(dims).nan_to_num(0)
+        mean = values.nanmean(dims).nan_to_num(0)
         self.mean.copy_(mean.view_as(self.mean))
-        deviation = ((inputs - self.mean).nan_to_num(0) ** 2).mean(dims).sqrt().view_as(self.scale)
+        deviation = ((values - self.mean).nan_to_num(0) ** 2).mean(dims).sqrt().view_as(self.scale)
         self.scale.copy_(torch.where(deviation > 0, deviation, 1.0))
 
     def forward(self, x: Tensor) -> Tensor:
         return ((x - self.mean) / self.scale).nan_to_num(0)
+
+
+class Rescale(Standardize):
+    """Multiply by the deviation of the training set's targets, and add their mean.
+
+    So a model of prices learns as soon as one of their thousands does.
+    """
+
+    part = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.mean
 
 
 class GPT(nn.Module):
@@ -136,10 +152,11 @@ def build_model(spec: str, schema: Schema, *, seed: int) -> nn.Module:
             )
         if spec == "gpt":
             return GPT(outputs, shape[0])
-        return _mlp(shape, outputs) if spec == "mlp" else _cnn(shape, outputs)
+        model = _mlp(shape, outputs) if spec == "mlp" else _cnn(shape, outputs)
+        return model.append(Rescale((outputs,))) if schema.task == "regress" else model
 
 
-def _mlp(shape: tuple[int, ...], num_outputs: int) -> nn.Module:
+def _mlp(shape: tuple[int, ...], num_outputs: int) -> nn.Sequential:
     return nn.Sequential(
         Standardize(shape),
         nn.Flatten(),
@@ -151,7 +168,7 @@ def _mlp(shape: tuple[int, ...], num_outputs: int) -> nn.Module:
     )
 
 
-def _cnn(shape: tuple[int, ...], num_outputs: int) -> nn.Module:
+def _cnn(shape: tuple[int, ...], num_outputs: int) -> nn.Sequential:
     layers: list[nn.Module] = [Standardize(shape)]
     channels = shape[0]
     for width in (16, 32, 64):

@@ -59,7 +59,7 @@ def train(
     ] = None,
     task: Annotated[
         Literal["auto", "classify", "regress"],
-        typer.Option(help="auto: words and whole numbers are classes."),
+        typer.Option(help="auto: words and few different whole numbers are classes."),
     ] = "auto",
     loss: Annotated[
         str,

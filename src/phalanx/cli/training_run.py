@@ -312,8 +312,8 @@ class TrainingRun:
         options = self.options
         count = sum(parameter.numel() for parameter in self.module.parameters())
         return (
-            f"{options.model} on {options.data}, {count:,} parameters; batches of "
-            f"{options.batch_size}, seed {options.seed}\nRun folder: {self.folder.path}"
+            f"{options.model} on {options.data} to {self.schema.task}, {count:,} parameters; "
+            f"batches of {options.batch_size}, seed {options.seed}\nRun folder: {self.folder.path}"
         )
 
     def _conclude(self, trainer: Trainer, *, interrupted: bool) -> str:

@@ -98,9 +98,10 @@ class Objective:
                 given = result
             return (*given, batch[1] if is_pair(batch) else None)[:3]
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            of = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
             raise ConfigError(
-                f"A batch must be a pair (inputs, targets), but is {type(batch).__name__!r}. Give "
-                "`forward=` to take batches of another form."
+                f"A batch must be a pair (inputs, targets), but is a {type(batch).__name__}{of}. "
+                "Give `forward=` to take batches of another form."
             )
         inputs, targets = batch
         is_one = isinstance(inputs, Tensor)

@@ -294,6 +294,17 @@ def test_numbers_are_regressed_with_validation_data_and_early_stopping(phalanx):
     assert Path("predictions.csv").read_text().splitlines()[0] == "prediction"
 
 
+def test_large_numbers_are_regressed_as_well_as_small_ones(phalanx):
+    rooms = [(place * 7 % 50) / 5 for place in range(200)]
+    rows = [f"{each},{10_000 * each + 25_000.5}" for each in rooms]
+    Path("price.csv").write_text("rooms,price\n" + "\n".join(rows) + "\n")
+    assert phalanx("train", "price.csv", "--epochs", 30, "--out", "run")[0] == 0
+    assert phalanx("predict", "run", "price.csv")[0] == 0
+    found = [float(line) for line in Path("predictions.csv").read_text().split()[1:]]
+    wanted = [10_000 * each + 25_000.5 for each in rooms]
+    assert max(abs(a - b) for a, b in zip(found, wanted, strict=True)) < 10_000
+
+
 def test_text_is_trained_by_its_bytes(phalanx):
     Path("book.txt").write_text("The same words again and again. " * 40)
     code, out, _ = phalanx("train", "book.txt", "--epochs", 1, "--batch-size", 8, "--out", "run")
