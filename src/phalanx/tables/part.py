@@ -121,8 +121,7 @@ class TablePart:
             1.0 if updater.scale is None else updater.scale,
         )
         self._at = self._view.address
-        has_own = type(updater).apply is not Updater.apply  # also a subclass of `Sgd` may
-        self._is_simple = updater.scale is not None and not has_own
+        self._is_simple = updater.scale is not None and type(updater).apply is Updater.apply
         self._get_in_c, self._add_in_c = FUNCTIONS["part_get"], FUNCTIONS["part_add"]
         self._change_in_c = FUNCTIONS["part_change"]
 

@@ -72,7 +72,7 @@ class Updater:
 
     @property
     def scale(self) -> float | None:
-        """The factor of a delta that is only added: C does it (part.c)."""
+        """The factor of a delta that is only added: C does it (part.c), if `apply` is not given."""
         return None
 
     @property
