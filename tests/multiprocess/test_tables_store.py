@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -15,8 +16,9 @@ from torch.distributed import TCPStore
 from phalanx import tables
 from phalanx.cluster import Connection, Endpoint, Secret, make_secret
 from phalanx.errors import ConfigError, PeerTimeout, StateError
+from phalanx.ipc import wait_until
 from phalanx.tables import host_rendezvous
-from phalanx.tables.host_server import ServerPage
+from phalanx.tables.host_server import ServerPage, ServerWatch
 from phalanx.tables.router import Operation
 from tests.multiprocess.children import DEADLINE_S, Children, Parent, wait_for_exit
 from tests.multiprocess.hosts import become_worker, regions_on, run_on, variables
@@ -162,3 +164,20 @@ def test_a_host_whose_server_does_not_come_is_named_and_nothing_outlives_the_att
         server = page.serving.owner
     worker.kill()
     wait_for_exit(server)
+
+
+def test_a_server_that_dies_as_it_begins_is_replaced_at_once(tmp_path: Path) -> None:
+    with regions_on("dies-at-once", 0) as regions:
+        page = ServerPage(regions)
+
+        def die_in_the_first_moment() -> None:
+            with page.serving.held():
+                (tmp_path / f"server-{os.getpid()}").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        watch = ServerWatch(page, die_in_the_first_moment)
+        try:
+            # Five would take 50 s if the watch waited for a server that is dead already.
+            assert wait_until(lambda: len(list(tmp_path.glob("server-*"))) >= 5, 20.0)
+        finally:
+            watch.close(DEADLINE_S)

@@ -125,10 +125,10 @@ class ServerWatch:
                 rest_s = _AGAIN_S
 
     def _start(self) -> None:
-        """Fork a server, and wait until it serves. This thread has never run OpenMP."""
+        """Fork a server, and wait until it has begun. This thread has never run OpenMP."""
         page, ended = self._page, self._ended
-        fork_apart(self._serve)  # it outlives this process
-        wait_until(lambda: page.is_served or page.is_over or ended.is_set(), _BEGIN_S)
+        fork_apart(self._serve)  # it outlives this process, and may be killed before this one looks
+        wait_until(lambda: page.serving.owner > 0 or page.is_over or ended.is_set(), _BEGIN_S)
 
     def close(self, timeout_s: float) -> None:
         """End the watch."""
