@@ -44,7 +44,7 @@ __all__ = ["ElasticExchange", "GroupChanged", "RanksChanged"]
 _LOSSES = (PeerLost, PeerTimeout, GroupAborted)
 
 About = Mapping[str, Any]
-"""What a rank trains, as JSON has it."""
+"""The description of a rank's model, in types of JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)

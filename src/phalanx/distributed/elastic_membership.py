@@ -6,7 +6,7 @@
 
     count       how many processes have come so far; each takes its number from it, from 1
     member/N    who process N is, a number that it changes all the time, the epoch that it asks for
-    epoch/E     who is in it; written once, by whoever is first
+    epoch/E     its members; written once, by the first rank to decide
 
 Any process may find that the group must change; all of it then ask for the next epoch. The one with
 the lowest number that lives decides, when all that live have reported; after a deadline whoever is

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
-"""What a rank gives to ranks that take nothing of it."""
+"""An empty tensor, sent to ranks that receive nothing."""
 
 
 class FlatTensor(NamedTuple):

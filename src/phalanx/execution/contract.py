@@ -166,7 +166,7 @@ class Executor(ABC):
         return len(self)
 
     def mark_done(self) -> None:  # noqa: B027 - nothing to do but for ranks
-        """Count a run whose result is kept; elastic ranks compare counts to find who is behind."""
+        """Count a run whose result is kept; elastic ranks compare counts to find a late rank."""
 
     def __len__(self) -> int:
         """Return the number of replicas."""

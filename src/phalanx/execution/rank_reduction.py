@@ -13,7 +13,7 @@ sum, whichever comes first. A bucket may leave while the rank's last backward pa
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import TypeVar
 
@@ -139,8 +139,7 @@ class RankSums:
     @property
     def places(self) -> set[int]:
         """The places of the parameters that this rank has gradients of."""
-        pairs = (pair for each in self._own.values() for pair in enumerate(each))
-        return {place for place, found in pairs if found is not None}
+        return places_of(self._own.values())
 
     def put(
         self,
@@ -205,9 +204,8 @@ class RankSums:
         return total
 
 
-def places_of(own: Mapping[Node, PartialSum | None]) -> set[int]:
-    """Return the places of the parameters that partial sums hold gradients of."""
-    sums = [each.gradients for each in own.values() if each is not None]
+def places_of(sums: Iterable[Gradients]) -> set[int]:
+    """Return the places of the parameters that one of the sums holds a gradient of."""
     return {place for each in sums for place, found in enumerate(each) if found is not None}
 
 

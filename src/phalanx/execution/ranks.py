@@ -125,7 +125,7 @@ class RankExecutor(ThreadExecutor):
         }
         try:
             result = super().run(task, pieces, weights=weights, seed=seed, owners=owners, only=only)
-            about["gradients"] = sorted(places_of(result.sums))
+            about["gradients"] = sorted(places_of(each.gradients for each in result.operands))
             packed = RankMessage.of(about, result.results, result.sums).pack()
         except BaseException as error:
             failed = RankMessage(about, f"{type(error).__name__}: {error}")

@@ -46,7 +46,7 @@ def register_at_fork(hook: Callable[[], None]) -> None:
 
 def _call_hooks() -> None:
     hooks = list(_hooks.items())
-    _hooks.clear()  # before the calls: a hook may register anew, for the child's own forks
+    _hooks.clear()  # first: a hook may register itself again, for forks of the child
     for owner, hook in hooks:
         hook(owner)
 

@@ -194,7 +194,7 @@ class TableGroup:
     def tick(self) -> int:
         """End this worker's round; return how many it has ended.
 
-        Rounds count for tables with bounded staleness, whose gets wait for slower workers. In
+        Tables with bounded staleness count rounds: their gets wait for slower workers. In
         bulk-synchronous tables, gets are the rounds.
         """
         self._check_open()

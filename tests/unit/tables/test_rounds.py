@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 
@@ -44,7 +45,9 @@ def test_a_round_is_in_when_the_last_one_comes_though_others_have_timed_out():
         assert [table.get().tolist() for table in (late, one, two)] == [[0.0]] * 3
 
 
-def test_a_get_after_one_that_timed_out_is_of_the_same_round():
+@contextmanager
+def after_a_late_get():
+    """Give worker 0's group and the table of both workers, after worker 0 has waited in vain."""
     with (
         tables.join(sync=True, num_workers=2, timeout_s=0.05) as world,
         world.thread_worker() as other,
@@ -53,6 +56,11 @@ def test_a_get_after_one_that_timed_out_is_of_the_same_round():
         ours.add([1.0])
         with pytest.raises(PeerTimeout):
             ours.get()
+        yield world, ours, theirs
+
+
+def test_a_get_after_one_that_timed_out_is_of_the_same_round():
+    with after_a_late_get() as (_, ours, theirs):
         ours.add([10.0])  # of the next round
         theirs.add([100.0])
         assert theirs.get().tolist() == ours.get().tolist() == [101.0]
@@ -61,15 +69,8 @@ def test_a_get_after_one_that_timed_out_is_of_the_same_round():
         assert ours.get().tolist() == theirs.get().tolist() == [111.0]
 
 
-def test_who_opens_a_table_again_stays_arrived():
-    with (
-        tables.join(sync=True, num_workers=2, timeout_s=0.05) as world,
-        world.thread_worker() as other,
-    ):
-        ours, theirs = world.array(1, name="x"), other.array(1, name="x")
-        ours.add([1.0])
-        with pytest.raises(PeerTimeout):
-            ours.get()
+def test_a_worker_that_opens_a_table_again_stays_arrived():
+    with after_a_late_get() as (world, ours, theirs):
         world.array(1, name="x")
         assert theirs.get().tolist() == ours.get().tolist() == [1.0]
 
