@@ -204,6 +204,7 @@ def test_an_output_without_rows_is_the_first_devices():
     outputs = [desc("logits", 15, 4, layout="NC"), desc("sums", 4, layout="C")]
     data = [desc("data", 15, 5), desc("mask", 5, layout="C")]
     with group_of(net, *data, output_shapes=outputs) as group:
+        assert group.get_output_shapes() == [("logits", (15, 4)), ("sums", (4,))]
         group.forward((draw(15, 5), draw(5, seed=1)))
         expected = net(draw(15, 5), draw(5, seed=1))
         assert_close(list(group.get_outputs()), [each.detach() for each in expected], F64)
@@ -535,6 +536,59 @@ def test_parameters_are_read_into_maps_that_hold_more_and_into_arrays() -> None:
             group.getParams({"head.weight": frozen}, {})
 
 
+class Deep(nn.Module):
+    """Layers with the same names whatever their number, and a buffer."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        torch.manual_seed(depth)
+        layers = [nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(depth)]
+        self.body = nn.Sequential(nn.BatchNorm1d(5), *layers).double()
+
+    def forward(self, data: Tensor) -> Tensor:
+        return self.body(data)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_group_shares_parameters_and_buffers_with_another_by_name(late):
+    shallow, deep, twin = Deep(2), Deep(3), Deep(3)
+    deep.body[1][0].bias.requires_grad_(False)
+    with (
+        group_of(deep, desc("data", 15, 5), devices=2) as first,
+        group_of(
+            shallow, desc("data", 7, 5), devices=2, shared_group=None if late else first
+        ) as second,
+    ):
+        if late:
+            second.forward(draw(7, 5))
+            second.bindExec([desc("data", 7, 5)], None, first, True)
+        theirs = {**dict(deep.named_parameters()), **dict(deep.named_buffers())}
+        for name, tensor in (*shallow.named_parameters(), *shallow.named_buffers()):
+            assert tensor is theirs[name]
+        assert not shallow.body[1][0].bias.requires_grad
+        optimizer = torch.optim.SGD(shallow.parameters(), lr=0.5)
+        deep.eval()
+        for step in range(2):
+            second.forward(draw(7, 5, seed=step), is_train=True)
+            second.backward([draw(7, 5, seed=9)])
+            optimizer.step()
+        twin.load_state_dict(deep.state_dict())
+        first.forward(draw(15, 5), is_train=False)
+        assert_close(first.get_outputs()[0], twin.eval()(draw(15, 5)).detach(), F64)
+        assert not torch.equal(twin.body[1][0].weight, Deep(3).body[1][0].weight)
+
+
+def test_a_group_that_cannot_share_all_shares_nothing():
+    net, other = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2)), nn.Sequential(nn.Linear(5, 4))
+    other.append(nn.Linear(4, 3))
+    before = dict(net.named_parameters())
+    with group_of(other, desc("input", 7, 5)) as first, group_of(net, desc("input", 6, 5)) as group:
+        with pytest.raises(ConfigError, match=r"`1.weight` must have shape \(2, 4\)"):
+            group.bind_exec([desc("input", 9, 5)], shared_group=first)
+        assert group.batch_size == 6
+    assert all(parameter is before[name] for name, parameter in net.named_parameters())
+
+
 def test_buckets_of_several_lengths_train_one_set_of_parameters():
     class Recurrent(nn.Module):
         def __init__(self) -> None:
@@ -552,7 +606,7 @@ def test_buckets_of_several_lengths_train_one_set_of_parameters():
     plain = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.5)
     with (
         group_of(net, desc("data", 9, 6, 3)) as longest,
-        group_of(net, desc("data", 9, 4, 3)) as shorter,
+        group_of(Recurrent(), desc("data", 9, 4, 3), shared_group=longest) as shorter,
     ):
         for step in range(6):
             length = (6, 4)[step % 2]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 import torchmetrics
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, classification, text
 
-from phalanx.compat.mxnet import DataBatch
+from phalanx.compat.mxnet import DataBatch, EvalMetric
 from tests.contracts.containers import draw
 from tests.contracts.groups import (
     F64,
@@ -157,3 +160,74 @@ def test_labels_are_left_out_where_none_are_bound():
         for batch in (DataBatch([x], [y], PAD), DataBatch(x, y, pad=PAD)):
             group.forward(batch)
             assert_close(group.get_outputs()[0], net(x[:-PAD]).detach(), F64)
+
+
+# --- MXNet's own metrics --------------------------------------------------------------------------
+
+
+class Both(Loss):
+    """The loss, and the output that MXNet gave beside it."""
+
+    def forward(self, data: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+        scores = Net.forward(self, data)
+        return nn.functional.cross_entropy(scores, label), scores.softmax(1)
+
+
+class Ported(EvalMetric):
+    """An asymmetric error, as a script for MXNet writes it, and the shapes that it was given."""
+
+    def reset(self) -> None:
+        super().reset()
+        self.found: list[list[tuple[int, ...]]] = []
+
+    def update(self, labels: list[Any], preds: list[Any]) -> None:
+        self.found += [[tuple(each.shape) for each in given] for given in (labels, preds)]
+        for label, pred in zip(labels, preds, strict=False):
+            values = pred[:, 0] if pred.dim() else pred
+            self.sum_metric += float((values / (1 + label)).sum())
+            self.num_inst += len(label)
+
+
+def error_of(x: Tensor, y: Tensor) -> float:
+    return float((Both()(x, y)[1][:, 0] / (1 + y)).mean().detach())
+
+
+@pytest.mark.parametrize("name", ["update_metric", "updateMetric"])
+def test_a_ported_metric_is_given_whole_labels_and_outputs_without_padded_rows(name):
+    x, y, metric = draw(ROWS, 5), classes(ROWS), Ported("error")
+    assert math.isnan(metric.get()[1])
+    with group_of(Both(), desc("data", ROWS, 5), label_shapes=[labels_desc(ROWS)]) as group:
+        group.forward(DataBatch(padded(x), padded(y), pad=PAD))
+        getattr(group, name)(metric, padded(y))
+    assert metric.found == [[(ROWS - PAD,)], [(ROWS - PAD, KINDS)]]
+    assert metric.get() == ("error", pytest.approx(error_of(x[:-PAD], y[:-PAD]), rel=EXACT))
+    metric.reset()
+    assert math.isnan(metric.get()[1])
+
+
+def test_a_metric_chooses_outputs_and_labels_by_name():
+    x, y = draw(ROWS, 5), classes(ROWS)
+    labels = [labels_desc(ROWS), desc("weights", ROWS)]
+    with group_of(Both(), desc("data", ROWS, 5), label_shapes=labels) as group:
+        group.forward(DataBatch(x, [y, draw(ROWS)]))
+        loss, probabilities = (name for name, _ in group.get_output_shapes())
+        metric = Ported("error", [probabilities, loss], ["weights", "label"])
+        group.update_metric(metric)
+        assert metric.found == [[(ROWS,), (ROWS,)], [(ROWS, KINDS), ()]]
+
+
+def test_torchmetrics_counts_behind_mxnets_names():
+    made = [classification.MulticlassRecall(KINDS, average=average) for average in ("macro", None)]
+    metrics = [EvalMetric("recall", metric=each) for each in made]
+    x, y = draw(ROWS, 5), classes(ROWS)
+    with group_of(Both(), desc("data", ROWS, 5), label_shapes=[labels_desc(ROWS)]) as group:
+        for _ in range(2):
+            group.forward(DataBatch(padded(x), padded(y), pad=PAD))
+            for metric in metrics:
+                group.update_metric(metric)
+    expected = classification.MulticlassRecall(KINDS, average=None)
+    values = expected(Both()(x, y)[1][:-PAD], y[:-PAD]).tolist()
+    assert metrics[0].get() == ("recall", pytest.approx(sum(values) / KINDS))
+    assert metrics[1].get() == ([f"recall.{k}" for k in range(KINDS)], pytest.approx(values))
+    metrics[0].reset()
+    assert math.isnan(metrics[0].get()[1])

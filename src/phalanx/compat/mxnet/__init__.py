@@ -1,5 +1,6 @@
-"""MXNet's executor group, its batches and monitor."""
+"""MXNet's executor group, its batches, monitor and base of metrics."""
 
 from phalanx.compat.mxnet.binding import DataBatch, DataDesc
+from phalanx.compat.mxnet.eval_metrics import EvalMetric
 from phalanx.compat.mxnet.group import DataParallelExecutorGroup
 from phalanx.compat.mxnet.monitor import Monitor

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.compat.mxnet.binding import Binding, BoundBatch, read_descs
+from phalanx.compat.mxnet.eval_metrics import EvalMetric, one_or_all
 from phalanx.compat.mxnet.monitor import Monitor
 from phalanx.compat.mxnet.outputs import Outputs
-from phalanx.compat.mxnet.parameters import copy_into, copy_out
+from phalanx.compat.mxnet.parameters import copy_into, copy_out, share_tensors
 from phalanx.errors import StateError
 from phalanx.metrics import update_metric
 from phalanx.parallel import DataParallel
@@ -63,6 +64,8 @@ class DataParallelExecutorGroup:
         label_shapes: Likewise. The module gets those that its forward names; metrics get all.
         for_training: Whether passes keep what a backward pass needs, unless told otherwise.
         inputs_need_grad: Whether :meth:`backward` computes gradients of the data, too.
+        shared_group: A group whose parameters and buffers this module takes where names are equal.
+            Make optimizers after it.
         grad_req: "write" replaces the parameters' `grad` in each backward pass, "add" adds to it. A
             parameter that shall get none is frozen: ``requires_grad_(False)``.
         output_shapes: `DataDesc`s of all outputs, for their names and layouts. Default: cut along
@@ -93,6 +96,7 @@ class DataParallelExecutorGroup:
     one per device.
     """
 
+    _binding: Binding
     _pass: _Pass | None
 
     def __init__(
@@ -105,14 +109,15 @@ class DataParallelExecutorGroup:
         *,
         for_training: bool = True,
         inputs_need_grad: bool = False,
+        shared_group: DataParallelExecutorGroup | None = None,
         grad_req: str = "write",
         output_shapes: Any = None,
     ) -> None:
         self._model = DataParallel(module, contexts, workloads=workload)
         self._declared = read_descs(output_shapes, "output_shapes")
-        self._bind(Binding.of(module, data_shapes, label_shapes))
         wanted = "be 'write' or 'add'"
         check_argument(grad_req in ("write", "add"), "grad_req", wanted, grad_req)
+        self.bind_exec(data_shapes, label_shapes, shared_group)
         self._adds = grad_req == "add"
         self.for_training = for_training
         self.inputs_need_grad = inputs_need_grad
@@ -158,9 +163,13 @@ class DataParallelExecutorGroup:
     def get_output_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return names and shapes of the outputs of the last pass, without padded rows.
 
+        Before it, those that ``output_shapes`` declares.
+
         Raises:
-            StateError: There was no forward pass yet.
+            StateError: There was no forward pass yet, and none are declared.
         """
+        if self._pass is None and self._declared:
+            return [(each.name, each.shape) for each in self._declared]
         outputs = self._last().outputs.whole
         return [(name, tuple(getattr(each, "shape", ()))) for name, each in outputs.items()]
 
@@ -168,17 +177,34 @@ class DataParallelExecutorGroup:
 
     # -- binding -----------------------------------------------------
 
-    def bind_exec(self, data_shapes: Any, label_shapes: Any = None) -> None:
+    def bind_exec(
+        self,
+        data_shapes: Any,
+        label_shapes: Any = None,
+        shared_group: DataParallelExecutorGroup | None = None,
+        reshape: bool = False,
+    ) -> None:
         """Bind to other shapes, dtypes, layouts or names.
 
         Args:
             data_shapes: As for the class.
             label_shapes: Likewise; None for no labels.
+            shared_group: As for the class.
+            reshape: Keep labels that are not given, as :meth:`reshape` does.
 
         Raises:
             ConfigError: They do not fit; the group stays bound as it was.
         """
-        self._bind(Binding.of(self.module, data_shapes, label_shapes))
+        if reshape and label_shapes is None:
+            label_shapes = self._binding.labels
+        binding = Binding.of(self.module, data_shapes, label_shapes)
+        if shared_group is not None:
+            share_tensors(self.module, shared_group.module)
+        self._binding = binding
+        self._pass = None
+        #: Rows of the last batch, padded ones included; before it, of the data as bound.
+        self.batch_size = binding.batch_size
+        self._sizes = workload_sizes(binding.batch_size, self.workload)
 
     bindExec = bind_exec
 
@@ -188,9 +214,7 @@ class DataParallelExecutorGroup:
         Nothing is allocated: shapes may alternate at no cost. A batch of another size needs no call
         of it at all.
         """
-        if label_shapes is None:
-            label_shapes = self._binding.labels
-        self.bind_exec(data_shapes, label_shapes)
+        self.bind_exec(data_shapes, label_shapes, reshape=True)
 
     # -- passes ------------------------------------------------------
 
@@ -355,7 +379,7 @@ class DataParallelExecutorGroup:
         Args:
             eval_metric: A `torchmetrics.Metric`, a collection, or an object with ``update(outputs,
                 labels)``: one tensor each, or a list of several. Labels are left out where it takes
-                none. It gets all outputs with dims; else the losses.
+                none. It gets all outputs with dims; else the losses. Or an `EvalMetric`.
             labels: Of the whole batch; default: the batch's.
 
         Raises:
@@ -366,9 +390,14 @@ class DataParallelExecutorGroup:
         own = batch.labels
         if labels is not None:
             own = self._binding.read_labels(labels, batch.rows, batch.pad)
-        whole = [label.to(self.contexts[0]) for label in own.values()]
-        found = outputs.detached(outputs.measured)
-        update_metric(eval_metric, _one_or_all(found), _one_or_all(whole))
+        whole = {name: label.to(self.contexts[0]) for name, label in own.items()}
+        picks = getattr(eval_metric, "output_names", None) is not None
+        names = outputs.names if picks else outputs.measured
+        found = dict(zip(names, outputs.detached(names), strict=True))
+        if isinstance(eval_metric, EvalMetric):
+            eval_metric.update_dict(whole, found)
+        else:
+            update_metric(eval_metric, one_or_all(found.values()), one_or_all(whole.values()))
 
     updateMetric = update_metric
 
@@ -384,13 +413,6 @@ class DataParallelExecutorGroup:
         if self._pass is None:
             raise StateError("The group must have run, but has not. Call `forward()` first.")
         return self._pass
-
-    def _bind(self, binding: Binding) -> None:
-        self._binding = binding
-        self._pass = None
-        #: Rows of the last batch, padded ones included; before it, of the data as bound.
-        self.batch_size = binding.batch_size
-        self._sizes = workload_sizes(binding.batch_size, self.workload)
 
     def _by_device(self, grad: Tensor | None, axis: int | None) -> list[Tensor | None]:
         """Return an input's gradient as the devices had its rows."""
@@ -422,8 +444,3 @@ def _mode(module: nn.Module, trains: bool, has_graph: bool) -> Iterator[None]:
     finally:
         for each, training in before:
             each.training = training
-
-
-def _one_or_all(tensors: list[Tensor]) -> Nested:
-    """Return the one of ``tensors``, or a list of all; None without any."""
-    return tensors[0] if len(tensors) == 1 else tensors or None

@@ -1,4 +1,4 @@
-"""Parameters and buffers by name: copied out and copied in."""
+"""Parameters and buffers by name: copied out, copied in, and shared."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 
@@ -57,6 +57,24 @@ def copy_into(
     with torch.no_grad():
         for name in found:
             known[name].copy_(torch.as_tensor(given[name]))
+
+
+def share_tensors(module: nn.Module, other: nn.Module) -> None:
+    """Put the other module's parameters and buffers into ``module`` where names are equal.
+
+    Raises:
+        ConfigError: One has another shape; nothing is shared then.
+    """
+    own, given = _tensors_of(module), _tensors_of(other)
+    _check_shapes(given, own)
+    for name in own.keys() & given:
+        path, _, key = name.rpartition(".")
+        setattr(module.get_submodule(path), key, given[name])
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    parameters = module.named_parameters(remove_duplicate=False)
+    return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
 
 
 def _check_shapes(given: Mapping[str, Any], known: Mapping[str, Tensor]) -> None:
