@@ -169,6 +169,14 @@ def test_numbers_that_cannot_be_are_refused(options: Any, tmp_path: Path) -> Non
     (name,) = options
     with pytest.raises(ConfigError, match=f"`{name}` must"):
         Checkpoint(tmp_path, **options)
+
+
+@pytest.mark.parametrize("place", ["file", "file/below/it"])
+def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(
+    place: str, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="`path` must be a folder"):
-        Checkpoint(tmp_path / "file")
+    with make(Checkpoint(tmp_path / place)) as trainer:
+        with pytest.raises(ConfigError, match="`path` must be a folder that can be written"):
+            trainer.fit(data())
+        assert trainer.steps == 0

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import phalanx
 from phalanx import DataParallel, Layout, ModelParallel, Trainer, tables
@@ -417,6 +418,7 @@ ROWS: list[Row] = [
     Row(TRAINER, lambda t: t.evaluate([]), "`loader` must .*, but "),
     Row(TRAINER, lambda t: t.evaluate(3), "`loader` must yield batches, but is 3"),
     Row(TRAINER, lambda t: t.fit([vector_batch(8)], validate=3), "`validate` must yield batches"),
+    Row(TRAINER, lambda t: t.fit(TensorDataset(X, X)), r"Give DataLoader\(…, batch_size=64\) of"),
     Row(TRAINER, lambda t: t.fit([vector_batch(8)], epochs=1.5), "`epochs` must be a whole"),
     Row(TRAINER, lambda t: t.fit([vector_batch(8)], epochs=-1), "`epochs` must "),
     Row(TRAINER, lambda t: t.fit([vector_batch(8)], steps=0), "`steps` must "),

@@ -129,6 +129,7 @@ def test_a_failure_in_evaluation_arrives_too_and_training_mode_comes_back(
         assert (caught.value.code, caught.value.where) == (7, where)
         assert "in explode" in traceback_of(caught.value)
         assert "replica" in notes_of(caught.value)
+        assert "In batch 2 of the evaluation." in notes_of(caught.value)
         assert_same_bits(whole_state(trainer), before)
         assert torch.isfinite(torch.tensor(trainer.evaluate(Loader([vector_batch(ROWS)]))["loss"]))
 

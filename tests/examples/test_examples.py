@@ -22,30 +22,30 @@ PROMISES = {
     "01_two_replicas.py": r"the same bits: True",
     "02_your_own_container.py": r"equal within rounding: True",
     "03_executor_group.py": r"equal to one device: True",
-    "05_model_parallel.py": r"the same weights: True",
-    "06_kill_a_worker.py": r"(?s)step \d+: worker 0 .*step \d+: worker 1 .*the same bits: True",
-    "07_word_vectors.py": (  # asynchronous, on little text: which of them come differs
+    "04_model_parallel.py": r"the same weights: True",
+    "05_kill_a_worker.py": r"(?s)step \d+: worker 0 .*step \d+: worker 1 .*the same bits: True",
+    "06_word_vectors.py": (  # asynchronous, on little text: which of them come differs
         r"(?s)1 worker: +\d+ words/s.*2 workers: +\d+ words/s.* month +[^\n]*"
         r"\b(day|weekday|year|date|datetime|locale)\b"
     ),
-    "08_diloco.py": r"20x fewer syncs, within 1 %: True",
-    "09_on_ray.py": r"2 workers: .*\nthe same line in all: True\nnear 3 x -1: True",
-    "10_callbacks.py": r"stopped after \d+ epochs: True\n(.*\n)*.*the same bits: True",
-    "11_hugging_face.py": r"the same bits: True\nit goes on: Shall I compare thee",
+    "07_diloco.py": r"20x fewer syncs, within 1 %: True",
+    "08_on_ray.py": r"2 workers: .*\nthe same line in all: True\nnear 3 x -1: True",
+    "09_callbacks.py": r"stopped after \d+ epochs: True\n(.*\n)*.*the same bits: True",
+    "10_hugging_face.py": r"the same bits: True\nit goes on: Shall I compare thee",
 }
 ARGUMENTS = {
-    "06_kill_a_worker.py": ["--steps", "60"],
-    "07_word_vectors.py": ["--small"],
-    "09_on_ray.py": ["--workers", "2"],
+    "05_kill_a_worker.py": ["--steps", "60"],
+    "06_word_vectors.py": ["--small"],
+    "08_on_ray.py": ["--workers", "2"],
 }
-NEEDS = {"09_on_ray.py": "ray", "11_hugging_face.py": "transformers"}
+NEEDS = {"08_on_ray.py": "ray", "10_hugging_face.py": "transformers"}
 BY_NIGHT = {
-    "07_word_vectors.py",  # test_table_embedding.py trains one by day
-    "10_callbacks.py",  # docs/callbacks.md runs by day
-    "11_hugging_face.py",  # docs/huggingface.md
-    "06_kill_a_worker.py",  # docs/fault_tolerance.md kills one by day
-    "08_diloco.py",  # its figures want 600 steps; test_shared_module.py holds what it shows
-    "09_on_ray.py",  # test_ray.py starts a Ray by day
+    "06_word_vectors.py",  # test_table_embedding.py trains one by day
+    "09_callbacks.py",  # docs/callbacks.md runs by day
+    "10_hugging_face.py",  # docs/huggingface.md
+    "05_kill_a_worker.py",  # docs/fault_tolerance.md kills one by day
+    "07_diloco.py",  # its figures want 600 steps; test_shared_module.py holds what it shows
+    "08_on_ray.py",  # test_ray.py starts a Ray by day
 }
 
 

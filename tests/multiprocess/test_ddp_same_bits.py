@@ -505,6 +505,7 @@ def refuse_arguments(rank: int) -> list[str]:
         lambda: DistributedDataParallel(MLP.build(), 1 + 3 * rank),
         lambda: DistributedDataParallel([MLP, MODELS[1]][rank].build()),
         lambda: DistributedDataParallel(nn.BatchNorm1d(3, track_running_stats=rank == 0)),
+        lambda: DistributedDataParallel(MLP.build(), device_ids=[rank]),
         lambda: DistributedDataParallel(MLP.build()).set_weight(3),
         lambda: DistributedDataParallel(MLP.build(), reduction="sum").set_weight(-1),
     ]
@@ -521,10 +522,11 @@ def test_wrong_arguments_are_refused_on_every_rank(two: Ranks) -> None:
         "a power of two and divides the microbatches. Give reduction='sum'",
         "`microbatches` must be at least the number of ranks (2), but is 1",
         "`reduction` must be 'mean' or 'sum'",
-        "the same module in the same way, but rank 1",
-        "the same module in the same way, but rank 1",
-        "the same module in the same way, but rank 1",
-        "the same module in the same way, but rank 1 has other parameters, buffers, frozen",
+        "in the same way, but rank 1 has other `microbatches` than rank 0. Make it from the same",
+        "in the same way, but rank 1 has other `microbatches` than rank 0",
+        "in the same way, but rank 1 has other parameters or buffers than rank 0",
+        "in the same way, but rank 1 has other parameters or buffers than rank 0",
+        "`device_ids` is no argument of this class. Leave out those of torch's class",
         "`set_weight()` needs the reduction 'sum'",
         "`weight` must be finite and at least 0, but is -1",
     ]

@@ -34,14 +34,15 @@ class Checkpoint(Callback):
         path: A folder, made when it is needed.
         every_epochs: Save after each epoch whose number this divides; default: 1 without
             ``every_steps``.
-        every_steps: Save after each step whose number this divides; not with ``monitor``.
+        every_steps: Save after each step whose number this divides; not with ``monitor``. The last
+            step of an epoch is saved before its validation, and the epoch again after it.
         keep: How many checkpoints stay: the last ones, or with ``monitor`` the best ones.
         monitor: "train.<metric>" or "validation.<metric>": keep the epochs that are the best by it.
         mode: "min" if less of ``monitor`` is better, or "max".
 
     Raises:
-        ConfigError: An argument cannot work; at the beginning of `fit`: its epochs will have no
-            such metric.
+        ConfigError: An argument cannot work; at the beginning of `fit`: nothing can be written to
+            ``path``, or its epochs will have no such metric.
 
     Collective: On ranks each saves, as `Trainer.save` wants; the first one removes.
 
@@ -73,8 +74,6 @@ class Checkpoint(Callback):
     ) -> None:
         check_argument(isinstance(path, (str, os.PathLike)), "path", "be a path", path)
         self.path = Path(path)
-        if self.path.exists() and not self.path.is_dir():
-            raise ConfigError(f"`path` must be a folder, but {str(path)!r} is a file.")
         if every_epochs is None and every_steps is None:
             every_epochs = 1
         for name, value in (("every_epochs", every_epochs), ("every_steps", every_steps)):
@@ -118,7 +117,14 @@ class Checkpoint(Callback):
         self._ranked, self._dropped = [], []
 
     def on_fit_begin(self, event: FitBegun) -> None:
-        """Refuse a `fit` whose epochs will have no such metric."""
+        """Refuse a `fit` that could save nothing, or whose epochs will have no such metric."""
+        places = [self.path, *self.path.absolute().parents]
+        place = next(filter(os.path.exists, places))
+        if self.is_writer and not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+            raise ConfigError(
+                f"`path` must be a folder that can be written, but is {str(self.path)!r}, and "
+                f"{str(place)!r} is none. See to its permissions, or name another."
+            )
         if self._monitor is not None:
             self._monitor.check(event)
 

@@ -1,6 +1,6 @@
 """The page of ``phalanx report``: runs as they were written down, their tables and charts.
 
-One template, which escapes all text, and one SVG by matplotlib.
+One template, which escapes all text, and an SVG by matplotlib for each chart.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from phalanx.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _ASSETS = Path(__file__).parent / "assets"
 _COLOURS = ("#2563a8", "#d9661f", "#2f8f5b", "#9a4db8", "#148a94", "#b8860b", "#c8457d", "#5b6b7c")
+_INCHES = (4.6, 3.0)  # of a chart: its text is read on a phone
 _MOST_POINTS = 1000  # of a curve: more are not told apart
 _LOG_RATIO = 20.0  # from here on a linear axis shows only the beginning of a loss
 _LONGEST = 300  # of a setting's value
@@ -40,7 +42,6 @@ _STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "grid.alpha": 0.3,
-    "figure.constrained_layout.h_pad": 0.15,  # inches: titles keep away from the labels above
 }
 
 Floats = npt.NDArray[np.float64]
@@ -250,8 +251,11 @@ def _in_words(event: Record) -> dict[str, str]:
 # -- charts ----------------------------------------------------------
 
 
-def _draw_charts(runs: Sequence[RecordedRun]) -> str:
-    """Return all charts as one SVG."""
+def _draw_charts(runs: Sequence[RecordedRun]) -> list[str]:
+    """Return a chart for each title, as SVG.
+
+    The lines of the first run are the widest, and are seen behind equal ones of later runs.
+    """
     # Late, because it takes half a second.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -260,37 +264,38 @@ def _draw_charts(runs: Sequence[RecordedRun]) -> str:
     titles = ["loss", *means, "learning rate", "samples per second"]
     if any(np.isfinite(run.numbers("grad_norm")).any() for run in runs):
         titles.append("norm of the gradients")
-    rows = (len(titles) + 1) // 2
     with rc_context(_STYLE):
-        figure = Figure(figsize=(12, 3.2 * rows), layout="constrained")
-        axes = list(figure.subplots(rows, 2, squeeze=False).flat)
-        for title, each in zip(titles, axes, strict=False):
+        figures = [Figure(figsize=_INCHES, layout="constrained") for _ in titles]
+        axes = {title: figure.subplots() for title, figure in zip(titles, figures, strict=True)}
+        for title, each in axes.items():
             each.set_title(title, parse_math=False)
-        by_title = dict(zip(titles, axes, strict=False))
         for number, run in enumerate(runs):
-            _draw_run(run, _COLOURS[number % len(_COLOURS)], by_title)
-        for spare in axes[len(titles) :]:
-            spare.remove()
-        low, high = axes[0].dataLim.intervaly
+            width = 1 + 2 * (len(runs) - 1 - number) / len(runs)
+            _draw_run(run, _COLOURS[number % len(_COLOURS)], width, axes)
+        low, high = axes["loss"].dataLim.intervaly
         if low > 0 and high > _LOG_RATIO * low:
-            axes[0].set_yscale("log")
-        text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+            axes["loss"].set_yscale("log")
+        return [_svg_of(figure) for figure in figures]
+
+
+def _svg_of(figure: Figure) -> str:
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     return "<svg" + text.getvalue().partition("<svg")[2]
 
 
-def _draw_run(run: RecordedRun, colour: str, axes: dict[str, Axes]) -> None:
+def _draw_run(run: RecordedRun, colour: str, width: float, axes: dict[str, Axes]) -> None:
     steps, ends = run.numbers("step"), _numbers(epoch.get("steps") for epoch in run.epochs)
     stride = math.ceil(len(steps) / _MOST_POINTS)
 
     def draw(title: str, values: Floats) -> None:
-        axes[title].plot(steps[::stride], values[::stride], color=colour, linewidth=0.9)
+        axes[title].plot(steps[::stride], values[::stride], color=colour, linewidth=width)
 
     draw("loss", run.numbers("loss"))
     for name in run.names_of_means():
         if name != "loss":
-            axes[name].plot(ends, run.means("train", name), color=colour)
-        axes[name].plot(ends, run.means("validation", name), "o", color=colour, ms=4)
+            axes[name].plot(ends, run.means("train", name), color=colour, linewidth=width)
+        axes[name].plot(ends, run.means("validation", name), "o", color=colour, ms=3 + width)
     rates = [step.get("learning_rates") or [None] for step in run.steps]
     for group in range(max(map(len, rates))):
         draw("learning rate", _numbers((each[group : group + 1] or [None])[0] for each in rates))

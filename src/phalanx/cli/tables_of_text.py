@@ -14,6 +14,8 @@ from torch.utils.data import TensorDataset
 from phalanx.cli.schema import GAPS, Data, Schema, encode_targets
 from phalanx.errors import ConfigError
 
+_LOOKED_AT = 1000  # rows that a first line is compared with
+
 
 def open_table(path: Path, *, target: str | None, task: str, schema: Schema | None) -> Data:
     """Open a table; columns of words are numbered in alphabetical order, gaps are nan.
@@ -67,16 +69,29 @@ def _read(path: Path) -> tuple[list[str], list[list[str]]]:
             f"{path} must have a header of 2 columns or more and rows below it, but has "
             f"{len(header)} and {len(rows)}."
         )
-    if all(_number_of(name) is not None for name in header):
-        raise ConfigError(
-            f"{path} must begin with the names of its columns, but has numbers there."
-        )
     for number, row in enumerate(rows, 2):
         if len(row) != len(header):
             raise ConfigError(
                 f"Line {number} of {path} must have {len(header)} cells, but has {len(row)}."
             )
+    if _is_row(header, rows):
+        raise ConfigError(
+            f"{path} must begin with the names of its columns, but its first line is a row: "
+            f"{','.join(header):.80}. Write a line of names above it."
+        )
     return header, rows
+
+
+def _is_row(header: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
+    """Tell whether each cell is a number in a column of numbers, or one of its column's words."""
+
+    def fits(name: str, column: Iterable[str]) -> bool:
+        cells = [cell.strip() for cell in column]
+        has_words = any(_number_of(cell) is None for cell in cells)
+        return name in cells if has_words else _number_of(name) is not None
+
+    are_numbers = all(_number_of(name) is not None for name in header)
+    return are_numbers or all(map(fits, header, zip(*rows[:_LOOKED_AT], strict=True)))
 
 
 def _read_column(

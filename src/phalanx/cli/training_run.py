@@ -152,7 +152,8 @@ class TrainingRun:
             with self.folder.held():
                 return self._train(data, console, checkpoint, trace=trace)
         except Exception as error:
-            if checkpoint.last != before:
+            # A `ConfigError`, as for a loss of nan, would be raised again.
+            if checkpoint.last != before and not isinstance(error, ConfigError):
                 error.add_note(f"Continue from its last checkpoint: {self._continuation}")
             raise
         finally:

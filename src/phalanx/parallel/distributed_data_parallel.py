@@ -83,9 +83,9 @@ class DistributedDataParallel(DataParallel):
 
     Raises:
         StateError: `torch.distributed` has no process group.
-        ConfigError: The ranks differ in the module or in these arguments; there are more of them
-            than microbatches; "mean" does not allow their number; or, in a step, they do not have
-            the rows of their microbatches.
+        ConfigError: An argument is one of torch's class only; the ranks differ in the module or in
+            these arguments; there are more of them than microbatches; "mean" does not allow their
+            number; or, in a step, they do not have the rows of their microbatches.
         PeerLost: A rank is gone.
 
     Determinism: the weights are bitwise identical for any number of ranks that is allowed, on the
@@ -119,7 +119,14 @@ class DistributedDataParallel(DataParallel):
         layout: Layout | None = None,
         output: str | Mapping[str | int, str] | None = None,
         buffers: str = "mean",
+        **unknown: object,
     ) -> None:
+        if unknown:
+            raise ConfigError(
+                f"`{next(iter(unknown))}` is no argument of this class. Leave out those of torch's "
+                "class: the module is trained on the device where it lies (`module.to(…)`), and "
+                "any of its parameters may be unused."
+            )
         read_count("microbatches", microbatches, 1)
         wanted = "be 'mean' or 'sum'"
         check_argument(reduction in ("mean", "sum"), "reduction", wanted, reduction)
@@ -133,8 +140,8 @@ class DistributedDataParallel(DataParallel):
         self._num_microbatches = microbatches
         self._sums: tuple[object, RankReduction] | None = None
         self._weight: float | None = None
-        rules = repr((layout, output, buffers))
-        self._seed = self._agree(exchange, microbatches, reduction, rules)
+        options = {"microbatches": microbatches, "reduction": reduction, "buffers": buffers}
+        self._seed = self._agree(exchange, options | {"layout": layout, "output": output})
         _check_ranks(exchange.size, microbatches, reduction)  # what all ranks were given
         exchange.align((*module.parameters(), *module.buffers()))
 
@@ -187,21 +194,26 @@ class DistributedDataParallel(DataParallel):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._exchange = Exchange()
 
-    def _agree(self, exchange: Exchange, *options: object) -> int:
+    def _agree(self, exchange: Exchange, options: Mapping[str, object]) -> int:
         """Return rank 0's seed; refuse ranks that were given something else."""
         model = describe_rank(self.module, 1)
-        own = json.dumps([torch.initial_seed(), model, *options])
-        told = [json.loads(each) for each in exchange.gather(own.encode(), "begin")]
-        differing = [rank for rank, each in enumerate(told) if each[1:] != told[0][1:]]
-        if differing:
-            raise ConfigError(
-                "All ranks must wrap the same module in the same way, but rank "
-                f"{differing[0]} has other parameters, buffers, frozen parameters or devices than "
-                "rank 0, or other values of `microbatches`, `reduction`, `layout`, `output` or "
-                "`buffers`. "
-                "Make it from the same arguments in every process."
-            )
-        return int(told[0][0])
+        own = {f"`{name}`": repr(value) for name, value in options.items()} | {
+            "parameters or buffers": model["model"],
+            "frozen parameters": model["frozen"],
+            "devices": model["device_types"],
+        }
+        sent = json.dumps([torch.initial_seed(), own]).encode()
+        told = [json.loads(each) for each in exchange.gather(sent, "begin")]
+        seed, first = told[0]
+        for rank, (_, each) in enumerate(told):
+            differing = [name for name in first if each[name] != first[name]]
+            if differing:
+                raise ConfigError(
+                    "All ranks must wrap the same module in the same way, but rank "
+                    f"{rank} has other {', '.join(differing)} than rank 0. Make it from the same "
+                    "arguments in every process."
+                )
+        return int(seed)
 
     def _make_executor(self) -> ThreadExecutor:
         return ThreadExecutor(

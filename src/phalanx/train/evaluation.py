@@ -130,6 +130,11 @@ class Evaluation:
         """Run ``task`` on one batch, whose random numbers belong to its place."""
         seed = (self.engine.seed, self.steps, place)
         weighs = isinstance(task, EvaluateTask)  # targets may be missing
-        microbatches = self.engine.split(batch, weighs=weighs)
-        with torch.no_grad():
-            return microbatches, self.engine.run(task, microbatches, seed)
+        try:
+            microbatches = self.engine.split(batch, weighs=weighs)
+            with torch.no_grad():
+                return microbatches, self.engine.run(task, microbatches, seed)
+        except Exception as error:
+            pass_name = "evaluation" if weighs else "prediction"
+            error.add_note(f"In batch {place + 1} of the {pass_name}.")
+            raise

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import Dataset, IterableDataset
 
 from phalanx.environment import num_ranks_here
 from phalanx.errors import ConfigError, StateError, UnsupportedError
@@ -123,6 +124,8 @@ def check_loader(name: str, loader: Any) -> None:  # Any: whatever the user wrot
     fits = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
     fits = fits and not isinstance(loader, (str, bytes, Mapping))
     way_out = "Give a `DataLoader`, or a list of batches."
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        fits, way_out = False, "Give DataLoader(…, batch_size=64) of it."
     check_argument(fits, name, "yield batches", loader, way_out)
 
 

@@ -67,6 +67,7 @@ def test_a_schema_goes_through_json_and_reads_other_data(tmp_path):
         ("size,colour,kind\n1,red,oak\n", "must be one of the classes rose, tulip"),
         ("size,colour\n1,red,3\n", "Line 2 of .* must have 2 cells, but has 3"),
         ("1,2\n3,4\n", "must begin with the names of its columns"),
+        ("1.5, red,rose\n3,blue,oak\n2, red,rose\n", "its first line is a row: 1.5,red,rose. Wr"),
         ("size,colour\n", "must have a header of 2 columns or more and rows below"),
     ],
 )
@@ -74,6 +75,13 @@ def test_a_table_that_does_not_fit_is_refused(tmp_path, text, message):
     schema = open_data(written(tmp_path / "flowers.csv", FLOWERS)).schema
     with pytest.raises(ConfigError, match=message):
         open_data(written(tmp_path / "other.csv", text), schema=schema)
+
+
+def test_names_of_columns_may_be_numbers(tmp_path):
+    text = "country,2019,2020,grows\nA,1,2,yes\nB,2,1,no\n"
+    data = open_data(written(tmp_path / "wide.csv", text))
+    assert data.schema.columns == ("country", "2019", "2020")
+    assert len(data.train) == 2
 
 
 @pytest.mark.parametrize(

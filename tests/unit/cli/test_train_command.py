@@ -73,7 +73,14 @@ class Failing(Net):
     def forward(self, x):
         Failing.num_calls += self.training
         outputs = super().forward(x)
-        return outputs * float("nan") if Failing.num_calls == 28 else outputs
+        return self.fail(outputs) if self.training and Failing.num_calls == 28 else outputs
+
+    def fail(self, outputs):
+        raise OSError("the picture is gone")
+
+class Diverging(Failing):
+    def fail(self, outputs):
+        return outputs * float("nan")
 
 class Noisy(torch.utils.data.Dataset):
     def __len__(self):
@@ -381,13 +388,18 @@ def test_a_stopped_training_continues_to_the_same_bits_on_other_replicas(phalanx
             assert one["validation"] == other["validation"]
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_with_the_way_to_continue(phalanx):
-    words = ("digits", "--model", "own_code:Failing", "--microbatches", "3", "--every-steps", 4)
-    code, _, err = phalanx("train", *words, "--replicas", 1, "--out", "failed")
-    assert code == 2
-    assert "Continue from its last checkpoint: phalanx resume failed" in err
+def test_a_run_that_failed_is_continued_but_not_one_that_diverged(phalanx):
+    words = ("digits", "--microbatches", "3", "--every-steps", 4, "--replicas", 1)
+    with pytest.raises(OSError, match="gone") as raised:
+        phalanx("train", *words, "--model", "own_code:Failing", "--out", "failed")
+    assert raised.value.__notes__[-1].endswith("checkpoint: phalanx resume failed")
     assert phalanx("resume", "failed", "--epochs", 1)[0] == 0
     assert metrics_of("failed")[-1]["kind"] == "epoch"
+    sys.modules["own_code"].Failing.num_calls = 0
+    code, _, err = phalanx("train", *words, "--model", "own_code:Diverging", "--out", "diverged")
+    assert code == 2
+    assert "`loss` must be finite" in err
+    assert "phalanx resume" not in err
 
 
 def test_a_hanging_step_can_be_left_by_another_signal():

@@ -1,6 +1,6 @@
 """Train a small GPT-2 of Hugging Face on a sonnet, on one replica and on two: the same bits.
 
-Run it with ``python examples/11_hugging_face.py``; it needs `transformers`, and no network.
+Run it with ``python examples/10_hugging_face.py``; it needs `transformers`, and no network.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Two worker processes, each with half of the digits, train a copy of the net with
 after every step the copies are averaged. DiLoCo: after 20 steps what has become of them, on
 average, goes through an outer step with Nesterov momentum.
 
-Run it with ``python examples/08_diloco.py``, without a launcher: it starts its workers itself. It
+Run it with ``python examples/07_diloco.py``, without a launcher: it starts its workers itself. It
 takes a quarter of a minute, and prints the same figures every time on one machine.
 
 Source of the method: arXiv 2311.08105.

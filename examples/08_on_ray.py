@@ -1,6 +1,6 @@
 """Fit a line in workers that Ray places: they share a table of parameters, on however many nodes.
 
-Run it with ``python examples/09_on_ray.py``, with phalanx[ray] installed: it uses the Ray cluster
+Run it with ``python examples/08_on_ray.py``, with phalanx[ray] installed: it uses the Ray cluster
 that RAY_ADDRESS names or that runs on this machine, or starts one here.
 """
 

@@ -5,9 +5,9 @@ random. Each worker process has a part of the text. The rows of both tables (a w
 a word as a neighbour) are pulled and pushed through ``tables.TableEmbedding``; nobody waits for
 anybody. Run it without a launcher, for it starts its workers itself:
 
-    python examples/07_word_vectors.py              # Python's own library; under a minute
-    python examples/07_word_vectors.py my_text.txt
-    python examples/07_word_vectors.py --small      # a look; too short for its words/s to say much
+    python examples/06_word_vectors.py              # Python's own library; under a minute
+    python examples/06_word_vectors.py my_text.txt
+    python examples/06_word_vectors.py --small      # a look; too short for its words/s to say much
 
 Source of the method: Mikolov et al., "Distributed representations of words and phrases and their
 compositionality", NIPS 2013.

@@ -1,6 +1,6 @@
 """Cut one big layer into columns, train them, and compare with the layer that was not cut.
 
-Run it with ``python examples/05_model_parallel.py``. Columns go to all accelerators of the machine
+Run it with ``python examples/04_model_parallel.py``. Columns go to all accelerators of the machine
 in turn, or share its CPU.
 """
 

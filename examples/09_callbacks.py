@@ -1,6 +1,6 @@
 """Train with callbacks: an average of the weights, the best checkpoint, early stopping, log files.
 
-Run it with ``python examples/10_callbacks.py``; it leaves a folder ``callbacks-run``.
+Run it with ``python examples/09_callbacks.py``; it leaves a folder ``callbacks-run``.
 """
 
 from __future__ import annotations

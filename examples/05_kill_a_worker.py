@@ -1,6 +1,6 @@
 """Train on two worker processes, kill one and later the other, and get the same bits all the same.
 
-Run it with ``python examples/06_kill_a_worker.py``; ``--steps 60`` is a shorter one.
+Run it with ``python examples/05_kill_a_worker.py``; ``--steps 60`` is a shorter one.
 """
 
 from __future__ import annotations
