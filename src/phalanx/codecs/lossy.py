@@ -10,7 +10,7 @@ Shape legend: R rows (dim 0), C elements in each, N = R·C.
 
 gradient ──┬──▶ + ──▶ encode ──▶ payload, to the others
            error ▲        └──▶ decode ──▶ sent
-                 └── total − sent ◀───────┘      pending until the step is committed
+                 └── total − sent ◀───────┘
 """
 
 from __future__ import annotations
@@ -166,9 +166,7 @@ class Feedback:
     """A codec with a memory of its errors, one for each parameter.
 
     The part that is not sent now is added to the next gradient of the same key. The sum of all
-    parts sent differs from the sum of all gradients by the last error only. New errors are
-    *pending* until :meth:`commit`; :meth:`rollback` forgets them, so that a failed step changes
-    nothing.
+    parts sent differs from the sum of all gradients by the last error only.
 
     A gradient with a NaN or an infinity comes out with one (see :class:`Codec`) and leaves the
     error as it was: one bad step does not poison those after it. Errors are kept in float32 at
@@ -184,7 +182,6 @@ class Feedback:
         >>> feedback = Feedback(TopK(0.5))
         >>> for gradient in ([3.0, 1.0], [0.0, 1.0], [0.0, 0.0]):
         ...     values, places = feedback.encode("weight", torch.tensor(gradient))
-        ...     feedback.commit()
         ...     print(values.tolist(), places.tolist())
         [3.0] [0]
         [2.0] [1]
@@ -199,11 +196,10 @@ class Feedback:
         self.codec = codec
         # Errors are never written in place, so what `state_dict` has handed out stays as it was.
         self._errors: dict[str, Tensor] = {}
-        self._pending: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def encode(self, key: str, gradient: Tensor) -> Payload:
-        """Return the payload for ``gradient`` and the error of ``key``; the new error is pending.
+        """Return the payload for ``gradient`` and the error of ``key``, and keep the new error.
 
         A gradient that the codec does not take is its own payload, not copied.
         """
@@ -212,36 +208,26 @@ class Feedback:
             return codec.encode(gradient)
         wide = torch.promote_types(gradient.dtype, torch.float32)
         zero = gradient.new_zeros((), dtype=wide).expand(gradient.shape)
-        error = self._pending.get(key, self._errors.get(key, zero)).to(gradient.device, wide)
+        error = self._errors.get(key, zero).to(gradient.device, wide)
         total = gradient + error
         payload = codec.encode(total.to(gradient.dtype))
         unsent = total - codec.decode(payload, gradient.shape, gradient.dtype)
         # A tensor, not a bool: an accelerator is not waited for. amax() keeps a NaN.
         finite = unsent.abs().amax().isfinite()
-        self._pending[key] = torch.where(finite, unsent, error)
+        self._errors[key] = torch.where(finite, unsent, error)
         return payload
 
-    def commit(self) -> None:
-        """Make all pending errors the current ones."""
-        self._errors.update(self._pending)
-        self._pending = {}
-
-    def rollback(self) -> None:
-        """Forget all pending errors."""
-        self._pending = {}
-
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the current errors by key, contiguous, for a file; pending ones are not in it."""
+        """Return the errors by key, contiguous, for a file."""
         return {key: error.contiguous() for key, error in self._errors.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take the errors of ``state`` for the current ones, and forget the pending.
+        """Take the errors of ``state`` for the current ones.
 
         Args:
             state: From :meth:`state_dict`, with the model's parameters in the same memory format.
         """
         self._errors = {key: error.detach().clone() for key, error in state.items()}
-        self._pending = {}
 
     def __repr__(self) -> str:
         return f"Feedback({self.codec!r}, {len(self._errors)} errors)"

@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.codecs import Codec, Feedback
 from phalanx.errors import CheckpointError, ConfigError, UnsupportedError
-from phalanx.memory import dense_strides
 
 __all__ = ["CodecHook", "codec_hook"]
 
@@ -65,9 +64,9 @@ def codec_hook(
 class CodecHook(Feedback):
     """The hook, made by :func:`codec_hook`, and the errors of this rank.
 
-    A backward pass that fails leaves the errors as they were. What is not finite arrives as not
-    finite. With a ``GradScaler``, errors are in the scale of the step that made them; keep its
-    scale constant (``growth_interval`` beyond the last step) or use bfloat16.
+    What is not finite arrives as not finite. With a ``GradScaler``, errors are in the scale of the
+    step that made them; keep its scale constant (``growth_interval`` beyond the last step) or use
+    bfloat16.
     """
 
     def __init__(
@@ -79,54 +78,19 @@ class CodecHook(Feedback):
         self._parameters = dict(module.named_parameters())  # keeps them, so that ids stay theirs
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._group = process_group
-        self._under_way: list[Future[Tensor]] = []
 
     def merge(self, _state: object, bucket: GradBucket) -> Future[torch.Tensor]:
-        """Start to merge ``bucket``; give this to ``ddp.register_comm_hook(None, hook.merge)``."""
-        if bucket.buffer().layout is not torch.strided:
+        """Start to merge ``bucket``; give this to ``ddp.register_comm_hook(None, hook.merge)``.
+
+        Each gradient is sent encoded, and what arrives is added in the order of ranks.
+        """
+        codec, ranks = self.codec, dist.get_world_size(self._group)
+        buffer, gradients = bucket.buffer(), bucket.gradients()
+        if buffer.layout is not torch.strided:
             raise UnsupportedError(
                 "Gradients must be dense to go through a codec, but are sparse. Make the embedding "
                 "with `sparse=False`."
             )
-        if bucket.index() == 0:  # DDP hands them over in order; what is pending has failed
-            self.rollback()
-            self._under_way = []
-        self._under_way.append(self._gather(bucket))
-        if not bucket.is_last():
-            return self._under_way[-1]
-
-        def commit(arrived: Future[list[Future[Tensor]]]) -> Tensor:
-            buffers: list[Tensor] = [each.value() for each in arrived.value()]
-            self.commit()
-            return buffers[-1]
-
-        merged: Future[Tensor] = torch.futures.collect_all(self._under_way).then(commit)
-        return merged
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take up the errors of a state that the same rank has saved.
-
-        Raises:
-            CheckpointError: It is of another model. Nothing is changed.
-        """
-        for name, error in state.items():
-            parameter = self._parameters.get(name)
-            if parameter is None or parameter.shape != error.shape:
-                raise CheckpointError(
-                    f"Error `{name}` of the codec must belong to a parameter of shape "
-                    f"{tuple(error.shape)}, but the module has none. Load a state that was saved "
-                    "with this model."
-                )
-        super().load_state_dict(state)
-
-    def __repr__(self) -> str:
-        return f"CodecHook({self.codec!r}, {len(self._parameters)} parameters)"
-
-    def _gather(self, bucket: GradBucket) -> Future[Tensor]:
-        """Send each gradient of ``bucket`` encoded, and add what arrives in the order of ranks."""
-        codec, ranks = self.codec, dist.get_world_size(self._group)
-        buffer: Tensor = bucket.buffer()
-        gradients = list(map(_in_shape_of, bucket.gradients(), bucket.parameters()))
         payloads = [
             self.encode(self._name(parameter), gradient)
             for parameter, gradient in zip(bucket.parameters(), gradients, strict=True)
@@ -150,6 +114,25 @@ class CodecHook(Feedback):
         merged: Future[Tensor] = future.then(add)
         return merged
 
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take up the errors of a state that the same rank has saved.
+
+        Raises:
+            CheckpointError: It is of another model. Nothing is changed.
+        """
+        for name, error in state.items():
+            parameter = self._parameters.get(name)
+            if parameter is None or parameter.shape != error.shape:
+                raise CheckpointError(
+                    f"Error `{name}` of the codec must belong to a parameter of shape "
+                    f"{tuple(error.shape)}, but the module has none. Load a state that was saved "
+                    "with this model."
+                )
+        super().load_state_dict(state)
+
+    def __repr__(self) -> str:
+        return f"CodecHook({self.codec!r}, {len(self._parameters)} parameters)"
+
     def _name(self, parameter: Tensor) -> str:
         name = self._names.get(id(parameter))
         if name is None:
@@ -158,18 +141,6 @@ class CodecHook(Feedback):
                 f"{tuple(parameter.shape)} that DDP merges. Make the hook with the same module."
             )
         return name
-
-
-def _in_shape_of(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """View ``gradient`` with the strides that its elements have.
-
-    DDP gives it the right shape, but lays the elements as they lie in a dense ``parameter``: one in
-    channels_last comes permuted.
-    """
-    stride = parameter.stride()
-    if stride == gradient.stride() or stride != dense_strides(parameter):
-        return gradient
-    return gradient.as_strided(gradient.shape, stride)
 
 
 def _unpack(packet: Tensor, like: list[Tensor]) -> list[Tensor]:
