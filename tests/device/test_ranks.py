@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.nn import functional as F
 
 import phalanx
@@ -48,3 +51,36 @@ def test_replicas_on_accelerators_train_a_module_on_the_cpu(two: Ranks) -> None:
         net = Net()
         net.load_state_dict(weights)
         assert equals_plain(net, SGD)
+
+
+def calls_of(rank: int, device: str) -> list[list[float]]:
+    """Make calls with tensors on a device, contiguous and not; also without waiting."""
+    accelerator.register()
+    group = dist.new_group(backend="phalanx")
+
+    def own(*shape: int) -> Tensor:
+        return torch.full(shape, rank + 1.0, device=device)
+
+    total, average, given, flat, part = own(5), own(4, 3).t(), own(3), own(4), own(2)
+    works = [
+        dist.all_reduce(total, group=group, async_op=True),
+        dist.all_reduce(average, dist.ReduceOp.AVG, group=group, async_op=True),
+    ]
+    for work in works:
+        work.wait()
+    dist.broadcast(given, 1, group)
+    dist.all_gather_into_tensor(flat, own(2), group)
+    dist.reduce_scatter_tensor(part, flat, group=group)
+    parts = [own(2), own(2)]
+    dist.all_to_all(parts, [own(2), 5 * own(2)], group=group)
+    if rank == 0:
+        dist.send(total, 1, group)
+    else:
+        dist.recv(total, 0, group)
+    found = [each.cpu().flatten().tolist() for each in (total, average, given, flat, part, *parts)]
+    dist.destroy_process_group(group)
+    return found
+
+
+def test_the_backend_carries_tensors_on_devices(two: Ranks) -> None:
+    assert two.run(calls_of, "dev:0") == two.run(calls_of, "cpu")

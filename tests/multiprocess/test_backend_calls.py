@@ -130,8 +130,8 @@ def different_calls(rank: int) -> tuple[str, str]:
 
 def test_ranks_in_different_calls_are_told_so(ranks):
     answers = ranks.run(different_calls)
-    assert {name for name, _ in answers} <= {"Desync", "GroupAborted"}
-    told = [text for name, text in answers if name == "Desync"]
+    assert {name for name, _ in answers} <= {"StateError", "GroupAborted"}
+    told = [text for name, text in answers if name == "StateError"]
     assert told
     for text in told:
         assert "all_reduce #1 (SUM of 70000 × float32)" in text
@@ -150,7 +150,7 @@ def different_sizes(rank: int) -> tuple[str, str]:
 
 
 def test_ranks_in_one_call_with_different_sizes_are_told_so(ranks):
-    told = [text for name, text in ranks.run(different_sizes) if name == "Desync"]
+    told = [text for name, text in ranks.run(different_sizes) if name == "StateError"]
     assert told
     assert all("tensors of the same sizes and dtype" in text for text in told)
     assert not any("only some ranks" in text for text in told)

@@ -137,7 +137,7 @@ def _accelerators() -> Check:
     names = [torch.cuda.get_device_name(i) if is_cuda else kind.type for i in range(count)]
     value = f"{', '.join(names)}; NCCL: {'yes' if nccl_is_here() else 'no'}"
     if is_cuda and not nccl_is_here():
-        advice = "Ranks cannot exchange tensors on GPUs. Install torch's own build for CUDA."
+        advice = "Ranks exchange tensors on GPUs slowly. Install torch's own build for CUDA."
         return Check("Accelerators", value, "warning", advice)
     return Check("Accelerators", value)
 

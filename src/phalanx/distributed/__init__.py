@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from phalanx.distributed.backend import SharedGroup, make_group
 from phalanx.distributed.codec_hook import CodecHook, codec_hook
-from phalanx.distributed.cuda_group import nccl_is_here
 from phalanx.distributed.elastic_exchange import ElasticExchange, GroupChanged, RanksChanged
 from phalanx.distributed.elastic_membership import RunEnded
-from phalanx.distributed.exchange import Exchange, ProcessGroup
+from phalanx.distributed.exchange import Exchange, ProcessGroup, nccl_is_here
 from phalanx.distributed.hosts import hosts_of, this_host
 from phalanx.distributed.open_store import open_store
 

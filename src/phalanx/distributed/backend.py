@@ -28,7 +28,6 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from phalanx.clock import now_s
-from phalanx.distributed.cuda_group import CudaGroup, nccl_is_here
 from phalanx.distributed.hosts import hosts_of, this_host
 from phalanx.distributed.network import ErrorStore, Gloo, Network, gloo_error, open_gloo
 from phalanx.distributed.process_group import NAME, SharedGroup
@@ -69,8 +68,7 @@ def open_group(
     error_store = ErrorStore(PrefixStore("made/", rendezvous.store), rank, size)
 
     def connect(name: str, ranks: Sequence[int]) -> Network:
-        gloo = rendezvous.connect(name, ranks)
-        return Network(gloo, ranks, memory.pages, error_store, timeout_s)
+        return Network(rendezvous.connect(name, ranks), ranks, memory.pages, error_store)
 
     network = connect("all", range(size))
     networks = [network]
@@ -80,8 +78,7 @@ def open_group(
         leaders = connect("leaders", firsts) if rank in firsts else None
         networks += [leaders] if leaders else []
         collectives = SeveralHosts(memory, network, leaders, rendezvous.hosts)
-    kind = CudaGroup if nccl_is_here() else SharedGroup
-    return kind(memory, collectives, networks, store, timeout_s)
+    return SharedGroup(memory, collectives, networks, timeout_s)
 
 
 class GroupRendezvous:

@@ -26,7 +26,7 @@ from phalanx.environment import read_place
 from phalanx.errors import ConfigError, PeerError, PeerLost, PhalanxError, StateError
 from phalanx.ipc import wait_until
 
-__all__ = ["Exchange", "ProcessGroup", "differing_names"]
+__all__ = ["Exchange", "ProcessGroup", "differing_names", "nccl_is_here"]
 
 ProcessGroup = dist.ProcessGroup
 
@@ -239,7 +239,13 @@ def _make_default_group() -> None:
         )
     timeout_s = default_pg_timeout.total_seconds()
     store = open_store(*place.find_store(), place.rank, place.size, timeout_s)
-    dist.init_process_group("phalanx", store=store, rank=place.rank, world_size=place.size)
+    backend = "cpu:gloo,cuda:nccl" if nccl_is_here() else "phalanx"
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size)
+
+
+def nccl_is_here() -> bool:
+    """Tell whether this torch has NCCL, and this host a GPU."""
+    return dist.is_nccl_available() and torch.cuda.is_available()
 
 
 def _await_return(lent: Mapping[int, Tensor]) -> None:

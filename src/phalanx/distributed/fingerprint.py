@@ -10,7 +10,7 @@ import torch
 
 from phalanx.errors import StateError
 
-__all__ = ["Desync", "Fingerprint", "describe", "misfit", "pack", "unpack"]
+__all__ = ["Fingerprint", "describe", "desync", "misfit", "pack", "unpack"]
 
 _KINDS = (
     "nothing",
@@ -31,7 +31,6 @@ _DTYPES = tuple(
         key=str,
     )
 )
-_NUMBER_BY_KIND = {kind: number for number, kind in enumerate(_KINDS)}
 _NUMBER_BY_DTYPE = {dtype: number for number, dtype in enumerate(_DTYPES)}
 _NO_ROOT = 0xFFFFFF
 
@@ -48,7 +47,7 @@ def pack(
     kind: str,
     dtype: torch.dtype,
     *,
-    reduction: int = 0,
+    reduction: str = "SUM",
     root: int | None = None,
     sizes: Sequence[int] = (),
 ) -> int:
@@ -58,21 +57,21 @@ def pack(
 
     Example:
         >>> unpack(pack("broadcast", torch.float32, root=2))
-        ('broadcast', torch.float32, 0, 2)
+        ('broadcast', torch.float32, 'SUM', 2)
     """
-    packed = _NUMBER_BY_KIND[kind] | _NUMBER_BY_DTYPE[dtype] << 8 | reduction << 16
+    packed = _KINDS.index(kind) | _NUMBER_BY_DTYPE[dtype] << 8 | _REDUCTIONS.index(reduction) << 16
     if sizes and min(sizes) != max(sizes):
         return packed | _NO_ROOT + 1 + crc32(repr([*sizes]).encode()) << 24
     return packed | (_NO_ROOT if root is None else root) << 24
 
 
-def unpack(packed: int) -> tuple[str, torch.dtype, int, int | None]:
+def unpack(packed: int) -> tuple[str, torch.dtype, str, int | None]:
     """Undo :func:`pack`."""
     root = packed >> 24
     return (
         _KINDS[packed & 0xFF],
         _DTYPES[packed >> 8 & 0xFF],
-        packed >> 16 & 0xFF,
+        _REDUCTIONS[packed >> 16 & 0xFF],
         None if root >= _NO_ROOT else root,
     )
 
@@ -85,32 +84,21 @@ def describe(fingerprint: Fingerprint) -> str:
     kind, dtype, reduction, root = unpack(what)
     if kind == "barrier":
         return f"barrier #{number}"
-    reduced = f"{_REDUCTIONS[reduction]} of " if "reduce" in kind else ""
+    reduced = f"{reduction} of " if "reduce" in kind else ""
     at = "" if root is None else f", root {root}"
     name = str(dtype).removeprefix("torch.")
     return f"{kind} #{number} ({reduced}{num_elements} × {name}{at})"
 
 
-class Desync(StateError):
-    """Two ranks are in different operations, or in one with different arguments.
-
-    Attributes:
-        rank: The other rank.
-    """
-
-    def __init__(self, rank: int, ours: Fingerprint, other: int, theirs: Fingerprint) -> None:
-        way_out = "Look for a call that only some ranks make."
-        if ours.number == theirs.number and unpack(ours.what)[0] == unpack(theirs.what)[0]:
-            way_out = "Give it tensors of the same sizes and dtype, one reduction and one root."
-        super().__init__(
-            f"All ranks must make the same calls in the same order, but rank {rank} is in "
-            f"{describe(ours)} and rank {other} in {describe(theirs)}. {way_out}"
-        )
-        self.rank = other
-        self._made_of = (rank, ours, other, theirs)
-
-    def __reduce__(self) -> tuple[type[Desync], tuple[int, Fingerprint, int, Fingerprint]]:
-        return type(self), self._made_of
+def desync(rank: int, ours: Fingerprint, other: int, theirs: Fingerprint) -> StateError:
+    """Return the error of ``rank``, which is in another operation than rank ``other``."""
+    way_out = "Look for a call that only some ranks make."
+    if ours.number == theirs.number and unpack(ours.what)[0] == unpack(theirs.what)[0]:
+        way_out = "Give it tensors of the same sizes and dtype, one reduction and one root."
+    return StateError(
+        f"All ranks must make the same calls in the same order, but rank {rank} is in "
+        f"{describe(ours)} and rank {other} in {describe(theirs)}. {way_out}"
+    )
 
 
 def misfit(rank: int, sender: int, taken_bytes: int) -> StateError:

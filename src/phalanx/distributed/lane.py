@@ -18,13 +18,12 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-import torch
-
 from phalanx.clock import now_s
 from phalanx.distributed.status_pages import StatusPages
 from phalanx.distributed.work import GroupOperation
 from phalanx.errors import GroupAborted, StateError
 from phalanx.ipc import Waiting, register_at_fork
+from phalanx.torch_internals import inference_mode
 
 __all__ = ["Lane"]
 
@@ -118,11 +117,7 @@ class Lane:
         """Run the first operation; tell whether it has ended."""
         first = self._operations[0]
         try:
-            if torch.is_inference_mode_enabled():
-                # Tensors that an operation makes and keeps are written outside of that mode, too.
-                with torch.inference_mode(False):
-                    ended = first.advance(patience_s)
-            else:
+            with inference_mode(True):  # outside of it, its tensors could not be written
                 ended = first.advance(patience_s)
         except Exception as exc:
             self.fail(exc)

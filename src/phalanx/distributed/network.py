@@ -16,12 +16,13 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from math import inf
 from typing import Any, TypeVar
 
 import torch
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Store, Work
 
-from phalanx.distributed.fingerprint import Desync, Fingerprint, misfit
+from phalanx.distributed.fingerprint import Fingerprint, desync, misfit
 from phalanx.distributed.status_pages import StatusPages
 from phalanx.distributed.tensors import FlatTensor, as_bytes
 from phalanx.distributed.work import GroupOperation, SharedWork, Steps
@@ -125,7 +126,6 @@ class Network:
         ranks: Whom it connects: their ranks in the group.
         pages: Where the ranks of this host say whether they take part.
         error_store: Where the first error of the group stands.
-        timeout_s: The limit of an operation whose call gives none.
 
     Attributes:
         rank: Ours.
@@ -140,7 +140,6 @@ class Network:
         ranks: Sequence[int],
         pages: StatusPages,
         error_store: ErrorStore,
-        timeout_s: float,
     ) -> None:
         self._gloo: Gloo | None = gloo
         self.ranks = ranks
@@ -148,7 +147,6 @@ class Network:
         self.others = [rank for rank in ranks if rank != self.rank]
         self.pages = pages
         self.error_store = error_store
-        self.timeout_s = timeout_s
         self._latest: Work | None = None
 
     @property
@@ -167,7 +165,7 @@ class Network:
         yield self.collective(lambda gloo: gloo.alltoall_base(heads, own, [], []), ours.number)
         for rank, (*words, sent), length in zip(self.ranks, heads.tolist(), taken, strict=True):
             if Fingerprint(*words) != ours:
-                raise Desync(self.rank, ours, rank, Fingerprint(*words))
+                raise desync(self.rank, ours, rank, Fingerprint(*words))
             if sent != length:
                 raise misfit(self.rank, rank, length)
 
@@ -179,12 +177,12 @@ class Network:
             return _Collective(self._latest, self, number)
 
     @contextmanager
-    def naming(self, peer: int | None = None, timeout_s: float | None = None) -> Iterator[None]:
+    def naming(self, peer: int | None = None, timeout_s: float = inf) -> Iterator[None]:
         """Raise ours for gloo's errors, in what concerns ``peer`` or all ranks; end the group."""
         try:
             yield
         except RuntimeError as exc:
-            error = self._error_of(exc, peer, timeout_s or self.timeout_s)
+            error = self._error_of(exc, peer, timeout_s)
             self.fail(error)
             raise error from exc
 
@@ -208,7 +206,9 @@ class Network:
 
     # --- a user's messages ------------------------------------------------------------------------
 
-    def message(self, call: str, flat: FlatTensor, peer: int | None, tag: int) -> SharedWork:
+    def message(
+        self, call: str, flat: FlatTensor, peer: int | None, tag: int, limit_s: float
+    ) -> SharedWork:
         """Begin to ``send`` to a rank, or to ``recv`` from one; from any where ``peer`` is None."""
         data = as_bytes(flat.data)
         with self.naming(peer):
@@ -218,14 +218,14 @@ class Network:
                 work = getattr(self.gloo, call)([data], peer, tag)
 
         def drive(operation: GroupOperation, timeout_s: float | None) -> None:
-            timeout_s = timeout_s or operation.timeout_s
+            timeout_s = timeout_s or limit_s
             with self.naming(peer, timeout_s):
                 work.wait(datetime.timedelta(seconds=timeout_s))
             flat.write_back()
             operation.end()
             operation.settle()
 
-        operation = GroupOperation(call, iter(()), [flat.tensor], self.timeout_s)
+        operation = GroupOperation(call, iter(()), [flat.tensor], limit_s)
         message = SharedWork(operation, drive)
         for name in ("source_rank", "_source_rank"):
             setattr(message, name, work._source_rank)

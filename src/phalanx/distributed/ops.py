@@ -13,25 +13,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
 
 from phalanx.distributed.shared_memory import SUMMED_DTYPES
 from phalanx.errors import ConfigError, UnsupportedError
 
 __all__ = ["ReduceKind", "reduction_of"]
 
-_COMBINE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.AVG: torch.add,
-    ReduceOp.PRODUCT: torch.mul,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.BAND: torch.bitwise_and,
-    ReduceOp.BOR: torch.bitwise_or,
-    ReduceOp.BXOR: torch.bitwise_xor,
+_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
 }
-_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
-_ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
+_BITWISE = ("BAND", "BOR", "BXOR")
+_ORDERED = ("MIN", "MAX")
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -39,47 +38,45 @@ _HALVES = (torch.float16, torch.bfloat16)
 class ReduceKind:
     """The reduction of one dtype."""
 
-    kind: Any  # of torch's own enumeration
-    number: int  # for fingerprints
+    name: str
     is_summed: bool  # by C: for a sum, or an average
     is_half: bool  # 16 bits of floating point
 
     def combine(self, parts: Sequence[Tensor]) -> Tensor:
         """Return what the reduction makes of ``parts``, in their order; no average yet."""
-        return reduce(_COMBINE[self.kind], parts)
+        return reduce(_COMBINE[self.name], parts)
 
     def widen(self, flat: Tensor, *, takes_halves: bool) -> Tensor:
         """Return the numbers to reduce: ``flat``, or a copy of its halves as float32."""
         if not self.is_half:
             return flat
-        if takes_halves and flat.dtype in SUMMED_DTYPES and self.kind == ReduceOp.SUM:
+        if takes_halves and flat.dtype in SUMMED_DTYPES and self.name == "SUM":
             return flat
         return flat.float()
 
     def finish(self, total: Tensor, flat: Tensor, num_ranks: int) -> None:
         """Bring ``total`` to ``flat``, divided for an average; integers towards zero."""
-        if self.kind == ReduceOp.AVG:
+        if self.name == "AVG":
             total.div_(num_ranks, rounding_mode=None if total.is_floating_point() else "trunc")
         if total is not flat:
             flat.copy_(total)
 
 
-def reduction_of(op: object, dtype: torch.dtype) -> ReduceKind:
+# Any: torch's `ReduceOp`, or what it holds; both have no types.
+def reduction_of(op: Any, dtype: torch.dtype) -> ReduceKind:
     """Return how numbers of ``dtype`` are reduced by a ``ReduceOp``, or refuse it."""
     return _reduction_of(getattr(op, "op", op), dtype)
 
 
 @cache
-def _reduction_of(kind: object, dtype: torch.dtype) -> ReduceKind:
-    number = next((at for at, known in enumerate(_COMBINE) if known == kind), None)
-    if number is None:
-        raise UnsupportedError(
-            f"`op` must be SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR, but is {kind}."
-        )
-    if (kind in _BITWISE and (dtype.is_floating_point or dtype.is_complex)) or (
-        kind in _ORDERED and dtype.is_complex
+def _reduction_of(kind: Any, dtype: torch.dtype) -> ReduceKind:
+    name = kind.name
+    if name not in _COMBINE:
+        raise UnsupportedError(f"`op` must be {', '.join(_COMBINE)}, but is {name}.")
+    if (name in _BITWISE and (dtype.is_floating_point or dtype.is_complex)) or (
+        name in _ORDERED and dtype.is_complex
     ):
-        raise ConfigError(f"`op` must be arithmetic for {dtype}, but is {kind}.")
+        raise ConfigError(f"`op` must be arithmetic for {dtype}, but is {name}.")
     is_half = dtype in _HALVES
-    is_sum = kind in (ReduceOp.SUM, ReduceOp.AVG)
-    return ReduceKind(kind, number, is_sum and (is_half or dtype in SUMMED_DTYPES), is_half)
+    is_sum = name in ("SUM", "AVG")
+    return ReduceKind(name, is_sum and (is_half or dtype in SUMMED_DTYPES), is_half)

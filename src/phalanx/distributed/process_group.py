@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
-from torch.distributed.distributed_c10d import Store
 
 from phalanx.distributed.fingerprint import pack
 from phalanx.distributed.lane import Lane
@@ -47,7 +46,7 @@ from phalanx.distributed.tensors import (
 )
 from phalanx.distributed.work import GroupOperation, SharedWork, Steps, uncompiled_methods
 from phalanx.errors import StateError
-from phalanx.torch_internals import is_profiled
+from phalanx.torch_internals import inference_mode, is_profiled
 
 __all__ = ["NAME", "SharedGroup"]
 
@@ -68,7 +67,6 @@ class SharedGroup(dist.ProcessGroup):
         memory: Of the ranks of this host.
         collectives: Over one host, or over several.
         networks: To all ranks, and between the first ranks of hosts.
-        store: Where the ranks have met.
         timeout_s: How long an operation may take, where the call does not say.
     """
 
@@ -80,11 +78,9 @@ class SharedGroup(dist.ProcessGroup):
         memory: SharedMemory,
         collectives: SharedMemory | SeveralHosts,
         networks: Sequence[Network],
-        store: Store,
         timeout_s: float,
     ) -> None:
         super().__init__(collectives.rank, collectives.size)
-        self._store = store
         self._timeout_s = timeout_s
         self._group_name = "default"
         self._memory = memory
@@ -110,10 +106,13 @@ class SharedGroup(dist.ProcessGroup):
         for network in self._networks:
             network.cut(broken=True)
 
-    def _run(self, kind: str, steps: Steps, result: Any, opts: Any = None) -> SharedWork:
+    def _run(
+        self, kind: str, filled: Sequence[FlatTensor], steps: Steps, result: Any, opts: Any
+    ) -> SharedWork:
+        """Begin an operation whose ``steps`` fill the data of some tensors."""
         self._refuse_if_closed(kind)
         title = f"{kind} of group {self._group_name!r}"
-        operation = GroupOperation(title, steps, result, self._seconds(opts))
+        operation = GroupOperation(title, _filling(filled, steps), result, self._seconds(opts))
         wait = not getattr(opts, "asyncOp", True)
         # A record costs 1 µs where it is off.
         with profiler.record_function(f"{NAME}:{kind}") if is_profiled() else nullcontext():
@@ -151,18 +150,20 @@ class SharedGroup(dist.ProcessGroup):
         """Reduce each tensor over all ranks, in place."""
         op = _op_of(opts)
         if any(tensor.is_sparse for tensor in tensors):
-            return self._run("all_reduce", self._reduce_sparse(only(tensors), op), tensors, opts)
-        steps = []
-        for tensor in tensors:
-            flat = output_of(tensor, "tensor")
-            reduction = reduction_of(op, flat.data.dtype)
-            what = pack("all_reduce", flat.data.dtype, reduction=reduction.number)
-            steps.append(_filling([flat], self._reduce(flat.data, reduction, what)))
-        return self._run("all_reduce", chain(*steps), tensors, opts)
+            steps = self._reduce_sparse(only(tensors), op)
+            return self._run("all_reduce", [], steps, tensors, opts)
+        flats = [output_of(tensor, "tensor") for tensor in tensors]
+        each = [self._reduce("all_reduce", flat.data, op) for flat in flats]
+        return self._run("all_reduce", flats, chain(*each), tensors, opts)
 
     allreduce_coalesced = allreduce
 
-    def _reduce(self, flat: Tensor, reduction: ReduceKind, what: int) -> Steps:
+    def _reduce(self, kind: str, flat: Tensor, op: Any, root: int | None = None) -> Steps:
+        reduction = reduction_of(op, flat.dtype)
+        what = pack(kind, flat.dtype, reduction=reduction.name, root=root)
+        return self._reduce_flat(flat, reduction, what)
+
+    def _reduce_flat(self, flat: Tensor, reduction: ReduceKind, what: int) -> Steps:
         """Reduce ``flat`` over all ranks, in place; by torch, on every rank, what C does not."""
         wide = reduction.widen(flat, takes_halves=self._collectives.takes_halves)
         if reduction.is_summed:
@@ -175,11 +176,13 @@ class SharedGroup(dist.ProcessGroup):
         reduction.finish(wide, flat, self._collectives.size)
 
     def _reduce_sparse(self, tensor: Tensor, op: Any) -> Steps:
-        what = pack("all_reduce", tensor.dtype, reduction=reduction_of(op, tensor.dtype).number)
+        what = pack("all_reduce", tensor.dtype, reduction=reduction_of(op, tensor.dtype).name)
         yield from self._agree(what, tensor.numel())
         options = dist.AllreduceOptions()
         options.reduceOp = op
-        yield self._network.collective(lambda gloo: gloo.allreduce([tensor], options))
+        with inference_mode(False):  # which the values of the sum would belong to
+            call = self._network.collective(lambda gloo: gloo.allreduce([tensor], options))
+        yield call
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> SharedWork:
         """Reduce over all ranks into the root's tensor."""
@@ -187,11 +190,8 @@ class SharedGroup(dist.ProcessGroup):
         is_root = self._collectives.rank == root
         flat = (output_of if is_root else flat_of)(only(tensors), "tensor")
         data = flat.data if is_root else flat.data.clone()
-        reduction = reduction_of(_op_of(opts), data.dtype)
-        what = pack("reduce", data.dtype, reduction=reduction.number, root=root)
-        filled = [flat] if is_root else []
-        steps = _filling(filled, self._reduce(data, reduction, what))
-        return self._run("reduce", steps, [flat.tensor], opts)
+        steps = self._reduce("reduce", data, _op_of(opts), root)
+        return self._run("reduce", [flat] if is_root else [], steps, [flat.tensor], opts)
 
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
@@ -217,20 +217,22 @@ class SharedGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _reduce_scatter(self, pairs: list[tuple[Tensor, list[Tensor]]], opts: Any) -> SharedWork:
-        steps = []
+        flats, steps = [], []
         for output, inputs in pairs:
             flat = output_of(output, "output")
             parts = [flat_of(part, "input").data for part in inputs]
             check_fit(flat.data, parts[self._collectives.rank], "output", "this rank's input")
             reduction = reduction_of(_op_of(opts), flat.data.dtype)
-            steps.append(_filling([flat], self._scatter_reduced(flat.data, parts, reduction)))
-        return self._run("reduce_scatter", chain(*steps), [output for output, _ in pairs], opts)
+            flats.append(flat)
+            steps.append(self._scatter_reduced(flat.data, parts, reduction))
+        outputs = [output for output, _ in pairs]
+        return self._run("reduce_scatter", flats, chain(*steps), outputs, opts)
 
     def _scatter_reduced(
         self, output: Tensor, parts: Sequence[Tensor], reduction: ReduceKind
     ) -> Steps:
         sizes = [len(part) for part in parts]
-        what = pack("reduce_scatter", output.dtype, reduction=reduction.number, sizes=sizes)
+        what = pack("reduce_scatter", output.dtype, reduction=reduction.name, sizes=sizes)
         if isinstance(self._collectives, SharedMemory) and reduction.is_summed:
             given = [reduction.widen(part, takes_halves=True) for part in parts]
             wide = reduction.widen(output, takes_halves=True)
@@ -238,7 +240,7 @@ class SharedGroup(dist.ProcessGroup):
             reduction.finish(wide, output, self._collectives.size)
         else:
             whole = torch.cat(list(parts))
-            yield from self._reduce(whole, reduction, what)
+            yield from self._reduce_flat(whole, reduction, what)
             output.copy_(whole.split(sizes)[self._collectives.rank])
 
     # --- moving -----------------------------------------------------------------------------------
@@ -251,8 +253,7 @@ class SharedGroup(dist.ProcessGroup):
         what, data = pack("broadcast", flat.data.dtype, root=root), as_bytes(flat.data)
         given = data if is_root else NOTHING
         steps = self._collectives.all_gather(self._nothing(root, data), given, what, len(flat.data))
-        filled = [] if is_root else [flat]
-        return self._run("broadcast", _filling(filled, steps), [flat.tensor], opts)
+        return self._run("broadcast", [] if is_root else [flat], steps, [flat.tensor], opts)
 
     def allgather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
@@ -291,7 +292,7 @@ class SharedGroup(dist.ProcessGroup):
     def _all_gather(
         self, pairs: list[tuple[list[Tensor], Tensor]], result: Any, opts: Any
     ) -> SharedWork:
-        steps = []
+        filled, steps = [], []
         for outputs, given in pairs:
             flats = [output_of(output, "output") for output in outputs]
             flat = flat_of(given, "input")
@@ -299,9 +300,9 @@ class SharedGroup(dist.ProcessGroup):
             sizes = [len(one.data) for one in flats]
             what = pack("all_gather", flat.data.dtype, sizes=sizes)
             into = [as_bytes(one.data) for one in flats]
-            gathered = self._collectives.all_gather(into, as_bytes(flat.data), what, sum(sizes))
-            steps.append(_filling(flats, gathered))
-        return self._run("all_gather", chain(*steps), result, opts)
+            filled += flats
+            steps.append(self._collectives.all_gather(into, as_bytes(flat.data), what, sum(sizes)))
+        return self._run("all_gather", filled, chain(*steps), result, opts)
 
     def gather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
@@ -317,7 +318,7 @@ class SharedGroup(dist.ProcessGroup):
         into = [one.data for one in taken] or self._nothing()
         what = pack("gather", given.dtype, root=root)
         steps = self._swap(into, self._nothing(root, given), what, len(given))
-        return self._run("gather", _filling(taken, steps), parts, opts)
+        return self._run("gather", taken, steps, parts, opts)
 
     def scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
@@ -332,7 +333,7 @@ class SharedGroup(dist.ProcessGroup):
                 check_fit(part, flat.data, "scatter_list", "`tensor`")
         what = pack("scatter", flat.data.dtype, root=root)
         steps = self._swap(self._nothing(root, flat.data), parts, what, len(flat.data))
-        return self._run("scatter", _filling([flat], steps), [flat.tensor], opts)
+        return self._run("scatter", [flat], steps, [flat.tensor], opts)
 
     def alltoall(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
@@ -344,7 +345,7 @@ class SharedGroup(dist.ProcessGroup):
         given = [flat_of(part, "input_tensor_list").data for part in inputs]
         what = pack("all_to_all", given[0].dtype)
         steps = self._swap([one.data for one in taken], given, what)
-        return self._run("all_to_all", _filling(taken, steps), list(outputs), opts)
+        return self._run("all_to_all", taken, steps, list(outputs), opts)
 
     def all_to_all_single(
         self,
@@ -360,7 +361,7 @@ class SharedGroup(dist.ProcessGroup):
         into = cut_rows(size, output, taken.data, output_split_sizes, "output_split_sizes")
         parts = cut_rows(size, input, given.data, input_split_sizes, "input_split_sizes")
         steps = self._swap(into, parts, pack("all_to_all", taken.data.dtype))
-        return self._run("all_to_all", _filling([taken], steps), [output], opts)
+        return self._run("all_to_all", [taken], steps, [output], opts)
 
     alltoall_base = all_to_all_single
 
@@ -380,7 +381,7 @@ class SharedGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> SharedWork:
         """Wait until all ranks have come."""
-        return self._run("barrier", self._agree(_BARRIER, 0), [], opts)
+        return self._run("barrier", [], self._agree(_BARRIER, 0), [], opts)
 
     def _agree(self, what: int, count: int) -> Steps:
         """Wait until all ranks have come to the same operation."""
@@ -405,7 +406,7 @@ class SharedGroup(dist.ProcessGroup):
 
     def _message(self, kind: str, flat: FlatTensor, peer: int | None, tag: int) -> SharedWork:
         self._refuse_if_closed(kind)
-        return self._network.message(kind, flat, peer, tag)
+        return self._network.message(kind, flat, peer, tag, self._timeout_s)
 
     # --- what torch asks --------------------------------------------------------------------------
 
@@ -414,17 +415,9 @@ class SharedGroup(dist.ProcessGroup):
         return [_CPU]
 
     def _get_backend(self, device: torch.device) -> dist.ProcessGroup:
-        """Return this group for a device that it serves, as torch asks for a group's backend."""
-        known = {each.type for each in self._device_types}
-        if torch.device(device).type not in known:
-            raise RuntimeError(
-                f"Group {self._group_name!r} has no backend for {torch.device(device).type}; it "
-                f"serves {', '.join(sorted(known))}."
-            )
+        """Return this group, which serves every device, as torch asks for a group's backend."""
+        del device
         return self
-
-    def _has_hooks(self) -> bool:
-        return False
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Tell that this group hands out no memory."""

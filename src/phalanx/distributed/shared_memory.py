@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from phalanx.distributed.fingerprint import Desync, Fingerprint, misfit
+from phalanx.distributed.fingerprint import Fingerprint, desync, misfit
 from phalanx.distributed.status_pages import StatusPages
 from phalanx.distributed.tensors import NOTHING
 from phalanx.distributed.work import Steps
@@ -209,7 +209,7 @@ class SharedMemory:
         for rank in self.pages.others:
             theirs = self.pages.fingerprint_of(rank, self._number)
             if theirs != ours:
-                raise Desync(names[self.rank], ours, names[rank], theirs)
+                raise desync(names[self.rank], ours, names[rank], theirs)
 
     def _raise_misfit(self) -> None:
         other = self._words[_MISFIT]

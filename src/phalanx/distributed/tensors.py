@@ -1,4 +1,7 @@
-"""Tensors as collectives take them: dense, on the CPU, flat and contiguous; and their checks."""
+"""Tensors as collectives take them: dense, on the CPU, flat and contiguous; and their checks.
+
+The elements of any other dense tensor, also of one on a GPU, travel as a copy.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +43,11 @@ class FlatTensor(NamedTuple):
     def write_back(self) -> None:
         """Bring what is in ``data`` to the tensor, where that is a copy."""
         if self.copied:
-            _plain(self.tensor).copy_(self.data.view(self.tensor.shape))
+            self.tensor.data.copy_(self.data.view(self.tensor.shape))
 
 
 def flat_of(tensor: Tensor, name: str) -> FlatTensor:
-    """Return ``tensor`` in one line; refuse one that is not dense or not on the CPU."""
-    if not tensor.is_cpu:
-        raise UnsupportedError(
-            f"`{name}` must be on the CPU, but is on {tensor.device}. Use a group of another "
-            'backend for it, such as `new_group(backend="nccl")`.'
-        )
+    """Return ``tensor`` in one line; refuse one that is not dense."""
     is_plain = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
     if not (is_plain and has_memory(tensor)):
         raise UnsupportedError(
@@ -57,11 +55,15 @@ def flat_of(tensor: Tensor, name: str) -> FlatTensor:
             f"of {tensor.dtype} and layout {tensor.layout}. Give `.to_dense()`, `.dequantize()`, "
             "or the `to_local()` of a DTensor."
         )
-    if torch.is_inference_mode_enabled():
-        # The thread that moves the operation on writes, and may not be in that mode.
-        with torch.inference_mode(False):
-            return _in_line(tensor, _plain(tensor))
-    return _in_line(tensor, _plain(tensor))
+    # As with gloo, autograd does not notice a write: what it has kept may be received into.
+    plain = tensor.data
+    if not (plain.is_cpu and plain.is_contiguous()) or plain.is_conj() or plain.is_neg():
+        copy = plain.cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+        return FlatTensor(tensor, copy, True)
+    if plain.numel() != 1:
+        return FlatTensor(tensor, plain if plain.dim() == 1 else plain.view(-1), False)
+    # Its view would keep whatever stride a single element has.
+    return FlatTensor(tensor, plain.as_strided((1,), (1,), plain.storage_offset()), False)
 
 
 def output_of(tensor: Tensor, name: str) -> FlatTensor:
@@ -79,29 +81,6 @@ def as_bytes(flat: Tensor) -> Tensor:
     """Return the bytes of a flat contiguous tensor."""
     # Of none or one element, torch takes any stride for contiguous, but not for a view.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """Return the same memory as a tensor that autograd does not watch.
-
-    Writing to it raises no version counter: as with gloo, a tensor that autograd has kept, or a
-    view of it, may be received into.
-    """
-    if not tensor.is_inference():
-        return tensor.data
-    with torch.inference_mode(False):
-        alias = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        view = tensor.storage_offset(), tensor.shape, tensor.stride()
-        return alias.set_(tensor.untyped_storage(), *view)
-
-
-def _in_line(tensor: Tensor, plain: Tensor) -> FlatTensor:
-    if plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
-        if plain.numel() != 1:
-            return FlatTensor(tensor, plain if plain.dim() == 1 else plain.view(-1), False)
-        # Its view would keep whatever stride a single element has.
-        return FlatTensor(tensor, plain.as_strided((1,), (1,), plain.storage_offset()), False)
-    return FlatTensor(tensor, plain.resolve_conj().resolve_neg().contiguous().view(-1), True)
 
 
 # --- the tensors of a call, and their parts by rank -----------------------------------------------

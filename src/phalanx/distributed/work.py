@@ -17,7 +17,7 @@ from torch.futures import Future
 from phalanx.clock import now_s
 from phalanx.torch_internals import uncompiled
 
-__all__ = ["GroupOperation", "SharedWork", "Steps", "Wait", "public_methods", "uncompiled_methods"]
+__all__ = ["GroupOperation", "SharedWork", "Steps", "Wait", "uncompiled_methods"]
 
 AnyClass = TypeVar("AnyClass", bound=type)
 _CALLED_BY_TORCH = ("_allgather_base", "_reduce_scatter_base")
@@ -95,23 +95,15 @@ class GroupOperation:
             raise copy.copy(error).with_traceback(error.__traceback__) from error.__cause__
 
 
-def public_methods(cls: type) -> dict[str, FunctionType]:
-    """Return the methods of ``cls`` itself that others call."""
-    return {
-        name: method
-        for name, method in vars(cls).items()
-        if isinstance(method, FunctionType)
-        and (not name.startswith("_") or name in _CALLED_BY_TORCH)
-    }
-
-
 def uncompiled_methods(cls: AnyClass) -> AnyClass:
     """Have the public methods of ``cls`` run outside of any compiled code.
 
     They wait for other processes and keep state on the group, which no graph can hold.
     """
-    for name, method in public_methods(cls).items():
-        setattr(cls, name, uncompiled(method))
+    for name, method in list(vars(cls).items()):
+        is_public = not name.startswith("_") or name in _CALLED_BY_TORCH
+        if is_public and isinstance(method, FunctionType):
+            setattr(cls, name, uncompiled(method))
     return cls
 
 
