@@ -270,7 +270,7 @@ def _draw_charts(runs: Sequence[RecordedRun]) -> list[str]:
         for title, each in axes.items():
             each.set_title(title, parse_math=False)
         for number, run in enumerate(runs):
-            width = 1 + 2 * (len(runs) - 1 - number) / len(runs)
+            width = 1.2 + 2.8 * (len(runs) - 1 - number) / max(1, len(runs) - 1)
             _draw_run(run, _COLOURS[number % len(_COLOURS)], width, axes)
         low, high = axes["loss"].dataLim.intervaly
         if low > 0 and high > _LOG_RATIO * low:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from html.parser import HTMLParser
 
 import pytest
@@ -156,6 +157,13 @@ def test_the_page_has_results_curves_failures_and_settings() -> None:
         *("losses beside a", "bitwise equal in all 30 common steps"),
     ):
         assert words in text, words
+
+
+def test_equal_curves_of_two_runs_are_both_seen() -> None:
+    page = make_page([run_of(records()), run_of(records(), name="b")])
+    widths = re.findall(r"stroke: (#2563a8|#d9661f); stroke-width: ([\d.]+)", page)
+    assert set(widths) >= {("#2563a8", "4"), ("#d9661f", "1.2")}
+    assert len(Elements(page).named("svg")) == 4  # side by side, or one below the other
 
 
 def test_a_run_without_anything_but_losses_is_a_page_too():
