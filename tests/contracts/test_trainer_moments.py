@@ -6,6 +6,7 @@ What a microbatch calls itself runs inline and in threads only: a worker process
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from tests.worlds import (
     in_executor_worlds,
 )
 
+DEADLINE_S = 30
 in_this_process = pytest.mark.parametrize(("executor", "replicas"), EXECUTORS[:2])
 
 
@@ -316,22 +318,27 @@ class Broken:
 
 
 class Signalled(torch.optim.SGD):
-    """Gets a signal in its step, once, as if it came just then."""
+    """Gets signals in its step, once, each when the one before was handled."""
 
     armed: ClassVar[list[signal.Signals]] = []
+    handled: ClassVar[threading.Event] = threading.Event()
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         super().step(closure)
-        for number in self.armed:
-            signal.raise_signal(number)
-        self.armed.clear()
+        self.fire()
+
+    @classmethod
+    def fire(cls) -> None:
+        while cls.armed:
+            cls.handled.clear()
+            os.kill(os.getpid(), cls.armed.pop())
+            if threading.current_thread() is not threading.main_thread():
+                assert cls.handled.wait(DEADLINE_S)
 
 
 class SignalledScheduler(torch.optim.lr_scheduler.StepLR):
     def step(self, epoch: int | None = None) -> None:
-        for number in Signalled.armed:
-            signal.raise_signal(number)
-        Signalled.armed.clear()
+        Signalled.fire()
         super().step()
 
 
@@ -345,6 +352,7 @@ def test_ctrl_c_in_the_update_comes_after_it(
     executor: tuple[str, int], signals: list[signal.Signals], how: str, tmp_path: Path
 ) -> None:
     def interrupt(*_: object) -> None:
+        Signalled.handled.set()
         raise KeyboardInterrupt
 
     def trainer() -> phalanx.Trainer:
@@ -367,9 +375,11 @@ def test_ctrl_c_in_the_update_comes_after_it(
             for done in (disturbed, undisturbed):
                 done.fit(batches(), steps=3)
             Signalled.armed.extend(signals)
+            threads = set(threading.enumerate())
             with pytest.raises(KeyboardInterrupt):
                 disturbed.fit(batches(), steps=1)
             assert disturbed.steps == 4
+            assert set(threading.enumerate()) == threads  # a pool that is left behind ends
             assert signal.getsignal(signal.SIGINT) is interrupt
             disturbed.save(tmp_path / "c")
             undisturbed.fit(batches(), steps=1)

@@ -91,19 +91,19 @@ class ThreadPool:
         task: Callable[[int], T],
         *,
         on_interrupt: Callable[[], None] = lambda: None,
-        uninterrupted: bool = True,  # noqa: ARG002 - see `CallerThread`
+        uninterrupted: bool = False,
     ) -> list[T]:
         """Run ``task(index)`` in every thread at once and return the results by index.
 
         When tasks fail, the first failure by index that is no echo (`GroupAborted`) is raised with
         its own traceback, the others are notes on it. All threads are idle again when this returns
         or raises, also after a `KeyboardInterrupt` in the caller; a second one does not wait, and
-        closes the pool.
+        closes the pool, unless the call is ``uninterrupted``.
 
         Args:
             on_interrupt: Called in the caller's thread before it waits again; it may let the
                 tasks end early, as their results are dropped.
-            uninterrupted: Changes nothing: these threads get no signals.
+            uninterrupted: Wait for the end of all tasks, however often the caller is interrupted.
 
         Raises:
             StateError: The pool is closed; or a signal's handler calls in the middle of a call; or
@@ -129,13 +129,15 @@ class ThreadPool:
                 raise StateError("`each()` needs open threads, but they were closed. Make a pool.")
             self._running = True
             try:
-                return self._run(task, on_interrupt)
+                return self._run(task, on_interrupt, uninterrupted)
             finally:
                 self._running = False
                 if self._closes_afterwards:
                     self._end()
 
-    def _run(self, task: Callable[[int], T], on_interrupt: Callable[[], None]) -> list[T]:
+    def _run(
+        self, task: Callable[[int], T], on_interrupt: Callable[[], None], uninterrupted: bool
+    ) -> list[T]:
         """Start the task in all threads and wait for all; interrupted anywhere, it begins again.
 
         Beginning again harms nothing: a thread works on each ticket once.
@@ -157,8 +159,8 @@ class ThreadPool:
                             state.done.get(timeout=_SIGNALS_HEARD_S)
                 break
             except BaseException as error:  # Ctrl-C: the threads still hold the caller's memory
-                if interrupt is not None:  # the user insists; a thread hangs, and is left behind
-                    self._end()
+                if interrupt is not None and not uninterrupted:  # the user insists: a thread hangs
+                    self._end()  # and is left behind
                     raise
                 interrupt = error
         results = [state.result for state in self._states]
