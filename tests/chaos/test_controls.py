@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from phalanx.execution import processes
 from phalanx.execution.run import RunState, TreeSums
@@ -95,16 +96,16 @@ def test_a_wrong_seed_on_retry_is_caught(
 def test_a_position_that_is_advanced_twice_is_caught(
     course: Course, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = EventDispatcher.tell_of_failures
+    real = EventDispatcher.dispatch_failures
 
     def tell(dispatcher: Any, step: int) -> None:
         before = len(course.disturbed.lost)
         real(dispatcher, step)
         if len(course.disturbed.lost) > before:
             trainer = course.disturbed.trainer
-            trainer._progress.position = trainer._position.next_batch(Loss(0.0, 0.0, 0))
+            trainer._run_position.position = trainer._position.next_batch(Loss(0.0, 0.0, 0))
 
-    monkeypatch.setattr(EventDispatcher, "tell_of_failures", tell)
+    monkeypatch.setattr(EventDispatcher, "dispatch_failures", tell)
     course.suffer({0: Order("inside backward")}, compared=False)
     assert_caught(course, "position")
 
@@ -112,15 +113,15 @@ def test_a_position_that_is_advanced_twice_is_caught(
 @pytest.mark.night
 def test_stale_statistics_are_caught(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker starts each step from the buffers of its first one."""
-    program, start, firsts = os.getpid(), _Buffer.start, {}
+    program, set_copy, firsts = os.getpid(), _Buffer.set_copy, {}
 
-    def start_from_the_first(buffer: _Buffer) -> None:
-        start(buffer)
+    def start_from_the_first(buffer: _Buffer, own: Tensor) -> None:
         if os.getpid() != program:
-            buffer.own.copy_(firsts.setdefault(buffer.name, buffer.own.clone()))
+            own.copy_(firsts.setdefault(buffer.name, own.clone()))
+        set_copy(buffer, own)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Buffer, "start", start_from_the_first)
+        patch.setattr(_Buffer, "set_copy", start_from_the_first)
         course.disturbed.trainer.refresh()
         for _ in range(3):
             course.step()

@@ -116,14 +116,14 @@ def test_a_replica_elsewhere_that_is_not_refreshed_would_be_stale(
 
 
 def test_a_gradient_that_is_added_twice_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    take = Replica.take_gradients
+    take = Replica.pop_gradients
 
     def take_twice(self: Replica, **options: bool) -> list[Tensor | None]:
         found = take(self, **options)
         twice = self.device.index == 1
         return [None if g is None else g * 2 if twice else g for g in found]
 
-    monkeypatch.setattr(Replica, "take_gradients", take_twice)
+    monkeypatch.setattr(Replica, "pop_gradients", take_twice)
     net = Net().to("dev:0")
     by_container(net, ["dev:0", "dev:1"], None, OPTIMIZERS["SGD-fused"])
     assert not equals_plain(net, OPTIMIZERS["SGD-fused"])

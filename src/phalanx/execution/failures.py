@@ -41,7 +41,7 @@ class FailureLog:
         most: How many may be lost in all; None for any number.
 
     Attributes:
-        unreported: The lost workers that :meth:`take` has not returned yet, with their moments.
+        unreported: The lost workers that :meth:`drain` has not returned yet, with their moments.
     """
 
     def __init__(self, most: int | None) -> None:
@@ -51,7 +51,7 @@ class FailureLog:
         self._lock = threading.Lock()
 
     def add(self, lost: WorkerLost, noticed_s: float) -> None:
-        """Note a lost worker, whose step and seconds :meth:`take` fills in; called in any thread.
+        """Note a lost worker, whose step and seconds :meth:`drain` fills in; called in any thread.
 
         Raises:
             PeerLost: It is one too many.
@@ -69,7 +69,7 @@ class FailureLog:
             lost.worker,
         )
 
-    def take(self, step: int) -> Iterator[WorkerLost]:
+    def drain(self, step: int) -> Iterator[WorkerLost]:
         """Yield the workers that are not reported yet; all were lost in update ``step``.
 
         If the caller raises at one of them, the others are left for the next time.

@@ -67,13 +67,13 @@ class GradientSlots:
         gradients = [self._pool.tensor(*each) if each[1] else None for each in places]
         return GradientSlot(start, gradients)
 
-    def take(self) -> GradientSlot:
-        """Return a free slot; it is free again when it is collected."""
+    def allocate(self) -> GradientSlot:
+        """Return a free slot; it is free again when the object is collected."""
         with self._lock:
             while self._gone:
                 self._free.append(self._taken.pop(self._gone.popleft()))
             kept = self._free.pop() if self._free else self.at(self._pool.allocate(self._nbytes))
-            slot = replace(kept)
+            slot = replace(kept)  # for the caller alone, so that its collection frees the slot
             self._taken[weakref.ref(slot, self._gone.append)] = kept
         return slot
 

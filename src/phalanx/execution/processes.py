@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import ConfigError, PhalanxError, StateError, UnsupportedError
 from phalanx.execution.channel import Mailbox, pack
-from phalanx.execution.contract import Executor, addresses_of, parameters_of
+from phalanx.execution.executor import Executor, addresses_of, parameters_of
 from phalanx.execution.failures import FailureLog, WorkerLost
 from phalanx.execution.gradient_slots import GradientSlot, GradientSlots
 from phalanx.execution.run import Gradients, PartialSum, RunState, Span
@@ -97,7 +97,7 @@ class ProcessExecutor(Executor):
         self._forks = ThreadPool(1, intra_op=1, name="phalanx-forks")  # OpenMP must never run in it
         try:
             _import_for_autograd()
-            self._take_over()
+            self._prepare_forks()
         except BaseException:
             self.close()
             raise
@@ -109,7 +109,7 @@ class ProcessExecutor(Executor):
         """The worker processes' ids."""
         return tuple([worker.pid for worker in self._workers if worker is not None])
 
-    def take_changes(self) -> bool:
+    def follow_attributes(self) -> bool:
         """Let the next runs see assigned attributes; False where the parameters are others.
 
         Workers are sent the numbers and strings that were assigned. After any other change, others
@@ -123,21 +123,22 @@ class ProcessExecutor(Executor):
             return True
         if addresses_of(parameters_of(self.modules)) != self._addresses:
             return False
-        self._take_over()
+        self.refresh()
+        self._prepare_forks()
         return True
 
     def refresh(self) -> None:
         """Dismiss the workers; the next run forks others, which see all changes made until then."""
         self._report_dead()
         # In a thread: a Ctrl-C in between would leave dismissed workers here, to count as lost.
-        self._forks.each(lambda _: dismiss_all(self._workers))
+        self._forks.each(lambda _: dismiss_all(self._workers), uninterrupted=True)
 
     def close(self) -> None:
         """Dismiss threads and workers, and move tensors out of shared memory."""
         if self._threads.closed and os.getpid() == self._pid:
             for worker in self._workers:  # threads left by an interrupt may wait for them still
                 if worker is not None:
-                    worker.end()
+                    worker.kill()
         self._threads.close()  # a call that is on in another thread ends first
         if not self._threads.closed:
             return  # from inside of a call: threads go after it, and the workers with them
@@ -150,9 +151,8 @@ class ProcessExecutor(Executor):
 
     # -- workers -----------------------------------------------------
 
-    def _take_over(self) -> None:
-        """Take over the present module and loss; workers are forked later."""
-        self.refresh()
+    def _prepare_forks(self) -> None:
+        """Share all tensors of module and loss, and note the attributes that forks will have."""
         tensors: list[Tensor] = []
         for each in AttributeFingerprint(self._module, *self._reads).modules:
             tensors += [*each.parameters(recurse=False), *each.buffers(recurse=False)]
@@ -166,7 +166,7 @@ class ProcessExecutor(Executor):
         self._report_dead()
         missing = [index for index, worker in enumerate(self._workers) if worker is None]
         if missing:
-            self._forks.each(lambda _: self._fork(missing))
+            self._forks.each(lambda _: self._fork(missing), uninterrupted=True)
 
     def _report_dead(self) -> None:
         """Report the workers that have ended while they were idle."""
@@ -224,7 +224,7 @@ class ProcessExecutor(Executor):
         self._runs += 1
         spec = pack(RunSpec(self._runs, state.task, modes, state.rng, changes), self._shared)
         send_next = partial(self._send_next, state, spec, modes.grad)
-        while not state.over:  # what lost workers have left is done in another round
+        while not state.is_over:  # what lost workers have left is done in another round
             self._fork_missing()
             # Written here: threads that write at once would wait for each other.
             first = [send_next(index) for index in range(len(self))]
@@ -260,10 +260,10 @@ class ProcessExecutor(Executor):
         self, state: RunState, spec: bytes, wants_gradients: bool, index: int
     ) -> _Sent | None:
         """Put the next microbatch into the mailbox of worker ``index``."""
-        microbatch = state.take(index)
+        microbatch = state.next_microbatch(index)
         if microbatch is None:
             return None
-        slot = self._slots.take() if wants_gradients else None
+        slot = self._slots.allocate() if wants_gradients else None
         message = MicrobatchMessage(
             index=microbatch,
             spec=spec,

@@ -15,7 +15,7 @@ import hashlib
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from phalanx.execution.threads import ThreadExecutor
 from phalanx.plan import SummationTree, flatten, workload_sizes
 from phalanx.types import Nested
 
+T = TypeVar("T")
 _TRACED = 64  # elements of each microbatch that tell one batch from another
 _RUN = "run a batch"  # what ranks wait in, for errors
 
@@ -109,7 +110,7 @@ class RankExecutor(ThreadExecutor):
             PeerError: Another rank raised something; nothing has changed anywhere then.
             GroupChanged: The ranks are others now.
         """
-        assert not task.goes_back
+        assert not task.is_backward
         assert only is None
         self._settle()
         if self._exchange.is_behind:  # it is alone now, and computes what the others have done
@@ -170,6 +171,13 @@ class RankExecutor(ThreadExecutor):
         self._exchange.mark_done()
 
 
+def repeat_on_new_ranks(attempt: Callable[[], T]) -> T:
+    """Return the result of ``attempt``, called again whenever ranks have come or gone under it."""
+    while True:
+        with contextlib.suppress(GroupChanged):
+            return attempt()
+
+
 def write_once(write: Callable[[], None], exchange: Exchange) -> None:
     """Let rank 0 write for all; every rank returns when it has.
 
@@ -204,7 +212,7 @@ def write_once(write: Callable[[], None], exchange: Exchange) -> None:
 
 # Any: JSON.
 def _check(messages: Sequence[RankMessage]) -> dict[str, Any]:
-    """Return what rank 0 has told.
+    """Return what rank 0 has sent about its step.
 
     Raises:
         PeerError: A rank raised something.

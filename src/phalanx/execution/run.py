@@ -52,12 +52,12 @@ class Task(ABC):
     """The work on one microbatch: called by a replica, under the caller's modes.
 
     Attributes:
-        goes_back: Whether it is the backward pass, on its own, of an earlier run (a container's).
+        is_backward: Whether it is the backward pass, on its own, of an earlier run (a container's).
             Nothing is taken over from the source then, no buffers are collected, and a closed
             executor runs it, too.
     """
 
-    goes_back: ClassVar[bool] = False
+    is_backward: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(self, context: MicrobatchContext) -> Any:  # Any: the task's own result type
@@ -110,8 +110,8 @@ class RunResult:
         sums: Partial sums that are still to be added, by node of the tree; on ranks, the total.
         replica_of: Which replica here computed each microbatch; -1 for those left out, or run
             elsewhere.
-        drew: Whether the model drew random numbers from the microbatches' own generators; threads
-            tell it, worker processes do not.
+        drew: Whether the model drew random numbers from the microbatches' own generators; known in
+            threads only.
     """
 
     results: list[Any]  # Any: whatever the task returns
@@ -237,11 +237,11 @@ class RunState:
         self._failed = False
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """True when all microbatches are done, or something failed."""
         return self._failed or all(self.result.replica_of[each] >= 0 for each in self._own)
 
-    def take(self, replica: int) -> int | None:
+    def next_microbatch(self, replica: int) -> int | None:
         """Return the next microbatch for ``replica``; None when none is left, or one failed."""
         with self._lock:
             queue = self._queues[replica]

@@ -28,7 +28,7 @@ _FUSED_ON_CPU = (SGD, Adam, AdamW, Adagrad)
 class Shards:
     """An optimizer in shards, and the last addition to the gradients of each.
 
-    A step calls :meth:`take`, then for every shard, in that shard's thread, :meth:`add` and
+    A step calls :meth:`begin`, then for every shard, in that shard's thread, :meth:`add` and
     :meth:`step`, then :meth:`finish`. An optimizer that cannot be cut (see :func:`can_be_cut`) is
     stepped with the first shard.
 
@@ -59,8 +59,9 @@ class Shards:
         self._strides = {place: dense_strides(parameters[place]) for place in self._group_of}
         places = sorted(self._group_of)
         shares = share_by_size([parameters[place] for place in places], num_shards)
-        self._shards = [[places[index] for index in share] for share in shares]
-        self._parts: list[tuple[Optimizer, list[int]]] = []  # of this step, with their places
+        self._shares = [[places[index] for index in share] for share in shares]
+        # Of this step: an optimizer, and the places of its parameters.
+        self._shards: list[tuple[Optimizer, list[int]]] = []
         self._left: Gradients = []
         self._right: Gradients = []
         self._num_states = 0
@@ -70,26 +71,26 @@ class Shards:
         """The optimizer's parameters that are not frozen."""
         return [self._parameters[place] for place in self._group_of]
 
-    def take(self, result: RunResult) -> None:
-        """Take over the sums of a run and the options of now."""
+    def begin(self, result: RunResult) -> None:
+        """Begin a step: with the sums of a run, and the optimizer's options of now."""
         if can_be_cut(self.optimizer):
-            self._parts = [(self._part(own), own) for own in self._shards]
+            self._shards = [(self._copy_for(share), share) for share in self._shares]
         else:  # the first shard is the whole
-            self._parts = [(self.optimizer, []) for _ in self._shards]
-            self._parts[0] = self.optimizer, list(self._group_of)
+            self._shards = [(self.optimizer, []) for _ in self._shares]
+            self._shards[0] = self.optimizer, list(self._group_of)
         nothing: Gradients = [None] * len(self._parameters)
         operands = [operand.gradients for operand in result.operands]
         self._left, self._right, *_ = *operands, nothing, nothing
 
-    def _part(self, own: Sequence[int]) -> Optimizer:
+    def _copy_for(self, share: Sequence[int]) -> Optimizer:
         """Return a shallow copy of the optimizer that has these parameters only."""
         members: list[list[nn.Parameter]] = [[] for _ in self._fusible]
-        for place in own:
+        for place in share:
             members[self._group_of[place]].append(self._parameters[place])
-        part: Optimizer = object.__new__(type(self.optimizer))
-        part.__dict__.update(vars(self.optimizer))
-        part.__dict__.pop("step", None)  # a scheduler's wrapper, which steps the user's
-        part.param_groups = []
+        copy: Optimizer = object.__new__(type(self.optimizer))
+        copy.__dict__.update(vars(self.optimizer))
+        copy.__dict__.pop("step", None)  # a scheduler's wrapper, which steps the user's
+        copy.param_groups = []
         for group, params, fusible in zip(
             self.optimizer.param_groups, members, self._fusible, strict=True
         ):
@@ -97,8 +98,8 @@ class Shards:
             divided = [params] if params else []
             if fused and type(self.optimizer) is SGD and group["momentum"]:
                 divided = self._by_first_step(params)
-            part.param_groups += [{**group, "params": each, **fused} for each in divided]
-        return part
+            copy.param_groups += [{**group, "params": each, **fused} for each in divided]
+        return copy
 
     def _by_first_step(self, params: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         """Return those without momentum apart: torch's fused SGD wants it for all or for none."""
@@ -109,17 +110,16 @@ class Shards:
         return list(found.values())
 
     def add(self, shard: int) -> None:
-        """Make the last addition for one shard, unless :meth:`squares` has made it."""
-        _, places = self._parts[shard]
+        """Make the last addition for one shard; a second time it does nothing."""
+        _, places = self._shards[shard]
         right = [self._right[place] for place in places]
         totals = add_gradients([self._left[place] for place in places], right)
         for place, total in zip(places, totals, strict=True):
             self._left[place], self._right[place] = total, None
 
-    def squares(self, shard: int) -> list[float]:
-        """Make the last addition for one shard, and return the square of each gradient's 2-norm."""
-        self.add(shard)
-        gradients = [self._left[place] for place in self._parts[shard][1]]
+    def squared_norms(self, shard: int) -> list[float]:
+        """Return the square of the 2-norm of each gradient of a shard that was added."""
+        gradients = [self._left[place] for place in self._shards[shard][1]]
         norms = [_norm_of(each) for each in gradients if each is not None]
         if not norms:
             return []
@@ -128,7 +128,7 @@ class Shards:
 
     def step(self, shard: int, scale: float) -> None:
         """Step one shard that was added, with gradients times ``scale``; then drop those."""
-        optimizer, places = self._parts[shard]
+        optimizer, places = self._shards[shard]
         present = [each for place in places if (each := self._left[place]) is not None]
         if scale != 1.0 and present:
             foreach_mul(present, scale)
@@ -144,8 +144,8 @@ class Shards:
 
     def finish(self) -> None:
         """End the step once all shards are stepped: drop the sums, put the state in order."""
-        was_cut = self._parts[0][0] is not self.optimizer
-        self._left, self._right, self._parts = [], [], []
+        was_cut = self._shards[0][0] is not self.optimizer
+        self._left, self._right, self._shards = [], [], []
         if was_cut:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers
             if len(self.optimizer.state) != self._num_states:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from phalanx.clock import now_s
-from phalanx.execution.contract import Executor, addresses_of, annotate_error, parameters_of
+from phalanx.execution.executor import Executor, addresses_of, annotate_error, parameters_of
 from phalanx.execution.run import (
     Gradients,
     MicrobatchContext,
@@ -90,7 +90,7 @@ class ThreadExecutor(Executor):
             else ThreadPool(len(devices), intra_op=self.intra_op)
         )
 
-    def take_changes(self) -> bool:
+    def follow_attributes(self) -> bool:
         """Let the next runs see assigned attributes; False where the parameters are others."""
         if self._threads.closed:  # a second Ctrl-C leaves threads behind
             return False
@@ -128,7 +128,7 @@ class ThreadExecutor(Executor):
     def _compute(self, state: RunState) -> None:
         modes = CallerModes.capture(self.devices)
         serve = partial(self._serve, state, modes)
-        if state.task.goes_back:
+        if state.task.is_backward:
             self.each(serve)
         else:
             with self.one_run:
@@ -139,11 +139,11 @@ class ThreadExecutor(Executor):
     def _serve(self, state: RunState, modes: CallerModes, index: int) -> None:
         """Run microbatches on one replica, in its thread, until none is left."""
         replica = self.replicas[index]
-        forward = not state.task.goes_back  # a backward pass keeps the shell of its forward pass
+        forward = not state.task.is_backward  # a backward pass keeps the shell of its forward pass
         with modes.entered(replica.device), replica.running():
             if forward:
                 replica.update_shell()
-            while (microbatch := state.take(index)) is not None:
+            while (microbatch := state.next_microbatch(index)) is not None:
                 try:
                     self._run_microbatch(replica, microbatch, state)
                 except BaseException as error:
@@ -162,7 +162,7 @@ class ThreadExecutor(Executor):
             rng=state.rng.microbatch(*state.seed, index),
             waiting=state.sums.waiting,
         )
-        result, forward = state.result, not state.task.goes_back
+        result, forward = state.result, not state.task.is_backward
         replica.begin(forward=forward)
         once, kind = self._compile_once, type(state.task).__qualname__
         with _NOTHING if once is None else once.running(kind, replica.device, context.batch):
@@ -171,7 +171,7 @@ class ThreadExecutor(Executor):
         written: Statistics = {}
         if forward and replica.buffers.are_there:
             written = replica.buffers.collect(state.weights[index])
-        gradients = replica.take_gradients()
+        gradients = replica.pop_gradients()
         state.sums.put(Node(0, index), PartialSum(gradients, written))
         result.replica_of[index] = replica.index
         result.spans.append(

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from phalanx.clock import now_s
 from phalanx.execution.channel import Mailbox, adopt
-from phalanx.execution.contract import explain_error
+from phalanx.execution.executor import explain_error
 from phalanx.execution.gradient_slots import GradientSlots, SlotWriter
 from phalanx.execution.run import MicrobatchContext, Task
 from phalanx.ipc import fail_point, fail_points, flush_output, inject
@@ -203,7 +203,7 @@ class Worker:
             return Done(
                 result=result,
                 statistics=self._replica.buffers.collect(message.weight),
-                gradients=self._writer.finish(self._replica.take_gradients()),
+                gradients=self._writer.finish(self._replica.pop_gradients()),
                 assigned=self._replica.assigned() if spec.rng.watched else (),
                 start_s=start_s,
                 stop_s=now_s(),

@@ -119,13 +119,13 @@ class WorkerProcess:
 
     def _gone(self) -> Lost:
         at_s = now_s()
-        self.kill(_EXIT_S)  # its connection may end before it does, and the exit code is the reason
+        self.join(_EXIT_S)  # its connection may end before it does, and the exit code is the reason
         return Lost(_exit_reason(self._exit_code), "", at_s)
 
     def _hung(self, timeout_s: float) -> Lost:
         at_s = now_s()
         dump = self._ask_for_dump()
-        self.kill()
+        self.join()
         return Lost(f"gave no answer for {timeout_s:g} s and was killed", dump, at_s)
 
     def _ask_for_dump(self) -> str:
@@ -142,20 +142,20 @@ class WorkerProcess:
                 break
         return b"".join(pieces).decode(errors="replace")
 
-    def end(self) -> None:
-        """End it by force, while another thread may wait for its answer: that one cleans up."""
+    def kill(self) -> None:
+        """Kill it, while another thread may wait for its answer: that one joins it."""
         with contextlib.suppress(OSError):  # it has ended
             signal.pidfd_send_signal(self._sentinel, signal.SIGKILL)
 
-    def kill(self, after_s: float = 0.0) -> None:
-        """Wait until it has ended; kill it after ``after_s``."""
+    def join(self, kill_after_s: float = 0.0) -> None:
+        """Wait until it has ended, and close its pipes; kill it if it has not after so long."""
         if self._sentinel < 0:
             return
         self._connection.close()
         ended = select.poll()
         ended.register(self._sentinel, select.POLLIN)
-        if not ended.poll(after_s * 1e3):
-            self.end()
+        if not ended.poll(kill_after_s * 1e3):
+            self.kill()
             ended.poll()
         self._reap()
         self._dump.close()
@@ -175,9 +175,9 @@ def dismiss_all(workers: list[WorkerProcess | None]) -> None:
     """Kill all of them, and leave None: between two runs they hold nothing that is not here."""
     own = [each for each in workers if each is not None and each.parent_pid == os.getpid()]
     for worker in own:
-        worker.end()
-    for worker in own:
         worker.kill()
+    for worker in own:
+        worker.join()
     workers[:] = [None] * len(workers)
 
 

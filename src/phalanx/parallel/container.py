@@ -128,7 +128,7 @@ class Container(nn.Module):
     def _open_executor(self) -> ThreadExecutor:
         with self._running.lock:
             before = self._running.executor
-            if before is not None and not (self._is_of(before) and before.take_changes()):
+            if before is not None and not (self._is_of(before) and before.follow_attributes()):
                 self.close()
             if self._running.executor is None:
                 self._running.executor = self._make_executor()

@@ -154,7 +154,7 @@ class _BackwardTask(Task):
         entered: Called with the context and the outputs; returns the context manager of the pass.
     """
 
-    goes_back = True
+    is_backward = True
 
     keep_graph: bool
     entered: Callable[[MicrobatchContext, Sequence[Tensor]], AbstractContextManager[object]]

@@ -134,7 +134,7 @@ class ReplicaBuffers:
                 copies = [torch.empty_like(each, device=self._device) for each in sources]
                 _copy_all(copies, sources)
             for buffer, own in zip(stale, copies, strict=True):
-                buffer.take(own)
+                buffer.set_copy(own)
 
     def outdate(self) -> None:
         """Copy all buffers before the next microbatch: the source's were written elsewhere."""
@@ -187,8 +187,8 @@ class _Buffer:
     def _source_version(self) -> int:
         return -1 if self.source.is_inference() else self.source._version  # those have none
 
-    def take(self, own: Tensor) -> None:
-        """Take a new copy of the source."""
+    def set_copy(self, own: Tensor) -> None:
+        """Give the replica's modules a new copy of the source."""
         self.own = own
         self._versions = self._source_version(), own._version
         for module, key in self.places:

@@ -128,7 +128,7 @@ class Replica:
         if forward and self.buffers.are_there:
             self.buffers.start()
 
-    def take_gradients(self) -> list[Tensor | None]:
+    def pop_gradients(self) -> list[Tensor | None]:
         """Return and forget all gradients, in memory order, on the source's device.
 
         They have the order of the executor's parameters, with None for parameters of other replicas

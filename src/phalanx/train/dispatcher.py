@@ -35,7 +35,7 @@ class EventDispatcher:
         self._callbacks = tuple(sorted(callbacks, key=lambda each: getattr(each, "saves", False)))
         self._failures = choice.failures
 
-    def tell(self, event: Event) -> None:
+    def dispatch(self, event: Event) -> None:
         """Call all callbacks with ``event``; before a `StepDone`, with what was lost in that step.
 
         They are called with the step also if one raises at a lost worker or changed ranks.
@@ -43,16 +43,16 @@ class EventDispatcher:
         try:
             if isinstance(event, StepDone):
                 if self._failures.unreported:
-                    self.tell_of_failures(event.step)
+                    self.dispatch_failures(event.step)
                 changed = self._elastic and self._elastic.take_change(event.step)
                 if changed:
-                    self.tell(changed)
+                    self.dispatch(changed)
         finally:
             for callback in self._callbacks:
                 callback(event)
 
     @contextmanager
-    def telling_of_fit(
+    def dispatching_fit(
         self,
         begun: FitBegun,
         ended: Callable[[], FitEnded],
@@ -72,26 +72,26 @@ class EventDispatcher:
             shown.attach(trainer)
             self._callbacks = (*callbacks, shown)
         try:
-            self.tell(begun)
+            self.dispatch(begun)
             yield
         except BaseException as error:
             try:
-                self._tell_all(ended())
+                self._dispatch_to_all(ended())
             except Exception as failure:  # the first cause is what the user must see
                 error.add_note(f"Also failed: {type(failure).__name__}: {failure}")
             raise
         else:
-            self._tell_all(ended())
+            self._dispatch_to_all(ended())
         finally:
             self._callbacks = callbacks
 
-    def _tell_all(self, event: Event) -> None:
+    def _dispatch_to_all(self, event: Event) -> None:
         """Call every callback, also after one that raises: each may have something to close."""
         with ExitStack() as calls:
             for callback in reversed(self._callbacks):
                 calls.callback(callback, event)
 
-    def tell_of_failures(self, step: int) -> None:
+    def dispatch_failures(self, step: int) -> None:
         """Call callbacks with the workers lost since the last call, in update ``step``."""
-        for lost in self._failures.take(step):
-            self.tell(lost)
+        for lost in self._failures.drain(step):
+            self.dispatch(lost)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from phalanx.errors import ConfigError
-from phalanx.execution import RunResult, repeated
+from phalanx.execution import RunResult, repeat_on_new_ranks
 from phalanx.metrics import Metrics
 from phalanx.plan import Merging
 from phalanx.train.objective import EvaluateTask, PredictTask, is_pair
@@ -114,7 +114,7 @@ class Evaluation:
             if place == 0:
                 self.engine.open()
                 begin()
-            yield repeated(partial(self._run, batch, task, place))
+            yield repeat_on_new_ranks(partial(self._run, batch, task, place))
         if place < 0:
             raise ConfigError("`loader` must yield at least one batch, but yields none.")
 
@@ -128,13 +128,22 @@ class Evaluation:
         self, batch: Nested, task: EvaluateTask | PredictTask, place: int
     ) -> tuple[Microbatches, RunResult]:
         """Run ``task`` on one batch, whose random numbers belong to its place."""
-        seed = (self.engine.seed, self.steps, place)
         weighs = isinstance(task, EvaluateTask)  # targets may be missing
+        engine = self.engine
         try:
-            microbatches = self.engine.split(batch, weighs=weighs)
+            microbatches, executor = engine.split(batch, weighs=weighs), engine.executor
+            executor.follow_attributes()  # also those that were assigned since the last batch
             with torch.no_grad():
-                return microbatches, self.engine.run(task, microbatches, seed)
+                result = executor.run(
+                    task,
+                    microbatches.pieces,
+                    weights=microbatches.weights,
+                    seed=(engine.seed, self.steps, place),
+                    owners=microbatches.owners,
+                )
+            executor.mark_done()
         except Exception as error:
             pass_name = "evaluation" if weighs else "prediction"
             error.add_note(f"In batch {place + 1} of the {pass_name}.")
             raise
+        return microbatches, result

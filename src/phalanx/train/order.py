@@ -58,7 +58,7 @@ class Reader:
         while self._num_read < done:
             self._read(None)
 
-    def take(self, done: int, end: Any) -> Any:
+    def batch_after(self, done: int, end: Any) -> Any:
         """Return the batch after the first ``done``, or ``end``; again, until ``done`` grows."""
         if self._num_read == done:
             self._read(end)

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from phalanx.callbacks import StepDone
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError, StateError
-from phalanx.execution import Executor, ExecutorChoice, RunResult, Shards, Span, Task
+from phalanx.execution import Executor, ExecutorChoice, Shards, Span
 from phalanx.memory import dense_strides
 from phalanx.metrics import Joining, Metrics
 from phalanx.plan import Layout, equal_sizes, open_rows, read_weights
@@ -108,11 +108,11 @@ class Engine:
         if metrics is not None:
             metrics.update(*microbatches.outputs_of(result.results, metrics.joining))
 
-        shards.take(result)
-        # The norm of the whole gradient, where that is to be clipped. For it, the threads make the
-        # last addition now instead of in `_step_shards`.
-        norm = None if self.clip_norm is None else self._norm()
-        scale = 1.0 if norm is None else min(1.0, (self.clip_norm or 0.0) / (norm + 1e-6))
+        shards.begin(result)
+        norm, scale = None, 1.0
+        if self.clip_norm is not None:
+            norm = self._norm()  # for which the last addition is made here
+            scale = min(1.0, self.clip_norm / (norm + 1e-6))
 
         # From here on nothing refuses. The rates of this step: the commit steps the scheduler.
         rates = tuple([_rate_of(group) for group in self.optimizer.param_groups])
@@ -150,8 +150,8 @@ class Engine:
 
         def step(shard: int) -> None:
             begin_s = now_s()
-            shards.add(shard)
-            self._is_half_stepped = True  # here: no Ctrl-C comes between this and the step
+            shards.add(shard)  # unless `_norm` has
+            self._is_half_stepped = True  # from here on weights change
             shards.step(shard, scale)
             span = Span(replica=shard, microbatch=None, start_s=begin_s, stop_s=now_s())
             with lock:
@@ -173,8 +173,7 @@ class Engine:
             ConfigError: Leaves differ in their rows, there are none, or weights are wrong.
             StateError: As :meth:`check_whole`.
         """
-        if self._is_half_stepped:
-            raise _half_stepped()
+        self.check_whole()
         rows = open_rows(batch, self.layout)
         count = rows.count()
         if count == 0:
@@ -192,20 +191,6 @@ class Engine:
         scales = tuple([each / weight for each in weights])
         return Microbatches(pieces, sizes, weights, scales, weight, owners)
 
-    def run(self, task: Task, microbatches: Microbatches, seed: tuple[int, ...]) -> RunResult:
-        """Run ``task`` on all microbatches; nothing that the caller can see changes."""
-        executor = self.executor
-        executor.take_changes()
-        result = executor.run(
-            task,
-            microbatches.pieces,
-            weights=microbatches.weights,
-            seed=seed,
-            owners=microbatches.owners,
-        )
-        executor.mark_done()
-        return result
-
     def _merge_statistics(self, written: list[Statistics]) -> tuple[Statistics, dict[str, Tensor]]:
         """Return the sum of what microbatches have written to buffers, and the module's buffers.
 
@@ -218,8 +203,14 @@ class Engine:
         return statistics, buffers
 
     def _norm(self) -> float:
-        """Return the norm of all gradients together."""
-        squares = self.executor.each(self._shards.squares)
+        """Make each shard's last addition, and return the norm of all gradients together."""
+        shards = self._shards
+
+        def add_and_square(shard: int) -> list[float]:
+            shards.add(shard)
+            return shards.squared_norms(shard)
+
+        squares = self.executor.each(add_and_square)
         norm = math.sqrt(math.fsum([each for shard in squares for each in shard]))
         if not math.isfinite(norm):
             raise ConfigError(
@@ -246,7 +237,7 @@ class Engine:
         """Have replicas that fit module and optimizer."""
         if self._executor is not None:
             is_same = _trained_ids(self.optimizer) == self._trained_ids
-            if not is_same or not self._executor.take_changes():
+            if not is_same or not self._executor.follow_attributes():
                 self.close()
         if self._executor is None:
             self._make()
@@ -305,22 +296,17 @@ class Engine:
             StateError: The last step failed half way.
         """
         if self._is_half_stepped:
-            raise _half_stepped()
+            raise StateError(
+                "The model must be whole to be trained or saved, but the last step failed when its "
+                "optimizer had begun: some weights are new and some are not. Put them back by "
+                "`resume()`, or begin with another trainer."
+            )
 
     def restore(self) -> None:
         """Take over a state that was loaded into module and optimizer."""
         self._is_half_stepped = False
         if self._executor is not None:
             self._shards = self._executor.open_shards(self.optimizer)
-
-
-def _half_stepped() -> StateError:
-    """Return the error for a step that failed between the first write and the last."""
-    return StateError(
-        "The model must be whole to be trained or saved, but the last step failed when its "
-        "optimizer had begun: some weights are new and some are not. Put them back by "
-        "`resume()`, or begin with another trainer."
-    )
 
 
 def _rate_of(group: dict[str, Any]) -> float:

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from phalanx.callbacks import EpochDone, EventHandler, FitBegun, FitEnded, StepDone
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError, StateError
-from phalanx.execution import ExecutorChoice, Processes, Ranks, describe_rank, repeated
+from phalanx.execution import ExecutorChoice, Processes, Ranks, describe_rank, repeat_on_new_ranks
 from phalanx.metrics import Joining, Metrics
 from phalanx.plan import Layout, read_layout
 from phalanx.replicas import caller_intra_op, check_replicable
@@ -143,7 +143,7 @@ class Trainer:
         self._metrics = Metrics(metrics or {}, Joining(layout))
         self._reader = Reader(seed)
         self._events = EventDispatcher(callbacks, choice)
-        self._progress = RunPosition(seed=seed, microbatches=microbatches)
+        self._run_position = RunPosition(seed=seed, microbatches=microbatches)
         self._last_step: int | None = None  # at which the running `fit` ends, here or at peers
         self._in_step = self._closed = self._stopped = self._in_fit = False
         for callback in callbacks:
@@ -155,7 +155,7 @@ class Trainer:
             self.scheduler,
             callbacks=callbacks,
             metrics=self._metrics,
-            progress=self._progress,
+            progress=self._run_position,
         )
         self._state.capture()  # what no checkpoint can hold is refused now
 
@@ -163,7 +163,7 @@ class Trainer:
 
     @property
     def _position(self) -> Position:
-        return self._progress.position
+        return self._run_position.position
 
     @property
     def steps(self) -> int:
@@ -275,7 +275,7 @@ class Trainer:
             # The caller's idle pool must not spin beside the replicas.
             with (
                 caller_intra_op(1),
-                self._events.telling_of_fit(begun, ended, progress=progress, trainer=self),
+                self._events.dispatching_fit(begun, ended, progress=progress, trainer=self),
             ):
                 while not self._shall_end(last_epoch):
                     done = self._run_epoch(loader, validate)
@@ -345,7 +345,7 @@ class Trainer:
         Raises:
             ConfigError: The loader yields nothing.
         """
-        with self._evaluating() as evaluation:
+        with self._evaluation() as evaluation:
             return evaluation.evaluate(loader, self._metrics)
 
     def predict(self, loader: Iterable[Nested]) -> Nested:
@@ -362,17 +362,17 @@ class Trainer:
         Raises:
             ConfigError: As :meth:`evaluate`; or an output does not have a row for each input row.
         """
-        with self._evaluating() as evaluation:
+        with self._evaluation() as evaluation:
             return evaluation.predict(loader)
 
     @contextmanager
-    def _evaluating(self) -> Iterator[Evaluation]:
+    def _evaluation(self) -> Iterator[Evaluation]:
         """Get ready for one pass over a loader, which the body makes."""
         self._join_here()
         self._engine.refresh()
         with caller_intra_op(1):
             yield Evaluation(self._engine, self.steps)
-        self._events.tell_of_failures(self.steps)
+        self._events.dispatch_failures(self.steps)
 
     def _run_epoch(
         self, loader: Iterable[Nested], validate: Iterable[Nested] | None
@@ -392,7 +392,7 @@ class Trainer:
                 return None
             if not self._reader.is_open:  # a callback has called `resume()`
                 self._reader.open(loader, self._position.batch, self.epochs)
-            batch = self._reader.take(self._position.batch, _END)
+            batch = self._reader.batch_after(self._position.batch, _END)
             if batch is _END:
                 break
             if ends:
@@ -424,12 +424,12 @@ class Trainer:
                 self.scheduler.step((done.validation or done.train)["loss"])
             elif self.scheduler is not None and self._scheduler_interval == "epoch":
                 self.scheduler.step()
-            self._progress.position = self._position.next_epoch()
+            self._run_position.position = self._position.next_epoch()
             self._metrics.reset()
             self._reader.forget()
 
         self._engine.uninterrupted(finish)  # the scheduler must not be stepped twice for an epoch
-        self._events.tell(done)
+        self._events.dispatch(done)
         return done
 
     def _join_here(self) -> None:
@@ -449,27 +449,27 @@ class Trainer:
         self._engine.open()
         if self._choice.elastic is not None:
             self._choice.elastic.admit()
-            done = repeated(lambda: self._update(batch, start_s, in_epoch=in_epoch))
+            done = repeat_on_new_ranks(lambda: self._update(batch, start_s, in_epoch=in_epoch))
         else:
             done = self._update(batch, start_s, in_epoch=in_epoch)
         if done.step == 1:  # optimizers make their state in their first step
             self._state.capture()
-        self._events.tell(done)
+        self._events.dispatch(done)
         return done
 
     def _update(self, batch: Nested, start_s: float, *, in_epoch: bool) -> StepDone:
         """Do one update, and move the position on; metrics are an epoch's, as its loss is."""
         check_between_steps(closed=self._closed)  # by a signal's handler, or in the attempt before
-        progress = self._progress
-        before = progress.position
+        run_position = self._run_position
+        before = run_position.position
         metrics = self._metrics if in_epoch and self._metrics else None
         counted = metrics.state_dict() if metrics is not None else {}
 
         def commit(loss: Loss) -> None:
             if in_epoch:
-                progress.position = before.next_batch(loss)
+                run_position.position = before.next_batch(loss)
             else:
-                progress.position = before._replace(steps=before.steps + 1)
+                run_position.position = before._replace(steps=before.steps + 1)
             if self.scheduler is not None and self._scheduler_interval == "step":
                 self.scheduler.step()
 
@@ -483,10 +483,10 @@ class Trainer:
             raise
         finally:
             self._in_step = False  # before any call, in which an interrupt may arrive
-            if metrics is not None and progress.position is before:
+            if metrics is not None and run_position.position is before:
                 metrics.load_state_dict(counted)
             if self._closed:  # since it has begun
-                self.__exit__(StateError)
+                self._close(failed=True)
 
     # -- state -------------------------------------------------------
 
@@ -524,21 +524,24 @@ class Trainer:
         self._reader.forget()
         self._engine.restore()
         # Last: where warnings are errors, all is in place.
-        self._progress.warn_of_settings(content["progress"])
+        self._run_position.warn_of_settings(content["progress"])
 
     def close(self) -> None:
         """Dismiss the replicas, and move parameters out of shared memory; idempotent.
 
         Called in the middle of a step, by a signal's handler say, it lets the step end first.
         """
-        self.__exit__(sys.exc_info()[0])  # as an error may be why it is closed
+        self._close(failed=sys.exception() is not None)  # which may be why it is closed
+
+    def _close(self, *, failed: bool) -> None:
+        self._closed = True
+        if not self._in_step:  # else the step does it at its end
+            self._reader.forget()
+            self._engine.close()
+            self._choice.leave(finished=not failed and not self._in_fit)
 
     def __enter__(self) -> Trainer:
         return self
 
     def __exit__(self, kind: object, *exc: object) -> None:
-        self._closed = True
-        if not self._in_step:
-            self._reader.forget()
-            self._engine.close()
-            self._choice.leave(finished=kind is None and not self._in_fit)
+        self._close(failed=kind is not None)

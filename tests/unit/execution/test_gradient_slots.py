@@ -14,7 +14,7 @@ from phalanx.memory import SharedMemoryPool
 
 def test_no_python_runs_when_a_slot_is_dropped_so_that_a_ctrl_c_is_not_lost_there() -> None:
     slots = GradientSlots([nn.Parameter(torch.zeros(3))], SharedMemoryPool())
-    first = slots.take()
+    first = slots.allocate()
     begin, called = first.start, []
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -25,4 +25,4 @@ def test_no_python_runs_when_a_slot_is_dropped_so_that_a_ctrl_c_is_not_lost_ther
     del first
     sys.setprofile(None)
     assert called == []
-    assert slots.take().start == begin
+    assert slots.allocate().start == begin

@@ -128,7 +128,7 @@ class _Replicas(parallel.DataParallel):
         try:
             for init in self.initialisers:
                 executor.each(lambda _, init=init: init())  # type: ignore[misc]
-            executor.take_changes()  # what they have assigned
+            executor.follow_attributes()  # what they have assigned
         except BaseException:
             executor.close()
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +12,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from phalanx.distributed import GroupChanged
 from phalanx.execution.run import RunResult, RunState, Task
 from phalanx.execution.shards import Shards
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
@@ -32,13 +30,6 @@ from phalanx.types import Nested
 
 T = TypeVar("T")
 _ONE_VALUE = "Expected more than 1 value per channel when training"  # what torch says
-
-
-def repeated(attempt: Callable[[], T]) -> T:
-    """Return the result of ``attempt``, called again whenever ranks have come or gone under it."""
-    while True:
-        with contextlib.suppress(GroupChanged):
-            return attempt()
 
 
 class Executor(ABC):
@@ -83,8 +74,8 @@ class Executor(ABC):
         After :meth:`close` a backward pass may still come: the caller's thread runs it.
 
         Args:
-            uninterrupted: Hold signals until all calls are done, where they run in the caller's
-                thread. Other threads get none.
+            uninterrupted: Let all calls end, whatever signals come; else a second Ctrl-C does not
+                wait.
         """
         on_cpu = all(device.type == "cpu" for device in self.devices)
         streams = () if on_cpu else callers_streams(self.devices)
@@ -173,7 +164,7 @@ class Executor(ABC):
         return len(self.devices)
 
     @abstractmethod
-    def take_changes(self) -> bool:
+    def follow_attributes(self) -> bool:
         """Let the next runs see attributes that were assigned; to be called before a run.
 
         Returns:

@@ -11,7 +11,7 @@ from torch import nn
 
 from phalanx.distributed import ElasticExchange, Exchange
 from phalanx.errors import ConfigError
-from phalanx.execution.contract import Executor
+from phalanx.execution.executor import Executor
 from phalanx.execution.failures import FailureLog
 from phalanx.execution.processes import ProcessExecutor
 from phalanx.execution.ranks import RankExecutor, write_once
@@ -93,7 +93,7 @@ class ExecutorChoice:
         kind: "threads", "processes", "inline" or "ranks".
         options: For worker processes and elastic ranks.
         failures: Takes note of worker processes that are lost.
-        elastic: The ranks that survive the loss of others; None for any other executor.
+        elastic: The elastic ranks; None for any other executor.
     """
 
     kind: str
@@ -141,7 +141,7 @@ class ExecutorChoice:
             write()
 
     def leave(self, *, finished: bool) -> None:
-        """Take no part any more in ranks that survive the loss of others."""
+        """Leave the elastic ranks, where this is one of them."""
         if self.elastic is not None:
             self.elastic.leave(finished=finished)
 
