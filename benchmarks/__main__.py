@@ -12,6 +12,7 @@ from benchmarks.hosts import hosts
 from benchmarks.memory import memory
 from benchmarks.recovery import recovery
 from benchmarks.report import OUT, Out
+from benchmarks.scaling import scaling
 from benchmarks.step import step
 from benchmarks.tables import tables
 from phalanx.cli.app import main
@@ -25,9 +26,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-BENCHMARKS = {
-    command.__name__: command for command in (step, ddp, allreduce, tables, hosts, recovery, memory)
-}
+_ALL = (step, ddp, allreduce, tables, hosts, recovery, memory, scaling)
+BENCHMARKS = {command.__name__: command for command in _ALL}
 for command in BENCHMARKS.values():
     app.command()(command)
 

@@ -10,29 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 import torch.distributed as dist
-import typer
 
-from benchmarks.contest import (
-    Child,
-    Turn,
-    claim_stdout,
-    command_of,
-    commands_of,
-    end,
-    seconds_of,
-    serve,
-)
+from benchmarks.contest import Child, Turn, commands_of, end, seconds_of, serve
 from benchmarks.report import OUT, Out, Rounds, Row, Run, Sheet, ratio
 from benchmarks.step import join_ranks
 
 BACKENDS = ("phalanx", "gloo")
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 100_000_000)
 BUSY_SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
+_RANKS = (2, 4)
 _BUSY = (0, 1, 2)  # other processes that keep a core busy
+_BUSY_COMMAND = ("sh", "-c", "while kill -0 $PPID; do :; done")  # ends with this process
 _BYTES_PER_TURN = 4 << 20  # small calls are repeated until about so much has been reduced
 _MOST_CALLS = 200
 
@@ -67,15 +58,11 @@ def _seconds_of_call(tensor: torch.Tensor) -> float:
     return seconds_of(several) / calls
 
 
-def allreduce(
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "2,4",
-    rounds: Rounds = 15,
-    out: Out = OUT,
-) -> None:
+def allreduce(rounds: Rounds = 15, out: Out = OUT) -> None:
     """Time all-reduces of 4 KiB to 100 MB over phalanx and gloo, idle and beside busy processes."""
     run = Run("allreduce", out)
     rows: list[Row] = []
-    for count, busy in [(count, busy) for count in map(int, ranks.split(",")) for busy in _BUSY]:
+    for count, busy in [(count, busy) for count in _RANKS for busy in _BUSY]:
         sizes = BUSY_SIZES if busy else SIZES
         name = f"{count} ranks" + (f" beside {busy} busy processes" if busy else "")
         jobs = {backend: AllreduceJob(backend=backend, ranks=count) for backend in BACKENDS}
@@ -92,22 +79,11 @@ def allreduce(
 @contextmanager
 def _busy_processes(count: int) -> Iterator[None]:
     """Let so many other processes keep a core busy each."""
-    children = [Child(f"busy {number}", command_of(BusyJob())) for number in range(count)]
+    children = [Child(f"busy {number}", _BUSY_COMMAND) for number in range(count)]
     try:
         yield
     finally:
         end(children)
-
-
-@dataclass(frozen=True)
-class BusyJob:
-    """A process that keeps a core busy."""
-
-    def run(self) -> None:
-        """Compute until the process is ended, or its parent ends."""
-        claim_stdout()
-        while True:
-            pass
 
 
 def _cells(medians: dict[str, float], num_bytes: int) -> list[float | None]:

@@ -11,20 +11,16 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from benchmarks.contest import Step, Turn, commands_of
 from benchmarks.models import MODELS
 from benchmarks.report import OUT, Names, Out, Rounds, Row, Run, Sheet, ratio, read_names
 from benchmarks.step import CONTESTANTS, StepJob, compete_at
 
-_PEERS = {"gloo": "ddp", "phalanx": "ddp-phalanx"}
+_RANKS = 2
 _COUNTED_STEPS = 10
 _BYTES_RECEIVED = struct.Struct("=Q")  # at byte 128 of Linux's struct tcp_info
 
@@ -60,46 +56,27 @@ def _received_bytes() -> int:
     return found
 
 
-def ddp(
-    models: Names = "mlp,cnn",
-    rounds: Rounds = 10,
-    workers: Annotated[int, typer.Option(min=2, help="Ranks.")] = 2,
-    out: Out = OUT,
-) -> None:
+def ddp(models: Names = "mlp,cnn", rounds: Rounds = 10, out: Out = OUT) -> None:
     """Time a step of our DistributedDataParallel beside torch's, and count bytes on the wire."""
     run = Run("ddp", out)
     names = [name for name in CONTESTANTS if "ddp" in name]
     for model in read_names("models", models, MODELS):
-        job = CountingJob(model=model, workers=workers)
-        times = compete_at(run, StepJob(model=model, workers=workers), names, rounds)
+        job = StepJob(model=model, workers=_RANKS)
+        medians = compete_at(run, job, names, rounds).medians("step")
         commands = {
-            name: commands_of(replace(job, contestant=name), workers)
+            name: commands_of(CountingJob(model=model, workers=_RANKS, contestant=name), _RANKS)
             for name in names
             if "phalanx" not in name
         }
-        received = run.compete(f"{model}, bytes", commands, {"bytes": _COUNTED_STEPS}, rounds=1)
-        run.sheets.append(_sheet(job, names, times.medians("step"), received.medians("bytes")))
+        outcome = run.compete(f"{model}, bytes", commands, {"bytes": _COUNTED_STEPS}, rounds=1)
+        received = outcome.medians("bytes")
+        rows: list[Row] = []
+        for name in names:
+            peer = "ddp-phalanx" if "phalanx" in name else "ddp"
+            median_s, num_bytes = medians.get(name), received.get(name)
+            cells = [median_s and 1e3 * median_s, ratio(median_s, medians.get(peer))]
+            cells += [num_bytes and num_bytes / 2**20, ratio(num_bytes, received.get(peer))]
+            rows.append((CONTESTANTS[name].title.format(workers=_RANKS), *cells))
+        columns = ("median\nms", "÷ DDP", "received\nMiB", "÷ DDP")
+        run.sheets.append(Sheet(f"{model}, {_RANKS} ranks", columns, rows))
     run.publish()
-
-
-def _sheet(
-    job: StepJob,
-    names: Sequence[str],
-    medians: Mapping[str, float],
-    received: Mapping[str, float],
-) -> Sheet:
-    rows: list[Row] = []
-    for name in names:
-        peer = _PEERS["phalanx" if "phalanx" in name else "gloo"]
-        median_s, num_bytes = medians.get(name), received.get(name)
-        rows.append(
-            (
-                CONTESTANTS[name].title.format(workers=job.workers),
-                median_s and 1e3 * median_s,
-                ratio(median_s, medians.get(peer)),
-                num_bytes and num_bytes / 2**20,
-                ratio(num_bytes, received.get(peer)),
-            )
-        )
-    columns = ("median\nms", "÷ DDP", "received\nMiB", "÷ DDP")
-    return Sheet(f"{job.model}, {job.workers} ranks", columns, rows)

@@ -21,9 +21,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from torch import Tensor
 
 from benchmarks.contest import Outcome, commands_of
@@ -31,6 +29,7 @@ from benchmarks.report import OUT, Names, Out, Rounds, Row, Run, Sheet, ratio, r
 from benchmarks.tables import (
     COLS,
     PATIENCE_S,
+    ROWS,
     SIZES,
     Access,
     TableJob,
@@ -43,6 +42,7 @@ from phalanx import tables as phalanx_tables
 from phalanx.cluster import make_secret
 
 _SMALL = 10  # rows of a small add
+_CLIENTS = 8  # that add at once
 _LENGTH = struct.Struct("<Q")
 TASKS = tuple(
     Task(kind, rows, of) for of in ("matrix", "local") for rows in SIZES for kind in ("get", "add")
@@ -77,8 +77,7 @@ class HostsJob(TableJob):
 
     def rows_of(self, of: str) -> range:
         """Return the rows of the other host, or of the client's."""
-        half = self.rows // 2
-        return range(half, self.rows) if of == "local" else range(half)
+        return range(ROWS // 2, ROWS) if of == "local" else range(ROWS // 2)
 
 
 def _spread(job: HostsJob, stack: ExitStack) -> Mapping[str, Access]:
@@ -95,7 +94,7 @@ def _spread(job: HostsJob, stack: ExitStack) -> Mapping[str, Access]:
     )
     secret = job.secret if job.contestant == "encrypted" else None
     group = phalanx_tables.join(secret_file=secret, timeout_s=PATIENCE_S)
-    access = of_table(stack.enter_context(group).matrix(job.rows, COLS, name="matrix"))
+    access = of_table(stack.enter_context(group).matrix(ROWS, COLS, name="matrix"))
     return {"matrix": access, "local": access}
 
 
@@ -150,14 +149,12 @@ CONTESTANTS: dict[str, Callable[[HostsJob, ExitStack], Mapping[str, Access]]] = 
 def hosts(
     contestants: Names = "phalanx,encrypted,rpc,socket",
     rounds: Rounds = 8,
-    rows: Annotated[int, typer.Option(min=2, help="Rows of the matrix.")] = 1_000_000,
-    clients: Annotated[int, typer.Option(min=1, help="Clients that add at once.")] = 8,
     out: Out = OUT,
 ) -> None:
     """Time get and add of another host's rows, beside torch RPC and a TCP socket."""
     run = Run("hosts", out)
     names = read_names("contestants", contestants, CONTESTANTS)
-    together = Task("add", _SMALL, workers=clients)
+    together = Task("add", _SMALL, workers=_CLIENTS)
     with tempfile.TemporaryDirectory() as folder:
         secret = Path(folder, "secret")
         make_secret(secret)
@@ -165,24 +162,19 @@ def hosts(
         def compete(names: list[str], workers: int, tasks: Mapping[Task, int]) -> Outcome[Task]:
             commands = {}
             for name in names:
-                job = HostsJob(
-                    contestant=name,
-                    rows=rows,
-                    workers=workers,
-                    port=_free_port(),
-                    secret=str(secret),
-                )
+                port = _free_port()
+                job = HostsJob(contestant=name, workers=workers, port=port, secret=str(secret))
                 commands[name] = commands_of(job, job.num_processes)
             return run.compete(f"{workers} clients", commands, tasks, rounds)
 
         alone = compete(names, 1, {task: number for number, task in enumerate(TASKS)})
         adding = [name for name in names if name != "socket"]
-        at_once = compete(adding, clients, {together: len(TASKS)}).medians(together)
-    title = f"{rows:,} × {COLS} float32, 1 client: median µs"
+        at_once = compete(adding, _CLIENTS, {together: len(TASKS)}).medians(together)
+    title = f"{ROWS:,} × {COLS} float32, 1 client: median µs"
     run.sheets.append(latencies(title, names, {task: alone.medians(task) for task in TASKS}))
     rates = [ratio(1, at_once.get(name)) for name in names]
     of_all: list[Row] = [(f"adds of {_SMALL} rows, 1/s", *rates)]
-    run.sheets.append(Sheet(f"{clients} clients at once", names, of_all))
+    run.sheets.append(Sheet(f"{_CLIENTS} clients at once", names, of_all))
     run.publish()
 
 

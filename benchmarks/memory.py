@@ -29,7 +29,7 @@ from benchmarks.report import OUT, Names, Out, Row, Run, Sheet, read_names
 from benchmarks.step import CONTESTANTS, StepJob
 
 CASES = ("nothing", "parameters", "gradients", "optimizer")
-_WIDTH, _ROWS, _CLASSES = 1024, 24, 8
+_LAYERS, _WIDTH, _ROWS, _CLASSES = 32, 1024, 24, 8  # 128 MiB of parameters
 _STEPS = 4
 _COUNTED = ("Pss_Anon:", "Pss_Shmem:")
 
@@ -40,11 +40,9 @@ class MemoryJob(StepJob):
 
     Args:
         case: What the net holds.
-        layers: Of the net, each with 4 MiB of parameters.
     """
 
     case: str
-    layers: int
 
     def open_turn(self, stack: ExitStack) -> Turn:
         """Set up, and return what measures after so many steps."""
@@ -61,7 +59,7 @@ class MemoryJob(StepJob):
 
     def _net(self, rows: int) -> tuple[nn.Module, Batch]:
         layers: list[nn.Module] = []
-        for _ in range(self.layers if self.case != "nothing" else 0):
+        for _ in range(_LAYERS if self.case != "nothing" else 0):
             layers += [nn.Linear(_WIDTH, _WIDTH, bias=False), nn.ReLU()]
         trained = self.case in ("gradients", "optimizer")
         body = nn.Sequential(*layers).requires_grad_(trained)
@@ -88,9 +86,6 @@ def _held_bytes(pid: int) -> int:
 
 def memory(
     workers: Annotated[str, typer.Option(help="Numbers of workers, separated by commas.")] = "2",
-    megabytes: Annotated[
-        int, typer.Option(min=4, help="MiB of parameters that the net has, in steps of 4.")
-    ] = 128,
     contestants: Names = "processes",
     cases: Annotated[
         str, typer.Option(help=f"What the net holds, separated by commas: {', '.join(CASES)}.")
@@ -105,16 +100,10 @@ def memory(
     for name, count in [(name, int(count)) for name in names for count in workers.split(",")]:
         held = []
         for case in held_cases:
-            job = MemoryJob(
-                contestant=name,
-                workers=count,
-                case=case,
-                layers=megabytes * 2**20 // (4 * _WIDTH**2),
-            )
+            job = MemoryJob(contestant=name, workers=count, case=case)
             commands = {name: commands_of(job, count if CONTESTANTS[name].ranks else 1)}
             what = f"{name}, {count} workers, {case}"
             held.append(run.compete(what, commands, {"MiB": _STEPS}, 1).medians("MiB").get(name))
         rows.append((CONTESTANTS[name].title.format(workers=count), *held))
-    title = f"MiB of all processes, {megabytes} MiB of parameters"
-    run.sheets.append(Sheet(title, held_cases, rows))
+    run.sheets.append(Sheet("MiB of all processes, 128 MiB of parameters", held_cases, rows))
     run.publish()

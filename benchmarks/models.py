@@ -170,19 +170,15 @@ def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> lis
     return [convolution, nn.BatchNorm2d(outputs)]
 
 
-_with_momentum = partial(sgd, momentum=0.9)
+_resnet = partial(Model, build=resnet50, optimizer=partial(sgd, momentum=0.9), low_precision=True)
 _gpt2 = partial(Model, rows=8, steps=6, optimizer=_adamw, tokens=1024, low_precision=True)
 
 MODELS = {
     "mlp": Model(build=mlp, rows=128),
     "cnn": Model(build=cnn, rows=64),
     "gpt": Model(build=gpt, rows=16, tokens=64),
-    "resnet50": Model(
-        build=resnet50, rows=64, optimizer=_with_momentum, steps=10, low_precision=True
-    ),
-    "resnet50-256": Model(
-        build=resnet50, rows=256, optimizer=_with_momentum, steps=4, low_precision=True
-    ),
+    "resnet50": _resnet(rows=64, steps=10),
+    "resnet50-256": _resnet(rows=256, steps=4),
     "gpt2": _gpt2(build=partial(gpt2, dropout=0.0)),
     "gpt2-dropout": _gpt2(build=partial(gpt2, dropout=0.1)),
 }

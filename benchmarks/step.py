@@ -32,9 +32,8 @@ from benchmarks.report import OUT, Out, Rounds, Row, Run, Sheet, ratio, read_nam
 from phalanx.clock import now_s, pause
 from phalanx.errors import ConfigError
 
-_KEPT = 3  # steps of a turn on the CPU that count
-_WARMUP = 4
-_CALLS = 4  # timed one by one on an idle accelerator
+KEPT = 3  # steps of a turn on the CPU that count
+WARMUP = 4
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 
 
@@ -94,7 +93,7 @@ class StepJob:
 
 
 def _turn_of_accelerator(kind: str, step: Step, number: int) -> list[float]:
-    """Return a step's seconds, the seconds of its call on an idle device, and the peak in MiB."""
+    """Return a step's seconds, and the peak of memory in MiB."""
     step()  # allocates again what the last turn gave back
     memory = torch.get_device_module(kind)
     memory.synchronize()
@@ -107,12 +106,8 @@ def _turn_of_accelerator(kind: str, step: Step, number: int) -> list[float]:
 
     seconds = seconds_of(several) / number
     peak = memory.max_memory_allocated() / 2**20
-    calls = []
-    for _ in range(_CALLS):
-        calls.append(seconds_of(step))
-        memory.synchronize()
     memory.empty_cache()  # for the others
-    return [seconds, statistics.median(calls), peak]
+    return [seconds, peak]
 
 
 class SlowInOneWorker(nn.Module):
@@ -165,24 +160,20 @@ def plain_step(job: StepJob, module: nn.Module, batch: Batch, *, pieces: int = 1
     """Return the usual loop; it may add the gradients of several pieces of the batch."""
     optimizer = job.what.optimizer(module.parameters())
     parts = list(zip(*(whole.chunk(pieces) for whole in batch), strict=True))
+    summed_later: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    if isinstance(module, DistributedDataParallel):
+        summed_later = module.no_sync
 
     def step() -> None:
         optimizer.zero_grad()
         for place, (inputs, targets) in enumerate(parts, 1):
-            with _summed_later(module) if place < pieces else contextlib.nullcontext():
+            with summed_later() if place < pieces else contextlib.nullcontext():
                 with job.precision():
                     loss = loss_of(module(inputs), targets) / pieces
                 loss.backward()
         optimizer.step()
 
     return step
-
-
-def _summed_later(module: nn.Module) -> AbstractContextManager[object]:
-    """Keep DDP from summing over ranks."""
-    if isinstance(module, DistributedDataParallel):
-        return module.no_sync()
-    return contextlib.nullcontext()
 
 
 def _plain(
@@ -357,8 +348,8 @@ def compete_at(run: Run, job: StepJob, names: Sequence[str], rounds: int) -> Out
         )
         for name in names
     }
-    questions = {"step": _KEPT if on_cpu else job.what.steps}
-    return run.compete(job.model, commands, questions, rounds, settle=_WARMUP if on_cpu else 0)
+    questions = {"step": KEPT if on_cpu else job.what.steps}
+    return run.compete(job.model, commands, questions, rounds, settle=WARMUP if on_cpu else 0)
 
 
 def _sheet(job: StepJob, outcome: Outcome[str]) -> Sheet:
@@ -375,11 +366,10 @@ def _sheet(job: StepJob, outcome: Outcome[str]) -> Sheet:
         cells: list[float | None] = [1e3 * median_s, 1e3 * min(each[0] for each in found[name])]
         cells += [ratio(median_s, plain), ratio(median_s, medians.get("ddp"))]
         if not on_cpu:
-            per_s = job.what.rows * job.what.tokens / median_s
-            call_s, peak = (statistics.median(each[i] for each in found[name]) for i in (1, 2))
-            cells += [per_s, 1e3 * call_s, peak]
+            peak = statistics.median(each[1] for each in found[name])
+            cells += [job.what.rows * job.what.tokens / median_s, peak]
         rows.append((title, *cells))
     columns = ["median\nms", "min\nms", "÷ plain", "÷ DDP"]
-    columns += [] if on_cpu else ["rows/s or\ntokens/s", "call\nms", "peak\nMiB"]
+    columns += [] if on_cpu else ["rows/s or\ntokens/s", "peak\nMiB"]
     slow = f", one worker {job.slow:g} times as slow" if job.slow > 1 else ""
     return Sheet(f"{job.model} on {job.workers} × {job.device}{slow}", columns, rows)

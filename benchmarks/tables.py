@@ -14,10 +14,9 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
-import typer
 from torch import Tensor
 
 from benchmarks.contest import Turn, commands_of, seconds_of, serve
@@ -26,7 +25,7 @@ from benchmarks.step import use_loopback
 from phalanx import tables as phalanx_tables
 from phalanx.clock import now_s
 
-COLS = 64
+ROWS, COLS = 1_000_000, 64
 PATIENCE_S = 120.0
 SIZES = (10, 1_000, 100_000)
 _ARRAY_ELEMENTS = 10_000_000  # of float32: 40 MB
@@ -84,12 +83,10 @@ class TableJob:
     """One process of a contestant; a question is the place of a task in `tasks`.
 
     Args:
-        rows: Of the matrix.
         workers: Processes that get and add; a server comes behind them.
     """
 
     contestant: str
-    rows: int
     workers: int = 2
     rank: int = 0
 
@@ -119,7 +116,7 @@ class TableJob:
 
     def rows_of(self, of: str) -> range:  # noqa: ARG002 -- for jobs on several hosts
         """Return the rows that are drawn from."""
-        return range(self.rows)
+        return range(ROWS)
 
     def join(self, stack: ExitStack, what: str, num_workers: int) -> phalanx_tables.TableGroup:
         """Join a group of tables on this host until the stack ends."""
@@ -190,17 +187,17 @@ def of_table(table: phalanx_tables.Table) -> Access:
 
 def _phalanx(job: TableJob, stack: ExitStack) -> Mapping[str, Access]:
     group = job.join(stack, "tables", job.workers)
-    matrix = group.matrix(job.rows, COLS, name="matrix")
+    matrix = group.matrix(ROWS, COLS, name="matrix")
     keyed = group.keys(COLS, name="keyed")
     if job.rank == 0:
-        keyed.add(torch.zeros(job.rows, COLS), torch.arange(job.rows))
+        keyed.add(torch.zeros(ROWS, COLS), torch.arange(ROWS))
     array = group.array(_ARRAY_ELEMENTS, name="array")
     of_array = Access(lambda _, out: array.get(out=out), lambda _, delta: array.add(delta))
     return {"matrix": of_table(matrix), "keys": of_table(keyed), "array": of_array}
 
 
-def _torch(job: TableJob, _: ExitStack) -> Mapping[str, Access]:
-    matrix, array = torch.zeros(job.rows, COLS), torch.zeros(_ARRAY_ELEMENTS)
+def _torch(_: TableJob, __: ExitStack) -> Mapping[str, Access]:
+    matrix, array = torch.zeros(ROWS, COLS), torch.zeros(_ARRAY_ELEMENTS)
     of_matrix = Access(
         get=lambda rows, out: torch.index_select(matrix, 0, rows, out=out),
         add=lambda rows, delta: matrix.index_add_(0, rows, delta),
@@ -227,7 +224,7 @@ def torch_rpc(job: TableJob, stack: ExitStack) -> Mapping[str, Access]:
     global _owned
     use_loopback("TP", "GLOO")
     if job.rank == job.workers:
-        _owned = torch.zeros(job.rows, COLS)
+        _owned = torch.zeros(ROWS, COLS)
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"file://{Path('rpc').absolute()}", rpc_timeout=PATIENCE_S
     )
@@ -254,17 +251,16 @@ CONTESTANTS: dict[str, Callable[[TableJob, ExitStack], Mapping[str, Access]]] = 
 def tables(
     contestants: Names = "phalanx,torch,rpc",
     rounds: Rounds = 8,
-    rows: Annotated[int, typer.Option(min=1, help="Rows of the matrix.")] = 1_000_000,
     out: Out = OUT,
 ) -> None:
     """Time get and add of rows: tables beside torch RPC and torch's own kernels."""
     run = Run("tables", out)
     names = read_names("contestants", contestants, CONTESTANTS)
-    jobs = [TableJob(contestant=name, rows=rows) for name in names]
+    jobs = [TableJob(contestant=name) for name in names]
     commands = {job.contestant: commands_of(job, job.num_processes) for job in jobs}
     questions = {task: number for number, task in enumerate(TASKS)}
     outcome = run.compete("2 workers", commands, questions, rounds)
-    title = f"{rows:,} × {COLS} float32, 2 workers: median µs"
+    title = f"{ROWS:,} × {COLS} float32, 2 workers: median µs"
     run.sheets.append(latencies(title, names, {task: outcome.medians(task) for task in TASKS}))
     run.publish()
 
