@@ -1,17 +1,16 @@
 """Exchange between the ranks of one group, apart from a user's own collectives.
 
-# Note [Lent tensors]
-A thread of gloo's lets go of an operation's tensors a moment after the operation has ended, and
-takes Python's lock for it. If Python ends meanwhile, the process dies of that: "terminate called
-without an active exception". Destroying the group would wait for its threads, but torch keeps every
-group. So gloo is given aliases that nobody else has, and an exchange ends when those are gone.
+# Note [Latest works]
+Each of gloo's two threads lets go of an operation's work a moment after it has ended. The last to
+hold a work frees its tensors, with Python's lock. If Python ends meanwhile, the process dies of
+that: "terminate called without an active exception". So the two latest works are kept here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,10 +20,8 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from phalanx.distributed.open_store import open_store
-from phalanx.distributed.process_group import SharedGroup
 from phalanx.environment import read_place
 from phalanx.errors import ConfigError, PeerError, PeerLost, PhalanxError, StateError
-from phalanx.ipc import wait_until
 
 __all__ = ["Exchange", "ProcessGroup", "differing_names", "nccl_is_here"]
 
@@ -33,7 +30,7 @@ ProcessGroup = dist.ProcessGroup
 _LENGTH = 8  # bytes that a document's length takes
 _HEAD = _LENGTH + 24  # with what it is about
 _FIRST = 4096  # that travel at once: the head, and all of most documents
-_LET_GO_S = 0.2  # a thread that is about to do it needs none; a failed operation may keep them
+_latest_works: deque[dist.Work] = deque(maxlen=2)  # see Note [Latest works]
 
 
 class Exchange:
@@ -72,8 +69,6 @@ class Exchange:
         kinds = {each.type for each in self._group._device_types}
         if "cpu" not in kinds:
             self._device = torch.device(min(kinds), torch.accelerator.current_device_index())
-        self._lent: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-        weakref.finalize(self, _await_return, self._lent)
 
     @property
     def newcomers_wait(self) -> bool:
@@ -107,8 +102,7 @@ class Exchange:
         for tensor in tensors if self.size > 1 else ():
             whole = tensor.detach().contiguous()
             if whole.numel():
-                lent = self._lend(whole)
-                self._begin(self._group.broadcast, [lent])()
+                self._begin(self._group.broadcast, [whole])()
             if whole.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(whole)
 
@@ -165,13 +159,12 @@ class Exchange:
         if self.size == 1:
             received.copy_(sent)
             return _nothing
-        tensors = self._lend(received), self._lend(sent)
-        return self._begin(self._group.alltoall_base, *tensors, list(sizes), list(sent_sizes))
+        return self._begin(self._group.alltoall_base, received, sent, list(sizes), list(sent_sizes))
 
     def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
         """Add up all ranks' tensors, in place, in the order of the backend."""
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        return self._begin(self._group.allreduce, [self._lend(real)])
+        return self._begin(self._group.allreduce, [real])
 
     def begin_numbers(self, own: Sequence[float]) -> Callable[[], list[float]]:
         """Add up ``own`` over all ranks, as many numbers on each; the function returns the sums."""
@@ -189,26 +182,19 @@ class Exchange:
         if self.size == 1:
             found.copy_(own)
             return _nothing
-        return self._begin(self._group._allgather_base, self._lend(found), self._lend(own))
+        return self._begin(self._group._allgather_base, found, own)
 
     # Any: the arguments of torch's operations.
     def _begin(self, operation: Callable[..., dist.Work], *args: Any) -> Callable[[], None]:
         with self._telling():
             work = operation(*args)
+        _latest_works.append(work)
 
         def wait() -> None:
             with self._telling():
                 work.wait()
 
         return wait
-
-    def _lend(self, tensor: Tensor) -> Tensor:
-        """Return an alias for a backend. See Note [Lent tensors]."""
-        if isinstance(self._group, SharedGroup):  # ours keeps none
-            return tensor
-        alias = tensor.detach()
-        self._lent[id(alias)] = alias
-        return alias
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
@@ -246,11 +232,6 @@ def _make_default_group() -> None:
 def nccl_is_here() -> bool:
     """Tell whether this torch has NCCL, and this host a GPU."""
     return dist.is_nccl_available() and torch.cuda.is_available()
-
-
-def _await_return(lent: Mapping[int, Tensor]) -> None:
-    """Wait until the backend has let go of what it was lent. See Note [Lent tensors]."""
-    wait_until(lambda: not lent, _LET_GO_S)
 
 
 # Any: JSON.
