@@ -113,6 +113,28 @@ def test_a_subclass_of_a_built_in_updater_applies_its_own_rule():
         assert table.get().tolist() == [[0, 0], [-0.5, 0.25], [0, 0]]
 
 
+class DelayCompensated(tables.Updater):
+    """A row is (w, nothing), a delta (g, the w that g was computed with): arXiv 1609.08326."""
+
+    name = "delay-compensated for tests"
+
+    def apply(self, rows: torch.Tensor, delta: torch.Tensor, states: list[torch.Tensor]) -> None:
+        w, (g, seen) = rows[:, :COLS], delta.chunk(2, 1)
+        w.sub_(0.1 * (g + 0.5 * g.square() * (w - seen)))
+
+
+def test_an_updater_of_ones_own_compensates_the_delay_of_gradients():
+    draw = torch.Generator().manual_seed(7)
+    with tables.join() as world:
+        table = world.matrix(ROWS, 2 * COLS, torch.float64, updater=DelayCompensated())
+        values = [torch.zeros(ROWS, COLS, dtype=torch.float64)]
+        for step in range(STEPS):
+            w, seen, g = values[-1], values[max(0, step - 2)], drawn(draw)
+            table.add(torch.cat([g, seen], 1))
+            values.append(w - 0.1 * (g + 0.5 * g * g * (w - seen)))
+        torch.testing.assert_close(table.get()[:, :COLS], values[-1], rtol=1e-12, atol=1e-12)
+
+
 def test_an_updater_of_the_users_serves_and_what_it_raises_changes_nothing():
     with tables.join() as world:
         table = world.matrix(5, 2, torch.int32, updater=Newest(), init=7)
