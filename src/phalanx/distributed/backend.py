@@ -58,6 +58,10 @@ def open_group(
     """Make the group of these ranks, which alone meet in ``store``.
 
     Args:
+        store: Where they meet.
+        rank: Ours.
+        size: How many come.
+        timeout: How long all of it may take, and each operation later on.
         look: Called while another is waited for; raises a `PeerError` where that is in vain.
     """
     require_library("Process groups of phalanx")
@@ -88,11 +92,7 @@ class GroupRendezvous:
     come, and `PeerLost` where one on this host came and died, or the store is gone.
 
     Args:
-        store: Where they meet.
-        rank: Ours.
-        size: How many come.
-        timeout_s: How long all of it may take.
-        look: Called while another is waited for; raises a `PeerError` where that is in vain.
+        store, rank, size, timeout_s, look: As :func:`open_group` takes them.
 
     Attributes:
         store: The generation's namespace in the store.
@@ -168,8 +168,7 @@ class GroupRendezvous:
             error = found.exception()
             if isinstance(error, RuntimeError):
                 self._look_for_deaths()  # gloo does not say whom it has lost
-                known = self._error_store.cause()
-                raise known or gloo_error(error, None, self._size, self._timeout_s) from error
+                raise gloo_error(error, None, self._size, self._timeout_s) from error
             return found.result()
 
     # --- waiting ----------------------------------------------------------------------------------

@@ -30,11 +30,14 @@ from phalanx.errors import GroupAborted, PeerError, PeerLost, PeerTimeout
 from phalanx.ipc import fail_point, wait_until
 from phalanx.torch_internals import gloo_options
 
-__all__ = ["ErrorStore", "Network", "gloo_error", "open_gloo"]
+__all__ = ["LEFT", "ErrorStore", "Network", "gloo_error", "open_gloo"]
 
 T = TypeVar("T")
 _KINDS: dict[str, type[PeerError]] = {kind.__name__: kind for kind in (PeerLost, PeerTimeout)}
 _TIMED_OUT = re.compile("time(d )?out", re.IGNORECASE)  # in errors of gloo
+
+LEFT = 2**62
+"""The number beyond all operations, which a rank has reached that leaves in good order."""
 
 _CUT_TAG = 2**31 - 1  # of a receive that no member answers
 # So many looks for deaths, 20 ms each, pass between two of whether the connections stand: a rank
@@ -93,26 +96,13 @@ class ErrorStore:
         said = self.read()
         return None if isinstance(said, PeerLost) and said.rank == self._rank else said
 
-    def say_waiting(self, number: int) -> None:
-        """Say that this rank waits for others in the operation ``number``."""
-        _within(_STORE_S, lambda: self._store.set(f"waits/{self._rank}", str(number)))
+    def say_reached(self, number: int) -> None:
+        """Say that this rank waits for others in the operation ``number``; `LEFT` if in none."""
+        _within(_STORE_S, lambda: self._store.set(f"reached/{self._rank}", str(number)))
 
-    def find_late(self, ranks: Sequence[int], number: int) -> int | None:
-        """Return the first of ``ranks`` that has not said that it waits in ``number``."""
-
-        def look() -> int | None:
-            waits = (int(self._get(f"waits/{rank}") or 0) >= number for rank in ranks)
-            return next((rank for rank, comes in zip(ranks, waits, strict=True) if not comes), None)
-
-        return _within(_STORE_S, look)
-
-    def say_left(self) -> None:
-        """Say that this rank leaves, and no operation waits for it."""
-        _within(_STORE_S, lambda: self._store.set(f"left/{self._rank}", ""))
-
-    def has_left(self, rank: int) -> bool:
-        """Tell whether ``rank`` has said so."""
-        return bool(_within(_STORE_S, lambda: self._store.check([f"left/{rank}"])))
+    def reached_by(self, ranks: Sequence[int]) -> list[int] | None:
+        """Return what each of ``ranks`` has said, or 0; None where the store does not answer."""
+        return _within(_STORE_S, lambda: [int(self._get(f"reached/{rank}") or 0) for rank in ranks])
 
     def _get(self, key: str) -> bytes | None:
         return self._store.get(key) if self._store.check([key]) else None
@@ -257,7 +247,7 @@ class Network:
             try:
                 self.gloo.recv([torch.empty(1)], self.ranks.index(rank), _CUT_TAG)
             except RuntimeError:
-                if not self.error_store.has_left(rank):
+                if self.error_store.reached_by([rank]) != [LEFT]:
                     with self.naming():
                         raise
 
@@ -310,7 +300,7 @@ class _Collective:
         """Return why it cannot end well, if a rank of this host has died or given up."""
         self._num_looks += 1
         if self._number is not None and self._num_looks == 1:
-            self._network.error_store.say_waiting(self._number)
+            self._network.error_store.say_reached(self._number)
         if self._num_looks % _CHECK_EVERY == 0:
             try:
                 self._network.check()
@@ -325,7 +315,8 @@ class _Collective:
         store, ranks = self._network.error_store, self._network.others
         late = ranks[0] if len(ranks) == 1 else None
         if self._number is not None:
-            late = store.find_late(self._network.ranks, self._number)
+            reached = dict(zip(ranks, store.reached_by(ranks) or [], strict=False))
+            late = next((rank for rank in reached if reached[rank] < self._number), None)
         who = "No rank" if late is None else f"Rank {late}"
         came = "came" if late is None else "did not come"
         text = f"{who} of {store.group_size} {came} to {title}, over the network, within"

@@ -27,7 +27,7 @@ from torch.autograd import profiler
 
 from phalanx.distributed.fingerprint import pack
 from phalanx.distributed.lane import Lane
-from phalanx.distributed.network import Network
+from phalanx.distributed.network import LEFT, Network
 from phalanx.distributed.ops import ReduceKind, reduction_of
 from phalanx.distributed.several_hosts import SeveralHosts
 from phalanx.distributed.shared_memory import SharedMemory
@@ -450,7 +450,7 @@ class SharedGroup(dist.ProcessGroup):
         if not self._closed and not self._lane.is_forked:
             self._closed = True
             if self._collectives.num_hosts > 1 and self._lane.is_idle:
-                self._network.error_store.say_left()
+                self._network.error_store.say_reached(LEFT)
             self._lane.close()
             self._kept.clear()
             for network in self._networks:

@@ -191,7 +191,8 @@ class SharedMemory:
                 self._raise_desync()
                 self._words[_AGREED] = 1  # a test has it pass
             else:
-                self._raise_misfit()
+                other = self._words[_MISFIT]
+                raise misfit(self.pages.name, self.pages.names[other], self._parts[3][other])
         return True
 
     def find_error(self, title: str) -> PeerError | None:
@@ -210,10 +211,6 @@ class SharedMemory:
             theirs = self.pages.fingerprint_of(rank, self._number)
             if theirs != ours:
                 raise desync(names[self.rank], ours, names[rank], theirs)
-
-    def _raise_misfit(self) -> None:
-        other = self._words[_MISFIT]
-        raise misfit(self.pages.name, self.pages.names[other], self._parts[3][other])
 
     def close(self) -> None:
         """Let go of the memory."""
