@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from phalanx.distributed.shared_memory import SUMMED_DTYPES
 from phalanx.errors import ConfigError, UnsupportedError
@@ -62,9 +63,10 @@ class ReduceKind:
             flat.copy_(total)
 
 
-# Any: torch's `ReduceOp`, or what it holds; both have no types.
-def reduction_of(op: Any, dtype: torch.dtype) -> ReduceKind:
-    """Return how numbers of ``dtype`` are reduced by a ``ReduceOp``, or refuse it."""
+# Any: torch's options and operations have no types.
+def reduction_of(opts: Any, dtype: torch.dtype) -> ReduceKind:
+    """Return how a call with these options reduces numbers of ``dtype``, or refuse it."""
+    op = ReduceOp.SUM if opts is None else opts.reduceOp
     return _reduction_of(getattr(op, "op", op), dtype)
 
 

@@ -148,18 +148,17 @@ class SharedGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> SharedWork:
         """Reduce each tensor over all ranks, in place."""
-        op = _op_of(opts)
         if any(tensor.is_sparse for tensor in tensors):
-            steps = self._reduce_sparse(only(tensors), op)
+            steps = self._reduce_sparse(only(tensors), opts)
             return self._run("all_reduce", [], steps, tensors, opts)
         flats = [output_of(tensor, "tensor") for tensor in tensors]
-        each = [self._reduce("all_reduce", flat.data, op) for flat in flats]
+        each = [self._reduce("all_reduce", flat.data, opts) for flat in flats]
         return self._run("all_reduce", flats, chain(*each), tensors, opts)
 
     allreduce_coalesced = allreduce
 
-    def _reduce(self, kind: str, flat: Tensor, op: Any, root: int | None = None) -> Steps:
-        reduction = reduction_of(op, flat.dtype)
+    def _reduce(self, kind: str, flat: Tensor, opts: Any, root: int | None = None) -> Steps:
+        reduction = reduction_of(opts, flat.dtype)
         what = pack(kind, flat.dtype, reduction=reduction.name, root=root)
         return self._reduce_flat(flat, reduction, what)
 
@@ -175,11 +174,12 @@ class SharedGroup(dist.ProcessGroup):
             wide.copy_(reduction.combine(parts))
         reduction.finish(wide, flat, self._collectives.size)
 
-    def _reduce_sparse(self, tensor: Tensor, op: Any) -> Steps:
-        what = pack("all_reduce", tensor.dtype, reduction=reduction_of(op, tensor.dtype).name)
+    def _reduce_sparse(self, tensor: Tensor, opts: Any) -> Steps:
+        what = pack("all_reduce", tensor.dtype, reduction=reduction_of(opts, tensor.dtype).name)
         yield from self._agree(what, tensor.numel())
         options = dist.AllreduceOptions()
-        options.reduceOp = op
+        if opts is not None:
+            options.reduceOp = opts.reduceOp
         with inference_mode(False):  # which the values of the sum would belong to
             call = self._network.collective(lambda gloo: gloo.allreduce([tensor], options))
         yield call
@@ -190,7 +190,7 @@ class SharedGroup(dist.ProcessGroup):
         is_root = self._collectives.rank == root
         flat = (output_of if is_root else flat_of)(only(tensors), "tensor")
         data = flat.data if is_root else flat.data.clone()
-        steps = self._reduce("reduce", data, _op_of(opts), root)
+        steps = self._reduce("reduce", data, opts, root)
         return self._run("reduce", [flat] if is_root else [], steps, [flat.tensor], opts)
 
     def reduce_scatter(
@@ -222,7 +222,7 @@ class SharedGroup(dist.ProcessGroup):
             flat = output_of(output, "output")
             parts = [flat_of(part, "input").data for part in inputs]
             check_fit(flat.data, parts[self._collectives.rank], "output", "this rank's input")
-            reduction = reduction_of(_op_of(opts), flat.data.dtype)
+            reduction = reduction_of(opts, flat.data.dtype)
             flats.append(flat)
             steps.append(self._scatter_reduced(flat.data, parts, reduction))
         outputs = [output for output, _ in pairs]
@@ -469,10 +469,6 @@ def _filling(flats: Sequence[FlatTensor], steps: Steps) -> Steps:
     yield from steps
     for flat in flats:
         flat.write_back()
-
-
-def _op_of(opts: Any) -> Any:
-    return dist.ReduceOp.SUM if opts is None else opts.reduceOp
 
 
 def _is_small(result: Any) -> bool:
