@@ -207,13 +207,14 @@ def test_a_ported_metric_is_given_whole_labels_and_outputs_without_padded_rows(n
 
 def test_a_metric_chooses_outputs_and_labels_by_name():
     x, y = draw(ROWS, 5), classes(ROWS)
-    labels = [labels_desc(ROWS), desc("weights", ROWS)]
+    labels = [labels_desc(ROWS), desc("weights", ROWS, 2)]
     with group_of(Both(), desc("data", ROWS, 5), label_shapes=labels) as group:
-        group.forward(DataBatch(x, [y, draw(ROWS)]))
-        loss, probabilities = (name for name, _ in group.get_output_shapes())
-        metric = Ported("error", [probabilities, loss], ["weights", "label"])
+        group.reshape([desc("data", ROWS, 5)])  # labels stay bound
+        group.forward(DataBatch(x, [y, draw(ROWS, 2)]))
+        loss, _ = (name for name, _ in group.get_output_shapes())
+        metric = Ported("error", [loss], ["weights"])
         group.update_metric(metric)
-        assert metric.found == [[(ROWS,), (ROWS,)], [(ROWS, KINDS), ()]]
+        assert metric.found == [[(ROWS, 2)], [()]]
 
 
 def test_torchmetrics_counts_behind_mxnets_names():
@@ -221,13 +222,13 @@ def test_torchmetrics_counts_behind_mxnets_names():
     metrics = [EvalMetric("recall", metric=each) for each in made]
     x, y = draw(ROWS, 5), classes(ROWS)
     with group_of(Both(), desc("data", ROWS, 5), label_shapes=[labels_desc(ROWS)]) as group:
-        for _ in range(2):
-            group.forward(DataBatch(padded(x), padded(y), pad=PAD))
+        for inputs, labels in ((draw(ROWS, 5, seed=1), classes(ROWS, 1)), (padded(x), padded(y))):
+            group.forward(DataBatch(inputs, labels, pad=PAD))
             for metric in metrics:
+                metric.reset()
+                assert math.isnan(metric.get()[1])
                 group.update_metric(metric)
     expected = classification.MulticlassRecall(KINDS, average=None)
     values = expected(Both()(x, y)[1][:-PAD], y[:-PAD]).tolist()
     assert metrics[0].get() == ("recall", pytest.approx(sum(values) / KINDS))
     assert metrics[1].get() == ([f"recall.{k}" for k in range(KINDS)], pytest.approx(values))
-    metrics[0].reset()
-    assert math.isnan(metrics[0].get()[1])

@@ -69,6 +69,7 @@ def share_tensors(module: nn.Module, other: nn.Module) -> None:
     _check_shapes(given, own)
     for name in own.keys() & given:
         path, _, key = name.rpartition(".")
+        # Not `register_parameter()`: recurrent layers keep a second list of their weights.
         setattr(module.get_submodule(path), key, given[name])
 
 
