@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from phalanx import DistributedDataParallel, ExactSampler
 from tests.meta import bits
 
-WIDTH, LINE, TOP = 720, 25, 74
+WIDTH, LINE, TOP = 592, 25, 74  # narrow: it is read on phones, too
 PANEL, INK, DIM, GOOD, BAD = "#17212f", "#e6ebf2", "#93a1b3", "#7fd6b5", "#f0a58a"
 NUMBERS = ("", "one", "two", "three", "four")
 DDP_RANKS = (1, 2, 4)
@@ -62,11 +62,11 @@ def name_of(executor: str, count: int) -> str:
 def strip(digest: str, x: int, y: int) -> str:
     """Draw a hash as colours and as text: equal ones are seen to be equal."""
     cells = "".join(
-        f'<rect x="{x + 13 * place}" y="{y - 12}" width="13" height="15" '
+        f'<rect x="{x + 12 * place}" y="{y - 12}" width="12" height="15" '
         f'fill="hsl({int(digest[2 * place : 2 * place + 2], 16) * 360 // 256} 62% 60%)"/>'
         for place in range(6)
     )
-    return f'{cells}<text x="{x + 90}" y="{y}" class="m">{digest[:8]}</text>'
+    return f'{cells}<text x="{x + 80}" y="{y}" class="m">{digest[:8]}</text>'
 
 
 def column(
@@ -107,10 +107,10 @@ text {{ font: 14px system-ui, "Segoe UI", Helvetica, Arial, sans-serif }}
 .s {{ font-size: 11px; fill: {DIM} }}
 </style>
 <rect width="{WIDTH}" height="{height}" rx="10" fill="{PANEL}"/>
-{column("Trainer(microbatches=4)", GOOD, trainers, 24, 176)}
-{column("Our DDP(microbatches=4)", GOOD, ours, 400, 100)}
-{column("torch's DDP", BAD, theirs, 400, 100, second)}
-<text x="24" y="{height - 18}" class="s">{note}</text>
+{column("Trainer(microbatches=4)", GOOD, trainers, 16, 168)}
+{column("our DDP", GOOD, ours, 346, 84)}
+{column("torch's DDP", BAD, theirs, 346, 84, second)}
+<text x="16" y="{height - 18}" class="s">{note}</text>
 </svg>
 """
 
