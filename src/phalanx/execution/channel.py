@@ -32,7 +32,7 @@ _adopted: list[object] = []  # in a worker, by the number that stands for it in 
 
 
 def adopt(shared: Iterable[object]) -> None:
-    """Let these objects of a worker stand for those that the program passes to :func:`pack`."""
+    """Let these objects of a worker stand for those that the program passes to :func:`pickled`."""
     _adopted[:] = shared
 
 
@@ -54,7 +54,7 @@ class _Packer(pickle.Pickler):
 
 
 # Any: objects of the user's code.
-def pack(
+def pickled(
     value: Any, shared: Sequence[object] = (), buffers: list[pickle.PickleBuffer] | None = None
 ) -> bytes:
     """Pickle ``value``.
@@ -96,7 +96,7 @@ class Mailbox:
             Exception: What objects raise when they are pickled.
         """
         buffers: list[pickle.PickleBuffer] = []
-        parts = [memoryview(pack(value, buffers=buffers)), *[each.raw() for each in buffers]]
+        parts = [memoryview(pickled(value, buffers=buffers)), *[each.raw() for each in buffers]]
         head = array("q", [len(parts), *[part.nbytes for part in parts]])
         starts = _starts_of(head)
         self._reserve(starts[-1])

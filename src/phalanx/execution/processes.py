@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError, PhalanxError, StateError, UnsupportedError
-from phalanx.execution.channel import Mailbox, pack
+from phalanx.execution.channel import Mailbox, pickled
 from phalanx.execution.executor import Executor, addresses_of, parameters_of
 from phalanx.execution.failures import FailureLog, WorkerLost
 from phalanx.execution.gradient_slots import GradientSlot, GradientSlots
@@ -222,17 +222,17 @@ class ProcessExecutor(Executor):
         changes = [(index, name, vars(objects[index])[name]) for index, name in self._assigned]
         modes = CallerModes.capture(self.devices)
         self._runs += 1
-        spec = pack(RunSpec(self._runs, state.task, modes, state.rng, changes), self._shared)
+        spec = pickled(RunSpec(self._runs, state.task, modes, state.rng, changes), self._shared)
         send_next = partial(self._send_next, state, spec, modes.grad)
         while not state.is_over:  # what lost workers have left is done in another round
             self._fork_missing()
             # Written here: threads that write at once would wait for each other.
             first = [send_next(index) for index in range(len(self))]
-            look_after = partial(self._look_after, state, first, send_next)
-            self._threads.each(look_after, on_interrupt=state.fail)
+            run_worker = partial(self._run_worker, state, first, send_next)
+            self._threads.each(run_worker, on_interrupt=state.fail)
         self._fork_missing()
 
-    def _look_after(
+    def _run_worker(
         self,
         state: RunState,
         first: Sequence[_Sent | None],

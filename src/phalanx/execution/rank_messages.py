@@ -54,7 +54,7 @@ class RankMessage:
         written = {node: each.statistics for node, each in sums.items() if each is not None}
         return cls(about, results=found, statistics=written)
 
-    def pack(self) -> bytes:
+    def to_bytes(self) -> bytes:
         """Write it down."""
         tensors: dict[str, Tensor] = {}
         results = [
@@ -71,8 +71,8 @@ class RankMessage:
         return safetensors.torch.save(tensors)
 
     @classmethod
-    def read(cls, packed: bytes) -> RankMessage:
-        """Undo :meth:`pack`."""
+    def from_bytes(cls, packed: bytes) -> RankMessage:
+        """Undo :meth:`to_bytes`."""
         tensors = safetensors.torch.load(packed)  # bytes of a rank: numbers, and no code to run
         about, error, results, statistics = json.loads(tensors[_TEXT].numpy().tobytes())
         message = cls(about, error)

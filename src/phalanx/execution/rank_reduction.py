@@ -272,7 +272,7 @@ class _PairTrip(_Trip):
         nodes: Sequence[Sequence[Node]],  # noqa: ARG002 - as `_Trip` takes it
         sums: Sequence[Gradients],
     ) -> None:
-        self._flat = bucket.pack(sums[0])
+        self._flat = bucket.flatten(sums[0])
         self._waits = [exchange.begin_sum(self._flat)]
 
     def add(self, num_leaves: int) -> None:
@@ -302,7 +302,7 @@ class _Bucket:
         self._num_ranks = num_ranks
         self._received: list[Tensor] = []
 
-    def pack(self, gradients: Gradients) -> Tensor:
+    def flatten(self, gradients: Gradients) -> Tensor:
         """Return these gradients in one piece of memory: a large one where it lies."""
         flat = self.empty()
         if len(self.places) == 1:

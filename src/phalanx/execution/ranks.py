@@ -127,12 +127,12 @@ class RankExecutor(ThreadExecutor):
         try:
             result = super().run(task, pieces, weights=weights, seed=seed, owners=owners, only=only)
             about["gradients"] = sorted(places_of(each.gradients for each in result.operands))
-            packed = RankMessage.of(about, result.results, result.sums).pack()
+            packed = RankMessage.of(about, result.results, result.sums).to_bytes()
         except BaseException as error:
             failed = RankMessage(about, f"{type(error).__name__}: {error}")
-            self._exchange.gather(failed.pack(), _RUN)
+            self._exchange.gather(failed.to_bytes(), _RUN)
             raise
-        messages = [RankMessage.read(each) for each in self._exchange.gather(packed, _RUN)]
+        messages = [RankMessage.from_bytes(each) for each in self._exchange.gather(packed, _RUN)]
         first = _check(messages)
         self._exchange.has_newcomers = first["newcomers_wait"]
         for each in messages:

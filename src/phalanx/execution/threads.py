@@ -98,13 +98,13 @@ class ThreadExecutor(Executor):
         if changed and addresses_of(parameters_of(self.modules)) != self._addresses:
             return False
         for each in changed:
-            each.read()
+            each.outdate_shells()
         return True
 
     def refresh(self) -> None:
         """Let the next run see everything that the module holds by then."""
         for each in self._sources:
-            each.read()
+            each.outdate_shells()
 
     def add_gradients(self, result: RunResult) -> Gradients:
         """Make the last addition of a run, every thread for some of the parameters.
@@ -127,16 +127,16 @@ class ThreadExecutor(Executor):
 
     def _compute(self, state: RunState) -> None:
         modes = CallerModes.capture(self.devices)
-        serve = partial(self._serve, state, modes)
+        run_replica = partial(self._run_replica, state, modes)
         if state.task.is_backward:
-            self.each(serve)
+            self.each(run_replica)
         else:
             with self.one_run:
                 for each in self._copied:
                     each.update_copies()
-                self._threads.each(serve)
+                self._threads.each(run_replica)
 
-    def _serve(self, state: RunState, modes: CallerModes, index: int) -> None:
+    def _run_replica(self, state: RunState, modes: CallerModes, index: int) -> None:
         """Run microbatches on one replica, in its thread, until none is left."""
         replica = self.replicas[index]
         forward = not state.task.is_backward  # a backward pass keeps the shell of its forward pass

@@ -217,7 +217,7 @@ class Worker:
             self.fingerprint.apply(self._spec.changes)
             self._replica.buffers.outdate()  # the program may have written to the buffers
         if not self._source.fingerprint.is_current():
-            self._source.read()
+            self._source.outdate_shells()
         self._replica.update_shell()
         return self._spec
 

@@ -319,7 +319,8 @@ class _RankPasses(_Passes):
             return super().statistics(result)
         own = result.sums if any(self._sizes) else {}  # an empty share has run once, for nothing
         message = RankMessage.of(self._sizes, [], own)
-        told = [RankMessage.read(each) for each in self._exchange.gather(message.pack(), "forward")]
+        gathered = self._exchange.gather(message.to_bytes(), "forward")
+        told = [RankMessage.from_bytes(each) for each in gathered]
         self._check([sum(each) for each in zip(*(each.about for each in told), strict=True)])
         return add_statistics(told, len(self._sizes))
 

@@ -41,7 +41,7 @@ class OwnInShell:
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _ShellPart:
     """One module and its shell.
 
     Attributes:
@@ -72,7 +72,7 @@ class Shell:
 
     def __init__(self, source: nn.Module, leaves: Mapping[int, Tensor]) -> None:
         self._parts = [
-            _Layer(path, each, object.__new__(type(each)), {})
+            _ShellPart(path, each, object.__new__(type(each)), {})
             for path, each in source.named_modules()
         ]
         self._own_by_id: dict[int, Any] = {id(part.source): part.own for part in self._parts}
@@ -104,7 +104,7 @@ class Shell:
             found += [f"{part.path}.{name}".lstrip(".") for name in names]
         return found
 
-    def _fill(self, part: _Layer) -> None:
+    def _fill(self, part: _ShellPart) -> None:
         theirs, own = vars(part.source), vars(part.own)
         own.update(theirs)
         for table in _TABLES:

@@ -35,9 +35,9 @@ class Source:
         self.parameters = list(module.parameters())
         self._copies: dict[torch.device, dict[int, Tensor]] = {}
         self._seen = [-1] * len(self.parameters)  # their versions at the last update
-        self.read()
+        self.fingerprint = AttributeFingerprint(module)
 
-    def read(self) -> None:
+    def outdate_shells(self) -> None:
         """Let replicas make new shells when they run next, of what the module holds by then."""
         self.fingerprint = AttributeFingerprint(self.module)
 

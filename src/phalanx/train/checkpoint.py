@@ -55,7 +55,7 @@ def check_storable(name: str, state: Any) -> None:
         UnsupportedError: It holds more than tensors and plain values.
     """
     try:
-        unpack(pack(pytree.tree_map_only(Tensor, lambda _: None, state)))
+        from_bytes(to_bytes(pytree.tree_map_only(Tensor, lambda _: None, state)))
     except Exception as error:  # pickle's, torch's, and those of the user's objects
         unknown = re.search(r"GLOBAL (\S+)", str(error))  # in torch's long advice
         found = f"it holds `{unknown[1]}`" if unknown else _first_line(error)
@@ -65,16 +65,16 @@ def check_storable(name: str, state: Any) -> None:
         ) from error
 
 
-def pack(state: Any) -> bytes:
+def to_bytes(state: Any) -> bytes:
     """Return ``state`` as the bytes of a file of `torch.save`."""
     stream = io.BytesIO()
     torch.save(copied(state), stream)
     return stream.getvalue()
 
 
-def unpack(packed: bytes) -> Any:
-    """Undo :func:`pack`; nothing in it is run."""
-    return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
+def from_bytes(stored: bytes) -> Any:
+    """Undo :func:`to_bytes`; nothing in it is run."""
+    return torch.load(io.BytesIO(stored), map_location="cpu", weights_only=True)
 
 
 def copied(state: Any) -> Any:

@@ -20,7 +20,7 @@ from phalanx.errors import CheckpointError, PhalanxError, StateError
 from phalanx.metrics import Metrics
 from phalanx.replicas import generator_states, set_generators
 from phalanx.torch_internals import pytree
-from phalanx.train.checkpoint import Content, check_storable, copied, unpack
+from phalanx.train.checkpoint import Content, check_storable, copied, from_bytes
 from phalanx.train.position import RunPosition
 
 _EXTRA = "_extra_state"  # torch's name for what `get_extra_state()` returns
@@ -216,7 +216,7 @@ def join_ranks(
     if received is None:
         return None
     try:
-        message = unpack(received)
+        message = from_bytes(received)
         restore(message["content"], "What a peer has sent")
     except BaseException as error:
         elastic.leave(finished=False)

@@ -20,7 +20,7 @@ from phalanx.execution import ExecutorChoice, Processes, Ranks, describe_rank, r
 from phalanx.metrics import Joining, Metrics
 from phalanx.plan import Layout, read_layout
 from phalanx.replicas import caller_intra_op, check_replicable
-from phalanx.train.checkpoint import Content, pack, read_checkpoint, write_checkpoint
+from phalanx.train.checkpoint import Content, read_checkpoint, to_bytes, write_checkpoint
 from phalanx.train.dispatcher import EventDispatcher
 from phalanx.train.evaluation import Evaluation, enter_training
 from phalanx.train.objective import Objective
@@ -302,7 +302,7 @@ class Trainer:
         elastic = self._choice.elastic
         if elastic is not None and not elastic.entered:
             about = lambda: describe_rank(self.module, len(self.devices))  # noqa: E731
-            give = lambda: pack(  # noqa: E731
+            give = lambda: to_bytes(  # noqa: E731
                 {"content": self._state.capture(), "last step": self._last_step}
             )
             self._last_step = join_ranks(elastic, about, give, self._restore)
