@@ -19,8 +19,9 @@ import phalanx
 from phalanx.distributed import ElasticExchange
 from phalanx.distributed.elastic_membership import Member, decide
 from phalanx.errors import PeerLost, StateError
+from phalanx.execution import RankSums
 from phalanx.ipc import wait_until
-from phalanx.train import state as trainer_state
+from phalanx.train import trainer as trainer_module
 from tests.contracts.test_executors_same_bits import (
     Everything,
     Run,
@@ -72,10 +73,14 @@ def plant(plan: Plan, trained: phalanx.Trainer) -> None:
 
     plans = [plan]
     when, _, where = plan.place.partition(" ")
-    names = {"the messages": "gather", "the slices": "begin_swap", "sharing": "begin_join"}
+    calls: dict[str, tuple[type, str]] = {
+        "the messages": (ElasticExchange, "gather"),
+        "the slices": (ElasticExchange, "begin_swap"),
+        "sharing": (RankSums, "receive"),  # of all buckets
+    }
     if where:
-        name = names[where]
-        real = getattr(ElasticExchange, name)
+        owner, name = calls[where]
+        real = getattr(owner, name)
 
         def collective(self: Any, *args: Any) -> Any:
             if when == "before" and plans:
@@ -91,7 +96,7 @@ def plant(plan: Plan, trained: phalanx.Trainer) -> None:
                     act()
             return found
 
-        setattr(ElasticExchange, name, collective)
+        setattr(owner, name, collective)
     else:
         done = ElasticExchange.mark_done
 
@@ -461,14 +466,14 @@ def nobody_is_behind() -> None:
 
 def moments_are_forgotten() -> None:
     """A rank that comes is given the weights, and not what the optimizer keeps."""
-    real = trainer_state.pack
+    real = trainer_module.to_bytes
 
-    def pack(message: Any) -> bytes:
+    def forgetful(message: Any) -> bytes:
         for each in message["content"]["optimizer"]["state"].values():
             each["exp_avg"] = torch.zeros_like(each["exp_avg"])
         return real(message)
 
-    trainer_state.pack = pack  # type: ignore[attr-defined]
+    trainer_module.to_bytes = forgetful  # type: ignore[attr-defined]
 
 
 BUGS = {each.__name__: each for each in (nobody_is_behind, moments_are_forgotten)}
