@@ -545,24 +545,32 @@ class Branch(nn.Module):
         return self.always(x) + self.at_times(x) if x[0, 0] > 0 else self.always(x)
 
 
-def use_a_layer_on_one_rank(rank: int) -> str:
+def use_a_layer_on_one_rank(rank: int, how: str) -> str:
     torch.manual_seed(0)
     net = Branch()
+    if how == "with a hook":
+        net.at_times.weight.register_hook(lambda gradient: 2 * gradient)
+    net.always.requires_grad_(how != "beside frozen layers")
     model = DistributedDataParallel(net)
     x = torch.randn(16, 521)
     x[:, 0] = -1
     x[0, 0] = 1
     model(x[own_rows(rank, 16, 4)]).square().mean().backward()
-    gradients = [each.grad.numpy().tobytes() for each in net.parameters()]
-    return hashlib.sha256(b"".join(gradients)).hexdigest()
+    found = [each.grad for each in net.parameters()]
+    assert [each is None for each in found].count(True) == 2 * (how == "beside frozen layers")
+    return hashlib.sha256(
+        b"".join(each.numpy().tobytes() for each in found if each is not None)
+    ).hexdigest()
 
 
 @pytest.mark.parametrize("backend", ["gloo", "phalanx"])
-def test_a_large_layer_that_one_rank_uses_changes_no_bit(backend: str) -> None:
-    with Ranks(1) as ranks:
-        (wanted,) = ranks.run(use_a_layer_on_one_rank)
+@pytest.mark.parametrize("how", ["alone", "with a hook", "beside frozen layers"])
+def test_a_large_layer_that_one_rank_uses_changes_no_bit(
+    backend: str, how: str, alone: Ranks
+) -> None:
+    (wanted,) = alone.run(use_a_layer_on_one_rank, how)
     with Ranks(2, backend=backend) as ranks:
-        assert ranks.run(use_a_layer_on_one_rank) == [wanted] * 2
+        assert ranks.run(use_a_layer_on_one_rank, how) == [wanted] * 2
 
 
 def freeze_another_layer(rank: int) -> str:
@@ -589,6 +597,7 @@ def lose_rank_1(rank: int) -> str:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerLost) as raised:
         loss.backward()
+    assert raised.value.rank == 1
     return str(raised.value)
 
 

@@ -188,7 +188,7 @@ def freezing(rank: int, how: str) -> tuple[str, str, int]:
 @pytest.mark.parametrize(
     ("how", "steps", "name", "sentence"),
     [
-        ("on one", 0, "ConfigError", "same parameters frozen, but rank 1 differs from rank 0"),
+        ("on one", 0, "ConfigError", "the same way, but rank 1 has other frozen parameters"),
         ("later on one", 5, "ConfigError", "All ranks must do the same in the same order"),
         ("later everywhere", 9, "", ""),
     ],

@@ -19,9 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
+from phalanx.distributed.hosts import this_host
 from phalanx.distributed.open_store import open_store
 from phalanx.environment import read_place
 from phalanx.errors import ConfigError, PeerError, PeerLost, PhalanxError, StateError
+from phalanx.ipc import ProcessIdentity, wait_until
 
 __all__ = ["Exchange", "ProcessGroup", "differing_names", "nccl_is_here"]
 
@@ -30,6 +32,7 @@ ProcessGroup = dist.ProcessGroup
 _LENGTH = 8  # bytes that a document's length takes
 _HEAD = _LENGTH + 24  # with what it is about
 _FIRST = 4096  # that travel at once: the head, and all of most documents
+_END_S = 0.2  # between the end of a process's connections and its own
 _latest_works: deque[dist.Work] = deque(maxlen=2)  # see Note [Latest works]
 
 
@@ -65,6 +68,7 @@ class Exchange:
         self._group = group or dist.group.WORLD
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self._processes: dict[int, ProcessIdentity] = {}  # by rank, of this host
         self._device = torch.device("cpu")  # of documents
         kinds = {each.type for each in self._group._device_types}
         if "cpu" not in kinds:
@@ -79,21 +83,24 @@ class Exchange:
         """Compare what all ranks train, and give them the values that rank 0 has.
 
         Args:
-            about: What this one trains; all but "replicas" must be alike.
+            about: What this one trains; all but "replicas" and "seed" must be alike.
             tensors: What rank 0 gives.
 
         Raises:
             ConfigError: Ranks differ; every rank hears of it.
         """
-        told = self.gather(json.dumps(about).encode(), "begin")
-        self.about = [json.loads(each) for each in told]
+        own = [about, this_host(), *ProcessIdentity.current()]
+        told = [json.loads(each) for each in self.gather(json.dumps(own).encode(), "begin")]
+        self.about = [each for each, *_ in told]
+        here = [rank for rank, (_, host, *_) in enumerate(told) if host == own[1]]
+        self._processes = {rank: ProcessIdentity(*told[rank][2:]) for rank in here}
         for rank, each in enumerate(self.about):
             differing = differing_names(each, self.about[0])
             if differing:
                 raise ConfigError(
-                    "All ranks must train the same model, on the same kind of device and with the "
-                    f"same parameters frozen, but rank {rank} differs from rank 0 in {differing}. "
-                    "Make it from the same arguments in every process."
+                    "All ranks must train the same model in the same way, but rank "
+                    f"{rank} has other {differing} than rank 0. Make it from the same arguments in "
+                    "every process."
                 )
         self.align(tensors)
 
@@ -204,11 +211,19 @@ class Exchange:
         except PhalanxError:
             raise
         except RuntimeError as error:
+            wait_until(lambda: self._find_gone() is not None, _END_S)
+            gone = self._find_gone()
+            who = "one is gone or late" if gone is None else f"rank {gone} is gone"
             raise PeerLost(
-                f"All ranks must take part in every step, but one is gone or late: {error}. The "
-                "model may be in the middle of a step: start the job again from its last "
-                "checkpoint."
+                f"All ranks must take part in every step, but {who}: {error}. The model may be in "
+                "the middle of a step: start the job again from its last checkpoint.",
+                gone,
             ) from error
+
+    def _find_gone(self) -> int | None:
+        """Return a rank of this host whose process has ended, if there is one."""
+        ranks = self._processes.items()
+        return next((rank for rank, process in ranks if not process.alive()), None)
 
 
 def _nothing() -> None:
@@ -237,8 +252,8 @@ def nccl_is_here() -> bool:
 # Any: JSON.
 def differing_names(about: Mapping[str, Any], first: Mapping[str, Any]) -> str:
     """Name what one rank would train otherwise than another."""
-    names = [name for name in first if name != "replicas" and about.get(name) != first[name]]
-    return ", ".join(names).replace("_", " ")
+    names = [name for name in first if about.get(name) != first[name]]
+    return ", ".join(name for name in names if name not in ("replicas", "seed"))
 
 
 def _differing(places: Sequence[str]) -> ConfigError:

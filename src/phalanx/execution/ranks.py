@@ -65,7 +65,7 @@ class RankExecutor(ThreadExecutor):
         except BaseException:
             self.close()
             raise
-        self._trains = [about["model"], about["frozen"]]
+        self._trains = [about["parameters or buffers"], about["frozen parameters"]]
         self._look_at_ranks()
 
     def _look_at_ranks(self) -> None:
@@ -257,9 +257,11 @@ def describe_rank(module: nn.Module, num_replicas: int) -> dict[str, Any]:  # An
     tensors = (*module.parameters(), *module.buffers())
     return {
         "replicas": num_replicas,
-        "model": _digest_of(module),
-        "frozen": [name for name, each in module.named_parameters() if not each.requires_grad],
-        "device_types": sorted({each.device.type for each in tensors}),
+        "parameters or buffers": _digest_of(module),
+        "frozen parameters": [
+            name for name, each in module.named_parameters() if not each.requires_grad
+        ],
+        "devices": sorted({each.device.type for each in tensors}),
     }
 
 

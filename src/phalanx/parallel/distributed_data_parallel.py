@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -141,7 +140,10 @@ class DistributedDataParallel(DataParallel):
         self._sums: tuple[object, RankReduction] | None = None
         self._weight: float | None = None
         options = {"microbatches": microbatches, "reduction": reduction, "buffers": buffers}
-        self._seed = self._agree(exchange, options | {"layout": layout, "output": output})
+        options |= {"layout": layout, "output": output}
+        own = {f"`{name}`": repr(value) for name, value in options.items()}
+        exchange.begin({**describe_rank(module, 1), **own, "seed": torch.initial_seed()}, ())
+        self._seed = int(exchange.about[0]["seed"])
         _check_ranks(exchange.size, microbatches, reduction)  # what all ranks were given
         exchange.align((*module.parameters(), *module.buffers()))
 
@@ -193,27 +195,6 @@ class DistributedDataParallel(DataParallel):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._exchange = Exchange()
-
-    def _agree(self, exchange: Exchange, options: Mapping[str, object]) -> int:
-        """Return rank 0's seed; refuse ranks that were given something else."""
-        model = describe_rank(self.module, 1)
-        own = {f"`{name}`": repr(value) for name, value in options.items()} | {
-            "parameters or buffers": model["model"],
-            "frozen parameters": model["frozen"],
-            "devices": model["device_types"],
-        }
-        sent = json.dumps([torch.initial_seed(), own]).encode()
-        told = [json.loads(each) for each in exchange.gather(sent, "begin")]
-        seed, first = told[0]
-        for rank, (_, each) in enumerate(told):
-            differing = [name for name in first if each[name] != first[name]]
-            if differing:
-                raise ConfigError(
-                    "All ranks must wrap the same module in the same way, but rank "
-                    f"{rank} has other {', '.join(differing)} than rank 0. Make it from the same "
-                    "arguments in every process."
-                )
-        return int(seed)
 
     def _make_executor(self) -> ThreadExecutor:
         return ThreadExecutor(
@@ -307,6 +288,8 @@ class _Passes(Reduction):
 
 class _RankPasses(_Passes):
     """One forward pass on all ranks, and its backward passes."""
+
+    spans_ranks = True
 
     def __init__(self, owner: DistributedDataParallel, sizes: Sequence[int]) -> None:
         super().__init__(owner, sizes)

@@ -49,9 +49,11 @@ class Reduction:
 
     Attributes:
         only: The pieces that run in this process; None: all.
+        spans_ranks: Whether other processes run pieces, which may use other parameters.
     """
 
     only: range | None = None
+    spans_ranks = False
 
     def seed(self) -> tuple[int, ...]:
         """Return where the random numbers of the next pass start."""
@@ -199,8 +201,13 @@ def run_pieces(
         gradients; and the report of the run.
     """
     records = torch.is_grad_enabled()
-    hooked = records and any(
-        each._backward_hooks or each._post_accumulate_grad_hooks for each in executor.parameters
+    # Of several ranks, none knows before the backward pass what the others have used.
+    hooked = (
+        records
+        and not reduction.spans_ranks
+        and any(
+            each._backward_hooks or each._post_accumulate_grad_hooks for each in executor.parameters
+        )
     )
     modes = CallerModes.capture(executor.devices)
     result = executor.run(
@@ -214,6 +221,14 @@ def run_pieces(
     graphs: list[ReplicaGraph] = [each[0] for each in result.results if each is not None]
     values: list[list[Any]] = [each[1] for each in result.results if each is not None]
     needing = [(i, place) for i, graph in enumerate(graphs) for place in graph.needing]
+    if not needing and records and reduction.spans_ranks:
+        # These pieces use frozen parameters only; yet the backward pass is all ranks'.
+        needing = [
+            (i, place)
+            for i, own in enumerate(values)
+            for place, leaf in enumerate(own)
+            if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        ]
     if needing:
         trainable = {id(each) for each in executor.parameters if each.requires_grad}
         reached = [graph.reached for graph in graphs if graph.reached is not None]
