@@ -6,7 +6,9 @@ import datetime
 import os
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from phalanx.clock import now_s
 from phalanx.distributed.backend import GroupRendezvous, make_group
 from phalanx.errors import PeerError
+from phalanx.ipc import wait_until
 from tests.multiprocess.children import DEADLINE_S, Child, Children, Parent
 
 SIZE = 3
@@ -99,6 +102,37 @@ def test_a_death_while_a_group_is_made_is_told_at_once(children, tmp_path, where
         error, rank, seconds = one.get()
         assert (error, rank) == ("PeerLost", victim)
         assert seconds < DEADLINE_S / 4
+
+
+def late_member(where: str, parent: Parent, path: str, rank: int, dies_at: str | None) -> None:
+    """The same, but rank 1 comes to the method ``where`` when rank 0 has ended, as rank 2 died."""
+    method = getattr(GroupRendezvous, where)
+
+    # Any: what the method takes and returns.
+    def run_late(rendezvous: GroupRendezvous, *args: Any) -> Any:
+        assert wait_until(lambda: not rendezvous._processes[0].alive(), DEADLINE_S)
+        return method(rendezvous, *args)
+
+    if rank == 1:
+        setattr(GroupRendezvous, where, run_late)
+    member(parent, path, rank, dies_at)
+
+
+@pytest.mark.parametrize("where", ["share_memory", "connect"])
+def test_the_rank_is_named_that_died_first(children, tmp_path, where):
+    body = partial(late_member, where)
+    members = gather(children, tmp_path / "store", "connect", body=body)
+    for one in members:
+        one.put(DEADLINE_S)
+    assert members[0].get()[:2] == ("PeerLost", 2)
+    members[0].put(None)
+    assert members[1].get()[:2] == ("PeerLost", 2)
+
+
+def test_gloo_needs_no_second_client_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist.PrefixStore, "clone", None)
+    group = make_group(dist.HashStore(), 0, 1, datetime.timedelta(seconds=DEADLINE_S))
+    group.shutdown()
 
 
 def test_with_deaths_unseen_it_is_told_at_the_deadline_only(children, tmp_path):

@@ -135,7 +135,10 @@ class GroupRendezvous:
                 self.store.set(f"memory/{first}", str(region.fd))
             else:
                 fd = int(self._wait_for("memory", first))
-                region = Region.borrow(self._processes[first].pid, fd, label="group")
+                try:
+                    region = Region.borrow(self._processes[first].pid, fd, label="group")
+                except PeerLost as exc:  # it may have left because of another rank
+                    raise self._error_store.cause() or PeerLost(str(exc), first) from exc
             pages = StatusPages(region, ranks.index(self._rank), ranks, self._size)
             return SharedMemory(region, pages)
 
@@ -149,8 +152,7 @@ class GroupRendezvous:
             ranks: This one among them.
         """
         found: Future[Gloo] = Future()
-        # A client of its own: one that waits for a key lets nobody else ask.
-        store = PrefixStore(f"gloo/{name}", self.store).clone()  # type: ignore[attr-defined]
+        store = _PolledStore(PrefixStore(f"gloo/{name}", self.store))
         left_s = max(self._deadline_s - now_s(), 1e-3)
         on_one_host = len(self.hosts) == 1
 
@@ -183,9 +185,8 @@ class GroupRendezvous:
         self._look()
         for rank, process in self._processes.items():
             if not process.alive():
-                raise PeerLost(
-                    f"Rank {rank} of {self._size} has died while the group was made.", rank
-                )
+                text = f"Rank {rank} of {self._size} has died while the group was made."
+                raise self._error_store.cause() or PeerLost(text, rank)  # it may be an echo
         if self.store.check(["error"]):
             raise self._error_store.read() or GroupAborted(f"Some rank of {self._size} gave up.")
 
@@ -199,6 +200,28 @@ class GroupRendezvous:
             raise
         except RuntimeError as exc:
             raise self._error_store.cause() or _store_lost(exc) from exc
+
+
+class _PolledStore(Store):
+    """A store for gloo, which waits before each get; it asks ``store`` again and again.
+
+    A client of torch's that waits for a key answers no other call meanwhile, and a second client
+    would look up the name of its address, which may take seconds.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        self._store.set(key, value)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:  # type: ignore[override]
+        if not wait_until(lambda: self._store.check(keys), timeout.total_seconds()):
+            raise dist.DistStoreError(f"timed out waiting for {keys}")
 
 
 def _store_lost(why: RuntimeError) -> PeerLost:
