@@ -1,14 +1,7 @@
 """Memory and locks that processes of one host share, and their waits for each other."""
 
 from phalanx.ipc.fail_points import fail_point, inject
-from phalanx.ipc.forks import (
-    flush_output,
-    fork,
-    fork_apart,
-    let_go,
-    register_at_fork,
-    take_signals,
-)
+from phalanx.ipc.forks import flush_output, fork, fork_apart, let_go, register_at_fork, take_signals
 from phalanx.ipc.limits import available_memory_bytes, cores_allowed
 from phalanx.ipc.liveness import Waiting, late_peers, wait_until
 from phalanx.ipc.mutex import Changes, Mutex

@@ -26,6 +26,35 @@ FINITE(float32, uint32_t, EXPONENT_32)
 FINITE(float64, uint64_t, EXPONENT_64)
 FINITE(bfloat16, uint16_t, EXPONENT_16)
 
+/* Write values plus `scale` times a delta, past the caches if that is much; tell whether the delta
+   is finite. The processor sees the next of two sources coming. */
+#define SUM(NAME, TYPE, BITS, EXPONENT)                                                      \
+    typedef TYPE NAME##_vector VECTOR_OF(TYPE);                                              \
+    typedef BITS NAME##_bits_vector VECTOR_OF(BITS);                                         \
+    SUM_OF(NAME, TYPE) {                                                                     \
+        const int64_t step = VECTOR / (int64_t)sizeof(TYPE);                                 \
+        NAME##_bits_vector found = {0};                                                      \
+        int64_t i = 0, infinite = 0;                                                         \
+        int past = count * VECTOR / step >= PAST_CACHE && (uintptr_t)to % VECTOR == 0;       \
+        for (; i + step <= count; i += step) {                                               \
+            NAME##_vector own = *(const NAME##_vector *)(delta + i);                         \
+            NAME##_vector sum = *(const NAME##_vector *)(values + i) + (TYPE)scale * own;    \
+            found |= (NAME##_bits_vector)(((NAME##_bits_vector)own & (EXPONENT)) == (EXPONENT)); \
+            if (past)                                                                        \
+                STREAM(to + i, sum);                                                         \
+            else                                                                             \
+                *(NAME##_vector *)(to + i) = sum;                                            \
+        }                                                                                    \
+        if (past) FENCE();                                                                   \
+        for (int64_t j = 0; j < step; j++) infinite |= found[j] != 0;                        \
+        infinite |= !phalanx_finite_##NAME(delta + i, count - i);                            \
+        for (; i < count; i++) to[i] = values[i] + (TYPE)scale * delta[i];                   \
+        return !infinite;                                                                    \
+    }
+
+SUM(float32, float, uint32_t, EXPONENT_32)
+SUM(float64, double, uint64_t, EXPONENT_64)
+
 #if defined(__x86_64__)
 /* Tell how many elements lie before the first line of the cache that begins in `to`. */
 static int64_t until_line(const void *to, int64_t size, int64_t count) {

@@ -88,16 +88,17 @@ int64_t phalanx_keys_get(const keys_part *p, const key_index *index, const int64
     int64_t before = atomic_load_explicit(&rows->header[WORD], memory_order_acquire);
     if (before & 1) return UNSETTLED;
     int64_t num_keys = counted_by(index, p);
+    const char *values = values_of(rows);
     if (num_keys < 0) return BEHIND;
     for (int64_t at = 0; at < count; at += MANY) {
         int64_t stop = count - at < MANY ? count : at + MANY;
         for (int64_t i = at; i < stop; i++) {
             int64_t place = some[i - at] = find(index, keys[i], num_keys);
-            if (place >= 0) __builtin_prefetch(rows->values + place * row_bytes);
+            if (place >= 0) __builtin_prefetch(values + place * row_bytes);
         }
         for (int64_t i = at; i < stop; i++) {
             int64_t place = some[i - at];
-            const char *row = place < 0 ? p->first_row : rows->values + place * row_bytes;
+            const char *row = place < 0 ? p->first_row : values + place * row_bytes;
             if (row) memcpy(out + i * row_bytes, row, (size_t)row_bytes);
             if (places) places[i] = place;
         }
@@ -117,7 +118,7 @@ int64_t phalanx_keys_add(const keys_part *p, const key_index *index, const int64
         answer = UNSETTLED;
     else if (num_keys < 0)
         answer = BEHIND;
-    else if (count > rows->header[RECORDED])
+    else if (count > recorded_by(rows))
         answer = CRAMPED;
     else if (phalanx_index_find(index, keys, count, p->counts[STOP], rows->record_rows))
         answer = ABSENT;

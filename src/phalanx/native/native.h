@@ -3,7 +3,7 @@
 #include <pthread.h>
 #include <stdint.h>
 
-#define VERSION 25 /* as in library.py */
+#define VERSION 26 /* as in library.py */
 #define LINE 64   /* bytes of a cache */
 
 /* What a core does not have, in memory or in another core's cache, it gets the sooner the more of it
@@ -15,11 +15,14 @@
 
 #if defined(__x86_64__)
 #include <emmintrin.h>
+#define STREAM(to, vector) _mm_stream_si128((__m128i *)(void *)(to), (__m128i)(vector))
 #define FENCE() _mm_sfence() /* stores past the caches may come late */
 #else
+#define STREAM(to, vector) memcpy(to, &(vector), VECTOR)
 #define FENCE() ((void)0)
 #endif
 
+#define PAST_CACHE (8 << 20) /* bytes: as in memory/blocks.py */
 #define VECTOR 16 /* bytes: what all of these processors have */
 #define VECTOR_OF(TYPE) __attribute__((vector_size(VECTOR), aligned(sizeof(TYPE)), may_alias))
 
@@ -58,6 +61,11 @@ ADD_OF(float64, double);
 ADD_OF(int32, uint32_t);
 ADD_OF(int64, uint64_t);
 ADD_OF(bfloat16, uint16_t);
+#define SUM_OF(NAME, TYPE)                                                                      \
+    int64_t phalanx_sum_##NAME(const TYPE *values, const TYPE *delta, TYPE *to, int64_t count,  \
+                               double scale)
+SUM_OF(float32, float);
+SUM_OF(float64, double);
 int64_t phalanx_finite_float32(const void *numbers, int64_t count);
 int64_t phalanx_finite_float64(const void *numbers, int64_t count);
 int64_t phalanx_finite_bfloat16(const void *numbers, int64_t count);

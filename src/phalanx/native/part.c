@@ -8,10 +8,6 @@
 
 #include "part.h"
 
-#define NEAR (1 << 18) /* bytes: such a block and its delta stay in the second cache */
-
-#define PAST_CACHE (8 << 20) /* bytes: as in memory/blocks.py */
-
 static int64_t steps_left; /* of a test: the process dies after so many stores */
 
 void phalanx_die_after(int64_t steps) { steps_left = steps; }
@@ -33,50 +29,64 @@ static int is_finite(const part *p, const void *delta, int64_t num_rows) {
     return 1;
 }
 
-/* Add the delta's rows to rows, one after the other; where `rows` is NULL, to `count` of them from
-   `first` on, as if they were one. */
-void phalanx_part_change(const part *p, const int64_t *rows, int64_t first, int64_t count,
-                         const char *delta) {
-    static const int64_t none = 0;
-    int64_t num_rows = p->num_rows, num_cols = p->num_cols;
-    void *values = p->values;
-    if (!rows) {
-        values = p->values + first * num_cols * size_of(p->dtype);
-        num_rows = 1;
-        num_cols *= count;
-        rows = &none;
-        count = 1;
-    }
-    const void *own = delta;
+static void add_rows(const part *p, void *values, int64_t num_rows, int64_t num_cols,
+                     const int64_t *rows, int64_t count, const void *delta) {
     if (p->dtype == FLOAT32)
-        phalanx_add_float32(values, num_rows, num_cols, rows, count, own, p->scale);
+        phalanx_add_float32(values, num_rows, num_cols, rows, count, delta, p->scale);
     else if (p->dtype == FLOAT64)
-        phalanx_add_float64(values, num_rows, num_cols, rows, count, own, p->scale);
+        phalanx_add_float64(values, num_rows, num_cols, rows, count, delta, p->scale);
     else if (p->dtype == INT32)
-        phalanx_add_int32(values, num_rows, num_cols, rows, count, own, p->scale);
+        phalanx_add_int32(values, num_rows, num_cols, rows, count, delta, p->scale);
     else if (p->dtype == INT64)
-        phalanx_add_int64(values, num_rows, num_cols, rows, count, own, p->scale);
+        phalanx_add_int64(values, num_rows, num_cols, rows, count, delta, p->scale);
     else
-        phalanx_add_bfloat16(values, num_rows, num_cols, rows, count, own, p->scale);
+        phalanx_add_bfloat16(values, num_rows, num_cols, rows, count, delta, p->scale);
 }
 
-/* Save and change the `count` rows that begin at row `first` of an add. */
-static void add_block(const part *p, const int64_t *rows, int64_t first_row, int64_t first,
-                      int64_t count, const char *delta, int64_t past) {
-    word *header = p->header;
-    int64_t row_bytes = p->num_cols * size_of(p->dtype), *numbers = p->record_rows + first;
-    char *record = p->record + first * row_bytes;
-    /* A copy, brought within: what is put back is right, whatever others do to `rows`. */
-    if (rows) {
-        phalanx_clamp(rows + first, count, first_row, p->num_rows, numbers);
-        phalanx_take(p->values, p->num_rows, row_bytes, numbers, count, 0, record, 0);
-    } else {
-        phalanx_copy(p->values + first * row_bytes, record, count * row_bytes, past);
+/* Write `count` rows from `first` on, with a delta, to the record; tell whether this is finite. */
+static int64_t write_sums(const part *p, int64_t first, int64_t count, const void *delta) {
+    static const int64_t only = 0;
+    int64_t row_bytes = p->num_cols * size_of(p->dtype), num = count * p->num_cols;
+    const void *values = values_of(p) + first * row_bytes;
+    void *record = record_of(p) + first * row_bytes;
+    if (p->dtype == FLOAT32)
+        return phalanx_sum_float32(values, delta, record, num, p->scale);
+    if (p->dtype == FLOAT64)
+        return phalanx_sum_float64(values, delta, record, num, p->scale);
+    if (!is_finite(p, delta, count)) return 0;
+    phalanx_copy(values, record, count * row_bytes, 0);
+    add_rows(p, record, 1, num, &only, 1, delta);
+    return 1;
+}
+
+/* Add the delta's rows to rows, one after the other; where `rows` is NULL, see `write_sums`. */
+void phalanx_part_change(const part *p, const int64_t *rows, int64_t first, int64_t count,
+                         const char *delta) {
+    if (rows)
+        add_rows(p, values_of(p), p->num_rows, p->num_cols, rows, count, delta);
+    else
+        write_sums(p, first, count, delta);
+}
+
+/* Save rows and change them, block by block; tell whether the delta is finite. */
+static int64_t change_rows(const part *p, const int64_t *rows, int64_t first_row, int64_t count,
+                           const char *delta) {
+    int64_t row_bytes = p->num_cols * size_of(p->dtype), most = p->block_rows;
+    char *record = record_of(p);
+    for (int64_t first = 0; first < count; first += most) {
+        int64_t some = count - first < most ? count - first : most;
+        int64_t *numbers = p->record_rows + first;
+        if (!is_finite(p, delta + first * row_bytes, some)) return 0;
+        /* A copy, brought within: what is put back is right, whatever others do to `rows`. */
+        phalanx_clamp(rows + first, some, first_row, p->num_rows, numbers);
+        phalanx_take(values_of(p), p->num_rows, row_bytes, numbers, some, 0,
+                     record + first * row_bytes, 0);
+        phalanx_put(&p->header[AT], first + some);
+        atomic_thread_fence(memory_order_seq_cst);
+        step();
+        phalanx_part_change(p, numbers, first, some, delta + first * row_bytes);
     }
-    phalanx_put(&header[AT], first + count);
-    atomic_thread_fence(memory_order_seq_cst);
-    step();
-    phalanx_part_change(p, rows ? numbers : NULL, first, count, delta + first * row_bytes);
+    return 1;
 }
 
 /* Make an add, unless it has a number and is in. The lock is held, and WORD even. Where a
@@ -84,22 +94,19 @@ static void add_block(const part *p, const int64_t *rows, int64_t first_row, int
 int64_t phalanx_part_add_at_once(const part *p, const int64_t *rows, int64_t first_row,
                                  int64_t count, const char *delta, int64_t worker, int64_t number) {
     word *header = p->header;
-    int64_t before = header[WORD], row_bytes = p->num_cols * size_of(p->dtype);
-    int64_t most = rows ? p->block_rows : NEAR > row_bytes ? NEAR / row_bytes : 1;
-    int64_t past = count * row_bytes >= PAST_CACHE; /* then nobody reads the record soon */
+    int64_t before = header[WORD], next_side = rows ? header[SIDE] : !header[SIDE];
     if (!count || (number && p->done[worker] >= number)) return DONE;
-    if (count > header[RECORDED]) return CRAMPED;
-    phalanx_put(&header[WORKER], number ? worker : -1);
+    if (count > recorded_by(p)) return CRAMPED;
+    phalanx_put(&header[WORKER], worker);
     phalanx_put(&header[NUMBER], number);
-    phalanx_put(&header[BLOCK], rows ? most : 0);
+    phalanx_put(&header[NEXT_SIDE], next_side);
+    phalanx_put(&header[BLOCK], p->block_rows);
     phalanx_put(&header[AT], 0);
     phalanx_put(&header[WORD], before + 1);
-    for (int64_t first = 0; first < count; first += most) {
-        int64_t some = count - first < most ? count - first : most;
-        if (!is_finite(p, delta + first * row_bytes, some)) return NOT_FINITE;
-        add_block(p, rows, first_row, first, some, delta, past);
-    }
+    if (!(rows ? change_rows(p, rows, first_row, count, delta) : write_sums(p, 0, count, delta)))
+        return NOT_FINITE;
     phalanx_put(&header[AT], ALL);
+    phalanx_put(&header[SIDE], next_side);
     if (number) phalanx_put(&p->done[worker], number);
     phalanx_put(&header[WORD], before + 2);
     step();
@@ -129,10 +136,11 @@ int64_t phalanx_part_get(const part *p, const int64_t *rows, int64_t count, char
     for (int attempt = 0; attempt < 3; attempt++) {
         int64_t before = atomic_load_explicit(&header[WORD], memory_order_acquire);
         if (before & 1) return UNSETTLED;
+        const char *values = values_of(p);
         if (count >= 0)
-            phalanx_take(p->values, p->num_rows, row_bytes, rows, count, p->first_row, out, past);
+            phalanx_take(values, p->num_rows, row_bytes, rows, count, p->first_row, out, past);
         else
-            phalanx_copy(p->values, out, p->num_rows * row_bytes, past);
+            phalanx_copy(values, out, p->num_rows * row_bytes, past);
         atomic_thread_fence(memory_order_acquire);
         if (atomic_load_explicit(&header[WORD], memory_order_relaxed) == before) return DONE;
     }

@@ -6,7 +6,7 @@
 #include "native.h"
 
 /* See part.c, and tables/part.py for the words of the header and the answers. */
-enum { WORD, WORKER, NUMBER, BLOCK, AT, RECORDED };
+enum { WORD, WORKER, NUMBER, BLOCK, AT, RECORDED, NUMBERED, UNDONE, SIDE, NEXT_SIDE };
 enum { DONE, LATE, OUTSIDE, NOT_FINITE, UNSETTLED, BEHIND, ABSENT, CRAMPED };
 enum { ALL = -1 };
 enum { FLOAT32, FLOAT64, INT32, INT64, BFLOAT16 };
@@ -18,7 +18,7 @@ typedef struct {
     word *header;
     word *done;
     phalanx_lock *lock;
-    char *values, *record;
+    char *sides[2]; /* the rows and the record, or the other way round */
     int64_t *record_rows;
     int64_t num_rows, num_cols, first_row, block_rows, dtype;
     double scale;
@@ -29,6 +29,14 @@ enum { GENERATION, STOP, NEXT_STOP };
 
 static inline int64_t size_of(int64_t dtype) {
     return dtype == BFLOAT16 ? 2 : dtype == FLOAT64 || dtype == INT64 ? 8 : 4;
+}
+
+static inline char *values_of(const part *p) { return p->sides[p->header[SIDE]]; }
+static inline char *record_of(const part *p) { return p->sides[!p->header[SIDE]]; }
+
+/* How many rows may be saved. */
+static inline int64_t recorded_by(const part *p) {
+    return p->header[SIDE] ? p->num_rows : p->header[RECORDED];
 }
 
 void phalanx_put(word *at, int64_t value);

@@ -5,15 +5,7 @@ from phalanx.tables.shared_module import SharedModule
 from phalanx.tables.spec import Uniform
 from phalanx.tables.table import KeyTable, Table
 from phalanx.tables.table_group import TableGroup, TableOptions, join
-from phalanx.tables.updaters import (
-    AdaGrad,
-    Adam,
-    Momentum,
-    Nesterov,
-    Sgd,
-    Sum,
-    Updater,
-)
+from phalanx.tables.updaters import AdaGrad, Adam, Momentum, Nesterov, Sgd, Sum, Updater
 
 __all__ = [
     "AdaGrad",

@@ -1,29 +1,32 @@
 """A range of rows that processes share; a killed process never leaves it half changed.
 
-    header   | WORD | WORKER | NUMBER | BLOCK | AT | RECORDED | NUMBERED | UNDONE |   8 bytes each
-    record   old values and states of the rows of one add, and the numbers of these rows
+    header   WORD | WORKER | NUMBER | BLOCK | AT | RECORDED | NUMBERED | UNDONE | SIDE | NEXT_SIDE
+    sides    the rows, and the record: old values and states of the rows of one add
     DONE     for each worker, the number of the last of its numbered adds that is in
 
 # Note [An add, store by store]
 
     WORKER, NUMBER           whose add it is
-    BLOCK                    how many rows are changed at once; 0 where the add is of all rows
+    NEXT_SIDE = SIDE         the other one, if the add is to all rows
+    BLOCK                    how many rows are changed at once
     AT = 0
     WORD odd                 an add is under way
-    for each block of rows:
-      old rows → record      behind those of the blocks before
-      AT                     so many rows of the add are in the record
+    for each block of rows:                                     if the add is to all rows:
+      old rows → record      behind those of earlier blocks       old rows + delta → record
+      AT                     so many rows are in the record
       rows changed
     AT = ALL                 all are changed
+    SIDE = NEXT_SIDE         on which side the rows are; the record is the other one
     DONE[WORKER] = NUMBER    where the add has a number
     WORD + 1                 even
 
-Whoever takes the lock and finds WORD odd settles: it puts the rows of the record back, the last
+Whoever takes the lock and finds WORD odd settles: it puts the AT rows of the record back, the last
 block first, because a row may be in several; then the add is absent. Where AT is ALL, it ends the
 add instead. A death while somebody settles changes nothing in that. An add with a number counts
 once however often it is asked for: DONE says so, and it changes between the last row and the end.
 
 The record has memory for RECORDED rows, and for the numbers of NUMBERED; both grow with the adds.
+On the table's own side it has no more than the table's: for a longer add the rows are moved back.
 
 # Note [Reading without the lock]
 A reader notes an even WORD, copies, and looks at WORD again: where it is the same, no add had begun
@@ -49,7 +52,7 @@ from torch import Tensor
 
 from phalanx.errors import StateError
 from phalanx.ipc import Waiting, fail_point, fail_points
-from phalanx.memory import all_within, copy_to
+from phalanx.memory import all_within
 from phalanx.native import DTYPES, FUNCTIONS, PartView, address_of
 from phalanx.tables.table_memory import NUMBERED, RECORDED, TableMemory
 from phalanx.tables.updaters import Updater
@@ -59,10 +62,10 @@ BLOCK_ROWS = 1 << 18  # changed at once, where their numbers stay in the cache
 _BLOCK_ELEMENTS = 1 << 18
 _WORD, _WORKER, _NUMBER, _BLOCK, _AT = range(5)
 UNDONE = 7  # how many adds have been put back
+_SIDE, _NEXT_SIDE = 8, 9
 DONE, _LATE, _OUTSIDE, _NOT_FINITE, UNSETTLED, BEHIND, _ABSENT, _CRAMPED = range(8)
 """What C answers."""
 _ALL, _RESTORING = -1, -2  # in place of how many rows are in the record
-_NOBODY = -1
 _SLICE_MS = 20
 
 T = TypeVar("T")
@@ -97,11 +100,12 @@ class TablePart:
     def __init__(self, memory: TableMemory) -> None:
         spec = memory.spec
         self.lock = lock = memory.lock_of_rows
-        self.parts = parts = memory.columns
+        self._sides = memory.columns, [each[: memory.most_rows] for each in memory.old_columns]
+        self._records = memory.old_columns, memory.columns
         self.first_row = spec.first_row
-        self.num_rows, num_cols = parts[0].shape
+        self.num_rows, num_cols = memory.columns[0].shape
         self._memory = memory
-        self._old_parts, self._old_numbers = memory.old_columns, memory.old_numbers
+        self._old_numbers = memory.old_numbers
         self._block_rows = max(1, min(_BLOCK_ELEMENTS // num_cols, BLOCK_ROWS))
         self._header, self._done = memory.header, memory.done
         self._spec = spec
@@ -110,20 +114,28 @@ class TablePart:
             address_of(self._header),
             address_of(self._done),
             lock.address,
-            parts[0].data_ptr(),
-            self._old_parts[0].data_ptr(),
+            *(side[0].data_ptr() for side in self._sides),
             self._old_numbers.data_ptr(),
             self.num_rows,
             num_cols,
             self.first_row,
             self._block_rows,
-            list(DTYPES).index(parts[0].dtype),
+            list(DTYPES).index(spec.dtype),
             1.0 if updater.scale is None else updater.scale,
         )
         self._at = self._view.address
         self._is_simple = updater.scale is not None and type(updater).apply is Updater.apply
         self._get_in_c, self._add_in_c = FUNCTIONS["part_get"], FUNCTIONS["part_add"]
         self._change_in_c = FUNCTIONS["part_change"]
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """Values and each state, where they are now."""
+        return self._sides[self._header[_SIDE]]
+
+    @property
+    def _record(self) -> list[Tensor]:
+        return self._records[self._header[_SIDE]]
 
     def begin(self, init: Tensor) -> None:
         """Give a new part its first values: one number, or all of its rows."""
@@ -238,6 +250,10 @@ class TablePart:
         count = self.num_rows if entry.rows is None else entry.rows.numel()
         if count > self._header[NUMBERED if has_numbers else RECORDED]:
             self._memory.extend_record(count, has_numbers=has_numbers)
+        if count > self.num_rows and self._header[_SIDE]:
+            for part, old in zip(self.parts, self._record, strict=True):
+                old.copy_(part)
+            self._header[_SIDE] = 0
 
     def _prepared(self, entry: Entry) -> Entry:
         """Return an add with its rows counted from the part's first, each once if it must be."""
@@ -250,9 +266,10 @@ class TablePart:
 
     def _begin(self, entry: Entry) -> None:
         header = self._header
-        header[_WORKER] = entry.worker if entry.number else _NOBODY
+        header[_WORKER] = entry.worker
         header[_NUMBER] = entry.number
-        header[_BLOCK] = 0 if entry.rows is None else self._block_rows
+        header[_NEXT_SIDE] = header[_SIDE] ^ (entry.rows is None)
+        header[_BLOCK] = self._block_rows
         header[_AT] = 0
         header[_WORD] += 1
 
@@ -261,24 +278,25 @@ class TablePart:
         for first in range(0, count, block):
             span = slice(first, min(first + block, count))
             rows: slice | Tensor = span
+            targets = self._record
             if entry.rows is not None:
-                rows = self._old_numbers[span].copy_(entry.rows[span])
-            news = [part[rows].clone() for part in self.parts]
-            for old, new in zip(self._old_parts, news, strict=True):
-                old[span] = new
-            self._header[_AT] = span.stop
+                rows, targets = self._old_numbers[span].copy_(entry.rows[span]), self.parts
+                for part, old in zip(self.parts, self._record, strict=True):
+                    old[span] = part[rows]
+                self._header[_AT] = span.stop
             fail_point("undo written")
-            self._change_block(rows, entry.delta[span], news)
+            self._change_block(rows, targets, entry.delta[span])
             fail_point("half the rows written")
 
-    def _change_block(self, rows: slice | Tensor, delta: Tensor, news: list[Tensor]) -> None:
+    def _change_block(self, rows: slice | Tensor, targets: list[Tensor], delta: Tensor) -> None:
         if self._is_simple:
-            at, first = (None, rows.start) if isinstance(rows, slice) else (rows.data_ptr(), 0)
+            at, first = (rows.data_ptr(), 0) if isinstance(rows, Tensor) else (None, rows.start)
             self._change_in_c(self._at, at, first, len(delta), delta.data_ptr())
             return
+        news = [part[rows].clone() for part in self.parts]
         self._updater.apply(news[0], delta, news[1:])
-        for part, new in zip(self.parts, news, strict=True):
-            part[rows] = new
+        for target, new in zip(targets, news, strict=True):
+            target[rows] = new
 
     def _end(self, worker: int, number: int) -> None:
         self._commit()
@@ -287,7 +305,8 @@ class TablePart:
         self._header[_WORD] += 1
 
     def _commit(self) -> None:
-        """Let what an add has brought count; a part of rows has nothing."""
+        """Let what an add has brought count."""
+        self._header[_SIDE] = self._header[_NEXT_SIDE]
 
     # --- undoing: the lock is held ----------------------------------------------------------------
 
@@ -313,10 +332,7 @@ class TablePart:
 
     def _put_back(self) -> None:
         count, block = self._header[_AT], self._header[_BLOCK]
-        for part, old in zip(self.parts, self._old_parts, strict=True):
-            if not block:
-                copy_to(old[:count], part[:count])
-                continue
+        for part, old in zip(self.parts, self._record, strict=True):
             for first in reversed(range(0, count, block)):
                 span = slice(first, min(first + block, count))
                 part[self._old_numbers[span]] = old[span]

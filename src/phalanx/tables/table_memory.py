@@ -64,6 +64,7 @@ class TableMemory:
         table: The table's words.
         header: Those of the rows.
         done: Which numbered adds are in (part.py).
+        row_bytes: Of all columns together.
         columns: Values and each state, as (rows, width).
         keys: Of a keys table: the key of each row.
         counts: Of a keys table: see keys.py.
@@ -82,6 +83,7 @@ class TableMemory:
         self._rank_of = rank_of
         kinds: _Kinds = [(torch.int64, 1), *spec.columns] if spec.has_keys else spec.columns
         self._row_bytes = _row_bytes(kinds)
+        self.row_bytes = sum(self._row_bytes)
         self.most_rows = spec.rows
         if spec.has_keys:
             self.most_rows = min(_MOST_KEYS, max(1, _MOST_BYTES // self.row_bytes))
@@ -94,7 +96,7 @@ class TableMemory:
         )
         buffer = self.region.buffer
         self._words = buffer[: self._locks].cast("q")
-        self.table, self.header = self._words[:_LINE], self._words[_LINE : 2 * _LINE]
+        self.table, self.header = self._words[:_LINE], self._words[_LINE : 3 * _LINE]
         self.done = self._words[self._done : self._done + MAX_WORKERS + 1]
         self.lock, self.lock_of_rows = self._lock(0, "rounds"), self._lock(1, "rows")
         self.counts = buffer[self._counts : self._counts + 8 * _COUNTS].cast("q")
@@ -114,7 +116,7 @@ class TableMemory:
             at = start + nbytes
             return start
 
-        take(8 * _LINE * 2)
+        take(8 * _LINE * 3)
         self._workers = take(8 * _LINE * MAX_WORKERS) // 8
         self._done = take(8 * (MAX_WORKERS + 1)) // 8
         self._locks = take(Mutex.NBYTES * (2 + MAX_WORKERS))
@@ -153,11 +155,6 @@ class TableMemory:
         return Mutex(memory, f"{what} of table {self.spec.name}", self._rank_of)
 
     # --- rows -------------------------------------------------------------------------------------
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row, all columns together."""
-        return sum(self._row_bytes)
 
     def reserve_rows(self, start: int, stop: int) -> None:
         """Take the memory of rows of a keys table.

@@ -28,14 +28,15 @@ pytestmark = [
 ]
 
 NUMBER = 1 << 41
-SAVED = "    phalanx_put(&header[AT], first + count);\n"
-RECORDS = "    if (rows) {\n        phalanx_clamp("
+SAVED = "        phalanx_put(&p->header[AT], first + some);\n"
+RECORDS = "        phalanx_clamp("
 BEGUN = "    phalanx_put(&header[WORD], before + 1);\n"
 CHANGED = "    phalanx_put(&header[AT], ALL);\n"
 IN = "    if (number) phalanx_put(&p->done[worker], number);\n"
 ENDED = "    phalanx_put(&header[WORD], before + 2);\n"
-SPOIL = "    memset(record, 7, (size_t)(count * row_bytes)); step();\n"
-LOOP = "    for (int64_t first = 0; first < count; first += most) {\n        int64_t some"
+SPOIL = "        memset(record + first * row_bytes, 7, (size_t)(some * row_bytes)); step();\n"
+CHANGES = "    if (!(rows ? change_rows("
+SWAPPED = "    phalanx_put(&header[SIDE], next_side);\n"
 
 
 def kill() -> None:
@@ -46,11 +47,11 @@ def kill() -> None:
 def read_beside_adds() -> None:
     with tables.join(num_workers=2) as one, one.thread_worker() as other:
         table, others = (w.matrix(512, 512, torch.int64, name="t") for w in (one, other))
-        ones = torch.ones(512, 512, dtype=torch.int64)
+        ones, rows = torch.ones(512, 512, dtype=torch.int64), torch.arange(512)
 
         def add() -> None:
             for _ in range(5000):
-                others.add(ones)
+                others.add(ones, rows)
 
         thread = threading.Thread(target=add)
         thread.start()
@@ -78,7 +79,17 @@ ORDERS: dict[str, tuple[Callable[[], None], str, dict[str, str]]] = {
         "part.c",
         {BEGUN: "", CHANGED: CHANGED + BEGUN},
     ),
-    "the number counts before the rows": (kill, "part.c", {IN: "", LOOP: IN + LOOP}),
+    "the number counts before the rows": (kill, "part.c", {IN: "", CHANGES: IN + CHANGES}),
+    "the other side counts before it is written": (
+        kill,
+        "part.c",
+        {SWAPPED: "", CHANGES: SWAPPED + CHANGES},
+    ),
+    "the other side counts before the add is made": (
+        kill,
+        "part.c",
+        {SWAPPED: "", CHANGED: SWAPPED + CHANGED},
+    ),
     "the add ends before its number counts": (kill, "part.c", {IN: "", ENDED: ENDED + IN}),
     "a reader does not look again": (
         read_beside_adds,

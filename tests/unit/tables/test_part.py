@@ -51,6 +51,17 @@ def test_an_add_refused_in_a_late_block_leaves_every_bit(looking_late, updater, 
         assert not torch.equal(made.get(), first_values(7))
 
 
+def test_adds_to_all_rows_alternate_with_adds_of_more_rows_than_there_are():
+    with tables.join(timeout_s=20.0) as world:
+        made, expected = world.array(3), torch.zeros(3)
+        for count in (4, 9, 20_000):
+            rows = torch.arange(count) % 3
+            made.add(torch.ones(3))
+            made.add(torch.ones(count), rows=rows)
+            expected += 1.0 + torch.bincount(rows)
+            assert torch.equal(made.get(), expected)
+
+
 # --- death ----------------------------------------------------------------------------------------
 
 
