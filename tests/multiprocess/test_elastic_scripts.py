@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -84,15 +85,26 @@ def test_a_rank_that_comes_at_the_first_step_of_an_epoch_shuffles_alike(children
         assert_same_bits(outcome(each), expected)
 
 
+def saved_first(parent: Parent | None, trained: phalanx.Trainer, losses: list[float]) -> Run:
+    with tempfile.TemporaryDirectory() as folder:
+        trained.save(folder)
+    await_newcomer(trained, 7)
+    trained.fit(batches(12), steps=10)
+    return result(trained, losses[-2:])
+
+
 def counted(parent: Parent | None, trained: phalanx.Trainer, losses: list[float]) -> Run:
     await_newcomer(trained, 7)
     trained.fit(batches(12), steps=10)
     return result(trained, losses[-2:])
 
 
-def test_a_rank_that_comes_ends_at_the_step_where_the_others_do(children: Children) -> None:
-    expected = undisturbed(counted)
-    for each in start_with_a_late_one(Job(children), counted):
+@pytest.mark.parametrize("body", [counted, saved_first])
+def test_a_rank_that_comes_ends_at_the_step_where_the_others_do(
+    body: Callable, children: Children
+) -> None:
+    expected = undisturbed(body)
+    for each in start_with_a_late_one(Job(children), body):
         assert_same_bits(outcome(each), expected)
 
 
@@ -209,7 +221,7 @@ def test_who_was_let_in_since_the_last_beat_is_no_newcomer() -> None:
     membership = RankMembership(store, 0, 1, DEADLINE_S, DEADLINE_S)
     try:
         assert has_read.wait(DEADLINE_S)
-        membership.next_epoch(None, admits=False)
+        membership.next_epoch(None, admits=True)
     finally:
         goes_on.set()
         membership.leave()  # after the beat

@@ -4,12 +4,8 @@
 A collective may have ended for one rank and fail for another, when a third one dies in it. The one
 for which it ended may be a run ahead then, and waits for the others there. So after every change of
 the group a rank that has done fewer runs than the others does its last one once more, alone: it
-computes all microbatches itself, and the fixed tree makes the result the same, bit for bit.
-
-# Note [In step]
-Between two runs there are collectives, too: ranks compare their weights, or let one of them write.
-After a change of the group some may be past these and some not. So nobody does them until a run is
-done together.
+computes all microbatches itself, and the fixed tree makes the result the same, bit for bit. A
+checkpoint counts as a run; such a rank leaves it out, as the others have written it.
 """
 
 from __future__ import annotations
@@ -17,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +23,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from phalanx.distributed.backend import open_group
-from phalanx.distributed.elastic_membership import GroupEpoch, RankMembership
+from phalanx.distributed.elastic_membership import RankMembership
 from phalanx.distributed.exchange import Exchange, differing_names
 from phalanx.distributed.open_store import open_store
 from phalanx.environment import error_file, read_place
@@ -81,8 +78,8 @@ class ElasticExchange(Exchange):
 
     Attributes:
         about: What each rank trains, by rank.
-        is_behind: Whether the others have done one more. See Note [Left behind].
-        in_step: Whether all ranks are at the same place between two runs. See Note [In step].
+        is_behind: Whether the others have done one run more. See Note [Left behind].
+        is_late: Whether it was given the state of a run that had begun, and has done none since.
         entered: Whether this process is one of them.
     """
 
@@ -98,7 +95,6 @@ class ElasticExchange(Exchange):
         self._launched = place
         self.entered = False
         self.about: list[About] = []
-        self.is_behind = self.in_step = False
         self.rank, self.size = 0, 1
         self._device = torch.device("cpu")
         self._timeout_s = timeout_s
@@ -109,7 +105,9 @@ class ElasticExchange(Exchange):
         self._give: Callable[[], bytes] = bytes
         self._num_done: int | None = None  # runs of this rank, once it has the state
         self._is_lost = False
-        self._told: list[int] = []  # the processes that `take_change` has told of
+        self._process: list[int] = []  # number, `RANK`, process number
+        self._processes: list[list[int]] = []  # of all ranks
+        self._told: list[list[int]] = []  # those that `take_change` has told of
 
     def enter(self, describe: Callable[[], About], give: Callable[[], bytes]) -> bytes | None:
         """Become one of the ranks, and return the state that a peer has given; None from the first.
@@ -137,53 +135,47 @@ class ElasticExchange(Exchange):
         self._membership = RankMembership(
             self._store, place.rank, place.size, self._timeout_s, self._lost_after_s
         )
+        self._process = [self._membership.number, place.rank, os.getpid()]
         self.entered = True
-        received = self._settle(admits=False)
+        received = self._settle(admits=True)
         note = error_file()
         if note is not None:  # beside it: the launcher keeps this host's other ranks
             note.with_name("elastic").touch()
         return received
-
-    def admit(self) -> None:
-        """Let those in that wait; every rank calls it, between two steps."""
-        if self.has_newcomers:
-            self._settle(admits=True)
 
     @property
     def newcomers_wait(self) -> bool:
         """True if processes wait to join, as far as this rank knows."""
         return self._membership.newcomers_wait
 
-    def settle(self) -> None:
-        """Form another group where a rank was lost."""
-        if self._is_lost:
-            self._settle(admits=False)
+    def settle(self, *, admits: bool = False) -> None:
+        """Form another group where a rank was lost, or where others may join and wait for it.
+
+        Args:
+            admits: Whether they may join; every rank says it, between two steps.
+        """
+        if self._is_lost or (admits and self.has_newcomers):
+            self._settle(admits=admits)
 
     def mark_done(self) -> None:
         """Count a run that is done here."""
         assert self._num_done is not None
         self._num_done += 1
-        if self.is_behind:
-            self.is_behind = False
-            self._take_place()
-        else:
-            self.in_step = True
+        self.is_behind = self.is_late = False
 
     def take_change(self, step: int) -> RanksChanged | None:
         """Return how the ranks differ from those of the last time; None if they do not."""
-        if not self.entered or self._told == self._epoch.members:
+        before, now = self._told, self._processes
+        if before == now:
             return None
-        before, now = self._told, self._epoch.members
         self._told = now
-        process_of = self._membership.process_of
-        processes = [process_of(number) for number in now]
         return RanksChanged(
             step=step,
-            rank=self._place,
-            ranks=tuple(rank for rank, _ in processes),
-            pids=tuple(pid for _, pid in processes),
-            lost=tuple(process_of(number)[0] for number in before if number not in now),
-            came=tuple(process_of(number)[0] for number in now if number not in before),
+            rank=self.rank,
+            ranks=tuple(rank for _, rank, _ in now),
+            pids=tuple(pid for _, _, pid in now),
+            lost=tuple(each[1] for each in before if each not in now),
+            came=tuple(each[1] for each in now if each not in before),
         )
 
     def leave(self, *, finished: bool) -> None:
@@ -204,35 +196,22 @@ class ElasticExchange(Exchange):
         Returns:
             The state, if a peer has given it.
         """
-        received: bytes | None = None
         try:
             while True:
-                epoch = self._next_epoch(admits=admits)
+                self._close_group()
+                self._is_lost = self.has_newcomers = False
+                members = self._membership.next_epoch(self._num_done, admits=admits)
                 try:
-                    self._open_group(epoch)
-                    received = self._pass_state(epoch) or received
+                    self._open_group(members)
+                    return self._compare()
                 except _LOSSES:
-                    admits = False
-                    continue
-                self._take_place()
-                return received
+                    pass
         except BaseException:
             self.leave(finished=False)
             raise
 
-    def _next_epoch(self, *, admits: bool) -> GroupEpoch:
-        """Leave the group, and read the ranks of the next one from the store."""
-        self._close_group()
-        self._is_lost = self.has_newcomers = False
-        done = self._num_done
-        self._epoch = epoch = self._membership.next_epoch(done, admits=admits)
-        self._place = epoch.members.index(self._membership.number)
-        self.is_behind = done is not None and done < epoch.done
-        self.in_step = len(epoch.new) == len(epoch.members)
-        return epoch
-
-    def _open_group(self, epoch: GroupEpoch) -> None:
-        self.rank, self.size = self._place, len(epoch.members)
+    def _open_group(self, members: Sequence[int]) -> None:
+        self.rank, self.size = members.index(self._membership.number), len(members)
         if self.size > 1:
             store = PrefixStore(f"group/{self._membership.epoch}/", self._store)
             timeout = datetime.timedelta(seconds=self._timeout_s)
@@ -245,51 +224,44 @@ class ElasticExchange(Exchange):
         if group is not None:
             group.abort()
 
-    def _pass_state(self, epoch: GroupEpoch) -> bytes | None:
-        """Compare what all train, and give the state to new ranks; return it to this one if new.
+    def _compare(self) -> bytes | None:
+        """Compare how far all are and what they train; return the state to this rank if it is new.
 
         Raises:
-            StateError: This rank is new, and trains something else.
-            PeerLost: Another one does.
+            StateError: This rank has come later, and trains something else.
         """
-        source = epoch.source
-        new = [place for place, number in enumerate(epoch.members) if number in epoch.new]
-        late = [place for place in new if place != source]
-        state = self._give() if late and self._place == source else b""
-        document = json.dumps([self._describe(), len(state)])
-        told = [json.loads(each) for each in self.gather(document.encode(), "form a group")]
-        self._all = [about for about, _ in told]
-        for place in new if source not in new else ():
-            differing = differing_names(self._all[place], self._all[source])
-            if differing and place == self._place:
+        own = json.dumps([self._describe(), self._num_done, self._process]).encode()
+        told = [json.loads(each) for each in self.gather(own, "form a group")]
+        self.about, dones, self._processes = map(list, zip(*told, strict=True))
+        last = max((done for done in dones if done is not None), default=0)
+        late = [place for place, done in enumerate(dones) if done is None and place > 0]
+        self.is_behind = self._num_done not in (None, last)
+        if self._num_done is None:
+            self.is_late = dones[0] is not None
+            differing = differing_names(self.about[self.rank], self.about[0])
+            if self.is_late and differing:
                 raise StateError(
                     "A rank that comes later must train what the others train, but differs in: "
                     f"{differing}. Build it from the same arguments in every process."
                 )
-            if differing:
-                raise PeerLost(f"The new rank {place} differs in: {differing}.", place)
-        length = told[source][1]
-        if late and self._place == source:
-            tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        received = self._pass_state(late) if late and self.rank in (0, *late) else None
+        if self._num_done is None:
+            self._num_done = last
+        return received
+
+    def _pass_state(self, late: Sequence[int]) -> bytes | None:
+        """Give the state of rank 0 to late ranks; return it to each of them."""
+        if self.rank == 0:
+            state = torch.frombuffer(bytearray(self._give()), dtype=torch.uint8)
             for place in late:
-                self._send(tensor, place)
-        elif self._place in late:
-            tensor = torch.empty(length, dtype=torch.uint8)
-            self._group.recv([tensor], source, 0).wait()
-            state = tensor.numpy().tobytes()
-        if self._place in new:
-            self._num_done = epoch.done
-        return state if self._place in late else None
-
-    def _send(self, tensor: Tensor, place: int) -> None:
-        self._group.send([tensor], place, 0).wait()
-
-    def _take_place(self) -> None:
-        """Be what the epoch says, or alone while the others are ahead."""
-        if self.is_behind:
-            self.rank, self.size, self.about = 0, 1, [self._describe()]
-        else:
-            self.rank, self.size, self.about = self._place, len(self._epoch.members), self._all
+                self._group.send([torch.tensor([len(state)])], place, 0).wait()
+                self._group.send([state], place, 0).wait()
+            return None
+        length = torch.empty(1, dtype=torch.int64)
+        self._group.recv([length], 0, 0).wait()
+        tensor = torch.empty(int(length), dtype=torch.uint8)
+        self._group.recv([tensor], 0, 0).wait()
+        return tensor.numpy().tobytes()
 
     def begin(self, about: About, tensors: Iterable[Tensor]) -> None:
         """Do nothing: :meth:`enter` has compared, and given the state."""

@@ -30,7 +30,7 @@ from phalanx.distributed.hosts import this_host
 from phalanx.errors import PeerLost, PeerTimeout, StateError
 from phalanx.ipc import ProcessIdentity
 
-__all__ = ["GroupEpoch", "Member", "RankMembership", "RunEnded", "decide"]
+__all__ = ["Member", "RankMembership", "RunEnded", "decide"]
 
 _BEAT_S = 0.5
 _FINISHED, _LOST = "finished", "lost"
@@ -52,7 +52,7 @@ class Member:
         beat: How many signs of life it has given.
         asks: The epoch that it asks for.
         done: How many runs it has done; None while it has no state.
-        admits: Whether it asks between two steps, where new processes may come in.
+        admits: Whether it asks between two steps, where new processes may come in, or is new.
         left: "finished" or "lost" after its end; others of its host write the latter.
     """
 
@@ -66,32 +66,10 @@ class Member:
     left: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupEpoch:
-    """A group, from one change to the next.
+def decide(living: Collection[int], asking: Mapping[int, Member], size: int) -> list[int] | None:
+    """Return the members of the next epoch by rank; None while it has to wait.
 
-    Attributes:
-        members: Processes by rank.
-        new: Those of them that need the state.
-        done: How many runs are done; a member that has done fewer does the last one alone.
-    """
-
-    members: list[int]
-    new: list[int]
-    done: int
-
-    @property
-    def source(self) -> int:
-        """The rank that gives the state to those that need it."""
-        return next((rank for rank, n in enumerate(self.members) if n not in self.new), 0)
-
-
-def decide(
-    living: Collection[int],
-    asking: Mapping[int, Member],
-    size: int,
-) -> GroupEpoch | None:
-    """Return the next epoch; None while it has to wait.
+    Those that have the state come first, so that rank 0 can give it to the others.
 
     Args:
         living: The members of the epoch before that live.
@@ -100,23 +78,17 @@ def decide(
 
     Example:
         >>> asking = {n: Member(rank=n - 1, done=7) for n in (1, 3)}
-        >>> decide([1, 3], asking, 3).members
+        >>> decide([1, 3], asking, 3)
         [1, 3]
     """
     if any(number not in asking for number in living):
         return None
-    done = {number: each.done for number, each in asking.items() if each.done is not None}
-    new = asking.keys() - done.keys()
-    if not done and len(new) < size:
+    done = {each.done for each in asking.values()} - {None}
+    if not done and len(asking) < size:
         return None
-    if done and (len({*done.values()}) > 1 or not all(asking[number].admits for number in done)):
-        new = set()
-    members = sorted(done.keys() | new, key=lambda number: (asking[number].rank, number))
-    return GroupEpoch(
-        members=members,
-        new=[number for number in members if number in new],
-        done=max(done.values(), default=0),
-    )
+    all_admit = len(done) < 2 and all(each.admits for each in asking.values())
+    members = [number for number, each in asking.items() if all_admit or each.done is not None]
+    return sorted(members, key=lambda n: (asking[n].done is None, asking[n].rank, n))
 
 
 class RankMembership:
@@ -172,11 +144,6 @@ class RankMembership:
         """Whether a process that is not a member waits to come in, as the last beat found."""
         return not self._wanting <= {*self._members, *self._gone}
 
-    def process_of(self, number: int) -> tuple[int, int]:
-        """Return the place that the launcher gave a process, and its process number."""
-        member = self._read_member(number)
-        return member.rank, member.process[0]
-
     def check_all_live(self) -> None:
         """Raise where a member of the epoch is gone.
 
@@ -188,8 +155,10 @@ class RankMembership:
             if self._is_gone(number, member):
                 raise PeerLost(f"Rank {member.rank} has died as the ranks formed a group.", place)
 
-    def next_epoch(self, done: int | None, *, admits: bool) -> GroupEpoch:
-        """Return the next epoch that this process is in; blocks until all that live have asked.
+    def next_epoch(self, done: int | None, *, admits: bool) -> Sequence[int]:
+        """Return the members of the next epoch that this process is in, by rank.
+
+        It blocks until all that live have asked for it.
 
         Args:
             done, admits: As `Member` has them.
@@ -202,9 +171,8 @@ class RankMembership:
         try:
             begin_s, pause_s = now_s(), _FIRST_PAUSE_S
             while True:
-                found = self._read_epochs(done)
-                if found is not None:
-                    return found
+                if self._read_epochs(done):
+                    return self._members
                 self._describe(asks=self.epoch + 1, done=done, admits=admits)
                 self._decide(late=now_s() - begin_s > self._timeout_s)
                 pause(pause_s)
@@ -217,20 +185,19 @@ class RankMembership:
                 "job again from its last checkpoint."
             ) from error
 
-    def _read_epochs(self, done: int | None) -> GroupEpoch | None:
-        """Read the epochs that were decided since; return the one that this process is in."""
-        while found := self._read(f"epoch/{self.epoch + 1}"):
-            epoch = GroupEpoch(**found)
+    def _read_epochs(self, done: int | None) -> bool:
+        """Read the epochs that were decided since, up to one that this process is in."""
+        while members := self._read(f"epoch/{self.epoch + 1}"):
             self.epoch += 1
-            self._members = epoch.members
-            if self.number in epoch.members:
-                return epoch
+            self._members = members
+            if self.number in members:
+                return True
             if done is not None:
                 raise PeerLost(
                     "This rank gave no sign of life in time, so the others have continued without "
                     "it. Start it again: it is given the state."
                 )
-        return None
+        return False
 
     def _decide(self, *, late: bool) -> None:
         """Decide on the next epoch, where that is up to this process and all is known."""
@@ -254,9 +221,9 @@ class RankMembership:
             raise self._end_of_run()
         if not late and min(living or asking, default=0) != self.number:
             return  # who is late decides, too: the one whose turn it is may live and not move
-        epoch = decide(living, asking, self._size)
-        if epoch is not None:
-            self._store.compare_set(f"epoch/{self.epoch + 1}", "", json.dumps(asdict(epoch)))
+        members = decide(living, asking, self._size)
+        if members is not None:
+            self._store.compare_set(f"epoch/{self.epoch + 1}", "", json.dumps(members))
 
     def _end_of_run(self) -> StateError:
         """Return why this process cannot join a run that has ended."""
@@ -280,9 +247,9 @@ class RankMembership:
                 self._store.set(f"member/{self.number}", json.dumps(asdict(mine)))
             self._mine = mine
 
-    def _read(self, key: str) -> dict[str, Any]:  # Any: JSON
-        """Return a value, none of which is ever deleted; empty where there is none."""
-        return json.loads(self._store.get(key)) if self._store.check([key]) else {}
+    def _read(self, key: str) -> Any:  # Any: JSON
+        """Return a value, none of which is ever deleted; None where there is none."""
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _read_member(self, number: int) -> Member:
         return Member(**self._read(f"member/{number}"))

@@ -57,7 +57,7 @@ class Exchange:
     # Of groups whose ranks may change, which `ElasticExchange` has:
     has_newcomers = False  # whether processes wait to join, as rank 0 has said in the last run
     is_behind = False  # whether the others have done one run more
-    in_step = True  # whether all ranks are at the same place between two runs
+    is_late = False  # whether this rank came when the others had begun, and has done no run yet
 
     _group: Any = None  # a ProcessGroup; torch's stubs lack its operations
 

@@ -74,8 +74,6 @@ class RankExecutor(ThreadExecutor):
         self._about = exchange.about  # another list for other ranks
         self._num_replicas: list[int] = [each["replicas"] for each in self._about]
         self._reduction = RankReduction(self.parameters, exchange)
-        if not exchange.is_behind:  # else the batch is cut as the ranks ahead have cut it
-            self._count = sum(self._num_replicas)
 
     @property
     def owns_generator(self) -> bool:  # type: ignore[override]
@@ -85,12 +83,15 @@ class RankExecutor(ThreadExecutor):
     def count_replicas(self) -> int:
         """Return the number of replicas of all ranks."""
         self._settle()
-        return self._count
+        return sum(self._num_replicas)
 
     def _settle(self) -> None:
-        """Take note of ranks that have come or gone since the last run."""
+        """Take note of ranks that have come or gone since the last run.
+
+        A rank that is behind still cuts the batch as the ranks ahead have cut it.
+        """
         self._exchange.settle()
-        if self._about is not self._exchange.about:
+        if self._about is not self._exchange.about and not self._exchange.is_behind:
             self._look_at_ranks()
 
     def run(
@@ -113,8 +114,8 @@ class RankExecutor(ThreadExecutor):
         assert not task.is_backward
         assert only is None
         self._settle()
-        if self._exchange.is_behind:  # it is alone now, and computes what the others have done
-            owners = None
+        if self._exchange.is_behind:  # it computes alone what the others have done
+            return super().run(task, pieces, weights=weights, seed=seed)
         ranges = self._ranges(len(pieces), owned=owners is not None)
         only = ranges[self._exchange.rank]
         if owners is not None:  # by the numbers that replicas have here
@@ -181,22 +182,23 @@ def repeat_on_new_ranks(attempt: Callable[[], T]) -> T:
 def write_once(write: Callable[[], None], exchange: Exchange) -> None:
     """Let rank 0 write for all; every rank returns when it has.
 
-    Where rank 0 is lost meanwhile, its successor writes. Where ranks have changed since the last
-    run, the others do not wait for it: see Note [In step] in `elastic_exchange.py`.
+    Where rank 0 is lost meanwhile, its successor writes. A rank that comes later and saves before
+    its first step writes nothing.
 
     Raises:
         Exception: What ``write`` raised, at rank 0.
         PeerError: It raised something there; at the others.
     """
-    exchange.settle()
-    is_written = False
-    with contextlib.suppress(GroupChanged):  # nobody repeats this: some may have passed it
-        if exchange.in_step:
+
+    def attempt() -> None:
+        exchange.settle()
+        if exchange.is_late:
+            return
+        if not exchange.is_behind:  # else it is written
             failure = ""
             try:
                 if exchange.rank == 0:
                     write()
-                    is_written = True
             except BaseException as error:
                 failure = f"{type(error).__name__}: {error}"
                 raise
@@ -204,10 +206,9 @@ def write_once(write: Callable[[], None], exchange: Exchange) -> None:
                 told = exchange.gather(failure.encode(), "save")[0]
             if told:
                 raise PeerError(f"Rank 0 must write for all ranks, but raised {told.decode()}", 0)
-            return
-    exchange.settle()
-    if exchange.rank == 0 and not is_written:
-        write()
+        exchange.mark_done()
+
+    repeat_on_new_ranks(attempt)
 
 
 # Any: JSON.
