@@ -118,8 +118,8 @@ def launch_script(
         signal.raise_signal(ended_by)
 
 
-def _read_failures(logs: Path, reported: Mapping[int, ProcessFailure]) -> dict[int, RankFailure]:
-    """Return how this host's ranks have failed, by rank.
+def _read_failures(logs: Path, reported: Mapping[int, ProcessFailure]) -> list[RankFailure]:
+    """Return how this host's ranks have failed.
 
     torch's agent reports the ranks that had ended when it first looked. A rank that fails informs
     its peers at once but ends only after its clean-up, so the peers may end before it. The notes
@@ -128,10 +128,9 @@ def _read_failures(logs: Path, reported: Mapping[int, ProcessFailure]) -> dict[i
     last = max(logs.glob("*/attempt_*"), key=lambda path: path.stat().st_mtime)
     notes = [json.loads(path.read_text("utf-8")) for path in last.glob("*/error.json")]
     # A script that is decorated with torch's `record` has written one of another form.
-    by_rank = {note["rank"]: note for note in notes if "rank" in note}
-    codes = {rank: note["exit_code"] for rank, note in by_rank.items()}
-    codes |= {rank: failure.exitcode for rank, failure in reported.items()}
-    return {rank: RankFailure(code, by_rank.get(rank)) for rank, code in codes.items()}
+    noted = {note["rank"]: RankFailure(**note) for note in notes if "rank" in note}
+    silent = {rank: RankFailure(rank, each.exitcode) for rank, each in reported.items()}
+    return [*(silent | noted).values()]
 
 
 @contextmanager

@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import runpy
 import signal
-import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from phalanx.clock import wall_clock_s
 from phalanx.environment import read_rank
-from phalanx.errors import PeerError, PhalanxError
+from phalanx.errors import PeerError
 
-__all__ = [
-    "Note",
-    "RankFailed",
-    "RankFailure",
-    "describe_failures",
-    "failure_note",
-    "users_traceback",
-]
+__all__ = ["RankFailed", "RankFailure", "describe_failures", "users_traceback"]
 
 _LEADING = (str(Path(__file__).parent), runpy.__file__, "<string>", "<frozen runpy>")
 """Where frames lie that come before the user's own, in a rank's traceback."""
-_TORCH = str(Path(torch.__file__).parent)
-_LAST_WORDS_LINES = 12
 
 
 class RankFailed(PeerError):
@@ -46,22 +35,34 @@ class RankFailed(PeerError):
         self.exit_code = exit_code
 
 
-# --- in the rank ----------------------------------------------------------------------------------
+class RankFailure(NamedTuple):
+    """The end of a rank; torch's agent reads the message.
 
-# Any: JSON.
-Note = Mapping[str, Any]
+    Attributes:
+        exit_code: Or minus the signal that killed it.
+        message: The error, or its traceback where the rank has not printed it.
+        at_s: The moment of the failure. A rank that was killed cannot note it, and others fail
+            because it is gone: so it comes first.
+        is_echo: Whether it failed because it lost another rank.
+    """
 
+    rank: int
+    exit_code: int
+    message: str = ""
+    at_s: float = 0.0
+    is_echo: bool = False
 
-def failure_note(exc: BaseException) -> Note:
-    """Return the note on a failure of this process; torch's agent reads the message."""
-    code = exc.code if isinstance(exc, SystemExit) else None
-    return {
-        "message": _last_words(exc),
-        "at_s": wall_clock_s(),
-        "rank": read_rank(),
-        "exit_code": code & 0xFF if isinstance(code, int) else 1,
-        "is_echo": isinstance(exc, PeerError | dist.DistError),
-    }
+    @classmethod
+    def of(cls, exc: BaseException, message: str) -> RankFailure:
+        """Describe the failure of this process."""
+        code = exc.code if isinstance(exc, SystemExit) else None
+        return cls(
+            rank=read_rank(),
+            exit_code=code & 0xFF if isinstance(code, int) else 1,
+            message=message.rstrip(),
+            at_s=wall_clock_s(),
+            is_echo=isinstance(exc, PeerError | dist.DistError),
+        )
 
 
 def users_traceback(exc: BaseException) -> TracebackType | None:
@@ -72,51 +73,15 @@ def users_traceback(exc: BaseException) -> TracebackType | None:
     return found
 
 
-def _last_words(exc: BaseException) -> str:
-    """Return the traceback of ``exc`` as far as it is the user's; our own errors say the rest."""
-    words = traceback.TracebackException.from_exception(exc)
-    hidden: tuple[str, ...] = _LEADING
-    if isinstance(exc, PhalanxError):
-        hidden, words.__cause__, words.__context__ = (*_LEADING, _TORCH), None, None
-    users = [frame for frame in words.stack if not frame.filename.startswith(hidden)]
-    words.stack = traceback.StackSummary.from_list(users or words.stack)
-    return "\n".join("".join(words.format()).rstrip().splitlines()[-_LAST_WORDS_LINES:])
-
-
-# --- in the launcher ------------------------------------------------------------------------------
-
-
-class RankFailure(NamedTuple):
-    """The end of a rank: its exit code, or minus the signal that killed it, and its own note."""
-
-    exit_code: int
-    note: Note | None = None
-
-
-def describe_failures(failures: Mapping[int, RankFailure]) -> RankFailed:
-    """Make the job's error: the first rank that failed and how, the others, and its last words.
-
-    A rank that was killed leaves no note, and others fail because it is gone: so killed ranks come
-    before those that left a note, and those that lost a peer come last.
-    """
-
-    def order(rank: int) -> tuple[bool, bool, float, int]:
-        note = failures[rank].note
-        if note is None:
-            return False, False, 0.0, rank
-        return True, note["is_echo"], note["at_s"], rank
-
-    # The launcher ends the others with SIGTERM; one with a note had failed before.
-    ended = -signal.SIGTERM
-    own = [rank for rank, (code, note) in failures.items() if note is not None or code != ended]
-    rank = min(own or failures, key=order)
-    code, note = failures[rank]
-    if note is not None and code == ended:
-        code = note["exit_code"]
-    how = f"ended with exit code {code}"
+def describe_failures(failures: Iterable[RankFailure]) -> RankFailed:
+    """Make the job's error: the first rank that failed and how, the others, and its last words."""
+    # The launcher ends the others with SIGTERM.
+    own = [each for each in failures if each.exit_code != -signal.SIGTERM] or list(failures)
+    first, *others = sorted(own, key=lambda each: (each.is_echo, each.at_s, each.rank))
+    how, code = f"ended with exit code {first.exit_code}", first.exit_code
     if code < 0:
         how, code = f"was killed by {signal.Signals(-code).name}", 128 - code
-    others = [str(other) for other in sorted(own) if other != rank]
-    also = f" Rank{'s' * (len(others) > 1)} {', '.join(others)} failed as well." if others else ""
-    words = "" if note is None else f"\n{note['message']}"
-    return RankFailed(f"Rank {rank} {how}.{also}{words}", rank, code or 1)
+    ranks = ", ".join(str(rank) for rank in sorted(each.rank for each in others))
+    also = f" Rank{'s' * (len(others) > 1)} {ranks} failed as well." if others else ""
+    text = f"Rank {first.rank} {how}.{also}\n{first.message}".rstrip()
+    return RankFailed(text, first.rank, code or 1)

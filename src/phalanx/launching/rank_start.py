@@ -1,7 +1,7 @@
 """The start of a rank: our backend as the default, then the user's script or function.
 
-Where it fails, the moment and the traceback go to the launcher, so that the first failure can be
-told from those that it caused: into the file that the launcher has named, or back to Ray's driver.
+Where it fails, the moment and the error go to the launcher, so that the first failure can be told
+from those that it caused: into the file that the launcher has named, or back to Ray's driver.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from phalanx.distributed import RunEnded
 from phalanx.environment import error_file
 from phalanx.files import written_whole
 from phalanx.ipc import die_with_parent
-from phalanx.launching.rank_failures import Note, failure_note, users_traceback
+from phalanx.launching.rank_failures import RankFailure, users_traceback
 
 __all__ = ["call", "main", "record_failures"]
 
@@ -33,22 +34,24 @@ def _prepare() -> None:
 
 def record_failures(run: Callable[[], object]) -> None:
     """Call ``run``; if it fails, write down how and when, and raise the error again."""
+    path = error_file()
+    if path is not None:
+        path.unlink(missing_ok=True)  # of this rank's process before
     try:
         run()
     except RunEnded as exc:  # nothing is left to be done: no failure
         sys.stderr.write(f"{exc}\n")
     except BaseException as exc:
-        if not isinstance(exc, SystemExit) or exc.code:
-            _record(exc)
+        if path is not None and _is_failure(exc):
+            # Whole or not at all: the launcher may end this rank at any moment, and reads the file.
+            failure = RankFailure.of(exc, "".join(traceback.format_exception_only(exc)))
+            with written_whole(path) as draft:
+                draft.write_text(json.dumps(failure._asdict()), encoding="utf-8")
         raise
 
 
-def _record(exc: BaseException) -> None:
-    path = error_file()
-    if path is not None:
-        # Whole or not at all: the launcher may end this rank at any moment, and reads the file.
-        with written_whole(path) as draft:
-            draft.write_text(json.dumps(failure_note(exc)), encoding="utf-8")
+def _is_failure(exc: BaseException) -> bool:
+    return not isinstance(exc, SystemExit) or bool(exc.code)
 
 
 def main() -> None:
@@ -66,11 +69,11 @@ def main() -> None:
 
 
 # Any: what functions return.
-def call(function: Callable[..., Any], args: Sequence[object]) -> tuple[Any, Note | None]:
+def call(function: Callable[..., Any], args: Sequence[object]) -> tuple[Any, RankFailure | None]:
     """Call a function; return its result, and how it failed or None."""
     _prepare()
     try:
         return function(*args), None
     except BaseException as exc:
-        is_failure = not isinstance(exc, SystemExit) or exc.code
-        return None, failure_note(exc) if is_failure else None
+        lines = traceback.format_exception(type(exc), exc, users_traceback(exc))
+        return None, RankFailure.of(exc, "".join(lines)) if _is_failure(exc) else None

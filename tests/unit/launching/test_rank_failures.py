@@ -11,22 +11,13 @@ from phalanx.launching.rank_failures import RankFailure, describe_failures
 from phalanx.launching.rank_start import record_failures
 
 
-def failure(
-    exit_code: int, at_s: float | None = None, is_echo: bool = False, code: int = 1
-) -> RankFailure:
-    if at_s is None:
-        return RankFailure(exit_code)
-    note = {"at_s": at_s, "exit_code": code, "is_echo": is_echo, "message": "…"}
-    return RankFailure(exit_code, note)
-
-
 @pytest.mark.parametrize(
     ("failures", "first"),
     [
-        ({0: failure(1, 7.75), 1: failure(3, 7.25)}, 1),
-        ({0: failure(1, 7.0, is_echo=True), 1: failure(3, 8.0)}, 1),
-        ({0: failure(1, 7.0), 1: failure(-9)}, 1),
-        ({0: failure(-15), 1: failure(1, 7.0, is_echo=True)}, 1),
+        ([RankFailure(0, 1, at_s=7.75), RankFailure(1, 3, at_s=7.25)], 1),
+        ([RankFailure(0, 1, at_s=7.0, is_echo=True), RankFailure(1, 3, at_s=8.0)], 1),
+        ([RankFailure(0, 1, at_s=7.0), RankFailure(1, -9)], 1),
+        ([RankFailure(0, -15), RankFailure(1, 1, at_s=7.0, is_echo=True)], 1),
     ],
     ids=["the earlier one", "no echo", "one that was killed", "none that the launcher ended"],
 )
@@ -34,15 +25,16 @@ def test_the_cause_is(failures, first):
     assert describe_failures(failures).rank == first
 
 
-def test_who_failed_and_was_ended_on_its_way_out_did_not_die_of_that():
-    failures = {
-        0: failure(1, 7.5),
-        1: failure(-15, 7.25, code=3),
-        2: failure(-15, 7.75),
-        3: failure(-15),
-    }
-    told = describe_failures(failures)
-    assert str(told) == ("Rank 1 ended with exit code 3. Ranks 0, 2 failed as well.\n…")
+def test_the_others_that_failed_are_named():
+    told = describe_failures(
+        [
+            RankFailure(0, 1, at_s=7.5),
+            RankFailure(1, 3, "…", at_s=7.25),
+            RankFailure(2, 1, at_s=7.75),
+            RankFailure(3, -15),
+        ]
+    )
+    assert str(told) == "Rank 1 ended with exit code 3. Ranks 0, 2 failed as well.\n…"
     assert (told.rank, told.exit_code) == (1, 3)
 
 
