@@ -211,14 +211,12 @@ class Network:
             timeout_s = timeout_s or limit_s
             with self.naming(peer, timeout_s):
                 work.wait(datetime.timedelta(seconds=timeout_s))
-            flat.write_back()
-            operation.end()
+            operation.advance(0.0)
             operation.settle()
 
-        operation = GroupOperation(call, iter(()), [flat.tensor], limit_s)
+        operation = GroupOperation(call, iter(()), [flat], [flat.tensor], limit_s)
         message = SharedWork(operation, drive)
-        for name in ("source_rank", "_source_rank"):
-            setattr(message, name, work._source_rank)
+        message._source_rank = work._source_rank  # type: ignore[method-assign]
         return message
 
     # ----------------------------------------------------------------------------------------------

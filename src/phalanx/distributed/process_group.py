@@ -112,7 +112,7 @@ class SharedGroup(dist.ProcessGroup):
         """Begin an operation whose ``steps`` fill the data of some tensors."""
         self._refuse_if_closed(kind)
         title = f"{kind} of group {self._group_name!r}"
-        operation = GroupOperation(title, _filling(filled, steps), result, self._seconds(opts))
+        operation = GroupOperation(title, steps, filled, result, self._seconds(opts))
         wait = not getattr(opts, "asyncOp", True)
         # A record costs 1 µs where it is off.
         with profiler.record_function(f"{NAME}:{kind}") if is_profiled() else nullcontext():
@@ -141,9 +141,6 @@ class SharedGroup(dist.ProcessGroup):
         check_rank(self._collectives.size, root, "root")
         return root
 
-    def _cut(self, whole: Tensor, part: Tensor, *, filled: bool = False) -> list[Tensor]:
-        return cut_by_rank(self._collectives.size, whole, part, filled=filled)
-
     # --- reducing ---------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> SharedWork:
@@ -166,11 +163,11 @@ class SharedGroup(dist.ProcessGroup):
         """Reduce ``flat`` over all ranks, in place; by torch, on every rank, what C does not."""
         wide = reduction.widen(flat, takes_halves=self._collectives.takes_halves)
         if reduction.is_summed:
-            yield from self._collectives.all_reduce(wide, what, len(flat))
+            yield from self._collectives.all_reduce(wide, what, flat.numel())
         else:
             parts = [torch.empty_like(wide) for _ in range(self._collectives.size)]
             into = [as_bytes(part) for part in parts]
-            yield from self._collectives.all_gather(into, as_bytes(wide), what, len(flat))
+            yield from self._collectives.all_gather(into, as_bytes(wide), what, flat.numel())
             wide.copy_(reduction.combine(parts))
         reduction.finish(wide, flat, self._collectives.size)
 
@@ -197,13 +194,15 @@ class SharedGroup(dist.ProcessGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> SharedWork:
         """Reduce over all ranks what each holds for this one."""
-        parts = only(inputs)
+        flat = output_of(only(outputs), "output")
+        parts = [flat_of(part, "input").data for part in only(inputs)]
         check_count(self._collectives.size, parts, "input_list")
-        return self._reduce_scatter([(only(outputs), list(parts))], opts)
+        steps = self._reduce_parts(parts, flat.data, opts)
+        return self._run("reduce_scatter", [flat], steps, [flat.tensor], opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SharedWork:
         """Reduce over all ranks, and keep this rank's part of the result."""
-        return self._reduce_scatter([(output, self._cut(input, output))], opts)
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -211,27 +210,24 @@ class SharedGroup(dist.ProcessGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> SharedWork:
         """Do what :meth:`reduce_scatter_single` does, with several tensors."""
-        pairs = zip(outputs, inputs, strict=True)
-        return self._reduce_scatter([(o, self._cut(i, o)) for o, i in pairs], opts)
+        flats = [output_of(output, "output") for output in outputs]
+        steps = []
+        for flat, given in zip(flats, inputs, strict=True):
+            whole = flat_of(given, "input").data
+            parts = cut_by_rank(self._collectives.size, whole, flat.data, "input", "output")
+            steps.append(self._reduce_parts(parts, flat.data, opts))
+        return self._run("reduce_scatter", flats, chain(*steps), list(outputs), opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _reduce_scatter(self, pairs: list[tuple[Tensor, list[Tensor]]], opts: Any) -> SharedWork:
-        flats, steps = [], []
-        for output, inputs in pairs:
-            flat = output_of(output, "output")
-            parts = [flat_of(part, "input").data for part in inputs]
-            check_fit(flat.data, parts[self._collectives.rank], "output", "this rank's input")
-            reduction = reduction_of(opts, flat.data.dtype)
-            flats.append(flat)
-            steps.append(self._scatter_reduced(flat.data, parts, reduction))
-        outputs = [output for output, _ in pairs]
-        return self._run("reduce_scatter", flats, chain(*steps), outputs, opts)
+    def _reduce_parts(self, parts: list[Tensor], output: Tensor, opts: Any) -> Steps:
+        check_fit(output, parts[self._collectives.rank], "output", "this rank's input")
+        return self._scatter_reduced(output, parts, reduction_of(opts, output.dtype))
 
     def _scatter_reduced(
         self, output: Tensor, parts: Sequence[Tensor], reduction: ReduceKind
     ) -> Steps:
-        sizes = [len(part) for part in parts]
+        sizes = [part.numel() for part in parts]
         what = pack("reduce_scatter", output.dtype, reduction=reduction.name, sizes=sizes)
         if isinstance(self._collectives, SharedMemory) and reduction.is_summed:
             given = [reduction.widen(part, takes_halves=True) for part in parts]
@@ -252,7 +248,9 @@ class SharedGroup(dist.ProcessGroup):
         flat = (flat_of if is_root else output_of)(only(tensors), "tensor")
         what, data = pack("broadcast", flat.data.dtype, root=root), as_bytes(flat.data)
         given = data if is_root else NOTHING
-        steps = self._collectives.all_gather(self._nothing(root, data), given, what, len(flat.data))
+        steps = self._collectives.all_gather(
+            self._nothing(root, data), given, what, flat.data.numel()
+        )
         return self._run("broadcast", [] if is_root else [flat], steps, [flat.tensor], opts)
 
     def allgather(
@@ -260,13 +258,33 @@ class SharedGroup(dist.ProcessGroup):
     ) -> SharedWork:
         """Give every rank the tensors of all, as a list."""
         parts = list(only(outputs))
-        check_count(self._collectives.size, parts, "tensor_list")
-        return self._all_gather([(parts, only(inputs))], parts, opts)
+        return self._all_gather_lists([parts], [only(inputs)], parts, opts)
+
+    def allgather_coalesced(
+        self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> SharedWork:
+        """Do what :meth:`allgather` does, with several tensors."""
+        lists = list(zip(*output_lists, strict=True))
+        return self._all_gather_lists(lists, inputs, output_lists, opts)
+
+    def _all_gather_lists(
+        self, lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], result: Any, opts: Any
+    ) -> SharedWork:
+        filled, steps = [], []
+        for outputs, given in zip(lists, inputs, strict=True):
+            check_count(self._collectives.size, outputs, "tensor_list")
+            flats = [output_of(output, "output") for output in outputs]
+            filled += flats
+            own = flat_of(given, "input").data
+            steps.append(self._all_gather([flat.data for flat in flats], own))
+        return self._run("all_gather", filled, chain(*steps), result, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SharedWork:
         """Give every rank the tensors of all, one after the other in one."""
-        parts = self._cut(output, input, filled=True)
-        return self._all_gather([(parts, input)], parts, opts)
+        flat, own = output_of(output, "output"), flat_of(input, "input").data
+        parts = cut_by_rank(self._collectives.size, flat.data, own, "output", "input")
+        result = parts if input.dim() == 1 else [part.view(input.shape) for part in parts]
+        return self._run("all_gather", [flat], self._all_gather(parts, own), result, opts)
 
     _allgather_base = all_gather_single
 
@@ -274,35 +292,22 @@ class SharedGroup(dist.ProcessGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> SharedWork:
         """Do what :meth:`all_gather_single` does, with several tensors."""
-        pairs = zip(outputs, inputs, strict=True)
-        parts = [(self._cut(o, i, filled=True), i) for o, i in pairs]
-        return self._all_gather(parts, list(outputs), opts)
+        flats = [output_of(output, "output") for output in outputs]
+        steps = []
+        for flat, given in zip(flats, inputs, strict=True):
+            own = flat_of(given, "input").data
+            parts = cut_by_rank(self._collectives.size, flat.data, own, "output", "input")
+            steps.append(self._all_gather(parts, own))
+        return self._run("all_gather", flats, chain(*steps), list(outputs), opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def allgather_coalesced(
-        self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
-    ) -> SharedWork:
-        """Do what :meth:`allgather` does, with several tensors."""
-        pairs = [
-            ([of_rank[index] for of_rank in output_lists], one) for index, one in enumerate(inputs)
-        ]
-        return self._all_gather(pairs, output_lists, opts)
-
-    def _all_gather(
-        self, pairs: list[tuple[list[Tensor], Tensor]], result: Any, opts: Any
-    ) -> SharedWork:
-        filled, steps = [], []
-        for outputs, given in pairs:
-            flats = [output_of(output, "output") for output in outputs]
-            flat = flat_of(given, "input")
-            check_fit(flats[self._collectives.rank].data, flat.data, "output", "this rank's input")
-            sizes = [len(one.data) for one in flats]
-            what = pack("all_gather", flat.data.dtype, sizes=sizes)
-            into = [as_bytes(one.data) for one in flats]
-            filled += flats
-            steps.append(self._collectives.all_gather(into, as_bytes(flat.data), what, sum(sizes)))
-        return self._run("all_gather", filled, chain(*steps), result, opts)
+    def _all_gather(self, parts: list[Tensor], given: Tensor) -> Steps:
+        check_fit(parts[self._collectives.rank], given, "output", "this rank's input")
+        sizes = [part.numel() for part in parts]
+        what = pack("all_gather", given.dtype, sizes=sizes)
+        into = [as_bytes(part) for part in parts]
+        return self._collectives.all_gather(into, as_bytes(given), what, sum(sizes))
 
     def gather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
@@ -317,7 +322,7 @@ class SharedGroup(dist.ProcessGroup):
             check_fit(one.data, given, "gather_list", "`tensor`")
         into = [one.data for one in taken] or self._nothing()
         what = pack("gather", given.dtype, root=root)
-        steps = self._swap(into, self._nothing(root, given), what, len(given))
+        steps = self._swap(into, self._nothing(root, given), what, given.numel())
         return self._run("gather", taken, steps, parts, opts)
 
     def scatter(
@@ -332,7 +337,7 @@ class SharedGroup(dist.ProcessGroup):
             for part in parts:
                 check_fit(part, flat.data, "scatter_list", "`tensor`")
         what = pack("scatter", flat.data.dtype, root=root)
-        steps = self._swap(self._nothing(root, flat.data), parts, what, len(flat.data))
+        steps = self._swap(self._nothing(root, flat.data), parts, what, flat.data.numel())
         return self._run("scatter", [flat], steps, [flat.tensor], opts)
 
     def alltoall(
@@ -462,13 +467,6 @@ class SharedGroup(dist.ProcessGroup):
     def __repr__(self) -> str:
         hosts = f", {self._collectives.num_hosts} hosts" * (self._collectives.num_hosts > 1)
         return f"SharedGroup({self._group_name!r}, rank {self.rank()} of {self.size()}{hosts})"
-
-
-def _filling(flats: Sequence[FlatTensor], steps: Steps) -> Steps:
-    """Run ``steps``, and copy the data that they filled to the tensors where it is a copy."""
-    yield from steps
-    for flat in flats:
-        flat.write_back()
 
 
 def _is_small(result: Any) -> bool:

@@ -119,17 +119,15 @@ def check_rank(size: int, rank: int, name: str) -> None:
     check_argument(0 <= rank < size, name, f"be a rank of the group (0 to {size - 1})", rank)
 
 
-def cut_by_rank(size: int, whole: Tensor, part: Tensor, *, filled: bool) -> list[Tensor]:
-    """Cut an input, or an output that is filled, into parts by rank, shaped as ``part``."""
-    name, of = ("output", "input") if filled else ("input", "output")
-    if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
+def cut_by_rank(size: int, whole: Tensor, part: Tensor, name: str, of: str) -> list[Tensor]:
+    """Cut ``whole`` into a part for each rank, as large as ``part``; both are flat."""
+    length = part.numel()
+    if whole.numel() != size * length or whole.dtype != part.dtype:
         raise ConfigError(
-            f"`{name}` must hold {size} times the elements of `{of}` ({part.numel()} × "
-            f"{part.dtype}), but holds {whole.numel()} × {whole.dtype}."
+            f"`{name}` must hold {size} times the elements of `{of}` ({length} × {part.dtype}), "
+            f"but holds {whole.numel()} × {whole.dtype}."
         )
-    if filled and not whole.is_contiguous():  # its parts would be no views
-        raise ConfigError("`output` must be contiguous, but is not. Give `.contiguous()`.")
-    return list(whole.reshape(size, *part.shape).unbind())
+    return list(whole.view(size, length).unbind())
 
 
 def cut_rows(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from phalanx.clock import now_s
+from phalanx.distributed.tensors import FlatTensor
 from phalanx.torch_internals import uncompiled
 
 __all__ = ["GroupOperation", "SharedWork", "Steps", "Wait", "uncompiled_methods"]
@@ -48,6 +49,7 @@ class GroupOperation:
 
     title: str  # in messages
     steps: Steps
+    filled: Sequence[FlatTensor]  # by the steps; copied back at the end
     result: Any  # the tensors that it fills, in nested lists, as torch gives them
     timeout_s: float
     deadline_s: float = field(init=False)
@@ -65,6 +67,8 @@ class GroupOperation:
             if self.call is None:
                 self.call = next(self.steps, None)
             if self.call is None:
+                for flat in self.filled:
+                    flat.write_back()
                 self.end()
             elif self.call.advance(patience_s):
                 self.call = None
@@ -79,7 +83,7 @@ class GroupOperation:
         """
         self.error = error
         self.done = True
-        self.steps, self.call = iter(()), None
+        self.steps, self.call, self.filled = iter(()), None, ()
 
     def settle(self) -> None:
         """Tell each future of the end, once. Their callbacks run here, and may begin operations."""
