@@ -68,7 +68,7 @@ class Exchange:
         self._group = group or dist.group.WORLD
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self._processes: dict[int, ProcessIdentity] = {}  # by rank, of this host
+        self._peers: dict[int, ProcessIdentity] = {}  # by rank, of this host
         self._device = torch.device("cpu")  # of documents
         kinds = {each.type for each in self._group._device_types}
         if "cpu" not in kinds:
@@ -93,7 +93,7 @@ class Exchange:
         told = [json.loads(each) for each in self.gather(json.dumps(own).encode(), "begin")]
         self.about = [each for each, *_ in told]
         here = [rank for rank, (_, host, *_) in enumerate(told) if host == own[1]]
-        self._processes = {rank: ProcessIdentity(*told[rank][2:]) for rank in here}
+        self._peers = {rank: ProcessIdentity(*told[rank][2:]) for rank in here}
         for rank, each in enumerate(self.about):
             differing = differing_names(each, self.about[0])
             if differing:
@@ -222,7 +222,7 @@ class Exchange:
 
     def _find_gone(self) -> int | None:
         """Return a rank of this host whose process has ended, if there is one."""
-        ranks = self._processes.items()
+        ranks = self._peers.items()
         return next((rank for rank, process in ranks if not process.alive()), None)
 
 
