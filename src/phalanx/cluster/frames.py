@@ -32,6 +32,7 @@ _MAGIC = b"PHX5"
 _BUFFER_BYTES = 64 << 10
 _NUM_SILENT_PROBES, _PROBE_EVERY_S = 4, 2
 _LOST_MS = 10_000
+_NEARLY = 31 / 32  # of a wait: it may end so much later
 
 
 class Kind(IntEnum):
@@ -172,13 +173,21 @@ class Stream:
         self._socket = end
         self._tag = tag
         self._until_s = math.inf
+        self._timeout_s: float | None = None  # the socket's
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._start = self._end = 0  # what was received and not read
 
     def set_timeout(self, seconds: float | None) -> None:
         """Have a send, or all that is received after this, raise TimeoutError after so long."""
         self._until_s = math.inf if seconds is None else now_s() + seconds
-        self._socket.settimeout(seconds)
+        self._limit(seconds)
+
+    def _limit(self, seconds: float | None) -> None:
+        """Set the socket's timeout, unless it is nearly that: the system is asked each time."""
+        now = self._timeout_s
+        if seconds is None or now is None or not _NEARLY * now <= seconds <= now:
+            self._timeout_s = seconds
+            self._socket.settimeout(seconds)
 
     def send(self, message: Message) -> None:
         """Send a message whole."""
@@ -239,7 +248,7 @@ class Stream:
             remaining_s = self._until_s - now_s()
             if remaining_s <= 0:
                 raise TimeoutError("timed out")
-            self._socket.settimeout(remaining_s)
+            self._limit(remaining_s)
         count = self._socket.recv_into(target)
         if not count:
             raise EOFError("the connection was closed")
@@ -248,7 +257,7 @@ class Stream:
     def wait_for_end(self) -> None:
         """Return when the other side has closed the connection, or is gone, or says anything."""
         with suppress(OSError):
-            self._socket.settimeout(None)
+            self._limit(None)
             self._socket.recv(1)
 
     def shut(self) -> None:
