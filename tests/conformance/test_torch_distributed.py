@@ -17,12 +17,15 @@ _WORDS = "it looks for gloo's words in the error; ours says who did not come"
 MAY_FAIL = {
     "test_monitored_barrier_gloo": _BY_NAME,
     "test_monitored_barrier_gloo_subgroup": _BY_NAME,
+    "test_monitored_barrier_failure_order": _BY_NAME,
+    "test_monitored_barrier_wait_all_ranks": _BY_NAME,
     "test_monitored_barrier_gloo_rank_0_timeout": _WORDS,
+    "test_barrier_timeout_group": _WORDS,
     "test_barrier_timeout_full_group": _WORDS,
     "test_barrier_timeout_global": _WORDS,
     "test_ddp_logging_data_cpu": "DDP logs the network interfaces of gloo, by its name",
 }
-FEWEST_PASSED = 85  # of torch 2.13.0, with 3 ranks and no GPU
+FEWEST_PASSED = 118  # of torch 2.13.0, with 3, 4 or 8 ranks and no GPU
 
 
 @pytest.mark.night
