@@ -10,7 +10,6 @@ shards together are a step of that optimizer, bit for bit, and its `state_dict()
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +82,10 @@ class Shards:
         self._left, self._right, *_ = *operands, nothing, nothing
 
     def _copy_for(self, share: Sequence[int]) -> Optimizer:
-        """Return a shallow copy of the optimizer that has these parameters only."""
+        """Return a shallow copy of the optimizer that has these parameters only.
+
+        Its groups are fused, unless the user has chosen another way or an option that forbids it.
+        """
         members: list[list[nn.Parameter]] = [[] for _ in self._fusible]
         for place in share:
             members[self._group_of[place]].append(self._parameters[place])
@@ -94,7 +96,11 @@ class Shards:
         for group, params, fusible in zip(
             self.optimizer.param_groups, members, self._fusible, strict=True
         ):
-            fused = {"fused": True} if fusible and _leaves_open(group) else {}
+            chosen = [group.get(name) for name in ("fused", "foreach")]
+            forbids = [isinstance(option, Tensor) for option in group.values()]
+            forbids.append(group.get("differentiable", False))
+            is_fused = fusible and chosen == [None, None] and not any(forbids)
+            fused = {"fused": True} if is_fused else {}
             divided = [params] if params else []
             if fused and type(self.optimizer) is SGD and group["momentum"]:
                 divided = self._by_first_step(params)
@@ -205,15 +211,6 @@ def _is_fusible(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> boo
     return all(
         p.device.type == "cpu" and p.is_floating_point() and p.itemsize >= least for p in parameters
     )
-
-
-# Any: options are of any types.
-def _leaves_open(group: dict[str, Any]) -> bool:
-    """Tell whether the user has not chosen how to step a group, nor anything that forbids it."""
-    chosen = [group.get(name) for name in ("fused", "foreach")]
-    if chosen != [None, None] or group.get("differentiable"):
-        return False
-    return not any(isinstance(value, Tensor) for value in group.values())
 
 
 def _norm_of(gradient: Tensor) -> Tensor:
