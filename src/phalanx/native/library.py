@@ -98,13 +98,13 @@ def require_library(what: str) -> None:
         what: What needs it; the error's first words.
 
     Raises:
-        UnsupportedError: It was not built.
+        UnsupportedError: It was not built, or from other sources.
     """
     if not FUNCTIONS:
         raise UnsupportedError(
-            f"{what} need the C library of phalanx, which was not built when phalanx was "
-            "installed. Install a C compiler (on Debian and Ubuntu: apt install gcc), then "
-            "phalanx again."
+            f"{what} need the C library of phalanx, but there is none of this version. Install "
+            "a C compiler (on Debian and Ubuntu: apt install gcc), then phalanx again; in a "
+            "checkout, `make venv` builds it."
         )
 
 
