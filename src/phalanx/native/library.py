@@ -102,7 +102,7 @@ def require_library(what: str) -> None:
     """
     if not FUNCTIONS:
         raise UnsupportedError(
-            f"{what} need the C library of phalanx, but there is none of this version. Install "
+            f"{what} need the C library of phalanx, but this version's was not built. Install "
             "a C compiler (on Debian and Ubuntu: apt install gcc), then phalanx again; in a "
             "checkout, `make venv` builds it."
         )
