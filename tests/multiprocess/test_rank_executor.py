@@ -133,10 +133,15 @@ def refused(rank: int, kind: str) -> tuple[str, str, bool]:
     with phalanx.Trainer(
         net, nn.functional.cross_entropy, sgd, executor="ranks", microbatches=4
     ) as trained:
+        options = trained.optimizer.param_groups[0]
+        lr = options["lr"]
+        if rank == 1 and kind == "rate":
+            options["lr"] = 2 * lr
         try:
             trained.step(batch)
         except Exception as error:
             same = all(map(torch.equal, kept, net.parameters())) or kind == "model"
+            options["lr"] = lr
             if kind != "model":
                 trained.step(good)
             return type(error).__name__, str(error), same
@@ -153,7 +158,8 @@ def test_what_one_rank_raises_all_ranks_hear(two: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "sentence"), [("sharded", "same batches"), ("model", "same model")]
+    ("kind", "sentence"),
+    [("sharded", "same batches"), ("model", "same model"), ("rate", "rank 1 has SGD [{'lr': 0.2")],
 )
 def test_ranks_that_differ_are_refused_everywhere(two: Ranks, kind: str, sentence: str) -> None:
     for name, told, same in two.run(refused, kind):

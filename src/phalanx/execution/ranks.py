@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from phalanx.distributed import Exchange, GroupChanged
 from phalanx.errors import ConfigError, PeerError
@@ -123,6 +124,7 @@ class RankExecutor(ThreadExecutor):
         about = {
             "step": [seed, weights, _trace_of(pieces)],
             "trains": self._trains,
+            "optimizer": _options_of(self.optimizer),
             "newcomers_wait": self._exchange.newcomers_wait,
         }
         try:
@@ -217,7 +219,7 @@ def _check(messages: Sequence[RankMessage]) -> dict[str, Any]:
 
     Raises:
         PeerError: A rank raised something.
-        ConfigError: Ranks are at different steps, or train different parameters.
+        ConfigError: Ranks are at different steps, train different parameters, or step differently.
     """
     for rank, message in enumerate(messages):
         if message.error is not None:
@@ -239,7 +241,23 @@ def _check(messages: Sequence[RankMessage]) -> dict[str, Any]:
                 f"All ranks must train the same parameters, but rank {rank} has frozen others "
                 "than rank 0. Freeze them in every process, before the same step."
             )
+        if each["optimizer"] != first["optimizer"]:
+            raise ConfigError(
+                f"All ranks must step the same optimizer with the same options, but rank {rank} "
+                f"has {each['optimizer']} and rank 0 {first['optimizer']}. Set its options, such "
+                "as the learning rate, alike in every process."
+            )
     return dict(first)
+
+
+def _options_of(optimizer: Optimizer | None) -> str:
+    """Return the optimizer's class, and the options of its groups that are numbers or text."""
+    kinds = (int, float, str, tuple, type(None))
+    groups = optimizer.param_groups if optimizer is not None else ()
+    options = [
+        {name: each for name, each in group.items() if isinstance(each, kinds)} for group in groups
+    ]
+    return f"{type(optimizer).__name__} {options}"
 
 
 def _trace_of(microbatches: Sequence[Nested]) -> int:
