@@ -87,11 +87,13 @@ def encode_targets(
         ConfigError: A word or number is unknown to ``schema``, or no number where one is needed.
     """
     numbers = [_number(value) for value in values]
-    gaps = sum(number is not None and math.isnan(number) for number in numbers)
+    gaps = [
+        row for row, number in enumerate(numbers, 1) if number is not None and math.isnan(number)
+    ]
     if gaps:
         raise ConfigError(
-            f"The target must be in each row, but is missing in {gaps} of {len(values)} rows. "
-            "Fill these rows, or leave them out."
+            f"The target must be in each row, but is missing in {len(gaps)} of {len(values)} "
+            f"rows, first in row {gaps[0]}. Fill these rows, or leave them out."
         )
     if schema is not None and schema.task in ("classify", "regress"):
         task = schema.task

@@ -13,8 +13,10 @@ from torch.utils.data import TensorDataset
 
 from phalanx.cli.schema import GAPS, Data, Schema, encode_targets
 from phalanx.errors import ConfigError
+from phalanx.warning import warn_user
 
 _LOOKED_AT = 1000  # rows that a first line is compared with
+_FEW = 0.1  # words among numbers, as a share, that may be mistakes
 
 
 def open_table(path: Path, *, target: str | None, task: str, schema: Schema | None) -> Data:
@@ -101,9 +103,23 @@ def _read_column(
     numbers = [_number_of(text) for text in texts]
     if name not in categories:
         if all(number is not None for number in numbers):
+            endless = [row for row, number in enumerate(numbers, 1) if abs(number or 0) == math.inf]
+            if endless:
+                raise ConfigError(
+                    f"Column {name!r} must hold finite numbers, but holds "
+                    f"{texts[endless[0] - 1]!r} in row {endless[0]}. Leave the cell empty, or the "
+                    "row out."
+                )
             return torch.tensor(numbers)
         if is_new:
             categories[name] = sorted(set(texts))
+            words = [row for row, number in enumerate(numbers, 1) if number is None]
+            if len(words) < _FEW * len(texts):
+                warn_user(
+                    f"Column {name!r} is read as words, because {len(words)} of its {len(texts)} "
+                    f"cells are no numbers, first {texts[words[0] - 1]!r} in row {words[0]}. If "
+                    "that is a mistake, leave the cell empty."
+                )
     places = {word: float(place) for place, word in enumerate(categories.get(name, ()))}
     unknown = next((text for text in texts if text not in places), None)
     if unknown is not None:
