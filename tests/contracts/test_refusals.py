@@ -334,6 +334,7 @@ ROWS: list[Row] = [
     making_trainer("`microbatches` must be at least 1.*, but is 0", microbatches=0),
     making_trainer("`clip_norm` must be a number, but is '1'", clip_norm="1"),
     making_trainer(r"`clip_norm` must .*, but is -1\.0", clip_norm=-1.0),
+    making_trainer("`callbacks` must be a list", callbacks=print),
     making_trainer("`seed` must be a whole number, but is 'a'", seed="a"),
     making_trainer("`replicas` must be at least 1, but is 0", replicas=0),
     making_trainer(r"at most as many as there are microbatches \(4\), but are 5", replicas=5),

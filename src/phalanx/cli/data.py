@@ -76,6 +76,10 @@ def open_data(
             return _open_npz(path, task, schema)
         if path.suffix == ".npy":
             return _open_npy(path, target, task, schema)
+        if schema is not None and schema.columns:
+            raise ConfigError(
+                f"`DATA` must be a .csv or .tsv file, as in training, but is {spec!r}. Rename it."
+            )
         return _open_text(path)
     except ConfigError:
         raise

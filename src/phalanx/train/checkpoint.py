@@ -252,7 +252,7 @@ def _damage_named(path: Path) -> Iterator[None]:
     except Exception as error:  # of files, JSON, pickle, torch and safetensors
         raise CheckpointError(
             f"Checkpoint file `{path}` must be readable and whole, but is not: "
-            f"{_first_line(error)}. Give a folder that `save()` has written."
+            f"{_first_line(error)}. Take an older checkpoint, or the folder of a whole `save()`."
         ) from error
 
 

@@ -39,6 +39,8 @@ def check_options(
             f"`clip_norm` must be above 0, but is {clip_norm!r}. Leave it out not to clip."
         )
     read_whole("seed", seed)
+    is_list = isinstance(callbacks, Sequence)
+    check_argument(is_list, "callbacks", "be a list", callbacks, "Write callbacks=[…].")
     for place, callback in enumerate(callbacks):
         name = f"callbacks[{place}]"
         check_function(name, callback)

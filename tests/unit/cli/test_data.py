@@ -78,6 +78,12 @@ def test_a_table_that_does_not_fit_is_refused(tmp_path, text, message):
         open_data(written(tmp_path / "other.csv", text), schema=schema)
 
 
+def test_a_run_of_a_table_takes_tables(tmp_path):
+    schema = open_data(written(tmp_path / "flowers.csv", FLOWERS)).schema
+    with pytest.raises(ConfigError, match=r"must be a \.csv or \.tsv file, as in training"):
+        open_data(written(tmp_path / "flowers.txt", FLOWERS), schema=schema)
+
+
 def test_a_few_words_among_numbers_are_warned_of(tmp_path):
     rows = [*(f"{row},0" for row in range(10)), "x,1"]
     with pytest.warns(UserWarning, match="1 of its 11 cells are no numbers, first 'x' in row 11"):
