@@ -578,12 +578,28 @@ def test_a_group_shares_parameters_and_buffers_with_another_by_name(late):
         assert not torch.equal(twin.body[1][0].weight, Deep(3).body[1][0].weight)
 
 
-def test_a_group_that_cannot_share_all_shares_nothing():
+def frozen_weight() -> nn.Linear:
+    layer = nn.Linear(4, 2)
+    weight = layer.weight.detach()
+    del layer.weight
+    layer.register_buffer("weight", weight)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        (nn.Linear(4, 3), r"`1.weight` must have shape \(2, 4\)"),
+        (nn.Linear(4, 2).double(), "must be a Parameter of torch.float32, but is a Parameter of"),
+        (frozen_weight(), "`1.weight` must be a Parameter of torch.float32, but is a Tensor of"),
+    ],
+)
+def test_a_group_that_cannot_share_all_shares_nothing(last, message):
     net, other = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2)), nn.Sequential(nn.Linear(5, 4))
-    other.append(nn.Linear(4, 3))
+    other.append(last)
     before = dict(net.named_parameters())
     with group_of(other, desc("input", 7, 5)) as first, group_of(net, desc("input", 6, 5)) as group:
-        with pytest.raises(ConfigError, match=r"`1.weight` must have shape \(2, 4\)"):
+        with pytest.raises(ConfigError, match=message):
             group.bind_exec([desc("input", 9, 5)], shared_group=first)
         assert group.batch_size == 6
     assert all(parameter is before[name] for name, parameter in net.named_parameters())

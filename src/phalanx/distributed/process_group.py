@@ -471,4 +471,5 @@ class SharedGroup(dist.ProcessGroup):
 
 def _is_small(result: Any) -> bool:
     """Tell whether the tensors of a call are worth no thought when they are kept."""
-    return all(isinstance(one, Tensor) and one.nbytes <= _LARGEST_KEPT_BYTES for one in result)
+    dense = [isinstance(one, Tensor) and one.layout is torch.strided for one in result]
+    return all(dense) and all(one.nbytes <= _LARGEST_KEPT_BYTES for one in result)

@@ -227,7 +227,7 @@ def run_pieces(
             (i, place)
             for i, own in enumerate(values)
             for place, leaf in enumerate(own)
-            if isinstance(leaf, Tensor) and leaf.is_floating_point()
+            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
         ]
     if needing:
         trainable = {id(each) for each in executor.parameters if each.requires_grad}

@@ -63,10 +63,20 @@ def share_tensors(module: nn.Module, other: nn.Module) -> None:
     """Put the other module's parameters and buffers into ``module`` where names are equal.
 
     Raises:
-        ConfigError: One has another shape; nothing is shared then.
+        ConfigError: One has another shape or dtype, or one is a parameter and the other a buffer;
+            nothing is shared then.
     """
     own, given = _tensors_of(module), _tensors_of(other)
     _check_shapes(given, own)
+    for name in own.keys() & given:
+        expected, found = (
+            (type(each[name]).__name__, str(each[name].dtype)) for each in (own, given)
+        )
+        if found != expected:
+            raise ConfigError(
+                f"`{name}` must be a {' of '.join(expected)}, but is a {' of '.join(found)} in the "
+                "group that shares it."
+            )
     for name in own.keys() & given:
         path, _, key = name.rpartition(".")
         # Not `register_parameter()`: recurrent layers keep a second list of their weights.
