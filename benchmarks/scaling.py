@@ -1,4 +1,4 @@
-"""``python -m benchmarks scaling``: simulate a step of many workers, beside 1, 2 and 4 real ones.
+"""``python -m benchmarks scaling``: simulate a step of 1, 2 and 4 workers, beside real ones.
 
 The parts of a step are timed on one core, in turn with real steps of `Trainer`. Simulated workers
 take microbatches and add gradients along the tree, as the replicas do; then they share the last
@@ -21,7 +21,8 @@ from benchmarks.report import OUT, Names, Out, Rounds, Row, Run, Sheet, read_nam
 from benchmarks.step import KEPT, WARMUP, StepJob
 
 _PIECES = {"whole": 1, "quarter": 4}  # whose gradients are timed
-_MEASURED, _SIMULATED = (1, 2, 4), (8, 16, 32)
+_WORKERS = (1, 2, 4)
+_MICROBATCHES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +70,13 @@ def step_s(workers: int, pieces: int, piece_s: float, addition_s: float, last_s:
 
 
 def scaling(models: Names = "mlp,cnn,gpt", rounds: Rounds = 8, out: Out = OUT) -> None:
-    """Simulate a step of up to 32 workers, and print its error against 1, 2 and 4 real ones."""
+    """Simulate a step of 1, 2 and 4 workers, and print its error against real ones."""
     run = Run("scaling", out)
     for model in read_names("models", models, MODELS):
         commands = {}
         for part in (*_PIECES, "addition", "optimizer"):
             commands[part] = commands_of(PartJob(contestant=part, model=model, workers=1), 1)
-        for count in _MEASURED:
+        for count in _WORKERS:
             job = StepJob(contestant="trainer-m4", model=model, workers=count)
             commands[str(count)] = commands_of(job, 1)
         outcome = run.compete(model, commands, {"step": KEPT}, rounds, settle=WARMUP)
@@ -88,13 +89,12 @@ def _sheet(model: str, medians: Mapping[str, float], cores: int) -> Sheet:
     per_batch_s = (medians["whole"] - medians["quarter"]) / (1 - 1 / 4)  # a line through both
     fixed_s, last_s = medians["whole"] - per_batch_s, medians["addition"] + medians["optimizer"]
     rows: list[Row] = []
-    for workers in (*_MEASURED, *_SIMULATED):
-        at_once = min(workers, cores) if workers in _MEASURED else workers
-        pieces = max(4, workers)
-        piece_s = fixed_s + per_batch_s / pieces
-        found_s = step_s(at_once, pieces, piece_s, medians["addition"], last_s)
-        real_s = medians.get(str(workers))
-        error = real_s and f"{100 * (found_s / real_s - 1):+.0f} %"
-        name = f"{workers} workers, {pieces} microbatches, {at_once} cores"
-        rows.append((name, 1e3 * found_s, real_s and 1e3 * real_s, error))
+    piece_s = fixed_s + per_batch_s / _MICROBATCHES
+    for workers in _WORKERS:
+        at_once = min(workers, cores)
+        found_s = step_s(at_once, _MICROBATCHES, piece_s, medians["addition"], last_s)
+        real_s = medians[str(workers)]
+        error = f"{100 * (found_s / real_s - 1):+.0f} %"
+        name = f"{workers} workers, {_MICROBATCHES} microbatches, {at_once} cores"
+        rows.append((name, 1e3 * found_s, 1e3 * real_s, error))
     return Sheet(f"A step of {model}", ("simulated\nms", "measured\nms", "error"), rows)

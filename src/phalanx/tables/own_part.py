@@ -5,7 +5,7 @@ In a bulk-synchronous table adds are logged, and applied round by round in the o
     worker 0   add add get·········┐                 its i-th get = arrival at round i
     worker 1   add get·····┐       │
     worker 2       add get │       │  all have arrived: the first to see it applies the adds of
-               ────────────┴───────┴─ workers 0, 1, 2 in this order, so all read the same bits
+               ────────────┴───────┴─ workers 0, 1, 2 in this order: all read equal bits
 
 The words are those of table_memory.py. CLOCK is the last round at which the worker has arrived, in
 this table; the clocks of membership.py count ticks.
