@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.codecs import Codec, Feedback, OneBit, TopK
-from phalanx.distributed import CodecHook, codec_hook
+from phalanx.distributed import codec_hook
 from tests.multiprocess.ranks import Ranks
 
 pytestmark = pytest.mark.promise("codec-hook")
@@ -61,11 +61,9 @@ def local_gradients(rank: int, steps: list[int]) -> dict[str, Tensor]:
 
 def make_ddp(
     net: nn.Module, codec: Codec, bucket_cap_mb: float = SMALL_BUCKETS_MB
-) -> tuple[DistributedDataParallel, CodecHook]:
+) -> tuple[DistributedDataParallel, Feedback]:
     ddp = DistributedDataParallel(net, bucket_cap_mb=bucket_cap_mb)
-    hook = codec_hook(codec, ddp)
-    ddp.register_comm_hook(None, hook.merge)
-    return ddp, hook
+    return ddp, codec_hook(codec, ddp)
 
 
 class ByHand:
@@ -96,7 +94,7 @@ def merge_steps(
 ) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
     """Return what DDP made of each group of accumulation steps, and what is made by hand."""
     net = make_net()
-    ddp, hook = make_ddp(net, codec, bucket_cap_mb)
+    ddp, feedback = make_ddp(net, codec, bucket_cap_mb)
     by_hand = ByHand(codec)
     merged, expected = [], []
     for group in steps:
@@ -107,7 +105,7 @@ def merge_steps(
                 mse_loss(ddp(inputs), targets).backward()
         merged.append(gradients_of(net))
         expected.append(by_hand.merge([local_gradients(each, group) for each in range(SIZE)]))
-        assert_same_bits(hook.state_dict(), by_hand.feedbacks[rank].state_dict())
+        assert_same_bits(feedback.state_dict(), by_hand.feedbacks[rank].state_dict())
     return merged, expected
 
 
@@ -138,7 +136,7 @@ class Scale(nn.Module):
 def merge_values(rank: int, codec: Codec, by_step: list[list[float]]) -> tuple[list[Tensor], Any]:
     """Merge gradients that hold one value everywhere but in two places."""
     net = Scale(5, 7)
-    ddp, hook = make_ddp(net, codec)
+    ddp, feedback = make_ddp(net, codec)
     merged, states = [], []
     for values in by_step:
         ddp.zero_grad()
@@ -147,7 +145,7 @@ def merge_values(rank: int, codec: Codec, by_step: list[list[float]]) -> tuple[l
         ddp(gradient).sum().backward()
         assert net.scale.grad is not None
         merged.append(net.scale.grad.clone())
-        states.append(hook.state_dict())
+        states.append(feedback.state_dict())
     return merged, states
 
 
@@ -203,16 +201,16 @@ def copy_state(net: nn.Module) -> dict[str, Tensor]:
 def train(rank: int, codec: Codec, stop: int | None, keep: bool) -> dict[str, Tensor]:
     """Train six steps; at ``stop`` go on from files, with errors or without."""
     net = make_net()
-    ddp, hook = make_ddp(net, codec)
+    ddp, feedback = make_ddp(net, codec)
     for step in range(6):
         if step == stop:
             weights = safetensors.torch.save(copy_state(net))
-            errors = safetensors.torch.save(hook.state_dict())
+            errors = safetensors.torch.save(feedback.state_dict())
             net = make_net()
             net.load_state_dict(safetensors.torch.load(weights))
-            ddp, hook = make_ddp(net, codec)
+            ddp, feedback = make_ddp(net, codec)
             if keep:
-                hook.load_state_dict(safetensors.torch.load(errors))
+                feedback.load_state_dict(safetensors.torch.load(errors))
         ddp.zero_grad()
         inputs, targets = make_batch(rank, step)
         mse_loss(ddp(inputs), targets).backward()
@@ -240,7 +238,7 @@ def merge_in_a_group(rank: int) -> Tensor | None:
         return None
     net = Scale(3, 7)
     ddp = DistributedDataParallel(net, process_group=group)
-    ddp.register_comm_hook(None, codec_hook(OneBit(), net, process_group=group).merge)
+    codec_hook(OneBit(), ddp)
     ddp(torch.full((3, 7), 1.0 + rank)).sum().backward()
     return net.scale.grad
 

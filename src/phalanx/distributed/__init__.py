@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.distributed.backend import SharedGroup, make_group
-from phalanx.distributed.codec_hook import CodecHook, codec_hook
+from phalanx.distributed.codec_hook import codec_hook
 from phalanx.distributed.elastic_exchange import ElasticExchange, GroupChanged, RanksChanged
 from phalanx.distributed.elastic_membership import RunEnded
 from phalanx.distributed.exchange import Exchange, ProcessGroup, nccl_is_here
@@ -11,7 +11,6 @@ from phalanx.distributed.hosts import hosts_of, this_host
 from phalanx.distributed.open_store import open_store
 
 __all__ = [
-    "CodecHook",
     "ElasticExchange",
     "Exchange",
     "GroupChanged",
