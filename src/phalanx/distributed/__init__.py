@@ -7,8 +7,7 @@ from phalanx.distributed.codec_hook import codec_hook
 from phalanx.distributed.elastic_exchange import ElasticExchange, GroupChanged, RanksChanged
 from phalanx.distributed.elastic_membership import RunEnded
 from phalanx.distributed.exchange import Exchange, ProcessGroup, nccl_is_here
-from phalanx.distributed.hosts import hosts_of, this_host
-from phalanx.distributed.open_store import open_store
+from phalanx.distributed.rendezvous import hosts_of, open_store, this_host
 
 __all__ = [
     "ElasticExchange",

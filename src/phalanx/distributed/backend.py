@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from phalanx.clock import now_s
-from phalanx.distributed.hosts import hosts_of, this_host
 from phalanx.distributed.network import ErrorStore, Gloo, Network, gloo_error, open_gloo
 from phalanx.distributed.process_group import NAME, SharedGroup
+from phalanx.distributed.rendezvous import hosts_of, this_host
 from phalanx.distributed.several_hosts import SeveralHosts
 from phalanx.distributed.shared_memory import SharedMemory
 from phalanx.distributed.status_pages import StatusPages
@@ -39,23 +39,17 @@ from phalanx.errors import GroupAborted, PeerError, PeerLost
 from phalanx.ipc import ProcessIdentity, Region, late_peers, wait_until
 from phalanx.native import require_library
 
-__all__ = ["NAME", "GroupRendezvous", "SharedGroup", "make_group", "open_group"]
+__all__ = ["NAME", "GroupRendezvous", "SharedGroup", "make_group"]
 
 
-def make_group(store: Store, rank: int, size: int, timeout: datetime.timedelta) -> SharedGroup:
-    """Make the group of these ranks; what ``torch.distributed`` calls."""
-    # A job that is started again may have the store of the attempt before.
-    return open_group(PrefixStore(f"attempt/{read_attempt()}/", store), rank, size, timeout)
-
-
-def open_group(
+def make_group(
     store: Store,
     rank: int,
     size: int,
     timeout: datetime.timedelta,
     look: Callable[[], None] = lambda: None,
 ) -> SharedGroup:
-    """Make the group of these ranks, which alone meet in ``store``.
+    """Make the group of these ranks, which alone meet in ``store``; ``torch.distributed`` calls it.
 
     Args:
         store: Where they meet.
@@ -92,7 +86,7 @@ class GroupRendezvous:
     come, and `PeerLost` where one on this host came and died, or the store is gone.
 
     Args:
-        store, rank, size, timeout_s, look: As :func:`open_group` takes them.
+        store, rank, size, timeout_s, look: As :func:`make_group` takes them.
 
     Attributes:
         store: The generation's namespace in the store.
@@ -109,11 +103,12 @@ class GroupRendezvous:
         self._deadline_s = now_s() + timeout_s
         here = this_host()
         self._processes: dict[int, ProcessIdentity] = {}  # by rank, of this host
+        store = PrefixStore(f"phalanx/{read_attempt()}", store)  # one may serve all attempts
         try:
-            generation = (store.add("phalanx/arrivals", 1) - 1) // size
+            generation = (store.add("arrivals", 1) - 1) // size
         except RuntimeError as exc:
             raise _store_lost(exc) from exc
-        self.store = PrefixStore(f"phalanx/{generation}/", store)
+        self.store = PrefixStore(f"{generation}", store)
         self._error_store = ErrorStore(self.store, rank, size)
         card, host_ids = [here, *ProcessIdentity.current()], []
         with self._reporting():

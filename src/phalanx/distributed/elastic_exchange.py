@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from phalanx.distributed.backend import open_group
+from phalanx.distributed.backend import make_group
 from phalanx.distributed.elastic_membership import RankMembership
 from phalanx.distributed.exchange import Exchange, differing_names
-from phalanx.distributed.open_store import open_store
+from phalanx.distributed.rendezvous import open_store
 from phalanx.environment import error_file, read_place
 from phalanx.errors import (
     ConfigError,
@@ -129,7 +129,7 @@ class ElasticExchange(Exchange):
                 "`executor=Ranks()` must run in processes that a launcher has started, but `RANK` "
                 "and `WORLD_SIZE` are not set. Start `phalanx launch -n 2 script.py`."
             )
-        store = open_store(*place.find_store(), place.rank, place.size, self._timeout_s)
+        store = open_store(place, self._timeout_s)
         # An agent may lend one store to all attempts.
         self._store = PrefixStore(f"elastic/{place.attempt}", store)
         self._membership = RankMembership(
@@ -144,7 +144,7 @@ class ElasticExchange(Exchange):
         return received
 
     @property
-    def newcomers_wait(self) -> bool:
+    def newcomers_wait(self) -> bool:  # type: ignore[override]
         """True if processes wait to join, as far as this rank knows."""
         return self._membership.newcomers_wait
 
@@ -216,7 +216,7 @@ class ElasticExchange(Exchange):
             store = PrefixStore(f"group/{self._membership.epoch}/", self._store)
             timeout = datetime.timedelta(seconds=self._timeout_s)
             look = self._membership.check_all_live
-            self._group = open_group(store, self.rank, self.size, timeout, look)
+            self._group = make_group(store, self.rank, self.size, timeout, look)
 
     def _close_group(self) -> None:
         """Leave the group; whoever still waits for this rank there gets an error."""

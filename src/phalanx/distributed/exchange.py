@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from phalanx.distributed.hosts import this_host
-from phalanx.distributed.open_store import open_store
+from phalanx.distributed.rendezvous import open_store, this_host
 from phalanx.environment import read_place
 from phalanx.errors import ConfigError, PeerError, PeerLost, PhalanxError, StateError
 from phalanx.ipc import ProcessIdentity, wait_until
@@ -58,6 +57,7 @@ class Exchange:
     has_newcomers = False  # whether processes wait to join, as rank 0 has said in the last run
     is_behind = False  # whether the others have done one run more
     is_late = False  # whether this rank came when the others had begun, and has done no run yet
+    newcomers_wait = False  # whether processes wait to join, as far as this rank knows
 
     _group: Any = None  # a ProcessGroup; torch's stubs lack its operations
 
@@ -73,11 +73,6 @@ class Exchange:
         kinds = {each.type for each in self._group._device_types}
         if "cpu" not in kinds:
             self._device = torch.device(min(kinds), torch.accelerator.current_device_index())
-
-    @property
-    def newcomers_wait(self) -> bool:
-        """True if processes wait to join, as far as this rank knows."""
-        return False
 
     def begin(self, about: Mapping[str, Any], tensors: Iterable[Tensor]) -> None:
         """Compare what all ranks train, and give them the values that rank 0 has.
@@ -238,8 +233,7 @@ def _make_default_group() -> None:
             "with `phalanx launch`, torchrun, mpirun or srun, or call "
             "`torch.distributed.init_process_group()` first, in every process of the job."
         )
-    timeout_s = default_pg_timeout.total_seconds()
-    store = open_store(*place.find_store(), place.rank, place.size, timeout_s)
+    store = open_store(place, default_pg_timeout.total_seconds())
     backend = "cpu:gloo,cuda:nccl" if nccl_is_here() else "phalanx"
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size)
 

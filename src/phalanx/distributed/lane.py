@@ -41,13 +41,11 @@ class Lane:
     def __init__(
         self,
         pages: StatusPages,
-        name: Callable[[], str],
         *,
         pushes: bool,
         report: Callable[[BaseException], object],
     ) -> None:
         self._pages = pages
-        self._name = name
         self._pushes = pushes
         self._report = report
         self._operations: deque[GroupOperation] = deque()
@@ -213,15 +211,15 @@ class Lane:
     def close(self) -> None:
         """Leave the group; operations under way fail."""
         self.end_threads()
-        self.fail(GroupAborted(f"Group {self._name()!r} is destroyed."))
+        self.fail(GroupAborted("The group is destroyed."))
         self._settle()
 
     def _end_in_fork(self) -> None:
         """Refuse all calls in a forked child, which must not touch the group."""
         self.is_forked, self._turn = True, threading.RLock()  # another thread may have held it
         self._broken = StateError(
-            f"Group {self._name()!r} must be used by the process that made it, but this is a "
-            "fork of that. Make another group here."
+            "A group must be used by the process that made it, but this is a fork of that. Make "
+            "another group here."
         )
         for operation in self._operations:
             operation.end(self._broken)

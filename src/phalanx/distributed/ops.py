@@ -47,13 +47,13 @@ class ReduceKind:
         """Return what the reduction makes of ``parts``, in their order; no average yet."""
         return reduce(_COMBINE[self.name], parts)
 
-    def widen(self, flat: Tensor, *, takes_halves: bool) -> Tensor:
-        """Return the numbers to reduce: ``flat``, or a copy of its halves as float32."""
-        if not self.is_half:
-            return flat
-        if takes_halves and flat.dtype in SUMMED_DTYPES and self.name == "SUM":
-            return flat
-        return flat.float()
+    def widen(self, flat: Tensor, num_hosts: int) -> Tensor:
+        """Return the numbers to reduce: ``flat``, or a copy of its halves as float32.
+
+        C adds halves up without a copy, and rounds once. A sum over several hosts is rounded later.
+        """
+        is_added = num_hosts == 1 and flat.dtype in SUMMED_DTYPES and self.name == "SUM"
+        return flat.float() if self.is_half and not is_added else flat
 
     def finish(self, total: Tensor, flat: Tensor, num_ranks: int) -> None:
         """Bring ``total`` to ``flat``, divided for an average; integers towards zero."""

@@ -92,7 +92,6 @@ class SharedGroup(dist.ProcessGroup):
         self._kept: deque[SharedWork] = deque(maxlen=_MOST_KEPT)
         self._lane = Lane(
             memory.pages,
-            self.getGroupName,
             pushes=memory.cores_per_rank < 2,  # one for the caller, one for the lane's thread
             report=self._report,
         )
@@ -161,7 +160,7 @@ class SharedGroup(dist.ProcessGroup):
 
     def _reduce_flat(self, flat: Tensor, reduction: ReduceKind, what: int) -> Steps:
         """Reduce ``flat`` over all ranks, in place; by torch, on every rank, what C does not."""
-        wide = reduction.widen(flat, takes_halves=self._collectives.takes_halves)
+        wide = reduction.widen(flat, self._collectives.num_hosts)
         if reduction.is_summed:
             yield from self._collectives.all_reduce(wide, what, flat.numel())
         else:
@@ -197,7 +196,8 @@ class SharedGroup(dist.ProcessGroup):
         flat = output_of(only(outputs), "output")
         parts = [flat_of(part, "input").data for part in only(inputs)]
         check_count(self._collectives.size, parts, "input_list")
-        steps = self._reduce_parts(parts, flat.data, opts)
+        check_fit(flat.data, parts[self._collectives.rank], "output", "this rank's input")
+        steps = self._scatter_reduced(flat.data, parts, reduction_of(opts, flat.data.dtype))
         return self._run("reduce_scatter", [flat], steps, [flat.tensor], opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SharedWork:
@@ -215,14 +215,11 @@ class SharedGroup(dist.ProcessGroup):
         for flat, given in zip(flats, inputs, strict=True):
             whole = flat_of(given, "input").data
             parts = cut_by_rank(self._collectives.size, whole, flat.data, "input", "output")
-            steps.append(self._reduce_parts(parts, flat.data, opts))
+            reduction = reduction_of(opts, flat.data.dtype)
+            steps.append(self._scatter_reduced(flat.data, parts, reduction))
         return self._run("reduce_scatter", flats, chain(*steps), list(outputs), opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    def _reduce_parts(self, parts: list[Tensor], output: Tensor, opts: Any) -> Steps:
-        check_fit(output, parts[self._collectives.rank], "output", "this rank's input")
-        return self._scatter_reduced(output, parts, reduction_of(opts, output.dtype))
 
     def _scatter_reduced(
         self, output: Tensor, parts: Sequence[Tensor], reduction: ReduceKind
@@ -230,8 +227,8 @@ class SharedGroup(dist.ProcessGroup):
         sizes = [part.numel() for part in parts]
         what = pack("reduce_scatter", output.dtype, reduction=reduction.name, sizes=sizes)
         if isinstance(self._collectives, SharedMemory) and reduction.is_summed:
-            given = [reduction.widen(part, takes_halves=True) for part in parts]
-            wide = reduction.widen(output, takes_halves=True)
+            given = [reduction.widen(part, self._collectives.num_hosts) for part in parts]
+            wide = reduction.widen(output, self._collectives.num_hosts)
             yield from self._collectives.reduce_scatter(wide, given, what, sum(sizes))
             reduction.finish(wide, output, self._collectives.size)
         else:

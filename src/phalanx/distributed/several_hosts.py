@@ -42,8 +42,6 @@ class SeveralHosts:
     ``hosts`` are the ranks of each host.
     """
 
-    takes_halves = False
-
     def __init__(
         self,
         memory: SharedMemory,

@@ -70,7 +70,6 @@ class SharedMemory:
     """
 
     num_hosts = 1
-    takes_halves = True  # bfloat16 is added up without a copy as float32
     grace_s = 0.0
 
     def __init__(self, region: Region, pages: StatusPages) -> None:

@@ -41,12 +41,12 @@ def join_hosts(place: Place, secret_file: str | None, timeout_s: float) -> RunCo
         ConfigError: Servers would speak to anybody, or the secret's file is none.
         PeerTimeout: This host has no server in time, or a process does not say where its is.
     """
-    job, master = place.job, place.find_store()
+    job = place.job
     secret_file = secret_file or os.environ.get("PHALANX_SECRET_FILE")
     secret = Secret.read(secret_file) if secret_file else None
-    bind = address_to_serve_at(master[0], secret)
+    bind = address_to_serve_at(place.find_store()[0], secret)
     name = f"{job}-{_met[job]}" if _met[job] else job
-    store = open_store(*master, place.rank, place.size, timeout_s)
+    store = open_store(place, timeout_s)
     run = run_on(this_host(), name)
     context = RunContext(run)
     page, me = ServerPage(context.regions), ProcessIdentity.current()

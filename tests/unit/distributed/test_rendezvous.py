@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.distributed.hosts import hosts_of, this_host
+from phalanx.distributed.rendezvous import hosts_of, this_host
 
 
 @pytest.mark.parametrize(
