@@ -139,12 +139,13 @@ class Rows:
         first, rows = next(iter(self._rows.items()))
         for place, count in self._rows.items():
             if count != rows:
-                paths = self._paths()
+                path, other = (self._paths()[each] for each in (place, first))
+                counted = " Inputs are counted from 0: `1` is y of a batch (x, y)."
                 raise ConfigError(
-                    f"Input {named(paths[place])} must have {rows} rows along dim "
-                    f"{self.dims[place]} like {named(paths[first])}, but has "
-                    f"{count}. Give leaves that are not per sample whole, by None in "
-                    "the layout, or say by Layout(split=..., collate=...) what the samples are."
+                    f"Input {named(path)} must have {rows} rows along dim {self.dims[place]} like "
+                    f"{named(other)}, but has {count}.{counted if path[:1].isdigit() else ''} Give "
+                    f"layout=Layout(dims={{{path!r}: None}}) if it has no row for each sample, or "
+                    "Layout(split=..., collate=...) if the samples lie otherwise."
                 )
         if rows > 1 and len(self._rows) < len(self._leaves):
             self._refuse_unnamed_lists(rows)
