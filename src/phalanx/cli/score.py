@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -56,6 +56,23 @@ def predict(
     with written_output(out) as draft, draft.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file, lineterminator="\n").writerows(_rows_of(outputs, opened.schema))
     make_console().print(f"{len(outputs):,} rows in {out}")
+    if message := _describe_gaps(outputs, opened.module.state_dict()):
+        make_console(stderr=True).print(message)
+
+
+def _describe_gaps(outputs: Tensor, state: Mapping[str, Tensor]) -> str:
+    """Return a warning for predictions that are no finite numbers; empty without any."""
+    is_gap = ~outputs.reshape(len(outputs), -1).isfinite().all(1)
+    places = is_gap.nonzero().flatten().tolist()
+    if not places:
+        return ""
+    reason = "an input of these rows may be missing, or far outside the training data's range."
+    if not all(each.isfinite().all() for each in state.values()):
+        reason = "the model's weights hold nan or inf. Train it again, with a smaller --lr."
+    return (
+        f"Warning: the model's outputs are nan or inf in {len(places):,} of {len(outputs):,} rows, "
+        f"first in row {places[0] + 1}: {reason}"
+    )
 
 
 def _rows_of(outputs: Tensor, schema: Schema) -> Iterator[Sequence[object]]:

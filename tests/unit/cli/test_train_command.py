@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from phalanx.cli.app import main
 from phalanx.cli.console import stopped_by_signals
@@ -98,6 +98,11 @@ class Birds(torch.utils.data.Dataset):
 
     def __getitem__(self, place):
         return torch.full((4,), float(place % 3)), place % 3
+
+class BirdsWithGaps(Birds):
+    def __getitem__(self, place):
+        inputs, target = super().__getitem__(place)
+        return inputs / (place not in (2, 5)), target
 
 birds_net = nn.Linear(4, 3)
 
@@ -276,11 +281,19 @@ def test_a_table_is_trained_evaluated_and_predicted(phalanx):
 def test_classes_of_a_data_set_of_ones_own_are_predicted_by_their_names(phalanx):
     words = ("own_code:Birds", "--model", "own_code:birds_net", "--batch-size", 4, "--epochs", 1)
     assert phalanx("train", *words, "--out", "run")[0] == 0
-    assert phalanx("predict", "run", "own_code:Birds")[0] == 0
+    assert phalanx("predict", "run", "own_code:Birds")[::2] == (0, "")
     header, *rows = csv.reader(Path("predictions.csv").read_text().splitlines())
     assert header == ["prediction", "p(owl)", "p(tit)", "p(jay)"]
     assert len(rows) == 12
     assert {row[0] for row in rows} <= {"owl", "tit", "jay"}
+    _, out, err = phalanx("predict", "run", "own_code:BirdsWithGaps")
+    assert out == "12 rows in predictions.csv\n"
+    assert "nan or inf in 2 of 12 rows, first in row 3: an input of these rows may be" in err
+    save_file(
+        {"weight": torch.full((3, 4), torch.nan), "bias": torch.ones(3)}, "run/model.safetensors"
+    )
+    err = phalanx("predict", "run", "own_code:Birds")[2]
+    assert "in 12 of 12 rows, first in row 1: the model's weights hold nan" in err
 
 
 def test_numbers_are_regressed_with_validation_data_and_early_stopping(phalanx):
