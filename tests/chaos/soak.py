@@ -1,4 +1,4 @@
-"""One long training whose worker processes are killed at random: ``make chaos N=200``.
+"""One long training whose worker processes are killed at random: a part of ``make chaos``.
 
 A random worker gets a random fault at a random named point or at a random moment, over and over.
 Beside it the same training runs undisturbed; the two must have the same bits after each fault.
