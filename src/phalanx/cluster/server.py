@@ -46,8 +46,8 @@ class Answer(NamedTuple):
     """An answer of a service: numbers, a text, and contiguous tensors."""
 
     args: tuple[int, ...] = ()
-    tensors: Sequence[Tensor] = ()
     text: str = ""
+    tensors: Sequence[Tensor] = ()
 
 
 class Service(Protocol):
@@ -172,7 +172,7 @@ class Server:
             answer, kind = self._service.answer(asked, stream), Kind.ANSWER
         except Exception as exc:
             answer, kind = Answer(text=error_text(exc)), Kind.ERROR
-        return asked._replace(kind=kind, **answer._asdict())
+        return Message(kind, *asked[1:-3], *answer)
 
     def _send(self, stream: Stream, answer: Message) -> None:
         stream.send(answer)

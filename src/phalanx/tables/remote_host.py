@@ -16,6 +16,7 @@ from phalanx.tables.router import Operation
 from phalanx.tables.spec import TableSpec
 
 _REOPEN_S = 1.0
+_TITLES = {each: f"`{each.name.lower().replace('_', ' ')}`" for each in Operation}
 
 
 class RemoteHost(Connection):
@@ -117,7 +118,7 @@ class RemoteHost(Connection):
         **asked: Any,
     ) -> RemoteCall:
         """Ask for something of the part of a table there; see :meth:`Connection.begin`."""
-        title = f"`{operation.name.lower().replace('_', ' ')}` of table {spec.name!r}"
+        title = f"{_TITLES[operation]} of table {spec.name!r}"
         return self.begin(operation, title, timeout_s, text=text or spec.name, **asked)
 
     def open_part(self, spec: TableSpec, init: Tensor, timeout_s: float) -> None:

@@ -75,6 +75,9 @@ class Share(NamedTuple):
     span: slice
 
 
+_ALL_HERE: tuple[None, list[Share]] = None, []
+
+
 class Cut:
     """The cut of one table, as one host sees it.
 
@@ -123,13 +126,22 @@ class Cut:
 
         Returns:
             Where in the list the sorted rows stood, None where they are sorted already; and a share
-            for each part that has any.
+            for each part that has any, or no share where this host's part has all.
+
+        Raises:
+            ConfigError: A row is outside the table.
         """
         if rows is None:
             return None, [Share(index, None, self.span(index)) for index in range(self.num_parts)]
-        index = self.only_part(rows)
-        if index is not None:
-            return None, [Share(index, rows, slice(None))]
+        if not rows.numel():
+            return None, []
+        if not self._spec.has_keys:
+            index = bisect_right(self._starts, rows[0].item(), 1, self.num_parts) - 1
+            start, stop = self._starts[index : index + 2]
+            if all_within(rows, stop - start, start):
+                return None, [] if index == self.own else [Share(index, rows, slice(None))]
+            if not all_within(rows, self._spec.rows):
+                raise outside(rows, self._spec)
         # In numpy: it needs half of torch's time for few rows, and sorts small numbers by counting.
         numbers = rows.numpy()
         owners = self.owners(numbers)
@@ -139,19 +151,6 @@ class Cut:
         spans = map(slice, [0, *ends], ends)
         shares = [Share(i, sorted_rows[s], s) for i, s in enumerate(spans) if s.start < s.stop]
         return torch.from_numpy(order), shares
-
-    def only_part(self, rows: Tensor | None) -> int | None:
-        """Return the part that has all of these rows, None for all there are.
-
-        None where no part has, or by a longer look.
-        """
-        if self.num_parts == 1 or (rows is not None and not rows.numel()):
-            return self.own
-        if rows is None or self._spec.has_keys:
-            return None
-        index = bisect_right(self._starts, rows[0].item(), 1, self.num_parts) - 1
-        start, stop = self._starts[index : index + 2]
-        return index if all_within(rows, stop - start, start) else None
 
 
 class Router:
@@ -185,8 +184,6 @@ class Router:
         self._turn = threading.Lock()
         self._late_round: int | None = None  # of a get that failed, or that Ctrl-C ended
         self._num_adds = 0
-        in_rounds = spec.staleness.is_bulk_synchronous
-        self._looks_itself = spec.has_keys or not (self._others or in_rounds)
 
     # --- the first value --------------------------------------------------------------------------
 
@@ -206,23 +203,20 @@ class Router:
     # --- reading ----------------------------------------------------------------------------------
 
     def refuse_outside(self, rows: Tensor | None) -> None:
-        """Raise if a row is outside the table, unless :meth:`read` and :meth:`add` look themselves.
+        """Raise if a row is outside the table, as all methods that take rows do.
 
         Raises:
             ConfigError: One is.
         """
-        if not (self._looks_itself or rows is None or all_within(rows, self.spec.rows)):
+        if not (rows is None or self.spec.has_keys or all_within(rows, self.spec.rows)):
             raise outside(rows, self.spec)
 
     def read(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> None:
-        """Copy rows, checked, into ``out``."""
-        if not self._others or self._cut.only_part(rows) == self._cut.own:
+        """Copy rows into ``out``."""
+        order, shares = self._cut.shares(rows) if self._others else _ALL_HERE
+        if not shares:
             self._part.read(rows, out, timeout_s)
-        else:
-            self._read_parts(rows, out, timeout_s)
-
-    def _read_parts(self, rows: Tensor | None, out: Tensor, timeout_s: float) -> None:
-        order, shares = self._cut.shares(rows)
+            return
         found = out if order is None else torch.empty_like(out)
         asked = {share.part: (share.rows, found[share.span]) for share in shares}
         mine = asked.pop(self._cut.own, None)
@@ -245,34 +239,38 @@ class Router:
 
     def add(self, entry: Entry, timeout_s: float) -> None:
         """Take one add, whole or not at all on each host; one with a number, once."""
-        if not self._others or self._cut.only_part(entry.rows) == self._cut.own:
+        order, shares = self._cut.shares(entry.rows) if self._others else _ALL_HERE
+        if not shares:
             self._part.add(entry, timeout_s)
-        else:
-            refuse_nonfinite(entry.delta, self.spec)
-            with self._turn:
-                self._add_parts(entry, 0, self._part.add, timeout_s)
+            return
+        refuse_nonfinite(entry.delta, self.spec)
+        with self._turn:
+            self._add_parts(entry, order, shares, 0, self._part.add, timeout_s)
 
     def put(self, entry: Entry, timeout_s: float) -> None:
         """Log an add for its worker's round, on every host that has rows of it."""
+        self.refuse_outside(entry.rows)
         refuse_nonfinite(entry.delta, self.spec)
+        order, shares = self._cut.shares(entry.rows) if self._others else _ALL_HERE
         with self._turn:
             number = self.here.clock_of(entry.worker) + 1
             put_here = partial(self.here.put, number=number)
-            if self._others:
-                self._add_parts(entry, number, put_here, timeout_s)
+            if shares:
+                self._add_parts(entry, order, shares, number, put_here, timeout_s)
             else:
                 put_here(entry, timeout_s)
 
     def _add_parts(
         self,
         entry: Entry,
+        order: Tensor | None,
+        shares: list[Share],
         round_number: int,
         add_here: Callable[[Entry, float], None],
         timeout_s: float,
     ) -> None:
-        order, shares = self._cut.shares(entry.rows)
         delta = entry.delta if order is None else entry.delta[order]
-        asked = {s.part: entry._replace(rows=s.rows, delta=delta[s.span]) for s in shares}
+        asked = {s.part: Entry(s.rows, delta[s.span], entry.worker) for s in shares}
         mine = asked.pop(self._cut.own, None)
         self._num_adds += 1
         how = {"args": (round_number,), "number": self._num_adds}

@@ -99,7 +99,6 @@ class Table:
         self._check_open()
         spec = self._spec
         index = read_rows(rows, spec)
-        self._storage.refuse_outside(index)
         value = read_delta(delta, spec, None if index is None else index.numel())
         self._take(Entry(index, value, self._group.worker_id))
 
@@ -137,9 +136,12 @@ class Table:
         """
         self._check_open()
         index = read_rows(rows, self._spec)
-        self._storage.refuse_outside(index)
         target, answer = self._target(index, out)
-        self._read(index, target, self._end_round() if self._is_bulk else None)
+        number = None
+        if self._is_bulk:
+            self._storage.refuse_outside(index)  # before the round ends
+            number = self._end_round()
+        self._read(index, target, number)
         return answer
 
     def _end_round(self) -> int:

@@ -47,7 +47,7 @@ class Echo:
             raise ConfigError("`x` must be y, but is z.")
         if asked.operation == FAIL:
             raise ZeroDivisionError("with a path /srv/models in it")
-        return Answer((7, 8), asked.tensors, asked.text.upper())
+        return Answer((7, 8), asked.text.upper(), asked.tensors)
 
     def ended(self, link: Stream) -> None:
         pass
