@@ -183,7 +183,7 @@ class GroupRendezvous:
                 text = f"Rank {rank} of {self._size} has died while the group was made."
                 raise self._error_store.cause() or PeerLost(text, rank)  # it may be an echo
         if self.store.check(["error"]):
-            raise self._error_store.read() or GroupAborted(f"Some rank of {self._size} gave up.")
+            raise self._error_store.cause() or GroupAborted(f"Some rank of {self._size} gave up.")
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:

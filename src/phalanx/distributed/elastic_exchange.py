@@ -212,11 +212,10 @@ class ElasticExchange(Exchange):
 
     def _open_group(self, members: Sequence[int]) -> None:
         self.rank, self.size = members.index(self._membership.number), len(members)
-        if self.size > 1:
-            store = PrefixStore(f"group/{self._membership.epoch}/", self._store)
-            timeout = datetime.timedelta(seconds=self._timeout_s)
-            look = self._membership.check_all_live
-            self._group = make_group(store, self.rank, self.size, timeout, look)
+        store = PrefixStore(f"group/{self._membership.epoch}/", self._store)
+        timeout = datetime.timedelta(seconds=self._timeout_s)
+        look = self._membership.check_all_live
+        self._group = make_group(store, self.rank, self.size, timeout, look)
 
     def _close_group(self) -> None:
         """Leave the group; whoever still waits for this rank there gets an error."""

@@ -29,7 +29,7 @@ __all__ = ["Exchange", "ProcessGroup", "differing_names", "nccl_is_here"]
 ProcessGroup = dist.ProcessGroup
 
 _LENGTH = 8  # bytes that a document's length takes
-_HEAD = _LENGTH + 24  # with what it is about
+_HEAD = _LENGTH + 24  # with its purpose
 _FIRST = 4096  # that travel at once: the head, and all of most documents
 _END_S = 0.2  # between the end of a process's connections and its own
 _latest_works: deque[dist.Work] = deque(maxlen=2)  # see Note [Latest works]
@@ -114,23 +114,23 @@ class Exchange:
     def mark_done(self) -> None:
         """Count a run that is done here."""
 
-    def gather(self, document: bytes, about: str) -> list[bytes]:
+    def gather(self, document: bytes, purpose: str) -> list[bytes]:
         """Return every rank's document, by rank.
 
         Args:
-            about: What the ranks are about to do.
+            purpose: What the ranks are about to do.
 
         Raises:
             ConfigError: They are about to do different things; every rank hears of it.
         """
-        head = len(document).to_bytes(_LENGTH, "little") + about.encode().ljust(_HEAD - _LENGTH)
+        head = len(document).to_bytes(_LENGTH, "little") + purpose.encode().ljust(_HEAD - _LENGTH)
         whole = head + document
         found = self._gather(whole[:_FIRST], _FIRST)
-        places = [each[_LENGTH:_HEAD].decode().strip() for each in found]
-        if len({*places}) > 1:
+        purposes = [each[_LENGTH:_HEAD].decode().strip() for each in found]
+        if len({*purposes}) > 1:
             with contextlib.suppress(PeerError):  # nobody leaves before all have heard
                 self._gather(b"", 1)
-            raise _differing(places)
+            raise _differing(purposes)
         stops = [_HEAD + int.from_bytes(each[:_LENGTH], "little") for each in found]
         if max(stops) > _FIRST:
             rests = self._gather(whole[_FIRST:], max(stops) - _FIRST)
@@ -158,9 +158,6 @@ class Exchange:
             received: 1-D, of the same dtype; the slices by sender.
             sizes: Elements of each.
         """
-        if self.size == 1:
-            received.copy_(sent)
-            return _nothing
         return self._begin(self._group.alltoall_base, received, sent, list(sizes), list(sent_sizes))
 
     def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
@@ -181,9 +178,6 @@ class Exchange:
 
     def begin_join(self, own: Tensor, found: Tensor) -> Callable[[], None]:
         """Join all ranks' tensors ``own``, 1-D and of one size, in ``found``."""
-        if self.size == 1:
-            found.copy_(own)
-            return _nothing
         return self._begin(self._group._allgather_base, found, own)
 
     # Any: the arguments of torch's operations.
@@ -221,10 +215,6 @@ class Exchange:
         return next((rank for rank, process in ranks if not process.alive()), None)
 
 
-def _nothing() -> None:
-    """Wait for an operation of one rank."""
-
-
 def _make_default_group() -> None:
     place = read_place()
     if place is None:
@@ -250,11 +240,11 @@ def differing_names(about: Mapping[str, Any], first: Mapping[str, Any]) -> str:
     return ", ".join(name for name in names if name not in ("replicas", "seed"))
 
 
-def _differing(places: Sequence[str]) -> ConfigError:
+def _differing(purposes: Sequence[str]) -> ConfigError:
     """Say which rank is about to do something else than rank 0."""
-    rank = next(rank for rank, each in enumerate(places) if each != places[0])
+    rank = next(rank for rank, each in enumerate(purposes) if each != purposes[0])
     return ConfigError(
         f"All ranks must do the same in the same order, but rank {rank} is about to "
-        f"{places[rank]} while rank 0 is about to {places[0]}. Freeze parameters and call "
+        f"{purposes[rank]} while rank 0 is about to {purposes[0]}. Freeze parameters and call "
         "`stop()` and `save()` in every rank, at the same step."
     )

@@ -83,18 +83,14 @@ class ErrorStore:
         told = json.dumps([type(error).__name__, self._rank if rank is None else rank, str(error)])
         _within(_STORE_S, lambda: self._store.compare_set("error", "", told))
 
-    def read(self) -> PeerError | None:
-        """Return the error that was written first, if any."""
+    def cause(self) -> PeerError | None:
+        """Return the error that was written first, but not that we are lost: an echo of our own."""
         told = _within(_STORE_S, lambda: self._get("error"))
         if told is None:
             return None
         kind, rank, text = json.loads(told)
-        return _KINDS.get(kind, GroupAborted)(text, rank)
-
-    def cause(self) -> PeerError | None:
-        """Return the error that was written first, but not that we are lost: an echo of our own."""
-        said = self.read()
-        return None if isinstance(said, PeerLost) and said.rank == self._rank else said
+        is_echo = kind == PeerLost.__name__ and rank == self._rank
+        return None if is_echo else _KINDS.get(kind, GroupAborted)(text, rank)
 
     def say_reached(self, number: int) -> None:
         """Say that this rank waits for others in the operation ``number``; `LEFT` if in none."""

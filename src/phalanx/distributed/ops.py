@@ -41,7 +41,6 @@ class ReduceKind:
 
     name: str
     is_summed: bool  # by C: for a sum, or an average
-    is_half: bool  # 16 bits of floating point
 
     def combine(self, parts: Sequence[Tensor]) -> Tensor:
         """Return what the reduction makes of ``parts``, in their order; no average yet."""
@@ -53,7 +52,7 @@ class ReduceKind:
         C adds halves up without a copy, and rounds once. A sum over several hosts is rounded later.
         """
         is_added = num_hosts == 1 and flat.dtype in SUMMED_DTYPES and self.name == "SUM"
-        return flat.float() if self.is_half and not is_added else flat
+        return flat.float() if flat.dtype in _HALVES and not is_added else flat
 
     def finish(self, total: Tensor, flat: Tensor, num_ranks: int) -> None:
         """Bring ``total`` to ``flat``, divided for an average; integers towards zero."""
@@ -79,6 +78,5 @@ def _reduction_of(kind: Any, dtype: torch.dtype) -> ReduceKind:
         name in _ORDERED and dtype.is_complex
     ):
         raise ConfigError(f"`op` must be arithmetic for {dtype}, but is {name}.")
-    is_half = dtype in _HALVES
-    is_sum = name in ("SUM", "AVG")
-    return ReduceKind(name, is_sum and (is_half or dtype in SUMMED_DTYPES), is_half)
+    is_summed = name in ("SUM", "AVG") and dtype in (*_HALVES, *SUMMED_DTYPES)
+    return ReduceKind(name, is_summed)

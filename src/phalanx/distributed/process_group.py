@@ -117,7 +117,7 @@ class SharedGroup(dist.ProcessGroup):
         with profiler.record_function(f"{NAME}:{kind}") if is_profiled() else nullcontext():
             self._lane.start(operation, wait=wait)
         work = SharedWork(operation, self._lane.drive)
-        if not wait and _is_small(result):
+        if not wait and filled and max(flat.data.nbytes for flat in filled) <= _LARGEST_KEPT_BYTES:
             self._kept.append(work)
         return work
 
@@ -464,9 +464,3 @@ class SharedGroup(dist.ProcessGroup):
     def __repr__(self) -> str:
         hosts = f", {self._collectives.num_hosts} hosts" * (self._collectives.num_hosts > 1)
         return f"SharedGroup({self._group_name!r}, rank {self.rank()} of {self.size()}{hosts})"
-
-
-def _is_small(result: Any) -> bool:
-    """Tell whether the tensors of a call are worth no thought when they are kept."""
-    dense = [isinstance(one, Tensor) and one.layout is torch.strided for one in result]
-    return all(dense) and all(one.nbytes <= _LARGEST_KEPT_BYTES for one in result)

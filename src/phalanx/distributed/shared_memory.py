@@ -78,7 +78,6 @@ class SharedMemory:
         self._region: Region | None = region  # which the others of this host map
         self._slot_bytes = slot_bytes(pages.size)
         self._number = 0
-        self._what = self._count = 0
         # By rank: addresses of what it is given and gives, and the bytes of both.
         self._parts = [array("q", [0] * self.size) for _ in range(4)]
         self._part_addresses = [part.buffer_info()[0] for part in self._parts]
@@ -163,7 +162,6 @@ class SharedMemory:
         tensor: int = 0,
     ) -> None:
         self._number += 1
-        self._what, self._count = what, count
         self.pages.publish(Fingerprint(self._number, what, count))
         fail_point(POINTS[0])
         of_group = _STOPS_AT * self._words.itemsize
@@ -205,7 +203,7 @@ class SharedMemory:
 
     def _raise_desync(self) -> None:
         names = self.pages.names
-        ours = Fingerprint(self._number, self._what, self._count)
+        ours = self.pages.fingerprint_of(self.rank, self._number)
         for rank in self.pages.others:
             theirs = self.pages.fingerprint_of(rank, self._number)
             if theirs != ours:

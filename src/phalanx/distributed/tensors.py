@@ -60,9 +60,7 @@ def flat_of(tensor: Tensor, name: str) -> FlatTensor:
     if not (plain.is_cpu and plain.is_contiguous()) or plain.is_conj() or plain.is_neg():
         copy = plain.cpu().resolve_conj().resolve_neg().contiguous().view(-1)
         return FlatTensor(tensor, copy, True)
-    if plain.dim() != 1 or plain.numel() == 1:  # whose stride may be any
-        plain = plain.as_strided((plain.numel(),), (1,), plain.storage_offset())
-    return FlatTensor(tensor, plain, False)
+    return FlatTensor(tensor, plain if plain.dim() == 1 else plain.view(-1), False)
 
 
 def output_of(tensor: Tensor, name: str) -> FlatTensor:
