@@ -55,5 +55,5 @@ def test_the_sources_compile_without_a_warning(tmp_path: Path, here):
     sources = sorted(map(str, tmp_path.glob("*/*.c")))
     command = ["cc", "-O3", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-shared", "-fPIC"]
     built = tmp_path / "new.so"
-    subprocess.run([*command, "-o", str(built), *sources, "-lpthread"], check=True, timeout=60)
+    subprocess.run([*command, "-o", str(built), *sources, "-lpthread"], check=True, timeout=300)
     assert library._load(built) is not None
