@@ -3,7 +3,7 @@
 #include <pthread.h>
 #include <stdint.h>
 
-#define VERSION 26 /* as in library.py */
+#define VERSION 27 /* as in library.py */
 #define LINE 64   /* bytes of a cache */
 
 /* What a core does not have, in memory or in another core's cache, it gets the sooner the more of it
@@ -50,7 +50,7 @@ int64_t phalanx_within(const int64_t *rows, int64_t count, int64_t first, int64_
 void phalanx_clamp(const int64_t *rows, int64_t count, int64_t first, int64_t num_rows,
                    int64_t *to);
 void phalanx_take(const char *values, int64_t num_rows, int64_t row_bytes, const int64_t *rows,
-                  int64_t count, int64_t first, char *out, int64_t past);
+                  int64_t count, int64_t first, char *out);
 void phalanx_copy(const char *from, char *to, int64_t count, int64_t past);
 #define ADD_OF(NAME, TYPE)                                                                      \
     void phalanx_add_##NAME(TYPE *values, int64_t num_rows, int64_t num_cols,                   \

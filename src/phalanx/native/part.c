@@ -80,7 +80,7 @@ static int64_t change_rows(const part *p, const int64_t *rows, int64_t first_row
         /* A copy, brought within: what is put back is right, whatever others do to `rows`. */
         phalanx_clamp(rows + first, some, first_row, p->num_rows, numbers);
         phalanx_take(values_of(p), p->num_rows, row_bytes, numbers, some, 0,
-                     record + first * row_bytes, 0);
+                     record + first * row_bytes);
         phalanx_put(&p->header[AT], first + some);
         atomic_thread_fence(memory_order_seq_cst);
         step();
@@ -131,16 +131,16 @@ int64_t phalanx_part_add(const part *p, const int64_t *rows, int64_t count, cons
 int64_t phalanx_part_get(const part *p, const int64_t *rows, int64_t count, char *out) {
     word *header = p->header;
     int64_t row_bytes = p->num_cols * size_of(p->dtype);
-    int64_t past = (count < 0 ? p->num_rows : count) * row_bytes >= PAST_CACHE;
+    int64_t num_bytes = p->num_rows * row_bytes;
     if (!phalanx_within(rows, count, p->first_row, p->num_rows)) return OUTSIDE;
     for (int attempt = 0; attempt < 3; attempt++) {
         int64_t before = atomic_load_explicit(&header[WORD], memory_order_acquire);
         if (before & 1) return UNSETTLED;
         const char *values = values_of(p);
         if (count >= 0)
-            phalanx_take(values, p->num_rows, row_bytes, rows, count, p->first_row, out, past);
+            phalanx_take(values, p->num_rows, row_bytes, rows, count, p->first_row, out);
         else
-            phalanx_copy(values, out, p->num_rows * row_bytes, past);
+            phalanx_copy(values, out, num_bytes, num_bytes >= PAST_CACHE);
         atomic_thread_fence(memory_order_acquire);
         if (atomic_load_explicit(&header[WORD], memory_order_relaxed) == before) return DONE;
     }

@@ -45,33 +45,17 @@ void phalanx_clamp(const int64_t *rows, int64_t count, int64_t first, int64_t nu
     for (int64_t i = 0; i < count; i++) to[i] = within(counted(rows[i], first), num_rows);
 }
 
-#if defined(__x86_64__)
-static void copy_past(const char *row, char *to, int64_t row_bytes) {
-    for (int64_t at = 0; at < row_bytes; at += VECTOR)
-        _mm_stream_si128((__m128i *)(void *)(to + at),
-                         _mm_loadu_si128((const __m128i *)(const void *)(row + at)));
-}
-#define STREAMS(to, row_bytes) ((uintptr_t)(to) % VECTOR == 0 && (row_bytes) % VECTOR == 0)
-#else
-#define copy_past(row, to, row_bytes) memcpy(to, row, (size_t)(row_bytes))
-#define STREAMS(to, row_bytes) 0
-#endif
-
-/* Copy rows; past the caches where nobody reads `out` soon. */
+/* Copy rows, through the caches: whoever asks for rows, or sends them to another host, reads them
+   soon. */
 void phalanx_take(const char *values, int64_t num_rows, int64_t row_bytes,
-                  const int64_t *rows, int64_t count, int64_t first, char *out, int64_t past) {
-    past = past && STREAMS(out, row_bytes);
+                  const int64_t *rows, int64_t count, int64_t first, char *out) {
     for (int64_t i = 0; i < count; i++) {
         if (i + AHEAD < count)
             fetch(values + within(counted(rows[i + AHEAD], first), num_rows) * row_bytes,
                   row_bytes);
         const char *row = values + within(counted(rows[i], first), num_rows) * row_bytes;
-        if (past)
-            copy_past(row, out + i * row_bytes, row_bytes);
-        else
-            memcpy(out + i * row_bytes, row, (size_t)row_bytes);
+        memcpy(out + i * row_bytes, row, (size_t)row_bytes);
     }
-    if (past) FENCE();
 }
 
 /* Add rows of a delta to rows, times `scale`.
