@@ -160,7 +160,7 @@ def told_of_the_timeout(parent: Parent, trained: phalanx.Trainer, losses: list[f
 
 
 def dies_at_the_group(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> None:
-    elastic_of(trained)._open_group = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    elastic_of(trained)._open_group = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     trained.fit(batches())
 
 
@@ -175,7 +175,7 @@ def test_who_begins_does_not_wait_for_ever_for_one_that_died_then(children: Chil
 def dies_at_the_second_group(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> None:
     elastic = elastic_of(trained)
     trained.join()
-    elastic._open_group = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    elastic._open_group = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     trained.fit(batches(9))
 
 

@@ -231,3 +231,6 @@ def test_a_launcher_that_is_told_to_end_leaves_nothing(gloo, number):
     assert not any(folder.exists() for folder in folders)
     its_own = [line for line in said.splitlines() if not line.startswith("[rank ")]
     assert not any("Traceback" in line for line in its_own), said
+    if number == signal.SIGINT:
+        assert its_own == ["Interrupted: all ranks of this host were ended."], said
+        assert "Traceback" not in said

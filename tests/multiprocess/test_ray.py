@@ -131,7 +131,7 @@ def fail_at(rank: int) -> None:
 
 @pytest.mark.night
 def test_a_failure_names_its_rank_with_the_traceback(cluster):
-    with pytest.raises(RankFailed, match="Rank 1 ended with exit") as caught:
+    with pytest.raises(RankFailed, match="Rank 1 failed: ") as caught:
         on_ray(fail_at, 3, args=(1,))
     assert caught.value.rank == 1
     assert "in fail_at" in str(caught.value)
@@ -147,9 +147,9 @@ def killed() -> None:
 
 @pytest.mark.night
 def test_a_kill_ends_the_run(cluster):
-    with pytest.raises(RankFailed, match="Rank 1 was lost: ") as caught:
+    with pytest.raises(RankFailed, match="Rank 1 failed: The actor ") as caught:
         on_ray(killed, 3)
-    assert caught.value.exit_code == 128 + signal.SIGKILL
+    assert caught.value.rank == 1
 
 
 def exit_or_return() -> str:
@@ -161,6 +161,19 @@ def exit_or_return() -> str:
 @pytest.mark.night
 def test_a_rank_that_exits_with_success_returns_none(cluster):
     assert on_ray(exit_or_return, 2) == [None, "returned"]
+
+
+def exit_at_once(code: int) -> None:
+    if os.environ["RANK"] == "1":
+        sys.exit(code)
+    signal.pause()
+
+
+@pytest.mark.night
+def test_a_rank_that_exits_with_an_error_ends_the_run(cluster):
+    with pytest.raises(RankFailed, match="Rank 1 failed: The actor ") as caught:
+        on_ray(exit_at_once, 2, args=(3,))
+    assert caught.value.rank == 1
 
 
 def wait_in(folder: str) -> None:
@@ -183,7 +196,7 @@ def test_a_lost_node_ends_the_run(cluster, tmp_path):
     removal = threading.Thread(target=remove_a_node)
     removal.start()
     try:
-        with pytest.raises(RankFailed, match="was lost: "):
+        with pytest.raises(RankFailed, match="failed: The actor "):
             on_ray(wait_in, 4, args=(str(tmp_path),))
     finally:
         removal.join()

@@ -60,6 +60,9 @@ def launch(
     except RankFailed as exc:
         console.print(str(exc), style="bold red")
         raise typer.Exit(exc.exit_code) from None
+    except KeyboardInterrupt:
+        console.print("Interrupted: all ranks of this host were ended.")
+        raise
 
 
 def secret(

@@ -13,8 +13,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,25 +22,13 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from phalanx.distributed.backend import make_group
-from phalanx.distributed.elastic_membership import RankMembership
+from phalanx.distributed.elastic_membership import Member, RankMembership
 from phalanx.distributed.exchange import Exchange, differing_names
 from phalanx.distributed.rendezvous import open_store
 from phalanx.environment import error_file, read_place
-from phalanx.errors import (
-    ConfigError,
-    GroupAborted,
-    PeerLost,
-    PeerTimeout,
-    StateError,
-    UnsupportedError,
-)
+from phalanx.errors import PeerError, PeerLost, StateError, UnsupportedError
 
 __all__ = ["ElasticExchange", "GroupChanged", "RanksChanged"]
-
-_LOSSES = (PeerLost, PeerTimeout, GroupAborted)
-
-About = Mapping[str, Any]
-"""The description of a rank's model, in types of JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,31 +72,33 @@ class ElasticExchange(Exchange):
 
     def __init__(self, *, timeout_s: float, lost_after_s: float) -> None:
         place = read_place()
-        if place is not None and not place.keeps_survivors:
+        if place is None or not place.keeps_survivors:
+            ranks = place.local_size if place is not None else None
             raise UnsupportedError(
-                "`executor=Ranks()` needs a launcher that keeps the survivors of a lost rank, but "
-                "torchrun and Ray end them. Start "
-                f"`phalanx launch -n {place.local_size or 2} script.py`, or take executor='ranks', "
+                "`executor=Ranks()` needs a launcher that keeps the survivors of a lost rank, "
+                "which plain Python, torchrun and Ray do not. Start "
+                f"`phalanx launch -n {ranks or 2} script.py`, or take executor='ranks', "
                 "whose ranks all restart from the last checkpoint."
             )
-        self._launched = place
+        self._place = place
         self.entered = False
-        self.about: list[About] = []
+        self.about: list[Mapping[str, Any]] = []  # Any: JSON
         self.rank, self.size = 0, 1
         self._device = torch.device("cpu")
         self._timeout_s = timeout_s
         self._lost_after_s = lost_after_s
         self._store: Store
         self._membership: RankMembership
-        self._describe: Callable[[], About] = dict
+        self._describe: Callable[[], Mapping[str, Any]] = dict
         self._give: Callable[[], bytes] = bytes
         self._num_done: int | None = None  # runs of this rank, once it has the state
         self._is_lost = False
-        self._process: list[int] = []  # number, `RANK`, process number
-        self._processes: list[list[int]] = []  # of all ranks
-        self._told: list[list[int]] = []  # those that `take_change` has told of
+        self._members: Mapping[int, Member] = {}
+        self._told: Mapping[int, Member] = {}  # the members that `take_change` has returned
 
-    def enter(self, describe: Callable[[], About], give: Callable[[], bytes]) -> bytes | None:
+    def enter(
+        self, describe: Callable[[], Mapping[str, Any]], give: Callable[[], bytes]
+    ) -> bytes | None:
         """Become one of the ranks, and return the state that a peer has given; None from the first.
 
         Args:
@@ -123,19 +112,13 @@ class ElasticExchange(Exchange):
         Blocks: Until all are here, or let this one in between two steps.
         """
         self._describe, self._give = describe, give
-        place = self._launched
-        if place is None:
-            raise ConfigError(
-                "`executor=Ranks()` must run in processes that a launcher has started, but `RANK` "
-                "and `WORLD_SIZE` are not set. Start `phalanx launch -n 2 script.py`."
-            )
+        place = self._place
         store = open_store(place, self._timeout_s)
         # An agent may lend one store to all attempts.
         self._store = PrefixStore(f"elastic/{place.attempt}", store)
         self._membership = RankMembership(
             self._store, place.rank, place.size, self._timeout_s, self._lost_after_s
         )
-        self._process = [self._membership.number, place.rank, os.getpid()]
         self.entered = True
         received = self._settle(admits=True)
         note = error_file()
@@ -165,17 +148,17 @@ class ElasticExchange(Exchange):
 
     def take_change(self, step: int) -> RanksChanged | None:
         """Return how the ranks differ from those of the last time; None if they do not."""
-        before, now = self._told, self._processes
-        if before == now:
+        before, now = self._told, self._members
+        if before.keys() == now.keys():
             return None
         self._told = now
         return RanksChanged(
             step=step,
             rank=self.rank,
-            ranks=tuple(rank for _, rank, _ in now),
-            pids=tuple(pid for _, _, pid in now),
-            lost=tuple(each[1] for each in before if each not in now),
-            came=tuple(each[1] for each in now if each not in before),
+            ranks=tuple(each.rank for each in now.values()),
+            pids=tuple(each.process[0] for each in now.values()),
+            lost=tuple(each.rank for number, each in before.items() if number not in now),
+            came=tuple(each.rank for number, each in now.items() if number not in before),
         )
 
     def leave(self, *, finished: bool) -> None:
@@ -200,18 +183,19 @@ class ElasticExchange(Exchange):
             while True:
                 self._close_group()
                 self._is_lost = self.has_newcomers = False
-                members = self._membership.next_epoch(self._num_done, admits=admits)
+                self._members = self._membership.next_epoch(self._num_done, admits=admits)
                 try:
-                    self._open_group(members)
+                    self._open_group()
                     return self._compare()
-                except _LOSSES:
+                except PeerError:
                     pass
         except BaseException:
             self.leave(finished=False)
             raise
 
-    def _open_group(self, members: Sequence[int]) -> None:
-        self.rank, self.size = members.index(self._membership.number), len(members)
+    def _open_group(self) -> None:
+        self.size = len(self._members)
+        self.rank = list(self._members).index(self._membership.number)
         store = PrefixStore(f"group/{self._membership.epoch}/", self._store)
         timeout = datetime.timedelta(seconds=self._timeout_s)
         look = self._membership.check_all_live
@@ -229,13 +213,13 @@ class ElasticExchange(Exchange):
         Raises:
             StateError: This rank has come later, and trains something else.
         """
-        own = json.dumps([self._describe(), self._num_done, self._process]).encode()
-        told = [json.loads(each) for each in self.gather(own, "form a group")]
-        self.about, dones, self._processes = map(list, zip(*told, strict=True))
+        own = json.dumps(self._describe()).encode()
+        self.about = [json.loads(each) for each in self.gather(own, "form a group")]
+        dones = [each.done for each in self._members.values()]
         last = max((done for done in dones if done is not None), default=0)
-        late = [place for place, done in enumerate(dones) if done is None and place > 0]
-        self.is_behind = self._num_done not in (None, last)
-        if self._num_done is None:
+        is_new = self._num_done is None
+        self.is_behind = not is_new and self._num_done != last
+        if is_new:
             self.is_late = dones[0] is not None
             differing = differing_names(self.about[self.rank], self.about[0])
             if self.is_late and differing:
@@ -243,26 +227,20 @@ class ElasticExchange(Exchange):
                     "A rank that comes later must train what the others train, but differs in: "
                     f"{differing}. Build it from the same arguments in every process."
                 )
-        received = self._pass_state(late) if late and self.rank in (0, *late) else None
-        if self._num_done is None:
+        state = self._pass_state() if None in dones[1:] else None
+        if is_new:
             self._num_done = last
-        return received
+        return state if is_new and self.rank > 0 else None
 
-    def _pass_state(self, late: Sequence[int]) -> bytes | None:
-        """Give the state of rank 0 to late ranks; return it to each of them."""
-        if self.rank == 0:
-            state = torch.frombuffer(bytearray(self._give()), dtype=torch.uint8)
-            for place in late:
-                self._group.send([torch.tensor([len(state)])], place, 0).wait()
-                self._group.send([state], place, 0).wait()
-            return None
-        length = torch.empty(1, dtype=torch.int64)
-        self._group.recv([length], 0, 0).wait()
-        tensor = torch.empty(int(length), dtype=torch.uint8)
-        self._group.recv([tensor], 0, 0).wait()
-        return tensor.numpy().tobytes()
+    def _pass_state(self) -> bytes:
+        """Return the state of rank 0, to all ranks."""
+        state = self._give() if self.rank == 0 else b""
+        sizes = self.gather(b"%d" % len(state), "pass the state")
+        passed = torch.frombuffer(bytearray(state.ljust(int(sizes[0]))), dtype=torch.uint8)
+        self.align([passed])
+        return passed.numpy().tobytes()
 
-    def begin(self, about: About, tensors: Iterable[Tensor]) -> None:
+    def begin(self, about: Mapping[str, Any], tensors: Iterable[Tensor]) -> None:
         """Do nothing: :meth:`enter` has compared, and given the state."""
 
     @contextlib.contextmanager
@@ -274,7 +252,7 @@ class ElasticExchange(Exchange):
         """
         try:
             yield
-        except _LOSSES as error:
+        except PeerError as error:
             self._is_lost = True
             self._close_group()
             raise GroupChanged(f"The ranks have changed: {error}", error.rank) from error

@@ -5,7 +5,8 @@
     epoch 3    0 3 2    a new process has come, and was let in between two steps
 
     count       how many processes have come so far; each takes its number from it, from 1
-    member/N    who process N is, a number that it changes all the time, the epoch that it asks for
+    member/N    who process N is, and the epoch that it asks for
+    beat/N      a number that it changes all the time
     epoch/E     its members; written once, by the first rank to decide
 
 Any process may find that the group must change; all of it then ask for the next epoch. The one with
@@ -16,7 +17,6 @@ left does, on those that have. Two may decide: the store keeps the first word.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import threading
 from collections.abc import Collection, Mapping, Sequence
@@ -25,17 +25,15 @@ from typing import Any
 
 from torch.distributed import Store
 
-from phalanx.clock import now_s, pause
+from phalanx.clock import now_s
 from phalanx.distributed.rendezvous import this_host
 from phalanx.errors import PeerLost, PeerTimeout, StateError
-from phalanx.ipc import ProcessIdentity
+from phalanx.ipc import ProcessIdentity, wait_until
 
 __all__ = ["Member", "RankMembership", "RunEnded", "decide"]
 
 _BEAT_S = 0.5
 _FINISHED, _LOST = "finished", "lost"
-_FIRST_PAUSE_S = 1e-3
-_LONGEST_PAUSE_S = 20e-3
 
 
 class RunEnded(StateError):
@@ -49,7 +47,6 @@ class Member:
     Attributes:
         rank: The place that its launcher gave it.
         host, process: Where it runs.
-        beat: How many signs of life it has given.
         asks: The epoch that it asks for.
         done: How many runs it has done; None while it has no state.
         admits: Whether it asks between two steps, where new processes may come in, or is new.
@@ -59,7 +56,6 @@ class Member:
     rank: int
     host: str = ""
     process: Sequence[int] = ()
-    beat: int = 0
     asks: int = 0
     done: int | None = None
     admits: bool = False
@@ -114,12 +110,11 @@ class RankMembership:
         self._size = size
         self._timeout_s = timeout_s
         self._lost_after_s = lost_after_s
-        self._members: Sequence[int] = ()
+        self._members: dict[int, Member] = {}
         self._gone: set[int] = set()
         self._wanting: frozenset[int] = frozenset()  # as the last beat has found
         self._beats: dict[int, tuple[int, float]] = {}
         self.number = store.add("count", 1)
-        self._lock = threading.Lock()
         self._mine = Member(rank=rank, host=this_host(), process=ProcessIdentity.current())
         self._describe()
         self._ended = threading.Event()
@@ -155,8 +150,8 @@ class RankMembership:
             if self._is_gone(number, member):
                 raise PeerLost(f"Rank {member.rank} has died as the ranks formed a group.", place)
 
-    def next_epoch(self, done: int | None, *, admits: bool) -> Sequence[int]:
-        """Return the members of the next epoch that this process is in, by rank.
+    def next_epoch(self, done: int | None, *, admits: bool) -> Mapping[int, Member]:
+        """Return the members of the next epoch that this process is in, by rank, as they asked.
 
         It blocks until all that live have asked for it.
 
@@ -168,15 +163,20 @@ class RankMembership:
             PeerLost: The others have continued without this process, or the store is gone.
             StateError: The run has ended.
         """
-        try:
-            begin_s, pause_s = now_s(), _FIRST_PAUSE_S
-            while True:
-                if self._read_epochs(done):
-                    return self._members
+
+        def is_in() -> bool:
+            if self._read_epochs(done):
+                return True
+            if self._mine.asks <= self.epoch:
                 self._describe(asks=self.epoch + 1, done=done, admits=admits)
-                self._decide(late=now_s() - begin_s > self._timeout_s)
-                pause(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            self._decide()
+            return False
+
+        try:
+            if not wait_until(is_in, self._timeout_s):
+                self._decide(late=True)
+                self._read_epochs(done)
+            return self._members
         except StateError:
             raise
         except RuntimeError as error:
@@ -187,10 +187,10 @@ class RankMembership:
 
     def _read_epochs(self, done: int | None) -> bool:
         """Read the epochs that were decided since, up to one that this process is in."""
-        while members := self._read(f"epoch/{self.epoch + 1}"):
+        while numbers := self._read(f"epoch/{self.epoch + 1}"):
             self.epoch += 1
-            self._members = members
-            if self.number in members:
+            self._members = {number: self._read_member(number) for number in numbers}
+            if self.number in numbers:
                 return True
             if done is not None:
                 raise PeerLost(
@@ -199,9 +199,9 @@ class RankMembership:
                 )
         return False
 
-    def _decide(self, *, late: bool) -> None:
+    def _decide(self, *, late: bool = False) -> None:
         """Decide on the next epoch, where that is up to this process and all is known."""
-        if late and (self._mine.done is None or self.number not in self._members):
+        if late and self._mine.done is None:
             raise PeerTimeout(
                 f"{self._size} ranks must come to begin, or let this one in between two steps, "
                 f"but did not within {self._timeout_s:g} s. See that the others run.",
@@ -215,37 +215,36 @@ class RankMembership:
         }
         if late:
             living = [number for number in living if number in asking]
-        if not living and any(
-            self._read_member(number).left == _FINISHED for number in self._members
-        ):
-            raise self._end_of_run()
+        if not living:
+            self._check_unfinished()
         if not late and min(living or asking, default=0) != self.number:
             return  # who is late decides, too: the one whose turn it is may live and not move
         members = decide(living, asking, self._size)
         if members is not None:
             self._store.compare_set(f"epoch/{self.epoch + 1}", "", json.dumps(members))
 
-    def _end_of_run(self) -> StateError:
-        """Return why this process cannot join a run that has ended."""
-        ended = "The run that this rank would join has ended, and"
-        for member in map(self._read_member, self._members):
-            if member.rank == self._mine.rank and member.left == _FINISHED:
-                return StateError(
-                    f"{ended} this rank's process {member.process[0]} had finished it. What a "
-                    "script does afterwards is not repeated, and it trains with `Ranks()` in one "
-                    "`Trainer` only. Start the job again, or that part alone."
-                )
-        return RunEnded(f"{ended} all its ranks have left: nothing is left to be done here.")
+    def _check_unfinished(self) -> None:
+        """Raise where the run that this process would join has ended."""
+        finished = [
+            each for each in map(self._read_member, self._members) if each.left == _FINISHED
+        ]
+        if any(each.rank == self._mine.rank for each in finished):
+            raise StateError(
+                "The run that this rank would join has ended, and its process before had finished "
+                "it. What a script does afterwards is not repeated, and it trains with `Ranks()` "
+                "in one `Trainer` only. Start the job again, or that part alone."
+            )
+        if finished:
+            raise RunEnded(
+                "The run that this rank would join has ended: nothing is left to be done here."
+            )
 
     # --- what the store says ----------------------------------------------------------------------
 
     def _describe(self, **changes: Any) -> None:  # Any: attributes of `Member`
         """Write down what has changed about this process."""
-        with self._lock:
-            mine = replace(self._mine, **changes)
-            if mine != self._mine or not mine.beat:
-                self._store.set(f"member/{self.number}", json.dumps(asdict(mine)))
-            self._mine = mine
+        self._mine = replace(self._mine, **changes)
+        self._store.set(f"member/{self.number}", json.dumps(asdict(self._mine)))
 
     def _read(self, key: str) -> Any:  # Any: JSON
         """Return a value, none of which is ever deleted; None where there is none."""
@@ -261,8 +260,6 @@ class RankMembership:
         return {number: Member(**each) for number, each in found.items() if each}
 
     def _is_gone(self, number: int, member: Member) -> bool:
-        if number == self.number:
-            return False
         if number not in self._gone and (member.left or not self._shows_life(number, member)):
             self._gone.add(number)
             if member.host == self._mine.host and not member.left:  # others would wait for a beat
@@ -273,18 +270,17 @@ class RankMembership:
     def _shows_life(self, number: int, member: Member) -> bool:
         if member.host == self._mine.host:
             return ProcessIdentity(*member.process).alive()
+        beat = self._store.add(f"beat/{number}", 0)
         last, since_s = self._beats.get(number, (-1, 0.0))
-        if member.beat != last:
+        if beat != last:
             since_s = now_s()
-            self._beats[number] = member.beat, since_s
+            self._beats[number] = beat, since_s
         return now_s() - since_s <= self._lost_after_s
 
     def _beat(self) -> None:
         """Give signs of life, and see who wants to come in, until this process leaves."""
         with contextlib.suppress(RuntimeError):  # the store is gone: who needs it next says so
-            for beat in itertools.count(1):
-                self._describe(beat=beat)
+            while not self._ended.wait(_BEAT_S):
+                self._store.add(f"beat/{self.number}", 1)
                 found = self._read_members().items()
                 self._wanting = frozenset(n for n, each in found if each.asks and each.done is None)
-                if self._ended.wait(_BEAT_S):
-                    return

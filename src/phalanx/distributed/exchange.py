@@ -54,10 +54,10 @@ class Exchange:
     """
 
     # Of groups whose ranks may change, which `ElasticExchange` has:
+    newcomers_wait = False  # whether processes wait to join, as far as this rank knows
     has_newcomers = False  # whether processes wait to join, as rank 0 has said in the last run
     is_behind = False  # whether the others have done one run more
     is_late = False  # whether this rank came when the others had begun, and has done no run yet
-    newcomers_wait = False  # whether processes wait to join, as far as this rank knows
 
     _group: Any = None  # a ProcessGroup; torch's stubs lack its operations
 

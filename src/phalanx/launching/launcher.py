@@ -20,28 +20,61 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from phalanx.errors import ConfigError
 from phalanx.ipc import RunDirectory
-from phalanx.launching.one_host import ONE_HOST
 from phalanx.launching.rank_failures import RankFailed, RankFailure, describe_failures
 from phalanx.replicas import num_cores
 
 __all__ = ["launch_script"]
 
 _AGENT_LOGGERS = ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api")
+_LOOPBACK = "127.0.0.1"
 _MEET_S = 600  # how long hosts wait for each other
+_ONE_HOST = "phalanx-one-host"
 _RESTARTS = str(Path(__file__).with_name("rank_restarts.py"))
+
+
+class _OneHost(StaticTCPRendezvous):
+    """A rendezvous of one launcher: each attempt gets a store, at the loopback address only.
+
+    torch's own opens its store at all addresses of the host, and lends one to all attempts, where
+    the ranks of the next one find the addresses of their predecessors.
+    """
+
+    def get_backend(self) -> str:
+        return _ONE_HOST
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        listener = socket.create_server((_LOOPBACK, 0))
+        port, fd = listener.getsockname()[1], listener.detach()
+        self._store = TCPStore(
+            _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=fd
+        )
+        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(_LOOPBACK, port))
+
+
+rendezvous_handler_registry.register(
+    _ONE_HOST, lambda parameters: _OneHost(_LOOPBACK, 0, 0, 1, parameters.run_id, 0)
+)
 
 
 def launch_script(
@@ -85,25 +118,26 @@ def launch_script(
     for name in _AGENT_LOGGERS:  # they repeat, for each rank, what we say once at the end
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        with _folder() as folder:
+        name = f"launch-{secrets.token_hex(4)}"
+        with RunDirectory.join(name, base=tempfile.gettempdir()) as run_directory:
             config = LaunchConfig(
                 min_nodes=nodes,
                 max_nodes=nodes,
                 nproc_per_node=ranks,
-                run_id=f"phalanx-{endpoint or secrets.token_hex(4)}",
-                rdzv_backend=ONE_HOST if alone else "c10d",
+                run_id=f"phalanx-{endpoint or name}",
+                rdzv_backend=_ONE_HOST if alone else "c10d",
                 rdzv_endpoint=endpoint,
-                rdzv_configs={} if alone else {"join_timeout": _MEET_S, "read_timeout": _MEET_S},
+                rdzv_configs={"join_timeout": _MEET_S, "read_timeout": _MEET_S},
                 local_addr="localhost" if alone else None,
                 max_restarts=max_restarts,
-                logs_specs=DefaultLogsSpecs(log_dir=str(folder), tee=Std.ALL),
+                logs_specs=DefaultLogsSpecs(log_dir=str(run_directory.path), tee=Std.ALL),
                 log_line_prefix_template="[rank ${rank}] ",
             )
             run = elastic_launch(config, sys.executable)
             try:
                 run("-u", _RESTARTS, str(rank_restarts), str(os.getpid()), str(script), *args)
             except ChildFailedError as exc:
-                raise describe_failures(_read_failures(folder, exc.failures)) from None
+                raise describe_failures(_read_failures(run_directory.path, exc.failures)) from None
             except (RendezvousTimeoutError, RendezvousConnectionError) as exc:
                 why = str(exc.__cause__ or exc).splitlines()[0].rstrip(".")
                 raise RankFailed(
@@ -111,11 +145,13 @@ def launch_script(
                     "launch` on each with the same `--endpoint` and `--nnodes`, and see that the "
                     "port can be reached."
                 ) from exc
+            finally:
+                RunDirectory.sweep()  # what killed ranks have left
     except SignalException as exc:
-        ended_by = exc.sigval
-        interrupts = ended_by == signal.SIGINT
-        signal.signal(ended_by, signal.default_int_handler if interrupts else signal.SIG_DFL)
-        signal.raise_signal(ended_by)
+        if exc.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        signal.signal(exc.sigval, signal.SIG_DFL)
+        signal.raise_signal(exc.sigval)
 
 
 def _read_failures(logs: Path, reported: Mapping[int, ProcessFailure]) -> list[RankFailure]:
@@ -131,14 +167,3 @@ def _read_failures(logs: Path, reported: Mapping[int, ProcessFailure]) -> list[R
     noted = {note["rank"]: RankFailure(**note) for note in notes if "rank" in note}
     silent = {rank: RankFailure(rank, each.exitcode) for rank, each in reported.items()}
     return [*(silent | noted).values()]
-
-
-@contextmanager
-def _folder() -> Iterator[Path]:
-    """Make the job's folder; remove it, and what killed ranks and launchers have left."""
-    name = f"launch-{secrets.token_hex(4)}"
-    try:
-        with RunDirectory.join(name, base=tempfile.gettempdir()) as folder:
-            yield folder.path
-    finally:
-        RunDirectory.sweep()

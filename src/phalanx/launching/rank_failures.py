@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import runpy
 import signal
+import traceback
 from collections.abc import Iterable
-from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -15,10 +13,7 @@ from phalanx.clock import wall_clock_s
 from phalanx.environment import read_rank
 from phalanx.errors import PeerError
 
-__all__ = ["RankFailed", "RankFailure", "describe_failures", "users_traceback"]
-
-_LEADING = (str(Path(__file__).parent), runpy.__file__, "<string>", "<frozen runpy>")
-"""Where frames lie that come before the user's own, in a rank's traceback."""
+__all__ = ["RankFailed", "RankFailure", "describe_failures"]
 
 
 class RankFailed(PeerError):
@@ -40,7 +35,7 @@ class RankFailure(NamedTuple):
 
     Attributes:
         exit_code: Or minus the signal that killed it.
-        message: The error, or its traceback where the rank has not printed it.
+        message: The error.
         at_s: The moment of the failure. A rank that was killed cannot note it, and others fail
             because it is gone: so it comes first.
         is_echo: Whether it failed because it lost another rank.
@@ -53,24 +48,16 @@ class RankFailure(NamedTuple):
     is_echo: bool = False
 
     @classmethod
-    def of(cls, exc: BaseException, message: str) -> RankFailure:
-        """Describe the failure of this process."""
-        code = exc.code if isinstance(exc, SystemExit) else None
+    def of(cls, exc: BaseException) -> RankFailure:
+        """Describe the failure of this process; exit code 0 means that it is none."""
+        code = exc.code if isinstance(exc, SystemExit) else 1
         return cls(
             rank=read_rank(),
-            exit_code=code & 0xFF if isinstance(code, int) else 1,
-            message=message.rstrip(),
+            exit_code=code & 0xFF if isinstance(code, int) else int(code is not None),
+            message="".join(traceback.format_exception_only(exc)).rstrip(),
             at_s=wall_clock_s(),
             is_echo=isinstance(exc, PeerError | dist.DistError),
         )
-
-
-def users_traceback(exc: BaseException) -> TracebackType | None:
-    """Return the traceback of ``exc`` without the frames that lead to the user's own code."""
-    found = exc.__traceback__
-    while found is not None and found.tb_frame.f_code.co_filename.startswith(_LEADING):
-        found = found.tb_next
-    return found
 
 
 def describe_failures(failures: Iterable[RankFailure]) -> RankFailed:

@@ -21,7 +21,10 @@ from pathlib import Path
 
 __all__: list[str] = []
 
-_RANK = ("-u", "-c", "from phalanx.launching.rank_start import main; main()")
+_RANK = (
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "  # it ends silently until `main`
+    "from phalanx.launching.rank_start import main; main()"
+)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -34,7 +37,7 @@ def _main() -> int:
     status, how = 0, ""
     for attempt in range(int(restarts) + 1):
         environment = {**os.environ, "PHALANX_RANK_RESTARTS": str(attempt)}
-        words = [sys.executable, *_RANK, str(os.getpid()), *script]
+        words = [sys.executable, "-u", "-c", _RANK, str(os.getpid()), *script]
         with subprocess.Popen(words, env=environment) as child:
             status = child.wait()
         if status == 0 or signals:

@@ -1,18 +1,17 @@
-"""The start of a rank: our backend as the default, then the user's script or function.
+"""The start of a rank: our backend as the default, then the user's script.
 
-Where it fails, the moment and the error go to the launcher, so that the first failure can be told
-from those that it caused: into the file that the launcher has named, or back to Ray's driver.
+Where it fails, the moment and the error go into the file that the launcher has named, so that the
+first failure can be told from those that it caused.
 """
 
 from __future__ import annotations
 
 import json
 import runpy
+import signal
 import sys
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,12 +20,14 @@ from phalanx.distributed import RunEnded
 from phalanx.environment import error_file
 from phalanx.files import written_whole
 from phalanx.ipc import die_with_parent
-from phalanx.launching.rank_failures import RankFailure, users_traceback
+from phalanx.launching.rank_failures import RankFailure
 
-__all__ = ["call", "main", "record_failures"]
+__all__ = ["main", "prepare_rank", "record_failures"]
+
+_INTERRUPTED = 130  # the exit status that a shell gives to a program that Ctrl-C ended
 
 
-def _prepare() -> None:
+def prepare_rank() -> None:
     """Let ``init_process_group()`` without a backend mean ours, unless there is a CUDA device."""
     if not torch.cuda.is_available():
         dist.Backend.default_device_backend_map["cpu"] = "phalanx"
@@ -42,38 +43,31 @@ def record_failures(run: Callable[[], object]) -> None:
     except RunEnded as exc:  # nothing is left to be done: no failure
         sys.stderr.write(f"{exc}\n")
     except BaseException as exc:
-        if path is not None and _is_failure(exc):
+        failure = RankFailure.of(exc)
+        if path is not None and failure.exit_code:
             # Whole or not at all: the launcher may end this rank at any moment, and reads the file.
-            failure = RankFailure.of(exc, "".join(traceback.format_exception_only(exc)))
             with written_whole(path) as draft:
                 draft.write_text(json.dumps(failure._asdict()), encoding="utf-8")
         raise
 
 
-def _is_failure(exc: BaseException) -> bool:
-    return not isinstance(exc, SystemExit) or bool(exc.code)
-
-
 def main() -> None:
     """Run the script that the command line names, and end with the launcher that it names."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     _, launcher, *sys.argv = sys.argv
+    script = sys.argv[0]
     die_with_parent(int(launcher))
-    _prepare()
-    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
+    prepare_rank()
+    sys.path.insert(0, str(Path(script).resolve().parent))
     try:
-        record_failures(lambda: runpy.run_path(sys.argv[0], run_name="__main__"))
-    except (Exception, KeyboardInterrupt) as exc:
-        exc.__traceback__ = users_traceback(exc)
-        sys.excepthook(type(exc), exc, exc.__traceback__)
+        record_failures(lambda: runpy.run_path(script, run_name="__main__"))
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends it without a traceback
+        sys.exit(_INTERRUPTED)
+    except Exception as exc:
+        frame = exc.__traceback__
+        while frame is not None and frame.tb_frame.f_code.co_filename != script:
+            frame = frame.tb_next  # it leads to the script
+        exc.__traceback__ = frame
+        sys.excepthook(type(exc), exc, frame)
         sys.exit(1)
-
-
-# Any: what functions return.
-def call(function: Callable[..., Any], args: Sequence[object]) -> tuple[Any, RankFailure | None]:
-    """Call a function; return its result, and how it failed or None."""
-    _prepare()
-    try:
-        return function(*args), None
-    except BaseException as exc:
-        lines = traceback.format_exception(type(exc), exc, users_traceback(exc))
-        return None, RankFailure.of(exc, "".join(lines)) if _is_failure(exc) else None

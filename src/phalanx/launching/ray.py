@@ -22,17 +22,19 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from phalanx.clock import pause
 from phalanx.cluster import draw_secret
-from phalanx.errors import PeerTimeout, UnsupportedError
-from phalanx.launching.rank_failures import RankFailed, RankFailure, describe_failures
-from phalanx.launching.rank_start import call
+from phalanx.errors import PeerError, PeerTimeout, UnsupportedError
+from phalanx.launching.rank_failures import RankFailed
+from phalanx.launching.rank_start import prepare_rank
 from phalanx.plan import check_function, read_count
 
 __all__ = ["on_ray"]
 
+_ECHOES = (PeerError, dist.DistError)  # errors of a rank because it lost another one
 _OTHERS_S = 3.0  # after a failure: for those of the others, one of which may be its cause
 _LAST_LINES_S = 0.5  # for Ray to print what the ranks wrote last
 
@@ -122,7 +124,7 @@ def on_ray(
                 runtime_env={"env_vars": {**job, **place}},  # before it imports torch
             )
             actors.append(new_actor.remote(rank, secret))
-        runs = [each.run.remote(function, args, os.getcwd()) for each in actors]
+        runs = [each.run.remote(function, args) for each in actors]
         return _await_ranks(ray, runs)
     finally:
         ray.util.remove_placement_group(group)  # and the actors in it
@@ -132,25 +134,20 @@ def on_ray(
 # Any: Ray's module and references, whose types are not there where Ray is not.
 def _await_ranks(ray: Any, runs: Sequence[Any]) -> list[Any]:
     """Return what the ranks return, by rank, or raise the first failure."""
-    values: dict[int, Any] = {}
-    failures: list[RankFailure] = []
+    failures: dict[int, Exception] = {}  # by rank, as they come
     waiting = list(runs)
     while waiting:
         done, waiting = ray.wait(waiting, timeout=_OTHERS_S if failures else None)
         if not done:
             break
-        for run in done:
-            rank = runs.index(run)
-            try:
-                values[rank], failure = ray.get(run)
-            except ray.exceptions.RayActorError as exc:
-                why = " ".join(str(exc).split())
-                raise RankFailed(f"Rank {rank} was lost: {why}", rank, 128 + 9) from None
-            if failure is not None:
-                failures.append(failure)
+        try:
+            ray.get(done)
+        except ray.exceptions.RayError as exc:  # one of a task is of the task's own type, too
+            failures[runs.index(done[0])] = exc
     if failures:
-        raise describe_failures(failures)
-    return [values[rank] for rank in range(len(values))]
+        rank = min(failures, key=lambda each: isinstance(failures[each], _ECHOES))
+        raise RankFailed(f"Rank {rank} failed: {failures[rank]}".rstrip(), rank)
+    return list(ray.get(runs))
 
 
 class _Actor:
@@ -158,19 +155,20 @@ class _Actor:
 
     def __init__(self, rank: int, secret: bytes) -> None:
         self._rank = rank
-        self._secret = tempfile.TemporaryFile()  # noqa: SIM115 - of mode 0600, until this ends
+        self._secret = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - of mode 0600
         self._secret.write(secret)
-        self._secret.flush()
         os.environ["PHALANX_SECRET_FILE"] = f"/proc/{os.getpid()}/fd/{self._secret.fileno()}"
 
     def __repr__(self) -> str:  # stands before each line that Ray prints
         return f"rank {self._rank}"
 
     # Any: what functions return.
-    def run(
-        self, function: Callable[..., Any], args: Sequence[object], folder: str
-    ) -> tuple[Any, RankFailure | None]:
-        """Call a function in ``folder``; return its result, and how it failed or None."""
-        if os.path.isdir(folder):
-            os.chdir(folder)
-        return call(function, args)
+    def run(self, function: Callable[..., Any], args: Sequence[object]) -> Any:
+        """Call a function; return its result, or None where it exits with success."""
+        prepare_rank()
+        try:
+            return function(*args)
+        except SystemExit as exc:
+            if exc.code:
+                raise  # it ends the actor, and Ray says why
+            return None

@@ -19,7 +19,7 @@ from phalanx.launching import rank_restarts
     ],
 )
 def test_a_restart_names_the_rank_and_how_it_ended(end, how, status, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(rank_restarts, "_RANK", ("-c", f"import os, sys; {end}"))
+    monkeypatch.setattr(rank_restarts, "_RANK", f"import os, sys; {end}")
     monkeypatch.setattr(sys, "argv", ["rank_restarts.py", "1", str(os.getppid())])
     (tmp_path / "2").mkdir()
     for name, value in {
