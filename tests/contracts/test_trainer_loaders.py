@@ -18,7 +18,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 import phalanx
 from tests.worlds import World, in_executor_worlds
@@ -366,3 +375,29 @@ def test_reading_moves_no_generator_of_the_process() -> None:
         disturb(5)
         t.fit(augmented(0), epochs=2)
         assert (torch.rand(()).item(), np.random.rand(), random.random()) == expected
+
+
+SAMPLERS = [
+    RandomSampler(Rows()),
+    RandomSampler(Rows(), replacement=True),
+    WeightedRandomSampler([1.0, 5, 2, 2, 1, 9], ROWS),
+    SubsetRandomSampler(range(ROWS)),
+]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=["shuffle", "replacement", "weighted", "subset"])
+def test_the_order_is_the_same_for_any_number_of_the_loaders_workers(sampler, tmp_path: Path):
+    def loader(workers: int, **how: bool) -> DataLoader[Batch]:
+        return DataLoader(Rows(), 2, sampler=sampler, num_workers=workers, **how)
+
+    expected = trained(loader(0), 2)
+    assert trained(loader(2), 2) == expected
+    assert trained(loader(1, persistent_workers=True), 2) == expected
+    seen = Seen()
+    with trainer(seen) as t:
+        t.fit(loader(2), steps=2)
+        t.save(tmp_path / "c")
+    with trainer(seen) as t:
+        t.resume(tmp_path / "c")
+        t.fit(loader(0), epochs=2)
+    assert seen.rows == expected

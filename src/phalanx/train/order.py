@@ -71,9 +71,27 @@ class Reader:
             begin_epoch(self._loader, self._epoch)
             for place, generator in enumerate(_generators_of(self._loader)):
                 generator.manual_seed(derive_seed(self._seed, _DATA, self._epoch, 0, place))
-            if isinstance(self._loader, DataLoader) and has_workers(self._loader):
-                draw_base_seed(self._loader)  # as when it started them, and not again
-            self._batches = iter(self._loader)
+            if isinstance(self._loader, DataLoader) and self._loader.num_workers:
+                self._batches = self._begin_with_workers(self._loader)
+            else:
+                self._batches = iter(self._loader)
+
+    def _begin_with_workers(self, loader: DataLoader[Any]) -> Iterator[Nested]:
+        """Begin to iterate a loader whose sampler is asked at once, and not by the first read.
+
+        So the sampler draws here what it would draw there. Otherwise a loader without a generator
+        would draw the seed of its workers before it, from the same numbers.
+        """
+        if has_workers(loader):
+            draw_base_seed(loader)  # as when it started them, and not again
+        generator = loader.generator
+        if generator is None:
+            loader.generator = torch.Generator().manual_seed(torch.initial_seed())
+        try:
+            with self._drawing(1):
+                return iter(loader)
+        finally:
+            loader.generator = generator
 
     def _read(self, end: Any) -> None:
         assert self._batches is not None
