@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["save_tensors", "sync_to_disk", "written_whole"]
+__all__ = ["digest_of", "save_tensors", "sync_to_disk", "written_whole"]
 
 
 def save_tensors(
@@ -31,6 +32,16 @@ def save_tensors(
     mode = stat.S_IMODE(path.stat().st_mode)
     save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
     path.chmod(mode)  # safetensors makes files that only their owner may read
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """Return the SHA-256 of the bytes of tensors on the CPU, one after the other."""
+    import torch
+
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import CheckpointError
-from phalanx.files import sync_to_disk, written_whole
+from phalanx.files import digest_of, sync_to_disk, written_whole
 from phalanx.ipc import fail_point
 from phalanx.tables.spec import TableSpec
 
@@ -27,7 +27,7 @@ def save_parts(spec: TableSpec, parts: list[Tensor], directory: Path) -> Path:
         CheckpointError: The directory cannot be written to.
     """
     path = directory / f"{spec.name}.snapshot"
-    content = {"table": spec.as_mapping(), "parts": parts}
+    content = {"table": spec.as_mapping(), "parts": parts, "digest": digest_of(parts)}
     with contextlib.ExitStack() as stack:
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -67,6 +67,7 @@ def load_parts(spec: TableSpec, directory: Path) -> list[Tensor]:
         _refuse_other("tensors", kinds, spec.parts(rows))
         if spec.has_keys:
             _refuse_other("number of different keys", len(parts[0].unique()), rows)
+        _refuse_other("digest", digest_of(parts), found["digest"])
     except FileNotFoundError:
         raise CheckpointError(
             f"`directory` must hold a snapshot of table {spec.name!r}, but {str(path)!r} is not "

@@ -26,6 +26,11 @@ def cut_short(content: bytes) -> bytes:
     return content[: len(content) // 2]
 
 
+def with_one_other_bit(content: bytes) -> bytes:
+    at = content.rindex(torch.ones(3).numpy().tobytes()) + 3  # in the exponent of a value
+    return content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :]
+
+
 def of_another_shape(content: bytes) -> bytes:
     return changed(content, lambda parts: [*parts[:-1], parts[-1][:-1]])
 
@@ -42,7 +47,9 @@ def changed(content: bytes, change: Callable[[list[Tensor]], list[Tensor]]) -> b
     return written.getvalue()
 
 
-@pytest.mark.parametrize("spoil", [cut_short, of_another_shape, without_a_state])
+@pytest.mark.parametrize(
+    "spoil", [cut_short, with_one_other_bit, of_another_shape, without_a_state]
+)
 @pytest.mark.parametrize("make", [matrix, by_key])
 def test_a_changed_snapshot_is_refused_and_changes_nothing(make, spoil, tmp_path):
     with tables.join() as world:
