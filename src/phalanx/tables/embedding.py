@@ -95,8 +95,9 @@ class TableEmbedding(nn.Module):
             go up the gradient; the padding row, or in forward any row, is outside it.
         PeerTimeout: In forward and backward, as ``table.get`` and ``table.add``.
 
-    Determinism: Values, and with updater "sgd" the trained rows, are those of ``nn.Embedding`` with
-    ``torch.optim.SGD``, to the bit, if every batch goes through it once per step.
+    Determinism: Values are bitwise those of ``nn.Embedding``. If each batch goes through it once a
+    step, so are rows trained with "sgd" those of ``torch.optim.SGD`` where `lr` is a power of two;
+    else they differ by a rounding a step, as torch may round ``w - lr * g`` once, tables twice.
 
     Example:
         >>> from phalanx import tables
