@@ -142,7 +142,7 @@ class TrainingRun:
         """Train to the last epoch, from the last checkpoint if there is one.
 
         Returns:
-            Whether it came to its end; False if a signal stopped it.
+            Whether it came to its end; False if a signal stopped it before.
         """
         checkpoint = Checkpoint(
             self.folder.checkpoints_path, every_epochs=1, every_steps=self.options.every_steps
@@ -182,7 +182,9 @@ class TrainingRun:
             if last is not None:
                 trainer.resume(last)
                 self._set_rates(trainer, length_of(loader))
-            if trainer.epochs >= options.epochs:
+            is_left = trainer.epochs < options.epochs
+            # A run that was killed before its weights were written has no epoch left.
+            if not is_left and options.epochs != folder.read_config()["options"]["epochs"]:
                 raise ConfigError(
                     f"`--epochs` must be more than the {trainer.epochs} that the run has finished, "
                     f"but is {options.epochs}. Give --epochs {2 * trainer.epochs}."
@@ -192,19 +194,22 @@ class TrainingRun:
             console.print(self._describe())
             if before is not None and digest != before:
                 console.print("The data has changed since then: this is no longer one run.")
-            with stopped_by_signals(trainer.stop, console) as interruption:
-                trainer.fit(
-                    loader,
-                    epochs=options.epochs,
-                    validate=None if validation is None else self._loader(validation),
-                    progress=False,
+            if not is_left:
+                console.print(
+                    f"All {trainer.epochs} epochs are finished, so only the weights are written. "
+                    f"To train longer, give --epochs {2 * trainer.epochs}."
                 )
-            if not interruption.happened:
+            check = None if validation is None else self._loader(validation)
+            with stopped_by_signals(trainer.stop, console) as interruption:
+                if is_left:
+                    trainer.fit(loader, epochs=options.epochs, validate=check, progress=False)
+            interrupted = interruption.happened and trainer.epochs < options.epochs
+            if not interrupted:
                 if best is not None and best.best is not None:
                     trainer.module.load_state_dict(load_file(best.best / "model.safetensors"))
                 folder.write_model(trainer.module)
-            console.print(self._conclude(trainer, interrupted=interruption.happened))
-        return not interruption.happened
+            console.print(self._conclude(trainer, interrupted=interrupted))
+        return not interrupted
 
     def _split(self, data: Data) -> tuple[Any, Any]:
         text, seed = self.options.validation, self.options.seed
@@ -323,7 +328,7 @@ class TrainingRun:
             early = (
                 f"Stopped early: {self.options.early_stopping} epochs without a better loss. The "
                 "weights are those of the best epoch.\n"
-                if trainer.stopped
+                if trainer.epochs < self.options.epochs
                 else ""
             )
             return (

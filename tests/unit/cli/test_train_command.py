@@ -67,6 +67,25 @@ class Interrupted(Net):
             os.kill(os.getpid(), int(told.read_text()))
         return super().forward(x)
 
+class Ended(Net):
+    # It sends SIGTERM in the validation of epoch 2, or SIGKILL when its weights are written.
+    def forward(self, x):
+        self.send("15", is_time=not self.training and self.has_saved(5))
+        return super().forward(x)
+
+    def state_dict(self, *args, **settings):
+        self.send("9", is_time=self.has_saved(10))
+        return super().state_dict(*args, **settings)
+
+    def has_saved(self, step):
+        return pathlib.Path(f"ended/checkpoints/step-{step:08d}").is_dir()
+
+    def send(self, number, is_time):
+        wanted = pathlib.Path("signal")
+        if is_time and wanted.exists() and wanted.read_text() == number:
+            wanted.unlink()
+            os.kill(os.getpid(), int(number))
+
 class Failing(Net):
     num_calls = 0
 
@@ -401,6 +420,24 @@ def test_a_stopped_training_continues_to_the_same_bits_on_other_replicas(phalanx
             assert one["validation"] == other["validation"]
 
 
+def test_a_run_whose_epochs_are_done_gets_its_weights(phalanx):
+    words = ("digits", "--model", "own_code:Ended", "--batch-size", "256", "--epochs", "2")
+    phalanx("train", *words, "--out", "whole")
+    whole = load_file("whole/model.safetensors")
+    for number, code_before in (("15", 0), ("9", -9)):
+        Path("signal").write_text(number)
+        code, said = run_to_its_end("train", *words, "--replicas", "1", "--out", "ended")
+        assert code == code_before, said
+        if code_before:
+            assert "model.safetensors" not in files_in("ended")
+            assert "Finish it: phalanx resume" in phalanx("evaluate", "ended", "digits")[2]
+            code, said, err = phalanx("resume", "ended")
+            assert (code, "All 2 epochs are finished" in said, err) == (0, True, "")
+        found = load_file("ended/model.safetensors")
+        assert all(torch.equal(found[name], whole[name]) for name in whole)
+        shutil.rmtree("ended")
+
+
 def test_a_run_that_failed_is_continued_but_not_one_that_diverged(phalanx):
     words = ("digits", "--microbatches", "3", "--every-steps", 4, "--replicas", 1)
     with pytest.raises(OSError, match="gone") as raised:
@@ -432,9 +469,8 @@ def test_a_hanging_step_can_be_left_by_another_signal():
 
 
 def test_a_finished_run_is_continued_with_more_epochs(phalanx, finished):
-    code, _, err = phalanx("resume", "run")
-    assert code == 2
-    assert "`--epochs` must be more than the 1 that the run has finished" in err
+    code, said, _ = phalanx("resume", "run")
+    assert (code, "To train longer, give --epochs 2." in said) == (0, True)
     before = load_file("run/model.safetensors")
     assert phalanx("resume", "run", "--epochs", 2)[0] == 0
     after = load_file("run/model.safetensors")
@@ -442,6 +478,9 @@ def test_a_finished_run_is_continued_with_more_epochs(phalanx, finished):
     rates = [each["learning_rates"] for each in metrics_of("run") if each["kind"] == "step"]
     assert rates[5:] == [[pytest.approx(2e-3 * (1 - step / 10))] for step in range(5, 10)]
     assert sum(record["kind"] == "step" for record in metrics_of("run")) == 10
+    code, _, err = phalanx("resume", "run", "--epochs", 1)
+    assert code == 2
+    assert "`--epochs` must be more than the 2 that the run has finished" in err
 
 
 def test_a_run_that_shall_outlive_its_terminal_does():
