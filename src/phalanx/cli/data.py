@@ -13,7 +13,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -124,37 +123,43 @@ def split(data: Data, share: float, seed: int) -> tuple[Any, Any]:
 def _open_npz(path: Path, task: str, schema: Schema | None) -> Data:
     with np.load(path, allow_pickle=False) as stored:
         arrays = dict(stored)
-    inputs = arrays.get("x_train", arrays.get("x"))
-    if inputs is None:
+    name = "x_train" if "x_train" in arrays else "x"
+    if name not in arrays:
         raise ConfigError(
             f"`DATA` must hold x (and y), or x_train and so on, but {str(path)!r} holds "
             f"{', '.join(arrays)}."
         )
-    data = _from_arrays(inputs, arrays.get("y_train", arrays.get("y")), task, schema)
+    targets = arrays.get("y_train", arrays.get("y"))
+    data = _from_arrays(arrays[name], targets, task, schema, f"{name} of {path}")
     if "x_test" not in arrays:
         return data
-    test = _from_arrays(arrays["x_test"], arrays.get("y_test"), task, data.schema)
+    inputs, targets = arrays["x_test"], arrays.get("y_test")
+    test = _from_arrays(inputs, targets, task, data.schema, f"x_test of {path}")
     return replace(data, validation=test.train)
 
 
 def _open_npy(path: Path, target: str | None, task: str, schema: Schema | None) -> Data:
     targets = path.with_name(target or "y.npy")
     found = np.load(targets, allow_pickle=False) if targets.is_file() else None
-    return _from_arrays(np.load(path, allow_pickle=False), found, task, schema)
+    return _from_arrays(np.load(path, allow_pickle=False), found, task, schema, str(path))
 
 
-def _from_arrays(x: Array, y: Array | None, task: str, schema: Schema | None) -> Data:
+def _from_arrays(x: Array, y: Array | None, task: str, schema: Schema | None, place: str) -> Data:
     """Make rows of arrays; bytes are pixels, and pictures without channels have one."""
-    inputs = torch.from_numpy(x).float() / (255.0 if x.dtype == np.uint8 else 1.0)
-    if inputs.dim() == 3:
+    inputs = _floats(x, place) / (255.0 if x.dtype == np.uint8 else 1.0)
+    if inputs.dim() in (1, 3):
         inputs = inputs[:, None]
     shape = tuple(inputs.shape[1:])
+    known = schema.input_shape if schema is not None else None
+    # Pictures may have other heights and widths: a model of convolutions takes them.
+    if known is not None and (len(shape), shape[0]) != (len(known), known[0]):
+        raise ConfigError(f"{place} must have rows of shape {known}, but has rows of {shape}.")
     if y is None:
         return Data(train=TensorDataset(inputs), schema=schema or Schema(input_shape=shape))
-    if len(x) != len(y):
-        raise ConfigError(f"x and y must have as many rows, but have {len(x)} and {len(y)}.")
-    if y.ndim > 1 and math.prod(y.shape[1:]) > 1:
-        targets, classes = torch.from_numpy(y).float(), tuple[str, ...]()
+    if y.shape[:1] != x.shape[:1]:
+        raise ConfigError(f"x and y must have as many rows, but have {x.shape} and {y.shape}.")
+    if y.dtype.kind == "c" or (y.ndim > 1 and math.prod(y.shape[1:]) > 1):
+        targets, classes = _floats(y, f"The targets of {place}"), tuple[str, ...]()
         task = "regress"
     else:
         if task == "auto" and y.dtype.kind in "iub":
@@ -165,22 +170,35 @@ def _from_arrays(x: Array, y: Array | None, task: str, schema: Schema | None) ->
     return Data(train=TensorDataset(inputs, targets), schema=schema or found)
 
 
+def _floats(array: Array, place: str) -> Tensor:
+    if array.dtype.kind not in "biuf" or array.ndim == 0:
+        raise ConfigError(
+            f"{place} must be an array of real numbers with a first dimension of rows, but is of "
+            f"{array.dtype} and shape {array.shape}."
+        )
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32))
+
+
 class _Pictures(Dataset[tuple[Tensor, Tensor]]):
     """Pictures of subfolders, one for each class, which are decoded when they are asked for."""
 
-    def __init__(self, root: Path, classes: Sequence[str], size: tuple[int, int] | None) -> None:
-        self._files = [
-            (path, number)
-            for number, name in enumerate(classes)
-            for path in sorted((root / name).rglob("*"))
-            if path.suffix.lower() in _PICTURES
-        ]
-        if not self._files:
+    def __init__(self, root: Path, schema: Schema | None) -> None:
+        found = _find_pictures(root)
+        if not found:
             raise ConfigError(
                 "`DATA` must be a folder with a subfolder of pictures for each class, but "
                 f"{str(root)!r} has none."
             )
-        self.size: tuple[int, int] = size or self._open(0).size
+        self.classes = tuple(found) if schema is None else schema.classes
+        if unknown := found.keys() - {*self.classes}:
+            raise ConfigError(
+                f"Each subfolder of {str(root)!r} must be one of the classes "
+                f"{', '.join(self.classes[:20])} of the training data, but {min(unknown)!r} is "
+                "none. Rename it, or move it out."
+            )
+        numbers = {name: number for number, name in enumerate(self.classes)}
+        self._files = [(path, numbers[name]) for name in found for path in found[name]]
+        self.size: tuple[int, int] = (schema and schema.size) or self._open(0).size
 
     def __len__(self) -> int:
         return len(self._files)
@@ -188,31 +206,51 @@ class _Pictures(Dataset[tuple[Tensor, Tensor]]):
     def _open(self, place: int) -> Any:  # Any: PIL has its own types
         from PIL import Image  # matplotlib brings it
 
-        return Image.open(self._files[place][0]).convert("RGB")
+        path = self._files[place][0]
+        try:
+            image = Image.open(path)
+            if image.mode.startswith("I"):  # grey of 16 bits, which `convert` clips to 8
+                return Image.fromarray(np.asarray(image, dtype=np.float32) / 257)
+            return image.convert("RGB")
+        except Exception as error:  # PIL's decoders raise many kinds
+            kind = type(error).__name__
+            raise ConfigError(
+                f"{path} must be a picture, but cannot be read: {kind}. Move it out."
+            ) from error
 
     def __getitem__(self, place: int) -> tuple[Tensor, Tensor]:
         pixels = np.asarray(self._open(place).resize(self.size), dtype=np.float32) / 255
-        return torch.from_numpy(pixels).permute(2, 0, 1), torch.tensor(self._files[place][1])
+        channels = torch.from_numpy(np.atleast_3d(pixels)).permute(2, 0, 1).expand(3, -1, -1)
+        return channels, torch.tensor(self._files[place][1])
+
+
+def _find_pictures(root: Path) -> dict[str, list[Path]]:
+    """Return the pictures below each subfolder that has any; hidden files are left out."""
+    found: dict[str, list[Path]] = {}
+    for folder in sorted(root.iterdir()):
+        for path in sorted(folder.rglob("*")):
+            is_hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+            if path.suffix.lower() in _PICTURES and not is_hidden:
+                found.setdefault(folder.name, []).append(path)
+    return found
 
 
 def _open_folder(root: Path, target: str | None, schema: Schema | None) -> Data:
     if any((root / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return _open_hugging_face(root, target, schema)
     home = root / "train" if (root / "train").is_dir() else root
-    found = sorted(each.name for each in home.iterdir() if each.is_dir())
-    classes = tuple(found) if schema is None else schema.classes
-    train = _Pictures(home, classes, None if schema is None else schema.size)
+    train = _Pictures(home, schema)
     width, height = train.size
     if schema is None:
         schema = Schema(
             task="classify",
             input_shape=(3, height, width),
-            num_outputs=len(classes),
-            classes=classes,
+            num_outputs=len(train.classes),
+            classes=train.classes,
             size=train.size,
         )
     places = [root / name for name in _VALIDATION_FOLDERS if (root / name).is_dir()]
-    validation = _Pictures(places[0], classes, train.size) if places and home != root else None
+    validation = _Pictures(places[0], schema) if places and home != root else None
     return Data(train=train, validation=validation, schema=schema)
 
 
@@ -242,12 +280,13 @@ def _open_hugging_face(root: Path, target: str | None, schema: Schema | None) ->
             x = np.ascontiguousarray(np.moveaxis(x, -1, 1))
         return x, y
 
-    data = _from_arrays(*rows(training), "auto", schema)
+    data = _from_arrays(*rows(training), "auto", schema, str(root))
     data = replace(data, schema=replace(data.schema, target=name))
     others = [parts[each] for each in ("validation", "test") if each in parts]
     if not others:
         return data
-    return replace(data, validation=_from_arrays(*rows(others[0]), "auto", data.schema).train)
+    test = _from_arrays(*rows(others[0]), "auto", data.schema, str(root))
+    return replace(data, validation=test.train)
 
 
 def _open_text(path: Path) -> Data:

@@ -239,6 +239,11 @@ def check_loss(name: str, outputs: Tensor, targets: Tensor, num_classes: int) ->
         targets: Of these rows.
         num_classes: Classes of the data; 0 where they are not known.
     """
+    if name == "cross_entropy" and num_classes == 1:
+        raise ConfigError(
+            "The target must have 2 or more classes, but is the same in each row. Give other data, "
+            "or another column: --target COLUMN."
+        )
     if name == "cross_entropy" and (outputs.dim() < 2 or outputs.shape[1] < 2):
         raise ConfigError(
             "The model must have an output for each of 2 or more classes, but its outputs have "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError
 
-GAPS = ("", "na", "n/a", "nan", "null", "none", "?")  # cells of a table without a value
-
+_GAPS = ("", "na", "n/a", "nan", "null", "none", "?")  # cells of a table without a value
+_WHOLE = re.compile(r"([+-]?[0-9]+)(\.0*)?")
 _FEW = 20  # whole numbers are classes if they have so few values, or repeat so often
 
 
@@ -86,7 +87,7 @@ def encode_targets(
     Raises:
         ConfigError: A word or number is unknown to ``schema``, or no number where one is needed.
     """
-    numbers = [_number(value) for value in values]
+    numbers = [number_of(value) for value in values]
     gaps = [
         row for row, number in enumerate(numbers, 1) if number is not None and math.isnan(number)
     ]
@@ -107,8 +108,12 @@ def encode_targets(
                 f"{words} of {len(values)} rows. Give --task classify."
             )
         return torch.tensor(numbers)[:, None], task, ()
-    names = [_name(value, number) for value, number in zip(values, numbers, strict=True)]
-    classes = schema.classes if schema is not None and schema.classes else _sorted(names)
+    known = schema.classes if schema is not None else ()
+    has_words = any(number_of(each) is None for each in known or values)
+    names = [
+        str(each) if has_words else _name(each, x) for each, x in zip(values, numbers, strict=True)
+    ]
+    classes = known or _sorted(names)
     places = {name: place for place, name in enumerate(classes)}
     unknown = next((name for name in names if name not in places), None)
     if unknown is not None:
@@ -119,10 +124,12 @@ def encode_targets(
     return torch.tensor([places[name] for name in names]), task, classes
 
 
-def _number(value: Any) -> float | None:
-    """Return a number; nan for a gap, None for a word."""
-    if isinstance(value, str) and value.strip().lower() in GAPS:
+def number_of(value: Any) -> float | None:
+    """Return a number; nan for a gap, None for a word, as 1_000 and digits of other scripts."""
+    if isinstance(value, str) and value.strip().lower() in _GAPS:
         return math.nan
+    if isinstance(value, str) and ("_" in value or not value.isascii()):
+        return None
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -138,8 +145,11 @@ def _task_of(numbers: Sequence[float | None]) -> str:
 
 
 def _name(value: Any, number: float | None) -> str:
+    """Return one name for 7, "7", "7.0" and "007"; digits are read exactly: a float has 53 bits."""
+    if whole := _WHOLE.fullmatch(str(value)):
+        return str(int(whole[1]))
     return str(int(number)) if number is not None and number.is_integer() else str(value)
 
 
 def _sorted(names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(sorted(set(names), key=lambda name: (_number(name) or 0.0, name)))
+    return tuple(sorted(set(names), key=lambda name: (number_of(name) or 0.0, name)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from phalanx.cli.schema import GAPS, Data, Schema, encode_targets
+from phalanx.cli.schema import Data, Schema, encode_targets, number_of
 from phalanx.errors import ConfigError
 from phalanx.warning import warn_user
 
@@ -63,13 +64,20 @@ def _read(path: Path) -> tuple[list[str], list[list[str]]]:
     with path.open(newline="", encoding="utf-8-sig") as file:
         first = file.readline()
         file.seek(0)
-        delimiter = "\t" if path.suffix == ".tsv" else max(",;\t", key=first.count)
+        unquoted = re.sub(r'"[^"]*("|$)', "", first)
+        delimiter = "\t" if path.suffix == ".tsv" else max(",;\t", key=unquoted.count)
         header, *rows = [row for row in csv.reader(file, delimiter=delimiter) if row] or [[]]
     header = [name.strip() for name in header]
     if len(header) < 2 or not rows:
         raise ConfigError(
             f"{path} must have a header of 2 columns or more and rows below it, but has "
             f"{len(header)} and {len(rows)}."
+        )
+    if len(set(header)) < len(header):
+        double = next(name for name in header if header.count(name) > 1)
+        raise ConfigError(
+            f"{path} must have columns of different names, but has {double!r} "
+            f"{header.count(double)} times. Rename them in its first line."
         )
     for number, row in enumerate(rows, 2):
         if len(row) != len(header):
@@ -89,10 +97,10 @@ def _is_row(header: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
 
     def fits(name: str, column: Iterable[str]) -> bool:
         cells = [cell.strip() for cell in column]
-        has_words = any(_number_of(cell) is None for cell in cells)
-        return name in cells if has_words else _number_of(name) is not None
+        has_words = any(number_of(cell) is None for cell in cells)
+        return name in cells if has_words else number_of(name) is not None
 
-    are_numbers = all(_number_of(name) is not None for name in header)
+    are_numbers = all(number_of(name) is not None for name in header)
     return are_numbers or all(map(fits, header, zip(*rows[:_LOOKED_AT], strict=True)))
 
 
@@ -100,7 +108,7 @@ def _read_column(
     name: str, texts: Sequence[str], categories: dict[str, list[str]], is_new: bool
 ) -> Tensor:
     """Return numbers; ``categories`` gets the words of a column that ``is_new``."""
-    numbers = [_number_of(text) for text in texts]
+    numbers = [number_of(text) for text in texts]
     if name not in categories:
         if all(number is not None for number in numbers):
             endless = [row for row, number in enumerate(numbers, 1) if abs(number or 0) == math.inf]
@@ -133,15 +141,6 @@ def _read_column(
 def _listed(words: Iterable[str]) -> str:
     shown = ", ".join(list(words)[:20])
     return f" ({shown})" if shown else ""
-
-
-def _number_of(text: str) -> float | None:
-    if text.lower() in GAPS:
-        return math.nan
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def _has(header: Sequence[str]) -> str:

@@ -69,6 +69,8 @@ def test_a_schema_goes_through_json_and_reads_other_data(tmp_path):
         ("size,colour\n1,red\n-inf,red\n", "Column 'size' must hold finite .* '-inf' in row 2"),
         ("1,2\n3,4\n", "must begin with the names of its columns"),
         ("1.5, red,rose\n3,blue,oak\n2, red,rose\n", "its first line is a row: 1.5,red,rose. Wr"),
+        ("size,colour,size\n1,red,2\n", "of different names, but has 'size' 2 times. Rename"),
+        ("size,colour\n1_000,red\n", "must hold numbers as in the training data, .* '1_000'"),
         ("size,colour\n", "must have a header of 2 columns or more and rows below"),
     ],
 )
@@ -90,7 +92,10 @@ def test_a_few_words_among_numbers_are_warned_of(tmp_path):
         open_data(written(tmp_path / "typo.csv", "\n".join(["size,kind", *rows])))
 
 
-def test_names_of_columns_may_be_numbers(tmp_path):
+def test_names_of_columns_may_be_numbers_and_have_separators(tmp_path):
+    text = '"a, b, c";b;y\n1;2;u\n2;3;v\n'
+    data = open_data(written(tmp_path / "quoted.csv", text))
+    assert data.schema.columns == ("a, b, c", "b")
     text = "country,2019,2020,grows\nA,1,2,yes\nB,2,1,no\n"
     data = open_data(written(tmp_path / "wide.csv", text))
     assert data.schema.columns == ("country", "2019", "2020")
@@ -105,6 +110,16 @@ def test_names_of_columns_may_be_numbers(tmp_path):
         (["1.5", "2", "1"], "auto", "regress", (), [[1.5], [2.0], [1.0]]),
         ([1, 2], "regress", "regress", (), [[1.0], [2.0]]),
         ([0.5, 1.5], "classify", "classify", ("0.5", "1.5"), [0, 1]),
+        (["7", "007", "7.0"], "auto", "classify", ("7",), [0, 0, 0]),
+        (
+            ["7", "007", "1e3", "1000", "x"],
+            "auto",
+            "classify",
+            ("x", "007", "7", "1000", "1e3"),
+            [2, 1, 4, 3, 0],
+        ),
+        ([2**53 + 1, 2**53], "classify", "classify", (str(2**53), str(2**53 + 1)), [1, 0]),
+        ([str(2**53 + 1), str(2**53)], "auto", "classify", (str(2**53), str(2**53 + 1)), [1, 0]),
     ],
 )
 def test_targets_decide_the_task(values, asked, task, classes, targets):
@@ -152,13 +167,22 @@ def test_a_file_of_another_kind_is_refused(tmp_path, name):
         open_data(written(tmp_path / name, "no array"))
 
 
-def test_arrays_without_inputs_or_of_other_lengths_are_refused(tmp_path):
-    np.savez(tmp_path / "a.npz", images=np.zeros(3))
-    with pytest.raises(ConfigError, match=r"must hold x .* holds images"):
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"images": np.zeros(3)}, "must hold x .* holds images"),
+        ({"x": np.zeros((3, 2)), "y": np.zeros(2)}, r"as many rows, but have \(3, 2\) and \(2,\)"),
+        ({"x": np.array(["a", "b"])}, "x of .* must be an array of real numbers .* is of <U1"),
+        ({"x": np.float64(3)}, r"x of .* with a first dimension of rows, .* and shape \(\)"),
+        ({"x": np.zeros((3, 2), complex)}, "x of .* must be an array of real .* of complex128"),
+        ({"x": np.zeros(3), "y": np.zeros(3, complex)}, "targets of .* must be .* of complex128"),
+        ({"x": np.zeros((3, 2)), "x_test": np.zeros((3, 4))}, r"x_test of .*\(2,\), .* \(4,\)"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(tmp_path, arrays, message):
+    np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(ConfigError, match=message):
         open_data(str(tmp_path / "a.npz"))
-    np.savez(tmp_path / "b.npz", x=np.zeros((3, 2)), y=np.zeros(2))
-    with pytest.raises(ConfigError, match="as many rows, but have 3 and 2"):
-        open_data(str(tmp_path / "b.npz"))
 
 
 def test_pictures_of_a_folder_have_the_classes_of_its_subfolders(tmp_path):
@@ -173,6 +197,23 @@ def test_pictures_of_a_folder_have_the_classes_of_its_subfolders(tmp_path):
     assert (tuple(inputs.shape), inputs.amax().item(), target.item()) == ((3, 4, 6), 1.0, 1)
     with pytest.raises(ConfigError, match="a subfolder of pictures"):
         open_data(str(tmp_path / "train" / "cat"))
+
+
+def test_no_picture_is_lost(tmp_path):
+    grey = np.linspace(0, 65535, 24).reshape(4, 6).astype(np.uint16)
+    for name in ("train/cat/1", "train/.hidden/1", "val/cat/1", "new/cat/1", "new/Cat/1"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        Image.fromarray(grey).save(tmp_path / f"{name}.png")
+    (tmp_path / "train" / "__pycache__").mkdir()
+    data = open_data(str(tmp_path))
+    assert data.schema.classes == ("cat",)
+    expected = torch.from_numpy(grey / np.float32(65535)).expand(3, -1, -1)
+    torch.testing.assert_close(data.train[0][0], expected)
+    with pytest.raises(ConfigError, match=r"one of the classes cat of .*, but 'Cat' is none"):
+        open_data(str(tmp_path / "new"), schema=data.schema)
+    (tmp_path / "train" / "cat" / "0.png").write_bytes(b"\x89PNG broken")
+    with pytest.raises(ConfigError, match=r"cat/0\.png must be a picture, but cannot be read"):
+        open_data(str(tmp_path))
 
 
 def test_each_byte_of_a_text_follows_its_context(tmp_path):

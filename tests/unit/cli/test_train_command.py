@@ -589,7 +589,7 @@ def test_a_run_folder_that_is_not_given_is_asked_for(phalanx):
 def test_one_column_of_classes_is_refused(phalanx):
     Path("same.csv").write_text("x,y\n" + "1,a\n" * 9)
     code, _, err = phalanx("train", "same.csv")
-    assert (code, "an output for each of 2 or more classes" in err) == (2, True)
+    assert (code, "The target must have 2 or more classes" in err) == (2, True)
 
 
 @pytest.mark.parametrize("name", ["data", "model", "loss"])
