@@ -111,15 +111,8 @@ def test_names_of_columns_may_be_numbers_and_have_separators(tmp_path):
         ([1, 2], "regress", "regress", (), [[1.0], [2.0]]),
         ([0.5, 1.5], "classify", "classify", ("0.5", "1.5"), [0, 1]),
         (["7", "007", "7.0"], "auto", "classify", ("7",), [0, 0, 0]),
-        (
-            ["7", "007", "1e3", "1000", "x"],
-            "auto",
-            "classify",
-            ("x", "007", "7", "1000", "1e3"),
-            [2, 1, 4, 3, 0],
-        ),
-        ([2**53 + 1, 2**53], "classify", "classify", (str(2**53), str(2**53 + 1)), [1, 0]),
-        ([str(2**53 + 1), str(2**53)], "auto", "classify", (str(2**53), str(2**53 + 1)), [1, 0]),
+        (["7", "007", "1e3", "x"], "auto", "classify", ("x", "007", "7", "1e3"), [2, 1, 3, 0]),
+        ([2**53 + 1, str(2**53)], "auto", "classify", (str(2**53), str(2**53 + 1)), [1, 0]),
     ],
 )
 def test_targets_decide_the_task(values, asked, task, classes, targets):
