@@ -145,10 +145,17 @@ def killed() -> None:
     dist.barrier()
 
 
+def exit_with_an_error() -> None:
+    if os.environ["RANK"] == "1":
+        sys.exit(3)
+    signal.pause()
+
+
 @pytest.mark.night
-def test_a_kill_ends_the_run(cluster):
+@pytest.mark.parametrize("end", [killed, exit_with_an_error])
+def test_a_rank_that_ends_with_an_error_ends_the_run(cluster, end):
     with pytest.raises(RankFailed, match="Rank 1 failed: The actor ") as caught:
-        on_ray(killed, 3)
+        on_ray(end, 3)
     assert caught.value.rank == 1
 
 
@@ -161,19 +168,6 @@ def exit_or_return() -> str:
 @pytest.mark.night
 def test_a_rank_that_exits_with_success_returns_none(cluster):
     assert on_ray(exit_or_return, 2) == [None, "returned"]
-
-
-def exit_at_once(code: int) -> None:
-    if os.environ["RANK"] == "1":
-        sys.exit(code)
-    signal.pause()
-
-
-@pytest.mark.night
-def test_a_rank_that_exits_with_an_error_ends_the_run(cluster):
-    with pytest.raises(RankFailed, match="Rank 1 failed: The actor ") as caught:
-        on_ray(exit_at_once, 2, args=(3,))
-    assert caught.value.rank == 1
 
 
 def wait_in(folder: str) -> None:
