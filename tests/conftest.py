@@ -27,7 +27,7 @@ SLOW_FOLDERS = {"benchmarks", "chaos", "device", "examples", "meta", "multiproce
 SLOW_FILES = (  # of other folders
     *("test_backend", "test_compiled_models", "test_executors", "test_hugging_face"),
     *("test_launching", "test_process_executor"),
-    *("test_app", "test_parity", "test_shared_module"),
+    *("test_app", "test_parity", "test_report", "test_shared_module"),
     "test_train_command",
 )
 NO_TESTS = 5  # what pytest returns where it finds none
@@ -76,7 +76,8 @@ def is_slow(item: pytest.Item) -> bool:
     return (
         folder in SLOW_FOLDERS
         or item.path.name.startswith(SLOW_FILES)
-        or re.search(r"processes|forked|hosts|ranks", item.name) is not None
+        or re.search(r"processes|process_dies|loaders_workers|forked|hosts|ranks", item.nodeid)
+        is not None
     )
 
 
