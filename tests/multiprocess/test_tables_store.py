@@ -29,6 +29,12 @@ SIZE = 3
 
 
 @pytest.fixture
+def run(request: pytest.FixtureRequest) -> str:
+    """Return a run's name that no test of a suite beside this one has."""
+    return f"{abs(hash(request.node.name))}-{os.getpid()}"
+
+
+@pytest.fixture
 def children() -> Iterator[Children]:
     with Children() as started:
         yield started
@@ -72,11 +78,11 @@ def key(run: str, name: str) -> str:
 
 
 def test_who_reads_and_writes_the_store_gets_nothing_and_disturbs_nobody(
-    children: Children, tmp_path: Path, secret_file: str
+    run: str, children: Children, tmp_path: Path, secret_file: str
 ) -> None:
     store = keep_store()
     workers = [
-        children.start(work, variables("r", rank, SIZE, SIZE, store.port), secret_file)
+        children.start(work, variables(run, rank, SIZE, SIZE, store.port), secret_file)
         for rank in range(SIZE)
     ]
     assert [worker.get() for worker in workers] == ["added"] * SIZE
@@ -90,7 +96,7 @@ def test_who_reads_and_writes_the_store_gets_nothing_and_disturbs_nobody(
     another = Secret.read(tmp_path / "another").tls(server=False)
     ours = Secret.read(secret_file).tls(server=False)
     for host in range(SIZE):
-        address, there = json.loads(values[key("r", str(host))])[2], run_on("r", host)
+        address, there = json.loads(values[key(run, str(host))])[2], run_on(run, host)
         for tls in (None, another):
             stranger = Connection(Endpoint(host, "it", address, there, tls))
             with pytest.raises((PeerTimeout, ConfigError)):
@@ -122,13 +128,13 @@ def join_again(parent: Parent, given: dict[str, str], secret_file: str) -> None:
 
 
 def test_the_processes_of_a_run_may_join_again_when_it_is_over(
-    children: Children, secret_file: str
+    run: str, children: Children, secret_file: str
 ) -> None:
     store = keep_store()
     workers = []
     for rank in range(2):
         given = {
-            **variables("again", rank, 2, 2, store.port),
+            **variables(run, rank, 2, 2, store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         workers.append(children.start(join_again, given, secret_file))
@@ -148,10 +154,9 @@ def join_alone(parent: Parent, given: dict[str, str], secret_file: str) -> None:
 
 
 def test_a_host_whose_server_does_not_come_is_named_and_nothing_outlives_the_attempt(
-    children: Children, secret_file: str
+    run: str, children: Children, secret_file: str
 ) -> None:
     store = keep_store()
-    run = f"late{os.getpid()}"
     worker = children.start(join_alone, variables(run, 0, 2, 2, store.port), secret_file)
     told = worker.get()
     assert told.startswith(
@@ -166,8 +171,8 @@ def test_a_host_whose_server_does_not_come_is_named_and_nothing_outlives_the_att
     wait_for_exit(server)
 
 
-def test_a_server_that_dies_as_it_begins_is_replaced_at_once(tmp_path: Path) -> None:
-    with regions_on("dies-at-once", 0) as regions:
+def test_a_server_that_dies_as_it_begins_is_replaced_at_once(run: str, tmp_path: Path) -> None:
+    with regions_on(run, 0) as regions:
         page = ServerPage(regions)
 
         def die_in_the_first_moment() -> None:

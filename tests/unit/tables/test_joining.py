@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from phalanx.errors import ConfigError
 from phalanx.tables import join
 
+ID = f"joining-{os.getpid()}"
 TWO = {"RANK": "1", "WORLD_SIZE": "2"}
-HERE = {**TWO, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "joining"}
+HERE = {**TWO, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": ID}
 SPREAD = {**HERE, "LOCAL_WORLD_SIZE": "1"}
 
 
@@ -17,8 +20,8 @@ SPREAD = {**HERE, "LOCAL_WORLD_SIZE": "1"}
     [
         (None, None, {}, "worker 0 of 1 in this process"),
         (None, 3, {}, "worker 0 of 3 in this process"),
-        ("mine", 1, TWO, "worker 0 of 1 in run 'mine'"),
-        (None, 2, HERE, "worker 1 of 2 in run 'torchrun-joining-0'"),
+        (ID, 1, TWO, f"worker 0 of 1 in run '{ID}'"),
+        (None, 2, HERE, f"worker 1 of 2 in run 'torchrun-{ID}-0'"),
         (None, None, {"RANK": "0", "WORLD_SIZE": "1"}, "worker 0 of 1 in this process"),
     ],
 )
