@@ -9,7 +9,7 @@ import pytest
 from phalanx.errors import ConfigError
 from phalanx.tables import join
 
-ID = f"joining-{os.getpid()}"
+ID = f"joining-{os.getppid()}"  # one for all processes of this suite, and another for the next
 TWO = {"RANK": "1", "WORLD_SIZE": "2"}
 HERE = {**TWO, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": ID}
 SPREAD = {**HERE, "LOCAL_WORLD_SIZE": "1"}
