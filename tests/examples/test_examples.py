@@ -47,17 +47,13 @@ BY_NIGHT = {
     "07_diloco.py",  # its figures want 600 steps; test_shared_module.py holds what it shows
     "08_on_ray.py",  # test_ray.py starts a Ray by day
 }
-
-
 DEADLINE_S = 240  # some start worker processes, which takes long on a busy machine
 
 
 def as_users(words: list[str], folder: Path) -> str:
     """Run ``python script …``, or a command of the environment; return what it printed."""
     program, *rest = words
-    started = (
-        Path(sys.executable) if program == "python" else Path(sys.executable).with_name(program)
-    )
+    started = sys.executable if program == "python" else Path(sys.executable).with_name(program)
     done = subprocess.run(
         [started, *rest],
         cwd=folder,
@@ -94,10 +90,7 @@ def test_example(name: str, promise: str, tmp_path: Path) -> None:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason=f"needs {NEEDS[name]}")
     words = ["python", str(script), *ARGUMENTS.get(name, [])]
-    if name in BY_NIGHT:
-        said = as_users(words, tmp_path)
-    else:
-        said = forked(*words, folder=tmp_path)
+    said = as_users(words, tmp_path) if name in BY_NIGHT else forked(*words, folder=tmp_path)
     assert re.search(promise, said), said
 
 

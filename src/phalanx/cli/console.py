@@ -6,8 +6,8 @@ import contextlib
 import io
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import FrameType
 
 from rich.console import Console
@@ -34,29 +34,23 @@ def prepare_stdout() -> None:
         sys.stdout.reconfigure(errors="replace", line_buffering=True)
 
 
-@dataclass
-class Interruption:
-    """The news of a signal, for the code after `fit`."""
-
-    happened: bool = False
-
-
 @contextlib.contextmanager
-def stopped_by_signals(stop: Callable[[], None], console: Console) -> Iterator[Interruption]:
+def stopped_by_signals(stop: Callable[[], None], console: Console) -> Iterator[threading.Event]:
     """Turn the first SIGINT, SIGTERM or SIGHUP into a call of ``stop``; the next ends the process.
 
-    After the first, the signals have their default effect, which needs no Python to run: it works
-    in a step that never ends as well. A SIGHUP that is ignored, as under `nohup`, stays so.
+    The event is set by the first. After it, the signals have their default effect, which needs no
+    Python to run: it works in a step that never ends as well. A SIGHUP that is ignored, as under
+    `nohup`, stays so.
     """
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
-    interruption = Interruption()
+    interruption = threading.Event()
 
     def receive(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         for each in numbers:
             signal.signal(each, signal.SIG_DFL)
-        interruption.happened = True
+        interruption.set()
         stop()
         # The signal may have come in the middle of a write to the same stream, which then refuses,
         # or because the terminal is gone.

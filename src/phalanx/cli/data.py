@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import math
+import os
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -29,10 +30,11 @@ from phalanx.cli.imports import import_attribute, make
 from phalanx.cli.schema import Data, Schema, encode_targets
 from phalanx.cli.tables_of_text import open_table
 from phalanx.errors import ConfigError
+from phalanx.warning import warn_user
 
 _CONTEXT = 64  # bytes that each byte of a text is predicted from, at most
 _TABLES_AND_ARRAYS = (".csv", ".tsv", ".npz", ".npy")
-_PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".webp"}
+_PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 _VALIDATION_FOLDERS = ("val", "validation", "test")
 
 Array = npt.NDArray[Any]
@@ -60,7 +62,8 @@ def open_data(
     path = Path(spec)
     if spec == "digits" and not path.exists():
         path = Path(str(files("phalanx.cli") / "assets" / "digits.npz"))
-    if path.is_dir():
+    suffix = path.suffix.lower()
+    if path.is_dir() or (path.is_file() and suffix in _PICTURES):
         return _open_folder(path, target, schema)
     if not path.is_file():
         if ":" in spec:
@@ -69,21 +72,20 @@ def open_data(
             f"`DATA` must be a file, a folder or module:attribute, but {spec!r} does not exist."
         )
     try:
-        if path.suffix in (".csv", ".tsv"):
+        if suffix in (".csv", ".tsv"):
             return open_table(path, target=target, task=task, schema=schema)
-        if path.suffix == ".npz":
+        if suffix == ".npz":
             return _open_npz(path, task, schema)
-        if path.suffix == ".npy":
+        if suffix == ".npy":
             return _open_npy(path, target, task, schema)
-        if schema is not None and schema.columns:
-            raise ConfigError(
-                f"`DATA` must be a .csv or .tsv file, as in training, but is {spec!r}. Rename it."
-            )
+        if schema is not None and schema.input_shape is not None and not schema.is_text:
+            kind = "a .csv or .tsv file" if schema.columns else "arrays or pictures"
+            raise ConfigError(f"`DATA` must be {kind}, as in training, but is {spec!r}. Rename it.")
         return _open_text(path)
     except ConfigError:
         raise
     except (OSError, ValueError, EOFError, csv.Error, BadZipFile) as error:
-        kind = f"a {path.suffix} file" if path.suffix in _TABLES_AND_ARRAYS else "a file"
+        kind = f"a {suffix} file" if suffix in _TABLES_AND_ARRAYS else "a file"
         raise ConfigError(
             f"`DATA` must be {kind} that can be read, but {spec!r} is not: {type(error).__name__}."
         ) from error
@@ -107,7 +109,7 @@ def split(data: Data, share: float, seed: int) -> tuple[Any, Any]:
     Rows are drawn by ``seed``; of a text the end is taken.
     """
     has_rows = hasattr(data.train, "__len__") and not isinstance(data.train, DataLoader)
-    if data.validation is not None or not share or not has_rows:
+    if data.validation is not None or not share or not has_rows or not len(data.train):
         return data.train, data.validation
     rows = list(range(len(data.train)))
     if not data.schema.is_text:
@@ -146,6 +148,8 @@ def _open_npy(path: Path, target: str | None, task: str, schema: Schema | None) 
 
 def _from_arrays(x: Array, y: Array | None, task: str, schema: Schema | None, place: str) -> Data:
     """Make rows of arrays; bytes are pixels, and pictures without channels have one."""
+    if x.ndim == 4 and x.shape[-1] in (1, 3) and x.shape[1] not in (1, 3):
+        x = np.moveaxis(x, -1, 1)  # pictures have their channels last
     inputs = _floats(x, place) / (255.0 if x.dtype == np.uint8 else 1.0)
     if inputs.dim() in (1, 3):
         inputs = inputs[:, None]
@@ -179,25 +183,39 @@ def _floats(array: Array, place: str) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32))
 
 
-class _Pictures(Dataset[tuple[Tensor, Tensor]]):
-    """Pictures of subfolders, one for each class, which are decoded when they are asked for."""
+class _Pictures(Dataset[tuple[Tensor, ...]]):
+    """Pictures of subfolders, one for each class, which are decoded when they are asked for.
+
+    With ``schema`` a folder without such subfolders, or a file, has pictures without targets.
+    """
 
     def __init__(self, root: Path, schema: Schema | None) -> None:
         found = _find_pictures(root)
+        others = found.pop("", [])
+        if schema is None or found.keys() != {"."}:
+            others += found.pop(".", [])
         if not found:
             raise ConfigError(
                 "`DATA` must be a folder with a subfolder of pictures for each class, but "
                 f"{str(root)!r} has none."
             )
         self.classes = tuple(found) if schema is None else schema.classes
-        if unknown := found.keys() - {*self.classes}:
+        if unknown := found.keys() - {*self.classes, "."}:
             raise ConfigError(
                 f"Each subfolder of {str(root)!r} must be one of the classes "
                 f"{', '.join(self.classes[:20])} of the training data, but {min(unknown)!r} is "
                 "none. Rename it, or move it out."
             )
+        if others:
+            warn_user(
+                f"{len(others)} files in {root} are left out, first {others[0].name!r}: pictures "
+                f"end in {', '.join(_PICTURES)}, and are in subfolders if there are any."
+            )
         numbers = {name: number for number, name in enumerate(self.classes)}
-        self._files = [(path, numbers[name]) for name in found for path in found[name]]
+        self._files = [(path, numbers.get(name)) for name in found for path in found[name]]
+        home = root if root.is_dir() else root.parent
+        names = [os.fsencode(path.relative_to(home)) for path, _ in self._files]
+        self.names = tuple(name.decode("utf-8", "replace") for name in names)
         self.size: tuple[int, int] = (schema and schema.size) or self._open(0).size
 
     def __len__(self) -> int:
@@ -208,30 +226,36 @@ class _Pictures(Dataset[tuple[Tensor, Tensor]]):
 
         path = self._files[place][0]
         try:
-            image = Image.open(path)
-            if image.mode.startswith("I"):  # grey of 16 bits, which `convert` clips to 8
-                return Image.fromarray(np.asarray(image, dtype=np.float32) / 257)
-            return image.convert("RGB")
+            with Image.open(path) as image:
+                frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+                if image.mode == "F" or frames > 1:
+                    raise ValueError(f"{frames} frames of mode {image.mode}")
+                if image.mode.startswith("I"):  # grey of 16 bits, which `convert` clips to 8
+                    return Image.fromarray(np.asarray(image, dtype=np.float32) / 257)
+                return image.convert("RGB")
         except Exception as error:  # PIL's decoders raise many kinds
-            kind = type(error).__name__
             raise ConfigError(
-                f"{path} must be a picture, but cannot be read: {kind}. Move it out."
+                f"{path} must be a picture, but cannot be read: {error or type(error).__name__}. "
+                "Move it out."
             ) from error
 
-    def __getitem__(self, place: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, place: int) -> tuple[Tensor, ...]:
         pixels = np.asarray(self._open(place).resize(self.size), dtype=np.float32) / 255
         channels = torch.from_numpy(np.atleast_3d(pixels)).permute(2, 0, 1).expand(3, -1, -1)
-        return channels, torch.tensor(self._files[place][1])
+        number = self._files[place][1]
+        return (channels,) if number is None else (channels, torch.tensor(number))
 
 
 def _find_pictures(root: Path) -> dict[str, list[Path]]:
-    """Return the pictures below each subfolder that has any; hidden files are left out."""
+    """Return the pictures below each subfolder, and of "."; under "" all else but hidden files."""
     found: dict[str, list[Path]] = {}
-    for folder in sorted(root.iterdir()):
-        for path in sorted(folder.rglob("*")):
-            is_hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
-            if path.suffix.lower() in _PICTURES and not is_hidden:
-                found.setdefault(folder.name, []).append(path)
+    for each in sorted(root.iterdir()) if root.is_dir() else [root]:
+        for path in sorted(each.rglob("*")) or [each]:
+            is_hidden = any(part.startswith(".") for part in path.parts[len(root.parts) :])
+            if not is_hidden and not path.is_dir():
+                name = "." if path == each else each.name
+                is_picture = path.suffix.lower() in _PICTURES
+                found.setdefault(name if is_picture else "", []).append(path)
     return found
 
 
@@ -251,7 +275,7 @@ def _open_folder(root: Path, target: str | None, schema: Schema | None) -> Data:
         )
     places = [root / name for name in _VALIDATION_FOLDERS if (root / name).is_dir()]
     validation = _Pictures(places[0], schema) if places and home != root else None
-    return Data(train=train, validation=validation, schema=schema)
+    return Data(train=train, validation=validation, schema=schema, names=train.names)
 
 
 def _open_hugging_face(root: Path, target: str | None, schema: Schema | None) -> Data:
@@ -276,8 +300,6 @@ def _open_hugging_face(root: Path, target: str | None, schema: Schema | None) ->
         y = columns.pop(name, None)
         inputs = [np.asarray(column) for column in columns.values()]
         x = inputs[0] if len(inputs) == 1 else np.stack(inputs, axis=1)
-        if x.ndim == 4 and x.shape[-1] in (1, 3):  # pictures have their channels last
-            x = np.ascontiguousarray(np.moveaxis(x, -1, 1))
         return x, y
 
     data = _from_arrays(*rows(training), "auto", schema, str(root))

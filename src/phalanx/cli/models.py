@@ -46,6 +46,8 @@ class Standardize(nn.Module):
         stride = math.ceil(count / _MOST_ROWS)
         values = torch.stack([rows[place][self.part] for place in range(0, count, stride)])
         dims = (0, 2, 3) if self.mean.dim() == 3 else (0,)
+        if values.isinf().any():
+            raise ConfigError("`DATA` must hold finite numbers, but holds an infinite one.")
         mean = values.nanmean(dims).nan_to_num(0)
         self.mean.copy_(mean.view_as(self.mean))
         deviation = ((values - self.mean).nan_to_num(0) ** 2).mean(dims).sqrt().view_as(self.scale)
@@ -139,6 +141,8 @@ def build_model(spec: str, schema: Schema, *, seed: int) -> nn.Module:
             raise ConfigError(
                 f"`--model` must be mlp, cnn, gpt or module:attribute, but is {spec!r}."
             )
+        if shape is not None and outputs is None:
+            raise ConfigError("`DATA` must have targets, but has rows of inputs alone.")
         if shape is None or outputs is None:
             raise ConfigError(
                 "`--model` must be module:attribute for your own data: name an nn.Module, or "

@@ -156,9 +156,6 @@ class RunFolder:
         with written_whole(self.model_path) as draft:
             save_tensors(tensors, draft, metadata={"format": "pt"})
 
-    def __repr__(self) -> str:
-        return f"RunFolder({str(self.path)!r})"
-
 
 def name_run(data: str, model: str) -> str:
     """Return a folder's name for data and model: of a path only the last part.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -46,17 +46,13 @@ class Schema:
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> Self:  # Any: JSON
-        """Read what :meth:`to_json` returned.
+        """Read the JSON of what `asdict` returned.
 
         Raises:
             TypeError: It is something else.
         """
         lists = {name: tuple(each) for name, each in stored.items() if isinstance(each, list)}
         return cls(**{**stored, **lists})
-
-    def to_json(self) -> dict[str, Any]:  # Any: JSON
-        """Return a dict of texts, numbers and lists."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +63,13 @@ class Data:
         train: A Dataset of (input, target), or a loader of the user's own.
         validation: The same; None where it is cut from ``train``.
         schema: The form of both.
+        names: Of the rows of ``train``: the files of pictures; else empty.
     """
 
     train: Any
     validation: Any = None
     schema: Schema
+    names: tuple[str, ...] = ()
 
 
 def encode_targets(

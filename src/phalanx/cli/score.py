@@ -52,9 +52,13 @@ def predict(
     opened = TrainingRun.open(run, trust=trust)
     if opened.schema.is_text:
         raise ConfigError("`RUN` must be trained on rows, but is trained on a text.")
-    outputs = opened.predict(open_data(data, schema=opened.schema))
+    rows = open_data(data, schema=opened.schema)
+    outputs = opened.predict(rows)
+    lines = _rows_of(outputs, opened.schema)
+    if rows.names:
+        lines = ([name, *row] for name, row in zip(["file", *rows.names], lines, strict=True))
     with written_output(out) as draft, draft.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerows(_rows_of(outputs, opened.schema))
+        csv.writer(file, lineterminator="\n").writerows(lines)
     make_console().print(f"{len(outputs):,} rows in {out}")
     if message := _describe_gaps(outputs, opened.module.state_dict()):
         make_console(stderr=True).print(message)
@@ -62,7 +66,7 @@ def predict(
 
 def _describe_gaps(outputs: Tensor, state: Mapping[str, Tensor]) -> str:
     """Return a warning for predictions that are no finite numbers; empty without any."""
-    is_gap = ~outputs.reshape(len(outputs), -1).isfinite().all(1)
+    is_gap = ~outputs.isfinite().all(1)
     places = is_gap.nonzero().flatten().tolist()
     if not places:
         return ""
@@ -76,15 +80,14 @@ def _describe_gaps(outputs: Tensor, state: Mapping[str, Tensor]) -> str:
 
 
 def _rows_of(outputs: Tensor, schema: Schema) -> Iterator[Sequence[object]]:
-    flat = outputs.reshape(len(outputs), -1)
+    width = outputs.shape[1]
     if schema.task == "classify":
         names: Sequence[str] = schema.classes
-        if len(names) != flat.shape[1]:  # a model of the user's own may have other outputs
-            names = [str(place) for place in range(flat.shape[1])]
+        if len(names) != width:  # a model of the user's own may have other outputs
+            names = [str(place) for place in range(width)]
         yield ["prediction", *(f"p({name})" for name in names)]
-        for row, place in zip(flat.softmax(1).tolist(), flat.argmax(1).tolist(), strict=True):
+        for row, place in zip(outputs.softmax(1).tolist(), outputs.argmax(1).tolist(), strict=True):
             yield [names[place], *row]
     else:
-        width = flat.shape[1]
         yield ["prediction"] if width == 1 else [f"prediction_{place}" for place in range(width)]
-        yield from flat.tolist()
+        yield from outputs.tolist()

@@ -23,23 +23,22 @@ _FEW = 0.1  # words among numbers, as a share, that may be mistakes
 def open_table(path: Path, *, target: str | None, task: str, schema: Schema | None) -> Data:
     """Open a table; columns of words are numbered in alphabetical order, gaps are nan.
 
-    With ``schema`` its columns are read, and the target may be missing.
+    With ``schema`` its columns are read, and the target and rows may be missing.
 
     Raises:
         ConfigError: The table has no header or no rows, lacks a column, or has an unknown word.
     """
-    header, rows = _read(path)
+    header, rows = _read(path, is_new=schema is None)
     name = (schema.target if schema is not None else target) or header[-1]
+    has = f"It has {', '.join(header)}."
     if schema is None and name not in header:
-        raise ConfigError(f"`--target` must be a column of {path}, but is {name!r}. {_has(header)}")
+        raise ConfigError(f"`--target` must be a column of {path}, but is {name!r}. {has}")
     columns = schema.columns if schema else tuple(each for each in header if each != name)
     if schema is not None and not columns:
         raise ConfigError(f"{path} is a table, but the run was trained on data without columns.")
     missing = [each for each in columns if each not in header]
     if missing:
-        raise ConfigError(
-            f"{path} must have the column {missing[0]!r}, but lacks it. {_has(header)}"
-        )
+        raise ConfigError(f"{path} must have the column {missing[0]!r}, but lacks it. {has}")
     categories = dict(schema.categories) if schema else {}
     values = {each: [row[place].strip() for row in rows] for place, each in enumerate(header)}
     inputs = torch.stack(
@@ -60,15 +59,19 @@ def open_table(path: Path, *, target: str | None, task: str, schema: Schema | No
     return Data(train=TensorDataset(inputs, targets), schema=schema or found)
 
 
-def _read(path: Path) -> tuple[list[str], list[list[str]]]:
+def _read(path: Path, *, is_new: bool) -> tuple[list[str], list[list[str]]]:
     with path.open(newline="", encoding="utf-8-sig") as file:
         first = file.readline()
         file.seek(0)
         unquoted = re.sub(r'"[^"]*("|$)', "", first)
-        delimiter = "\t" if path.suffix == ".tsv" else max(",;\t", key=unquoted.count)
+        delimiter = "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=unquoted.count)
         header, *rows = [row for row in csv.reader(file, delimiter=delimiter) if row] or [[]]
+    if delimiter == ";":  # then the decimal point may be a comma
+        rows = [
+            [re.sub(r"^\s*([+-]?\d+),(\d+)\s*$", r"\1.\2", cell) for cell in row] for row in rows
+        ]
     header = [name.strip() for name in header]
-    if len(header) < 2 or not rows:
+    if not header or (is_new and (len(header) < 2 or not rows)):
         raise ConfigError(
             f"{path} must have a header of 2 columns or more and rows below it, but has "
             f"{len(header)} and {len(rows)}."
@@ -84,7 +87,7 @@ def _read(path: Path) -> tuple[list[str], list[list[str]]]:
             raise ConfigError(
                 f"Line {number} of {path} must have {len(header)} cells, but has {len(row)}."
             )
-    if _is_row(header, rows):
+    if rows and _is_row(header, rows):
         raise ConfigError(
             f"{path} must begin with the names of its columns, but its first line is a row: "
             f"{','.join(header):.80}. Write a line of names above it."
@@ -131,17 +134,9 @@ def _read_column(
     places = {word: float(place) for place, word in enumerate(categories.get(name, ()))}
     unknown = next((text for text in texts if text not in places), None)
     if unknown is not None:
+        shown = f" ({', '.join([*places][:20])})" if places else ""
         raise ConfigError(
             f"Column {name!r} must hold {'words' if places else 'numbers'} as in the training "
-            f"data{_listed(places)}, but holds {unknown!r}."
+            f"data{shown}, but holds {unknown!r}."
         )
     return torch.tensor([places[text] for text in texts])
-
-
-def _listed(words: Iterable[str]) -> str:
-    shown = ", ".join(list(words)[:20])
-    return f" ({shown})" if shown else ""
-
-
-def _has(header: Sequence[str]) -> str:
-    return f"It has {', '.join(header)}."

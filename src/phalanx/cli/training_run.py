@@ -29,6 +29,7 @@ from phalanx.cli.run_folder import RunFolder, name_run
 from phalanx.cli.schema import Data, Schema
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.train import Trainer, length_of
+from phalanx.warning import warn_user
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -80,14 +81,13 @@ class TrainingRun:
         folder: Where everything is written.
         options: Of the training.
         schema: Of the training data.
-        digest: Of the data that the run began with; None for code.
     """
 
-    def __init__(
-        self, folder: RunFolder, options: Options, schema: Schema, digest: str | None = None
-    ) -> None:
+    _digest: str | None = None  # of the data that the run began with; None for code
+    _weights_step: int | None = None  # after which the weights were written
+
+    def __init__(self, folder: RunFolder, options: Options, schema: Schema) -> None:
         self.folder, self.options, self.schema = folder, options, schema
-        self._digest = digest
         self.module = build_model(options.model, schema, seed=options.seed)
 
     @classmethod
@@ -101,7 +101,11 @@ class TrainingRun:
         data = open_data(options.data, target=options.target, task=options.task)
         model = choose_model(data.schema) if options.model == "auto" else options.model
         name = name_run(options.data, model)
-        place, validation = map(_absolute, (options.data, options.validation))
+        # A path is found from any folder if it is absolute.
+        place, validation = (
+            os.path.abspath(spec) if Path(spec).exists() else spec
+            for spec in (options.data, options.validation)
+        )
         options = replace(options, model=model, data=place, validation=validation)
         folder = RunFolder.create_next(_RUNS, name) if out is None else RunFolder.create(out)
         try:
@@ -134,7 +138,9 @@ class TrainingRun:
                 f"`RUN` must be a folder that only you can write if it names code, but others can "
                 f"write {path}. Look at its config.json, and give --trust if you trust it."
             )
-        return cls(folder, options, schema, config.get("data_digest"))
+        run = cls(folder, options, schema)
+        run._digest, run._weights_step = config.get("data_digest"), config.get("weights_step")
+        return run
 
     # -- training ----------------------------------------------------
 
@@ -166,6 +172,8 @@ class TrainingRun:
     def _train(self, data: Data, console: Console, checkpoint: Checkpoint, *, trace: bool) -> bool:
         options, folder = self.options, self.folder
         train, validation = self._split(data)
+        if validation is not None:
+            self._try(validation, "The validation set")
         loader = self._loader(train, shuffle=True)
         callbacks: list[Any] = [JSONL(folder.metrics_path), Progress(console)]
         best: Checkpoint | None = None
@@ -176,8 +184,10 @@ class TrainingRun:
         if trace:
             callbacks.append(Trace(folder.trace_path))
         last = checkpoint.last
-        if last is None:
-            self._fit_standardization(train)
+        layers = self.module.modules() if last is None else ()
+        for layer in layers:
+            if isinstance(layer, Standardize) and len(train):
+                layer.fit(train)
         with self._open_trainer(data, [*callbacks, checkpoint], length_of(loader)) as trainer:
             if last is not None:
                 trainer.resume(last)
@@ -203,11 +213,13 @@ class TrainingRun:
             with stopped_by_signals(trainer.stop, console) as interruption:
                 if is_left:
                     trainer.fit(loader, epochs=options.epochs, validate=check, progress=False)
-            interrupted = interruption.happened and trainer.epochs < options.epochs
+            interrupted = interruption.is_set() and trainer.epochs < options.epochs
             if not interrupted:
                 if best is not None and best.best is not None:
                     trainer.module.load_state_dict(load_file(best.best / "model.safetensors"))
                 folder.write_model(trainer.module)
+                self._weights_step = trainer.steps
+                self._write_config(digest)
             console.print(self._conclude(trainer, interrupted=interrupted))
         return not interrupted
 
@@ -232,15 +244,10 @@ class TrainingRun:
         if not is_stream and not hasattr(rows, "__getitem__"):
             return rows
         size = self.options.batch_size
-        shuffle = shuffle and not is_stream
+        shuffle = shuffle and not is_stream and len(rows) > 0
         # The rest of an epoch is left out: it may be too small for batch norm.
         drops = shuffle and len(rows) >= size
         return DataLoader(rows, batch_size=size, shuffle=shuffle, drop_last=drops)
-
-    def _fit_standardization(self, train: Any) -> None:
-        for layer in self.module.modules():
-            if isinstance(layer, Standardize):
-                layer.fit(train)
 
     def _open_trainer(
         self, data: Data, callbacks: list[Any], num_batches: int | None = None
@@ -267,25 +274,23 @@ class TrainingRun:
             callbacks=callbacks,
         )
 
-    def _try(self, rows: Any) -> tuple[Tensor, Tensor]:
+    def _try(self, rows: Any, name: str = "`DATA`") -> tuple[Tensor, Tensor]:
         """Return the model's outputs for the first rows, and their targets."""
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            batch = next(iter(self._loader(rows)))
+            batch = next(iter(self._loader(rows)), None)
+            if batch is None:
+                raise ConfigError(f"{name} must have rows, but has none.")
             if not isinstance(batch, (list, tuple)) or len(batch) < 2:
-                raise ConfigError("`DATA` must have targets, but has rows of inputs alone.")
+                raise ConfigError(f"{name} must have targets, but has rows of inputs alone.")
             inputs, targets = batch[:2]
             self.module.eval()
             try:
-                return self.module(inputs[:2]), targets[:2]
+                return self._forward((inputs[:2],)), targets[:2]
             finally:
                 self.module.train()
 
     def _schedule(self, num_batches: int | None) -> Callable[[Optimizer], LambdaLR] | None:
         """Return the learning rate's way to the last epoch; constant for data without a length."""
-        if self.options.schedule not in _SCHEDULES:
-            raise ConfigError(
-                f"`--schedule` must be {', '.join(_SCHEDULES)}, but is {self.options.schedule!r}."
-            )
         if not num_batches:
             return None
         return lambda optimizer: LambdaLR(optimizer, lambda step: self._rate(step, num_batches))
@@ -304,8 +309,9 @@ class TrainingRun:
         self.folder.write_config(
             {
                 "options": asdict(self.options),
-                "schema": self.schema.to_json(),
+                "schema": asdict(self.schema),
                 "data_digest": digest,
+                "weights_step": self._weights_step,
                 "versions": {
                     "phalanx": __version__,
                     "torch": torch.__version__,
@@ -349,14 +355,27 @@ class TrainingRun:
             return trainer.evaluate(self._loader(data.train))
 
     def predict(self, data: Data) -> Tensor:
-        """Return the outputs for all rows of ``data``; its targets may be missing."""
+        """Return the outputs for all rows of ``data``, which may lack targets; [rows, outputs]."""
         self._load_weights()
         self.module.eval()
         with torch.inference_mode():
-            outputs = [self.module(_inputs_of(batch)) for batch in self._loader(data.train)]
+            outputs = [self._forward(batch) for batch in self._loader(data.train)]
+        width = self.schema.num_outputs or len(self.schema.classes) or 1
+        outputs = outputs or [torch.empty(0, width)]
         if not all(isinstance(each, Tensor) for each in outputs):
             raise ConfigError("The model must return a tensor to predict, but does not.")
-        return torch.cat(outputs)
+        found = torch.cat(outputs)
+        return found.reshape(len(found), math.prod(found.shape[1:]))
+
+    def _forward(self, batch: Any) -> Any:  # Any: a user's
+        inputs = batch[0] if isinstance(batch, (list, tuple)) else batch
+        known, shape = self.schema.input_shape or (), tuple(getattr(inputs, "shape", ())[1:])
+        if {"mlp": shape != known, "cnn": shape[:1] != known[:1]}.get(self.options.model):
+            raise ConfigError(
+                f"`DATA` and `--validation` must have rows of shape {known}, as in training, but "
+                f"have rows of {shape}. Only --model cnn takes other heights and widths."
+            )
+        return self.module(inputs)
 
     def _load_weights(self) -> None:
         path = self.folder.model_path
@@ -366,11 +385,12 @@ class TrainingRun:
                 f"Finish it: {self._continuation}"
             )
         self.module.load_state_dict(load_file(path))
-
-
-def _absolute(spec: str) -> str:
-    """Return a path that is found from any folder; other text is returned unchanged."""
-    return os.path.abspath(spec) if Path(spec).exists() else spec
+        step, last = self._weights_step, Checkpoint(self.folder.checkpoints_path).last
+        if step is not None and last is not None and int(last.name[5:]) > step:
+            warn_user(
+                f"The weights are those after step {step}, but the run was continued to step "
+                f"{int(last.name[5:])} and has not ended. Finish it: {self._continuation}"
+            )
 
 
 def _read_replicas(text: str, microbatches: int) -> int | str | list[str] | None:
@@ -387,7 +407,3 @@ def _metrics_for(task: str, outputs: Tensor) -> dict[str, Metric]:
 
     # "micro": the fraction of rows that are right, where torchmetrics' default averages classes.
     return {"accuracy": MulticlassAccuracy(num_classes=outputs.shape[1], average="micro")}
-
-
-def _inputs_of(batch: Any) -> Any:  # Any: a user's
-    return batch[0] if isinstance(batch, (list, tuple)) else batch

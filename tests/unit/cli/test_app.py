@@ -9,10 +9,9 @@ import sys
 import pytest
 
 
-def said_by(*start: str, arguments: tuple[str, ...]) -> tuple[int, str, str]:
-    ran = subprocess.run(
-        [sys.executable, *start, *arguments], capture_output=True, text=True, timeout=120
-    )
+def said_by(*start: str, arguments: tuple[str, ...], **changed: str) -> tuple[int, str, str]:
+    words, environment = [sys.executable, *start, *arguments], {**os.environ, **changed}
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment)
     return ran.returncode, ran.stdout, ran.stderr
 
 
@@ -30,8 +29,6 @@ def test_python_m_phalanx_is_the_command(arguments):
 
 def test_what_an_encoding_lacks_is_replaced():
     prints = "from phalanx.cli import console; console.prepare_stdout(); print('1 replica × 2')"
-    command = [sys.executable, "-c", prints]
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert "1 replica ? " in ran.stdout
-    assert "UnicodeEncodeError" not in ran.stderr
+    _, out, err = said_by("-c", prints, arguments=(), PYTHONIOENCODING="ascii", LC_ALL="C")
+    assert "1 replica ? " in out
+    assert "UnicodeEncodeError" not in err

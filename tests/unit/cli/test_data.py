@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -50,10 +51,12 @@ def test_a_table_has_numbers_words_gaps_and_classes(tmp_path):
 
 def test_a_schema_goes_through_json_and_reads_other_data(tmp_path):
     schema = open_data(written(tmp_path / "flowers.csv", FLOWERS)).schema
-    stored = Schema.from_json(json.loads(json.dumps(schema.to_json())))
+    stored = Schema.from_json(json.loads(json.dumps(dataclasses.asdict(schema))))
     assert stored == schema
     later = written(tmp_path / "later.tsv", "colour\textra\tsize\nred\t9\t2\n")
     assert rows_of(open_data(later, schema=stored).train) == [[[2.0, 1.0]]]
+    none = written(tmp_path / "none.CSV", "colour;size\n")
+    assert len(open_data(none, schema=stored).train) == 0
     with_targets = written(tmp_path / "more.csv", "kind,colour,size\ntulip,red,2\n")
     assert rows_of(open_data(with_targets, schema=stored).train) == [[[2.0, 1.0], 1]]
 
@@ -71,7 +74,7 @@ def test_a_schema_goes_through_json_and_reads_other_data(tmp_path):
         ("1.5, red,rose\n3,blue,oak\n2, red,rose\n", "its first line is a row: 1.5,red,rose. Wr"),
         ("size,colour,size\n1,red,2\n", "of different names, but has 'size' 2 times. Rename"),
         ("size,colour\n1_000,red\n", "must hold numbers as in the training data, .* '1_000'"),
-        ("size,colour\n", "must have a header of 2 columns or more and rows below"),
+        ("", "must have a header of 2 columns or more and rows below"),
     ],
 )
 def test_a_table_that_does_not_fit_is_refused(tmp_path, text, message):
@@ -93,9 +96,10 @@ def test_a_few_words_among_numbers_are_warned_of(tmp_path):
 
 
 def test_names_of_columns_may_be_numbers_and_have_separators(tmp_path):
-    text = '"a, b, c";b;y\n1;2;u\n2;3;v\n'
+    text = '"a, b, c";b;y\n1;2,5;u\n2;3;v\n'  # as spreadsheets write it in many countries
     data = open_data(written(tmp_path / "quoted.csv", text))
     assert data.schema.columns == ("a, b, c", "b")
+    assert rows_of(data.train)[0] == [[1.0, 2.5], 0]
     text = "country,2019,2020,grows\nA,1,2,yes\nB,2,1,no\n"
     data = open_data(written(tmp_path / "wide.csv", text))
     assert data.schema.columns == ("country", "2019", "2020")
@@ -147,6 +151,8 @@ def test_arrays_have_pixels_labels_and_a_test_set(tmp_path):
     assert (data.schema.input_shape, data.schema.classes) == ((1, 3, 3), ("0", "1", "2"))
     assert data.train[0][0].tolist() == [[[1.0] * 3] * 3]
     assert rows_of(data.validation)[0][1] == 2
+    np.savez(tmp_path / "last.npz", x=np.ones((4, 5, 6, 3)), y=[0, 1, 0, 1])
+    assert open_data(str(tmp_path / "last.npz")).schema.input_shape == (3, 5, 6)
     np.save(tmp_path / "x.npy", np.zeros((3, 5)))
     assert open_data(str(tmp_path / "x.npy")).schema == Schema(input_shape=(5,))
     np.save(tmp_path / "y.npy", np.zeros((3, 2)))
@@ -188,22 +194,34 @@ def test_pictures_of_a_folder_have_the_classes_of_its_subfolders(tmp_path):
     assert (data.schema.classes, data.schema.size) == (("cat", "dog"), (6, 4))
     inputs, target = data.validation[1]
     assert (tuple(inputs.shape), inputs.amax().item(), target.item()) == ((3, 4, 6), 1.0, 1)
+    flat = tmp_path / "train" / "cat"
     with pytest.raises(ConfigError, match="a subfolder of pictures"):
-        open_data(str(tmp_path / "train" / "cat"))
+        open_data(str(flat))
+    (flat / "notes.txt").touch()
+    with pytest.warns(
+        UserWarning, match=r"1 files in .* left out, first 'notes.txt': pictures end"
+    ):
+        found = open_data(str(flat), schema=data.schema)
+    assert (found.names, len(found.train[0])) == (("1.png",), 1)
+    assert open_data(str(flat / "1.png"), schema=data.schema).names == ("1.png",)
 
 
 def test_no_picture_is_lost(tmp_path):
     grey = np.linspace(0, 65535, 24).reshape(4, 6).astype(np.uint16)
     for name in ("train/cat/1", "train/.hidden/1", "val/cat/1", "new/cat/1", "new/Cat/1"):
         (tmp_path / name).parent.mkdir(parents=True)
-        Image.fromarray(grey).save(tmp_path / f"{name}.png")
+        Image.fromarray(grey).save(tmp_path / f"{name}.{'tif' if 'val' in name else 'png'}")
     (tmp_path / "train" / "__pycache__").mkdir()
     data = open_data(str(tmp_path))
-    assert data.schema.classes == ("cat",)
+    assert (data.schema.classes, len(data.validation)) == (("cat",), 1)
     expected = torch.from_numpy(grey / np.float32(65535)).expand(3, -1, -1)
     torch.testing.assert_close(data.train[0][0], expected)
     with pytest.raises(ConfigError, match=r"one of the classes cat of .*, but 'Cat' is none"):
         open_data(str(tmp_path / "new"), schema=data.schema)
+    frames = [Image.new("L", (6, 4), shade) for shade in (0, 99)]
+    frames[0].save(tmp_path / "train/cat/2.gif", save_all=True, append_images=frames[1:])
+    with pytest.raises(ConfigError, match=r"2\.gif must be a picture, .* 2 frames of mode"):
+        open_data(str(tmp_path)).train[1]
     (tmp_path / "train" / "cat" / "0.png").write_bytes(b"\x89PNG broken")
     with pytest.raises(ConfigError, match=r"cat/0\.png must be a picture, but cannot be read"):
         open_data(str(tmp_path))

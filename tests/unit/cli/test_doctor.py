@@ -18,19 +18,11 @@ from phalanx.errors import ConfigError
 
 
 def run(capsys: pytest.CaptureFixture[str]) -> tuple[object, str]:
-    with pytest.raises(SystemExit) as ended:
-        main_with("doctor")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["phalanx", "doctor"])
+        with pytest.raises(SystemExit) as ended:
+            main()
     return ended.value.code, capsys.readouterr().out
-
-
-def main_with(*words: str) -> None:
-    sys.argv = ["phalanx", *words]
-    main()
-
-
-@pytest.fixture(autouse=True)
-def words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", sys.argv)
 
 
 def no_region(*args: object, **options: object) -> None:
@@ -51,13 +43,8 @@ def no_region(*args: object, **options: object) -> None:
     ],
 )
 def test_a_machine_that_lacks_something_is_told_the_remedy(
-    where: object,
-    name: str,
-    value: object,
-    line: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    where, name, value, line, monkeypatch, capsys
+):
     monkeypatch.setattr(where, name, value)
     code, said = run(capsys)
     assert re.search(line, said), said

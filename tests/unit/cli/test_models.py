@@ -62,6 +62,8 @@ def test_columns_and_channels_are_standardized_and_gaps_are_the_mean() -> None:
     layer.fit(TensorDataset(pictures))
     assert layer(pictures).unique().tolist() == [-1.0, 1.0]
     assert layer.mean.shape == (2, 1, 1)
+    with pytest.raises(ConfigError, match="must hold finite numbers"):
+        layer.fit(TensorDataset(pictures / 0))
 
 
 @pytest.mark.parametrize("spec", ["mlp", "cnn", "gpt"])
@@ -84,6 +86,7 @@ def test_the_seed_decides_the_parameters_and_the_default_generator_is_left_alone
         ("mlp", TEXT, r"but is mlp. Give --model gpt"),
         ("cnn", images(9), r"must fit rows of shape \[9\], but is cnn. Give --model mlp"),
         ("mlp", UNKNOWN, "must be module:attribute for your own data"),
+        ("mlp", Schema(input_shape=(5,)), "`DATA` must have targets, but has rows of inputs alone"),
         ("resnet", TEXT, "`--model` must be mlp, cnn, gpt or module:attribute, but is 'resnet'"),
     ],
 )

@@ -134,8 +134,7 @@ class Elements(HTMLParser):
 
 def evil_run(name=EVIL):
     lines = [*records(30), lost(12, reason=EVIL, dump=EVIL)]
-    lines.append(record_of(epoch_done(2, train={EVIL: 0.5, "loss": 1.0})))
-    lines.append(CHANGED)
+    lines += [record_of(epoch_done(2, train={EVIL: 0.5, "loss": 1.0})), CHANGED]
     config = {"options": {EVIL: EVIL, "lr": [EVIL]}, EVIL: {EVIL: EVIL}}
     return run_of(json.loads(json.dumps(lines)), name=name, config=config)
 
