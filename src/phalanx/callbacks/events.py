@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from phalanx.distributed import RanksChanged
 from phalanx.execution import Span, WorkerLost
 
 
@@ -102,6 +101,27 @@ class EpochDone:
     seconds: float
     train: Mapping[str, float]
     validation: Mapping[str, float] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksChanged:
+    """Ranks of ``executor=Ranks()`` were lost or have joined; sent before the step's `StepDone`.
+
+    Attributes:
+        step: Number of the update in which it was noticed.
+        rank: This process's place among the ranks that train now.
+        ranks: The ``RANK`` of each of them, as its launcher set it.
+        pids: Their process numbers.
+        lost: The ``RANK`` of each lost rank.
+        came: The ``RANK`` of each new rank.
+    """
+
+    step: int
+    rank: int
+    ranks: tuple[int, ...]
+    pids: tuple[int, ...]
+    lost: tuple[int, ...]
+    came: tuple[int, ...]
 
 
 Event = FitBegun | StepDone | EpochDone | WorkerLost | RanksChanged | FitEnded

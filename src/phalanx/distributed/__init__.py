@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.distributed.backend import SharedGroup, make_group
 from phalanx.distributed.codec_hook import codec_hook
-from phalanx.distributed.elastic_exchange import ElasticExchange, GroupChanged, RanksChanged
+from phalanx.distributed.elastic_exchange import ElasticExchange, GroupChanged
 from phalanx.distributed.elastic_membership import RunEnded
 from phalanx.distributed.exchange import Exchange, ProcessGroup, nccl_is_here
 from phalanx.distributed.rendezvous import hosts_of, open_store, this_host
@@ -14,7 +14,6 @@ __all__ = [
     "Exchange",
     "GroupChanged",
     "ProcessGroup",
-    "RanksChanged",
     "RunEnded",
     "SharedGroup",
     "codec_hook",

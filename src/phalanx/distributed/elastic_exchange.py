@@ -14,7 +14,6 @@ import contextlib
 import datetime
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,28 +27,7 @@ from phalanx.distributed.rendezvous import open_store
 from phalanx.environment import error_file, read_place
 from phalanx.errors import PeerError, PeerLost, StateError, UnsupportedError
 
-__all__ = ["ElasticExchange", "GroupChanged", "RanksChanged"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RanksChanged:
-    """Ranks of ``executor=Ranks()`` were lost or have joined; sent before the step's `StepDone`.
-
-    Attributes:
-        step: Number of the update in which it was noticed.
-        rank: This process's place among the ranks that train now.
-        ranks: The ``RANK`` of each of them, as its launcher set it.
-        pids: Their process numbers.
-        lost: The ``RANK`` of each lost rank.
-        came: The ``RANK`` of each new rank.
-    """
-
-    step: int
-    rank: int
-    ranks: tuple[int, ...]
-    pids: tuple[int, ...]
-    lost: tuple[int, ...]
-    came: tuple[int, ...]
+__all__ = ["ElasticExchange", "GroupChanged"]
 
 
 class GroupChanged(PeerLost):
@@ -68,6 +46,7 @@ class ElasticExchange(Exchange):
         is_behind: Whether the others have done one run more. See Note [Left behind].
         is_late: Whether it was given the state of a run that had begun, and has done none since.
         entered: Whether this process is one of them.
+        members: Their processes, by rank.
     """
 
     def __init__(self, *, timeout_s: float, lost_after_s: float) -> None:
@@ -93,8 +72,7 @@ class ElasticExchange(Exchange):
         self._give: Callable[[], bytes] = bytes
         self._num_done: int | None = None  # runs of this rank, once it has the state
         self._is_lost = False
-        self._members: Mapping[int, Member] = {}
-        self._told: Mapping[int, Member] = {}  # the members that `take_change` has returned
+        self.members: Mapping[int, Member] = {}
 
     def enter(
         self, describe: Callable[[], Mapping[str, Any]], give: Callable[[], bytes]
@@ -146,21 +124,6 @@ class ElasticExchange(Exchange):
         self._num_done += 1
         self.is_behind = self.is_late = False
 
-    def take_change(self, step: int) -> RanksChanged | None:
-        """Return how the ranks differ from those of the last time; None if they do not."""
-        before, now = self._told, self._members
-        if before.keys() == now.keys():
-            return None
-        self._told = now
-        return RanksChanged(
-            step=step,
-            rank=self.rank,
-            ranks=tuple(each.rank for each in now.values()),
-            pids=tuple(each.process[0] for each in now.values()),
-            lost=tuple(each.rank for number, each in before.items() if number not in now),
-            came=tuple(each.rank for number, each in now.items() if number not in before),
-        )
-
     def leave(self, *, finished: bool) -> None:
         """Take no part any more, unless this process enters again; idempotent."""
         if self.entered:
@@ -183,7 +146,7 @@ class ElasticExchange(Exchange):
             while True:
                 self._close_group()
                 self._is_lost = self.has_newcomers = False
-                self._members = self._membership.next_epoch(self._num_done, admits=admits)
+                self.members = self._membership.next_epoch(self._num_done, admits=admits)
                 try:
                     self._open_group()
                     return self._compare()
@@ -194,8 +157,8 @@ class ElasticExchange(Exchange):
             raise
 
     def _open_group(self) -> None:
-        self.size = len(self._members)
-        self.rank = list(self._members).index(self._membership.number)
+        self.size = len(self.members)
+        self.rank = list(self.members).index(self._membership.number)
         store = PrefixStore(f"group/{self._membership.epoch}/", self._store)
         timeout = datetime.timedelta(seconds=self._timeout_s)
         look = self._membership.check_all_live
@@ -215,7 +178,7 @@ class ElasticExchange(Exchange):
         """
         own = json.dumps(self._describe()).encode()
         self.about = [json.loads(each) for each in self.gather(own, "form a group")]
-        dones = [each.done for each in self._members.values()]
+        dones = [each.done for each in self.members.values()]
         last = max((done for done in dones if done is not None), default=0)
         is_new = self._num_done is None
         self.is_behind = not is_new and self._num_done != last

@@ -11,9 +11,11 @@ from phalanx.callbacks import (
     EventHandler,
     FitBegun,
     FitEnded,
+    RanksChanged,
     StepDone,
     progress_for,
 )
+from phalanx.distributed import ElasticExchange
 from phalanx.execution import ExecutorChoice
 
 
@@ -32,6 +34,7 @@ class EventDispatcher:
         choice: ExecutorChoice,
     ) -> None:
         self._elastic = choice.elastic
+        self._members = choice.elastic.members if choice.elastic else {}
         self._callbacks = tuple(sorted(callbacks, key=lambda each: getattr(each, "saves", False)))
         self._failures = choice.failures
 
@@ -44,12 +47,27 @@ class EventDispatcher:
             if isinstance(event, StepDone):
                 if self._failures.unreported:
                     self.dispatch_failures(event.step)
-                changed = self._elastic and self._elastic.take_change(event.step)
-                if changed:
-                    self.dispatch(changed)
+                if self._elastic is not None:
+                    self._dispatch_ranks(event.step, self._elastic)
         finally:
             for callback in self._callbacks:
                 callback(event)
+
+    def _dispatch_ranks(self, step: int, elastic: ElasticExchange) -> None:
+        """Call callbacks with the ranks lost or joined since the last call, if there are any."""
+        before, now = self._members, elastic.members
+        if before.keys() == now.keys():
+            return
+        self._members = now
+        changed = RanksChanged(
+            step=step,
+            rank=elastic.rank,
+            ranks=tuple(each.rank for each in now.values()),
+            pids=tuple(each.process[0] for each in now.values()),
+            lost=tuple(each.rank for number, each in before.items() if number not in now),
+            came=tuple(each.rank for number, each in now.items() if number not in before),
+        )
+        self.dispatch(changed)
 
     @contextmanager
     def dispatching_fit(
