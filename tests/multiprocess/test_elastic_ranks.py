@@ -75,7 +75,7 @@ def plant(plan: Plan, trained: phalanx.Trainer) -> None:
     when, _, where = plan.place.partition(" ")
     calls: dict[str, tuple[type, str]] = {
         "the messages": (ElasticExchange, "gather"),
-        "the slices": (ElasticExchange, "begin_swap"),
+        "the slices": (ElasticExchange, "start_all_to_all"),
         "sharing": (RankSums, "receive"),  # of all buckets
     }
     if where:
@@ -92,7 +92,7 @@ def plant(plan: Plan, trained: phalanx.Trainer) -> None:
 
         def acting(found: Any) -> Any:
             if when == "after" and plans:
-                with elastic_of(trained)._telling():
+                with elastic_of(trained)._translating_errors():
                     act()
             return found
 
@@ -462,15 +462,15 @@ def test_who_decides_waits_for_all_that_live() -> None:
 
 def nobody_is_behind() -> None:
     """A rank that missed a step goes on with the next."""
-    real = ElasticExchange._settle
+    real = ElasticExchange._regroup
 
-    def settle(self: ElasticExchange, *, admits: bool) -> bytes | None:
+    def regroup(self: ElasticExchange, *, admits: bool) -> bytes | None:
         found = real(self, admits=admits)
         if self.is_behind:
             self.mark_done()
         return found
 
-    ElasticExchange._settle = settle  # type: ignore[method-assign]
+    ElasticExchange._regroup = regroup  # type: ignore[method-assign]
 
 
 def moments_are_forgotten() -> None:

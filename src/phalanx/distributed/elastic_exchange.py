@@ -31,7 +31,7 @@ __all__ = ["ElasticExchange", "GroupChanged"]
 
 
 class GroupChanged(PeerLost):
-    """A rank was lost in a collective: call `ElasticExchange.settle`, and repeat it."""
+    """A rank was lost in a collective: call `ElasticExchange.regroup`, and repeat it."""
 
 
 class ElasticExchange(Exchange):
@@ -63,7 +63,7 @@ class ElasticExchange(Exchange):
         self.entered = False
         self.about: list[Mapping[str, Any]] = []  # Any: JSON
         self.rank, self.size = 0, 1
-        self._device = torch.device("cpu")
+        self.device = torch.device("cpu")
         self._timeout_s = timeout_s
         self._lost_after_s = lost_after_s
         self._store: Store
@@ -98,7 +98,7 @@ class ElasticExchange(Exchange):
             self._store, place.rank, place.size, self._timeout_s, self._lost_after_s
         )
         self.entered = True
-        received = self._settle(admits=True)
+        received = self._regroup(admits=True)
         note = error_file()
         if note is not None:  # beside it: the launcher keeps this host's other ranks
             note.with_name("elastic").touch()
@@ -109,14 +109,14 @@ class ElasticExchange(Exchange):
         """True if processes wait to join, as far as this rank knows."""
         return self._membership.newcomers_wait
 
-    def settle(self, *, admits: bool = False) -> None:
+    def regroup(self, *, admits: bool = False) -> None:
         """Form another group where a rank was lost, or where others may join and wait for it.
 
         Args:
             admits: Whether they may join; every rank says it, between two steps.
         """
-        if self._is_lost or (admits and self.has_newcomers):
-            self._settle(admits=admits)
+        if self._is_lost or (admits and self.newcomers_agreed):
+            self._regroup(admits=admits)
 
     def mark_done(self) -> None:
         """Count a run that is done here."""
@@ -134,7 +134,7 @@ class ElasticExchange(Exchange):
 
     # --- from one group to the next ---------------------------------------------------------------
 
-    def _settle(self, *, admits: bool) -> bytes | None:
+    def _regroup(self, *, admits: bool) -> bytes | None:
         """Form the next group, and another as long as one is lost on the way.
 
         Where that fails, this process is none of the ranks any more, and may enter again.
@@ -145,7 +145,7 @@ class ElasticExchange(Exchange):
         try:
             while True:
                 self._close_group()
-                self._is_lost = self.has_newcomers = False
+                self._is_lost = self.newcomers_agreed = False
                 self.members = self._membership.next_epoch(self._num_done, admits=admits)
                 try:
                     self._open_group()
@@ -200,14 +200,14 @@ class ElasticExchange(Exchange):
         state = self._give() if self.rank == 0 else b""
         sizes = self.gather(b"%d" % len(state), "pass the state")
         passed = torch.frombuffer(bytearray(state.ljust(int(sizes[0]))), dtype=torch.uint8)
-        self.align([passed])
+        self.broadcast([passed])
         return passed.numpy().tobytes()
 
-    def begin(self, about: Mapping[str, Any], tensors: Iterable[Tensor]) -> None:
+    def match_ranks(self, about: Mapping[str, Any], tensors: Iterable[Tensor]) -> None:
         """Do nothing: :meth:`enter` has compared, and given the state."""
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _translating_errors(self) -> Iterator[None]:
         """Leave the group where a rank is lost; the next one is formed before the next run.
 
         Raises:

@@ -47,7 +47,8 @@ class Exchange:
     Attributes:
         rank: Ours.
         size: How many ranks there are.
-        about: What each rank trains, by rank, from :meth:`begin` on.
+        device: Where tensors must lie that this group carries.
+        about: What each rank trains, by rank, from :meth:`match_ranks` on.
 
     Raises:
         StateError: There is no group, and no launcher has started this process.
@@ -55,7 +56,7 @@ class Exchange:
 
     # Of groups whose ranks may change, which `ElasticExchange` has:
     newcomers_wait = False  # whether processes wait to join, as far as this rank knows
-    has_newcomers = False  # whether processes wait to join, as rank 0 has said in the last run
+    newcomers_agreed = False  # the same as rank 0 knew it in the last run: all ranks act on it
     is_behind = False  # whether the others have done one run more
     is_late = False  # whether this rank came when the others had begun, and has done no run yet
 
@@ -69,12 +70,12 @@ class Exchange:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self._peers: dict[int, ProcessIdentity] = {}  # by rank, of this host
-        self._device = torch.device("cpu")  # of documents
+        self.device = torch.device("cpu")
         kinds = {each.type for each in self._group._device_types}
         if "cpu" not in kinds:
-            self._device = torch.device(min(kinds), torch.accelerator.current_device_index())
+            self.device = torch.device(min(kinds), torch.accelerator.current_device_index())
 
-    def begin(self, about: Mapping[str, Any], tensors: Iterable[Tensor]) -> None:
+    def match_ranks(self, about: Mapping[str, Any], tensors: Iterable[Tensor]) -> None:
         """Compare what all ranks train, and give them the values that rank 0 has.
 
         Args:
@@ -97,19 +98,19 @@ class Exchange:
                     f"{rank} has other {differing} than rank 0. Make it from the same arguments in "
                     "every process."
                 )
-        self.align(tensors)
+        self.broadcast(tensors)
 
-    def align(self, tensors: Iterable[Tensor]) -> None:
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give all ranks the values that rank 0 has in these tensors, as they begin."""
         for tensor in tensors if self.size > 1 else ():
             whole = tensor.detach().contiguous()
             if whole.numel():
-                self._begin(self._group.broadcast, [whole])()
+                self._start(self._group.broadcast, [whole])()
             if whole.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(whole)
 
-    def settle(self) -> None:
-        """Form another group where a rank was lost and that can be."""
+    def regroup(self) -> None:
+        """Form another group if a rank was lost; only `ElasticExchange` can."""
 
     def mark_done(self) -> None:
         """Count a run that is done here."""
@@ -140,14 +141,14 @@ class Exchange:
     def _gather(self, own: bytes, length: int) -> list[bytes]:
         """Return every rank's bytes, by rank, filled up to ``length``."""
         sent = torch.frombuffer(bytearray(own.ljust(length, b"\0")), dtype=torch.uint8)
-        sent = sent.to(self._device)
+        sent = sent.to(self.device)
         found = sent.new_empty((self.size, length))
-        self.begin_join(sent, found.view(-1))()
+        self.start_all_gather(sent, found.view(-1))()
         return [row.numpy().tobytes() for row in found.cpu()]
 
     # Each of these begins an operation, and returns a function that waits until it has ended.
 
-    def begin_swap(
+    def start_all_to_all(
         self, sent: Tensor, sent_sizes: Sequence[int], received: Tensor, sizes: Sequence[int]
     ) -> Callable[[], None]:
         """Send each rank a slice of ``sent`` and receive one from each.
@@ -158,43 +159,32 @@ class Exchange:
             received: 1-D, of the same dtype; the slices by sender.
             sizes: Elements of each.
         """
-        return self._begin(self._group.alltoall_base, received, sent, list(sizes), list(sent_sizes))
+        return self._start(self._group.alltoall_base, received, sent, list(sizes), list(sent_sizes))
 
-    def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
+    def start_all_reduce(self, tensor: Tensor) -> Callable[[], None]:
         """Add up all ranks' tensors, in place, in the order of the backend."""
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        return self._begin(self._group.allreduce, [real])
+        return self._start(self._group.allreduce, [real])
 
-    def begin_numbers(self, own: Sequence[float]) -> Callable[[], list[float]]:
-        """Add up ``own`` over all ranks, as many numbers on each; the function returns the sums."""
-        numbers = torch.tensor(own, dtype=torch.float64, device=self._device)
-        end = self.begin_sum(numbers)
-
-        def wait() -> list[float]:
-            end()
-            return numbers.tolist()
-
-        return wait
-
-    def begin_join(self, own: Tensor, found: Tensor) -> Callable[[], None]:
+    def start_all_gather(self, own: Tensor, found: Tensor) -> Callable[[], None]:
         """Join all ranks' tensors ``own``, 1-D and of one size, in ``found``."""
-        return self._begin(self._group._allgather_base, found, own)
+        return self._start(self._group._allgather_base, found, own)
 
     # Any: the arguments of torch's operations.
-    def _begin(self, operation: Callable[..., dist.Work], *args: Any) -> Callable[[], None]:
-        with self._telling():
+    def _start(self, operation: Callable[..., dist.Work], *args: Any) -> Callable[[], None]:
+        with self._translating_errors():
             work = operation(*args)
         _latest_works.append(work)
 
         def wait() -> None:
-            with self._telling():
+            with self._translating_errors():
                 work.wait()
 
         return wait
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Say what a backend's error means; our own backend's says it itself."""
+    def _translating_errors(self) -> Iterator[None]:
+        """Raise `PeerLost` for another backend's error; our own backend raises ours itself."""
         try:
             yield
         except PhalanxError:

@@ -158,12 +158,12 @@ class Network:
     def collective(self, begin: Callable[[Gloo], Work], number: int | None = None) -> _Collective:
         """Begin a collective of gloo's; ranks may be late for the operation of that number."""
         fail_point("exchange begun")
-        with self.naming():
+        with self.translating_errors():
             self._latest = begin(self.gloo)
             return _Collective(self._latest, self, number)
 
     @contextmanager
-    def naming(self, peer: int | None = None, timeout_s: float = inf) -> Iterator[None]:
+    def translating_errors(self, peer: int | None = None, timeout_s: float = inf) -> Iterator[None]:
         """Raise ours for gloo's errors, in what concerns ``peer`` or all ranks; end the group."""
         try:
             yield
@@ -197,7 +197,7 @@ class Network:
     ) -> SharedWork:
         """Begin to ``send`` to a rank, or to ``recv`` from one; from any where ``peer`` is None."""
         data = as_bytes(flat.data)
-        with self.naming(peer):
+        with self.translating_errors(peer):
             if peer is None:
                 work = self.gloo.recv_anysource([data], tag)
             else:
@@ -205,7 +205,7 @@ class Network:
 
         def drive(operation: GroupOperation, timeout_s: float | None) -> None:
             timeout_s = timeout_s or limit_s
-            with self.naming(peer, timeout_s):
+            with self.translating_errors(peer, timeout_s):
                 work.wait(datetime.timedelta(seconds=timeout_s))
             operation.advance(0.0)
             operation.settle()
@@ -242,7 +242,7 @@ class Network:
                 self.gloo.recv([torch.empty(1)], self.ranks.index(rank), _CUT_TAG)
             except RuntimeError:
                 if self.error_store.reached_by([rank]) != [LEFT]:
-                    with self.naming():
+                    with self.translating_errors():
                         raise
 
     def _is_idle(self) -> bool:
@@ -286,7 +286,7 @@ class _Collective:
                 self._work.wait(datetime.timedelta(seconds=patience_s))
         if not self._work.is_completed():
             return False
-        with self._network.naming():
+        with self._network.translating_errors():
             self._work.wait()
         return True
 

@@ -239,7 +239,7 @@ class _Trip:
             for rank, part in zip(senders, received, strict=True):
                 self._arriving[nodes[rank][turn]] = part
             self._waits.append(
-                exchange.begin_swap(
+                exchange.start_all_to_all(
                     _bytes_of(flat if sends else flat[:0]),
                     [num_bytes * sends] * exchange.size,
                     _bytes_of(received.view(-1)),
@@ -253,7 +253,7 @@ class _Trip:
             wait()
         total = add_nodes(num_leaves, self._arriving, Tensor.add_)
         assert total is not None  # the nodes of all ranks cover the tree
-        self._waits = [self._exchange.begin_join(_bytes_of(total), _bytes_of(self._flat))]
+        self._waits = [self._exchange.start_all_gather(_bytes_of(total), _bytes_of(self._flat))]
 
     def wait(self) -> Tensor:
         """Return the bucket with the sums."""
@@ -273,7 +273,7 @@ class _PairTrip(_Trip):
         sums: Sequence[Gradients],
     ) -> None:
         self._flat = bucket.flatten(sums[0])
-        self._waits = [exchange.begin_sum(self._flat)]
+        self._waits = [exchange.start_all_reduce(self._flat)]
 
     def add(self, num_leaves: int) -> None:
         """Do nothing: the backend adds."""

@@ -62,7 +62,7 @@ class RankExecutor(ThreadExecutor):
         self._exchange = exchange
         try:
             about = describe_rank(module, len(self))
-            exchange.begin(about, [*module.parameters(), *module.buffers()])
+            exchange.match_ranks(about, [*module.parameters(), *module.buffers()])
         except BaseException:
             self.close()
             raise
@@ -83,15 +83,15 @@ class RankExecutor(ThreadExecutor):
 
     def count_replicas(self) -> int:
         """Return the number of replicas of all ranks."""
-        self._settle()
+        self._follow_ranks()
         return sum(self._num_replicas)
 
-    def _settle(self) -> None:
+    def _follow_ranks(self) -> None:
         """Take note of ranks that have come or gone since the last run.
 
         A rank that is behind still cuts the batch as the ranks ahead have cut it.
         """
-        self._exchange.settle()
+        self._exchange.regroup()
         if self._about is not self._exchange.about and not self._exchange.is_behind:
             self._look_at_ranks()
 
@@ -114,7 +114,7 @@ class RankExecutor(ThreadExecutor):
         """
         assert not task.is_backward
         assert only is None
-        self._settle()
+        self._follow_ranks()
         if self._exchange.is_behind:  # it computes alone what the others have done
             return super().run(task, pieces, weights=weights, seed=seed)
         ranges = self._ranges(len(pieces), owned=owners is not None)
@@ -137,7 +137,7 @@ class RankExecutor(ThreadExecutor):
             raise
         messages = [RankMessage.from_bytes(each) for each in self._exchange.gather(packed, _RUN)]
         first = _check(messages)
-        self._exchange.has_newcomers = first["newcomers_wait"]
+        self._exchange.newcomers_agreed = first["newcomers_wait"]
         for each in messages:
             for index, computed in each.results.items():
                 result.results[index] = computed
@@ -193,7 +193,7 @@ def write_once(write: Callable[[], None], exchange: Exchange) -> None:
     """
 
     def attempt() -> None:
-        exchange.settle()
+        exchange.regroup()
         if exchange.is_late:
             return
         if not exchange.is_behind:  # else it is written

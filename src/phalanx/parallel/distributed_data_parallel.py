@@ -142,10 +142,10 @@ class DistributedDataParallel(DataParallel):
         options = {"microbatches": microbatches, "reduction": reduction, "buffers": buffers}
         options |= {"layout": layout, "output": output}
         own = {f"`{name}`": repr(value) for name, value in options.items()}
-        exchange.begin({**describe_rank(module, 1), **own, "seed": torch.initial_seed()}, ())
+        exchange.match_ranks({**describe_rank(module, 1), **own, "seed": torch.initial_seed()}, ())
         self._seed = int(exchange.about[0]["seed"])
         _check_ranks(exchange.size, microbatches, reduction)  # what all ranks were given
-        exchange.align((*module.parameters(), *module.buffers()))
+        exchange.broadcast((*module.parameters(), *module.buffers()))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -354,9 +354,12 @@ class _RankPasses(_Passes):
         count, places = len(self._sizes), sums.places
         marks = [place in places for place in range(len(executor.parameters))]
         trained = [each.requires_grad for each in executor.parameters]
-        told = self._exchange.begin_numbers([*self._sizes, self._weight, *marks, *trained])
+        own_numbers = [*self._sizes, self._weight, *marks, *trained]
+        summed = torch.tensor(own_numbers, dtype=torch.float64, device=self._exchange.device)
+        wait = self._exchange.start_all_reduce(summed)
         totals = sums.receive()
-        numbers = told()
+        wait()
+        numbers = summed.tolist()
         self._check([int(rows) for rows in numbers[:count]])
         self._check_trained(numbers[count + 1 + len(marks) :])
         marked = zip(totals, numbers[count + 1 :][: len(marks)], strict=True)

@@ -448,7 +448,7 @@ class Trainer:
         check_between_steps(closed=self._closed, in_step=self._in_step)
         self._engine.open()
         if self._choice.elastic is not None:
-            self._choice.elastic.settle(admits=True)
+            self._choice.elastic.regroup(admits=True)
             done = repeat_on_new_ranks(lambda: self._update(batch, start_s, in_epoch=in_epoch))
         else:
             done = self._update(batch, start_s, in_epoch=in_epoch)
