@@ -20,7 +20,7 @@ from contextlib import suppress
 
 from phalanx.clock import now_s
 from phalanx.distributed.status_pages import StatusPages
-from phalanx.distributed.work import GroupOperation
+from phalanx.distributed.work import SharedWork
 from phalanx.errors import GroupAborted, StateError
 from phalanx.ipc import Waiting, register_at_fork
 from phalanx.torch_internals import inference_mode
@@ -48,8 +48,8 @@ class Lane:
         self._pages = pages
         self._pushes = pushes
         self._report = report
-        self._operations: deque[GroupOperation] = deque()
-        self._ended: deque[GroupOperation] = deque()  # whose futures do not know it yet
+        self._operations: deque[SharedWork] = deque()
+        self._ended: deque[SharedWork] = deque()  # whose futures do not know it yet
         self._turn = threading.RLock()  # a signal's handler may call a collective, too
         self._broken: BaseException | None = None
         self._liveness = Waiting(0.0)
@@ -66,7 +66,7 @@ class Lane:
         """True if all operations have ended well."""
         return self._broken is None and not self._operations
 
-    def start(self, operation: GroupOperation, *, wait: bool) -> None:
+    def start(self, operation: SharedWork, *, wait: bool) -> None:
         """Begin ``operation``, and finish it if ``wait``; it keeps a failure under way."""
         if self._broken is None:
             self._operations.append(operation)
@@ -81,7 +81,7 @@ class Lane:
         if not operation.done:
             self._wake_thread()
 
-    def drive(self, operation: GroupOperation, timeout_s: float | None = None) -> None:
+    def drive(self, operation: SharedWork, timeout_s: float | None = None) -> None:
         """Run operations until this one has ended; it fails after ``timeout_s`` more seconds."""
         if timeout_s is not None and now_s() + timeout_s < operation.deadline_s:
             operation.timeout_s, operation.deadline_s = timeout_s, now_s() + timeout_s
@@ -90,7 +90,7 @@ class Lane:
                 with self._turn:
                     if not operation.done:
                         self._advance(_PATIENCE_S)
-                self._settle()
+                self._notify()
         except BaseException as exc:  # interrupted: the group breaks
             me, how = self._pages.name, f"{operation.title} ({type(exc).__name__})"
             again = "Destroy the group and make a new one."
@@ -109,7 +109,7 @@ class Lane:
                     pass
             finally:
                 self._turn.release()
-            self._settle()
+            self._notify()
 
     def _advance(self, patience_s: float) -> bool:
         """Run the first operation; tell whether it has ended."""
@@ -123,24 +123,24 @@ class Lane:
         if ended:
             if self._operations and self._operations[0] is first:
                 self._operations.popleft()
-            if first.futures:  # a future that is asked for from here on settles itself
+            if first.futures:  # a future that is asked for from here on notifies itself
                 self._ended.append(first)
             return True
         self._examine(first)
         return first.done
 
-    def _examine(self, first: GroupOperation) -> None:
+    def _examine(self, first: SharedWork) -> None:
         """Break the group where its first operation cannot end well, or one is over its time."""
-        call = first.call
-        if call is None:
+        wait = first.current
+        if wait is None:
             return
-        since_s = now_s() - call.grace_s
+        since_s = now_s() - wait.grace_s
         late = next((each for each in self._operations if each.deadline_s <= since_s), None)
         if late is None and not self._liveness.time_to_look():
             return
-        error = call.find_error(first.title)
+        error = wait.find_error(first.title)
         if error is None and late is not None:
-            error = call.timeout_error(late.title, late.timeout_s + call.grace_s)
+            error = wait.timeout_error(late.title, late.timeout_s + wait.grace_s)
         if error is not None:
             self.fail(error)
 
@@ -158,7 +158,7 @@ class Lane:
                 operation.end(self._broken)
             self._ended.extend(failed)
 
-    def _settle(self) -> None:
+    def _notify(self) -> None:
         """Tell the futures of ended operations; without a lock, because callbacks are a user's.
 
         A callback may wait for an operation that has not ended: another thread then runs it.
@@ -167,7 +167,7 @@ class Lane:
             self._wake_thread()
         while self._ended:
             with suppress(IndexError):  # another thread has taken the last one
-                self._ended.popleft().settle()
+                self._ended.popleft().notify()
 
     # --- the threads ------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class Lane:
             if self._ended:
                 with self._changed:
                     self._num_free_threads -= 1
-                self._settle()
+                self._notify()
                 with self._changed:
                     self._num_free_threads += 1
 
@@ -212,7 +212,7 @@ class Lane:
         """Leave the group; operations under way fail."""
         self.end_threads()
         self.fail(GroupAborted("The group is destroyed."))
-        self._settle()
+        self._notify()
 
     def _end_in_fork(self) -> None:
         """Refuse all calls in a forked child, which must not touch the group."""

@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo, Store, Work
 from phalanx.distributed.fingerprint import Fingerprint, desync, misfit
 from phalanx.distributed.status_pages import StatusPages
 from phalanx.distributed.tensors import FlatTensor, as_bytes
-from phalanx.distributed.work import GroupOperation, SharedWork, Steps
+from phalanx.distributed.work import SharedWork, Steps
 from phalanx.errors import GroupAborted, PeerError, PeerLost, PeerTimeout
 from phalanx.ipc import fail_point, wait_until
 from phalanx.torch_internals import gloo_options
@@ -203,15 +203,14 @@ class Network:
             else:
                 work = getattr(self.gloo, call)([data], peer, tag)
 
-        def drive(operation: GroupOperation, timeout_s: float | None) -> None:
+        def drive(message: SharedWork, timeout_s: float | None) -> None:
             timeout_s = timeout_s or limit_s
             with self.translating_errors(peer, timeout_s):
                 work.wait(datetime.timedelta(seconds=timeout_s))
-            operation.advance(0.0)
-            operation.settle()
+            message.advance(0.0)
+            message.notify()
 
-        operation = GroupOperation(call, iter(()), [flat], [flat.tensor], limit_s)
-        message = SharedWork(operation, drive)
+        message = SharedWork(call, iter(()), [flat], [flat.tensor], limit_s, drive)
         message._source_rank = work._source_rank  # type: ignore[method-assign]
         return message
 

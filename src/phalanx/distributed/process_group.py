@@ -44,7 +44,7 @@ from phalanx.distributed.tensors import (
     only,
     output_of,
 )
-from phalanx.distributed.work import GroupOperation, SharedWork, Steps, uncompiled_methods
+from phalanx.distributed.work import SharedWork, Steps, uncompiled_methods
 from phalanx.errors import StateError
 from phalanx.torch_internals import inference_mode, is_profiled
 
@@ -111,12 +111,11 @@ class SharedGroup(dist.ProcessGroup):
         """Begin an operation whose ``steps`` fill the data of some tensors."""
         self._refuse_if_closed(kind)
         title = f"{kind} of group {self._group_name!r}"
-        operation = GroupOperation(title, steps, filled, result, self._seconds(opts))
+        work = SharedWork(title, steps, filled, result, self._seconds(opts), self._lane.drive)
         wait = not getattr(opts, "asyncOp", True)
         # A record costs 1 µs where it is off.
         with profiler.record_function(f"{NAME}:{kind}") if is_profiled() else nullcontext():
-            self._lane.start(operation, wait=wait)
-        work = SharedWork(operation, self._lane.drive)
+            self._lane.start(work, wait=wait)
         if not wait and filled and max(flat.data.nbytes for flat in filled) <= _LARGEST_KEPT_BYTES:
             self._kept.append(work)
         return work

@@ -1,4 +1,4 @@
-"""An operation under way, and the work that a call returns for it."""
+"""An operation of a group, as its caller and its lane see it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import datetime
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, Protocol, TypeVar
 
@@ -18,10 +17,9 @@ from phalanx.clock import now_s
 from phalanx.distributed.tensors import FlatTensor
 from phalanx.torch_internals import uncompiled
 
-__all__ = ["GroupOperation", "SharedWork", "Steps", "Wait", "uncompiled_methods"]
+__all__ = ["SharedWork", "Steps", "Wait", "uncompiled_methods"]
 
 AnyClass = TypeVar("AnyClass", bound=type)
-_CALLED_BY_TORCH = ("_allgather_base", "_reduce_scatter_base")
 
 
 class Wait(Protocol):
@@ -40,86 +38,53 @@ class Wait(Protocol):
 
 
 Steps = Iterator[Wait]
-"""An operation: its calls, one after the other, with what this rank does between them."""
-
-
-@dataclass(slots=True, eq=False)
-class GroupOperation:
-    """One operation of a group."""
-
-    title: str  # in messages
-    steps: Steps
-    filled: Sequence[FlatTensor]  # by the steps; copied back at the end
-    result: Any  # the tensors that it fills, in nested lists, as torch gives them
-    timeout_s: float
-    deadline_s: float = field(init=False)
-    call: Wait | None = None  # that it is in
-    error: BaseException | None = None
-    done: bool = False  # well or not
-    futures: list[Future[Any]] = field(default_factory=list)  # that do not know of the end yet
-
-    def __post_init__(self) -> None:
-        self.deadline_s = now_s() + self.timeout_s
-
-    def advance(self, patience_s: float) -> bool:
-        """Run until it ends, or others are late for so long; tell whether it has ended."""
-        while not self.done:
-            if self.call is None:
-                self.call = next(self.steps, None)
-            if self.call is None:
-                for flat in self.filled:
-                    flat.write_back()
-                self.end()
-            elif self.call.advance(patience_s):
-                self.call = None
-            else:
-                return False
-        return True
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Mark the end; :meth:`settle` tells the futures.
-
-        A work that somebody keeps must not keep the tensors and connections of its operation.
-        """
-        self.error = error
-        self.done = True
-        self.steps, self.call, self.filled = iter(()), None, ()
-
-    def settle(self) -> None:
-        """Tell each future of the end, once. Their callbacks run here, and may begin operations."""
-        while self.futures:
-            with suppress(IndexError):  # another thread has taken the last one
-                self.futures.pop().set_result(self.result)
-
-    def raise_error(self) -> None:
-        """Raise why it has failed, if it has."""
-        error = self.error
-        if error is not None:
-            # A copy: several callers may get one error, and each adds its own traceback.
-            raise copy.copy(error).with_traceback(error.__traceback__) from error.__cause__
+"""An operation: its waits, one after the other, and between them the work of this rank."""
 
 
 def uncompiled_methods(cls: AnyClass) -> AnyClass:
-    """Have the public methods of ``cls`` run outside of any compiled code.
+    """Have the methods of ``cls`` that override torch's run outside of any compiled code.
 
     They wait for other processes and keep state on the group, which no graph can hold.
     """
     for name, method in list(vars(cls).items()):
-        is_public = not name.startswith("_") or name in _CALLED_BY_TORCH
-        if is_public and isinstance(method, FunctionType):
+        is_torchs = hasattr(cls.__base__, name) and not name.startswith("__")
+        if is_torchs and isinstance(method, FunctionType):
             setattr(cls, name, uncompiled(method))
     return cls
 
 
 @uncompiled_methods
 class SharedWork(dist.Work):
-    """A collective call under way or finished; what ``async_op=True`` returns."""
+    """An operation of a group, under way or finished; what ``async_op=True`` returns.
+
+    Args:
+        title: Its name in messages.
+        steps: See `Steps`.
+        filled: What the steps fill; copied back at the end.
+        result: The same, or all of a coalesced call, in nested lists, as torch gives them.
+        drive: Runs the operation until it has ended; it fails after so many more seconds.
+    """
 
     def __init__(
-        self, operation: GroupOperation, drive: Callable[[GroupOperation, float | None], None]
+        self,
+        title: str,
+        steps: Steps,
+        filled: Sequence[FlatTensor],
+        result: Any,
+        timeout_s: float,
+        drive: Callable[[SharedWork, float | None], None],
     ) -> None:
         super().__init__()
-        self._operation = operation
+        self.title = title
+        self.timeout_s = timeout_s
+        self.deadline_s = now_s() + timeout_s
+        self.current: Wait | None = None  # that it is in
+        self.error: BaseException | None = None
+        self.done = False  # well or not
+        self.futures: list[Future[Any]] = []  # that do not know of the end yet
+        self._steps = steps
+        self._filled = filled
+        self._result = result
         self._drive = drive
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
@@ -127,10 +92,9 @@ class SharedWork(dist.Work):
 
         The group fails after ``timeout`` from now on; zero stands for the call's own limit.
         """
-        operation = self._operation
-        if not operation.done:
-            self._drive(operation, timeout.total_seconds() or None)
-        operation.raise_error()
+        if not self.done:
+            self._drive(self, timeout.total_seconds() or None)
+        self.raise_error()
         return True
 
     def synchronize(self) -> None:
@@ -139,33 +103,71 @@ class SharedWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Tell whether the operation has ended, well or not."""
-        return self._operation.done
+        return self.done
 
     def is_success(self) -> bool:
         """Tell whether the operation has ended well."""
-        return self._operation.done and self._operation.error is None
+        return self.done and self.error is None
 
     def exception(self) -> BaseException | None:
         """Return why the operation has failed, if it has."""
-        return self._operation.error
+        return self.error
 
     def result(self) -> list[Tensor]:
         """Return the tensors that the operation fills."""
-        return list(self._operation.result)
+        return list(self._result)
 
     def get_future(self) -> Future[Any]:
         """Return a future of the tensors; in C++ a failure is a ``RuntimeError`` with our words."""
-        operation = self._operation
         future: Future[Any] = Future()
 
         def checked(future: Future[Any]) -> Any:
-            operation.raise_error()
+            self.raise_error()
             return future.value()
 
         checked_future = future.then(checked)
-        operation.futures.append(future)
-        if operation.done:  # after the append: else no thread might tell it
-            operation.settle()
+        self.futures.append(future)
+        if self.done:  # after the append: else no thread might tell it
+            self.notify()
         return checked_future
 
     getFuture = get_future
+
+    # --- for the lane ----------------------------------------------------------------------------
+
+    def advance(self, patience_s: float) -> bool:
+        """Run until it ends, or others are late for so long; tell whether it has ended."""
+        while not self.done:
+            if self.current is None:
+                self.current = next(self._steps, None)
+            if self.current is None:
+                for flat in self._filled:
+                    flat.write_back()
+                self.end()
+            elif self.current.advance(patience_s):
+                self.current = None
+            else:
+                return False
+        return True
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Mark the end; :meth:`notify` sets the futures.
+
+        A work that somebody keeps must not keep tensors and connections.
+        """
+        self.error = error
+        self.done = True
+        self._steps, self.current, self._filled = iter(()), None, ()
+
+    def notify(self) -> None:
+        """Set each future, once. Their callbacks run here, and may begin operations."""
+        while self.futures:
+            with suppress(IndexError):  # another thread has taken the last one
+                self.futures.pop().set_result(self._result)
+
+    def raise_error(self) -> None:
+        """Raise why it has failed, if it has."""
+        error = self.error
+        if error is not None:
+            # A copy: several callers may get one error, and each adds its own traceback.
+            raise copy.copy(error).with_traceback(error.__traceback__) from error.__cause__
