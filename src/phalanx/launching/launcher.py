@@ -41,7 +41,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from phalanx.errors import ConfigError
 from phalanx.ipc import RunDirectory
-from phalanx.launching.rank_failures import RankFailed, RankFailure, describe_failures
+from phalanx.launching.rank_failures import FailureNote, RankFailed, describe_failures
 from phalanx.replicas import num_cores
 
 __all__ = ["launch_script"]
@@ -50,7 +50,7 @@ _AGENT_LOGGERS = ("torch.distributed.elastic", "torch.distributed.elastic.agent.
 _LOOPBACK = "127.0.0.1"
 _MEET_S = 600  # how long hosts wait for each other
 _ONE_HOST = "phalanx-one-host"
-_RESTARTS = str(Path(__file__).with_name("rank_restarts.py"))
+_RANK_RESTARTS = str(Path(__file__).with_name("rank_restarts.py"))
 
 
 class _OneHost(StaticTCPRendezvous):
@@ -135,7 +135,7 @@ def launch_script(
             )
             run = elastic_launch(config, sys.executable)
             try:
-                run("-u", _RESTARTS, str(rank_restarts), str(os.getpid()), str(script), *args)
+                run("-u", _RANK_RESTARTS, str(rank_restarts), str(os.getpid()), str(script), *args)
             except ChildFailedError as exc:
                 raise describe_failures(_read_failures(run_directory.path, exc.failures)) from None
             except (RendezvousTimeoutError, RendezvousConnectionError) as exc:
@@ -154,7 +154,7 @@ def launch_script(
         signal.raise_signal(exc.sigval)
 
 
-def _read_failures(logs: Path, reported: Mapping[int, ProcessFailure]) -> list[RankFailure]:
+def _read_failures(logs: Path, reported: Mapping[int, ProcessFailure]) -> list[FailureNote]:
     """Return how this host's ranks have failed.
 
     torch's agent reports the ranks that had ended when it first looked. A rank that fails informs
@@ -164,6 +164,6 @@ def _read_failures(logs: Path, reported: Mapping[int, ProcessFailure]) -> list[R
     last = max(logs.glob("*/attempt_*"), key=lambda path: path.stat().st_mtime)
     notes = [json.loads(path.read_text("utf-8")) for path in last.glob("*/error.json")]
     # A script that is decorated with torch's `record` has written one of another form.
-    noted = {note["rank"]: RankFailure(**note) for note in notes if "rank" in note}
-    silent = {rank: RankFailure(rank, each.exitcode) for rank, each in reported.items()}
+    noted = {note["rank"]: FailureNote(**note) for note in notes if "rank" in note}
+    silent = {rank: FailureNote(rank, each.exitcode) for rank, each in reported.items()}
     return [*(silent | noted).values()]

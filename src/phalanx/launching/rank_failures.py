@@ -1,4 +1,4 @@
-"""The record of a rank's failure, and the choice of the failure that a job reports."""
+"""The notes of ranks on their failures, and the choice of the one that a job reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from phalanx.clock import wall_clock_s
 from phalanx.environment import read_rank
 from phalanx.errors import PeerError
 
-__all__ = ["RankFailed", "RankFailure", "describe_failures"]
+__all__ = ["ECHOES", "FailureNote", "RankFailed", "describe_failures"]
+
+ECHOES = (PeerError, dist.DistError)
+"""The errors of a rank because it lost another one."""
 
 
 class RankFailed(PeerError):
@@ -30,8 +33,8 @@ class RankFailed(PeerError):
         self.exit_code = exit_code
 
 
-class RankFailure(NamedTuple):
-    """The end of a rank; torch's agent reads the message.
+class FailureNote(NamedTuple):
+    """A rank's note on how it ended; torch's agent reads the message.
 
     Attributes:
         exit_code: Or minus the signal that killed it.
@@ -48,7 +51,7 @@ class RankFailure(NamedTuple):
     is_echo: bool = False
 
     @classmethod
-    def of(cls, exc: BaseException) -> RankFailure:
+    def of(cls, exc: BaseException) -> FailureNote:
         """Describe the failure of this process; exit code 0 means that it is none."""
         code = exc.code if isinstance(exc, SystemExit) else 1
         return cls(
@@ -56,11 +59,11 @@ class RankFailure(NamedTuple):
             exit_code=code & 0xFF if isinstance(code, int) else int(code is not None),
             message="".join(traceback.format_exception_only(exc)).rstrip(),
             at_s=wall_clock_s(),
-            is_echo=isinstance(exc, PeerError | dist.DistError),
+            is_echo=isinstance(exc, ECHOES),
         )
 
 
-def describe_failures(failures: Iterable[RankFailure]) -> RankFailed:
+def describe_failures(failures: Iterable[FailureNote]) -> RankFailed:
     """Make the job's error: the first rank that failed and how, the others, and its last words."""
     # The launcher ends the others with SIGTERM.
     own = [each for each in failures if each.exit_code != -signal.SIGTERM] or list(failures)

@@ -48,14 +48,14 @@ def _main() -> int:
                 f"{how} It is restarted ({attempt + 1} of {restarts}); "
                 "elastic ranks (`Ranks()`) continue meanwhile.\n"
             )
-    if status > 0 or not _others_continue():
+    if status > 0 or not _mark_lost():
         return status
     sys.stderr.write(f"{how} The ranks that are left continue without it.\n")
     return 0
 
 
-def _others_continue() -> bool:
-    """Tell whether the group is elastic and other ranks of the host are not lost, as ours is."""
+def _mark_lost() -> bool:
+    """Mark our rank as lost; tell whether the group is elastic and others of the host are left."""
     # Each rank has a folder, for its error file, in the one of this attempt to run the job.
     own = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
     if not (own / "elastic").exists():  # as `elastic_exchange.py` says it

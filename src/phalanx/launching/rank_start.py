@@ -20,7 +20,7 @@ from phalanx.distributed import RunEnded
 from phalanx.environment import error_file
 from phalanx.files import written_whole
 from phalanx.ipc import die_with_parent
-from phalanx.launching.rank_failures import RankFailure
+from phalanx.launching.rank_failures import FailureNote
 
 __all__ = ["main", "prepare_rank", "record_failures"]
 
@@ -43,11 +43,11 @@ def record_failures(run: Callable[[], object]) -> None:
     except RunEnded as exc:  # nothing is left to be done: no failure
         sys.stderr.write(f"{exc}\n")
     except BaseException as exc:
-        failure = RankFailure.of(exc)
-        if path is not None and failure.exit_code:
+        note = FailureNote.of(exc)
+        if path is not None and note.exit_code:
             # Whole or not at all: the launcher may end this rank at any moment, and reads the file.
             with written_whole(path) as draft:
-                draft.write_text(json.dumps(failure._asdict()), encoding="utf-8")
+                draft.write_text(json.dumps(note._asdict()), encoding="utf-8")
         raise
 
 

@@ -22,19 +22,17 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from phalanx.clock import pause
 from phalanx.cluster import draw_secret
-from phalanx.errors import PeerError, PeerTimeout, UnsupportedError
-from phalanx.launching.rank_failures import RankFailed
+from phalanx.errors import PeerTimeout, UnsupportedError
+from phalanx.launching.rank_failures import ECHOES, RankFailed
 from phalanx.launching.rank_start import prepare_rank
 from phalanx.plan import check_function, read_count
 
 __all__ = ["on_ray"]
 
-_ECHOES = (PeerError, dist.DistError)  # errors of a rank because it lost another one
 _OTHERS_S = 3.0  # after a failure: for those of the others, one of which may be its cause
 _LAST_LINES_S = 0.5  # for Ray to print what the ranks wrote last
 
@@ -145,7 +143,7 @@ def _await_ranks(ray: Any, runs: Sequence[Any]) -> list[Any]:
         except ray.exceptions.RayError as exc:  # one of a task is of the task's own type, too
             failures[runs.index(done[0])] = exc
     if failures:
-        rank = min(failures, key=lambda each: isinstance(failures[each], _ECHOES))
+        rank = min(failures, key=lambda each: isinstance(failures[each], ECHOES))
         raise RankFailed(f"Rank {rank} failed: {failures[rank]}".rstrip(), rank)
     return list(ray.get(runs))
 

@@ -7,17 +7,17 @@ import sys
 
 import pytest
 
-from phalanx.launching.rank_failures import RankFailure, describe_failures
+from phalanx.launching.rank_failures import FailureNote, describe_failures
 from phalanx.launching.rank_start import record_failures
 
 
 @pytest.mark.parametrize(
     ("failures", "first"),
     [
-        ([RankFailure(0, 1, at_s=7.75), RankFailure(1, 3, at_s=7.25)], 1),
-        ([RankFailure(0, 1, at_s=7.0, is_echo=True), RankFailure(1, 3, at_s=8.0)], 1),
-        ([RankFailure(0, 1, at_s=7.0), RankFailure(1, -9)], 1),
-        ([RankFailure(0, -15), RankFailure(1, 1, at_s=7.0, is_echo=True)], 1),
+        ([FailureNote(0, 1, at_s=7.75), FailureNote(1, 3, at_s=7.25)], 1),
+        ([FailureNote(0, 1, at_s=7.0, is_echo=True), FailureNote(1, 3, at_s=8.0)], 1),
+        ([FailureNote(0, 1, at_s=7.0), FailureNote(1, -9)], 1),
+        ([FailureNote(0, -15), FailureNote(1, 1, at_s=7.0, is_echo=True)], 1),
     ],
     ids=["the earlier one", "no echo", "one that was killed", "none that the launcher ended"],
 )
@@ -28,10 +28,10 @@ def test_the_cause_is(failures, first):
 def test_the_others_that_failed_are_named():
     told = describe_failures(
         [
-            RankFailure(0, 1, at_s=7.5),
-            RankFailure(1, 3, "…", at_s=7.25),
-            RankFailure(2, 1, at_s=7.75),
-            RankFailure(3, -15),
+            FailureNote(0, 1, at_s=7.5),
+            FailureNote(1, 3, "…", at_s=7.25),
+            FailureNote(2, 1, at_s=7.75),
+            FailureNote(3, -15),
         ]
     )
     assert str(told) == "Rank 1 ended with exit code 3. Ranks 0, 2 failed as well.\n…"
