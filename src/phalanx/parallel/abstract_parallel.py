@@ -175,7 +175,7 @@ class AbstractParallel(Container):
     def _columns(self) -> list[nn.Module]:
         return [self.get_submodule(str(index)) for index in range(len(self._placed))]
 
-    def _is_of(self, executor: ThreadExecutor) -> bool:
+    def _fits(self, executor: ThreadExecutor) -> bool:
         return all(map(is_, executor.modules, self._columns()))
 
     def _make_executor(self) -> ThreadExecutor:

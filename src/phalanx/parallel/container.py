@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 from torch import nn
 
 from phalanx.execution import ThreadExecutor
-from phalanx.parallel.graph import Reduction, RunPart, run_pieces
+from phalanx.parallel.graph import Passes, RunPart, run_pieces
 from phalanx.replicas import (
     OwnInShell,
     advance_process_generator,
@@ -83,7 +83,7 @@ class Container(nn.Module):
         """Make the workers."""
         raise NotImplementedError
 
-    def _is_of(self, executor: ThreadExecutor) -> bool:
+    def _fits(self, executor: ThreadExecutor) -> bool:
         """Tell whether ``executor`` runs the modules that this container holds now."""
         return executor.modules[0] is self._trained()
 
@@ -91,9 +91,9 @@ class Container(nn.Module):
         """Return the worker of each piece; None: any that is free."""
         return range(num_pieces)
 
-    def _reduction(self, sizes: Sequence[int]) -> Reduction:  # noqa: ARG002 - of a subclass
-        """Return what completes the sums of a forward pass over parts of these sizes."""
-        return Reduction()
+    def _passes(self, sizes: Sequence[int]) -> Passes:  # noqa: ARG002 - of a subclass
+        """Return a forward pass over parts of these sizes, and its backward passes."""
+        return Passes()
 
     def _trained(self) -> nn.Module:
         """Return the module whose names parameters and buffers go by."""
@@ -128,7 +128,7 @@ class Container(nn.Module):
     def _open_executor(self) -> ThreadExecutor:
         with self._running.lock:
             before = self._running.executor
-            if before is not None and not (self._is_of(before) and before.follow_attributes()):
+            if before is not None and not (self._fits(before) and before.follow_attributes()):
                 self.close()
             if self._running.executor is None:
                 self._running.executor = self._make_executor()
@@ -167,12 +167,12 @@ class Container(nn.Module):
         executor = self._open_executor()
         with executor.one_run:  # of several threads, each begins with what the one before wrote
             owners = self._owners(len(parts))
-            reduction = self._reduction(sizes)
+            passes = self._passes(sizes)
             # A part without rows runs, too, so its statistics must weigh something.
             pairs = zip(parts, sizes, strict=True)
             weights = [0.0 if part is None else float(max(1, size)) for part, size in pairs]
-            outputs, report = run_pieces(executor, parts, run, weights, owners, reduction)
-            statistics = reduction.statistics(report)
+            outputs, report = run_pieces(executor, parts, run, weights, owners, passes)
+            statistics = passes.statistics(report)
             named = self._trained().named_buffers(remove_duplicate=False) if statistics else ()
             buffers = dict(named)
             check_statistics(buffers, statistics)

@@ -12,7 +12,7 @@ from torch import nn
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.execution import ThreadExecutor
 from phalanx.parallel.container import Call, Container
-from phalanx.parallel.unwrapped import Unwrapped
+from phalanx.parallel.wrapper import Wrapper
 from phalanx.plan import (
     Layout,
     Merging,
@@ -33,7 +33,7 @@ from phalanx.torch_internals import uncompiled
 from phalanx.types import Device, Nested
 
 
-class DataParallel(Container, Unwrapped):
+class DataParallel(Container, Wrapper):
     """Run ``module`` on several devices of this host, each replica on its slice of the batch.
 
     Output, input gradients and parameter gradients equal the unwrapped module's within float

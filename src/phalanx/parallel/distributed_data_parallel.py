@@ -27,7 +27,7 @@ from phalanx.execution import (
 )
 from phalanx.memory import in_memory_order
 from phalanx.parallel.data_parallel import DataParallel
-from phalanx.parallel.graph import Reduction, RunPart, reached_leaves
+from phalanx.parallel.graph import Passes, RunPart, reached_leaves
 from phalanx.plan import (
     Layout,
     Node,
@@ -137,7 +137,7 @@ class DistributedDataParallel(DataParallel):
         self._exchange = exchange = Exchange(process_group)
         self.steps = 0
         self._num_microbatches = microbatches
-        self._sums: tuple[object, RankReduction] | None = None
+        self._rank_reduction: tuple[object, RankReduction] | None = None
         self._weight: float | None = None
         options = {"microbatches": microbatches, "reduction": reduction, "buffers": buffers}
         options |= {"layout": layout, "output": output}
@@ -190,7 +190,7 @@ class DistributedDataParallel(DataParallel):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         del state["_exchange"]  # a copy is on the default group's ranks, as with torch's class
-        return {**state, "_sums": None}
+        return {**state, "_rank_reduction": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -237,21 +237,21 @@ class DistributedDataParallel(DataParallel):
     def _in_step(self) -> bool:
         return torch.is_grad_enabled() and self._in_training()
 
-    def _reduction(self, sizes: Sequence[int]) -> Reduction:
-        return (_Passes if self._exchange.size == 1 else _RankPasses)(self, sizes)
+    def _passes(self, sizes: Sequence[int]) -> Passes:
+        return (_OneRankPasses if self._exchange.size == 1 else _RankPasses)(self, sizes)
 
-    def _sums_of(self, executor: ThreadExecutor) -> RankReduction:
+    def _rank_reduction_of(self, executor: ThreadExecutor) -> RankReduction:
         """Return the exchange of the gradients that are trained now."""
         trained = [(id(each), each.requires_grad) for each in executor.parameters]
-        if self._sums is None or self._sums[0] != trained:
-            self._sums = (
+        if self._rank_reduction is None or self._rank_reduction[0] != trained:
+            self._rank_reduction = (
                 trained,
                 RankReduction(executor.parameters, self._exchange, self._bucket_bytes),
             )
-        return self._sums[1]
+        return self._rank_reduction[1]
 
 
-class _Passes(Reduction):
+class _OneRankPasses(Passes):
     """One forward pass on the only rank, and its backward passes.
 
     Args:
@@ -268,7 +268,7 @@ class _Passes(Reduction):
     def seed(self) -> tuple[int, ...]:
         return self._seed
 
-    def begin(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def begin_backward(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         owner = self._owner
         self._weight = sum(self._sizes) if owner._weight is None else owner._weight
         call_after_backward(owner._forget_weight)  # it holds for all forward passes behind it
@@ -286,7 +286,7 @@ class _Passes(Reduction):
         return sums
 
 
-class _RankPasses(_Passes):
+class _RankPasses(_OneRankPasses):
     """One forward pass on all ranks, and its backward passes."""
 
     spans_ranks = True
@@ -307,19 +307,19 @@ class _RankPasses(_Passes):
         self._check([sum(each) for each in zip(*(each.about for each in told), strict=True)])
         return add_statistics(told, len(self._sizes))
 
-    def begin(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def begin_backward(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         self._sums = None
-        gradients = super().begin(gradients)
+        gradients = super().begin_backward(gradients)
         if not self._owner._is_mean:
             return gradients
         return [None if each is None else each / self._exchange.size for each in gradients]
 
-    def going_back(
+    def backward_context(
         self, executor: ThreadExecutor, context: MicrobatchContext, outputs: Sequence[Tensor]
     ) -> AbstractContextManager[object]:
         if context.index != self.only[-1] or not self._sizes[context.index]:
             return nullcontext()
-        reduction = self._owner._sums_of(executor)
+        reduction = self._owner._rank_reduction_of(executor)
         self._sums = sums = reduction.begin(self._ranges)
         # Of one microbatch a gradient would have to be copied, since autograd may still read it.
         reached = reached_leaves(outputs) if reduction.large and context.waiting else None
@@ -349,7 +349,7 @@ class _RankPasses(_Passes):
 
     def add_gradients(self, executor: ThreadExecutor, result: RunResult) -> Gradients:
         own = result.sums if any(self._sizes) else {}
-        sums = self._sums or self._owner._sums_of(executor).begin(self._ranges)
+        sums = self._sums or self._owner._rank_reduction_of(executor).begin(self._ranges)
         sums.send(own)
         count, places = len(self._sizes), sums.places
         marks = [place in places for place in range(len(executor.parameters))]

@@ -44,8 +44,8 @@ RunPart = Callable[[int, nn.Module, Nested], Nested]  # (piece, module, inputs) 
 _BACKWARD = 1  # sets the seeds of backward passes apart from those of forward passes
 
 
-class Reduction:
-    """Completion of the sums of one forward pass and its backward passes: here, of all pieces.
+class Passes:
+    """One forward pass and its backward passes: their seed, and the completion of their sums.
 
     Attributes:
         only: The pieces that run in this process; None: all.
@@ -63,11 +63,11 @@ class Reduction:
         """Return what all pieces left in the buffers."""
         return sum_statistics(operand.statistics for operand in result.operands)
 
-    def begin(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def begin_backward(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Begin a backward pass; return the gradients of the outputs for it."""
         return gradients
 
-    def going_back(
+    def backward_context(
         self,
         executor: ThreadExecutor,  # noqa: ARG002 - of a subclass, as the others
         context: MicrobatchContext,  # noqa: ARG002
@@ -184,7 +184,7 @@ def run_pieces(
     run: RunPart,
     weights: Sequence[float],
     owners: Sequence[int] | None,
-    reduction: Reduction,
+    passes: Passes,
 ) -> tuple[list[Nested], RunResult]:
     """Run the module on every part, as one node of the caller's graph.
 
@@ -194,7 +194,7 @@ def run_pieces(
         run: The module's forward pass.
         weights: How much each part counts.
         owners: The replica that runs each piece; None: any that is free.
-        reduction: It completes the sums.
+        passes: They complete the sums.
 
     Returns:
         The outputs of the parts that there are, in order, in the caller's graph where they need
@@ -204,7 +204,7 @@ def run_pieces(
     # Of several ranks, none knows before the backward pass what the others have used.
     hooked = (
         records
-        and not reduction.spans_ranks
+        and not passes.spans_ranks
         and any(
             each._backward_hooks or each._post_accumulate_grad_hooks for each in executor.parameters
         )
@@ -214,14 +214,14 @@ def run_pieces(
         ForwardTask(run, records, hooked),
         parts,
         weights=weights,
-        seed=reduction.seed(),
+        seed=passes.seed(),
         owners=owners,
-        only=reduction.only,
+        only=passes.only,
     )
     graphs: list[ReplicaGraph] = [each[0] for each in result.results if each is not None]
     values: list[list[Any]] = [each[1] for each in result.results if each is not None]
     needing = [(i, place) for i, graph in enumerate(graphs) for place in graph.needing]
-    if not needing and records and reduction.spans_ranks:
+    if not needing and records and passes.spans_ranks:
         # These pieces use frozen parameters only; yet the backward pass is all ranks'.
         needing = [
             (i, place)
@@ -242,7 +242,7 @@ def run_pieces(
         ]
         node = _Node(
             executor,
-            reduction,
+            passes,
             modes,
             [None if each is None else each[0] for each in result.results],
             trainable,
@@ -274,7 +274,7 @@ class _Node:
     """
 
     executor: ThreadExecutor
-    reduction: Reduction
+    passes: Passes
     modes: CallerModes
     graphs: list[ReplicaGraph | None]
     trainable: set[int]
@@ -287,7 +287,7 @@ class _Node:
                 "`backward()` needs the graph of its forward pass, but an earlier `backward()` "
                 "has freed it. Call the first one with retain_graph=True."
             )
-        arrived = iter(self.reduction.begin(grads))
+        arrived = iter(self.passes.begin_backward(grads))
         batches: list[tuple[ReplicaGraph, dict[int, Tensor]] | None] = []
         for graph in self.graphs:
             found = {place: next(arrived) for place in (graph.needing if graph else ())}
@@ -295,12 +295,12 @@ class _Node:
             batches.append((graph, given) if graph and given else None)
         with torch.enable_grad():  # gradients are asked for
             result = self.executor.run(
-                _BackwardTask(keep_graph, partial(self.reduction.going_back, self.executor)),
+                _BackwardTask(keep_graph, partial(self.passes.backward_context, self.executor)),
                 batches,
                 weights=[float(batch is not None) for batch in batches],
-                seed=(*self.reduction.seed(), _BACKWARD),
+                seed=(*self.passes.seed(), _BACKWARD),
                 owners=self.owners,
-                only=self.reduction.only,
+                only=self.passes.only,
             )
         if result.drew:
             advance_process_generator()
@@ -311,8 +311,8 @@ class _Node:
             gradients += [None if each is None else each.to(home) for each, home in pairs]
         if not keep_graph:
             self.graphs = [None] * len(self.graphs)
-        gradients = list(self.reduction.of_inputs(gradients))
-        sums = self.reduction.add_gradients(self.executor, result)
+        gradients = list(self.passes.of_inputs(gradients))
+        sums = self.passes.add_gradients(self.executor, result)
         for parameter, total in zip(self.executor.parameters, sums, strict=True):
             if id(parameter) in self.trainable:
                 strides = dense_strides(parameter)

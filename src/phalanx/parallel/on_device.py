@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from phalanx.errors import ConfigError
-from phalanx.parallel.unwrapped import Unwrapped
+from phalanx.parallel.wrapper import Wrapper
 from phalanx.plan import check_argument, flatten
 from phalanx.replicas import num_devices
 from phalanx.torch_internals import pytree
@@ -27,7 +27,7 @@ _EVERYWHERE = ("cpu", "meta")
 _CPU = torch.device("cpu")
 
 
-class OnDevice(Unwrapped):
+class OnDevice(Wrapper):
     """Run ``module`` on ``device``, wherever its inputs come from and the model around it is.
 
     Nested inputs are moved there, nested outputs to ``output_device``, leaf by leaf; what is no

@@ -12,7 +12,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 _INNER = "module."
 
 
-class Unwrapped(nn.Module):
+class Wrapper(nn.Module):
     """Wraps one module, under whose own names its parameters, buffers and state are known.
 
     Also in a model around this one, at any depth. Attributes of the wrapped module can be read
