@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.clock import now_s
-from phalanx.distributed.backend import GroupRendezvous, make_group
+from phalanx.distributed.group_rendezvous import GroupRendezvous, make_group
 from phalanx.errors import PeerError
 from phalanx.ipc import wait_until
 from tests.multiprocess.children import DEADLINE_S, Child, Children, Parent

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from phalanx.distributed.backend import SharedGroup, make_group
 from phalanx.distributed.codec_hook import codec_hook
 from phalanx.distributed.elastic_exchange import ElasticExchange, GroupChanged
 from phalanx.distributed.elastic_membership import RunEnded
 from phalanx.distributed.exchange import Exchange, ProcessGroup, nccl_is_here
-from phalanx.distributed.rendezvous import hosts_of, open_store, this_host
+from phalanx.distributed.group_rendezvous import SharedGroup, make_group
+from phalanx.distributed.job_store import open_store, ranks_by_host, this_host
 
 __all__ = [
     "ElasticExchange",
@@ -17,9 +17,9 @@ __all__ = [
     "RunEnded",
     "SharedGroup",
     "codec_hook",
-    "hosts_of",
     "make_group",
     "nccl_is_here",
     "open_store",
+    "ranks_by_host",
     "this_host",
 ]

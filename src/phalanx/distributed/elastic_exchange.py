@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from phalanx.distributed.backend import make_group
 from phalanx.distributed.elastic_membership import Member, RankMembership
 from phalanx.distributed.exchange import Exchange, differing_names
-from phalanx.distributed.rendezvous import open_store
+from phalanx.distributed.group_rendezvous import make_group
+from phalanx.distributed.job_store import open_store
 from phalanx.environment import error_file, read_place
 from phalanx.errors import PeerError, PeerLost, StateError, UnsupportedError
 
@@ -31,7 +31,7 @@ __all__ = ["ElasticExchange", "GroupChanged"]
 
 
 class GroupChanged(PeerLost):
-    """A rank was lost in a collective: call `ElasticExchange.regroup`, and repeat it."""
+    """A rank was lost in a collective: call `ElasticExchange.regroup`, then repeat the step."""
 
 
 class ElasticExchange(Exchange):

@@ -26,7 +26,7 @@ from typing import Any
 from torch.distributed import Store
 
 from phalanx.clock import now_s
-from phalanx.distributed.rendezvous import this_host
+from phalanx.distributed.job_store import this_host
 from phalanx.errors import PeerLost, PeerTimeout, StateError
 from phalanx.ipc import ProcessIdentity, wait_until
 

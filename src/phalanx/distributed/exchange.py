@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from phalanx.distributed.rendezvous import open_store, this_host
+from phalanx.distributed.job_store import open_store, this_host
 from phalanx.environment import read_place
 from phalanx.errors import ConfigError, PeerError, PeerLost, PhalanxError, StateError
 from phalanx.ipc import ProcessIdentity, wait_until

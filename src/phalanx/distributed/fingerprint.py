@@ -39,7 +39,7 @@ class Fingerprint(NamedTuple):
     """An operation, in numbers that must be equal on all ranks."""
 
     number: int  # in the group, from 1
-    what: int  # kind, dtype, reduction and root; see :func:`pack`
+    code: int  # kind, dtype, reduction and root; see :func:`pack`
     num_elements: int
 
 
@@ -78,10 +78,10 @@ def unpack(packed: int) -> tuple[str, torch.dtype, str, int | None]:
 
 def describe(fingerprint: Fingerprint) -> str:
     """Say an operation as ``all_reduce #7 (SUM of 1000 × float32)``."""
-    number, what, num_elements = fingerprint
+    number, code, num_elements = fingerprint
     if number == 0:
         return "no operation yet"
-    kind, dtype, reduction, root = unpack(what)
+    kind, dtype, reduction, root = unpack(code)
     if kind == "barrier":
         return f"barrier #{number}"
     reduced = f"{reduction} of " if "reduce" in kind else ""
@@ -93,7 +93,7 @@ def describe(fingerprint: Fingerprint) -> str:
 def desync(rank: int, ours: Fingerprint, other: int, theirs: Fingerprint) -> StateError:
     """Return the error of ``rank``, which is in another operation than rank ``other``."""
     way_out = "Look for a call that only some ranks make."
-    if ours.number == theirs.number and unpack(ours.what)[0] == unpack(theirs.what)[0]:
+    if ours.number == theirs.number and unpack(ours.code)[0] == unpack(theirs.code)[0]:
         way_out = "Give it tensors of the same sizes and dtype, one reduction and one root."
     return StateError(
         f"All ranks must make the same calls in the same order, but rank {rank} is in "

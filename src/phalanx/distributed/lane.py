@@ -92,7 +92,7 @@ class Lane:
                         self._advance(_PATIENCE_S)
                 self._notify()
         except BaseException as exc:  # interrupted: the group breaks
-            me, how = self._pages.name, f"{operation.title} ({type(exc).__name__})"
+            me, how = self._pages.group_rank, f"{operation.title} ({type(exc).__name__})"
             again = "Destroy the group and make a new one."
             self.fail(GroupAborted(f"Rank {me} gave up {how}. {again}", me))
             raise

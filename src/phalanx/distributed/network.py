@@ -129,7 +129,7 @@ class Network:
     ) -> None:
         self._gloo: Gloo | None = gloo
         self.ranks = ranks
-        self.rank = pages.name
+        self.rank = pages.group_rank
         self.others = [rank for rank in ranks if rank != self.rank]
         self.pages = pages
         self.error_store = error_store
@@ -178,7 +178,7 @@ class Network:
         Each says more than a connection that has ended, or a wait that gloo gave up.
         """
         pages, store = self.pages, self.error_store
-        here = [rank for rank in pages.others if peer in (None, pages.names[rank])]
+        here = [rank for rank in pages.others if peer in (None, pages.group_ranks[rank])]
         if peer is None:  # a rank that has left in good order has ended this operation before
             here = [rank for rank in here if not pages.has_left(rank)]
         known = pages.find_error(here) or store.cause()

@@ -28,7 +28,7 @@ from torch.autograd import profiler
 from phalanx.distributed.fingerprint import pack
 from phalanx.distributed.lane import Lane
 from phalanx.distributed.network import LEFT, Network
-from phalanx.distributed.ops import ReduceKind, reduction_of
+from phalanx.distributed.reductions import ReduceKind, reduction_of
 from phalanx.distributed.several_hosts import SeveralHosts
 from phalanx.distributed.shared_memory import SharedMemory
 from phalanx.distributed.tensors import (
@@ -154,24 +154,24 @@ class SharedGroup(dist.ProcessGroup):
 
     def _reduce(self, kind: str, flat: Tensor, opts: Any, root: int | None = None) -> Steps:
         reduction = reduction_of(opts, flat.dtype)
-        what = pack(kind, flat.dtype, reduction=reduction.name, root=root)
-        return self._reduce_flat(flat, reduction, what)
+        code = pack(kind, flat.dtype, reduction=reduction.name, root=root)
+        return self._reduce_flat(flat, reduction, code)
 
-    def _reduce_flat(self, flat: Tensor, reduction: ReduceKind, what: int) -> Steps:
+    def _reduce_flat(self, flat: Tensor, reduction: ReduceKind, code: int) -> Steps:
         """Reduce ``flat`` over all ranks, in place; by torch, on every rank, what C does not."""
         wide = reduction.widen(flat, self._collectives.num_hosts)
         if reduction.is_summed:
-            yield from self._collectives.all_reduce(wide, what, flat.numel())
+            yield from self._collectives.all_reduce(wide, code, flat.numel())
         else:
             parts = [torch.empty_like(wide) for _ in range(self._collectives.size)]
             into = [as_bytes(part) for part in parts]
-            yield from self._collectives.all_gather(into, as_bytes(wide), what, flat.numel())
+            yield from self._collectives.all_gather(into, as_bytes(wide), code, flat.numel())
             wide.copy_(reduction.combine(parts))
         reduction.finish(wide, flat, self._collectives.size)
 
     def _reduce_sparse(self, tensor: Tensor, opts: Any) -> Steps:
-        what = pack("all_reduce", tensor.dtype, reduction=reduction_of(opts, tensor.dtype).name)
-        yield from self._agree(what, tensor.numel())
+        code = pack("all_reduce", tensor.dtype, reduction=reduction_of(opts, tensor.dtype).name)
+        yield from self._agree(code, tensor.numel())
         options = dist.AllreduceOptions()
         if opts is not None:
             options.reduceOp = opts.reduceOp
@@ -224,15 +224,15 @@ class SharedGroup(dist.ProcessGroup):
         self, output: Tensor, parts: Sequence[Tensor], reduction: ReduceKind
     ) -> Steps:
         sizes = [part.numel() for part in parts]
-        what = pack("reduce_scatter", output.dtype, reduction=reduction.name, sizes=sizes)
+        code = pack("reduce_scatter", output.dtype, reduction=reduction.name, sizes=sizes)
         if isinstance(self._collectives, SharedMemory) and reduction.is_summed:
             given = [reduction.widen(part, self._collectives.num_hosts) for part in parts]
             wide = reduction.widen(output, self._collectives.num_hosts)
-            yield from self._collectives.reduce_scatter(wide, given, what, sum(sizes))
+            yield from self._collectives.reduce_scatter(wide, given, code, sum(sizes))
             reduction.finish(wide, output, self._collectives.size)
         else:
             whole = torch.cat(list(parts))
-            yield from self._reduce_flat(whole, reduction, what)
+            yield from self._reduce_flat(whole, reduction, code)
             output.copy_(whole.split(sizes)[self._collectives.rank])
 
     # --- moving -----------------------------------------------------------------------------------
@@ -242,10 +242,10 @@ class SharedGroup(dist.ProcessGroup):
         root = self._root(opts)
         is_root = self._collectives.rank == root
         flat = (flat_of if is_root else output_of)(only(tensors), "tensor")
-        what, data = pack("broadcast", flat.data.dtype, root=root), as_bytes(flat.data)
+        code, data = pack("broadcast", flat.data.dtype, root=root), as_bytes(flat.data)
         given = data if is_root else NOTHING
         steps = self._collectives.all_gather(
-            self._nothing(root, data), given, what, flat.data.numel()
+            self._empty_parts(root, data), given, code, flat.data.numel()
         )
         return self._run("broadcast", [] if is_root else [flat], steps, [flat.tensor], opts)
 
@@ -301,9 +301,9 @@ class SharedGroup(dist.ProcessGroup):
     def _all_gather(self, parts: list[Tensor], given: Tensor) -> Steps:
         check_fit(parts[self._collectives.rank], given, "output", "this rank's input")
         sizes = [part.numel() for part in parts]
-        what = pack("all_gather", given.dtype, sizes=sizes)
+        code = pack("all_gather", given.dtype, sizes=sizes)
         into = [as_bytes(part) for part in parts]
-        return self._collectives.all_gather(into, as_bytes(given), what, sum(sizes))
+        return self._collectives.all_gather(into, as_bytes(given), code, sum(sizes))
 
     def gather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
@@ -316,9 +316,9 @@ class SharedGroup(dist.ProcessGroup):
             check_count(self._collectives.size, parts, "gather_list")
         for one in taken:
             check_fit(one.data, given, "gather_list", "`tensor`")
-        into = [one.data for one in taken] or self._nothing()
-        what = pack("gather", given.dtype, root=root)
-        steps = self._swap(into, self._nothing(root, given), what, given.numel())
+        into = [one.data for one in taken] or self._empty_parts()
+        code = pack("gather", given.dtype, root=root)
+        steps = self._all_to_all(into, self._empty_parts(root, given), code, given.numel())
         return self._run("gather", taken, steps, parts, opts)
 
     def scatter(
@@ -326,14 +326,14 @@ class SharedGroup(dist.ProcessGroup):
     ) -> SharedWork:
         """Give each rank its tensor of the root's list."""
         root, flat = self._root(opts), output_of(only(outputs), "tensor")
-        parts = self._nothing()
+        parts = self._empty_parts()
         if self._collectives.rank == root:
             parts = [flat_of(part, "scatter_list").data for part in only(inputs)]
             check_count(self._collectives.size, parts, "scatter_list")
             for part in parts:
                 check_fit(part, flat.data, "scatter_list", "`tensor`")
-        what = pack("scatter", flat.data.dtype, root=root)
-        steps = self._swap(self._nothing(root, flat.data), parts, what, flat.data.numel())
+        code = pack("scatter", flat.data.dtype, root=root)
+        steps = self._all_to_all(self._empty_parts(root, flat.data), parts, code, flat.data.numel())
         return self._run("scatter", [flat], steps, [flat.tensor], opts)
 
     def alltoall(
@@ -344,8 +344,8 @@ class SharedGroup(dist.ProcessGroup):
         check_count(self._collectives.size, inputs, "input_tensor_list")
         taken = [output_of(output, "output_tensor_list") for output in outputs]
         given = [flat_of(part, "input_tensor_list").data for part in inputs]
-        what = pack("all_to_all", given[0].dtype)
-        steps = self._swap([one.data for one in taken], given, what)
+        code = pack("all_to_all", given[0].dtype)
+        steps = self._all_to_all([one.data for one in taken], given, code)
         return self._run("all_to_all", taken, steps, list(outputs), opts)
 
     def all_to_all_single(
@@ -361,22 +361,22 @@ class SharedGroup(dist.ProcessGroup):
         taken, given = output_of(output, "output"), flat_of(input, "input")
         into = cut_rows(size, output, taken.data, output_split_sizes, "output_split_sizes")
         parts = cut_rows(size, input, given.data, input_split_sizes, "input_split_sizes")
-        steps = self._swap(into, parts, pack("all_to_all", taken.data.dtype))
+        steps = self._all_to_all(into, parts, pack("all_to_all", taken.data.dtype))
         return self._run("all_to_all", [taken], steps, [output], opts)
 
     alltoall_base = all_to_all_single
 
-    def _nothing(self, but: int = 0, one: Tensor = NOTHING) -> list[Tensor]:
-        """Return an empty tensor for each rank, but ``one`` for rank ``but``."""
+    def _empty_parts(self, rank: int = 0, part: Tensor = NOTHING) -> list[Tensor]:
+        """Return an empty tensor for each rank, except for ``rank``: that gets ``part``."""
         parts = [NOTHING] * self._collectives.size
-        parts[but] = one
+        parts[rank] = part
         return parts
 
-    def _swap(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], what: int, count: int = 0
+    def _all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], code: int, count: int = 0
     ) -> Steps:
         taken, given = [as_bytes(one) for one in outputs], [as_bytes(one) for one in inputs]
-        return self._collectives.swap(taken, given, what, count)
+        return self._collectives.all_to_all(taken, given, code, count)
 
     # --- barriers ---------------------------------------------------------------------------------
 
@@ -384,9 +384,9 @@ class SharedGroup(dist.ProcessGroup):
         """Wait until all ranks have come."""
         return self._run("barrier", [], self._agree(_BARRIER, 0), [], opts)
 
-    def _agree(self, what: int, count: int) -> Steps:
+    def _agree(self, code: int, count: int) -> Steps:
         """Wait until all ranks have come to the same operation."""
-        return self._collectives.all_gather(self._nothing(), NOTHING, what, count)
+        return self._collectives.all_gather(self._empty_parts(), NOTHING, code, count)
 
     # --- messages ---------------------------------------------------------------------------------
 

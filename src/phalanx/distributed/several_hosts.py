@@ -62,19 +62,19 @@ class SeveralHosts:
 
     # --- for all alike ----------------------------------------------------------------------------
 
-    def all_reduce(self, flat: Tensor, what: int, count: int) -> Steps:
+    def all_reduce(self, flat: Tensor, code: int, count: int) -> Steps:
         """Add up ``flat`` over the ranks, in place; all get bitwise identical sums."""
-        yield from self._memory.all_reduce(flat, what, count)
+        yield from self._memory.all_reduce(flat, code, count)
         sizes = equal_sizes(len(flat), self.num_hosts)
         mine = [sizes[self._host]] * self.num_hosts
         parts = flat.new_empty(sum(mine))
-        yield from self._between(what, count, _swap(parts, mine, flat, sizes))
+        yield from self._between(code, count, _all_to_all(parts, mine, flat, sizes))
         if self._leaders is not None:
-            total = reduce(torch.add, parts.split(mine))
-            yield self._leaders.collective(_swap(flat, sizes, total.repeat(self.num_hosts), mine))
-        yield from self._spread(as_bytes(flat), what, count)
+            totals = reduce(torch.add, parts.split(mine)).repeat(self.num_hosts)
+            yield self._leaders.collective(_all_to_all(flat, sizes, totals, mine))
+        yield from self._spread(as_bytes(flat), code, count)
 
-    def all_gather(self, outputs: Sequence[Tensor], given: Tensor, what: int, count: int) -> Steps:
+    def all_gather(self, outputs: Sequence[Tensor], given: Tensor, code: int, count: int) -> Steps:
         """Give every rank the bytes of all, which may differ in length."""
         lengths = [sum(len(outputs[rank]) for rank in ranks) for ranks in self._hosts]
         whole = torch.empty(sum(lengths), dtype=torch.uint8)
@@ -82,22 +82,22 @@ class SeveralHosts:
         slots = whole.split([len(output) for output in in_order])
         first = sum(map(len, self._hosts[: self._host]))
         mine = slots[first : first + len(self._hosts[self._host])]
-        yield from self._memory.all_gather(mine, given, what, count)
+        yield from self._memory.all_gather(mine, given, code, count)
         calls = [_broadcast(one, host) for host, one in enumerate(whole.split(lengths)) if len(one)]
-        yield from self._between(what, count, *calls)
-        yield from self._spread(whole, what, count)
+        yield from self._between(code, count, *calls)
+        yield from self._spread(whole, code, count)
         for output, slot in zip(in_order, slots, strict=True):
             output.copy_(slot)
 
-    def _spread(self, data: Tensor, what: int, count: int) -> Steps:
+    def _spread(self, data: Tensor, code: int, count: int) -> Steps:
         """Give the other ranks of this host the bytes of its first one."""
         taken = [data, *[NOTHING] * (self._memory.size - 1)]
         given = data if self._memory.rank == 0 else NOTHING
-        return self._memory.all_gather(taken, given, what, count)
+        return self._memory.all_gather(taken, given, code, count)
 
-    def _between(self, what: int, count: int, *calls: Callable[[Gloo], Work]) -> Steps:
+    def _between(self, code: int, count: int, *calls: Callable[[Gloo], Work]) -> Steps:
         """Compare the operation with the others' as the first rank of a host, then do it."""
-        fingerprint = self._next(what, count)
+        fingerprint = self._next(code, count)
         if self._leaders is not None:
             nothing = [0] * self.num_hosts
             yield from self._leaders.compare(fingerprint, nothing, nothing)
@@ -106,23 +106,23 @@ class SeveralHosts:
 
     # --- another for each -------------------------------------------------------------------------
 
-    def swap(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], what: int, count: int
+    def all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], code: int, count: int
     ) -> Steps:
         """Give each rank other bytes; lengths may all differ."""
         given, taken = [len(one) for one in inputs], [len(one) for one in outputs]
-        yield from self._network.compare(self._next(what, count), given, taken)
+        yield from self._network.compare(self._next(code, count), given, taken)
         sent, received = torch.cat(list(inputs)), torch.empty(sum(taken), dtype=torch.uint8)
-        yield self._network.collective(_swap(received, taken, sent, given))
+        yield self._network.collective(_all_to_all(received, taken, sent, given))
         for output, part in zip(outputs, received.split(taken), strict=True):
             output.copy_(part)
 
-    def _next(self, what: int, count: int) -> Fingerprint:
+    def _next(self, code: int, count: int) -> Fingerprint:
         self._number += 1
-        return Fingerprint(self._number, what, count)
+        return Fingerprint(self._number, code, count)
 
 
-def _swap(
+def _all_to_all(
     received: Tensor, taken: Sequence[int], sent: Tensor, given: Sequence[int]
 ) -> Callable[[Gloo], Work]:
     return lambda gloo: gloo.alltoall_base(received, sent, [*taken], [*given])

@@ -38,7 +38,7 @@ POINTS = (
 SUMMED_DTYPES = tuple(DTYPES)
 """The dtypes of numbers that compiled code adds up, each at its number in collectives.c."""
 
-# As in collectives.c.
+# As in collectives.c, where all_gather is "share" and all_to_all "swap".
 _SHORT_ALL_REDUCE, _ALL_REDUCE, _REDUCE_SCATTER, _SHARE, _SWAP = range(5)
 _ENDED, _WAITS, _STOPS, _DIFFERS, _MISFITS = range(5)
 _NUM_WORDS = 29
@@ -65,7 +65,7 @@ class SharedMemory:
 
     It is the :class:`~phalanx.distributed.work.Wait` of the operation that was begun last. Tensors
     are flat and contiguous, and whoever begins an operation keeps them until it has ended. What
-    only moves is given as bytes. ``what`` and ``count`` of an operation are equal on all ranks: see
+    only moves is given as bytes. ``code`` and ``count`` of an operation are equal on all ranks: see
     `fingerprint.pack`.
     """
 
@@ -99,40 +99,40 @@ class SharedMemory:
 
     # --- operations, which all ranks begin in one order -------------------------------------------
 
-    def all_reduce(self, flat: Tensor, what: int, count: int) -> Steps:
+    def all_reduce(self, flat: Tensor, code: int, count: int) -> Steps:
         """Add up ``flat`` over the ranks, in their order, in place."""
         num_bytes = flat.numel() * flat.itemsize
         of_tensor = (SUMMED_DTYPES.index(flat.dtype), flat.itemsize, num_bytes)
         if num_bytes <= _SHORT_BYTES:
-            self._begin(_SHORT_ALL_REDUCE, what, count, *of_tensor, num_bytes, flat.data_ptr())
+            self._begin(_SHORT_ALL_REDUCE, code, count, *of_tensor, num_bytes, flat.data_ptr())
         else:
             piece_bytes = min(_PIECE_BYTES, self._slot_bytes)
-            self._begin(_ALL_REDUCE, what, count, *of_tensor, piece_bytes, flat.data_ptr())
+            self._begin(_ALL_REDUCE, code, count, *of_tensor, piece_bytes, flat.data_ptr())
         yield self
 
     def reduce_scatter(
-        self, output: Tensor, inputs: Sequence[Tensor], what: int, count: int
+        self, output: Tensor, inputs: Sequence[Tensor], code: int, count: int
     ) -> Steps:
         """Add up what the ranks hold for this one, in their order, into ``output``."""
         outputs = [NOTHING] * self.size
         outputs[self.rank] = output
         longest = self._set_parts(inputs, outputs)
         of_tensors = (SUMMED_DTYPES.index(output.dtype), output.itemsize, longest)
-        self._begin(_REDUCE_SCATTER, what, count, *of_tensors, self._part_bytes)
+        self._begin(_REDUCE_SCATTER, code, count, *of_tensors, self._part_bytes)
         yield self
 
-    def all_gather(self, outputs: Sequence[Tensor], given: Tensor, what: int, count: int) -> Steps:
+    def all_gather(self, outputs: Sequence[Tensor], given: Tensor, code: int, count: int) -> Steps:
         """Give every rank the bytes of all, which may differ in length."""
         longest = self._set_parts([given], outputs)
-        self._begin(_SHARE, what, count, 0, 1, longest, self._slot_bytes)
+        self._begin(_SHARE, code, count, 0, 1, longest, self._slot_bytes)
         yield self
 
-    def swap(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], what: int, count: int
+    def all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], code: int, count: int
     ) -> Steps:
         """Give each rank other bytes; no rank knows more lengths than its own."""
         longest = self._set_parts(inputs, outputs)
-        self._begin(_SWAP, what, count, 0, 1, longest, self._part_bytes)
+        self._begin(_SWAP, code, count, 0, 1, longest, self._part_bytes)
         yield self
 
     @property
@@ -153,7 +153,7 @@ class SharedMemory:
     def _begin(
         self,
         kind: int,
-        what: int,
+        code: int,
         count: int,
         dtype: int,
         item: int,
@@ -162,11 +162,11 @@ class SharedMemory:
         tensor: int = 0,
     ) -> None:
         self._number += 1
-        self.pages.publish(Fingerprint(self._number, what, count))
+        self.pages.publish(Fingerprint(self._number, code, count))
         fail_point(POINTS[0])
         of_group = _STOPS_AT * self._words.itemsize
         stops, piece = fail_points.fault is not None, self._words[_PIECE]
-        operation = (stops, kind, dtype, item, self._number, what, count, longest, piece_bytes)
+        operation = (stops, kind, dtype, item, self._number, code, count, longest, piece_bytes)
         state = (piece, 0, 0, 0, 0, 0)
         _OF_OPERATION.pack_into(
             self._words, of_group, *operation, tensor, *self._part_addresses, *state
@@ -188,8 +188,8 @@ class SharedMemory:
                 self._raise_desync()
                 self._words[_AGREED] = 1  # a test has it pass
             else:
-                other = self._words[_MISFIT]
-                raise misfit(self.pages.name, self.pages.names[other], self._parts[3][other])
+                ranks, other = self.pages.group_ranks, self._words[_MISFIT]
+                raise misfit(ranks[self.rank], ranks[other], self._parts[3][other])
         return True
 
     def find_error(self, title: str) -> PeerError | None:
@@ -202,12 +202,12 @@ class SharedMemory:
         return self.pages.timeout_error(self.pages.others, wanted, title, timeout_s)
 
     def _raise_desync(self) -> None:
-        names = self.pages.names
+        ranks = self.pages.group_ranks
         ours = self.pages.fingerprint_of(self.rank, self._number)
         for rank in self.pages.others:
             theirs = self.pages.fingerprint_of(rank, self._number)
             if theirs != ours:
-                raise desync(names[self.rank], ours, names[rank], theirs)
+                raise desync(ranks[self.rank], ours, ranks[rank], theirs)
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -33,15 +33,15 @@ WORDS_PER_PAGE = 32  # of eight bytes
 class StatusPages:
     """The pages of this host's ranks, in a region of zeros, as ``rank`` sees them.
 
-    Ranks are counted here among those of this host; ``names`` are their ranks in the group, which
-    has ``group_size`` in all, and ``name`` is our own.
+    Ranks are counted here among those of this host; ``group_ranks`` are their ranks in the group,
+    which has ``group_size`` in all, and ``group_rank`` is our own.
     """
 
-    def __init__(self, region: Region, rank: int, names: Sequence[int], group_size: int) -> None:
+    def __init__(self, region: Region, rank: int, ranks: Sequence[int], group_size: int) -> None:
         self.rank = rank
-        self.size = size = len(names)
-        self.names = names
-        self.name = names[rank]
+        self.size = size = len(ranks)
+        self.group_ranks = ranks
+        self.group_rank = ranks[rank]
         self.group_size = group_size
         self._words = region.buffer[: self.needed_bytes(size)].cast("q")
         self._mine = rank * WORDS_PER_PAGE
@@ -64,7 +64,7 @@ class StatusPages:
     def publish(self, fingerprint: Fingerprint) -> None:
         """Say which operation this rank is in, before it posts anything of it."""
         at = self._mine + _FINGERPRINTS + _RING * (fingerprint.number % _RING)
-        self._words[at + 1] = fingerprint.what
+        self._words[at + 1] = fingerprint.code
         self._words[at + 2] = fingerprint.num_elements
         self._words[at] = fingerprint.number
 
@@ -85,7 +85,7 @@ class StatusPages:
             return
         state = _LOST if isinstance(error, PeerLost) else _LEFT if error is None else _GAVE_UP
         cause = getattr(error, "rank", None)
-        self._words[self._mine + _CAUSE] = self.name if cause is None else cause
+        self._words[self._mine + _CAUSE] = self.group_rank if cause is None else cause
         self._words[self._mine + _STATE] = state
 
     def has_left(self, rank: int) -> bool:
@@ -119,18 +119,18 @@ class StatusPages:
         for rank in missing:
             is_here = self._state_of(rank) == _HERE
             if is_here and not self.alive(rank) and self._is_missing(rank, progress):
-                name, last = self.names[rank], self._last_of(rank, self.rank)
+                name, last = self.group_ranks[rank], self._last_of(rank, self.rank)
                 text = f"Rank {name} of {self.group_size} has died{during}. {last} {again}"
                 return PeerLost(text, name)
         for rank in missing:
-            state, name = self._state_of(rank), self.names[rank]
+            state, name = self._state_of(rank), self.group_ranks[rank]
             cause = self._words[rank * WORDS_PER_PAGE + _CAUSE]
             who = f"Rank {name} of {self.group_size}"
             if state == _LEFT and self._is_missing(rank, progress):
                 last = self._last_of(rank, self.rank)
                 return PeerLost(f"{who} has destroyed its group{during}. {last}", name)
             if state == _LOST:
-                here = [rank for rank, known in enumerate(self.names) if known == cause]
+                here = [rank for rank, known in enumerate(self.group_ranks) if known == cause]
                 last = self._last_of(*here, self.rank)
                 found = f"has died, as rank {name} has found{during}"
                 return PeerLost(f"Rank {cause} of {self.group_size} {found}. {last} {again}", cause)
@@ -151,11 +151,11 @@ class StatusPages:
             return None
         return late_peers(
             "Rank",
-            sorted(self.names[rank] for rank in missing),
+            sorted(self.group_ranks[rank] for rank in missing),
             self.group_size,
             title,
             timeout_s,
-            slowest=self.names[min(missing, key=self._lateness)],
+            slowest=self.group_ranks[min(missing, key=self._lateness)],
             more=self._last_of(*range(self.size)),
         )
 
@@ -172,7 +172,7 @@ class StatusPages:
         told = []
         for rank in ranks:
             hint = " (its process is stopped)" * self.identity_of(rank).stopped()
-            told.append(f"rank {self.names[rank]}: {describe(self.latest_of(rank))}{hint}")
+            told.append(f"rank {self.group_ranks[rank]}: {describe(self.latest_of(rank))}{hint}")
         return f"The last operation of each: {'; '.join(told)}."
 
     # ----------------------------------------------------------------------------------------------

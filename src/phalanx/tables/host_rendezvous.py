@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from phalanx.cluster import Endpoint, Secret
-from phalanx.distributed import hosts_of, open_store, this_host
+from phalanx.distributed import open_store, ranks_by_host, this_host
 from phalanx.environment import Place
 from phalanx.errors import ConfigError, PeerTimeout
 from phalanx.ipc import ProcessIdentity
@@ -60,7 +60,7 @@ def join_hosts(place: Place, secret_file: str | None, timeout_s: float) -> RunCo
         context.close(_CLOSE_S)
         raise
     _met[job] += 1
-    hosts = hosts_of([each.host for each in places])
+    hosts = ranks_by_host([each.host for each in places])
     tls = None if secret is None else secret.tls(server=False)
     endpoints = [
         Endpoint(

@@ -8,7 +8,7 @@ Read :meth:`Engine.update` first; everything else in `train/` and `execution/` s
 
 A replica computes in a thread here, or in a worker process that a thread here waits for. The
 optimizer is always stepped in threads of this process. On ranks, `executor.run` returns the sums
-over all ranks, and each rank steps the whole optimizer. Where an elastic one is lost it raises
+over all ranks, and each rank steps the whole optimizer. If an elastic rank is lost, it raises
 `GroupChanged`, and `Trainer` calls :meth:`Engine.update` again.
 """
 

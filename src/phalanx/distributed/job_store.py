@@ -12,7 +12,7 @@ from torch.distributed import Store, rendezvous
 from phalanx.environment import Place
 from phalanx.errors import PeerTimeout
 
-__all__ = ["hosts_of", "open_store", "this_host"]
+__all__ = ["open_store", "ranks_by_host", "this_host"]
 
 
 def open_store(place: Place, timeout_s: float) -> Store:
@@ -40,11 +40,11 @@ def open_store(place: Place, timeout_s: float) -> Store:
     return store
 
 
-def hosts_of(host_ids: Sequence[str]) -> list[list[int]]:
+def ranks_by_host(host_ids: Sequence[str]) -> list[list[int]]:
     """Return the ranks of each host, in the order of the hosts' lowest ranks, which lead them.
 
     Example:
-        >>> hosts_of(["a", "b", "a", "a", "b"])
+        >>> ranks_by_host(["a", "b", "a", "a", "b"])
         [[0, 2, 3], [1, 4]]
     """
     ranks_by_id: dict[str, list[int]] = {}

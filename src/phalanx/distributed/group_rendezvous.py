@@ -1,6 +1,6 @@
-"""The c10d backend ``phalanx``: collectives over shared memory, and gloo between hosts.
+"""The making of a group of the backend ``phalanx``, which this registers with torch.
 
-The ranks of a new group find their shared memory through the store:
+The ranks of a new group find their shared memory through the store, and connect gloo:
 
     arrivals       counts the ranks that have come; each ``size`` of them are one generation, and
                    all other keys are the generation's own
@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from phalanx.clock import now_s
+from phalanx.distributed.job_store import ranks_by_host, this_host
 from phalanx.distributed.network import ErrorStore, Gloo, Network, gloo_error, open_gloo
 from phalanx.distributed.process_group import NAME, SharedGroup
-from phalanx.distributed.rendezvous import hosts_of, this_host
 from phalanx.distributed.several_hosts import SeveralHosts
 from phalanx.distributed.shared_memory import SharedMemory
 from phalanx.distributed.status_pages import StatusPages
@@ -118,7 +118,7 @@ class GroupRendezvous:
                 host_ids.append(host_id)
                 if host_id == here:
                     self._processes[other] = ProcessIdentity(*process)
-        self.hosts = hosts_of(host_ids)
+        self.hosts = ranks_by_host(host_ids)
 
     def share_memory(self) -> SharedMemory:
         """Return the memory that the ranks of this host share."""

@@ -1,7 +1,7 @@
-"""Which reductions there are, and of which numbers.
+"""The reductions of collectives: which there are, and of which numbers.
 
-They go in the order of ranks, so all ranks get bitwise identical results in every run. Numbers of
-16 bits are reduced as float32 and rounded once.
+They reduce in the order of ranks, so all ranks get bitwise identical results in every run. Numbers
+of 16 bits are reduced as float32 and rounded once.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.distributed.rendezvous import hosts_of, this_host
+from phalanx.distributed.job_store import ranks_by_host, this_host
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from phalanx.distributed.rendezvous import hosts_of, this_host
     ],
 )
 def test_hosts_come_in_the_order_of_their_lowest_ranks(places, ranks):
-    assert hosts_of(places) == ranks
+    assert ranks_by_host(places) == ranks
 
 
 def test_a_process_can_play_another_host(monkeypatch):
