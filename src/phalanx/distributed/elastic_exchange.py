@@ -4,8 +4,8 @@
 A collective may have ended for one rank and fail for another, when a third one dies in it. The one
 for which it ended may be a run ahead then, and waits for the others there. So after every change of
 the group a rank that has done fewer runs than the others does its last one once more, alone: it
-computes all microbatches itself, and the fixed tree makes the result the same, bit for bit. A
-checkpoint counts as a run; such a rank leaves it out, as the others have written it.
+computes all microbatches itself, and the fixed tree makes the result the same, bit for bit. A run
+is one batch, or one checkpoint; such a rank leaves a checkpoint out: the others have written it.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Member:
         rank: The place that its launcher gave it.
         host, process: Where it runs.
         asks: The epoch that it asks for.
-        done: How many runs it has done; None while it has no state.
+        done: How many batches and checkpoints it has done; None while it has no state.
         admits: Whether it asks between two steps, where new processes may come in, or is new.
         left: "finished" or "lost" after its end; others of its host write the latter.
     """
