@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,26 +95,33 @@ class Run:
     losses: list[float]
 
 
+@contextmanager
 def trainer(
     executor: str, replicas: int, losses: list[float], net: nn.Module, **options: Any
-) -> phalanx.Trainer:
+) -> Iterator[phalanx.Trainer]:
+    """Train in bfloat16."""
+
     def note(event: object) -> None:
         if isinstance(event, phalanx.StepDone):
             losses.append(event.loss)
 
     given = {"microbatches": MICROBATCHES, "seed": 11, **options}
-    return phalanx.Trainer(
-        net,
-        nn.functional.cross_entropy,
-        adamw,
-        executor=executor,
-        replicas=replicas,
-        clip_norm=0.5,
-        scheduler=schedule,
-        scheduler_interval="step",
-        callbacks=[note],
-        **given,
-    )
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        phalanx.Trainer(
+            net,
+            nn.functional.cross_entropy,
+            adamw,
+            executor=executor,
+            replicas=replicas,
+            clip_norm=0.5,
+            scheduler=schedule,
+            scheduler_interval="step",
+            callbacks=[note],
+            **given,
+        ) as trained,
+    ):
+        yield trained
 
 
 def made() -> nn.Module:
@@ -140,10 +149,7 @@ def train(
     **options: Any,
 ) -> Run:
     losses: list[float] = []
-    with (
-        torch.autocast("cpu", dtype=torch.bfloat16),
-        trainer(executor, replicas, losses, net or made(), **options) as trained,
-    ):
+    with trainer(executor, replicas, losses, net or made(), **options) as trained:
         for _ in range(EPOCHS):
             trained.fit(batches())
         assert trained.steps == STEPS
@@ -202,15 +208,14 @@ def test_a_run_that_is_stopped_and_resumed_on_another_executor_gives_the_same_bi
 ) -> None:
     losses: list[float] = []
     folder = tmp_path / "checkpoint"
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        with trainer(*first, losses, made()) as trained:
-            trained.fit(batches(), epochs=EPOCHS, steps=stop)
-            trained.save(folder)
-        with trainer(*second, losses, made()) as trained:
-            trained.resume(folder)
-            trained.fit(batches(), epochs=EPOCHS)
-            assert trained.steps == STEPS
-            assert_same_bits(result(trained, losses), expected)
+    with trainer(*first, losses, made()) as trained:
+        trained.fit(batches(), epochs=EPOCHS, steps=stop)
+        trained.save(folder)
+    with trainer(*second, losses, made()) as trained:
+        trained.resume(folder)
+        trained.fit(batches(), epochs=EPOCHS)
+        assert trained.steps == STEPS
+        assert_same_bits(result(trained, losses), expected)
 
 
 # --- who computes what ----------------------------------------------------------------------------

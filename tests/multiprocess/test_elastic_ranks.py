@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 import phalanx
 from phalanx.distributed import ElasticExchange
 from phalanx.distributed.elastic_membership import Member, decide
-from phalanx.errors import PeerLost, StateError
+from phalanx.errors import PeerLost, PhalanxError, StateError
 from phalanx.execution import RankSums
 from phalanx.ipc import wait_until
 from phalanx.train import trainer as trainer_module
@@ -116,10 +116,7 @@ def rank_main(
     losses: list[float] = []
     net = made() if given["RANK"] == "0" else Everything()  # rank 0's weights count
     executor = phalanx.Ranks(timeout_s=TIMEOUT_S if not more else more[0], lost_after_s=3.0)
-    with (
-        torch.autocast("cpu", dtype=torch.bfloat16),
-        trainer(executor, 1, losses, net) as trained,  # type: ignore[arg-type]
-    ):
+    with trainer(executor, 1, losses, net) as trained:  # type: ignore[arg-type]
         if plan is not None:
             plant(plan, trained)
         parent.tell(pickle.dumps(body(parent, trained, losses)))  # tensors by value
@@ -176,32 +173,26 @@ def outcome(child: Child) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("place", "rank"),
+    ("place", "rank", "hosts"),
     [
-        pytest.param(place, rank, marks=[pytest.mark.night] * (at % 4 != rank))
+        pytest.param(place, rank, 1, marks=[pytest.mark.night] * (at % 4 != rank))
         for at, place in enumerate(PLACES)
         for rank in (0, 2)
+    ]
+    + [
+        ("after the messages", 2, 2),  # alone on its host
+        pytest.param("after sharing", 2, 2, marks=pytest.mark.night),
     ],
 )
 def test_those_left_finish_with_the_bits_of_an_undisturbed_run(
-    place: str, rank: int, children: Children, expected: Run
+    place: str, rank: int, hosts: int, children: Children, expected: Run
 ) -> None:
-    ranks = Job(children).start_all({rank: Plan(place)})
+    ranks = Job(children, hosts).start_all({rank: Plan(place)})
     lost = ranks.pop(rank)
     for each in ranks:
         assert_same_bits(outcome(each), expected)
     lost.process.join(TIMEOUT_S)
     assert lost.process.exitcode == -signal.SIGKILL
-
-
-@pytest.mark.parametrize(
-    "place", ["after the messages", pytest.param("after sharing", marks=pytest.mark.night)]
-)
-def test_on_two_hosts_too(place: str, children: Children, expected: Run) -> None:
-    job = Job(children, hosts=2)
-    ranks = job.start_all({2: Plan(place)})  # alone on its host
-    for each in ranks[:2]:
-        assert_same_bits(outcome(each), expected)
 
 
 def test_the_last_one_goes_on_alone(children: Children, expected: Run) -> None:
@@ -219,6 +210,30 @@ def test_a_rank_that_missed_what_the_others_have_does_it_alone(
         assert_same_bits(outcome(each), expected)
 
 
+def failing(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> list[str]:
+    """Return what this rank hears of a step that fails in one, a checkpoint, and another call."""
+    trained.fit(batches(), steps=DIES_AT)
+    is_third = os.environ["RANK"] == "2"
+    batch, target = batches()[0]
+    step = partial(trained.step, (batch, target + 99 * is_third))  # targets that are no classes
+    save = partial(trained.save, "/dev/null/checkpoint")
+    heard = []
+    for call in (step, save, save if is_third else step):
+        with pytest.raises((IndexError, PhalanxError)) as caught:
+            call()
+        heard.append(str(caught.value))
+    return heard
+
+
+def test_errors_name_ranks_as_before_a_loss(children: Children) -> None:
+    _, *others = Job(children).start_all({0: Plan("after the messages")}, failing)
+    heard, of_third = [outcome(each) for each in others]
+    assert "but rank 2 raised IndexError" in heard[0]
+    assert "Rank 1 must write for all ranks" in of_third[1]
+    for each in (heard, of_third):
+        assert "rank 2 is about to save while rank 1 is about to run a batch" in each[2]
+
+
 def evaluated(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> list[float]:
     trained.fit(batches(), steps=DIES_AT - 1)
     with torch.autocast("cpu", enabled=False):  # torch's fused attention does not work with it
@@ -229,10 +244,7 @@ def evaluated(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> 
     "plans", [pytest.param({}, marks=pytest.mark.night), {2: Plan("after the messages")}]
 )
 def test_an_evaluation_is_finished(plans: dict[int, Plan], children: Children) -> None:
-    with (
-        torch.autocast("cpu", dtype=torch.bfloat16),
-        trainer("threads", 1, [], made()) as trained,
-    ):
+    with trainer("threads", 1, [], made()) as trained:
         trained.fit(batches(), steps=DIES_AT - 1)
         with torch.autocast("cpu", enabled=False):
             wanted = trained.evaluate(batches())["loss"]
@@ -264,10 +276,7 @@ def test_a_checkpoint_is_written_though_the_writer_dies(
         each.put(tmp_path / "checkpoint")
     for each in ranks[1:]:
         assert_same_bits(outcome(each), expected)
-    with (
-        torch.autocast("cpu", dtype=torch.bfloat16),
-        trainer("threads", 2, [], made()) as trained,
-    ):
+    with trainer("threads", 2, [], made()) as trained:
         trained.resume(tmp_path / "checkpoint")
         assert trained.steps == DIES_AT - 1
 
@@ -365,10 +374,7 @@ def test_a_loop_of_the_users_own(children: Children) -> None:
     ranks[2] = job.start(2, None, looped)
     ranks[2].put(False)
     losses: list[float] = []
-    with (
-        torch.autocast("cpu", dtype=torch.bfloat16),
-        trainer("threads", 1, losses, made()) as trained,
-    ):
+    with trainer("threads", 1, losses, made()) as trained:
         for batch in (batches()[:-1] * 3)[:STEPS]:
             trained.step(batch)
         expected = result(trained, losses)

@@ -43,10 +43,7 @@ def children() -> Iterator[Children]:
 def undisturbed(body: Callable) -> Any:
     """Return what ``body`` gives in one process."""
     losses: list[float] = []
-    with (
-        torch.autocast("cpu", dtype=torch.bfloat16),
-        trainer("threads", 1, losses, made()) as trained,
-    ):
+    with trainer("threads", 1, losses, made()) as trained:
         return body(None, trained, losses)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from tests.contracts import test_executors_same_bits
@@ -20,10 +19,7 @@ def batches(count: int = STEPS // EPOCHS) -> list[tuple[Tensor, Tensor]]:
 
 def train_in_one_process() -> Run:
     losses: list[float] = []
-    with (
-        torch.autocast("cpu", dtype=torch.bfloat16),
-        trainer("threads", 1, losses, made()) as trained,
-    ):
+    with trainer("threads", 1, losses, made()) as trained:
         for _ in range(EPOCHS):
             trained.fit(batches())
         assert trained.steps == STEPS

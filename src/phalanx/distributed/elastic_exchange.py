@@ -46,7 +46,8 @@ class ElasticExchange(Exchange):
         is_behind: Whether the others have done one run more. See Note [Left behind].
         is_late: Whether it was given the state of a run that had begun, and has done none since.
         entered: Whether this process is one of them.
-        members: Their processes, by rank.
+        members: Their processes, by place.
+        ranks: What their launchers call them, by place.
     """
 
     def __init__(self, *, timeout_s: float, lost_after_s: float) -> None:
@@ -62,7 +63,7 @@ class ElasticExchange(Exchange):
         self._place = place
         self.entered = False
         self.about: list[Mapping[str, Any]] = []  # Any: JSON
-        self.rank, self.size = 0, 1
+        self.rank, self.size, self.ranks = 0, 1, [place.rank]
         self.device = torch.device("cpu")
         self._timeout_s = timeout_s
         self._lost_after_s = lost_after_s
@@ -157,7 +158,8 @@ class ElasticExchange(Exchange):
             raise
 
     def _open_group(self) -> None:
-        self.size = len(self.members)
+        self.ranks = [each.rank for each in self.members.values()]
+        self.size = len(self.ranks)
         self.rank = list(self.members).index(self._membership.number)
         store = PrefixStore(f"group/{self._membership.epoch}/", self._store)
         timeout = datetime.timedelta(seconds=self._timeout_s)
@@ -218,4 +220,4 @@ class ElasticExchange(Exchange):
         except PeerError as error:
             self._is_lost = True
             self._close_group()
-            raise GroupChanged(f"The ranks have changed: {error}", error.rank) from error
+            raise GroupChanged(f"The ranks have changed: {error}") from error

@@ -45,7 +45,8 @@ class Exchange:
         group: Default: the default group.
 
     Attributes:
-        rank: Ours.
+        rank: Our place in the group.
+        ranks: What errors call the ranks, by place.
         size: How many ranks there are.
         device: Where tensors must lie that this group carries.
         about: What each rank trains, by rank, from :meth:`match_ranks` on.
@@ -69,6 +70,7 @@ class Exchange:
         self._group = group or dist.group.WORLD
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self.ranks: Sequence[int] = range(self.size)
         self._peers: dict[int, ProcessIdentity] = {}  # by rank, of this host
         self.device = torch.device("cpu")
         kinds = {each.type for each in self._group._device_types}
@@ -131,7 +133,7 @@ class Exchange:
         if len({*purposes}) > 1:
             with contextlib.suppress(PeerError):  # nobody leaves before all have heard
                 self._gather(b"", 1)
-            raise _differing(purposes)
+            raise _differing(purposes, self.ranks)
         stops = [_HEAD + int.from_bytes(each[:_LENGTH], "little") for each in found]
         if max(stops) > _FIRST:
             rests = self._gather(whole[_FIRST:], max(stops) - _FIRST)
@@ -230,11 +232,11 @@ def differing_names(about: Mapping[str, Any], first: Mapping[str, Any]) -> str:
     return ", ".join(name for name in names if name not in ("replicas", "seed"))
 
 
-def _differing(purposes: Sequence[str]) -> ConfigError:
-    """Say which rank is about to do something else than rank 0."""
-    rank = next(rank for rank, each in enumerate(purposes) if each != purposes[0])
+def _differing(purposes: Sequence[str], ranks: Sequence[int]) -> ConfigError:
+    """Say which rank is about to do something else than the first."""
+    place = next(place for place, each in enumerate(purposes) if each != purposes[0])
     return ConfigError(
-        f"All ranks must do the same in the same order, but rank {rank} is about to "
-        f"{purposes[rank]} while rank 0 is about to {purposes[0]}. Freeze parameters and call "
-        "`stop()` and `save()` in every rank, at the same step."
+        f"All ranks must do the same in the same order, but rank {ranks[place]} is about to "
+        f"{purposes[place]} while rank {ranks[0]} is about to {purposes[0]}. Freeze parameters and "
+        "call `stop()` and `save()` in every rank, at the same step."
     )

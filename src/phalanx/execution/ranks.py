@@ -136,7 +136,7 @@ class RankExecutor(ThreadExecutor):
             self._exchange.gather(failed.to_bytes(), _RUN)
             raise
         messages = [RankMessage.from_bytes(each) for each in self._exchange.gather(packed, _RUN)]
-        first = _check(messages)
+        first = _check(messages, self._exchange.ranks)
         self._exchange.newcomers_agreed = first["newcomers_wait"]
         for each in messages:
             for index, computed in each.results.items():
@@ -182,13 +182,13 @@ def repeat_on_new_ranks(attempt: Callable[[], T]) -> T:
 
 
 def write_once(write: Callable[[], None], exchange: Exchange) -> None:
-    """Let rank 0 write for all; every rank returns when it has.
+    """Let the first rank write for all; every rank returns when it has.
 
-    Where rank 0 is lost meanwhile, its successor writes. A rank that comes later and saves before
+    Where that is lost meanwhile, its successor writes. A rank that comes later and saves before
     its first step writes nothing.
 
     Raises:
-        Exception: What ``write`` raised, at rank 0.
+        Exception: What ``write`` raised, at the first rank.
         PeerError: It raised something there; at the others.
     """
 
@@ -207,21 +207,23 @@ def write_once(write: Callable[[], None], exchange: Exchange) -> None:
             finally:
                 told = exchange.gather(failure.encode(), "save")[0]
             if told:
-                raise PeerError(f"Rank 0 must write for all ranks, but raised {told.decode()}", 0)
+                rank = exchange.ranks[0]
+                text = f"Rank {rank} must write for all ranks, but raised {told.decode()}"
+                raise PeerError(text, rank)
         exchange.mark_done()
 
     repeat_on_new_ranks(attempt)
 
 
 # Any: JSON.
-def _check(messages: Sequence[RankMessage]) -> dict[str, Any]:
-    """Return what rank 0 has sent about its step.
+def _check(messages: Sequence[RankMessage], ranks: Sequence[int]) -> dict[str, Any]:
+    """Return what the first of ``ranks``, who have sent the messages, says about its step.
 
     Raises:
         PeerError: A rank raised something.
         ConfigError: Ranks are at different steps, train different parameters, or step differently.
     """
-    for rank, message in enumerate(messages):
+    for rank, message in zip(ranks, messages, strict=True):
         if message.error is not None:
             raise PeerError(
                 f"All ranks must complete their microbatches, but rank {rank} raised "
@@ -229,23 +231,23 @@ def _check(messages: Sequence[RankMessage]) -> dict[str, Any]:
                 rank,
             )
     first, *others = [each.about for each in messages]
-    for rank, each in enumerate(others, 1):
+    for rank, each in zip(ranks[1:], others, strict=True):
         if each["step"] != first["step"]:
             raise ConfigError(
                 f"All ranks must be at the same step of the same batches, but rank {rank} is not "
-                "where rank 0 is. Give every rank the whole batch, from loaders with the same "
-                "seed (no `DistributedSampler`), and the same `seed` and `microbatches`."
+                f"where rank {ranks[0]} is. Give every rank the whole batch, from loaders with the "
+                "same seed (no `DistributedSampler`), and the same `seed` and `microbatches`."
             )
         if each["trains"] != first["trains"]:
             raise ConfigError(
                 f"All ranks must train the same parameters, but rank {rank} has frozen others "
-                "than rank 0. Freeze them in every process, before the same step."
+                f"than rank {ranks[0]}. Freeze them in every process, before the same step."
             )
         if each["optimizer"] != first["optimizer"]:
             raise ConfigError(
                 f"All ranks must step the same optimizer with the same options, but rank {rank} "
-                f"has {each['optimizer']} and rank 0 {first['optimizer']}. Set its options, such "
-                "as the learning rate, alike in every process."
+                f"has {each['optimizer']} and rank {ranks[0]} {first['optimizer']}. Set its "
+                "options, such as the learning rate, alike in every process."
             )
     return dict(first)
 

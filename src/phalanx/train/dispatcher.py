@@ -62,7 +62,7 @@ class EventDispatcher:
         changed = RanksChanged(
             step=step,
             rank=elastic.rank,
-            ranks=tuple(each.rank for each in now.values()),
+            ranks=tuple(elastic.ranks),
             pids=tuple(each.process[0] for each in now.values()),
             lost=tuple(each.rank for number, each in before.items() if number not in now),
             came=tuple(each.rank for number, each in now.items() if number not in before),
