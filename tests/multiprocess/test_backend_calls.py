@@ -216,10 +216,9 @@ def refused(rank: int) -> list[str]:
     calls = [
         (UnsupportedError, lambda: dist.all_reduce(torch.eye(3).to_sparse_csr(), group=group)),
         (ConfigError, lambda: dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND, group=group)),
-        (
-            ConfigError,
-            lambda: dist.all_gather_into_tensor(torch.ones(4), torch.ones(3), group=group),
-        ),
+        (ConfigError, lambda: dist.all_reduce(torch.ones(3, dtype=torch.uint16), group=group)),
+        (ConfigError, lambda: dist.send(torch.ones(3), (rank + 1) % 3, group, -1)),
+        (ConfigError, lambda: dist.all_gather_into_tensor(torch.ones(4), torch.ones(3), group)),
     ]
     words = []
     for kind, call in calls:
@@ -234,9 +233,11 @@ def refused(rank: int) -> list[str]:
 
 
 def test_what_cannot_be_is_refused_and_the_group_goes_on(ranks):
-    sparse, bits, length = ranks.run(refused)[1]
+    sparse, bits, unsigned, tag, length = ranks.run(refused)[1]
     assert "`tensor` must be dense" in sparse
-    assert "`op` must be arithmetic for torch.float32" in bits
+    assert "`op` must be one that torch has for torch.float32, but is BAND" in bits
+    assert "`op` must be one that torch has for torch.uint16, but is SUM" in unsigned
+    assert "`tag` must be 0 or more, but is -1" in tag
     assert "`output` must hold 3 times the elements of `input` (3 × torch.float32)" in length
 
 

@@ -24,7 +24,7 @@ from phalanx.environment import read_place
 from phalanx.errors import ConfigError, PeerError, PeerLost, PhalanxError, StateError
 from phalanx.ipc import ProcessIdentity, wait_until
 
-__all__ = ["Exchange", "ProcessGroup", "differing_names", "nccl_is_here"]
+__all__ = ["Exchange", "ProcessGroup", "differing_names", "nccl_is_here", "num_default_ranks"]
 
 ProcessGroup = dist.ProcessGroup
 
@@ -218,6 +218,11 @@ def _make_default_group() -> None:
     store = open_store(place, default_pg_timeout.total_seconds())
     backend = "cpu:gloo,cuda:nccl" if nccl_is_here() else "phalanx"
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size)
+
+
+def num_default_ranks() -> int:
+    """Return the number of ranks of torch's default group; 1 where there is none."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def nccl_is_here() -> bool:

@@ -66,6 +66,11 @@ class Lane:
         """True if all operations have ended well."""
         return self._broken is None and not self._operations
 
+    def refuse_in_fork(self) -> None:
+        """Raise StateError in a fork of the process that made the group."""
+        if self.is_forked and self._broken is not None:
+            raise self._broken
+
     def start(self, operation: SharedWork, *, wait: bool) -> None:
         """Begin ``operation``, and finish it if ``wait``; it keeps a failure under way."""
         if self._broken is None:

@@ -45,7 +45,7 @@ from phalanx.distributed.tensors import (
     output_of,
 )
 from phalanx.distributed.work import SharedWork, Steps, uncompiled_methods
-from phalanx.errors import StateError
+from phalanx.errors import ConfigError, StateError
 from phalanx.torch_internals import inference_mode, is_profiled
 
 __all__ = ["NAME", "SharedGroup"]
@@ -407,6 +407,9 @@ class SharedGroup(dist.ProcessGroup):
 
     def _message(self, kind: str, flat: FlatTensor, peer: int | None, tag: int) -> SharedWork:
         self._refuse_if_closed(kind)
+        self._lane.refuse_in_fork()
+        if tag < 0:
+            raise ConfigError(f"`tag` must be 0 or more, but is {tag}.")
         return self._network.message(kind, flat, peer, tag, self._timeout_s)
 
     # --- what torch asks --------------------------------------------------------------------------

@@ -30,8 +30,6 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
-_BITWISE = ("BAND", "BOR", "BXOR")
-_ORDERED = ("MIN", "MAX")
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -70,13 +68,14 @@ def reduction_of(opts: Any, dtype: torch.dtype) -> ReduceKind:
 
 
 @cache
-def _reduction_of(kind: Any, dtype: torch.dtype) -> ReduceKind:
-    name = kind.name
+def _reduction_of(op: Any, dtype: torch.dtype) -> ReduceKind:
+    name = op.name
     if name not in _COMBINE:
         raise UnsupportedError(f"`op` must be {', '.join(_COMBINE)}, but is {name}.")
-    if (name in _BITWISE and (dtype.is_floating_point or dtype.is_complex)) or (
-        name in _ORDERED and dtype.is_complex
-    ):
-        raise ConfigError(f"`op` must be arithmetic for {dtype}, but is {name}.")
-    is_summed = name in ("SUM", "AVG") and dtype in (*_HALVES, *SUMMED_DTYPES)
-    return ReduceKind(name, is_summed)
+    kind = ReduceKind(name, name in ("SUM", "AVG") and dtype in (*_HALVES, *SUMMED_DTYPES))
+    one = torch.zeros(1, dtype=torch.float32 if dtype in _HALVES else dtype)
+    try:  # now, since a failure within the operation would break the group
+        kind.finish(kind.combine([one, one]), one, 1)
+    except RuntimeError as exc:
+        raise ConfigError(f"`op` must be one that torch has for {dtype}, but is {name}.") from exc
+    return kind

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
+from phalanx.distributed import num_default_ranks
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.plan import check_argument, equal_sizes, ranges_of, read_count
 from phalanx.replicas import derive_seed
@@ -25,7 +26,8 @@ class ExactSampler(Sampler[list[int]]):
         data: A data set, or anything else with a length, or the length.
         batch_size: Rows of all ranks together.
         microbatches: As for `DistributedDataParallel`.
-        rank: This rank, from 0; ``num_ranks`` is the number of all.
+        rank: This rank, from 0; ``num_ranks`` is the number of all. Give both where there is a
+            process group of several ranks. Default: the only rank.
         shuffle: True draws an order for each epoch; otherwise rows come in the data's order.
         seed: Seed of the orders.
         drop_last: Leave out a last batch that is smaller. A rank whose microbatches have no rows
@@ -37,7 +39,8 @@ class ExactSampler(Sampler[list[int]]):
             asks for batches early: there, count the rows of the finished steps.
 
     Raises:
-        ConfigError: There are no rows, no such rank, or more ranks than microbatches.
+        ConfigError: There are no rows, no such rank, more ranks than microbatches, or several
+            ranks and no ``rank``.
 
     Determinism: the order is the same on every machine with the same torch version.
 
@@ -60,8 +63,8 @@ class ExactSampler(Sampler[list[int]]):
         batch_size: int,
         *,
         microbatches: int = 4,
-        rank: int = 0,
-        num_ranks: int = 1,
+        rank: int | None = None,
+        num_ranks: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
@@ -71,6 +74,13 @@ class ExactSampler(Sampler[list[int]]):
             raise ConfigError(f"`data` must hold at least 1 row, but holds {self.num_rows}.")
         self.batch_size = read_count("batch_size", batch_size, 1)
         self.microbatches = read_count("microbatches", microbatches, 1)
+        if None in (rank, num_ranks) and num_default_ranks() > 1:
+            raise ConfigError(
+                "`rank` and `num_ranks` must be given in a process group of several ranks, but are "
+                "not. For `DistributedDataParallel` they are `dist.get_rank()` and "
+                "`dist.get_world_size()`; `Trainer` wants whole batches: 0 and 1."
+            )
+        rank, num_ranks = rank or 0, 1 if num_ranks is None else num_ranks
         wanted = f"be from 1 to the microbatches ({microbatches})"
         check_argument(0 < num_ranks <= microbatches, "num_ranks", wanted, num_ranks)
         check_argument(0 <= rank < num_ranks, "rank", f"be from 0 to {num_ranks - 1}", rank)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
-from phalanx import CheckpointError, ExactSampler
+from phalanx import CheckpointError, ConfigError, ExactSampler
 
 
 @given(
@@ -66,6 +66,13 @@ def test_a_last_batch_that_is_smaller_can_be_left_out() -> None:
     assert list(sampler) == [[0, 1, 2], [3, 4, 5]]
     assert len(sampler) == 2
     assert len(ExactSampler(7, 3)) == 3
+
+
+def test_a_rank_of_several_must_say_which_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.train.sampler.num_default_ranks", lambda: 2)
+    with pytest.raises(ConfigError, match="`rank` and `num_ranks` must be given in a process"):
+        ExactSampler(6, 2, num_ranks=2)
+    assert len(list(ExactSampler(6, 2, rank=0, num_ranks=1))) == 3
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"num_rows": 7}])
