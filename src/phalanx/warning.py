@@ -7,7 +7,7 @@ import warnings
 
 __all__ = ["warn_user"]
 
-_NOT_THE_USERS = {"phalanx", "torch", "contextlib"}
+_NOT_THE_USERS = {"phalanx", "torch", "contextlib", "typer", "click"}
 
 
 def warn_user(message: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import platform
 import re
 import sys
+import traceback
 from typing import Annotated
 
 import typer
@@ -23,6 +24,7 @@ from phalanx.cli.train import resume, train
 from phalanx.errors import InternalError, PhalanxError
 
 _REFUSED = 2  # as for a command line that cannot be parsed
+_LIBRARIES = re.compile(r"<|.*/(lib\w*/python3[^/]*|src/phalanx)/")  # Python, installed, ours
 _OPTIONS_OF_TRAINER = ("clip_norm", "epochs", "executor", "microbatches", "replicas", "seed")
 
 app = typer.Typer(
@@ -71,15 +73,19 @@ def main(command: typer.Typer = app, prog_name: str = "phalanx") -> None:
     except InternalError:
         raise
     except PhalanxError as exc:
-        make_console(stderr=True).print(_describe(exc))
+        notes = [f"\n  {note}" for note in getattr(exc, "__notes__", ())]
+        described = Text.assemble(("Error: ", "bold red"), name_options(str(exc)), *notes)
+        make_console(stderr=True).print(described)
         sys.exit(_REFUSED)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-
-
-def _describe(exc: PhalanxError) -> Text:
-    notes = [f"\n  {note}" for note in getattr(exc, "__notes__", ())]
-    return Text.assemble(("Error: ", "bold red"), name_options(str(exc)), *notes)
+    except Exception as exc:
+        frames = exc.__traceback__
+        while frames and _LIBRARIES.match(frames.tb_frame.f_code.co_filename):
+            frames = frames.tb_next
+        if frames or isinstance(exc, SyntaxError):  # from the user's file on; else all frames
+            sys.excepthook = lambda kind, error, _: traceback.print_exception(kind, error, frames)
+        raise
 
 
 def name_options(message: str) -> str:

@@ -5,7 +5,7 @@
 a folder            pictures, one subfolder for each class; or saved by the library `datasets`
 module:attribute    a Dataset, a loader, or a pair of them (training, validation)
 digits              handwritten digits, which Phalanx brings with it
-any other file      text: each byte is predicted from the bytes before it
+any other file      text in UTF-8: each byte is predicted from the bytes before it
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from phalanx.cli.imports import import_attribute, make
 from phalanx.cli.schema import Data, Schema, encode_targets
-from phalanx.cli.tables_of_text import open_table
+from phalanx.cli.tables_of_text import open_table, read_utf8
 from phalanx.errors import ConfigError
 from phalanx.warning import warn_user
 
 _CONTEXT = 64  # bytes that each byte of a text is predicted from, at most
-_TABLES_AND_ARRAYS = (".csv", ".tsv", ".npz", ".npy")
 _PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 _VALIDATION_FOLDERS = ("val", "validation", "test")
 
@@ -85,9 +84,9 @@ def open_data(
     except ConfigError:
         raise
     except (OSError, ValueError, EOFError, csv.Error, BadZipFile) as error:
-        kind = f"a {suffix} file" if suffix in _TABLES_AND_ARRAYS else "a file"
         raise ConfigError(
-            f"`DATA` must be {kind} that can be read, but {spec!r} is not: {type(error).__name__}."
+            f"`DATA` must be a {suffix or 'text'} file that can be read, but {spec!r} is not: "
+            f"{type(error).__name__}."
         ) from error
 
 
@@ -116,9 +115,8 @@ def split(data: Data, share: float, seed: int) -> tuple[Any, Any]:
         rows = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
     cut = len(rows) - max(1, round(len(rows) * share))
     if cut < 1:
-        raise ConfigError(
-            f"`DATA` must have 2 rows or more, but has {len(rows)}. Give --validation 0."
-        )
+        advice = "" if len(data.schema.classes) == 1 else " Give --validation 0."
+        raise ConfigError(f"`DATA` must have 2 rows or more, but has {len(rows)}.{advice}")
     return Subset(data.train, rows[:cut]), Subset(data.train, rows[cut:])
 
 
@@ -312,7 +310,7 @@ def _open_hugging_face(root: Path, target: str | None, schema: Schema | None) ->
 
 
 def _open_text(path: Path) -> Data:
-    stream = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
+    stream = torch.frombuffer(bytearray(read_utf8(path)), dtype=torch.uint8).long()
     used = (len(stream) - 1) // _CONTEXT * _CONTEXT
     if used < 2 * _CONTEXT:
         raise ConfigError(

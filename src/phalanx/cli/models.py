@@ -243,6 +243,11 @@ def check_loss(name: str, outputs: Tensor, targets: Tensor, num_classes: int) ->
         targets: Of these rows.
         num_classes: Classes of the data; 0 where they are not known.
     """
+    if name in _LOSSES and not isinstance(outputs, Tensor):
+        raise ConfigError(
+            f"The model's outputs must be a tensor, but are of type {type(outputs).__name__}. "
+            "Write a script with `Trainer` and its argument `forward`, which returns the loss."
+        )
     if name == "cross_entropy" and num_classes == 1:
         raise ConfigError(
             "The target must have 2 or more classes, but is the same in each row. Give other data, "

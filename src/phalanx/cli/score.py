@@ -45,7 +45,6 @@ def predict(
     trust: Trust = False,
 ) -> None:
     """Write a CSV with a row for each row of data: the class and the probabilities, or numbers."""
-    # Late, as above.
     from phalanx.cli.data import open_data
     from phalanx.cli.training_run import TrainingRun
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -59,13 +60,24 @@ def open_table(path: Path, *, target: str | None, task: str, schema: Schema | No
     return Data(train=TensorDataset(inputs, targets), schema=schema or found)
 
 
+def read_utf8(path: Path) -> bytes:
+    """Return the content of a text; what is none, or in another encoding, is refused."""
+    content = path.read_bytes()
+    wrong = re.search("[\0\udc80-\udcff]", content.decode(errors="surrogateescape"))
+    if wrong:
+        raise ConfigError(
+            f"`DATA` must be a text in UTF-8, an .npz or .npy file, or pictures, but {str(path)!r} "
+            f"is none in line {wrong.string.count(chr(10), 0, wrong.start()) + 1}. Save it as one."
+        )
+    return content
+
+
 def _read(path: Path, *, is_new: bool) -> tuple[list[str], list[list[str]]]:
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        first = file.readline()
-        file.seek(0)
-        unquoted = re.sub(r'"[^"]*("|$)', "", first)
-        delimiter = "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=unquoted.count)
-        header, *rows = [row for row in csv.reader(file, delimiter=delimiter) if row] or [[]]
+    file = io.StringIO(read_utf8(path).decode("utf-8-sig"), newline="")
+    unquoted = re.sub(r'"[^"]*("|$)', "", file.readline())
+    file.seek(0)
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=unquoted.count)
+    header, *rows = [row for row in csv.reader(file, delimiter=delimiter) if row] or [[]]
     if delimiter == ";":  # then the decimal point may be a comma
         rows = [
             [re.sub(r"^\s*([+-]?\d+),(\d+)\s*$", r"\1.\2", cell) for cell in row] for row in rows
@@ -118,8 +130,7 @@ def _read_column(
             if endless:
                 raise ConfigError(
                     f"Column {name!r} must hold finite numbers, but holds "
-                    f"{texts[endless[0] - 1]!r} in row {endless[0]}. Leave the cell empty, or the "
-                    "row out."
+                    f"{texts[endless[0] - 1]!r} in row {endless[0]}. Leave the cell empty."
                 )
             return torch.tensor(numbers)
         if is_new:
@@ -132,11 +143,12 @@ def _read_column(
                     "that is a mistake, leave the cell empty."
                 )
     places = {word: float(place) for place, word in enumerate(categories.get(name, ()))}
-    unknown = next((text for text in texts if text not in places), None)
-    if unknown is not None:
+    fits = [each in places for each in texts] if places else [each is not None for each in numbers]
+    if not all(fits):
+        row = fits.index(False)
         shown = f" ({', '.join([*places][:20])})" if places else ""
         raise ConfigError(
             f"Column {name!r} must hold {'words' if places else 'numbers'} as in the training "
-            f"data{shown}, but holds {unknown!r}."
+            f"data{shown}, but holds {texts[row]!r} in row {row + 1}."
         )
     return torch.tensor([places[text] for text in texts])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from rich.console import Console
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim import Optimizer
@@ -161,6 +162,8 @@ class TrainingRun:
             # A `ConfigError`, as for a loss of nan, would be raised again.
             if checkpoint.last != before and not isinstance(error, ConfigError):
                 error.add_note(f"Continue from its last checkpoint: {self._continuation}")
+            if before and isinstance(error, CheckpointError):
+                error.add_note(f"Or remove {before} and begin again: {self._continuation}")
             raise
         finally:
             self.folder.discard_if_unused()
@@ -280,6 +283,8 @@ class TrainingRun:
             batch = next(iter(self._loader(rows)), None)
             if batch is None:
                 raise ConfigError(f"{name} must have rows, but has none.")
+            if isinstance(batch, dict):
+                raise ConfigError(f"{name} must have pairs (inputs, target), not dicts {[*batch]}.")
             if not isinstance(batch, (list, tuple)) or len(batch) < 2:
                 raise ConfigError(f"{name} must have targets, but has rows of inputs alone.")
             inputs, targets = batch[:2]
@@ -384,7 +389,12 @@ class TrainingRun:
                 f"`RUN` must be finished, but {self.folder.path} has no model.safetensors. "
                 f"Finish it: {self._continuation}"
             )
-        self.module.load_state_dict(load_file(path))
+        try:
+            self.module.load_state_dict(load_file(path))
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{path} must be whole, but is not: {error}. Write it again: {self._continuation}"
+            ) from error
         step, last = self._weights_step, Checkpoint(self.folder.checkpoints_path).last
         if step is not None and last is not None and int(last.name[5:]) > step:
             warn_user(

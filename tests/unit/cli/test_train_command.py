@@ -117,6 +117,8 @@ class BirdsWithGaps(Birds):
         return inputs / (place not in (2, 5)), target
 
 birds_net = nn.Linear(4, 3)
+pair = nn.LSTM(4, 3)
+dicts = [{"x": 1, "y": 2}] * 4
 nine = nn.Sequential(Net(), nn.Linear(10, 9))
 
 class Stream:
@@ -221,13 +223,6 @@ class Command:
         self.output.close()
 
 
-def run_to_its_end(*words: str) -> tuple[int | None, str]:
-    """Run the command in a process of its own: (exit code, what it printed)."""
-    with Command(*words) as command:
-        said = command.output.read()
-        return command.ended(), said
-
-
 def metrics_of(folder: str) -> list[dict]:
     return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
 
@@ -301,11 +296,8 @@ def test_pictures_of_another_size_are_named(phalanx, finished):
     numpy.savez("large.npz", x=numpy.zeros((4, 10, 10)), y=[0, 1, 2, 3])
     train = ("train", *FAST, "--validation", "large.npz")
     for words in (("predict", "run", "large.npz"), ("evaluate", "run", "large.npz"), train):
-        code, _, err = phalanx(*words)
-        assert (code, "of shape (1, 8, 8), as in training, but have rows of (1, 10," in err) == (
-            2,
-            1,
-        )
+        err = phalanx(*words)[2]
+        assert "of shape (1, 8, 8), as in training, but have rows of (1, 10," in err
 
 
 def test_classes_of_a_data_set_of_ones_own_are_predicted_by_their_names(phalanx):
@@ -319,9 +311,8 @@ def test_classes_of_a_data_set_of_ones_own_are_predicted_by_their_names(phalanx)
     _, out, err = phalanx("predict", "run", "own_code:BirdsWithGaps")
     assert out == "12 rows in predictions.csv\n"
     assert "nan or inf in 2 of 12 rows, first in row 3: an input of these rows may be" in err
-    save_file(
-        {"weight": torch.full((3, 4), torch.nan), "bias": torch.ones(3)}, "run/model.safetensors"
-    )
+    broken = {"weight": torch.full((3, 4), torch.nan), "bias": torch.ones(3)}
+    save_file(broken, "run/model.safetensors")
     err = phalanx("predict", "run", "own_code:Birds")[2]
     assert "in 12 of 12 rows, first in row 1: the model's weights hold nan" in err
 
@@ -435,8 +426,9 @@ def test_a_run_whose_epochs_are_done_gets_its_weights(phalanx):
     whole = load_file("whole/model.safetensors")
     for number, code_before in (("15", 0), ("9", -9)):
         Path("signal").write_text(number)
-        code, said = run_to_its_end("train", *words, "--replicas", "1", "--out", "ended")
-        assert code == code_before, said
+        with Command("train", *words, "--replicas", "1", "--out", "ended") as command:
+            said = command.output.read()
+            assert command.ended() == code_before, said
         if code_before:
             assert "model.safetensors" not in files_in("ended")
             assert "Finish it: phalanx resume" in phalanx("evaluate", "ended", "digits")[2]
@@ -478,6 +470,8 @@ def test_a_hanging_step_can_be_left_by_another_signal():
 
 
 def test_a_finished_run_is_continued_with_more_epochs(phalanx, finished):
+    Path("run/model.safetensors").write_bytes(b"")
+    assert "Write it again: phalanx resume run" in phalanx("predict", "run", "digits")[2]
     code, said, _ = phalanx("resume", "run")
     assert (code, "To train longer, give --epochs 2." in said) == (0, True)
     before = load_file("run/model.safetensors")
@@ -487,17 +481,16 @@ def test_a_finished_run_is_continued_with_more_epochs(phalanx, finished):
     rates = [each["learning_rates"] for each in metrics_of("run") if each["kind"] == "step"]
     assert rates[5:] == [[pytest.approx(2e-3 * (1 - step / 10))] for step in range(5, 10)]
     assert sum(record["kind"] == "step" for record in metrics_of("run")) == 10
-    stored = Path("run/config.json").read_text()
-    Path("run/config.json").write_text(
-        stored.replace('step": 10', 'step": 5')
-    )  # as a kill leaves it
-    with pytest.warns(
-        UserWarning, match="weights are those after step 5, .* to step 10 and has not"
-    ):
+    config = Path("run/config.json")
+    config.write_text(config.read_text().replace('step": 10', 'step": 5'))  # as a kill leaves it
+    with pytest.warns(UserWarning, match="those after step 5, .* to step 10 and has not"):
         assert phalanx("evaluate", "run", "digits")[0] == 0
     code, _, err = phalanx("resume", "run", "--epochs", 1)
     assert code == 2
     assert "`--epochs` must be more than the 2 that the run has finished" in err
+    last = next(Path("run/checkpoints").iterdir())
+    (last / "state.pt").write_bytes(b"")
+    assert f"Or remove {last} and begin again: ph" in phalanx("resume", "run", "--epochs", 3)[2]
 
 
 def test_a_run_that_shall_outlive_its_terminal_does():
@@ -533,12 +526,13 @@ def test_signals_are_as_they_were_afterwards():
     ("words", "message"),
     [
         (("digits", "--replicas", "none"), "must hold names such as 'cpu'"),
-        (("digits", "--replicas", "5"), "`--replicas` must be at most as many as there are"),
         (("digits", "--replicas", "5"), "fewer replicas, or begin a run with --microbatches 5 "),
         (("digits", "--clip-norm", "0"), "`--clip-norm` must be above 0"),
         (("digits", "--replicas", "2", "--executor", "inline"), "must be 1 for --executor inline"),
         (("mnist",), "`DATA` must be a file, a folder or module:attribute"),
         (("digits", "--model", "own_code:nine"), "an output for each of 10 classes, but has 9"),
+        (("own_code:Birds", "--model", "own_code:pair"), "must be a tensor, but are of type tuple"),
+        (("own_code:dicts", "--model", "own_code:Net"), "(inputs, target), not dicts ['x', 'y']"),
         (("digits", "--model", "gpt"), "`--model` must fit rows of shape [1, 8, 8], but is gpt"),
         (("digits", "--loss", "mse"), "Targets must have the shape"),
         (("digits", "--loss", "hinge"), "`--loss` must be cross_entropy, mse, l1, bce"),
@@ -584,6 +578,8 @@ def test_one_column_of_classes_is_refused(phalanx):
     Path("same.csv").write_text("x,y\n" + "1,a\n" * 9)
     code, _, err = phalanx("train", "same.csv")
     assert (code, "The target must have 2 or more classes" in err) == (2, True)
+    Path("same.csv").write_text("x,y\n1,a\n")
+    assert phalanx("train", "same.csv")[2].endswith("must have 2 rows or more, but has 1.\n")
 
 
 @pytest.mark.parametrize("name", ["data", "model", "loss"])
@@ -611,11 +607,12 @@ def test_a_damaged_config_is_named(phalanx, finished, text):
     assert (code, "config.json" in err) == (2, True)
 
 
-def test_a_failing_model_arrives_with_its_own_traceback_and_leaves_no_folder():
-    words = ("digits", "--model", "own_code:Broken", "--replicas", "1", "--out", "run")
-    code, said = run_to_its_end("train", *words)
-    assert code == 1, said
-    assert "Traceback" in said
+def test_a_failing_model_arrives_with_its_own_traceback_and_leaves_no_folder(phalanx, capsys):
+    with pytest.raises(ArithmeticError) as raised:
+        phalanx("train", "digits", "--model", "own_code:Broken", "--out", "run")
+    sys.excepthook(raised.type, raised.value, raised.tb)  # as Python does at the end
+    said = capsys.readouterr().err
+    assert (said.count('  File "'), "own_code.py" in said) == (1, True)
     assert "ArithmeticError: my own mistake" in said
     assert not Path("run").exists()
 
