@@ -221,7 +221,7 @@ def _make_default_group() -> None:
 
 
 def num_default_ranks() -> int:
-    """Return the number of ranks of torch's default group; 1 where there is none."""
+    """Return the number of ranks of torch's default group, 1 without a group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
