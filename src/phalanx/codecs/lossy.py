@@ -209,6 +209,11 @@ class Feedback:
         wide = torch.promote_types(gradient.dtype, torch.float32)
         zero = gradient.new_zeros((), dtype=wide).expand(gradient.shape)
         error = self._errors.get(key, zero).to(gradient.device, wide)
+        if error.shape != gradient.shape:
+            raise ConfigError(
+                f"The error of `{key}` must have the shape of its gradient, "
+                f"{tuple(gradient.shape)}, but has {tuple(error.shape)}."
+            )
         total = gradient + error
         payload = codec.encode(total.to(gradient.dtype))
         unsent = total - codec.decode(payload, gradient.shape, gradient.dtype)
