@@ -218,11 +218,11 @@ class DataParallelTable(Explicit):
         if self._gpus:
             _check_equal(self.get(0), own)
             own = self.get(0)
-        else:
+        made = _Replicas(own, self._gpus + places, layout=Layout(self.dim))
+        if not self._gpus:
             own.to(places[0])
         self.close()
         self._gpus += places
-        made = _Replicas(own, self._gpus, layout=Layout(self.dim))
         made.initialisers = self.module.initialisers
         self.module = made
         if self.flattenParams:
