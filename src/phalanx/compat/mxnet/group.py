@@ -338,12 +338,12 @@ class DataParallelExecutorGroup:
         missing is added.
 
         Raises:
-            ConfigError: One has another shape.
+            ConfigError: One has another shape; nothing is written then.
         """
         arg_params = {} if arg_params is None else arg_params
         aux_params = {} if aux_params is None else aux_params
-        copy_out(dict(self.module.named_parameters()), arg_params)
-        copy_out(dict(self.module.named_buffers()), aux_params)
+        parameters, buffers = self.module.named_parameters(), self.module.named_buffers()
+        copy_out((dict(parameters), arg_params), (dict(buffers), aux_params))
         return arg_params, aux_params
 
     getParams = get_params

@@ -9,17 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
+from phalanx.plan import check_argument
 
 
 # Any, here and below: tensors or arrays.
-def copy_out(known: Mapping[str, Tensor], into: MutableMapping[str, Any]) -> None:
+def copy_out(*pairs: tuple[Mapping[str, Tensor], MutableMapping[str, Any]]) -> None:
     """Copy every tensor into that of its name, or add a copy; other names are left alone.
 
     Raises:
         ConfigError: One has another shape; nothing is written then.
     """
-    _check_shapes(into, known)
-    for name, tensor in known.items():
+    for known, into in pairs:
+        _check_shapes(into, known)
+    for name, tensor, into in [(*item, into) for known, into in pairs for item in known.items()]:
         own = tensor.detach()
         if name not in into:
             into[name] = own.clone()
@@ -39,8 +41,8 @@ def copy_into(
     """Copy tensors or arrays into those of their names.
 
     Raises:
-        ConfigError: Names are missing or extra and that is not allowed, or a shape differs; nothing
-            is written then.
+        ConfigError: Names are missing or extra and that is not allowed, a shape differs, or torch
+            has no such dtype; nothing is written then.
     """
     missing, extra = sorted(known.keys() - given), sorted(given.keys() - known)
     for names, allowed, told in (
@@ -53,10 +55,10 @@ def copy_into(
                 f"{told}: {names}. Give allow_{told}=True to let it be."
             )
     _check_shapes(given, known)
-    found = [name for name in known if name in given]
+    values = {name: _as_tensor(name, given[name]) for name in known if name in given}
     with torch.no_grad():
-        for name in found:
-            known[name].copy_(torch.as_tensor(given[name]))
+        for name, value in values.items():
+            known[name].copy_(value)
 
 
 def share_tensors(module: nn.Module, other: nn.Module) -> None:
@@ -88,9 +90,19 @@ def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
 
 
+def _as_tensor(name: str, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError) as error:
+        wanted = f"be of a dtype that torch has ({error})"
+        raise ConfigError(f"`{name}` must {wanted}, but is of {value.dtype}.") from error
+
+
 def _check_shapes(given: Mapping[str, Any], known: Mapping[str, Tensor]) -> None:
     for name, tensor in known.items():
         expected = tuple(tensor.shape)
-        found = tuple(given[name].shape) if name in given else expected
+        value = given.get(name, tensor)
+        check_argument(hasattr(value, "shape"), name, "be a tensor or an array", value)
+        found = tuple(value.shape)
         if found != expected:
             raise ConfigError(f"`{name}` must have shape {expected}, but has {found}.")
