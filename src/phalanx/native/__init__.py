@@ -3,7 +3,6 @@
 from phalanx.native.library import (
     DTYPES,
     FUNCTIONS,
-    Function,
     IndexView,
     KeysView,
     PartView,
@@ -15,7 +14,6 @@ from phalanx.native.library import (
 __all__ = [
     "DTYPES",
     "FUNCTIONS",
-    "Function",
     "IndexView",
     "KeysView",
     "PartView",
