@@ -25,8 +25,12 @@ from phalanx.errors import GroupAborted, StateError
 from phalanx.ipc import Waiting, register_at_fork
 from phalanx.torch_internals import inference_mode
 
-__all__ = ["Lane"]
+__all__ = ["FORKED", "Lane"]
 
+FORKED = (
+    "A group must be used by the process that made it, but this is a fork of that. Make another "
+    "group here."
+)
 _PATIENCE_S = 10e-3
 _EXIT_S = 1.0
 
@@ -65,11 +69,6 @@ class Lane:
     def is_idle(self) -> bool:
         """True if all operations have ended well."""
         return self._broken is None and not self._operations
-
-    def refuse_in_fork(self) -> None:
-        """Raise StateError in a fork of the process that made the group."""
-        if self.is_forked and self._broken is not None:
-            raise self._broken
 
     def start(self, operation: SharedWork, *, wait: bool) -> None:
         """Begin ``operation``, and finish it if ``wait``; it keeps a failure under way."""
@@ -222,10 +221,7 @@ class Lane:
     def _end_in_fork(self) -> None:
         """Refuse all calls in a forked child, which must not touch the group."""
         self.is_forked, self._turn = True, threading.RLock()  # another thread may have held it
-        self._broken = StateError(
-            "A group must be used by the process that made it, but this is a fork of that. Make "
-            "another group here."
-        )
+        self._broken = StateError(FORKED)
         for operation in self._operations:
             operation.end(self._broken)
         self._operations.clear()

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from phalanx.distributed.fingerprint import pack
-from phalanx.distributed.lane import Lane
+from phalanx.distributed.lane import FORKED, Lane
 from phalanx.distributed.network import LEFT, Network
 from phalanx.distributed.reductions import ReduceKind, reduction_of
 from phalanx.distributed.several_hosts import SeveralHosts
@@ -407,7 +407,8 @@ class SharedGroup(dist.ProcessGroup):
 
     def _message(self, kind: str, flat: FlatTensor, peer: int | None, tag: int) -> SharedWork:
         self._refuse_if_closed(kind)
-        self._lane.refuse_in_fork()
+        if self._lane.is_forked:
+            raise StateError(FORKED)
         if tag < 0:
             raise ConfigError(f"`tag` must be 0 or more, but is {tag}.")
         return self._network.message(kind, flat, peer, tag, self._timeout_s)

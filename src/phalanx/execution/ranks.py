@@ -218,7 +218,7 @@ def write_once(write: Callable[[], None], exchange: Exchange) -> None:
 
 # Any: JSON.
 def _check(messages: Sequence[RankMessage], ranks: Sequence[int]) -> dict[str, Any]:
-    """Return what the first of ``ranks``, who have sent the messages, says about its step.
+    """Return the first message's account of its step; ``ranks`` have sent one message each.
 
     Raises:
         PeerError: A rank raised something.
