@@ -466,6 +466,15 @@ def test_set_params_four_outcomes(missing, extra, allowed, works):
         assert_close(group.get_outputs()[0], net(x).detach(), F64)
 
 
+def test_set_params_with_a_dtype_unknown_to_torch_changes_nothing():
+    net = Net()
+    before, given = state_of(net), changed(net) | {"head.bias": np.array(["words"] * 4)}
+    told = pytest.raises(ConfigError, match=r"`head\.bias` must be of a dtype that torch has")
+    with group_of(net, desc("data", 7, 5), devices=TWO) as group, told:
+        group.set_params(given)
+    assert_close(net.state_dict(), before, F64)
+
+
 def test_get_params_gives_copies_or_fills_what_is_given():
     net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double()
     # Batch norm refuses to train on one row.

@@ -337,7 +337,6 @@ ROWS: list[Row] = [
     making_trainer("`callbacks` must be a list", callbacks=print),
     making_trainer("`seed` must be a whole number, but is 'a'", seed="a"),
     making_trainer("`replicas` must be at least 1, but is 0", replicas=0),
-    making_trainer(r"at most as many as there are microbatches \(4\), but are 5", replicas=5),
     making_trainer("for microbatches=None.*'auto'", microbatches=None, replicas="auto"),
     making_trainer(r"`replicas` must .*but is \[\]", replicas=[]),
     making_trainer(r"`replicas` must be at most .* microbatches \(4\), but are 5", replicas=5),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -114,13 +115,10 @@ def test_a_group_of_some_ranks_works(ranks):
     assert ranks.run(some_of_the_ranks) == [12, -1, 12]
 
 
-def different_calls(rank: int) -> tuple[str, str]:
+def error_of(call: Callable[[dist.ProcessGroup, int], object], rank: int) -> tuple[str, str]:
     group = make()
     try:
-        if rank == 1:
-            dist.broadcast(torch.ones(4), 0, group=group)
-        else:
-            dist.all_reduce(torch.ones(70_000), group=group)
+        call(group, rank)
     except Exception as exc:
         return type(exc).__name__, str(exc)
     finally:
@@ -128,8 +126,15 @@ def different_calls(rank: int) -> tuple[str, str]:
     return "nothing", ""
 
 
+def different_calls(group: dist.ProcessGroup, rank: int) -> None:
+    if rank == 1:
+        dist.broadcast(torch.ones(4), 0, group=group)
+    else:
+        dist.all_reduce(torch.ones(70_000), group=group)
+
+
 def test_ranks_in_different_calls_are_told_so(ranks):
-    answers = ranks.run(different_calls)
+    answers = ranks.run(partial(error_of, different_calls))
     assert {name for name, _ in answers} <= {"StateError", "GroupAborted"}
     told = [text for name, text in answers if name == "StateError"]
     assert told
@@ -138,19 +143,13 @@ def test_ranks_in_different_calls_are_told_so(ranks):
         assert "broadcast #1 (4 × float32, root 0)" in text
 
 
-def different_sizes(rank: int) -> tuple[str, str]:
-    group = make()
-    try:
-        dist.all_reduce(torch.ones(70_000 + rank), group=group)
-    except Exception as exc:
-        return type(exc).__name__, str(exc)
-    finally:
-        dist.destroy_process_group(group)
-    return "nothing", ""
+def different_sizes(group: dist.ProcessGroup, rank: int) -> None:
+    dist.all_reduce(torch.ones(70_000 + rank), group=group)
 
 
 def test_ranks_in_one_call_with_different_sizes_are_told_so(ranks):
-    told = [text for name, text in ranks.run(different_sizes) if name == "StateError"]
+    errors = ranks.run(partial(error_of, different_sizes))
+    told = [text for name, text in errors if name == "StateError"]
     assert told
     assert all("tensors of the same sizes and dtype" in text for text in told)
     assert not any("only some ranks" in text for text in told)

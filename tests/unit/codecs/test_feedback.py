@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx.codecs import Codec, Feedback, OneBit, TopK
+from phalanx.errors import ConfigError
 
 CODECS = [OneBit(), TopK()]
 
@@ -36,3 +37,10 @@ def test_finite_values_whose_sum_is_not_leave_the_error_as_it_was() -> None:
     sent(feedback, torch.tensor([3.3e38, 3.2e38]))
     assert sent(feedback, torch.tensor([0.0, 3.2e38])).tolist() == [0.0, math.inf]
     assert feedback.state_dict()["weight"].tolist() == torch.tensor([0.0, 3.2e38]).tolist()
+
+
+def test_an_error_of_another_shape_is_refused() -> None:
+    feedback = Feedback(TopK())
+    feedback.load_state_dict({"weight": torch.zeros(3)})
+    with pytest.raises(ConfigError, match=r"`weight` must have .* \(4,\), but has \(3,\)"):
+        feedback.encode("weight", torch.ones(4))

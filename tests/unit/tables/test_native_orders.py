@@ -68,17 +68,9 @@ def find_what_others_bring() -> None:
 
 
 ORDERS: dict[str, tuple[Callable[[], None], str, dict[str, str]]] = {
-    "the record counts before it is written": (
-        kill,
-        "part.c",
-        {RECORDS: SAVED + SPOIL + RECORDS},
-    ),
+    "the record counts before it is written": (kill, "part.c", {RECORDS: SAVED + SPOIL + RECORDS}),
     "rows change before the record counts": (kill, "part.c", {SAVED: ""}),
-    "rows change before the add has begun": (
-        kill,
-        "part.c",
-        {BEGUN: "", CHANGED: CHANGED + BEGUN},
-    ),
+    "rows change before the add has begun": (kill, "part.c", {BEGUN: "", CHANGED: CHANGED + BEGUN}),
     "the number counts before the rows": (kill, "part.c", {IN: "", CHANGES: IN + CHANGES}),
     "the other side counts before it is written": (
         kill,
