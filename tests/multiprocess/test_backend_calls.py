@@ -281,8 +281,9 @@ def expanded_outputs(rank: int) -> list[str]:
     assert torch.equal(apart, torch.full((3, 5), 3.0))
     assert torch.equal(expanded, torch.ones(3, 5))
     strided = torch.zeros(6, 2)[:, 0]
-    dist.all_gather_into_tensor(strided, torch.full((2,), rank + 0.5), group)
-    assert strided.tolist() == [0.5, 0.5, 1.5, 1.5, 2.5, 2.5]
+    negative = torch._neg_view(torch.full((2,), rank + 0.5))
+    dist.all_gather_into_tensor(strided, negative, group)
+    assert strided.tolist() == [-0.5, -0.5, -1.5, -1.5, -2.5, -2.5]
     dist.destroy_process_group(group)
     return said
 

@@ -96,9 +96,7 @@ ORDERS: dict[str, tuple[Callable[[], None], str, dict[str, str]]] = {
     "an index is used that is behind": (
         find_what_others_bring,
         "keys.c",
-        {
-            " || index->stop < stop": "",
-        },
+        {" || index->stop < stop": ""},
     ),
 }
 
