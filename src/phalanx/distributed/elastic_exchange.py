@@ -4,7 +4,7 @@
 A collective may have ended for one rank and fail for another, when a third one dies in it. The one
 for which it ended may be a run ahead then, and waits for the others there. So after every change of
 the group a rank that has done fewer runs than the others does its last one once more, alone: it
-computes all microbatches itself, and the fixed tree makes the result the same, bit for bit. A run
+computes all microbatches itself, and the fixed tree makes the result bitwise identical. A run
 is one batch, or one checkpoint; such a rank leaves a checkpoint out: the others have written it.
 """
 
@@ -167,7 +167,7 @@ class ElasticExchange(Exchange):
         self._group = make_group(store, self.rank, self.size, timeout, look)
 
     def _close_group(self) -> None:
-        """Leave the group; whoever still waits for this rank there gets an error."""
+        """Leave the group; ranks that still wait for this one there get an error."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()

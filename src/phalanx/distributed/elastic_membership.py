@@ -10,8 +10,8 @@
     epoch/E     its members; written once, by the first rank to decide
 
 Any process may find that the group must change; all of it then ask for the next epoch. The one with
-the lowest number that lives decides, when all that live have reported; after a deadline whoever is
-left does, on those that have. Two may decide: the store keeps the first word.
+the lowest number that lives decides, when all that live have reported; after a deadline any that
+is left does, on those that have. Two may decide: the store keeps the first word.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class RankMembership:
         """Tell the others that this process takes no part any more; idempotent.
 
         Args:
-            finished: It has done what there was to do, so that nobody shall come in its place.
+            finished: It has done all its work, so no new process shall take its place.
         """
         if self._ended.is_set():
             return
@@ -136,7 +136,7 @@ class RankMembership:
 
     @property
     def newcomers_wait(self) -> bool:
-        """Whether a process that is not a member waits to come in, as the last beat found."""
+        """True where a process that is not a member waits to come in, as the last beat found."""
         return not self._wanting <= {*self._members, *self._gone}
 
     def check_all_live(self) -> None:
@@ -247,7 +247,7 @@ class RankMembership:
         self._store.set(f"member/{self.number}", json.dumps(asdict(self._mine)))
 
     def _read(self, key: str) -> Any:  # Any: JSON
-        """Return a value, none of which is ever deleted; None where there is none."""
+        """Return a value, or None for an unknown key; no value is ever deleted."""
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _read_member(self, number: int) -> Member:

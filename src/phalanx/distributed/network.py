@@ -250,7 +250,7 @@ class Network:
     def _end_waits(self) -> list[int]:
         """End all waits for others, here and there; return the ranks that were gone before.
 
-        gloo's own ``abort`` lets waits go on, and they keep the connection, as does a failed one
+        gloo's own ``abort`` lets waits continue, and they keep the connection, as does a failed one
         that the traceback of its error keeps. But a wait that takes too long has gloo close all
         that it has. A wait for a rank that is gone fails at once, and closes nothing; so each is
         waited for.

@@ -8,7 +8,7 @@ Data for all alike crosses the network once per host, between the hosts' first r
                       ▼       │  ▼
                   0 1 2       │ 3 4      each host spreads the result
 
-so all ranks get the same bits, in every run; the sum of hosts (0 1 2) and (3 4) is
+so the sum is bitwise identical on all ranks and in every run; the sum of hosts (0 1 2) and (3 4) is
 ((r0 + r1) + r2) + (r3 + r4).
 
 Data that differs from rank to rank (gather, scatter, all_to_all) goes straight there.

@@ -64,7 +64,7 @@ class SharedMemory:
     """The memory of a group's ranks on this host, as one of them sees it.
 
     It is the :class:`~phalanx.distributed.work.Wait` of the operation that was begun last. Tensors
-    are flat and contiguous, and whoever begins an operation keeps them until it has ended. What
+    are flat and contiguous, and the caller keeps them until its operation has ended. Data that
     only moves is given as bytes. ``code`` and ``count`` of an operation are equal on all ranks: see
     `fingerprint.pack`.
     """

@@ -4,7 +4,7 @@
     shard        0    1       2            a shallow copy of the optimizer that has these only
 
 A copy has the class of the user's optimizer, the options of now, and its `state` itself. So all
-shards together are a step of that optimizer, bit for bit, and its `state_dict()` is torch's own.
+shards together are bitwise one step of that optimizer, and its `state_dict()` is torch's own.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ _SLICE_MS = 20  # a thread that waits in C hears of no Ctrl-C before it comes ba
 class Mutex:
     """A lock that excludes threads and processes alike; the kernel frees it at a holder's death.
 
-    What a dead holder had half written stays half written: whoever takes the lock next looks. It is
-    not reentrant. A KeyboardInterrupt that comes as a block begins or ends may leave the lock with
-    its thread, which then finds it free at its next call, as others do when the thread ends.
+    What a dead holder had half written stays half written: the next holder looks. It is not
+    reentrant. A KeyboardInterrupt that comes as a block begins or ends may leave the lock with its
+    thread. The thread then finds it free at its next call, as others do when the thread ends.
 
     Args:
         memory: Its :attr:`NBYTES` bytes, shared and zeros at first; kept.
@@ -68,7 +68,7 @@ class Mutex:
         Raises:
             PeerTimeout: Others held it for ``timeout_s`` seconds; ``.rank`` is who does now.
 
-        Blocks: Until nobody else holds it.
+        Blocks: Until no other thread or process holds it.
         """
         try:
             if self._take_in_c(self.address, 0):

@@ -2,7 +2,7 @@
 
 A region is a file without a name, mapped by everybody who holds its descriptor. The kernel counts
 the holders: the last one to go, however it goes, frees the memory. So there is nothing to unlink,
-nothing to sweep up after a crash, and nobody without the descriptor can find it.
+nothing to sweep up after a crash, and no process without the descriptor can find it.
 """
 
 from __future__ import annotations

@@ -136,6 +136,6 @@ def refuse_overlap(parameters: Sequence[nn.Parameter]) -> None:
         if device == other_device and start < stop:
             first, second = sorted((index, other))
             raise ConfigError(
-                f"Parameters {first} and {second} must lie in memory of their own, but share it. "
+                f"Parameters {first} and {second} must lie in separate memory, but share it. "
                 "Tie them by assigning the same `nn.Parameter` object to both places."
             )

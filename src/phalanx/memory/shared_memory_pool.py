@@ -69,7 +69,7 @@ class SharedMemoryPool:
     def tensor(self, dtype: torch.dtype, num_elements: int, start: int) -> Tensor:
         """Return a 1-D tensor over memory that was reserved.
 
-        It has a storage of its own: whoever saves or copies a tensor does so with all of it.
+        It has a separate storage, because a tensor is saved and copied with all of its storage.
         """
         flat = self._region.tensor(torch.uint8, num_elements * dtype.itemsize, start)
         with torch.inference_mode(False):  # else nobody could write to it outside of that mode

@@ -1,4 +1,4 @@
-"""Data parallelism over the ranks of a job, with the same bits on any number of them."""
+"""Data parallelism over the ranks of a job, bitwise identical on any number of them."""
 
 from __future__ import annotations
 
@@ -409,6 +409,6 @@ def _check_ranks(num_ranks: int, microbatches: int, reduction: str) -> None:
     if reduction == "mean" and not fits:
         raise ConfigError(
             f"`reduction` must be 'sum' on {num_ranks} ranks with {microbatches} microbatches, but "
-            "is 'mean': the same bits need a number of ranks that is a power of two and divides "
-            "the microbatches. Give reduction='sum' and a loss that is a sum."
+            "is 'mean': identical weights need a number of ranks that is a power of two and "
+            "divides the microbatches. Give reduction='sum' and a loss that is a sum."
         )

@@ -123,7 +123,7 @@ def current_streams(
     """Make streams the current ones of their devices in the body, and ``device`` the current one.
 
     Args:
-        device: One without an index, such as the CPU, or None leaves the current one as it is.
+        device: One without an index, such as the CPU, or None keeps the current one.
     """
     index = torch.accelerator.current_device_index()
     streams = list(streams)

@@ -250,7 +250,7 @@ def preserve_rng() -> tuple[AbstractContextManager[None], AbstractContextManager
         return contextlib.nullcontext(), contextlib.nullcontext()
     if rng.plan.shared:
         raise UnsupportedError(
-            "`preserve_rng` must be used where each replica has an accelerator of its own, but "
+            "`preserve_rng` must be used where each replica has its own accelerator, but "
             "several share one: checkpointing sets the generator that they share. Give each "
             "replica its own, or call `checkpoint` without it where the part draws nothing."
         )

@@ -124,6 +124,6 @@ def address_to_serve_at(master: str, secret: Secret | None) -> str:
         raise ConfigError(
             "`secret_file` must be given for tables on several hosts, but is None. Make a secret "
             "by `phalanx secret FILE`, bring the file to every host, and set PHALANX_SECRET_FILE "
-            f"there; without one, whoever reaches {address} reads and changes the tables."
+            f"there; without one, any program that reaches {address} could change the tables."
         )
     return address

@@ -6,7 +6,7 @@
 
 The memory belongs to the host: a server that is killed loses nothing. Each worker process of the
 host looks whether the server lives; the first to miss it forks the next one, which maps the same
-memory and takes the same address, so nobody has to be told. A fork needs no import of torch, so it
+memory and takes the same address, which its clients know. A fork needs no import of torch, so it
 listens after some milliseconds. It keeps the memory that its parent had at that moment, as far as
 the parent writes there later.
 """

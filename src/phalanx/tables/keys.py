@@ -9,8 +9,8 @@ moves; memory is taken as keys come. A process finds a key's place in an index o
 
 The keys that are there are those of the places before STOP. New keys are written down behind them,
 with their first rows; NEXT_STOP says how many there are. Then comes the add (part.py). Its end
-makes STOP = NEXT_STOP, so readers see the keys when they see the add; if it is put back, nobody has
-seen them. A restore writes other keys to the places; GENERATION counts restores.
+makes STOP = NEXT_STOP, so readers see the keys when they see the add; if it is put back, no reader
+has seen them. A restore writes other keys to the places; GENERATION counts restores.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _KeyIndex:
         self.generation = generation
         self.room = size // 2  # so that a search ends after a few steps
         self._entries = np.zeros(size, dtype=np.int32)
-        # A seed of its own, so that nobody can send keys that all hash to one entry.
+        # A secret seed, so that no client can send keys that all hash to one entry.
         self._view = IndexView(
             self._entries.ctypes.data, keys.data_ptr(), size - 1, secrets.randbits(63), generation
         )

@@ -20,10 +20,10 @@
     DONE[WORKER] = NUMBER    where the add has a number
     WORD + 1                 even
 
-Whoever takes the lock and finds WORD odd settles: it puts the AT rows of the record back, the last
-block first, because a row may be in several; then the add is absent. Where AT is ALL, it ends the
-add instead. A death while somebody settles changes nothing in that. An add with a number counts
-once however often it is asked for: DONE says so, and it changes between the last row and the end.
+A process that takes the lock and finds WORD odd settles: it puts the AT rows of the record back,
+the last block first, because a row may be in several; then the add is absent. Where AT is ALL, it
+ends the add instead. If it dies meanwhile, the next one settles. An add with a number counts once
+however often it is asked for: DONE shows it, and changes between the last row and the end.
 
 The record has memory for RECORDED rows, and for the numbers of NUMBERED; both grow with the adds.
 On the table's own side it has no more than the table's: for a longer add the rows are moved back.
@@ -39,7 +39,7 @@ finite, it leaves the add as a death would. Other updaters, and new keys, are wr
 
 # Note [A restore]
 It takes the place of everything, and has no record: AT = RESTORING while it is under way. Where a
-death interrupts it, all calls say so until the table is restored again.
+death interrupts it, all calls raise until the table is restored again.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def _numbers(given: object, name: str, dtype: torch.dtype | None = None) -> Tens
             numbers = numbers.to_dense()
         numbers = numbers.contiguous().resolve_neg()
         if not has_memory(numbers):
-            raise TypeError(f"a {type(given).__name__} without data of its own")
+            raise TypeError(f"a {type(given).__name__} without its own data")
         return numbers
     except (TypeError, ValueError, RuntimeError, OverflowError) as exc:
         reason = str(exc).partition("\n")[0]

@@ -165,7 +165,7 @@ def _locked(draft: Path, folder: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise CheckpointError(
                 f"`folder` must be written by one trainer at a time, but another is writing "
-                f"`{folder}`. Give each a folder of its own."
+                f"`{folder}`. Give each its own folder."
             ) from error
         except OSError:  # nothing can be locked here
             pass

@@ -115,7 +115,7 @@ class Objective:
         if not isinstance(result, tuple) or len(result) not in (2, 3):
             raise ConfigError(
                 "`forward` must return (loss, outputs) to predict, but returned "
-                f"{type(result).__name__!r}. Return the outputs beside the loss."
+                f"{type(result).__name__!r}. Return the outputs with the loss."
             )
         return result[1]
 

@@ -85,6 +85,6 @@ class RunPosition:
         for name in ("microbatches", "seed"):
             if (given := getattr(self, name)) != saved[name]:
                 warn_user(
-                    f"`{name}` must be {saved[name]!r} as in the checkpoint to continue bit for "
-                    f"bit, but is {given!r}.",
+                    f"`{name}` must be {saved[name]!r} as in the checkpoint to continue with "
+                    f"identical weights, but is {given!r}.",
                 )

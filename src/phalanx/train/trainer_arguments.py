@@ -167,8 +167,8 @@ def make_optimizer(
     parameters = list(module.parameters())
     if not parameters:
         raise ConfigError(
-            "`module` must have at least one parameter to be trained, but has none. Run it as it "
-            "is, or in a `DataParallel`."
+            "`module` must have at least one parameter to be trained, but has none. Call it "
+            "directly, or in a `DataParallel`."
         )
     made = given
     if callable(given) and not isinstance(given, (Optimizer, nn.Module)):

@@ -283,7 +283,7 @@ class GPU(Explicit):
 
     Args:
         module: It is moved, in place.
-        device: An accelerator's index from 0, or a device. Where there is none such, the module
+        device: An accelerator's index from 0, or a device. Without that device, the module
             runs where it is, with one warning.
         outdevice: Where outputs go; default: ``device``.
 
