@@ -186,7 +186,7 @@ def final_values(run: RecordedRun) -> dict[str, str]:
         best = int(np.nanargmin(validation))
         epoch = run.epochs[best]["epoch"]
         found["best validation loss"] = f"{validation[best]:.4f} (epoch {epoch})"
-    replicas = sorted({len(step["shares"]) for step in run.steps if step.get("shares")})
+    replicas = dict.fromkeys(len(step["shares"]) for step in run.steps if step.get("shares"))
     return found | {
         "seconds in steps": f"{seconds:,.1f}",
         "samples/s in steps": f"{samples / seconds:,.0f}" if seconds else _NONE,
@@ -218,18 +218,17 @@ def compare_losses(first: RecordedRun, other: RecordedRun) -> str:
 
 # Any, here and below: JSON.
 def _settings_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return a config.json as names and texts, without its inner names."""
+    """Return a config.json as names and texts, without its inner names and empty values."""
     found: dict[str, str] = {}
     for name, value in config.items():
         inner = value if isinstance(value, dict) else {"": value}
         words = "version of " if name == "versions" else ""
-        found |= {f"{words}{key or name}": _text_of(each) for key, each in inner.items()}
+        known = {key: each for key, each in inner.items() if each not in (None, [], {})}
+        found |= {f"{words}{key or name}": _text_of(each) for key, each in known.items()}
     return found
 
 
 def _text_of(value: Any) -> str:
-    if value is None:
-        return _NONE
     return (value if isinstance(value, str) else json.dumps(value))[:_LONGEST]
 
 
@@ -269,6 +268,7 @@ def _draw_charts(runs: Sequence[RecordedRun]) -> list[str]:
         axes = {title: figure.subplots() for title, figure in zip(titles, figures, strict=True)}
         for title, each in axes.items():
             each.set_title(title, parse_math=False)
+            each.set_xlabel("step")
         for number, run in enumerate(runs):
             width = 1.2 + 2.8 * (len(runs) - 1 - number) / max(1, len(runs) - 1)
             _draw_run(run, _COLOURS[number % len(_COLOURS)], width, axes)

@@ -25,7 +25,10 @@ Other = Annotated[
 
 
 def evaluate(run: RunPath, data: Other, *, trust: Trust = False) -> None:
-    """Print the loss, and the accuracy for classes, of a run's model on data."""
+    """Print the loss, and the accuracy for classes, of a run's model on data.
+
+    Of data that has a validation part, only this part counts.
+    """
     # Late, as they need torch, which takes seconds: `--help` does without.
     from phalanx.cli.data import open_data
     from phalanx.cli.training_run import TrainingRun
@@ -44,7 +47,10 @@ def predict(
     ] = Path("predictions.csv"),
     trust: Trust = False,
 ) -> None:
-    """Write a CSV with a row for each row of data: the class and the probabilities, or numbers."""
+    """Write a CSV with a row for each row of data: the class and the probabilities, or numbers.
+
+    Of data that has a validation part, the other part is taken.
+    """
     from phalanx.cli.data import open_data
     from phalanx.cli.training_run import TrainingRun
 

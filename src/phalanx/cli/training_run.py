@@ -354,10 +354,11 @@ class TrainingRun:
     # -- the trained model -------------------------------------------
 
     def evaluate(self, data: Data) -> dict[str, float]:
-        """Return the loss and the metrics over ``data``."""
+        """Return the loss and the metrics over ``data``; its validation part where it has one."""
         self._load_weights()
+        rows = data.train if data.validation is None else data.validation
         with self._open_trainer(data, []) as trainer:
-            return trainer.evaluate(self._loader(data.train))
+            return trainer.evaluate(self._loader(rows))
 
     def predict(self, data: Data) -> Tensor:
         """Return the outputs for all rows of ``data``, which may lack targets; [rows, outputs]."""

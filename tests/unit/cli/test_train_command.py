@@ -263,6 +263,7 @@ def test_the_weights_fit_the_plain_model_and_classify_as_printed(phalanx, finish
     with torch.no_grad():
         right = (model(inputs).argmax(1) == targets).float().mean().item()
     assert metrics_of("run")[-1]["validation"]["accuracy"] == pytest.approx(right)
+    assert f"accuracy {right:.4f}" in phalanx("evaluate", "run", "digits")[1]  # the held-out part
 
 
 def test_a_table_is_trained_evaluated_and_predicted(phalanx):
