@@ -307,6 +307,14 @@ def test_an_iterator_that_is_spent_after_one_epoch_is_refused_for_two() -> None:
     assert t.steps == 1
 
 
+def test_a_loader_that_ends_before_the_place_in_its_epoch_is_refused() -> None:
+    with trainer(Seen()) as t:
+        t.fit(DataLoader(Rows(), batch_size=1), steps=2)
+        with pytest.raises(phalanx.ConfigError, match="the 2 batches of this epoch"):
+            t.fit([])
+        assert (t.epochs, t.steps) == (0, 2)
+
+
 # -- an order of its own ----------------------------------------------------
 
 

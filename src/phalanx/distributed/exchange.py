@@ -242,6 +242,6 @@ def _differing(purposes: Sequence[str], ranks: Sequence[int]) -> ConfigError:
     place = next(place for place, each in enumerate(purposes) if each != purposes[0])
     return ConfigError(
         f"All ranks must do the same in the same order, but rank {ranks[place]} is about to "
-        f"{purposes[place]} while rank {ranks[0]} is about to {purposes[0]}. Freeze parameters and "
-        "call `stop()` and `save()` in every rank, at the same step."
+        f"{purposes[place]} while rank {ranks[0]} is about to {purposes[0]}. Make the same "
+        "calls in every rank, in the same order."
     )

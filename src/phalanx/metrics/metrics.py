@@ -45,6 +45,8 @@ class Metrics:
         way_out = "Give each a name: {'accuracy': accuracy}."
         fits = isinstance(metrics, Mapping)
         check_argument(fits, "metrics", "map names to metrics or functions", metrics, way_out)
+        others = "have other names than 'loss', which the loss has"
+        check_argument("loss" not in metrics, "metrics", others, [*metrics])
         self.joining = joining
         self._metrics = dict(metrics)
         self.reset()

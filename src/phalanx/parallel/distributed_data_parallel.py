@@ -120,6 +120,8 @@ class DistributedDataParallel(DataParallel):
         buffers: str = "mean",
         **unknown: object,
     ) -> None:
+        if isinstance(microbatches, (list, tuple)):  # in the place of torch's argument
+            unknown["device_ids"] = microbatches
         if unknown:
             raise ConfigError(
                 f"`{next(iter(unknown))}` is no argument of this class. Leave out those of torch's "
@@ -133,7 +135,9 @@ class DistributedDataParallel(DataParallel):
             module, 1, microbatches=microbatches, layout=layout, output=output, buffers=buffers
         )
         self._is_mean = reduction == "mean"
-        self._bucket_bytes = int(read_number("bucket_cap_mb", bucket_cap_mb) * 2**20)
+        fits = 0 < read_number("bucket_cap_mb", bucket_cap_mb) < math.inf
+        check_argument(fits, "bucket_cap_mb", "be finite and above 0", bucket_cap_mb)
+        self._bucket_bytes = int(bucket_cap_mb * 2**20)
         self._exchange = exchange = Exchange(process_group)
         self.steps = 0
         self._num_microbatches = microbatches

@@ -78,8 +78,10 @@ def read_number(name: str, given: Any, way_out: str = "") -> float:
 
 
 def check_function(name: str, given: Any, wanted: str = "be a function", way_out: str = "") -> None:
-    """Refuse what cannot be called."""
+    """Refuse what cannot be called, and a class, whose call would only make an object."""
     check_argument(callable(given), name, wanted, given, way_out)
+    if isinstance(given, type):
+        raise ConfigError(f"`{name}` must be an object, but is a class. Write {given.__name__}().")
 
 
 def _shown(given: Any) -> str:

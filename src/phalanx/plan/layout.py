@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.plan.arguments import check_argument
+from phalanx.plan.arguments import check_argument, read_whole
 from phalanx.plan.leaves import covering, flatten, leaf_paths, named, unflatten
 from phalanx.types import Nested
 
@@ -60,6 +60,11 @@ class Layout:
     collate: Callable[[list[Any]], Nested] | None = None
 
     def __post_init__(self) -> None:
+        read_whole("dim", self.dim)
+        wanted = "map leaf paths to dims"
+        check_argument(isinstance(self.dims, Mapping), "dims", wanted, self.dims)
+        for path, dim in self.dims.items():
+            read_whole(f"dims[{path!r}]", 0 if dim is None else dim)
         object.__setattr__(self, "dims", {str(path): dim for path, dim in self.dims.items()})
         if (self.split is None) != (self.collate is None) or (self.split and self.dims):
             raise ConfigError(

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from phalanx.errors import ConfigError, UnsupportedError
 from phalanx.memory import has_memory, in_memory_order
@@ -178,7 +179,7 @@ def check_replicable(source: nn.Module) -> None:
     """Refuse a module of which no shells can be made.
 
     Raises:
-        ConfigError: It is no module.
+        ConfigError: It is no module, or a parameter holds no numbers.
         UnsupportedError: A part of it was made by TorchScript, or compiled by its own method; or
             this torch does not compile models whose random numbers are their own.
     """
@@ -187,6 +188,13 @@ def check_replicable(source: nn.Module) -> None:
             f"`module` must be an `nn.Module`, but is {source!r:.80}. For a function, make one "
             "whose `forward` calls it."
         )
+    for name, parameter in source.named_parameters():
+        kind = "on the meta device" if parameter.is_meta else ""
+        if kind or is_lazy(parameter):
+            raise ConfigError(
+                f"Parameter `{name}` must hold numbers, but is {kind or 'not initialized'}. Call a "
+                "lazy module on a batch first, and `to_empty(device='cpu')` of others."
+            )
     for name, part in source.named_modules():
         told = f"Module `{name}`" if name else "`module`"
         if isinstance(part, torch.jit.ScriptModule):  # its parameters are out of Python's reach

@@ -74,7 +74,7 @@ def load_parts(spec: TableSpec, directory: Path) -> list[Tensor]:
             "there. The table must have the name that it had then."
         ) from None
     except Exception as exc:  # of files, pickles and torch, or of what is not where it should be
-        reason = str(exc).partition("\n")[0] or repr(exc)
+        reason = str(exc).partition("\n")[0].partition(". ")[0] or repr(exc)
         raise CheckpointError(
             f"{str(path)!r} must be a snapshot of table {spec.name!r}, but is not: {reason}."
         ) from exc

@@ -257,7 +257,8 @@ def _damage_named(path: Path) -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or repr(error)
+    # The second sentence of torch's is about files of other programs.
+    return str(error).partition("\n")[0].partition(". ")[0] or repr(error)
 
 
 def _cpu_copy(tensor: Tensor) -> Tensor:

@@ -47,11 +47,14 @@ class Evaluation:
     engine: Engine
     steps: int
 
-    def evaluate(self, loader: Iterable[Nested], metrics: Metrics) -> dict[str, float]:
+    def evaluate(
+        self, loader: Iterable[Nested], metrics: Metrics, *, name: str = "loader"
+    ) -> dict[str, float]:
         """Return the weighted mean loss and the metrics over all of ``loader``.
 
         Args:
             metrics: Counted in a copy.
+            name: What errors call the loader.
 
         Raises:
             ConfigError: The loader yields nothing, or no batches.
@@ -60,7 +63,7 @@ class Evaluation:
         metrics = metrics.fresh()
         total = weight = 0.0
         with self._evaluating() as begin:
-            for microbatches, result in self._results(loader, task, begin):
+            for microbatches, result in self._results(loader, task, begin, name):
                 if metrics:
                     metrics.update(*microbatches.outputs_of(result.results, metrics.joining))
                 total += microbatches.loss_of(result.results) * microbatches.weight
@@ -104,9 +107,10 @@ class Evaluation:
         loader: Iterable[Nested],
         task: EvaluateTask | PredictTask,
         begin: Callable[[], object],
+        name: str = "loader",
     ) -> Iterator[tuple[Microbatches, RunResult]]:
         """Run ``task`` on each batch."""
-        check_loader("loader", loader)
+        check_loader(name, loader)
         predicts = isinstance(task, PredictTask)
         place = -1
         for place, given in enumerate(loader):
@@ -116,7 +120,7 @@ class Evaluation:
                 begin()
             yield repeat_on_new_ranks(partial(self._run, batch, task, place))
         if place < 0:
-            raise ConfigError("`loader` must yield at least one batch, but yields none.")
+            raise ConfigError(f"`{name}` must yield at least one batch, but yields none.")
 
     def _in_pair(self, batch: Nested) -> Nested:
         """Make inputs alone a pair, so that a layout's paths mean the same leaves."""

@@ -18,11 +18,14 @@ import torch
 from numpy.random import mtrand  # where `np.random`'s functions come from
 from torch.utils.data import DataLoader
 
+from phalanx.errors import ConfigError
 from phalanx.replicas import derive_seed
 from phalanx.torch_internals import has_workers
 from phalanx.train.sampler import ExactSampler
 from phalanx.types import Nested
 
+END = object()
+"""Stands where a batch would, after the last one."""
 _DATA = -1  # stands in seeds where a step's number does, so no microbatch draws the same numbers
 
 
@@ -56,12 +59,18 @@ class Reader:
         self._num_read = done if is_same and isinstance(loader, Iterator) else 0
         self._begin()
         while self._num_read < done:
-            self._read(None)
+            self._read()
+            if self._batch is END:
+                self.forget()
+                raise ConfigError(
+                    f"`loader` must yield the {done} batches of this epoch that are done, and the "
+                    "rest, but yields fewer. Give the loader with which the epoch began."
+                )
 
-    def batch_after(self, done: int, end: Any) -> Any:
-        """Return the batch after the first ``done``, or ``end``; again, until ``done`` grows."""
+    def batch_after(self, done: int) -> Any:
+        """Return the batch after the first ``done``, or `END`; again, until ``done`` grows."""
         if self._num_read == done:
-            self._read(end)
+            self._read()
         return self._batch
 
     def _begin(self) -> None:
@@ -93,11 +102,11 @@ class Reader:
         finally:
             loader.generator = generator
 
-    def _read(self, end: Any) -> None:
+    def _read(self) -> None:
         assert self._batches is not None
         try:
             with self._drawing(self._num_read + 1):
-                self._batch = next(self._batches, end)
+                self._batch = next(self._batches, END)
         except BaseException:
             self._batches = None
             raise

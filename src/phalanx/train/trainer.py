@@ -24,7 +24,7 @@ from phalanx.train.checkpoint import Content, read_checkpoint, to_bytes, write_c
 from phalanx.train.dispatcher import EventDispatcher
 from phalanx.train.evaluation import Evaluation, enter_training
 from phalanx.train.objective import Objective
-from phalanx.train.order import Reader, length_of
+from phalanx.train.order import END, Reader, length_of
 from phalanx.train.position import Loss, Position, RunPosition
 from phalanx.train.state import TrainerState, join_ranks
 from phalanx.train.step import Engine
@@ -39,8 +39,6 @@ from phalanx.train.trainer_arguments import (
 )
 from phalanx.types import Device, ForwardFn, LossFn, Nested, WeightFn
 from phalanx.warning import warn_user
-
-_END = object()
 
 
 class Trainer:
@@ -119,7 +117,7 @@ class Trainer:
     ) -> None:
         choice = ExecutorChoice.read(executor)
         check_replicable(module)
-        check_options(microbatches, clip_norm, seed, callbacks)
+        check_options(microbatches, clip_norm, seed, weight, callbacks)
         layout = read_layout(layout)
         devices = read_replicas(replicas, microbatches, module, choice)
         self.module = module
@@ -392,8 +390,8 @@ class Trainer:
                 return None
             if not self._reader.is_open:  # a callback has called `resume()`
                 self._reader.open(loader, self._position.batch, self.epochs)
-            batch = self._reader.batch_after(self._position.batch, _END)
-            if batch is _END:
+            batch = self._reader.batch_after(self._position.batch)
+            if batch is END:
                 break
             if ends:
                 return None
@@ -410,13 +408,17 @@ class Trainer:
         return self._stopped or any(end is not None and done >= end for done, end in ends)
 
     def _finish_epoch(self, seconds: float, validate: Iterable[Nested] | None) -> EpochDone:
+        validation = None
+        if validate is not None:
+            with self._evaluation() as evaluation:
+                validation = evaluation.evaluate(validate, self._metrics, name="validate")
         done = EpochDone(
             epoch=self.epochs + 1,
             steps=self.steps,
             samples=self._position.samples,
             seconds=seconds,
             train={"loss": self._position.mean_loss, **self._metrics.compute()},
-            validation=None if validate is None else self.evaluate(validate),
+            validation=validation,
         )
 
         def finish() -> None:

@@ -30,6 +30,7 @@ def check_options(
     microbatches: int | None,
     clip_norm: float | None,
     seed: int,
+    weight: Any,
     callbacks: Sequence[Any],  # Any: whatever the user wrote
 ) -> None:
     """Refuse values of a trainer's options that cannot work, before anything is made."""
@@ -39,15 +40,12 @@ def check_options(
             f"`clip_norm` must be above 0, but is {clip_norm!r}. Leave it out not to clip."
         )
     read_whole("seed", seed)
+    if weight is not None:
+        check_function("weight", weight)
     is_list = isinstance(callbacks, Sequence)
     check_argument(is_list, "callbacks", "be a list", callbacks, "Write callbacks=[…].")
     for place, callback in enumerate(callbacks):
-        name = f"callbacks[{place}]"
-        check_function(name, callback)
-        if isinstance(callback, type):  # whose call would make an object of each event
-            raise ConfigError(
-                f"`{name}` must be an object, but is a class. Write {callback.__name__}()."
-            )
+        check_function(f"callbacks[{place}]", callback)
 
 
 def read_replicas(
