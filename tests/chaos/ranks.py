@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import phalanx  # noqa: F401
 from phalanx.distributed.network import ErrorStore
-from phalanx.ipc import inject
+from phalanx.ipc import inject, wait_until
 from tests.chaos.calls import Call
 from tests.multiprocess.children import DEADLINE_S, Child, Parent
 
@@ -78,6 +78,7 @@ class RunResult:
 
 
 CALLS = 4
+_CLEAN_UP_S = 5.0
 
 
 def serve(parent: Parent) -> None:
@@ -90,6 +91,9 @@ def serve(parent: Parent) -> None:
         report = _take_part(parent, rank, store, case)
         inject(None)
         gc.collect()
+        wait_until(
+            lambda before=before: held() <= before, _CLEAN_UP_S
+        )  # threads of gloo's may still close some
         parent.tell(RunResult(**report, left_over=sorted(held() - before)))
 
 

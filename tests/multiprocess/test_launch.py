@@ -137,7 +137,7 @@ def test_the_rank_whose_error_was_first_is_named_though_it_ends_last(tmp_path):
     os.mkfifo(tmp_path / "noted")
     script = write(tmp_path, LINGERING)
     code, _, lines = launched("-n", "3", str(script), str(tmp_path / "noted"), folder=tmp_path)
-    assert code == 1
+    assert code == 1, lines
     told = next(place for place, line in enumerate(lines) if line.startswith("Rank 2 ended"))
     text = " ".join(" ".join(lines[told:]).split())
     assert "Rank 0 failed as well." in text

@@ -180,11 +180,10 @@ def leave_to_a_forked_child(parent: Parent, name: str, base: Path, buggy: bool) 
     if buggy:
         RunDirectory.forget = lambda self: None  # the planted bug: the child keeps the open file
     _ = RunDirectory.join(name, base=base)
-    pid = os.fork()
-    if pid == 0:
+    if os.fork() == 0:
+        parent.tell(os.getpid())
         parent.hear()  # only the death of the other end ends this
         os._exit(0)
-    parent.tell(pid)
     signal.pause()
 
 

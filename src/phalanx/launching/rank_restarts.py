@@ -39,6 +39,8 @@ def _main() -> int:
         environment = {**os.environ, "PHALANX_RANK_RESTARTS": str(attempt)}
         words = [sys.executable, "-u", "-c", _RANK, str(os.getpid()), *script]
         with subprocess.Popen(words, env=environment) as child:
+            if signals:  # which came too early for the rank
+                child.terminate()
             status = child.wait()
         if status == 0 or signals:
             return status

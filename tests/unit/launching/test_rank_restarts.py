@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -35,3 +36,17 @@ def test_a_restart_names_the_rank_and_how_it_ended(end, how, status, monkeypatch
     assert said.endswith(
         f") {how}. It is restarted (1 of 1); elastic ranks (`Ranks()`) continue meanwhile.\n"
     )
+
+
+def test_a_signal_that_comes_before_the_rank_has_started_ends_it(monkeypatch):
+    def start(*words, **how):
+        signal.raise_signal(signal.SIGTERM)
+        return popen(*words, **how)
+
+    popen, earlier = subprocess.Popen, {number: signal.getsignal(number) for number in (1, 2, 15)}
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(rank_restarts, "_RANK", "import signal; signal.pause()")
+    monkeypatch.setattr(sys, "argv", ["rank_restarts.py", "1", str(os.getppid())])
+    assert rank_restarts._main() == -signal.SIGTERM
+    for number, handler in earlier.items():
+        signal.signal(number, handler)
