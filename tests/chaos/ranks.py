@@ -91,9 +91,8 @@ def serve(parent: Parent) -> None:
         report = _take_part(parent, rank, store, case)
         inject(None)
         gc.collect()
-        wait_until(
-            lambda before=before: held() <= before, _CLEAN_UP_S
-        )  # threads of gloo's may still close some
+        # Threads of gloo's may still close some.
+        wait_until(lambda before=before: held() <= before, _CLEAN_UP_S)
         parent.tell(RunResult(**report, left_over=sorted(held() - before)))
 
 
