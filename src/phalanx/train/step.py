@@ -80,7 +80,7 @@ class Engine:
 
         Everything that can raise an error comes before the first write. From there on no Ctrl-C
         comes in between: all is written in the executor's threads, or while signals are held.
-        So weights, buffers and ``commit`` go together, unless the optimizer itself raises.
+        So weights, buffers and ``commit`` go together, unless the optimizer or scheduler raises.
 
         Args:
             before: The position of the run.
