@@ -24,7 +24,7 @@ from types import MethodType
 from typing import Any, NoReturn, cast
 from weakref import WeakKeyDictionary
 
-_HANDLER_S = 0.1
+_HANDLER_S = 5.0  # a thread that logs all the time may take a lock again and again
 _OUTPUT = (1, 2)
 
 

@@ -6,6 +6,7 @@ first failure can be told from those that it caused.
 
 from __future__ import annotations
 
+import io
 import json
 import runpy
 import signal
@@ -58,6 +59,9 @@ def main() -> None:
     script = sys.argv[0]
     die_with_parent(int(launcher))
     prepare_rank()
+    # Whole lines: the launcher writes the rank before each piece that it reads.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
         record_failures(lambda: runpy.run_path(script, run_name="__main__"))
