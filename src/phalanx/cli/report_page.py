@@ -224,12 +224,10 @@ def _settings_of(config: Mapping[str, Any]) -> dict[str, str]:
         inner = value if isinstance(value, dict) else {"": value}
         words = "version of " if name == "versions" else ""
         known = {key: each for key, each in inner.items() if each not in (None, [], {})}
-        found |= {f"{words}{key or name}": _text_of(each) for key, each in known.items()}
+        for key, each in known.items():
+            text = each if isinstance(each, str) else json.dumps(each)
+            found[f"{words}{key or name}"] = text[:_LONGEST]
     return found
-
-
-def _text_of(value: Any) -> str:
-    return (value if isinstance(value, str) else json.dumps(value))[:_LONGEST]
 
 
 def _in_words(event: Record) -> dict[str, str]:
