@@ -120,15 +120,14 @@ class DistributedDataParallel(DataParallel):
         buffers: str = "mean",
         **unknown: object,
     ) -> None:
-        if isinstance(microbatches, (list, tuple)):  # in the place of torch's argument
-            unknown["device_ids"] = microbatches
         if unknown:
             raise ConfigError(
                 f"`{next(iter(unknown))}` is no argument of this class. Leave out those of torch's "
                 "class: the module is trained on the device where it lies (`module.to(…)`), and "
                 "any of its parameters may be unused."
             )
-        read_count("microbatches", microbatches, 1)
+        way_out = "Give 4, say, and no `device_ids`: the module is trained where it lies."
+        read_count("microbatches", microbatches, 1, way_out=way_out)
         wanted = "be 'mean' or 'sum'"
         check_argument(reduction in ("mean", "sum"), "reduction", wanted, reduction)
         super().__init__(

@@ -47,9 +47,7 @@ class Evaluation:
     engine: Engine
     steps: int
 
-    def evaluate(
-        self, loader: Iterable[Nested], metrics: Metrics, *, name: str = "loader"
-    ) -> dict[str, float]:
+    def evaluate(self, loader: Iterable[Nested], metrics: Metrics, name: str) -> dict[str, float]:
         """Return the weighted mean loss and the metrics over all of ``loader``.
 
         Args:
@@ -79,7 +77,7 @@ class Evaluation:
         task = PredictTask(self.engine.objective)
         parts, sizes = [], []
         with self._evaluating() as begin:
-            for microbatches, result in self._results(loader, task, begin):
+            for microbatches, result in self._results(loader, task, begin, "loader"):
                 for each, size in zip(result.results, microbatches.sizes, strict=True):
                     if each is not None:
                         parts.append(each.outputs)
@@ -107,7 +105,7 @@ class Evaluation:
         loader: Iterable[Nested],
         task: EvaluateTask | PredictTask,
         begin: Callable[[], object],
-        name: str = "loader",
+        name: str,
     ) -> Iterator[tuple[Microbatches, RunResult]]:
         """Run ``task`` on each batch."""
         check_loader(name, loader)

@@ -343,8 +343,11 @@ class Trainer:
         Raises:
             ConfigError: The loader yields nothing.
         """
+        return self._evaluate(loader, "loader")
+
+    def _evaluate(self, loader: Iterable[Nested], name: str) -> dict[str, float]:
         with self._evaluation() as evaluation:
-            return evaluation.evaluate(loader, self._metrics)
+            return evaluation.evaluate(loader, self._metrics, name)
 
     def predict(self, loader: Iterable[Nested]) -> Nested:
         """Return the module's outputs for all rows of ``loader``, in eval mode, without gradients.
@@ -408,17 +411,13 @@ class Trainer:
         return self._stopped or any(end is not None and done >= end for done, end in ends)
 
     def _finish_epoch(self, seconds: float, validate: Iterable[Nested] | None) -> EpochDone:
-        validation = None
-        if validate is not None:
-            with self._evaluation() as evaluation:
-                validation = evaluation.evaluate(validate, self._metrics, name="validate")
         done = EpochDone(
             epoch=self.epochs + 1,
             steps=self.steps,
             samples=self._position.samples,
             seconds=seconds,
             train={"loss": self._position.mean_loss, **self._metrics.compute()},
-            validation=validation,
+            validation=None if validate is None else self._evaluate(validate, "validate"),
         )
 
         def finish() -> None:
