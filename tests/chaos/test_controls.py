@@ -13,7 +13,7 @@ from phalanx.execution.run import RunState, TreeSums
 from phalanx.plan import Node
 from phalanx.replicas.buffers import _Buffer
 from phalanx.train.dispatcher import EventDispatcher
-from phalanx.train.position import Loss
+from phalanx.train.position import BatchLoss
 from tests.chaos.course import Course
 from tests.chaos.saboteur import Order
 
@@ -103,7 +103,7 @@ def test_a_position_that_is_advanced_twice_is_caught(
         real(dispatcher, step)
         if len(course.disturbed.lost) > before:
             trainer = course.disturbed.trainer
-            trainer._run_position.position = trainer._position.next_batch(Loss(0.0, 0.0, 0))
+            trainer._run_position.position = trainer._position.next_batch(BatchLoss(0.0, 0.0, 0))
 
     monkeypatch.setattr(EventDispatcher, "dispatch_failures", tell)
     course.suffer({0: Order("inside backward")}, compared=False)

@@ -44,7 +44,7 @@ class Executor(ABC):
         parameters: All parameters, each once, in whose order gradients are summed.
         owns_generator: Whether each replica has a separate process, whose generator is seeded.
         worker_pids: The worker processes' ids; empty without any.
-        optimizer: The one that is stepped, whose state worker processes drop.
+        optimizer: Set by a trainer: workers drop the state of theirs, ranks compare its options.
     """
 
     _threads: ThreadPool | CallerThread

@@ -16,7 +16,7 @@ class WorkerLost:
     """A worker process was lost in a step, which was completed without it.
 
     Attributes:
-        step: Number of the update, from 1.
+        step: Number of the update, from 1; of the last one done, if lost in an evaluation.
         worker: Number of the worker.
         pid: Its process number.
         reason: Its exit, signal or silence.

@@ -141,7 +141,9 @@ class ProcessExecutor(Executor):
                     worker.kill()
         self._threads.close()  # a call that is on in another thread ends first
         if not self._threads.closed:
-            return  # from inside of a call: threads go after it, and the workers with them
+            # From inside of a call: threads go after it, workers once nobody holds this object.
+            # The tensors stay where they are.
+            return
         self._dismiss()
         self._forks.close()  # only now: workers end with the thread that has forked them
         for tensor in self._moved.values():
@@ -169,7 +171,7 @@ class ProcessExecutor(Executor):
             self._forks.each(lambda _: self._fork(missing), uninterrupted=True)
 
     def _report_dead(self) -> None:
-        """Report the workers that have ended while they were idle."""
+        """Forget the workers that have ended while they were idle, and report them."""
         for index, worker in enumerate(self._workers):
             try:
                 if worker is not None:
@@ -194,10 +196,13 @@ class ProcessExecutor(Executor):
             self._workers[index] = WorkerProcess(outbox, worker.serve)
 
     def _lose(self, index: int, lost: Lost, microbatch: int | None = None) -> None:
-        """Report a lost worker.
+        """Forget a worker, so that another is forked in its place, and report it.
 
         Args:
             microbatch: The one that the worker was computing.
+
+        Raises:
+            PeerLost: It is one too many.
         """
         worker, self._workers[index] = self._workers[index], None
         assert worker is not None
@@ -245,7 +250,7 @@ class ProcessExecutor(Executor):
             while sent is not None:
                 microbatch, slot = sent
                 try:
-                    done = self._answer(index, microbatch)
+                    done = self._ask(index, microbatch)
                 except Lost as lost:
                     state.give_back(microbatch, index)
                     self._lose(index, lost, microbatch)
@@ -284,7 +289,7 @@ class ProcessExecutor(Executor):
             ) from None
         return microbatch, slot
 
-    def _answer(self, index: int, microbatch: int) -> Done:
+    def _ask(self, index: int, microbatch: int) -> Done:
         """Let worker ``index`` read its mailbox, and return the results.
 
         Raises:

@@ -7,7 +7,10 @@
 Each rank owns one slice of every bucket of gradients: it receives all partial sums of this slice
 and adds them along the tree. That moves as many bytes as an all_reduce, whose order would depend
 on the number of ranks. Of two ranks with one sum each, an all_reduce does it: two numbers have one
-sum, whichever comes first. A bucket may leave while the rank's last backward pass still runs.
+sum, whichever comes first.
+
+`RankExecutor` sends all buckets after its run. `DistributedDataParallel` also calls `RankSums.put`:
+there, a bucket may leave while the rank's last backward pass still runs.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every rank runs the same script over the same batches. It computes its range, and sends the
 results to the others (`rank_messages`). Then gradients are added over all ranks (`rank_reduction`),
-and every rank steps the whole optimizer, as in `torch.nn.parallel.DistributedDataParallel`.
+and every rank steps all parameters, as in `torch.nn.parallel.DistributedDataParallel`.
 
 Ranks may be lost and others come between two steps, where the exchange allows it: see
 `elastic_exchange` in `phalanx.distributed`.

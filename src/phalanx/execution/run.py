@@ -38,7 +38,7 @@ class MicrobatchContext:
         index: Which microbatch it is.
         batch: Its rows.
         rng: Its random numbers, entered around the user's code only.
-        waiting: The sums of microbatches before it in this process, by node.
+        waiting: The run's sums that are not added yet, as they change; empty in a worker process.
     """
 
     replica: Replica
@@ -69,7 +69,7 @@ class MicrobatchResult:
     """The results of one microbatch for a trainer.
 
     Attributes:
-        loss: Its mean loss.
+        loss: Its mean loss; 0.0 of a prediction.
         outputs: The module's outputs, detached; None where they were not asked for.
         targets: The microbatch's targets, on the same device.
     """
@@ -128,10 +128,10 @@ class RunResult:
 
 
 class TreeSums(Generic[T]):
-    """Wait for both operands of an addition, then let the thread that brought the second one add.
+    """Add values along the tree: each addition in the thread that brings its second operand.
 
-    The last addition is left to the caller, who can share it among all threads.
-    A leaf of weight 0 is None and does not take part.
+    No thread waits for another. The last addition is left to the caller, who can share it among all
+    threads. A leaf of weight 0 is None and does not take part.
 
     Args:
         add: Returns the sum of a left and a right operand; it may be one of them, changed in place.

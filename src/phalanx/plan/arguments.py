@@ -56,7 +56,7 @@ def check_mean_loss(name: str, loss: Any) -> None:
 
 
 def read_whole(name: str, given: Any, way_out: str = "") -> int:
-    """Read a whole number; True is none."""
+    """Return a whole number; a bool is refused."""
     fits = isinstance(given, Integral) and not isinstance(given, bool)
     check_argument(fits, name, "be a whole number", given, way_out)
     return int(given)
@@ -71,7 +71,7 @@ def read_count(name: str, given: Any, least: int, unit: str = "", way_out: str =
 
 
 def read_number(name: str, given: Any, way_out: str = "") -> float:
-    """Read a real number; True is none."""
+    """Return a real number; a bool is refused."""
     fits = isinstance(given, Real) and not isinstance(given, bool)
     check_argument(fits, name, "be a number", given, way_out)
     return float(given)

@@ -3,7 +3,7 @@
 Every microbatch starts from the buffers as they are at the start of the step, and writes its own
 copies. The copies are merged along the same tree as the gradients. Floating-point buffers are
 averaged: the mean is weighted by what the microbatches stand for and summed in float64. Others, and
-all with ``buffers="first"``, are as the first microbatch left them.
+all with ``buffers="first"`` of a container, are as the first microbatch left them.
 """
 
 from __future__ import annotations

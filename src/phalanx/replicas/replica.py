@@ -142,9 +142,9 @@ class Replica:
             gradient = parameter.grad
             if gradient is not None:
                 parameter.grad = None
-                home = original.device
+                device = original.device
                 moved = in_memory_order(gradient, parameter)
-                gradients[place] = moved.to(home, non_blocking=home.type != "cpu")
+                gradients[place] = moved.to(device, non_blocking=device.type != "cpu")
         for place, other in self._caught.items():
             more = in_memory_order(other, self._source_gradients.parameters[place])
             own = gradients[place]

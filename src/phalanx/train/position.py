@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from phalanx.warning import warn_user
 
 
-class Loss(NamedTuple):
+class BatchLoss(NamedTuple):
     """A batch's loss, its weight (see `Trainer`), and its rows."""
 
     value: float
@@ -42,7 +42,7 @@ class Position(NamedTuple):
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
 
-    def next_batch(self, loss: Loss) -> Position:
+    def next_batch(self, loss: BatchLoss) -> Position:
         """Return the position after one more batch."""
         return self._replace(
             steps=self.steps + 1,

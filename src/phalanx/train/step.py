@@ -8,7 +8,7 @@ Read :meth:`Engine.update` first; everything else in `train/` and `execution/` s
 
 A replica computes in a thread here, or in a worker process that a thread here waits for. The
 optimizer is always stepped in threads of this process. On ranks, `executor.run` returns the sums
-over all ranks, and each rank steps the whole optimizer. If an elastic rank is lost, it raises
+over all ranks, and each rank steps all parameters, in shards. If an elastic rank is lost, it raises
 `GroupChanged`, and `Trainer` calls :meth:`Engine.update` again.
 """
 
@@ -34,7 +34,7 @@ from phalanx.metrics import Joining, Metrics
 from phalanx.plan import Layout, equal_sizes, open_rows, read_weights
 from phalanx.replicas import Statistics, check_statistics, sum_statistics, write_statistics
 from phalanx.train.objective import Objective, TrainTask
-from phalanx.train.position import Loss, Position
+from phalanx.train.position import BatchLoss, Position
 from phalanx.train.trainer_arguments import check_members
 from phalanx.types import Nested, WeightFn
 from phalanx.warning import warn_user
@@ -74,7 +74,7 @@ class Engine:
         *,
         start_s: float,
         metrics: Metrics | None,
-        commit: Callable[[Loss], None],
+        commit: Callable[[BatchLoss], None],
     ) -> StepDone:
         """Do one optimizer update on ``batch``; :meth:`open` comes first.
 
@@ -85,7 +85,7 @@ class Engine:
         Args:
             before: The position of the run.
             start_s: When the batch had been read.
-            metrics: Counted where there are some; the caller takes that back if this raises.
+            metrics: Counted before the first write; the caller restores them if this raises.
             commit: Called once all weights are new, in the thread that steps the last shard.
         """
         executor, shards = self.executor, self._shards
@@ -102,7 +102,7 @@ class Engine:
         )
         written = [each.statistics for each in result.operands if each.statistics]
         statistics, buffers = self._merge_statistics(written) if written else ({}, {})
-        loss = Loss(
+        loss = BatchLoss(
             microbatches.loss_of(result.results), microbatches.weight, sum(microbatches.sizes)
         )
         if metrics is not None:

@@ -25,7 +25,7 @@ from phalanx.train.dispatcher import EventDispatcher
 from phalanx.train.evaluation import Evaluation, enter_training
 from phalanx.train.objective import Objective
 from phalanx.train.order import END, Reader, length_of
-from phalanx.train.position import Loss, Position, RunPosition
+from phalanx.train.position import BatchLoss, Position, RunPosition
 from phalanx.train.state import TrainerState, join_ranks
 from phalanx.train.step import Engine
 from phalanx.train.trainer_arguments import (
@@ -75,8 +75,9 @@ class Trainer:
         layout: The dim along which each leaf of (inputs, targets) is split; default 0.
         clip_norm: Largest 2-norm of all gradients together; `StepDone.grad_norm` has their norm.
         scheduler: A learning-rate scheduler, or a function that makes one from the optimizer.
-        scheduler_interval: When :meth:`fit` steps it: after every "epoch" or every "step". An epoch
-            steps `ReduceLROnPlateau` by the loss of its validation, or of its training without one.
+        scheduler_interval: When it is stepped: after every "epoch" of :meth:`fit`, or every "step"
+            of :meth:`fit` and :meth:`step`. An epoch steps `ReduceLROnPlateau` by the loss of its
+            validation, or of its training without one.
         metrics: torchmetrics or functions by name, counted in :meth:`fit` and :meth:`evaluate`.
         callbacks: `Callback`s, or functions that are called with every event, in order.
 
@@ -311,7 +312,7 @@ class Trainer:
         Raises:
             ConfigError: The batch cannot work, or its loss is not finite; nothing has changed then.
             StateError: This rank must receive the other ranks' state first: call :meth:`join`.
-            UnsupportedError: The first step made state that no checkpoint can hold.
+            UnsupportedError: The first step made state that no checkpoint can hold; it is done.
             Exception: Any error of the module or the loss, with a note that names the replica.
         """
         if self._choice.elastic is not None:
@@ -322,7 +323,10 @@ class Trainer:
             return self._step(batch, in_epoch=False)
 
     def stop(self) -> None:
-        """Make the running :meth:`fit` return after its step, from anywhere; on ranks, from all."""
+        """Make the running :meth:`fit` return after its step. On ranks, all call it in that step.
+
+        A signal's handler or another thread may call it.
+        """
         self._stopped = True
 
     def refresh(self) -> None:
@@ -444,7 +448,7 @@ class Trainer:
             )
 
     def _step(self, batch: Nested, *, in_epoch: bool) -> StepDone:
-        """Do one update, repeat it where ranks have changed meanwhile, and tell the callbacks."""
+        """Do one update, repeat it where ranks have changed meanwhile, and call the callbacks."""
         start_s = now_s()
         check_between_steps(closed=self._closed, in_step=self._in_step)
         self._engine.open()
@@ -459,14 +463,14 @@ class Trainer:
         return done
 
     def _update(self, batch: Nested, start_s: float, *, in_epoch: bool) -> StepDone:
-        """Do one update, and move the position on; metrics are an epoch's, as its loss is."""
+        """Do one update, and advance the position; outside of an epoch no metrics are counted."""
         check_between_steps(closed=self._closed)  # by a signal's handler, or in the attempt before
         run_position = self._run_position
         before = run_position.position
         metrics = self._metrics if in_epoch and self._metrics else None
         counted = metrics.state_dict() if metrics is not None else {}
 
-        def commit(loss: Loss) -> None:
+        def commit(loss: BatchLoss) -> None:
             if in_epoch:
                 run_position.position = before.next_batch(loss)
             else:
