@@ -13,15 +13,17 @@ pytestmark = pytest.mark.promise("buffers-are-merged")
 
 
 class Twice(nn.Module):
-    """Uses one batch norm at two places of its tree."""
+    """Uses one batch norm at two places of its tree, and one whose statistics were dropped."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.BatchNorm1d(3)
         self.again = self.first
+        self.bare = nn.BatchNorm1d(3)
+        self.bare.running_mean = self.bare.running_var = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.again(self.first(x))
+        return self.bare(self.again(self.first(x)))
 
 
 class Reassigns(nn.Module):

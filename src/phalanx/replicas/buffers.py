@@ -120,8 +120,9 @@ class ReplicaBuffers:
                     found.setdefault(id(buffer), new).places.append((own, key))
             if isinstance(theirs, _BatchNorm) and theirs.num_batches_tracked is not None:
                 counter = found[id(theirs.num_batches_tracked)]
-                for key in ("running_mean", "running_var"):
-                    found[id(theirs._buffers[key])].counter = counter
+                for statistic in (theirs.running_mean, theirs.running_var):
+                    if statistic is not None:  # else it was dropped, to use each batch's own
+                        found[id(statistic)].counter = counter
         self._buffers = list(found.values())
         self.are_there = bool(found)
 
