@@ -186,7 +186,8 @@ def _exit_reason(exit_code: int | None) -> str:
         return "closed its connection"
     if exit_code >= 0:
         return f"exited with code {exit_code}"
-    name = signal.Signals(-exit_code).name
+    names = {each.value: each.name for each in signal.Signals}  # most real-time signals have none
+    name = names.get(-exit_code, f"signal {-exit_code}")
     hint = " (by somebody, or by the kernel for lack of memory)" if name == "SIGKILL" else ""
     return f"was ended by {name}{hint}"
 
