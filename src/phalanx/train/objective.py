@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,9 +142,11 @@ class TrainTask(Task):
                 "Unfreeze parameters, and compute the loss from the module's outputs."
             )
         scale = torch.full((), self.scales[context.index], dtype=loss.dtype, device=loss.device)
-        number = loss.detach()
-        read = number.item if number.device.type == "cpu" else _read_later(number)
-        with context.rng:
+        number, kind = loss.detach(), loss.device.type
+        read = number.item if kind == "cpu" else _read_later(number)
+        # As in a plain loop: autocast would round what the model computes in float32.
+        autocasts = torch.is_autocast_enabled(kind)
+        with context.rng, torch.autocast(kind, enabled=False) if autocasts else nullcontext():
             run_backward([loss.reshape(()) if loss.dim() else loss], [scale])
         value = read()  # not before: an accelerator would have nothing to do meanwhile
         if not math.isfinite(value):
