@@ -1,18 +1,19 @@
-"""A fork of a rank is not that rank: its group is refused there, and stays whole in the parent."""
+"""Calls of a group that are refused: in a fork, after its end, and in the middle of another."""
 
 from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import phalanx  # noqa: F401
-from phalanx.distributed import make_group
-from phalanx.errors import StateError
+from phalanx.distributed import SharedGroup, make_group
+from phalanx.errors import GroupAborted, StateError
+from phalanx.ipc import inject
 from tests.multiprocess.ranks import Ranks
 
 
@@ -63,8 +64,48 @@ def test_a_fork_cannot_speak_for_its_parent():
     assert first[3:] == second[3:] == ["", "2.0"]
 
 
-def test_a_group_that_is_left_says_so():
+@pytest.fixture
+def alone() -> Iterator[SharedGroup]:
     group = make_group(dist.HashStore(), 0, 1, datetime.timedelta(minutes=1))
+    yield group
     group.shutdown()
+
+
+def test_a_group_that_is_left_says_so(alone: SharedGroup):
+    alone.shutdown()
     with pytest.raises(StateError, match="before it is destroyed, but all_reduce comes after"):
-        group.allreduce([torch.ones(1)])
+        alone.allreduce([torch.ones(1)])
+
+
+def interrupt(call: Callable[[], object]) -> None:
+    """Call ``call`` in the middle of the next operation, where a signal's handler may run."""
+
+    def fault(point: str, worker: int) -> None:
+        inject(None)
+        call()
+
+    inject(fault)
+
+
+def test_a_call_of_a_handler_in_the_middle_of_another_is_refused(alone: SharedGroup):
+    def handler() -> None:
+        with pytest.raises(StateError, match="a signal's handler calls in the middle of one"):
+            alone.barrier()
+
+    interrupt(handler)
+    alone.allreduce([torch.ones(3)]).wait()
+    alone.barrier().wait()
+
+
+def test_an_asynchronous_call_that_was_interrupted_breaks_its_group(monkeypatch, request):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # it runs where it is made
+    alone = request.getfixturevalue("alone")
+
+    def handler() -> None:
+        raise KeyboardInterrupt
+
+    interrupt(handler)
+    with pytest.raises(KeyboardInterrupt):
+        alone.allreduce([torch.ones(3)])
+    with pytest.raises(GroupAborted, match="gave up all_reduce"):
+        alone.barrier()

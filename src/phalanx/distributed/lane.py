@@ -54,7 +54,8 @@ class Lane:
         self._report = report
         self._operations: deque[SharedWork] = deque()
         self._ended: deque[SharedWork] = deque()  # whose futures do not know it yet
-        self._turn = threading.RLock()  # a signal's handler may call a collective, too
+        self._turn = threading.RLock()  # a signal's handler may destroy the group
+        self._runner = 0  # the thread that runs an operation now
         self._broken: BaseException | None = None
         self._liveness = Waiting(0.0)
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -72,6 +73,7 @@ class Lane:
 
     def start(self, operation: SharedWork, *, wait: bool) -> None:
         """Begin ``operation``, and finish it if ``wait``; it keeps a failure under way."""
+        self._refuse_in_handler()
         if self._broken is None:
             self._operations.append(operation)
         if self._broken is not None:  # it may have failed meanwhile, in another thread
@@ -81,12 +83,13 @@ class Lane:
             self.drive(operation)
             return
         if self._pushes:
-            self._push()
+            self._push(operation)
         if not operation.done:
             self._wake_thread()
 
     def drive(self, operation: SharedWork, timeout_s: float | None = None) -> None:
         """Run operations until this one has ended; it fails after ``timeout_s`` more seconds."""
+        self._refuse_in_handler()
         if timeout_s is not None and now_s() + timeout_s < operation.deadline_s:
             operation.timeout_s, operation.deadline_s = timeout_s, now_s() + timeout_s
         try:
@@ -95,13 +98,24 @@ class Lane:
                     if not operation.done:
                         self._advance(_PATIENCE_S)
                 self._notify()
-        except BaseException as exc:  # interrupted: the group breaks
-            me, how = self._pages.group_rank, f"{operation.title} ({type(exc).__name__})"
-            again = "Destroy the group and make a new one."
-            self.fail(GroupAborted(f"Rank {me} gave up {how}. {again}", me))
+        except BaseException as exc:
+            self._give_up(operation, exc)
             raise
 
-    def _push(self) -> None:
+    def _refuse_in_handler(self) -> None:
+        if self._runner == threading.get_ident():
+            raise StateError(
+                "A collective must end before the next begins, but a signal's handler calls in the "
+                "middle of one. Set a flag there, and act on it after the call."
+            )
+
+    def _give_up(self, operation: SharedWork, why: BaseException) -> None:
+        """Break the group: this rank was interrupted in ``operation``, which may be half done."""
+        me, how = self._pages.group_rank, f"{operation.title} ({type(why).__name__})"
+        again = "Destroy the group and make a new one."
+        self.fail(GroupAborted(f"Rank {me} gave up {how}. {again}", me))
+
+    def _push(self, operation: SharedWork) -> None:
         """Run operations in the caller's thread while the others keep coming.
 
         Where every core has a rank that computes, the lane's thread would take turns with it, and
@@ -111,6 +125,9 @@ class Lane:
             try:
                 while self._operations and self._advance(0.0):
                     pass
+            except BaseException as exc:
+                self._give_up(operation, exc)
+                raise
             finally:
                 self._turn.release()
             self._notify()
@@ -118,12 +135,15 @@ class Lane:
     def _advance(self, patience_s: float) -> bool:
         """Run the first operation; tell whether it has ended."""
         first = self._operations[0]
+        self._runner = threading.get_ident()
         try:
             with inference_mode(True):  # outside of it, its tensors could not be written
                 ended = first.advance(patience_s)
         except Exception as exc:
             self.fail(exc)
             return True
+        finally:
+            self._runner = 0
         if ended:
             if self._operations and self._operations[0] is first:
                 self._operations.popleft()

@@ -176,10 +176,9 @@ class SharedMemory:
 
     def advance(self, patience_s: float) -> bool:
         """Run it until it ends, or others are late for so long; tell whether it has ended."""
-        patience_ns, number = round(patience_s * 1e9), self._number
-        while (status := self._run(self._address, patience_ns)) != _ENDED:
-            if self._number != number:  # the handler of a signal has ended this one
-                return True
+        whole = self._whole  # keeps it mapped where a signal's handler destroys the group
+        patience_ns = round(patience_s * 1e9)
+        while whole is not None and (status := self._run(self._address, patience_ns)) != _ENDED:
             if status == _WAITS:
                 return False
             if status == _STOPS:
