@@ -231,23 +231,6 @@ def test_join_divides_by_the_ranks_that_still_have_batches(ranks, uneven):
     assert second == [1.5] * 3 + [2.0] * (2 * uneven)
 
 
-def works_in_cpp_alone(rank: int) -> list[float]:
-    """The future of a work whose Python half nobody holds, as DDP's reducer asks for it."""
-    group = make()
-    futures = []
-    for number in range(3):
-        tensor = torch.tensor([float(number + rank)])
-        futures.append(dist.all_reduce(tensor, group=group, async_op=True).get_future())
-        del tensor
-    values = [future.wait()[0].item() for future in futures]
-    dist.destroy_process_group(group)
-    return values
-
-
-def test_a_future_outlives_its_work(ranks):
-    assert ranks.run(works_in_cpp_alone) == [[1.0, 3.0, 5.0]] * 2
-
-
 def compiled_ddp(rank: int, static: bool) -> list[float]:
     torch._dynamo.reset()
     torch.manual_seed(0)

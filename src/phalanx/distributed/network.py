@@ -134,6 +134,7 @@ class Network:
         self.pages = pages
         self.error_store = error_store
         self._latest: Work | None = None
+        self._left = False
 
     @property
     def gloo(self) -> Gloo:
@@ -177,6 +178,8 @@ class Network:
 
         Each says more than a connection that has ended, or a wait that gloo gave up.
         """
+        if self._left:
+            return GroupAborted("The group is destroyed.")
         pages, store = self.pages, self.error_store
         here = [rank for rank in pages.others if peer in (None, pages.group_ranks[rank])]
         if peer is None:  # a rank that has left in good order has ended this operation before
@@ -218,6 +221,7 @@ class Network:
 
     def cut(self, *, broken: bool = False) -> None:
         """End the connection; if it is ``broken``, what was sent need not arrive."""
+        self._left = not broken
         if self._gloo is None:
             return
         if broken or not self._is_idle():
