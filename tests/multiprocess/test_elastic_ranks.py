@@ -16,9 +16,9 @@ import torch
 from torch.distributed import TCPStore
 
 import phalanx
-from phalanx.distributed import ElasticExchange
+from phalanx.distributed import ElasticExchange, elastic_exchange
 from phalanx.distributed.elastic_membership import Member, decide
-from phalanx.errors import PeerLost, PhalanxError, StateError
+from phalanx.errors import PeerLost, PeerTimeout, PhalanxError, StateError
 from phalanx.execution import RankSums
 from phalanx.ipc import wait_until
 from phalanx.train import trainer as trainer_module
@@ -449,6 +449,19 @@ def test_a_rank_that_was_halted_too_long_is_told(children: Children, expected: R
         assert_same_bits(outcome(ranks[rank]), expected)
     os.kill(ranks[1].pid, signal.SIGCONT)
     assert outcome(ranks[1]).startswith("PeerLost: This rank gave no sign of life in time")
+
+
+def kept_apart(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> str:
+    def fail(*_: object) -> None:
+        raise PeerTimeout("planted")
+
+    elastic_exchange.make_group = fail  # type: ignore[assignment]
+    return told_to_go(parent, trained, losses)
+
+
+def test_ranks_that_cannot_form_a_group_give_up(children: Children) -> None:
+    for each in Job(children, size=2).start_all({}, kept_apart):
+        assert outcome(each).startswith("PeerLost: All ranks live, but twice they could not form")
 
 
 # --- the decision, and bugs that must be caught --------------------------------------------------

@@ -142,7 +142,11 @@ class ElasticExchange(Exchange):
 
         Returns:
             The state, if a peer has given it.
+
+        Raises:
+            PeerLost: Twice the same ranks, all of which live, could not form a group.
         """
+        apart: list[int] = []  # who could not
         try:
             while True:
                 self._close_group()
@@ -151,8 +155,11 @@ class ElasticExchange(Exchange):
                 try:
                     self._open_group()
                     return self._compare()
-                except PeerError:
-                    pass
+                except PeerError as error:
+                    if [*self.members] == apart:
+                        text = f"All ranks live, but twice they could not form a group: {error}"
+                        raise PeerLost(text, error.rank) from error
+                    apart = [*self.members]
         except BaseException:
             self.leave(finished=False)
             raise
