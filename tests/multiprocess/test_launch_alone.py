@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.clock import pause
-from phalanx.ipc import ProcessIdentity, RunDirectory
-from tests.multiprocess.children import Children, Parent
+from phalanx.ipc import RunDirectory
+from tests.multiprocess.children import Children, Parent, wait_for_exit
 from tests.multiprocess.forked_scripts import Script, run_forked
 from tests.multiprocess.ranks import START_S
 
@@ -65,17 +65,11 @@ def starting(folder: Path) -> Iterator[Callable[..., Script]]:
     script.write_text(SCRIPT)
     with contextlib.ExitStack() as stack:
 
-        def begin(*words: str, options: Sequence[str] = ()) -> Script:
-            launcher = Script("phalanx", "launch", "-n", "2", *options, str(script), *words)
+        def begin(*words: str) -> Script:
+            launcher = Script("phalanx", "launch", "-n", "2", str(script), *words)
             stack.callback(launcher.end)
             return launcher
 
-        yield begin
-
-
-@pytest.fixture
-def start(tmp_path) -> Iterator[Callable[..., Script]]:
-    with starting(tmp_path) as begin:
         yield begin
 
 
@@ -141,20 +135,6 @@ def folders_of(pids: list[int]) -> set[Path]:
     return found
 
 
-def wait_until_gone(pids: list[int]) -> None:
-    """Return when none of these processes runs; pytest's own limit ends a wait that is in vain."""
-    for pid in pids:
-        while ProcessIdentity(pid, start_ticks(pid)).alive():
-            pause(0.01)
-
-
-def start_ticks(pid: int) -> int:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        line = Path(f"/proc/{pid}/stat").read_text()
-        return int(line[line.rindex(")") + 2 :].split()[19])
-    return -1
-
-
 GROUPS = """
 import torch, torch.distributed as dist
 for turn in range(3):
@@ -210,7 +190,8 @@ def test_a_launcher_that_is_killed_takes_its_ranks_along(job):
     folders = folders_of(running.pids)
     assert any(folder.exists() for folder in folders)
     running.launcher.kill()  # from here on any process that joins a run sweeps them away
-    wait_until_gone(running.pids)
+    for pid in running.pids:
+        wait_for_exit(pid)
     while any(folder.exists() for folder in folders):  # threads of a killed process end one by one
         pause(0.01)
         RunDirectory.sweep(base=tempfile.gettempdir())  # as the next launcher does
@@ -225,7 +206,8 @@ def test_a_launcher_that_is_told_to_end_leaves_nothing(gloo, number):
     folders = folders_of(running.pids)
     os.kill(running.launcher.pid, number)
     said = running.launcher.stdout.read()
-    wait_until_gone(running.ranks)
+    for pid in running.ranks:
+        wait_for_exit(pid)
     code = running.launcher.wait(START_S)
     assert code == (-signal.SIGTERM if number == signal.SIGTERM else 130)
     assert not any(folder.exists() for folder in folders)
@@ -234,3 +216,19 @@ def test_a_launcher_that_is_told_to_end_leaves_nothing(gloo, number):
     if number == signal.SIGINT:
         assert its_own == ["Interrupted: all ranks of this host were ended."], said
         assert "Traceback" not in said
+
+
+UNDER_NOHUP = """
+import os, signal
+from pathlib import Path
+from phalanx.launching import launch_script
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+Path("rank.py").write_text(f"import os, signal; os.kill({os.getpid()}, signal.SIGHUP)")
+launch_script(Path("rank.py"), [], 1)
+"""
+
+
+def test_a_launcher_under_nohup_outlives_its_terminal(tmp_path):
+    (tmp_path / "script.py").write_text(UNDER_NOHUP)
+    code, said = run_forked("python", "script.py", folder=tmp_path, deadline_s=START_S)
+    assert code == 0, said

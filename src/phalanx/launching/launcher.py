@@ -133,6 +133,8 @@ def launch_script(
                 logs_specs=DefaultLogsSpecs(log_dir=str(run_directory.path), tee=Std.ALL),
                 log_line_prefix_template="[rank ${rank}] ",
             )
+            if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup, which torch undoes
+                config.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"  # torch 2.8 does not read it
             run = elastic_launch(config, sys.executable)
             try:
                 run("-u", _RANK_RESTARTS, str(rank_restarts), str(os.getpid()), str(script), *args)

@@ -28,10 +28,6 @@ def post(pages: StatusPages, progress: int) -> None:
     pages._words[pages._mine] = progress
 
 
-def test_who_is_here_is_not_missed(all_pages):
-    assert all_pages[0].find_error([1, 2], 4) is None
-
-
 def test_second_hand_news_name_the_dead_and_what_it_was_in(all_pages):
     for rank, number in enumerate((8, 8, 7)):
         begin(all_pages[rank], number)
@@ -46,8 +42,10 @@ def test_second_hand_news_name_the_dead_and_what_it_was_in(all_pages):
     )
 
 
-def test_who_has_left_is_missed_until_the_progress_that_it_reached(all_pages):
+def test_who_is_here_or_came_before_it_left_is_not_missed(all_pages):
+    assert all_pages[0].find_error([1, 2], 4) is None
     post(all_pages[1], 4)
+    assert all_pages[0].timeout_error([1], 4, "reduce", 0.5) is None
     all_pages[1].stop(None)
     assert all_pages[0].find_error([1], 4) is None
     assert isinstance(all_pages[0].find_error([1], 5), PeerLost)
@@ -67,8 +65,3 @@ def test_of_several_who_are_late_the_one_behind_is_named(all_pages):
     assert isinstance(error, PeerTimeout)
     assert error.rank == 2  # rank 1 is in the third call already, and may wait for rank 2
     assert str(error).startswith("Ranks 1–2 of 3 did not come to reduce of group 'x' within 0.5 s")
-
-
-def test_who_came_after_all_is_not_late(all_pages):
-    post(all_pages[1], 4)
-    assert all_pages[0].timeout_error([1], 4, "reduce", 0.5) is None
