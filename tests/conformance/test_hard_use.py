@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import phalanx
 from phalanx.errors import ConfigError
+from tests.zoo import assert_same_bits, state_of
 from tests.zoo import simple_sgd as sgd
 
 mse = nn.functional.mse_loss
@@ -40,20 +41,12 @@ def trainer(module: nn.Module | None = None, make: Callable[..., Any] = sgd, **k
     )
 
 
-def weights(owner: Any) -> list[Tensor]:
-    return [value.clone() for value in owner.module.state_dict().values()]
-
-
-def same(left: list[Tensor], right: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a weakref
 @pytest.mark.promise("interrupts-leave-whole-steps")
 def test_an_interrupt_at_any_moment_leaves_a_whole_number_of_steps() -> None:
     """Retried from `steps` until 25 are done, the weights are those of an undisturbed run."""
 
-    def train(disturb: bool) -> tuple[list[Tensor], int]:
+    def train(disturb: bool) -> tuple[dict[str, Tensor], int]:
         interrupts = 0
         with trainer(
             make=adam, microbatches=3, scheduler=lambda o: StepLR(o, 3), scheduler_interval="step"
@@ -68,7 +61,7 @@ def test_an_interrupt_at_any_moment_leaves_a_whole_number_of_steps() -> None:
                     interrupts += 1
                 finally:
                     signal.setitimer(signal.ITIMER_REAL, 0)
-            return weights(t), interrupts
+            return state_of(t.module), interrupts
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -82,9 +75,9 @@ def test_an_interrupt_at_any_moment_leaves_a_whole_number_of_steps() -> None:
                 got, count = train(disturb=True)
             except KeyboardInterrupt:  # it struck between two statements of this test
                 continue
-            found += same(got, expected)
+            assert_same_bits(got, expected)
+            found += 1
             interrupts += count
-            assert same(got, expected)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -136,5 +129,5 @@ def test_who_evaluates_in_inference_mode_trains_afterwards(executor, first) -> N
             with mode():
                 ours.close()
             assert not any(parameter.is_inference() for parameter in ours.module.parameters())
-            found.append(weights(ours))
-    assert same(*found)
+            found.append(state_of(ours.module))
+    assert_same_bits(*found)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx import PeerLost, StateError
-from tests.zoo import adamw
+from tests.zoo import adamw, assert_same_bits, state_of
 
 PATIENCE_S = 60.0
 
@@ -40,14 +40,6 @@ def make(module: nn.Module | None = None, executor: Any = "processes", **options
         adamw,
         **{"replicas": 1, "executor": executor, "microbatches": 3, **options},
     )
-
-
-def weights(trainer: Any) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in trainer.module.parameters()]
-
-
-def same(left: list[Tensor], right: list[Tensor]) -> bool:
-    return all(map(torch.equal, left, right))
 
 
 # -- many deaths --------------------------------------------------------
@@ -196,15 +188,15 @@ def test_ctrl_c_ends_a_step_whose_workers_hang_with_their_microbatches(tmp_path:
     executor = phalanx.Processes(timeout_s=3.0)
     with make(Hangs(tmp_path), executor, replicas=2) as trainer, make(executor="threads") as judge:
         trainer.step(batch())
-        before = weights(trainer)
+        before = state_of(trainer.module)
         with interrupted_when(tmp_path, files=2, times=1), pytest.raises(KeyboardInterrupt):
             trainer.step(bad)
         assert len(list(tmp_path.iterdir())) == 2
-        assert same(weights(trainer), before)
+        assert_same_bits(state_of(trainer.module), before)
         trainer.step(batch(1))
         judge.step(batch())
         judge.step(batch(1))
-        assert same(weights(trainer), weights(judge))
+        assert_same_bits(state_of(trainer.module.layer), state_of(judge.module))
 
 
 def test_closing_after_a_second_ctrl_c_does_not_wait_for_workers_that_hang(tmp_path: Path) -> None:

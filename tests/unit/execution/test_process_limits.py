@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import phalanx
 from phalanx.errors import OutOfSpace
 from phalanx.ipc import Region
-from tests.zoo import adamw
+from tests.zoo import adamw, assert_same_bits
 
 pytestmark = pytest.mark.promise("nothing-is-left-behind")
 
@@ -38,10 +38,6 @@ def everything(trainer: Any) -> list[Tensor]:
     states = trainer.optimizer.state_dict()["state"].values()
     moments = [value for state in states for value in state.values() if value is not None]
     return [each.detach().clone() for each in [*trainer.module.state_dict().values(), *moments]]
-
-
-def same(left: list[Tensor], right: list[Tensor]) -> bool:
-    return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
 class Ration:
@@ -76,7 +72,7 @@ def test_memory_that_ends_anywhere_in_first_steps_refuses_them_whole(ration: Rat
     with make("processes", adamw) as trainer:
         refused = [step_once(trainer, batch, ration) for _ in range(3)]
         assert refused[0] > 5  # parameters, gradients, a slot, the module; rows, more slots, state
-        assert same(everything(trainer), expected)
+        assert_same_bits(everything(trainer), expected)
 
 
 def step_once(trainer: Any, batch: tuple[Tensor, Tensor], ration: Ration) -> int:
@@ -92,7 +88,7 @@ def step_once(trainer: Any, batch: tuple[Tensor, Tensor], ration: Ration) -> int
         except OutOfSpace:
             refused += 1
             assert trainer.steps == done
-            assert same(everything(trainer), before)
+            assert_same_bits(everything(trainer), before)
             # An executor that was not opened gave its memory back; an open one keeps it.
             kept = trainer._engine.is_open and ration.given > given
             allocations = 0 if kept else allocations + 1
