@@ -134,6 +134,13 @@ def test_a_buffer_that_has_grown_is_refused_and_nothing_is_written() -> None:
         assert module.seen.shape == (2,)
 
 
+def test_a_buffer_whose_elements_share_memory_is_refused() -> None:
+    module = Reassigns()
+    module.seen = torch.zeros(1).expand(2)
+    with phalanx.DataParallel(module, 2) as model, pytest.raises(UnsupportedError, match="`seen`"):
+        model(X)
+
+
 @pytest.mark.parametrize("rule", ["mean", "first"])
 def test_in_evaluation_a_batch_norm_keeps_its_statistics(rule: str) -> None:
     module = nn.BatchNorm1d(2).eval()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from phalanx.errors import UnsupportedError
+from phalanx.memory import is_expanded
 from phalanx.torch_internals import foreach_add, foreach_copy, foreach_div, foreach_mul
 
 
@@ -54,13 +55,20 @@ def sum_statistics(operands: Iterable[Statistics]) -> Statistics:
 
 
 def check_statistics(buffers: Mapping[str, Tensor], merged: Statistics) -> None:
-    """Refuse statistics that have not the shape of their buffer, before anything is written."""
+    """Refuse statistics that their buffer cannot take, before anything is written."""
     for name, statistic in merged.items():
-        if statistic.value.shape != buffers[name].shape:
+        buffer = buffers[name]
+        if statistic.value.shape != buffer.shape:
             raise UnsupportedError(
-                f"Buffer `{name}` must keep its shape {tuple(buffers[name].shape)}, but "
+                f"Buffer `{name}` must keep its shape {tuple(buffer.shape)}, but "
                 f"the forward pass made it {tuple(statistic.value.shape)}. Register it in its full "
                 "shape."
+            )
+        is_fixed = buffer.is_inference() and not torch.is_inference_mode_enabled()
+        if is_fixed or is_expanded(buffer):
+            raise UnsupportedError(
+                f"Buffer `{name}` must be writable where the forward pass changes it, but was made "
+                f"by {'inference mode' if is_fixed else '`expand()`'}. Register a `clone()` of it."
             )
 
 
