@@ -171,6 +171,10 @@ def test_closing_in_the_middle_of_a_step_lets_it_end(executor: str, replicas: in
         trainer.fit(batches())
     assert trainer.steps == 2
     assert same(state_of(trainer), expected)
+    evaluates = make(Calling, executor=executor, replicas=replicas)
+    Calling.calls.append(evaluates.close)
+    with pytest.raises(StateError, match="was closed"):
+        evaluates.evaluate(batches())
 
 
 # -- telling ------------------------------------------------------------

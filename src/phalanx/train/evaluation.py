@@ -16,7 +16,7 @@ from phalanx.metrics import Metrics
 from phalanx.plan import Merging
 from phalanx.train.objective import EvaluateTask, PredictTask, is_pair
 from phalanx.train.step import Engine, Microbatches
-from phalanx.train.trainer_arguments import check_loader
+from phalanx.train.trainer_arguments import check_between_steps, check_loader
 from phalanx.types import Nested
 
 
@@ -132,6 +132,7 @@ class Evaluation:
         """Run ``task`` on one batch, whose random numbers belong to its place."""
         weighs = isinstance(task, EvaluateTask)  # targets may be missing
         engine = self.engine
+        check_between_steps(closed=not engine.is_open)  # by the loader, or a signal's handler
         try:
             microbatches, executor = engine.split(batch, weighs=weighs), engine.executor
             executor.follow_attributes()  # also those that were assigned since the last batch
