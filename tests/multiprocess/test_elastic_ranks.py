@@ -16,9 +16,9 @@ import torch
 from torch.distributed import TCPStore
 
 import phalanx
-from phalanx.distributed import ElasticExchange, elastic_exchange
+from phalanx.distributed import ElasticExchange, SharedGroup, elastic_exchange
 from phalanx.distributed.elastic_membership import Member, decide
-from phalanx.errors import PeerLost, PeerTimeout, PhalanxError, StateError
+from phalanx.errors import PeerError, PeerLost, PeerTimeout, PhalanxError, StateError
 from phalanx.execution import RankSums
 from phalanx.ipc import wait_until
 from phalanx.train import trainer as trainer_module
@@ -397,7 +397,7 @@ def test_a_run_whose_ranks_have_all_died_begins_anew(children: Children, expecte
 def told_to_go(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> str:
     try:
         trained.fit(batches(), epochs=EPOCHS)
-    except (PeerLost, StateError) as error:
+    except (PeerError, StateError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -451,17 +451,23 @@ def test_a_rank_that_was_halted_too_long_is_told(children: Children, expected: R
     assert outcome(ranks[1]).startswith("PeerLost: This rank gave no sign of life in time")
 
 
-def kept_apart(parent: Parent, trained: phalanx.Trainer, losses: list[float]) -> str:
+def timed_out(parent: Parent, trained: phalanx.Trainer, losses: list[float], call: str = "") -> str:
     def fail(*_: object) -> None:
         raise PeerTimeout("planted")
 
-    elastic_exchange.make_group = fail  # type: ignore[assignment]
+    if call == "allreduce":
+        trained.fit(batches(), steps=1)
+    setattr(SharedGroup if call == "allreduce" else elastic_exchange, call, fail)
     return told_to_go(parent, trained, losses)
 
 
-def test_ranks_that_cannot_form_a_group_give_up(children: Children) -> None:
-    for each in Job(children, size=2).start_all({}, kept_apart):
-        assert outcome(each).startswith("PeerLost: All ranks live, but twice they could not form")
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [("make_group", "PeerLost: All ranks live, but twice"), ("allreduce", "PeerTimeout: planted")],
+)
+def test_ranks_that_live_and_are_late_again_give_up(call: str, words: str, children: Children):
+    for each in Job(children, size=2).start_all({}, partial(timed_out, call=call)):
+        assert outcome(each).startswith(words)
 
 
 # --- the decision, and bugs that must be caught --------------------------------------------------

@@ -25,7 +25,7 @@ from phalanx.distributed.exchange import Exchange, differing_names
 from phalanx.distributed.group_rendezvous import make_group
 from phalanx.distributed.job_store import open_store
 from phalanx.environment import error_file, read_place
-from phalanx.errors import PeerError, PeerLost, StateError, UnsupportedError
+from phalanx.errors import PeerError, PeerLost, PeerTimeout, StateError, UnsupportedError
 
 __all__ = ["ElasticExchange", "GroupChanged"]
 
@@ -73,6 +73,7 @@ class ElasticExchange(Exchange):
         self._give: Callable[[], bytes] = bytes
         self._num_done: int | None = None  # runs of this rank, once it has the state
         self._is_lost = False
+        self._were_late: list[int] = []  # members of a run that timed out, until one is done
         self.members: Mapping[int, Member] = {}
 
     def enter(
@@ -124,6 +125,7 @@ class ElasticExchange(Exchange):
         assert self._num_done is not None
         self._num_done += 1
         self.is_behind = self.is_late = False
+        self._were_late = []
 
     def leave(self, *, finished: bool) -> None:
         """Take no part any more, unless this process enters again; idempotent."""
@@ -221,10 +223,15 @@ class ElasticExchange(Exchange):
 
         Raises:
             GroupChanged: It was.
+            PeerTimeout: A rank that lives was late in this run again.
         """
         try:
             yield
         except PeerError as error:
+            if isinstance(error, PeerTimeout):
+                if [*self.members] == self._were_late:
+                    raise
+                self._were_late = [*self.members]
             self._is_lost = True
             self._close_group()
             raise GroupChanged(f"The ranks have changed: {error}") from error
