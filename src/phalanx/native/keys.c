@@ -118,7 +118,7 @@ int64_t phalanx_keys_add(const keys_part *p, const key_index *index, const int64
         answer = UNSETTLED;
     else if (num_keys < 0)
         answer = BEHIND;
-    else if (count > recorded_by(rows))
+    else if (count > recorded_by(rows, 1))
         answer = CRAMPED;
     else if (phalanx_index_find(index, keys, count, p->counts[STOP], rows->record_rows))
         answer = ABSENT;

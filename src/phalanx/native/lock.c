@@ -94,11 +94,10 @@ int64_t phalanx_lock_take(phalanx_lock *lock, int64_t ms) {
 
 /* Let go of the lock, if this thread holds it. */
 int64_t phalanx_lock_release(phalanx_lock *lock) {
-    int64_t owner = lock->owner;
+    int error = take(&lock->held, 1); /* at once, where it is ours */
+    if (error) return error;
     lock->owner = 0;
-    int error = pthread_mutex_unlock(&lock->held);
-    if (error) lock->owner = owner; /* it is another's */
-    return error;
+    return pthread_mutex_unlock(&lock->held);
 }
 
 int64_t phalanx_lock_owner(const phalanx_lock *lock) { return lock->owner; }

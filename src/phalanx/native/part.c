@@ -62,6 +62,7 @@ static int64_t write_sums(const part *p, int64_t first, int64_t count, const voi
 /* Add the delta's rows to rows, one after the other; where `rows` is NULL, see `write_sums`. */
 void phalanx_part_change(const part *p, const int64_t *rows, int64_t first, int64_t count,
                          const char *delta) {
+    atomic_thread_fence(memory_order_seq_cst); /* after the words that say so */
     if (rows)
         add_rows(p, values_of(p), p->num_rows, p->num_cols, rows, count, delta);
     else
@@ -82,7 +83,6 @@ static int64_t change_rows(const part *p, const int64_t *rows, int64_t first_row
         phalanx_take(values_of(p), p->num_rows, row_bytes, numbers, some, 0,
                      record + first * row_bytes);
         phalanx_put(&p->header[AT], first + some);
-        atomic_thread_fence(memory_order_seq_cst);
         step();
         phalanx_part_change(p, numbers, first, some, delta + first * row_bytes);
     }
@@ -96,7 +96,7 @@ int64_t phalanx_part_add_at_once(const part *p, const int64_t *rows, int64_t fir
     word *header = p->header;
     int64_t before = header[WORD], next_side = rows ? header[SIDE] : !header[SIDE];
     if (!count || (number && p->done[worker] >= number)) return DONE;
-    if (count > recorded_by(p)) return CRAMPED;
+    if (count > recorded_by(p, rows != NULL)) return CRAMPED;
     phalanx_put(&header[WORKER], worker);
     phalanx_put(&header[NUMBER], number);
     phalanx_put(&header[NEXT_SIDE], next_side);

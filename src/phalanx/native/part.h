@@ -34,9 +34,11 @@ static inline int64_t size_of(int64_t dtype) {
 static inline char *values_of(const part *p) { return p->sides[p->header[SIDE]]; }
 static inline char *record_of(const part *p) { return p->sides[!p->header[SIDE]]; }
 
-/* How many rows may be saved. */
-static inline int64_t recorded_by(const part *p) {
-    return p->header[SIDE] ? p->num_rows : p->header[RECORDED];
+/* How many rows may be saved, with their numbers or without. */
+static inline int64_t recorded_by(const part *p, int has_numbers) {
+    int64_t rows = p->header[SIDE] ? p->num_rows : p->header[RECORDED];
+    int64_t numbers = p->header[NUMBERED];
+    return has_numbers && numbers < rows ? numbers : rows;
 }
 
 void phalanx_put(word *at, int64_t value);

@@ -13,7 +13,7 @@ from phalanx import tables
 from phalanx.errors import ConfigError
 from phalanx.native import FUNCTIONS
 from phalanx.tables import part
-from phalanx.tables.part import Entry
+from phalanx.tables.part import NUMBERED, Entry
 from tests.products import some_by_day
 
 ROWS = 8
@@ -60,6 +60,7 @@ def test_adds_to_all_rows_alternate_with_adds_of_more_rows_than_there_are():
             made.add(torch.ones(count), rows=rows)
             expected += 1.0 + torch.bincount(rows)
             assert torch.equal(made.get(), expected)
+            assert made._storage.here.memory.header[NUMBERED] >= count  # has memory, too
 
 
 # --- death ----------------------------------------------------------------------------------------
