@@ -5,14 +5,20 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from phalanx import tables
-from phalanx.errors import OutOfSpace, PeerTimeout, PhalanxError, UnsupportedError
+from phalanx.cluster import RemoteCall, connection
+from phalanx.errors import ConfigError, OutOfSpace, PeerTimeout, PhalanxError, UnsupportedError
 from phalanx.ipc import inject, wait_until
+from phalanx.tables import host_rendezvous
 from phalanx.tables.remote_host import RemoteHost
+from phalanx.tables.router import Operation
 from tests import worlds
 from tests.multiprocess.children import Parent
 from tests.multiprocess.hosts import become_worker, run_hosts
@@ -47,6 +53,9 @@ def add_while_this_host_refuses(world: tables.TableGroup) -> list:
     world.barrier()
     if world.worker_id == 0:
         remotes = world.remotes
+        many = [3, *[6] * 29]  # more for host 2 than for host 1
+        with patch.object(connection, "MAX_BYTES", 99), pytest.raises(ConfigError, match="parts"):
+            table.add([1] * 30, rows=many)
         refuse_once(remotes[1], OutOfSpace)
         with pytest.raises(OutOfSpace, match="refused"):
             table.add(torch.ones(9, dtype=torch.int64))
@@ -79,6 +88,42 @@ def end_a_round_that_a_host_does_not_hear_of(world: tables.TableGroup) -> list:
 def test_a_get_after_one_that_a_host_did_not_hear_of_is_of_the_same_round(run):
     found = HOSTS.run(end_a_round_that_a_host_does_not_hear_of, run=run)
     assert found == [[[3], [3]]] * 3
+
+
+def come_back(parent: Parent, given: dict[str, str], _: object, how: dict[str, Path]) -> None:
+    """Worker 2 leaves and comes back, while its host lags behind by a round."""
+    become_worker(given)
+    in_elsewhere, added = (how["folder"] / name for name in ("in elsewhere", "added"))
+    with tables.join(timeout_s=DEADLINE_S) as world:
+        table = world.array(6, name="t", sync=True)
+        world.barrier()
+        if world.worker_id == 1:
+            remote, begin = world.remotes[1], world.remotes[1].begin
+
+            def begin_late(operation: object, *asked: Any, **more: Any) -> RemoteCall:
+                if operation == Operation.END_ROUND and not in_elsewhere.exists():
+                    table._storage.here.finish(1, DEADLINE_S)
+                    in_elsewhere.touch()
+                    assert wait_until(added.exists, DEADLINE_S)
+                return begin(operation, *asked, **more)
+
+            remote.begin = begin_late  # type: ignore[method-assign]
+        if world.worker_id < 2:
+            assert wait_until(lambda: world.workers == [0, 1], DEADLINE_S)
+            table.get()
+            parent.tell((world.worker_id, table.get().unique().tolist()))
+            return
+    assert wait_until(in_elsewhere.exists, DEADLINE_S)
+    host_rendezvous._met.clear()  # as a process that was started again
+    with tables.join(timeout_s=DEADLINE_S) as world:
+        table = world.array(6, name="t", sync=True)
+        table.add(torch.ones(6))
+        added.touch()
+        parent.tell((world.worker_id, table.get().unique().tolist()))
+
+
+def test_who_comes_back_adds_to_a_round_that_is_in_on_no_host(run, tmp_path):
+    assert run_hosts(3, run, 3, bool, worker=come_back, folder=tmp_path) == [[1.0]] * 3
 
 
 def left_behind() -> tuple[int, int]:

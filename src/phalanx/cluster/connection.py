@@ -231,12 +231,7 @@ class Connection:
             ConfigError: The tensors are longer than servers take, or the secret is another.
             StateError: The connection is closed.
         """
-        nbytes = sum(each.nbytes for each in tensors)
-        if nbytes > MAX_BYTES:
-            raise ConfigError(
-                f"What is sent to another host at once must be at most {MAX_BYTES} bytes, "
-                f"but {title} has {nbytes}. Make it in parts."
-            )
+        self.refuse_long(title, tensors)
         if self.is_closed:
             raise StateError(f"A worker must be of the run, but has closed: {title} was not asked.")
         message = Message(
@@ -257,6 +252,20 @@ class Connection:
             call.abandon()
             raise
         return call
+
+    @staticmethod
+    def refuse_long(title: str, tensors: Sequence[Tensor]) -> None:
+        """Raise if tensors are longer than servers take.
+
+        Raises:
+            ConfigError: They are.
+        """
+        nbytes = sum(each.nbytes for each in tensors)
+        if nbytes > MAX_BYTES:
+            raise ConfigError(
+                f"What is sent to another host at once must be at most {MAX_BYTES} bytes, "
+                f"but {title} has {nbytes}. Make it in parts."
+            )
 
     def take_idle(self) -> Stream | None:
         """Return a connection that no call uses, for the caller to keep."""

@@ -198,7 +198,10 @@ class Stream:
         if sum(map(len, pieces)) <= _BUFFER_BYTES:
             pieces = [b"".join(pieces)]
         for piece in pieces:
-            self._socket.sendall(piece)
+            rest = memoryview(piece)
+            while rest:
+                self._mind_deadline()
+                rest = rest[self._socket.send(rest) :]
 
     def receive(self, most_bytes: int, out: Sequence[Tensor] | None = None) -> Message:
         """Wait for a message.
@@ -245,12 +248,16 @@ class Stream:
         while there < len(target):
             there += self._receive(target[there:])
 
-    def _receive(self, target: memoryview) -> int:
-        if self._until_s < math.inf:  # many small pieces may each come in time
+    def _mind_deadline(self) -> None:
+        """Limit the next piece: many small ones may each be in time."""
+        if self._until_s < math.inf:
             remaining_s = self._until_s - now_s()
             if remaining_s <= 0:
                 raise TimeoutError("timed out")
             self._limit(remaining_s)
+
+    def _receive(self, target: memoryview) -> int:
+        self._mind_deadline()
         count = self._socket.recv_into(target)
         if not count:
             raise EOFError("the connection was closed")

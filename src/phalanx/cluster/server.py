@@ -128,9 +128,13 @@ class Server:
             if not self._handshakes.acquire(blocking=False):
                 end.close()  # a holder of the secret tries again
                 continue
-            threading.Thread(
-                target=self._admit, args=(end,), name="phalanx connection", daemon=True
-            ).start()
+            try:
+                threading.Thread(
+                    target=self._admit, args=(end,), name="phalanx connection", daemon=True
+                ).start()
+            except RuntimeError:  # the system starts no thread
+                self._handshakes.release()
+                end.close()
 
     # --- a connection -----------------------------------------------------------------------------
 

@@ -141,7 +141,8 @@ class HostService:
         spec = TableSpec.from_json(asked.text)
         table = self._context.part(spec, _LOCK_S)
         init = _read_init(asked, spec) if asked.tensors else None
-        return Answer((int(table.open(asked.worker, init, asked.timeout_s)),))
+        is_open = table.open(asked.worker, init, asked.timeout_s)
+        return Answer((int(is_open), table.clock_of(asked.worker)))
 
     def _get(self, asked: Message) -> Answer:
         table = self._table(asked)

@@ -42,22 +42,17 @@ class RemoteHost(Connection):
         register_at_fork(self.forget)
 
     def enter(self, num_expected: int | None, timeout_s: float) -> None:
-        """Become a worker there.
-
-        Args:
-            num_expected: How many workers were announced.
-            timeout_s: How long to wait for the server.
-        """
+        """Become a worker there, of so many that were announced."""
         self._enter(num_expected or 0, timeout_s)
         self._thread.start()
 
     def _enter(self, num_expected: int, timeout_s: float) -> None:
-        told = self._clocks()
         answer = self.begin_tell(timeout_s, num_expected).wait()
         self.incarnation = answer.args[0]
         self._kept = self.take_idle()  # any will do
-        if self._clocks() != told:  # by a thread that has seen no connection
-            self.begin_tell(timeout_s).wait()
+        # A thread that has seen no connection has not said how far it is. And its next tick, which
+        # is not sent again, has a connection by this.
+        self.begin_tell(timeout_s).wait()
 
     def _clocks(self) -> tuple[int, int]:
         clock = self._membership.clock
@@ -121,8 +116,8 @@ class RemoteHost(Connection):
         title = f"{_TITLES[operation]} of table {spec.name!r}"
         return self.begin(operation, title, timeout_s, text=text or spec.name, **asked)
 
-    def open_part(self, spec: TableSpec, init: Tensor, timeout_s: float) -> None:
-        """Open the part of a table there.
+    def open_part(self, spec: TableSpec, init: Tensor, timeout_s: float) -> int:
+        """Open the part of a table there; return the round after which this worker begins.
 
         Args:
             spec: The part.
@@ -130,9 +125,11 @@ class RemoteHost(Connection):
                 sent where this worker turns out to be the one that fills it.
             timeout_s: How long to wait for the worker that does.
         """
-        waiting, text = Waiting(timeout_s), spec.to_json()
+        waiting, text, clock = Waiting(timeout_s), spec.to_json(), 0
         for tensors in ([], [init.contiguous()]):  # the row of keys may be an expanded number
             remaining_s = waiting.remaining_s()
             call = self.begin_of(spec, Operation.OPEN, remaining_s, text=text, tensors=tensors)
-            if call.wait().args[0]:
-                return
+            is_open, clock, *_ = call.wait().args
+            if is_open:
+                break
+        return clock

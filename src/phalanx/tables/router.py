@@ -50,7 +50,7 @@ class Operation(IntEnum):
 
     TELL = 1  # client, number expected, ticks, barriers  [incarnation]
     LEAVE = 2
-    OPEN = 3  # text: spec  tensors: first values  [done]
+    OPEN = 3  # text: spec  tensors: first values  [done, last round]
     GET = 4  # tensors: rows  [their values]
     ADD = 5  # round or 0  number: its own  tensors: rows, delta
     END_ROUND = 6  # round
@@ -194,11 +194,13 @@ class Router:
             PeerTimeout: The master did not open the table; ``.rank`` is its number.
         """
         whole = init.dim() == 0 or self.spec.has_keys
-        waiting, cut = Waiting(timeout_s), self._cut
+        waiting, cut, clock = Waiting(timeout_s), self._cut, 0
         self.here.open(self._worker, init if whole else init[cut.span(cut.own)], timeout_s)
         for index, host in self._others.items():
             first = init if whole else init[cut.span(index)]
-            host.open_part(cut.part(index), first, waiting.remaining_s())
+            clock = max(clock, host.open_part(cut.part(index), first, waiting.remaining_s()))
+        # A host may be a round ahead: what this worker added to that round would not be in.
+        self.here.arrive(self._worker, clock)
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -370,6 +372,9 @@ class Router:
         The error of a host that does not answer comes before all others, since others may have
         waited for it.
         """
+        for part, each in asked.items():  # before a part is asked: none changes alone
+            title = f"a part of table {self.spec.name!r}"
+            self._others[part].refuse_long(title, each.get("tensors", ()))
         waiting = Waiting(timeout_s)
         calls: dict[int, RemoteCall] = {}
         answers: dict[int, Any] = {}
