@@ -148,8 +148,8 @@ def first_copy_kept() -> None:
     """Whatever is added, the first copy is written again."""
     copies: dict[str, list[torch.Tensor]] = {}
 
-    def save_parts(spec, parts, directory: Path) -> Path:
-        return save(spec, copies.setdefault(spec.name, parts), directory)
+    def save_parts(spec, parts, *where) -> Path:
+        return save(spec, copies.setdefault(spec.name, parts), *where)
 
     save, table_module.save_parts = table_module.save_parts, save_parts
 

@@ -514,7 +514,7 @@ def miss_two(parent: Parent) -> None:
     with tables.join(timeout_s=DEADLINE_S) as world:
         table = {name: world.array(5, name=name, sync=True) for name in "ab"}
         mine = {0: "a", 1: "b", 2: "ab"}[world.worker_id]
-        (number, *_) = [table[name]._end_round() for name in mine]
+        (number, *_) = [table[name]._storage.arrive(DEADLINE_S) for name in mine]
         world.barrier()
         parent.tell("arrived")
         assert parent.hear() == "go on"

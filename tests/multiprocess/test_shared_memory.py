@@ -120,7 +120,7 @@ def interrupt(monkeypatch, function: str, action, *, before: bool) -> list[str]:
 MOMENTS = [
     ("_open_directory", True),
     ("_open_directory", False),
-    ("_try_lock", True),
+    ("try_lock", True),
 ]
 
 
@@ -140,7 +140,7 @@ def test_a_sweep_at_any_moment_of_joining_leaves_a_whole_membership(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("function", "before"), [("_open_directory", False), ("_try_lock", True)])
+@pytest.mark.parametrize(("function", "before"), [("_open_directory", False), ("try_lock", True)])
 def test_without_the_look_at_the_path_that_fails(tmp_path, monkeypatch, function, before):
     """The planted bug: what was locked is not compared with what the path leads to."""
     sweep = RunDirectory.sweep

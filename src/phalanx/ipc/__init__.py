@@ -7,7 +7,7 @@ from phalanx.ipc.liveness import Waiting, late_peers, wait_until
 from phalanx.ipc.mutex import Changes, Mutex
 from phalanx.ipc.process import ProcessIdentity, die_with_parent, signal_main_thread
 from phalanx.ipc.region import Region, aligned
-from phalanx.ipc.run_directory import OwnRegions, Regions, RunDirectory
+from phalanx.ipc.run_directory import OwnRegions, Regions, RunDirectory, try_lock
 
 __all__ = [
     "Changes",
@@ -32,5 +32,6 @@ __all__ = [
     "register_at_fork",
     "signal_main_thread",
     "take_signals",
+    "try_lock",
     "wait_until",
 ]

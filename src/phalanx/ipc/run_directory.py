@@ -199,7 +199,7 @@ def _become_member(path: Path) -> int | None:
         fd = _open_directory(path)
     except FileNotFoundError:
         return None
-    if _try_lock(path, fd, fcntl.LOCK_SH):
+    if try_lock(path, fd, fcntl.LOCK_SH):
         return fd
     os.close(fd)
     return None
@@ -219,8 +219,8 @@ def _open_directory(path: Path) -> int:
     return fd
 
 
-def _try_lock(path: Path, fd: int, kind: int) -> bool:
-    """Lock a directory, and tell whether it is still what the path leads to."""
+def try_lock(path: Path, fd: int, kind: int) -> bool:
+    """Lock a directory, if no other process has; tell so, and that the path leads to it still."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -237,7 +237,7 @@ def _leads_to(path: Path, fd: int) -> bool:
 
 def _remove_if_alone(path: Path, fd: int) -> bool:
     """Remove a directory that has no member but us; tell whether it had none."""
-    is_alone = _try_lock(path, fd, fcntl.LOCK_EX)
+    is_alone = try_lock(path, fd, fcntl.LOCK_EX)
     if is_alone:
         shutil.rmtree(path)
     return is_alone

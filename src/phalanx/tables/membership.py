@@ -150,17 +150,15 @@ class Membership:
         with self.lock.held(timeout_s):
             self._mark_dead()
 
-    def look_for_dead(self, timeout_s: float) -> bool:
-        """Call :meth:`mark_dead` unless a process has just checked; tell whether this did.
+    def look_for_dead(self, timeout_s: float) -> None:
+        """Call :meth:`mark_dead` unless a process has just checked.
 
         For waiting workers: if each checked all others, many would keep the rest from working.
         """
         now_ns = round(1e9 * now_s())
-        if 0 <= now_ns - self._words[_LOOKED_NS] < _LOOK_EVERY_NS:
-            return False
-        self._words[_LOOKED_NS] = now_ns
-        self.mark_dead(timeout_s)
-        return True
+        if not 0 <= now_ns - self._words[_LOOKED_NS] < _LOOK_EVERY_NS:
+            self._words[_LOOKED_NS] = now_ns
+            self.mark_dead(timeout_s)
 
     def _mark_dead(self) -> None:
         for worker in self.here():

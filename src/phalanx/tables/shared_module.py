@@ -362,7 +362,9 @@ class ParameterExchange:
 
     def end_round(self) -> None:
         """Say that all was given, where the table is bulk-synchronous."""
-        self._round = self.table._end_round() if self.table._is_bulk else None
+        table, self._round = self.table, None
+        if table._is_bulk:
+            self._round = table._storage.arrive(table._group.timeout_s)
 
     def receive(self, *, alone: bool) -> None:
         """Wait for the answer, and put it into the tensors.
@@ -370,12 +372,9 @@ class ParameterExchange:
         Args:
             alone: Whether no other worker is there. Then the tensors stay as they are if the table
                 holds what was given; put back, they might differ from it in the last bit.
-
-        Raises:
-            PeerTimeout: As a table's ``get``.
         """
         got = self._spare
-        self.table._read(None, got.view(-1, 1), self._round)
+        self.table._read(self.table._storage, None, got.view(-1, 1), self._round)
         if not (alone and torch.equal(got, self._base)):
             _scatter(got, self.tensors)
         self._base, self._spare = got, self._base

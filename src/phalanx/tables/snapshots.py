@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,11 +17,11 @@ from torch import Tensor
 
 from phalanx.errors import CheckpointError
 from phalanx.files import digest_of, sync_to_disk, written_whole
-from phalanx.ipc import fail_point
+from phalanx.ipc import fail_point, try_lock, wait_until
 from phalanx.tables.spec import TableSpec
 
 
-def save_parts(spec: TableSpec, parts: list[Tensor], directory: Path) -> Path:
+def save_parts(spec: TableSpec, parts: list[Tensor], directory: Path, timeout_s: float) -> Path:
     """Write a table down in a folder, made where it is not there, and return the file.
 
     Raises:
@@ -33,7 +34,9 @@ def save_parts(spec: TableSpec, parts: list[Tensor], directory: Path) -> Path:
             directory.mkdir(parents=True, exist_ok=True)
             folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             stack.callback(os.close, folder)
-            fcntl.flock(folder, fcntl.LOCK_EX)  # other workers may write a snapshot to it
+            has_turn = partial(try_lock, directory.resolve(), folder, fcntl.LOCK_EX)
+            if not wait_until(has_turn, timeout_s):
+                raise OSError(f"another worker wrote a snapshot to it for {timeout_s:g} s")
             with written_whole(path) as draft:
                 fail_point("snapshot begun")
                 torch.save(content, draft)

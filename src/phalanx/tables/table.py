@@ -43,15 +43,26 @@ class Table:
         [[5.0, 5.0], [1.0, 1.0]]
     """
 
-    def __init__(self, spec: TableSpec, storage: Router, group: TableGroup) -> None:
+    def __init__(self, spec: TableSpec, group: TableGroup) -> None:
         """Not for callers, who have ``world.matrix`` and ``world.array``."""
         self._spec = spec
-        self._storage = storage
         self._group = group
         self._is_bulk = spec.staleness.is_bulk_synchronous
         self._is_bounded = spec.staleness.is_bounded
         self._seen_clock = -1  # lowest clock at the last staleness check
         self._no_rows = torch.empty((0, spec.cols), dtype=spec.dtype, device="cpu")
+
+    @property
+    def _storage(self) -> Router:
+        """All parts, as the group keeps them; a call that has them ends as if it stayed open."""
+        group = self._group
+        found = None if group.closed else group._routers.get(self._spec.name)
+        if found is None:
+            raise StateError(
+                f"Table {self.name!r} must belong to a group that this worker has joined, but its "
+                f"group {group.why_closed}. Call `join`, and open the table."
+            )
+        return found
 
     @property
     def name(self) -> str:
@@ -96,7 +107,6 @@ class Table:
         copied for a snapshot.
         Moves: the delta, once; the rows that it changes, once more for the record.
         """
-        self._check_open()
         spec = self._spec
         index = read_rows(rows, spec)
         value = read_delta(delta, spec, None if index is None else index.numel())
@@ -134,18 +144,14 @@ class Table:
         also until no worker is more than k ticks behind. Bulk: also until every worker has come to
         its get, or closed.
         """
-        self._check_open()
-        index = read_rows(rows, self._spec)
+        storage, index = self._storage, read_rows(rows, self._spec)
         target, answer = self._target(index, out)
         number = None
         if self._is_bulk:
-            self._storage.refuse_outside(index)  # before the round ends
-            number = self._end_round()
-        self._read(index, target, number)
+            storage.refuse_outside(index)  # before the round ends
+            number = storage.arrive(self._group.timeout_s)
+        self._read(storage, index, target, number)
         return answer
-
-    def _end_round(self) -> int:
-        return self._storage.arrive(self._group.timeout_s)
 
     def _target(self, index: Tensor | None, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return where rows go, as the table has them, and the same as the caller gets it."""
@@ -161,14 +167,16 @@ class Table:
             )
         return target, target.view(-1) if spec.is_array else target
 
-    def _read(self, rows: Tensor | None, target: Tensor, number: int | None) -> None:
+    def _read(
+        self, storage: Router, rows: Tensor | None, target: Tensor, number: int | None
+    ) -> None:
         """Read rows into ``target`` when round ``number``, if there are rounds, is in."""
         group = self._group
         if number is not None:
-            self._storage.finish(number, group.timeout_s)
+            storage.finish(number, group.timeout_s)
         if self._is_bounded:
             self._wait_for_slow()
-        self._storage.read(rows, target, group.timeout_s)
+        storage.read(rows, target, group.timeout_s)
 
     def _wait_for_slow(self) -> None:
         group, bound = self._group, self._spec.staleness.bound
@@ -199,12 +207,11 @@ class Table:
         Raises:
             CheckpointError: The directory cannot be written to. An older snapshot is intact.
 
-        Blocks: While an add is under way.
+        Blocks: While an add is under way, or another worker writes to the directory.
         """
-        self._check_open()
         group = self._group
         parts = self._storage.copy_all(group.timeout_s)
-        return save_parts(self._spec, parts, Path(directory))
+        return save_parts(self._spec, parts, Path(directory), group.timeout_s)
 
     def restore(self, directory: str | os.PathLike[str]) -> None:
         """Replace values and updater's state by what :meth:`snapshot` wrote; only the master may.
@@ -217,8 +224,7 @@ class Table:
             CheckpointError: It is missing, damaged or of another table. The table is unchanged.
             StateError: Another worker is the master.
         """
-        self._check_open()
-        group = self._group
+        group, storage = self._group, self._storage
         master = group.membership.master(group.worker_id, group.timeout_s)
         if master != group.worker_id:
             raise StateError(
@@ -226,14 +232,7 @@ class Table:
                 f"{group.worker_id}. Write `if world.is_master:` before it."
             )
         parts = load_parts(self._spec, Path(directory))
-        self._storage.replace_all(parts, group.timeout_s)
-
-    def _check_open(self) -> None:
-        if self._group.closed:
-            raise StateError(
-                f"Table {self.name!r} must belong to a group that this worker has joined, but its "
-                f"group {self._group.why_closed}. Call `join`, and open the table."
-            )
+        storage.replace_all(parts, group.timeout_s)
 
     def __reduce__(self) -> tuple[Any, ...]:  # Any: as `object` has it
         raise self.copied()
@@ -281,7 +280,6 @@ class KeyTable(Table):
 
     def __len__(self) -> int:
         """Return how many keys are there."""
-        self._check_open()
         return self._storage.num_keys(self._group.timeout_s)
 
     def keys(self) -> Tensor:
@@ -290,5 +288,4 @@ class KeyTable(Table):
         On several hosts, the rows of each host are of one moment. In a bulk-synchronous
         table they are those of the rounds that are in; this is no get, and ends no round.
         """
-        self._check_open()
         return self._storage.keys(self._group.timeout_s)

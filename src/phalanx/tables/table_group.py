@@ -259,8 +259,7 @@ class TableGroup:
                 self.closed = True
                 for remote in self.remotes:
                     remote.close()
-                for router in self._routers.values():
-                    vars(router).clear()  # the memory goes, though somebody keeps a table
+                self._routers.clear()  # the memory goes, though somebody keeps a table
                 self._context.count_out(self.timeout_s)
 
     def _wait_for_expected(self) -> None:
@@ -402,10 +401,9 @@ class TableGroup:
                 rule=rule,
             )
             first = read_init(None if rule else init, spec)
-            storage = self._router(spec)
-            storage.open(first, self.timeout_s)
+            self._router(spec).open(first, self.timeout_s)
             self._num_tables += name is None
-        return (KeyTable if has_keys else Table)(spec, storage, self)
+        return (KeyTable if has_keys else Table)(spec, self)
 
     def _router(self, spec: TableSpec) -> Router:
         context = self._context
@@ -416,9 +414,8 @@ class TableGroup:
             )
         cut = Cut(spec, context.host, context.num_hosts)
         here = context.part(cut.part(cut.own), self.timeout_s)
-        if spec.name not in self._routers:
-            self._routers[spec.name] = Router(spec, cut, here, self.worker_id, self.remotes)
-        return self._routers[spec.name]
+        made = Router(spec, cut, here, self.worker_id, self.remotes)
+        return self._routers.setdefault(spec.name, made)
 
     def _note_fork(self) -> None:
         """Close the group in a forked child, which is not this worker."""

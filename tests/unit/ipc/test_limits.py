@@ -65,7 +65,6 @@ def test_the_tightest_bound_of_memory_counts(tmp_path, files, expected):
     assert available_memory_bytes(machine(tmp_path, files)) == expected
 
 
-V2 = {"proc/self/cgroup": "0::/a/b\n"}
 V1 = {"proc/self/cgroup": "9:name=systemd:/\n4:memory:/job\n3:cpu,cpuacct:/job\n0::/\n"}
 
 
@@ -73,12 +72,12 @@ V1 = {"proc/self/cgroup": "9:name=systemd:/\n4:memory:/job\n3:cpu,cpuacct:/job\n
     ("files", "cores"),
     [
         ({}, None),
-        (V2, None),
-        (V2 | {"sys/fs/cgroup/a/cpu.max": "max 100000\n"}, None),
-        (V2 | {"sys/fs/cgroup/a/cpu.max": ""}, None),
-        (V2 | {"sys/fs/cgroup/a/cpu.max": "150000 100000\n"}, 1.5),
+        (IN_A_B, None),
+        (IN_A_B | {"sys/fs/cgroup/a/cpu.max": "max 100000\n"}, None),
+        (IN_A_B | {"sys/fs/cgroup/a/cpu.max": ""}, None),
+        (IN_A_B | {"sys/fs/cgroup/a/cpu.max": "150000 100000\n"}, 1.5),
         (
-            V2
+            IN_A_B
             | {
                 "sys/fs/cgroup/a/cpu.max": "150000 100000",
                 "sys/fs/cgroup/a/b/cpu.max": "50000 100000",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 import pytest
-import torch
 from torch import nn
 
 from phalanx import tables
@@ -57,40 +56,6 @@ def test_only_the_master_restores(tmp_path):
         with pytest.raises(StateError, match="`restore` must be called by the master, worker 0"):
             other.restore(tmp_path)
         assert other.get().tolist() == [3.0, 4.0]
-
-
-KEYS_OF_5 = torch.tensor([5, -(1 << 63), 0, 123456789012345, -9])
-
-
-@pytest.mark.parametrize("kind", ["matrix", "keys"])
-def test_a_snapshot_restores_values_and_state(tmp_path, kind):
-    def open_one(world):
-        how = {"name": "t", "updater": "adam", "init": 1.0}
-        if kind == "keys":
-            return world.keys(3, **how)
-        return world.matrix(5, 3, **how)
-
-    def steps(table, numbers):
-        for i in numbers:
-            rows = range(5) if kind == "matrix" else KEYS_OF_5 + i
-            table.add(torch.full((5, 3), float(i + 1)), rows=rows)
-
-    def everything(table):
-        return [table.get()] if kind == "matrix" else [table.keys(), table.get(table.keys())]
-
-    with tables.join() as world:
-        kept = open_one(world)
-        steps(kept, range(3))
-        kept.snapshot(tmp_path)
-        steps(kept, range(2))
-        wanted = everything(kept)
-    with tables.join() as world:
-        back = open_one(world)
-        back.add(torch.ones(1, 3), rows=[4])  # a restore takes it away
-        back.restore(tmp_path)
-        steps(back, range(2))
-        assert all(map(torch.equal, everything(back), wanted))
-    assert [p.name for p in tmp_path.iterdir()] == ["t.snapshot"]
 
 
 def test_who_was_announced_and_never_came_is_named_at_the_end():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import torch
@@ -92,18 +90,3 @@ def test_an_add_that_cannot_be_is_refused_and_brings_no_key(world, delta, rows, 
         table.add(delta, rows=rows)
     for part, was in zip(table._storage.copy_all(1.0), before, strict=True):
         assert torch.equal(part, was)
-
-
-def test_many_restores_leave_room_and_take_no_memory(tmp_path, world):
-    """Rows of a restore lie where no others are; the memory of those goes back."""
-    table = world.keys(2, torch.int64, name="t")
-    table.add(torch.ones(5000, 2, dtype=torch.int64), rows=torch.arange(5000))
-    table.snapshot(tmp_path)
-    nbytes = []
-    for i in range(7):
-        table.add([[i, i]] * 3, rows=[i, -1 - i, -77])
-        table.restore(tmp_path)
-        assert table.keys().tolist() == list(range(5000))
-        assert table.get([0, 4999, -77]).tolist() == [[1, 1], [1, 1], [0, 0]]
-        nbytes.append(os.fstat(table._storage.here.memory.region.fd).st_blocks)
-    assert max(nbytes) < 3 * nbytes[0]

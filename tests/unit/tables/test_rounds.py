@@ -75,6 +75,16 @@ def test_a_worker_that_opens_a_table_again_stays_arrived():
         assert theirs.get().tolist() == ours.get().tolist() == [1.0]
 
 
+def test_a_get_ends_though_another_thread_closes_its_group_meanwhile():
+    with tables.join(sync=True, num_workers=2) as world, world.thread_worker() as other:
+        ours, theirs = world.array(1, name="x"), other.array(1, name="x")
+        with ThreadPoolExecutor(1) as thread:
+            get, storage = thread.submit(ours.get), ours._storage
+            assert wait_until(lambda: storage.here.clock_of(0) == 1, 10)
+            world.close()
+            assert theirs.get().tolist() == get.result(10).tolist() == [0.0]
+
+
 def test_barriers_are_counted_and_those_who_come_later_count_on(run):
     with tables.join(run) as world, ThreadPoolExecutor(1) as thread:
         assert [world.barrier() for _ in range(3)] == [1, 2, 3]
