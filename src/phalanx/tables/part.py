@@ -204,11 +204,11 @@ class TablePart:
                 self._add_in_python(entry, waiting.remaining_s())
                 return
             if answer in (UNSETTLED, _NOT_FINITE):
-                self._call_settled(bool, timeout_s)
+                self._call_settled(bool, waiting.remaining_s())
             if answer == _NOT_FINITE:
                 raise nonfinite(self._spec)
             if answer == _CRAMPED:
-                self._call_settled(lambda: self._extend_record(entry), timeout_s)
+                self._call_settled(lambda: self._extend_record(entry), waiting.remaining_s())
             if waiting.over():
                 raise self.lock.late(timeout_s)
             answer = self._add_once(entry, _SLICE_MS)
