@@ -126,6 +126,21 @@ def test_who_comes_back_adds_to_a_round_that_is_in_on_no_host(run, tmp_path):
     assert run_hosts(3, run, 3, bool, worker=come_back, folder=tmp_path) == [[1.0]] * 3
 
 
+def come_again_at_once(world: tables.TableGroup) -> None:
+    if world.worker_id == 0:
+        assert wait_until(lambda: world.membership.incarnation(1) == 2, DEADLINE_S)
+        return
+    for remote in world.remotes:
+        remote.close()  # as where the worker is killed
+    world.close()
+    host_rendezvous._met.clear()
+    tables.join(timeout_s=DEADLINE_S).close()
+
+
+def test_who_is_started_again_at_once_has_its_number(run):
+    assert run_hosts(2, run, 2, come_again_at_once) == [None] * 2
+
+
 def left_behind() -> tuple[int, int]:
     """Return the number of our threads, and of this process's descriptors."""
     threads = [each for each in threading.enumerate() if each.name.startswith("phalanx")]
@@ -152,16 +167,6 @@ def test_who_joins_and_closes_again_and_again_leaves_no_thread_and_no_descriptor
     run_hosts(3, run, 3, bool, worker=join_again_and_again)
 
 
-def want_a_thread(world: tables.TableGroup) -> str:
-    with pytest.raises(UnsupportedError) as caught:
-        world.thread_worker()
-    return str(caught.value)
-
-
-def test_threads_are_no_workers_on_several_hosts(run):
-    assert all("Start more processes" in each for each in HOSTS.run(want_a_thread, run=run))
-
-
 class Own(tables.Updater):
     name = "own"
 
@@ -169,11 +174,13 @@ class Own(tables.Updater):
         rows.add_(delta)
 
 
-def open_with_an_updater_of_its_own(world: tables.TableGroup) -> list:
+def ask_for_what_hosts_have_not(world: tables.TableGroup) -> list:
+    with pytest.raises(UnsupportedError, match="Start more processes"):
+        world.thread_worker()
     with pytest.raises(UnsupportedError, match="must be a built-in one for tables on several"):
         world.array(3, name="t", updater=Own())
     return world.array(3, name="t", init=1.0).get().tolist()
 
 
-def test_hosts_refuse_an_updater_of_the_users_and_the_name_stays_free(run):
-    assert HOSTS.run(open_with_an_updater_of_its_own, run=run) == [[1.0] * 3] * 3
+def test_hosts_refuse_a_thread_and_an_updater_of_the_users_and_the_name_stays_free(run):
+    assert HOSTS.run(ask_for_what_hosts_have_not, run=run) == [[1.0] * 3] * 3

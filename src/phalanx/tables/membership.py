@@ -91,8 +91,10 @@ class Membership:
             self._mark_dead()
             self._announce(num_expected)
             worker = self._free_number() if worker is None else worker
-            if client and worker in self.here() and self._process(worker) == me:
-                return worker
+            if client and worker in self.here() and self.is_elsewhere(worker):
+                if self._process(worker) == me:
+                    return worker
+                self._mark_gone(worker)  # its own host has seen it end
             self._refuse_taken(worker)
             at = self._start_of(worker)
             if self._words[at + _STATE] != _EMPTY or worker >= self.num_expected:
