@@ -124,8 +124,9 @@ class HostService:
                     self.membership.leave(*key, _LOCK_S)
 
     def _tell(self, asked: Message) -> Answer:
-        for clock, number in zip((TICKS, BARRIERS), asked.args[2:], strict=True):
-            self.membership.advance_to(asked.worker, clock, number)
+        with self._mutex:  # of two that come at once, the later one counts
+            for clock, number in zip((TICKS, BARRIERS), asked.args[2:], strict=True):
+                self.membership.advance_to(asked.worker, clock, number)
         return Answer((asked.incarnation,))
 
     def _leave(self, asked: Message) -> Answer:

@@ -11,7 +11,6 @@ when all workers have arrived there.
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.errors import PhalanxError
-from phalanx.ipc import Waiting
+from phalanx.ipc import Mutex, Waiting
 from phalanx.memory import all_within
 from phalanx.plan import equal_sizes
 from phalanx.tables.own_part import OwnPart
@@ -181,7 +180,8 @@ class Router:
         # Held while adds go to logs and other hosts: they are numbered, and taken in the order of
         # their numbers, so that one that comes late is taken for a repetition. Nor may the worker's
         # round change meanwhile.
-        self._turn = threading.Lock()
+        own = memoryview(bytearray(Mutex.NBYTES))
+        self._turn = Mutex(own, f"worker {worker}'s turn in table {spec.name}")
         self._late_round: int | None = None  # of a get that failed, or that Ctrl-C ended
         self._num_adds = 0
 
@@ -246,7 +246,7 @@ class Router:
             self._part.add(entry, timeout_s)
             return
         refuse_nonfinite(entry.delta, self.spec)
-        with self._turn:
+        with self._turn.held(timeout_s):
             self._add_parts(entry, order, shares, 0, self._part.add, timeout_s)
 
     def put(self, entry: Entry, timeout_s: float) -> None:
@@ -254,7 +254,7 @@ class Router:
         self.refuse_outside(entry.rows)
         refuse_nonfinite(entry.delta, self.spec)
         order, shares = self._cut.shares(entry.rows) if self._others else _ALL_HERE
-        with self._turn:
+        with self._turn.held(timeout_s):
             number = self.here.clock_of(entry.worker) + 1
             put_here = partial(self.here.put, number=number)
             if shares:
@@ -290,7 +290,7 @@ class Router:
 
     def arrive(self, timeout_s: float) -> int:
         """Say that the worker has put down all of its round, or of the late one, and return it."""
-        with self._turn:  # no thread of the worker puts anything down meanwhile
+        with self._turn.held(timeout_s):  # no thread of the worker puts anything down meanwhile
             number = self._late_round or self.here.clock_of(self._worker) + 1
             self._late_round = None  # another thread's get is of the next one
             self.here.arrive(self._worker, number)
