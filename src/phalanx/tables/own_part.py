@@ -142,7 +142,8 @@ class OwnPart:
     def arrive(self, worker: int, number: int) -> None:
         """Say that ``worker`` has logged all adds of all rounds up to ``number``."""
         line = self.memory.worker(worker)
-        line[CLOCK] = max(line[CLOCK], number)
+        if number > line[CLOCK]:
+            line[CLOCK] = number
         self._membership.changes.tell()
 
     def finish(self, number: int, timeout_s: float) -> None:

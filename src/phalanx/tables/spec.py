@@ -202,7 +202,7 @@ class TableSpec:
 def check_name(argument: str, given: object) -> None:
     """Raise if something is no name of a run, or of a table, which are names of files."""
     wanted = "be 1 to 100 letters, digits, dots, dashes and underscores, a letter or digit first"
-    check_argument(NAME.fullmatch(str(given)) is not None, argument, wanted, given)
+    check_argument(bool(isinstance(given, str) and NAME.fullmatch(given)), argument, wanted, given)
 
 
 def read_dtype(given: object) -> torch.dtype:

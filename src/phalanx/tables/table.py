@@ -113,10 +113,8 @@ class Table:
         self._take(Entry(index, value, self._group.worker_id))
 
     def _take(self, entry: Entry) -> None:
-        if self._is_bulk:
-            self._storage.put(entry, self._group.timeout_s)
-        else:
-            self._storage.add(entry, self._group.timeout_s)
+        take = self._storage.put if self._is_bulk else self._storage.add
+        take(entry, self._group.timeout_s)
 
     # --- get --------------------------------------------------------------------------------------
 
