@@ -180,8 +180,7 @@ class Router:
         # Held while adds go to logs and other hosts: they are numbered, and taken in the order of
         # their numbers, so that one that comes late is taken for a repetition. Nor may the worker's
         # round change meanwhile.
-        own = memoryview(bytearray(Mutex.NBYTES))
-        self._turn = Mutex(own, f"worker {worker}'s turn in table {spec.name}")
+        self._turn = Mutex(memoryview(bytearray(Mutex.NBYTES)), f"adds to table {spec.name}")
         self._late_round: int | None = None  # of a get that failed, or that Ctrl-C ended
         self._num_adds = 0
 

@@ -63,6 +63,8 @@ class Updater:
     merge: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        fits = self.merge in (None, "sum", "mean")
+        check_argument(fits, "merge", "be 'sum' or 'mean'", self.merge)
         for option in _options_of(type(self)):
             # the share of the past that stays
             high = 1.0 if option in ("momentum", "beta1", "beta2") else math.inf
@@ -265,8 +267,8 @@ def parse_updater(given: object) -> Updater:
     wanted = f"be an updater, or one of {', '.join(map(repr, _BUILT_IN))}, or have its name"
     check_argument(fits, "updater", wanted, given)
     assert isinstance(options, Mapping)
-    kind = _BUILT_IN[options["name"]]
-    values = {name: value for name, value in options.items() if name != "name"}
+    values = dict(options)
+    kind = _BUILT_IN[values.pop("name")]
     known = _options_of(kind)
     fits = values.keys() <= {"merge", *known}
     check_argument(fits, "updater", f"have no options but {known}", given)
