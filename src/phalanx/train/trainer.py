@@ -249,6 +249,7 @@ class Trainer:
             )
             return []
         last_epoch = self.epochs + 1 if epochs is None and steps is None else epochs
+        steps_per_epoch = length_of(loader)  # a Ctrl-C in it leaves no step to end at
         if self._last_step is None and steps is not None:
             self._last_step = self.steps + steps
         self._stopped, self._in_fit = False, True
@@ -260,7 +261,7 @@ class Trainer:
             steps=self.steps,
             last_epoch=last_epoch,
             last_step=self._last_step,
-            steps_per_epoch=length_of(loader),
+            steps_per_epoch=steps_per_epoch,
             means=tuple(f"{kind}.{mean}" for kind in kinds for mean in means),
         )
 
