@@ -117,7 +117,7 @@ class RankSums:
         exchange, buckets, ranges: As `RankReduction` has them.
 
     Attributes:
-        is_broken: Whether other ranks wait for the rest of the buckets.
+        is_broken: Whether other ranks may wait for the rest of the buckets.
     """
 
     def __init__(
@@ -174,7 +174,6 @@ class RankSums:
                 self._own[node][place] = gradient.clone()
         self._full.add(place)
         self._send(self._full)
-        self.is_broken = bool(self._trips)
 
     def send(self, own: Mapping[Node, PartialSum | None]) -> None:
         """Send all that is left; ``own`` are this rank's partial sums, which may be written to."""
@@ -183,13 +182,13 @@ class RankSums:
                 pairs = zip(self._own[node], found.gradients, strict=True)
                 self._own[node] = [late if early is None else early for early, late in pairs]
         self._send(None)
-        self.is_broken = False
 
     def _send(self, full: set[int] | None) -> None:
         kind = _PairTrip if list(map(len, self._nodes)) == [1, 1] else _Trip
         for bucket in self._buckets[len(self._trips) :]:
             if full is not None and not full.issuperset(bucket.places):
                 break
+            self.is_broken = True
             sums = list(self._own.values())
             self._trips.append(kind(bucket, self._exchange, self._nodes, sums))
 
@@ -204,6 +203,7 @@ class RankSums:
         total: Gradients = [None] * self._num_parameters
         for bucket, trip in zip(self._buckets, self._trips, strict=True):
             bucket.read(trip.wait(), total)
+        self.is_broken = False
         return total
 
 
