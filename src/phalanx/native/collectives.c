@@ -132,7 +132,7 @@ static int sleep_until(const collective *op, word progress, word patience_ns) {
     while ((late = late_rank(op, progress)) >= 0) {
         word left = until - now_ns();
         if (left <= 0) return 0;
-        uint32_t rung = __atomic_load_n(bell, __ATOMIC_RELAXED);
+        uint32_t rung = __atomic_load_n(bell, __ATOMIC_ACQUIRE); /* before what is said below */
         __atomic_store_n(mine + WANTED, progress, __ATOMIC_RELAXED);
         __atomic_store_n(mine + AWAITED, late + 1, __ATOMIC_RELAXED);
         __atomic_thread_fence(__ATOMIC_SEQ_CST); /* before the look: see post */
