@@ -56,6 +56,9 @@ def add_while_this_host_refuses(world: tables.TableGroup) -> list:
         many = [3, *[6] * 29]  # more for host 2 than for host 1
         with patch.object(connection, "MAX_BYTES", 99), pytest.raises(ConfigError, match="parts"):
             table.add([1] * 30, rows=many)
+        with patch.object(connection, "MAX_BYTES", 99), pytest.raises(ConfigError, match="parts"):
+            world.array(99, init=torch.ones(99), name="u")
+        assert not world.array(99, name="u").get().any()
         refuse_once(remotes[1], OutOfSpace)
         with pytest.raises(OutOfSpace, match="refused"):
             table.add(torch.ones(9, dtype=torch.int64))

@@ -47,8 +47,7 @@ class RemoteHost(Connection):
         self._thread.start()
 
     def _enter(self, num_expected: int, timeout_s: float) -> None:
-        answer = self.begin_tell(timeout_s, num_expected).wait()
-        self.incarnation = answer.args[0]
+        self.incarnation = self.begin_tell(timeout_s, num_expected).wait().args[0]
         self._kept = self.take_idle()  # any will do
         # A thread that has seen no connection has not said how far it is. And its next tick, which
         # is not sent again, has a connection by this.

@@ -177,9 +177,8 @@ class Router:
         self._cut = cut
         self._worker = worker
         self._others = {each.endpoint.host: each for each in remotes}
-        # Held while adds go to logs and other hosts: they are numbered, and taken in the order of
-        # their numbers, so that one that comes late is taken for a repetition. Nor may the worker's
-        # round change meanwhile.
+        # Held while adds go to logs and other hosts: one that comes late there, by its number, is
+        # taken for a repetition. Nor may the worker's round change meanwhile.
         self._turn = Mutex(memoryview(bytearray(Mutex.NBYTES)), f"adds to table {spec.name}")
         self._late_round: int | None = None  # of a get that failed, or that Ctrl-C ended
         self._num_adds = 0
@@ -194,10 +193,13 @@ class Router:
         """
         whole = init.dim() == 0 or self.spec.has_keys
         waiting, cut, clock = Waiting(timeout_s), self._cut, 0
+        firsts = {index: init if whole else init[cut.span(index)] for index in self._others}
+        for index, first in firsts.items():  # before a part is made
+            self._others[index].refuse_long(f"a part of {self.spec.name!r}", [first])
         self.here.open(self._worker, init if whole else init[cut.span(cut.own)], timeout_s)
-        for index, host in self._others.items():
-            first = init if whole else init[cut.span(index)]
-            clock = max(clock, host.open_part(cut.part(index), first, waiting.remaining_s()))
+        for index, first in firsts.items():
+            open_part, part = self._others[index].open_part, cut.part(index)
+            clock = max(clock, open_part(part, first, waiting.remaining_s()))
         # A host may be a round ahead: what this worker added to that round would not be in.
         self.here.arrive(self._worker, clock)
 
@@ -372,8 +374,7 @@ class Router:
         waited for it.
         """
         for part, each in asked.items():  # before a part is asked: none changes alone
-            title = f"a part of table {self.spec.name!r}"
-            self._others[part].refuse_long(title, each.get("tensors", ()))
+            self._others[part].refuse_long(f"a part of {self.spec.name!r}", each.get("tensors", ()))
         waiting = Waiting(timeout_s)
         calls: dict[int, RemoteCall] = {}
         answers: dict[int, Any] = {}
