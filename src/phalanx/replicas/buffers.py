@@ -64,11 +64,10 @@ def check_statistics(buffers: Mapping[str, Tensor], merged: Statistics) -> None:
                 f"the forward pass made it {tuple(statistic.value.shape)}. Register it in its full "
                 "shape."
             )
-        is_fixed = buffer.is_inference() and not torch.is_inference_mode_enabled()
-        if is_fixed or is_expanded(buffer):
+        if is_expanded(buffer) or (buffer.is_inference() and not torch.is_inference_mode_enabled()):
             raise UnsupportedError(
                 f"Buffer `{name}` must be writable where the forward pass changes it, but was made "
-                f"by {'inference mode' if is_fixed else '`expand()`'}. Register a `clone()` of it."
+                "by `expand()` or in inference mode. Register a `clone()` of it."
             )
 
 
