@@ -144,8 +144,11 @@ class ExactSampler(Sampler[list[int]]):
         """Continue from ``state``.
 
         Raises:
-            CheckpointError: It is of other data or another seed; nothing changes then.
+            CheckpointError: It is of other data or another seed, or no sampler's; nothing changes
+                then.
         """
+        if state.keys() != self.state_dict().keys():
+            raise CheckpointError(f"`state` must be of an ExactSampler, but has {[*state]}.")
         num_rows, seed = state["num_rows"], state["seed"]
         if (num_rows, seed) != (self.num_rows, self.seed):
             raise CheckpointError(

@@ -75,7 +75,7 @@ def test_a_rank_of_several_must_say_which_it_is(monkeypatch: pytest.MonkeyPatch)
     assert len(list(ExactSampler(6, 2, rank=0, num_ranks=1))) == 3
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"num_rows": 7}])
+@pytest.mark.parametrize("change", [{"seed": 1}, {"num_rows": 7}, {"model": 1}])
 def test_a_state_of_other_data_is_refused_and_changes_nothing(change: dict[str, Any]) -> None:
     sampler = ExactSampler(6, 2, shuffle=False)
     next(iter(sampler))
