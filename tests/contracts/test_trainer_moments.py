@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx.callbacks import StepDone
+from phalanx.callbacks import EMA, History, StepDone
 from phalanx.errors import StateError
 from tests.products import some_by_day
 from tests.worlds import (
@@ -346,11 +346,17 @@ class SignalledScheduler(torch.optim.lr_scheduler.StepLR):
         super().step()
 
 
+class SignalledNet(nn.Linear):
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        Signalled.fire()
+        return super().parameters(recurse)
+
+
 @some_by_day(
     "executor, signals, how",
     EXECUTORS,
     [[signal.SIGINT], [signal.SIGALRM], [signal.SIGINT] * 2],
-    ["optimizer", "scheduler"],
+    ["optimizer", "scheduler", "average", "epoch"],
 )
 def test_ctrl_c_in_the_update_comes_after_it(
     executor: tuple[str, int], signals: list[signal.Signals], how: str, tmp_path: Path
@@ -359,30 +365,33 @@ def test_ctrl_c_in_the_update_comes_after_it(
         Signalled.handled.set()
         raise KeyboardInterrupt
 
-    def trainer() -> phalanx.Trainer:
+    averages, histories = (EMA(0.5), EMA(0.5)), (History(), History())
+
+    def trainer(number: int) -> phalanx.Trainer:
         torch.manual_seed(0)
         made = Signalled if how == "optimizer" else torch.optim.SGD
         return phalanx.Trainer(
-            nn.Linear(5, 3),
+            (SignalledNet if how == "average" else nn.Linear)(5, 3),
             nn.functional.mse_loss,
             lambda parameters: made(parameters, lr=0.1),
             executor=executor[0],
             replicas=executor[1],
             microbatches=3,
             scheduler=lambda optimizer: SignalledScheduler(optimizer, 2),
-            scheduler_interval="step",
+            scheduler_interval="epoch" if how == "epoch" else "step",
+            callbacks=[averages[number], histories[number]],
         )
 
     before = [signal.signal(each, interrupt) for each in (signal.SIGINT, signal.SIGALRM)]
     try:
-        with trainer() as disturbed, trainer() as undisturbed:
+        with trainer(0) as disturbed, trainer(1) as undisturbed:
             for done in (disturbed, undisturbed):
-                done.fit(batches(), steps=3)
+                done.fit(batches(), steps=4)
             Signalled.armed.extend(signals)
             threads = set(threading.enumerate())
             with pytest.raises(KeyboardInterrupt):
                 disturbed.fit(batches(), steps=1)
-            assert disturbed.steps == 4
+            assert disturbed.steps == 5
             assert set(threading.enumerate()) == threads  # a pool that is left behind ends
             assert signal.getsignal(signal.SIGINT) is interrupt
             disturbed.save(tmp_path / "c")
@@ -390,6 +399,9 @@ def test_ctrl_c_in_the_update_comes_after_it(
             for done in (disturbed, undisturbed):
                 done.fit(batches(), steps=3)
             assert same(state_of(disturbed), state_of(undisturbed))
+            assert same(*[[*each.module.parameters()] for each in averages])
+            means = [(each.losses, [done.train for done in each.epochs]) for each in histories]
+            assert means[0] == means[1]
     finally:
         Signalled.armed.clear()
         for number, handler in zip((signal.SIGINT, signal.SIGALRM), before, strict=True):

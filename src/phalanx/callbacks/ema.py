@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from phalanx.callbacks.callback import Callback
 from phalanx.callbacks.events import StepDone
 from phalanx.errors import StateError
+from phalanx.execution import signals_held
 from phalanx.plan import check_argument, read_number
 
 
@@ -66,7 +67,8 @@ class EMA(Callback):
     def on_step_end(self, event: StepDone) -> None:  # noqa: ARG002
         """Average the weights."""
         if self.trainer is not None:
-            self._opened.update_parameters(self.trainer.module)
+            with signals_held():  # the average is of a whole number of steps, as the weights are
+                self._opened.update_parameters(self.trainer.module)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the average, its buffers, and how many steps it is of."""

@@ -17,4 +17,5 @@ from phalanx.execution.run import (
     Task,
 )
 from phalanx.execution.shards import Shards
+from phalanx.execution.thread_pool import signals_held
 from phalanx.execution.threads import ThreadExecutor

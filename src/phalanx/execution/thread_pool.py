@@ -225,7 +225,7 @@ class CallerThread:
         Args:
             uninterrupted: Other signals arrive after it, too, and so does a second Ctrl-C.
         """
-        held = _signals_held(_SIGNALS if uninterrupted else _SIGNALS[:1], second=uninterrupted)
+        held = signals_held(_SIGNALS if uninterrupted else _SIGNALS[:1], second=uninterrupted)
         with held, autocast_off(self._devices), caller_intra_op(self._intra_op):
             return [task(index) for index in range(len(self._devices))]
 
@@ -235,7 +235,7 @@ class CallerThread:
 
 
 @contextlib.contextmanager
-def _signals_held(numbers: Sequence[int], *, second: bool) -> Iterator[None]:
+def signals_held(numbers: Sequence[int] = _SIGNALS, *, second: bool = True) -> Iterator[None]:
     """Call the handlers of signals that come in the body after it; other threads hold none.
 
     The module `signal` makes enumerations of all numbers and handlers, which takes ten times as

@@ -74,8 +74,8 @@ class Engine:
         *,
         start_s: float,
         metrics: Metrics | None,
-        commit: Callable[[BatchLoss], None],
-    ) -> StepDone:
+        commit: Callable[[BatchLoss, StepDone], None],
+    ) -> None:
         """Do one optimizer update on ``batch``; :meth:`open` comes first.
 
         Everything that can raise an error comes before the first write. From there on no Ctrl-C
@@ -86,7 +86,8 @@ class Engine:
             before: The position of the run.
             start_s: When the batch had been read.
             metrics: Counted before the first write; the caller restores them if this raises.
-            commit: Called once all weights are new, in the thread that steps the last shard.
+            commit: Called once all weights are new, in the thread that steps the last shard. A
+                Ctrl-C that came meanwhile is raised after it.
         """
         executor, shards = self.executor, self._shards
 
@@ -116,35 +117,35 @@ class Engine:
 
         # From here on nothing refuses. The rates of this step: the commit steps the scheduler.
         rates = tuple([_rate_of(group) for group in self.optimizer.param_groups])
+        owned = list(zip(result.replica_of, microbatches.sizes, strict=True))
+        replicas = range(len(executor))
 
-        def finish() -> None:
+        def finish(stepped: list[Span]) -> None:
             shards.finish()
             if statistics:
                 write_statistics(buffers, statistics)
             self._is_half_stepped = False
             executor.mark_done()
-            commit(loss)
+            done = StepDone(
+                step=before.steps + 1,
+                epoch=before.epochs + 1,
+                batch=before.batch + 1,
+                loss=loss.value,
+                samples=loss.samples,
+                seconds=now_s() - start_s,
+                shares=tuple([sum([n for i, n in owned if i == replica]) for replica in replicas]),
+                spans=(*result.spans, *sorted(stepped, key=attrgetter("replica"))),
+                grad_norm=norm,
+                learning_rates=rates,
+            )
+            commit(loss, done)
 
-        stepped = self._step_shards(scale, finish)
-        owned = list(zip(result.replica_of, microbatches.sizes, strict=True))
-        replicas = range(len(executor.devices))
-        return StepDone(
-            step=before.steps + 1,
-            epoch=before.epochs + 1,
-            batch=before.batch + 1,
-            loss=loss.value,
-            samples=loss.samples,
-            seconds=now_s() - start_s,
-            shares=tuple([sum([n for i, n in owned if i == replica]) for replica in replicas]),
-            spans=(*result.spans, *stepped),
-            grad_norm=norm,
-            learning_rates=rates,
-        )
+        self._step_shards(scale, finish)
 
-    def _step_shards(self, scale: float, finish: Callable[[], None]) -> list[Span]:
+    def _step_shards(self, scale: float, finish: Callable[[list[Span]], None]) -> None:
         """Make each shard's last addition and step it in its thread; the last one done finishes."""
         executor, shards = self.executor, self._shards
-        num_shards = len(executor.devices)
+        num_shards = len(executor)
         stepped: list[Span] = []
         lock = threading.Lock()
 
@@ -158,10 +159,9 @@ class Engine:
                 stepped.append(span)
                 if len(stepped) < num_shards:
                     return
-            finish()
+            finish(stepped)
 
         executor.each(step, uninterrupted=True)
-        return sorted(stepped, key=attrgetter("replica"))
 
     def split(self, batch: Nested, *, weighs: bool = True) -> Microbatches:
         """Split ``batch`` for the replicas.

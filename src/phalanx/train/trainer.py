@@ -434,8 +434,11 @@ class Trainer:
             self._metrics.reset()
             self._reader.forget()
 
-        self._engine.uninterrupted(finish)  # the scheduler must not be stepped twice for an epoch
-        self._events.dispatch(done)
+        try:  # the scheduler must not be stepped twice for an epoch
+            self._engine.uninterrupted(finish)
+        finally:
+            if self.epochs == done.epoch:  # also where a Ctrl-C came meanwhile
+                self._events.dispatch(done)
         return done
 
     def _join_here(self) -> None:
@@ -455,35 +458,41 @@ class Trainer:
         self._engine.open()
         if self._choice.elastic is not None:
             self._choice.elastic.regroup(admits=True)
-            done = repeat_on_new_ranks(lambda: self._update(batch, start_s, in_epoch=in_epoch))
-        else:
-            done = self._update(batch, start_s, in_epoch=in_epoch)
-        if done.step == 1:  # optimizers make their state in their first step
-            self._state.capture()
-        self._events.dispatch(done)
-        return done
+        done: list[StepDone] = []
+        try:
+            repeat_on_new_ranks(lambda: self._update(batch, start_s, done, in_epoch=in_epoch))
+        finally:  # callbacks miss no step: a Ctrl-C or the scheduler may have raised after it
+            for each in done:
+                if each.step == 1:  # optimizers make their state in their first step
+                    self._state.capture()
+                self._events.dispatch(each)
+        return done[0]
 
-    def _update(self, batch: Nested, start_s: float, *, in_epoch: bool) -> StepDone:
-        """Do one update, and advance the position; outside of an epoch no metrics are counted."""
+    def _update(
+        self, batch: Nested, start_s: float, done: list[StepDone], *, in_epoch: bool
+    ) -> None:
+        """Do one update, and advance the position; outside of an epoch no metrics are counted.
+
+        ``done`` gets the `StepDone` in the moment in which the position advances.
+        """
         check_between_steps(closed=self._closed)  # by a signal's handler, or in the attempt before
         run_position = self._run_position
         before = run_position.position
         metrics = self._metrics if in_epoch and self._metrics else None
         counted = metrics.state_dict() if metrics is not None else {}
 
-        def commit(loss: BatchLoss) -> None:
+        def commit(loss: BatchLoss, step_done: StepDone) -> None:
             if in_epoch:
                 run_position.position = before.next_batch(loss)
             else:
                 run_position.position = before._replace(steps=before.steps + 1)
+            done.append(step_done)
             if self.scheduler is not None and self._scheduler_interval == "step":
                 self.scheduler.step()
 
         self._in_step = True
         try:
-            return self._engine.update(
-                batch, before, start_s=start_s, metrics=metrics, commit=commit
-            )
+            self._engine.update(batch, before, start_s=start_s, metrics=metrics, commit=commit)
         except Exception as error:
             before.note_on(error, in_epoch=in_epoch)
             raise

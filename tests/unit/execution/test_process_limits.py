@@ -23,9 +23,7 @@ def make(executor: str, optimizer: Any) -> Any:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2000, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
     options: dict[str, Any] = {"replicas": 2, "executor": executor, "microbatches": 3}
-    return phalanx.Trainer(
-        net, nn.functional.mse_loss, optimizer, **{"microbatches": None, **options}
-    )
+    return phalanx.Trainer(net, nn.functional.mse_loss, optimizer, **options)
 
 
 def make_batch() -> tuple[Tensor, Tensor]:

@@ -45,25 +45,21 @@ def test_calls_and_closings_from_two_threads_never_hang() -> None:
 def test_a_signals_handler_cannot_call_in_the_middle_of_a_call() -> None:
     pool = ThreadPool(2, intra_op=1)
     errors: list[BaseException] = []
+    handled = threading.Event()
 
-    def again(*_: object) -> None:
+    def handler(*_: object) -> None:
         try:
             pool.each(lambda index: index)
         except StateError as error:
             errors.append(error)
         pool.close()
-
-    handled = threading.Event()
+        handled.set()
 
     def task(index: int) -> int:
         if index == 0:
             os.kill(os.getpid(), signal.SIGUSR1)
             assert handled.wait(DEADLINE_S)
         return index
-
-    def handler(*_: object) -> None:
-        again()
-        handled.set()
 
     before = signal.signal(signal.SIGUSR1, handler)
     try:
