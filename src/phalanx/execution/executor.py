@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from phalanx.execution.run import RunResult, RunState, Task
-from phalanx.execution.shards import Shards
 from phalanx.execution.thread_pool import CallerThread, ThreadPool
 from phalanx.replicas import (
     Replica,
@@ -147,10 +146,6 @@ class Executor(ABC):
         self._plans[kind] = replace(state.rng, watched=False)
         warn_of_assigned([name for name in state.assigned if name not in self._warned])
         self._warned |= state.assigned.keys()
-
-    def open_shards(self, optimizer: Optimizer) -> Shards:
-        """Return the optimizer in shards, one for each replica's thread."""
-        return Shards(optimizer, self.parameters, len(self))
 
     def count_replicas(self) -> int:
         """Return the number of replicas, those of other ranks too."""

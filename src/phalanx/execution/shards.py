@@ -63,7 +63,6 @@ class Shards:
         self._shards: list[tuple[Optimizer, list[int]]] = []
         self._left: Gradients = []
         self._right: Gradients = []
-        self._num_states = 0
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -72,6 +71,7 @@ class Shards:
 
     def begin(self, result: RunResult) -> None:
         """Begin a step: with the sums of a run, and the optimizer's options of now."""
+        self._num_states = len(self.optimizer.state)
         if can_be_cut(self.optimizer):
             self._shards = [(self._copy_for(share), share) for share in self._shares]
         else:  # the first shard is the whole
@@ -154,15 +154,14 @@ class Shards:
         self._left, self._right, self._shards = [], [], []
         if was_cut:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers
-            if len(self.optimizer.state) != self._num_states:
+            if len(self.optimizer.state) > self._num_states:
                 self._sort_state()
 
     def _sort_state(self) -> None:
-        """Put the entries of the state, which threads have made, into the parameters' order."""
+        """Put the state, to which threads have added entries, into the parameters' order."""
         state = self.optimizer.state
         ordered = [p for group in self.optimizer.param_groups for p in group["params"]]
         state.update([(p, state.pop(p)) for p in ordered if p in state])
-        self._num_states = len(state)
 
 
 def can_be_cut(optimizer: Optimizer) -> bool:

@@ -278,7 +278,7 @@ class Engine:
                 executor.optimizer = self.optimizer
                 self._executor = executor
                 self._trained_ids = _trained_ids(self.optimizer)
-                self._shards = executor.open_shards(self.optimizer)
+                self._shards = Shards(self.optimizer, executor.parameters, len(executor))
             except BaseException:
                 self._executor = None
                 executor.close()
@@ -302,11 +302,9 @@ class Engine:
                 "`resume()`, or begin with another trainer."
             )
 
-    def restore(self) -> None:
-        """Take over a state that was loaded into module and optimizer."""
+    def mark_whole(self) -> None:
+        """Take the weights for whole again: a state was loaded into module and optimizer."""
         self._is_half_stepped = False
-        if self._executor is not None:
-            self._shards = self._executor.open_shards(self.optimizer)
 
 
 def _rate_of(group: dict[str, Any]) -> float:

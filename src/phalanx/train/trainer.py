@@ -537,7 +537,7 @@ class Trainer:
     def _restore(self, content: Content, source: str) -> None:
         self._state.restore(content, source)
         self._reader.forget()
-        self._engine.restore()
+        self._engine.mark_whole()
         # Last: where warnings are errors, all is in place.
         self._run_position.warn_of_settings(content["progress"])
 
