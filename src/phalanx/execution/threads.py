@@ -106,7 +106,7 @@ class ThreadExecutor(Executor):
         for each in self._sources:
             each.outdate_shells()
 
-    def add_gradients(self, result: RunResult) -> Gradients:
+    def sum_operands(self, result: RunResult) -> Gradients:
         """Make the last addition of a run, every thread for some of the parameters.
 
         Returns:
@@ -128,7 +128,7 @@ class ThreadExecutor(Executor):
     def _compute(self, state: RunState) -> None:
         modes = CallerModes.capture(self.devices)
         run_replica = partial(self._run_replica, state, modes)
-        if state.task.is_backward:
+        if state.task.is_backward:  # also after `close()`
             self.each(run_replica)
         else:
             with self.one_run:
@@ -167,7 +167,8 @@ class ThreadExecutor(Executor):
         once, kind = self._compile_once, type(state.task).__qualname__
         with _NOTHING if once is None else once.running(kind, replica.device, context.batch):
             result.results[index] = state.task(context)
-        result.drew = result.drew or context.rng.used
+        if context.rng.used:  # only then: another thread may write it meanwhile
+            result.drew = True
         written: Statistics = {}
         if forward and replica.buffers.are_there:
             written = replica.buffers.collect(state.weights[index])

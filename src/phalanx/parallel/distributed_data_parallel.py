@@ -278,7 +278,7 @@ class _OneRankPasses(Passes):
         return gradients
 
     def add_gradients(self, executor: ThreadExecutor, result: RunResult) -> Gradients:
-        return self._weighted(executor.add_gradients(result), self._weight)
+        return self._weighted(executor.sum_operands(result), self._weight)
 
     def _weighted(self, sums: Gradients, weight: float) -> Gradients:
         """Divide finished sums by the weight of all ranks."""

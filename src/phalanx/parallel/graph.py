@@ -81,8 +81,8 @@ class Passes:
         return gradients
 
     def add_gradients(self, executor: ThreadExecutor, result: RunResult) -> Gradients:
-        """Return the sums of the parameters' gradients, as `ThreadExecutor.add_gradients`."""
-        return executor.add_gradients(result)
+        """Return the sums of the parameters' gradients, as `ThreadExecutor.sum_operands`."""
+        return executor.sum_operands(result)
 
 
 @dataclass(frozen=True)
