@@ -50,7 +50,7 @@ class StepDone:
 
     Attributes:
         step: Its number since the beginning, from 1.
-        epoch: Number of the running epoch, from 1.
+        epoch: Number of the running epoch, from 1; `Trainer.step` moves neither it nor `batch`.
         batch: Number of the batch within the epoch, from 1.
         loss: Loss of the whole batch.
         samples: Rows of the batch.

@@ -2,7 +2,7 @@
 
     this process                                 worker processes, forks of it
     module ──── parameters and buffers ────────► the same memory
-    thread i ── microbatch i ─────────────────►  forward, backward
+    thread i ── next microbatch ──────────────►  forward, backward    (worker i)
              ◄─ loss, outputs, statistics ─────
              ◄─ gradients, in a slot in the pool
 
@@ -12,7 +12,8 @@ death costs only the microbatch that the worker was computing.
 
 A worker has the program's objects as they were when it was forked. The workers are replaced by new
 forks when a pass over data begins, and when an attribute was assigned that no message can carry
-(see `AttributeFingerprint`); always between two runs, when no thread of the executor computes.
+(see `AttributeFingerprint`): between two runs, when no thread of the executor computes. A worker
+that was lost in a run is replaced when the others have computed what they can.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError, PhalanxError, StateError, UnsupportedError
-from phalanx.execution.channel import Mailbox, pickled
 from phalanx.execution.executor import Executor, addresses_of, parameters_of
 from phalanx.execution.failures import FailureLog, WorkerLost
 from phalanx.execution.gradient_slots import GradientSlot, GradientSlots
+from phalanx.execution.mailbox import Mailbox, pickled
 from phalanx.execution.run import Gradients, PartialSum, RunState, Span
 from phalanx.execution.thread_pool import ThreadPool
-from phalanx.execution.worker import Done, Failed, MicrobatchMessage, RunSpec, Worker, rebuilt
+from phalanx.execution.worker import Done, MicrobatchMessage, Raised, RunSpec, Worker, rebuilt
 from phalanx.execution.worker_process import Lost, WorkerProcess, dismiss_all
 from phalanx.memory import SharedMemoryPool, has_memory, is_shared, return_freed_memory
 from phalanx.plan import Node
@@ -299,7 +300,7 @@ class ProcessExecutor(Executor):
         worker = self._workers[index]
         assert worker is not None
         done = worker.ask(self._timeout_s)
-        if isinstance(done, Failed):
+        if isinstance(done, Raised):
             note = f"Raised by replica {index} in process {worker.pid}, microbatch {microbatch}."
             raise rebuilt(done, note)
         answer: Done = done

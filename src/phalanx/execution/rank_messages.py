@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import UnsupportedError
-from phalanx.execution.rank_reduction import add_nodes
-from phalanx.execution.run import MicrobatchResult, PartialSum, add_sums
+from phalanx.execution.run import MicrobatchResult, PartialSum, add_nodes, add_sums
 from phalanx.plan import Node, flatten, unflatten
 from phalanx.replicas import Statistic, Statistics
 from phalanx.torch_internals import pytree

@@ -15,53 +15,21 @@ there, a bucket may leave while the rank's last backward pass still runs.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.distributed import Exchange
 from phalanx.errors import StateError
-from phalanx.execution.run import Gradients, PartialSum, TreeSums
+from phalanx.execution.run import Gradients, PartialSum, TreeSums, add_nodes, nodes_of
 from phalanx.plan import Node
 from phalanx.torch_internals import foreach_copy
-
-T = TypeVar("T")
 
 _ALIGNMENT = 64  # bytes; as torch's own memory: kernels that sum choose by it
 _LARGE_BYTES = 2**20  # of a gradient that travels alone, because a copy costs more
 _IDENTITY = -0.0  # added to any number, it gives this number; 0.0 would change the sign of -0.0
-
-
-def nodes_of(leaves: range, num_leaves: int) -> list[Node]:
-    """Return the nodes of the tree whose sums a rank holds that has these microbatches."""
-    sums: TreeSums[float] = TreeSums(num_leaves, operator.add)
-    for leaf in leaves:
-        sums.put(Node(0, leaf), 0.0)
-    return sorted(sums.waiting)
-
-
-def add_nodes(num_leaves: int, found: Mapping[Node, T], add: Callable[[T, T], T]) -> T | None:
-    """Return the sum of all nodes, added along the tree; None without any.
-
-    Args:
-        num_leaves: Of the tree.
-        found: Disjoint nodes; leaves below none of them have no sum.
-        add: As for `TreeSums`.
-    """
-    sums: TreeSums[T] = TreeSums(num_leaves, add)
-    covered: set[int] = set()
-    for node, value in found.items():
-        covered |= set(range(node.index << node.level, (node.index + 1) << node.level))
-        sums.put(node, value)
-    for leaf in set(range(num_leaves)) - covered:
-        sums.put(Node(0, leaf), None)
-    operands = [sums.waiting[node] for node in sorted(sums.waiting)]
-    last = [each for each in operands if each is not None]
-    return add(*last) if len(last) == 2 else next(iter(last), None)
 
 
 class RankReduction:

@@ -68,9 +68,9 @@ class RankExecutor(ThreadExecutor):
             self.close()
             raise
         self._trains = [about["parameters or buffers"], about["frozen parameters"]]
-        self._look_at_ranks()
+        self._note_ranks()
 
-    def _look_at_ranks(self) -> None:
+    def _note_ranks(self) -> None:
         """Take note of who the ranks are now."""
         exchange = self._exchange
         self._about = exchange.about  # another list for other ranks
@@ -83,18 +83,18 @@ class RankExecutor(ThreadExecutor):
         return [device.type for device in self.devices] == ["cpu"]
 
     def count_replicas(self) -> int:
-        """Return the number of replicas of all ranks."""
+        """Return the number of replicas of all ranks, of which a lost one is left out."""
         self._follow_ranks()
         return sum(self._num_replicas)
 
     def _follow_ranks(self) -> None:
-        """Take note of ranks that have come or gone since the last run.
+        """Form another group if a rank was lost, and take note of who the ranks are.
 
         A rank that is behind still cuts the batch as the ranks ahead have cut it.
         """
         self._exchange.regroup()
         if self._about is not self._exchange.about and not self._exchange.is_behind:
-            self._look_at_ranks()
+            self._note_ranks()
 
     def run(
         self,

@@ -5,6 +5,7 @@ Gradients are added along the fixed tree, by whichever thread completes a pair.
 
 from __future__ import annotations
 
+import operator
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -164,6 +165,34 @@ class TreeSums(Generic[T]):
                 value = self._add(left, right)
         with self._lock:
             self.waiting[last] = value
+
+
+def nodes_of(leaves: range, num_leaves: int) -> list[Node]:
+    """Return the nodes of the tree whose sums a rank holds that has these microbatches."""
+    sums: TreeSums[float] = TreeSums(num_leaves, operator.add)
+    for leaf in leaves:
+        sums.put(Node(0, leaf), 0.0)
+    return sorted(sums.waiting)
+
+
+def add_nodes(num_leaves: int, found: Mapping[Node, T], add: Callable[[T, T], T]) -> T | None:
+    """Return the sum of all nodes, added along the tree; None without any.
+
+    Args:
+        num_leaves: Of the tree.
+        found: Disjoint nodes; leaves below none of them have no sum.
+        add: As for `TreeSums`.
+    """
+    sums: TreeSums[T] = TreeSums(num_leaves, add)
+    covered: set[int] = set()
+    for node, value in found.items():
+        covered |= set(range(node.index << node.level, (node.index + 1) << node.level))
+        sums.put(node, value)
+    for leaf in set(range(num_leaves)) - covered:
+        sums.put(Node(0, leaf), None)
+    operands = [sums.waiting[node] for node in sorted(sums.waiting)]
+    last = [each for each in operands if each is not None]
+    return add(*last) if len(last) == 2 else next(iter(last), None)
 
 
 def add_gradients(left: Gradients, right: Gradients) -> Gradients:

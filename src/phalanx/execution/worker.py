@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from phalanx.clock import now_s
-from phalanx.execution.channel import Mailbox, adopt
 from phalanx.execution.executor import explain_error
 from phalanx.execution.gradient_slots import GradientSlots, SlotWriter
+from phalanx.execution.mailbox import Mailbox, adopt
 from phalanx.execution.run import MicrobatchContext, Task
 from phalanx.ipc import fail_point, fail_points, flush_output, inject
 from phalanx.memory import forget_memory
@@ -103,8 +103,8 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Failed:
-    """An error in a worker.
+class Raised:
+    """An exception that a microbatch raised in a worker.
 
     Attributes:
         parts: The name of its class, arguments and attributes, pickled.
@@ -169,7 +169,7 @@ class Worker:
                     fail_point("before reply")
                     self.outbox.write(done)
                 except BaseException as error:
-                    self.outbox.write(_failed(error))
+                    self.outbox.write(_raised(error))
                 flush_output()
                 connection.send_bytes(b"")
 
@@ -186,7 +186,7 @@ class Worker:
         return SlotWriter(self.slots, self._replica.parameters)
 
     def _compute(self, message: MicrobatchMessage) -> Done:
-        spec = self._spec_of(message.spec)
+        spec = self._follow(message.spec)
         start_s = now_s()
         context = MicrobatchContext(
             replica=self._replica,
@@ -209,8 +209,8 @@ class Worker:
                 stop_s=now_s(),
             )
 
-    def _spec_of(self, packed: bytes) -> RunSpec:
-        """Unpack the spec of a microbatch, bring the replica up to date with it, and return it."""
+    def _follow(self, packed: bytes) -> RunSpec:
+        """Bring the replica up to date with the spec of a microbatch, and return the spec."""
         if packed != self._packed_spec:
             self._spec = pickle.loads(packed)
             self._packed_spec = packed
@@ -234,7 +234,7 @@ def _forget_state(optimizer: Optimizer) -> None:
 # -- errors ----------------------------------------------------------
 
 
-def _failed(error: BaseException) -> Failed:
+def _raised(error: BaseException) -> Raised:
     text = "".join(traceback.format_exception(error))
     name = type(error).__module__, type(error).__qualname__
     # Python's own reduction has what `args` lack, such as the name of an OSError's file.
@@ -245,22 +245,22 @@ def _failed(error: BaseException) -> Failed:
         (name, (str(error),), notes),
     ):
         with contextlib.suppress(Exception):  # the user's exceptions may hold anything
-            failed = Failed(pickle.dumps(parts), text)
-            rebuilt(failed, "")
-            return failed
+            raised = Raised(pickle.dumps(parts), text)
+            rebuilt(raised, "")
+            return raised
     unsent = f"{'.'.join(name)}, which cannot be sent; see the notes."
-    return Failed(pickle.dumps((("builtins", "RuntimeError"), (unsent,), {})), text)
+    return Raised(pickle.dumps((("builtins", "RuntimeError"), (unsent,), {})), text)
 
 
-def rebuilt(failed: Failed, note: str) -> BaseException:
+def rebuilt(raised: Raised, note: str) -> BaseException:
     """Return the worker's exception as it was raised, with its traceback as a note."""
-    name, args, attributes = pickle.loads(failed.parts)
+    name, args, attributes = pickle.loads(raised.parts)
     kind = _class_of(name)
     error: BaseException = kind.__new__(kind, *args)
     _builtin_of(kind).__init__(error, *args)  # the user's may want other arguments
     error.__setstate__(attributes)  # the notes are among them
     explain_error(error)
-    error.add_note(f"{note} There:\n{failed.text.rstrip()}")
+    error.add_note(f"{note} There:\n{raised.text.rstrip()}")
     return error
 
 

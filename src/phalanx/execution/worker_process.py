@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from phalanx.clock import now_s
-from phalanx.execution.channel import Mailbox
+from phalanx.execution.mailbox import Mailbox
 from phalanx.ipc import (
     die_with_parent,
     flush_output,
@@ -99,7 +99,7 @@ class WorkerProcess:
         if self._poll.poll(0):
             raise self._gone()
 
-    def ask(self, timeout_s: float) -> Any:  # Any: `Done` or `Failed`
+    def ask(self, timeout_s: float) -> Any:  # Any: `Done` or `Raised`
         """Let it read the message in its mailbox, and return the answer.
 
         Raises:

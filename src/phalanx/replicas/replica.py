@@ -66,7 +66,7 @@ class Replica:
         self._make_shell()
 
     def update_shell(self) -> None:
-        """Make a new shell if the source was read again since.
+        """Make a new shell if `Source.outdate_shells` was called since the last one.
 
         The leaves stay: graphs of earlier shells leave their gradients there.
         """

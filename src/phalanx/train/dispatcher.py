@@ -28,11 +28,7 @@ class EventDispatcher:
         choice: What was given as ``executor=``: workers may be lost, and ranks change.
     """
 
-    def __init__(
-        self,
-        callbacks: Sequence[EventHandler],
-        choice: ExecutorChoice,
-    ) -> None:
+    def __init__(self, callbacks: Sequence[EventHandler], choice: ExecutorChoice) -> None:
         self._elastic = choice.elastic
         self._members = choice.elastic.members if choice.elastic else {}
         self._callbacks = tuple(sorted(callbacks, key=lambda each: getattr(each, "saves", False)))

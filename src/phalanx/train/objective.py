@@ -46,11 +46,7 @@ class Objective:
         self.is_forward = forward is not None
 
     def compute(
-        self,
-        context: MicrobatchContext,
-        keep_outputs: bool,
-        *,
-        trains: bool,
+        self, context: MicrobatchContext, keep_outputs: bool, *, trains: bool
     ) -> tuple[Tensor, Nested, Nested]:
         """Run one microbatch forward; where it ``trains``, its tensors must require no gradient.
 

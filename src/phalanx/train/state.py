@@ -61,7 +61,7 @@ class TrainerState:
         *,
         callbacks: Sequence[EventHandler],
         metrics: Metrics,
-        progress: RunPosition,
+        run_position: RunPosition,
     ) -> None:
         self._module, self._optimizer, self._scheduler = module, optimizer, scheduler
         self._parts: dict[str, Stateful] = {
@@ -71,7 +71,7 @@ class TrainerState:
             **({} if scheduler is None else {"scheduler": scheduler}),
             "optimizer": _Part(optimizer.state_dict, partial(_load_optimizer, optimizer)),
             "module": _Part(partial(_module_state, module), partial(_load_module, module)),
-            "progress": progress,
+            "progress": run_position,
         }
 
     def capture(self) -> Content:

@@ -8,8 +8,8 @@ Read :meth:`Engine.update` first; everything else in `train/` and `execution/` s
 
 A replica computes in a thread here, or in a worker process that a thread here waits for. The
 optimizer is always stepped in threads of this process. On ranks, `executor.run` returns the sums
-over all ranks, and each rank steps all parameters, in shards. If an elastic rank is lost, it raises
-`GroupChanged`, and `Trainer` calls :meth:`Engine.update` again.
+over all ranks, and each rank steps all parameters, in shards. Where an elastic rank is lost,
+`executor.run` raises `GroupChanged`, and `Trainer` calls :meth:`Engine.update` again.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class Trainer:
             self.scheduler,
             callbacks=callbacks,
             metrics=self._metrics,
-            progress=self._run_position,
+            run_position=self._run_position,
         )
         self._state.capture()  # what no checkpoint can hold is refused now
 

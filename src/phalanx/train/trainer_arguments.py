@@ -77,7 +77,7 @@ def read_replicas(
     others = {str(each) for each in devices if each.type != "cpu"}
     if others and choice.kind == "processes":
         raise UnsupportedError(
-            "`devices` must be CPUs for executor='processes', but hold "
+            "`replicas` must be on CPUs for executor='processes', but are on "
             f"{', '.join(sorted(others))}. Use executor='threads'."
         )
     if microbatches is not None and len(devices) > microbatches:

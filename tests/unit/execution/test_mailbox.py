@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import OutOfSpace
-from phalanx.execution import channel
-from phalanx.execution.channel import Mailbox
+from phalanx.execution.mailbox import Mailbox
 from phalanx.memory import SharedMemoryPool
 
 ROWS = 33
@@ -95,7 +94,7 @@ def test_another_process_reads_what_was_written_after_it_was_forked(mailbox: Mai
 def test_a_message_without_end_is_refused(
     mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel, "_ROOM_BYTES", 1 << 12)
+    monkeypatch.setattr("phalanx.execution.mailbox._ROOM_BYTES", 1 << 12)
     with pytest.raises(OutOfSpace, match="at most 4096 bytes"):
         mailbox.write(torch.ones(1 << 20))
     assert passed(mailbox, "another") == "another"
