@@ -20,14 +20,10 @@ from torch import Tensor, nn
 import phalanx
 from phalanx.callbacks import EMA, History, StepDone
 from phalanx.errors import StateError
+from phalanx.train import trainer as trainer_module
+from tests.interrupts import interrupt_at
 from tests.products import some_by_day
-from tests.worlds import (
-    EXECUTORS,
-    WORLDS_BY_DAY,
-    World,
-    in_every_executor,
-    in_executor_worlds,
-)
+from tests.worlds import EXECUTORS, WORLDS_BY_DAY, World, in_every_executor, in_executor_worlds
 
 DEADLINE_S = 30
 in_this_process = pytest.mark.parametrize(("executor", "replicas"), EXECUTORS[:2])
@@ -254,6 +250,10 @@ def asked_again(executor: str, replicas: int, how: str, step: int) -> None:
         assert len(trainer.fit(batches(), epochs=before + 3)) == 2
         assert trainer.steps == 5 * (before + 3)
     with ended(how, step, **options) as trainer:
+        for number in reversed(range(12)):  # a Ctrl-C before the first step
+            with contextlib.suppress(KeyboardInterrupt), interrupt_at(number, trainer_module):
+                trainer.fit(batches(), steps=100)
+        assert trainer.steps == step
         trainer.fit(batches(), steps=4)
         assert trainer.steps == step + 4
 

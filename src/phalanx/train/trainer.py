@@ -249,9 +249,9 @@ class Trainer:
             )
             return []
         last_epoch = self.epochs + 1 if epochs is None and steps is None else epochs
-        steps_per_epoch = length_of(loader)  # a Ctrl-C in it leaves no step to end at
-        if self._last_step is None and steps is not None:
-            self._last_step = self.steps + steps
+        last_step = self._last_step
+        if last_step is None and steps is not None:
+            last_step = self.steps + steps
         self._stopped, self._in_fit = False, True
         finished: list[EpochDone] = []
         kinds = ["train"] if validate is None else ["train", "validation"]
@@ -260,8 +260,8 @@ class Trainer:
             epochs=self.epochs,
             steps=self.steps,
             last_epoch=last_epoch,
-            last_step=self._last_step,
-            steps_per_epoch=steps_per_epoch,
+            last_step=last_step,
+            steps_per_epoch=length_of(loader),
             means=tuple(f"{kind}.{mean}" for kind in kinds for mean in means),
         )
 
@@ -272,6 +272,7 @@ class Trainer:
             return FitEnded(epochs=self.epochs, steps=self.steps, stopped=stopped)
 
         try:
+            self._last_step = last_step
             # The caller's idle pool must not spin beside the replicas.
             with (
                 caller_intra_op(1),
