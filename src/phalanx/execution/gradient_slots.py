@@ -28,11 +28,11 @@ class GradientSlot:
 
     Attributes:
         start: Where it begins in the pool.
-        gradients: By parameter, in memory order; None for those without elements.
+        gradients: By parameter, in memory order.
     """
 
     start: int
-    gradients: list[Tensor | None]
+    gradients: list[Tensor]
 
     def written(self, present: Sequence[bool]) -> list[Tensor | None]:
         """Return the gradients that are ``present``, by parameter."""
@@ -64,7 +64,10 @@ class GradientSlots:
     def at(self, start: int) -> GradientSlot:
         """Return the slot that begins there in the pool."""
         places = [(dtype, count, start + offset) for dtype, count, offset in self._places]
-        gradients = [self._pool.tensor(*each) if each[1] else None for each in places]
+        gradients = [
+            self._pool.tensor(*each) if each[1] else torch.empty(0, dtype=each[0])
+            for each in places
+        ]
         return GradientSlot(start, gradients)
 
     def allocate(self) -> GradientSlot:
@@ -121,9 +124,7 @@ class SlotWriter:
             pairs = [
                 (own, gradient)
                 for own, gradient in zip(self._slot.gradients, gradients, strict=True)
-                if own is not None
-                and gradient is not None
-                and own.data_ptr() != gradient.data_ptr()
+                if gradient is not None and own.data_ptr() != gradient.data_ptr()
             ]
             half = len(pairs) // 2
             _copy(pairs[:half])
