@@ -118,7 +118,7 @@ class Engine:
         # From here on nothing refuses. The rates of this step: the commit steps the scheduler.
         rates = tuple([_rate_of(group) for group in self.optimizer.param_groups])
         owned = list(zip(result.replica_of, microbatches.sizes, strict=True))
-        replicas = range(len(executor))
+        replicas = range(len(executor.devices))
 
         def finish(stepped: list[Span]) -> None:
             shards.finish()
@@ -145,7 +145,7 @@ class Engine:
     def _step_shards(self, scale: float, finish: Callable[[list[Span]], None]) -> None:
         """Make each shard's last addition and step it in its thread; the last one done finishes."""
         executor, shards = self.executor, self._shards
-        num_shards = len(executor)
+        num_shards = len(executor.devices)
         stepped: list[Span] = []
         lock = threading.Lock()
 

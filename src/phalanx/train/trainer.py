@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -457,11 +458,14 @@ class Trainer:
         start_s = now_s()
         check_between_steps(closed=self._closed, in_step=self._in_step)
         self._engine.open()
-        if self._choice.elastic is not None:
-            self._choice.elastic.regroup(admits=True)
         done: list[StepDone] = []
+        update = partial(self._update, batch, start_s, done, in_epoch=in_epoch)
         try:
-            repeat_on_new_ranks(lambda: self._update(batch, start_s, done, in_epoch=in_epoch))
+            if self._choice.elastic is None:
+                update()
+            else:
+                self._choice.elastic.regroup(admits=True)
+                repeat_on_new_ranks(update)
         finally:  # callbacks miss no step: a Ctrl-C or the scheduler may have raised after it
             for each in done:
                 if each.step == 1:  # optimizers make their state in their first step
