@@ -53,10 +53,6 @@ class RemoteHost(Connection):
         # is not sent again, has a connection by this.
         self.begin_tell(timeout_s).wait()
 
-    def _clocks(self) -> tuple[int, int]:
-        clock = self._membership.clock
-        return clock(self.worker, TICKS), clock(self.worker, BARRIERS)
-
     def _keep(self) -> None:
         while not self.is_closed:
             try:
@@ -98,7 +94,8 @@ class RemoteHost(Connection):
     def begin_tell(self, timeout_s: float, num_expected: int = 0) -> RemoteCall:
         """Say how far this worker has come; the first time, it becomes a worker there."""
         title, args = "a tick" if self.incarnation else "`join`", (self._client, num_expected)
-        return self.begin(Operation.TELL, title, timeout_s, args=(*args, *self._clocks()))
+        clocks = [self._membership.clock(self.worker, each) for each in (TICKS, BARRIERS)]
+        return self.begin(Operation.TELL, title, timeout_s, args=(*args, *clocks))
 
     # --- tables -----------------------------------------------------------------------------------
 

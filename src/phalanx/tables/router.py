@@ -73,8 +73,13 @@ class Share(NamedTuple):
     rows: Tensor | None
     span: slice
 
+    def of(self, values: Tensor) -> Tensor:
+        """Return its share of the values of all rows."""
+        return values if self.span is _WHOLE else values[self.span]
+
 
 _ALL_HERE: tuple[None, list[Share]] = None, []
+_WHOLE = slice(None)
 
 
 class Cut:
@@ -135,10 +140,10 @@ class Cut:
         if not rows.numel():
             return None, []
         if not self._spec.has_keys:
-            index = bisect_right(self._starts, rows[0].item(), 1, self.num_parts) - 1
+            index = bisect_right(self._starts, rows.numpy().item(0), 1, self.num_parts) - 1
             start, stop = self._starts[index : index + 2]
             if all_within(rows, stop - start, start):
-                return None, [] if index == self.own else [Share(index, rows, slice(None))]
+                return None, [] if index == self.own else [Share(index, rows, _WHOLE)]
             if not all_within(rows, self._spec.rows):
                 raise outside(rows, self._spec)
         # In numpy: it needs half of torch's time for few rows, and sorts small numbers by counting.
@@ -221,7 +226,7 @@ class Router:
             self._part.read(rows, out, timeout_s)
             return
         found = out if order is None else torch.empty_like(out)
-        asked = {share.part: (share.rows, found[share.span]) for share in shares}
+        asked = {share.part: (share.rows, share.of(found)) for share in shares}
         mine = asked.pop(self._cut.own, None)
         self._ask(
             Operation.GET,
@@ -273,7 +278,7 @@ class Router:
         timeout_s: float,
     ) -> None:
         delta = entry.delta if order is None else entry.delta[order]
-        asked = {s.part: Entry(s.rows, delta[s.span], entry.worker) for s in shares}
+        asked = {s.part: Entry(s.rows, s.of(delta), entry.worker) for s in shares}
         mine = asked.pop(self._cut.own, None)
         self._num_adds += 1
         how = {"args": (round_number,), "number": self._num_adds}

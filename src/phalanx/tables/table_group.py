@@ -407,7 +407,7 @@ class TableGroup:
 
     def _router(self, spec: TableSpec) -> Router:
         context = self._context
-        if self.remotes and not spec.updater.is_built_in:
+        if self.remotes and not type(spec.updater).__module__.startswith("phalanx."):
             raise UnsupportedError(
                 "`updater` must be a built-in one for tables on several hosts, but is "
                 f"{spec.updater!r}. Servers run no code of yours."

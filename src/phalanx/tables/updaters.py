@@ -77,11 +77,6 @@ class Updater:
         """The factor of a delta that is only added: C does it (part.c), if `apply` is not given."""
         return None
 
-    @property
-    def is_built_in(self) -> bool:
-        """True for an updater of this package, which raises nothing."""
-        return type(self).__module__.startswith("phalanx.")
-
     def apply(self, rows_KD: Tensor, delta_KD: Tensor, states: list[Tensor]) -> None:
         """Change rows and states in place.
 
