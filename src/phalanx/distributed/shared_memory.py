@@ -51,7 +51,7 @@ _SMALLEST_SLOT_BYTES, _LARGEST_SLOT_BYTES = 64 << 10, 1 << 20
 _ALL_SLOTS_BYTES = 8 << 20
 _SHORT_BYTES = 16 << 10
 _PIECE_BYTES = 256 << 10  # pieces that stay in the caches of the cores
-_SPIN_S, _CROWDED_SPIN_S = 150e-6, 50e-6  # some times as long as a rank takes for a piece
+_SPIN_S = 150e-6  # some times as long as a rank takes for a piece
 
 
 def slot_bytes(size: int) -> int:
@@ -83,11 +83,9 @@ class SharedMemory:
         self._part_addresses = [part.buffer_info()[0] for part in self._parts]
         whole = region.tensor(torch.uint8, self.needed_bytes(self.size))
         self._whole: Tensor | None = whole  # keeps it mapped
-        crowded = self.cores_per_rank < 1
-        spin_s = _CROWDED_SPIN_S if crowded else _SPIN_S
         slots = whole.data_ptr() + StatusPages.needed_bytes(self.size)
         of_group = [whole.data_ptr(), slots, self.rank, self.size, self._slot_bytes]
-        of_group += [round(spin_s * 1e9), crowded]
+        of_group += [round(_SPIN_S * 1e9), self.cores_per_rank < 1]
         self._words = array("q", of_group + [0] * (_NUM_WORDS - len(of_group)))
         self._address = self._words.buffer_info()[0]
         self._run = FUNCTIONS["collective"]
