@@ -54,7 +54,7 @@ class Shards:
             for number, group in enumerate(groups)
             for parameter in group
         }
-        refuse_overlap(self.trained)
+        refuse_overlap([each for group in groups for each in group])
         self._strides = {place: dense_strides(parameters[place]) for place in self._group_of}
         places = sorted(self._group_of)
         shares = share_by_size([parameters[place] for place in places], num_shards)
@@ -63,11 +63,6 @@ class Shards:
         self._shards: list[tuple[Optimizer, list[int]]] = []
         self._left: Gradients = []
         self._right: Gradients = []
-
-    @property
-    def trained(self) -> list[nn.Parameter]:
-        """The optimizer's parameters that are not frozen."""
-        return [self._parameters[place] for place in self._group_of]
 
     def begin(self, result: RunResult) -> None:
         """Begin a step: with the sums of a run, and the optimizer's options of now."""

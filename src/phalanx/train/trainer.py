@@ -17,7 +17,14 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from phalanx.callbacks import EpochDone, EventHandler, FitBegun, FitEnded, StepDone
 from phalanx.clock import now_s
 from phalanx.errors import ConfigError, StateError
-from phalanx.execution import ExecutorChoice, Processes, Ranks, describe_rank, repeat_on_new_ranks
+from phalanx.execution import (
+    ExecutorChoice,
+    Processes,
+    Ranks,
+    describe_rank,
+    repeat_on_new_ranks,
+    signals_held,
+)
 from phalanx.metrics import Joining, Metrics
 from phalanx.plan import Layout, read_layout
 from phalanx.replicas import caller_intra_op, check_replicable
@@ -540,9 +547,10 @@ class Trainer:
         self._restore(read_checkpoint(Path(folder)), f"Checkpoint `{folder}`")
 
     def _restore(self, content: Content, source: str) -> None:
-        self._state.restore(content, source)
-        self._reader.forget()
-        self._engine.mark_whole()
+        with signals_held(second=False):  # a state that is taken in goes with its position
+            self._state.restore(content, source)
+            self._reader.forget()
+            self._engine.mark_whole()
         # Last: where warnings are errors, all is in place.
         self._run_position.warn_of_settings(content["progress"])
 
