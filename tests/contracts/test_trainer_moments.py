@@ -302,7 +302,7 @@ def asked_for_fewer(executor: str, replicas: int) -> None:
         seen.clear()
         for epochs in (1, 2):
             with pytest.warns(UserWarning, match="more than the 2 that the run has finished"):
-                assert trainer.fit(Broken(), epochs=epochs) == []
+                assert trainer.fit(iter(()), epochs=epochs) == []
         assert (trainer.epochs, trainer.steps, seen) == (2, 10, [])
         assert same(state_of(trainer), before)
 
@@ -313,9 +313,13 @@ def test_fewer_epochs_than_are_done_are_none_and_it_says_so(world: World, n: int
     world.run(asked_for_fewer, n)
 
 
-class Broken:
-    def __iter__(self) -> Iterator[Any]:
-        raise ValueError("broken")
+def test_a_step_of_a_signals_handler_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with make(metrics={"mse": nn.functional.mse_loss}) as trainer:
+        first, counts = trainer.step(batches()[0]), trainer._metrics.state_dict
+        step = lambda: (trainer.step(batches()[first.step]), counts())[1]  # noqa: E731
+        monkeypatch.setattr(trainer._metrics, "state_dict", step)  # before each batch's step
+        trainer.fit(batches(), epochs=1)
+        assert trainer.steps == 1 + 2 * 5
 
 
 # -- Ctrl-C in the middle of an update ----------------------------------------
@@ -415,11 +419,12 @@ def test_ctrl_c_in_a_microbatch_comes_after_it() -> None:
         if not finished:
             signal.raise_signal(signal.SIGINT)
         finished.append(outputs)
-        return nn.functional.mse_loss(outputs, targets)
+        return {1: nn.functional.mse_loss(outputs, targets)}[len(finished)]  # the second fails
 
-    with pytest.raises(KeyboardInterrupt), trainer_inline(loss) as trainer:
+    with pytest.raises(KeyboardInterrupt) as raised, trainer_inline(loss) as trainer:
         trainer.step(batches()[0])
     assert (trainer.steps, len(finished)) == (0, 2)
+    assert isinstance(raised.value.__context__, KeyError)
 
 
 def test_a_second_ctrl_c_in_a_microbatch_comes_at_once() -> None:
@@ -434,7 +439,4 @@ def test_a_second_ctrl_c_in_a_microbatch_comes_at_once() -> None:
 
 def trainer_inline(loss: Callable[[Tensor, Tensor], Tensor]) -> phalanx.Trainer:
     sgd = torch.optim.SGD
-    net = nn.Linear(5, 3)
-    return phalanx.Trainer(
-        net, loss, lambda params: sgd(params, lr=0.1), microbatches=2, executor="inline"
-    )
+    return phalanx.Trainer(nn.Linear(5, 3), loss, sgd, microbatches=2, executor="inline")

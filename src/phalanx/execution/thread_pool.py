@@ -169,7 +169,7 @@ class ThreadPool:
             state.result = state.failure = state.task = None
         try:
             if interrupt is not None:
-                raise interrupt
+                failures.insert(0, interrupt)
             if failures:
                 raise _first_cause(failures)
         finally:  # tracebacks hold this frame: a cycle would keep the caller's objects
@@ -254,18 +254,18 @@ def signals_held(numbers: Sequence[int] = _SIGNALS, *, second: bool = True) -> I
             del came[number]
             handlers[number](number, frame)
 
-    try:
-        if threading.current_thread() is threading.main_thread():
-            for number in numbers:
-                handler = _signal.getsignal(number)
-                if callable(handler):
-                    handlers[number] = handler
-                    _signal.signal(number, hold)
-        yield
-    finally:
-        for number, handler in handlers.items():
-            _signal.signal(number, handler)
-        with contextlib.ExitStack() as calls:  # one that raises keeps no other from its call
+    with contextlib.ExitStack() as calls:  # one that raises keeps no other from its call
+        try:
+            if threading.current_thread() is threading.main_thread():
+                for number in numbers:
+                    handler = _signal.getsignal(number)
+                    if callable(handler):
+                        handlers[number] = handler
+                        _signal.signal(number, hold)
+            yield
+        finally:
+            for number, handler in reversed(handlers.items()):  # Ctrl-C last: it may raise at once
+                _signal.signal(number, handler)
             for number, frame in came.items():
                 calls.callback(handlers[number], number, frame)
 

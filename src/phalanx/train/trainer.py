@@ -488,10 +488,10 @@ class Trainer:
         ``done`` gets the `StepDone` in the moment in which the position advances.
         """
         check_between_steps(closed=self._closed)  # by a signal's handler, or in the attempt before
-        run_position = self._run_position
-        before = run_position.position
         metrics = self._metrics if in_epoch and self._metrics else None
         counted = metrics.state_dict() if metrics is not None else {}
+        run_position = self._run_position
+        before = run_position.position  # no calls from here on: a signal's handler may step, too
 
         def commit(loss: BatchLoss, step_done: StepDone) -> None:
             if in_epoch:
