@@ -65,7 +65,7 @@ class GradientSlots:
         """Return the slot that begins there in the pool."""
         places = [(dtype, count, start + offset) for dtype, count, offset in self._places]
         gradients = [
-            self._pool.tensor(*each) if each[1] else torch.empty(0, dtype=each[0])
+            self._pool.tensor(*each) if each[1] else torch.empty(0, dtype=each[0], device="cpu")
             for each in places
         ]
         return GradientSlot(start, gradients)

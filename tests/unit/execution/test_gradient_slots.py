@@ -1,4 +1,4 @@
-"""The slots of gradients are free again when nobody holds them."""
+"""The slots of gradients are on the CPU, and free again when nobody holds them."""
 
 from __future__ import annotations
 
@@ -26,3 +26,9 @@ def test_no_python_runs_when_a_slot_is_dropped_so_that_a_ctrl_c_is_not_lost_ther
     sys.setprofile(None)
     assert called == []
     assert slots.allocate().start == begin
+
+
+def test_gradients_are_on_the_cpu_under_any_default_device() -> None:
+    slots = GradientSlots([nn.Parameter(torch.zeros(0))], SharedMemoryPool())
+    with torch.device("meta"):
+        assert slots.allocate().gradients[0].device.type == "cpu"
