@@ -247,13 +247,6 @@ class Engine:
         if self._executor is not None:
             self._executor.refresh()
 
-    def uninterrupted(self, function: Callable[[], None]) -> None:
-        """Call what changes the module or the position of the run; a Ctrl-C arrives after it."""
-        if self._executor is None:
-            function()
-        else:
-            self._executor.each(lambda i: function() if i == 0 else None, uninterrupted=True)
-
     def close(self) -> None:
         """Dismiss the replicas."""
         if self._executor is not None:

@@ -434,17 +434,15 @@ class Trainer:
             validation=None if validate is None else self._evaluate(validate, "validate"),
         )
 
-        def finish() -> None:
-            if isinstance(self.scheduler, ReduceLROnPlateau):
-                self.scheduler.step((done.validation or done.train)["loss"])
-            elif self.scheduler is not None and self._scheduler_interval == "epoch":
-                self.scheduler.step()
-            self._run_position.position = self._position.next_epoch()
-            self._metrics.reset()
-            self._reader.forget()
-
-        try:  # the scheduler must not be stepped twice for an epoch
-            self._engine.uninterrupted(finish)
+        try:
+            with signals_held():  # the scheduler must not be stepped twice for an epoch
+                if isinstance(self.scheduler, ReduceLROnPlateau):
+                    self.scheduler.step((done.validation or done.train)["loss"])
+                elif self.scheduler is not None and self._scheduler_interval == "epoch":
+                    self.scheduler.step()
+                self._run_position.position = self._position.next_epoch()
+                self._metrics.reset()
+                self._reader.forget()
         finally:
             if self.epochs == done.epoch:  # also where a Ctrl-C came meanwhile
                 self._events.dispatch(done)
