@@ -178,7 +178,7 @@ def test_mixed_precision_of_the_callers_is_the_same_on_one_device_and_two() -> N
 
 def test_worker_processes_are_refused_with_the_way_out() -> None:
     for devices in (["dev:0", "dev:1"], ["cpu", "dev:0"]):
-        with pytest.raises(UnsupportedError, match=r"executor='processes', but hold.*'threads'"):
+        with pytest.raises(UnsupportedError, match=r"but are on dev:0.*'threads'"):
             trainer(devices, executor="processes")
 
 
