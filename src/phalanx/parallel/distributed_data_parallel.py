@@ -393,8 +393,8 @@ class _RankPasses(_OneRankPasses):
             needed, have = ([sum(each[i] for i in own) for own in cuts] for each in (wanted, rows))
             raise ConfigError(
                 f"Ranks must have the rows of their microbatches, {_told(needed)} for a batch of "
-                f"{total} in {count} microbatches, but have {_told(have)}. Let `ExactSampler` deal "
-                "out the rows."
+                f"{total} in {count} microbatches, but have {_told(have)}. Let "
+                f"`ExactSampler(…, microbatches={count})` deal out the rows."
             )
 
 
