@@ -119,10 +119,8 @@ class KeyPart(TablePart):
             if answer == BEHIND:
                 self._follow()
 
-        def read_settled() -> None:
-            self._read_with(self._follow(settled=True), rows, out)
-
-        self._call_settled(read_settled, timeout_s)
+        read = self._read_with
+        self._call_settled(lambda: read(self._follow(settled=True), rows, out), timeout_s)
 
     def _read_with(self, index: _KeyIndex, keys: Tensor, out: Tensor) -> int:
         to, at, count = out.data_ptr(), keys.data_ptr(), keys.numel()
