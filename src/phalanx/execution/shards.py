@@ -10,12 +10,13 @@ shards together are bitwise one step of that optimizer, and its `state_dict()` i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from phalanx.execution.run import Gradients, RunResult, add_gradients
+from phalanx.execution.run import Gradients, PartialSum, add_gradients
 from phalanx.memory import dense_strides, refuse_overlap
 
 # Private: torch has no public way to ask whether hooks for all optimizers are registered.
@@ -28,8 +29,8 @@ class Shards:
     """An optimizer in shards, and the last addition to the gradients of each.
 
     A step calls :meth:`begin`, then for every shard, in that shard's thread, :meth:`add` and
-    :meth:`step`, then :meth:`finish`. An optimizer that cannot be cut (see :func:`can_be_cut`) is
-    stepped with the first shard.
+    :meth:`step`, then :meth:`finish`. An optimizer that cannot be cut (see :func:`plain_step_of`)
+    is stepped with the first shard.
 
     Args:
         optimizer: The user's.
@@ -64,17 +65,17 @@ class Shards:
         self._left: Gradients = []
         self._right: Gradients = []
 
-    def begin(self, result: RunResult) -> None:
-        """Begin a step: with the sums of a run, and the optimizer's options of now."""
+    def begin(self, operands: Sequence[PartialSum]) -> None:
+        """Begin a step: with the last sums of a run, and the optimizer's options of now."""
         self._num_states = len(self.optimizer.state)
-        if can_be_cut(self.optimizer):
+        self._plain_step = plain_step_of(self.optimizer)
+        if self._plain_step is not None:
             self._shards = [(self._copy_for(share), share) for share in self._shares]
         else:  # the first shard is the whole
             self._shards = [(self.optimizer, []) for _ in self._shares]
             self._shards[0] = self.optimizer, list(self._group_of)
         nothing: Gradients = [None] * len(self._parameters)
-        operands = [operand.gradients for operand in result.operands]
-        self._left, self._right, *_ = *operands, nothing, nothing
+        self._left, self._right, *_ = *[each.gradients for each in operands], nothing, nothing
 
     def _copy_for(self, share: Sequence[int]) -> Optimizer:
         """Return a shallow copy of the optimizer that has these parameters only.
@@ -91,11 +92,10 @@ class Shards:
         for group, params, fusible in zip(
             self.optimizer.param_groups, members, self._fusible, strict=True
         ):
-            chosen = [group.get(name) for name in ("fused", "foreach")]
-            forbids = [isinstance(option, Tensor) for option in group.values()]
-            forbids.append(group.get("differentiable", False))
-            is_fused = fusible and chosen == [None, None] and not any(forbids)
-            fused = {"fused": True} if is_fused else {}
+            is_chosen = group.get("fused") is not None or group.get("foreach") is not None
+            has_tensors = any(isinstance(option, Tensor) for option in group.values())
+            forbids = has_tensors or group.get("differentiable")
+            fused = {"fused": True} if fusible and not is_chosen and not forbids else {}
             divided = [params] if params else []
             if fused and type(self.optimizer) is SGD and group["momentum"]:
                 divided = self._by_first_step(params)
@@ -138,16 +138,18 @@ class Shards:
             if gradient is not None:
                 gradient = gradient.as_strided(parameter.shape, self._strides[place])
             parameter.grad = gradient
-        if places:
+        if places and self._plain_step is not None:
+            with torch.set_grad_enabled(optimizer.defaults.get("differentiable", False)):
+                self._plain_step(optimizer)
+        elif places:
             optimizer.step()
         for place in places:
             self._parameters[place].grad = None
 
     def finish(self) -> None:
         """End the step once all shards are stepped: drop the sums, put the state in order."""
-        was_cut = self._shards[0][0] is not self.optimizer
         self._left, self._right, self._shards = [], [], []
-        if was_cut:
+        if self._plain_step is not None:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers
             if len(self.optimizer.state) > self._num_states:
                 self._sort_state()
@@ -159,22 +161,25 @@ class Shards:
         state.update([(p, state.pop(p)) for p in ordered if p in state])
 
 
-def can_be_cut(optimizer: Optimizer) -> bool:
-    """Tell whether ``optimizer`` may be stepped in shards: its `step` is torch's, without hooks.
+# Any: torch's own function.
+def plain_step_of(optimizer: Optimizer) -> Any:
+    """Return the `step` of torch's class, without what torch wraps around it.
 
-    Whatever else was done to it is meant for the whole of it.
+    Returns:
+        None where it was replaced, or has hooks: they are meant for the whole optimizer, which may
+        not be cut in shards then.
     """
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return False
+        return None
     if any(GLOBAL_STEP_HOOKS):
-        return False
+        return None
     step = vars(optimizer).get("step", type(optimizer).step)
-    function = getattr(step, "__func__", step)
-    while function is not None:  # torch wraps it: for hooks, and in learning-rate schedulers
-        if not getattr(function, "__globals__", {}).get("__name__", "").startswith("torch.optim"):
-            return False
-        function = getattr(function, "__wrapped__", None)
-    return True
+    step = getattr(step, "__func__", step)
+    while getattr(step, "__globals__", {}).get("__name__", "").startswith("torch.optim"):
+        if not hasattr(step, "__wrapped__"):
+            return step
+        step = step.__wrapped__  # torch wraps it: for hooks, and in learning-rate schedulers
+    return None
 
 
 def share_by_size(parameters: Sequence[Tensor], num_shares: int) -> list[list[int]]:

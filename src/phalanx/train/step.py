@@ -44,8 +44,11 @@ from phalanx.warning import warn_user
 class Engine:
     """Replicas of a module, and its optimizer in shards; the first step opens them.
 
-    The public fields are a trainer's arguments after their checks; each replica has one of
+    The other fields are a trainer's arguments after their checks; each replica has one of
     ``devices``.
+
+    Attributes:
+        executor: The replicas, while ``is_open``.
     """
 
     module: nn.Module
@@ -59,7 +62,8 @@ class Engine:
     intra_op: int
     clip_norm: float | None
     choice: ExecutorChoice
-    _executor: Executor | None = None
+    executor: Executor = field(init=False)
+    is_open: bool = False
     _shards: Shards = field(init=False)
     _trained_ids: list[list[int]] = field(default_factory=list)
     _is_half_stepped: bool = False
@@ -92,7 +96,7 @@ class Engine:
         executor, shards = self.executor, self._shards
 
         # Forward, loss and backward of each microbatch; gradients are added along the fixed tree,
-        # but for the last addition: `result.operands` are its one or two sides.
+        # but for the last addition: `operands` are its one or two sides.
         microbatches = self.split(batch)
         result = executor.run(
             TrainTask(self.objective, microbatches.scales, keep_outputs=metrics is not None),
@@ -101,7 +105,8 @@ class Engine:
             seed=(self.seed, before.steps),
             owners=microbatches.owners,
         )
-        written = [each.statistics for each in result.operands if each.statistics]
+        operands = result.operands
+        written = [each.statistics for each in operands if each.statistics]
         statistics, buffers = self._merge_statistics(written) if written else ({}, {})
         loss = BatchLoss(
             microbatches.loss_of(result.results), microbatches.weight, sum(microbatches.sizes)
@@ -109,7 +114,7 @@ class Engine:
         if metrics is not None:
             metrics.update(*microbatches.outputs_of(result.results, metrics.joining))
 
-        shards.begin(result)
+        shards.begin(operands)
         norm, scale = None, 1.0
         if self.clip_norm is not None:
             norm = self._norm()  # for which the last addition is made here
@@ -222,37 +227,27 @@ class Engine:
 
     # -- replicas ----------------------------------------------------
 
-    @property
-    def is_open(self) -> bool:
-        """True while there are replicas."""
-        return self._executor is not None
-
-    @property
-    def executor(self) -> Executor:
-        """The replicas that :meth:`open` has made."""
-        assert self._executor is not None
-        return self._executor
-
     def open(self) -> None:
         """Have replicas that fit module and optimizer."""
-        if self._executor is not None:
+        if self.is_open:
             is_same = _trained_ids(self.optimizer) == self._trained_ids
-            if not is_same or not self._executor.follow_attributes():
+            if not is_same or not self.executor.follow_attributes():
                 self.close()
-        if self._executor is None:
+        if not self.is_open:
             self._make()
 
     def refresh(self) -> None:
         """Let the next run see everything that module and loss hold by then."""
-        if self._executor is not None:
-            self._executor.refresh()
+        if self.is_open:
+            self.executor.refresh()
 
     def close(self) -> None:
         """Dismiss the replicas."""
-        if self._executor is not None:
+        if self.is_open:
             with torch.inference_mode(False):
-                self._executor.close()
-            self._executor = None
+                self.executor.close()
+            self.is_open = False
+            vars(self).pop("executor", None)  # a signal's handler may have closed it meanwhile
 
     def _make(self) -> None:
         check_members(self.module, self.optimizer)
@@ -269,11 +264,10 @@ class Engine:
             )
             try:
                 executor.optimizer = self.optimizer
-                self._executor = executor
                 self._trained_ids = _trained_ids(self.optimizer)
                 self._shards = Shards(self.optimizer, executor.parameters, len(executor))
+                self.executor, self.is_open = executor, True
             except BaseException:
-                self._executor = None
                 executor.close()
                 raise
         if not self._kernels_are_named:
