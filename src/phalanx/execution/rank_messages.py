@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import safetensors.torch
@@ -61,7 +61,7 @@ class RankMessage:
             for index, each in self.results.items()
         ]
         statistics = [
-            [*astuple(node), key, _set_aside(tensors, each.value), each.weight, each.is_mean]
+            [*node, key, _set_aside(tensors, each.value), each.weight, each.is_mean]
             for node, found in self.statistics.items()
             for key, each in found.items()
         ]

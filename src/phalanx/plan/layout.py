@@ -158,6 +158,8 @@ class Rows:
 
     def cut(self, sizes: Sequence[int]) -> list[Nested]:
         """Return consecutive parts of ``sizes`` rows; tensors and arrays are views."""
+        if len(sizes) == 1:
+            return [self._batch]
         columns: list[Sequence[Any]] = []
         for leaf, dim in zip(self._leaves, self.dims, strict=True):
             if dim is None:

@@ -18,19 +18,17 @@ bit in every configuration. The left operand takes the right one: ``left += righ
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, order=True)
-class Node:
+class Node(NamedTuple):
     """One partial sum: the ``index``-th at ``level``; leaves are at level 0."""
 
     level: int
-    index: int
+    index: int  # type: ignore[assignment]  # in place of a tuple's method, which is not needed
 
 
-@dataclass(frozen=True)
-class SummationTree:
+class SummationTree(NamedTuple):
     """The fixed binary tree over ``num_leaves`` microbatches, at least 1.
 
     Example:
