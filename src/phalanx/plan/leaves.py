@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.errors import ConfigError
 from phalanx.torch_internals import pytree
 from phalanx.types import Nested
 
@@ -60,11 +61,14 @@ def unflatten(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Nested:
     return pytree.tree_unflatten(list(leaves), spec)
 
 
-def copy_rows(rows: Nested, device: torch.device) -> Nested:
+def copy_rows(rows: Nested, device: torch.device, *, may_need_grad: bool = True) -> Nested:
     """Return copies of all tensors, on ``device``, and of all arrays; without their graph.
 
     Every microbatch of every executor is such a copy: a module may write to its inputs, and kernels
     may choose by alignment. A tensor that is there twice is one tensor in the copy, too.
+
+    Raises:
+        ConfigError: A tensor requires a gradient, and ``may_need_grad`` is False.
 
     Example:
         >>> import torch
@@ -78,7 +82,13 @@ def copy_rows(rows: Nested, device: torch.device) -> Nested:
     copies: dict[int, Any] = {}  # Any: whatever a batch holds
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            copies[id(leaf)] = leaf.detach().to(device, copy=True, non_blocking=not waits)
+            if leaf.requires_grad and not may_need_grad:
+                raise ConfigError(
+                    "A batch must hold no tensor that requires a gradient, but does. Detach it, or "
+                    "use `DataParallel` to train what stands before the module."
+                )
+            own = leaf.detach() if leaf.requires_grad else leaf
+            copies[id(leaf)] = own.to(device, copy=True, non_blocking=not waits)
         else:
             copies[id(leaf)] = leaf.copy() if isinstance(leaf, np.ndarray) else leaf
     return unflatten([copies[id(leaf)] for leaf in leaves], spec)

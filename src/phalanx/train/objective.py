@@ -18,6 +18,8 @@ from phalanx.replicas import placed_on
 from phalanx.torch_internals import run_backward
 from phalanx.types import ForwardFn, LossFn, Nested
 
+_NOTHING = nullcontext()
+
 
 class Objective:
     """The loss of a module on microbatches.
@@ -56,13 +58,7 @@ class Objective:
         function, device = self.function, context.replica.device
         if isinstance(function, nn.Module):
             function = placed_on(function, device)
-        leaves = flatten(context.batch)[0] if trains else []
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-            raise ConfigError(
-                "A batch must hold no tensor that requires a gradient, but does. Detach it, or use "
-                "`DataParallel` to train what stands before the module."
-            )
-        rows = copy_rows(context.batch, device)
+        rows = copy_rows(context.batch, device, may_need_grad=not trains)
         with context.rng:
             loss, outputs, targets = self._call(function, context.replica.module, rows)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -138,12 +134,13 @@ class TrainTask(Task):
                 "Unfreeze parameters, and compute the loss from the module's outputs."
             )
         scale = torch.full((), self.scales[context.index], dtype=loss.dtype, device=loss.device)
-        number, kind = loss.detach(), loss.device.type
-        read = number.item if kind == "cpu" else _read_later(number)
+        loss = loss.reshape(()) if loss.dim() else loss
+        kind = loss.device.type
+        read = loss.item if kind == "cpu" else _read_later(loss.detach())
         # As in a plain loop: autocast would round what the model computes in float32.
         autocasts = torch.is_autocast_enabled(kind)
-        with context.rng, torch.autocast(kind, enabled=False) if autocasts else nullcontext():
-            run_backward([loss.reshape(()) if loss.dim() else loss], [scale])
+        with context.rng, torch.autocast(kind, enabled=False) if autocasts else _NOTHING:
+            run_backward([loss], [scale])
         value = read()  # not before: an accelerator would have nothing to do meanwhile
         if not math.isfinite(value):
             empty = " A mean over no targets is nan, too: leave such data out, or weight it by 0."
@@ -195,7 +192,7 @@ def _read_later(number: Tensor) -> Callable[[], float]:
     To wait here would let the accelerator run dry before the next operators are launched.
     """
     on_host = torch.empty((), dtype=number.dtype, pin_memory=True)
-    on_host.copy_(number.reshape(()), non_blocking=True)
+    on_host.copy_(number, non_blocking=True)
     arrived = torch.accelerator.current_stream(number.device).record_event()
 
     def read() -> float:
