@@ -61,6 +61,7 @@ class Executor(ABC):
             check_replicable(module)
         self.modules = tuple(modules)
         self.devices = tuple(devices)
+        self._on_cpu = all(device.type == "cpu" for device in devices)
         self.intra_op = intra_op or default_intra_op(devices)
         self.parameters = parameters_of(modules)
         self._addresses = addresses_of(self.parameters)
@@ -76,8 +77,7 @@ class Executor(ABC):
             uninterrupted: Let all calls end, whatever signals come; else a second Ctrl-C does not
                 wait.
         """
-        on_cpu = all(device.type == "cpu" for device in self.devices)
-        streams = () if on_cpu else callers_streams(self.devices)
+        streams = () if self._on_cpu else callers_streams(self.devices)
 
         def on_streams(index: int) -> T:
             with current_streams(streams, self.devices[index]):

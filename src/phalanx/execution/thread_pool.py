@@ -8,9 +8,10 @@ import contextvars
 import os
 import queue
 import signal
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
@@ -234,8 +235,7 @@ class CallerThread:
         self.closed = True
 
 
-@contextlib.contextmanager
-def signals_held(numbers: Sequence[int] = _SIGNALS, *, second: bool = True) -> Iterator[None]:
+class signals_held:
     """Call the handlers of signals that come in the body after it; other threads hold none.
 
     The module `signal` makes enumerations of all numbers and handlers, which takes ten times as
@@ -244,30 +244,41 @@ def signals_held(numbers: Sequence[int] = _SIGNALS, *, second: bool = True) -> I
     Args:
         second: Hold one that comes again, too.
     """
-    handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
-    came: dict[int, FrameType | None] = {}
 
-    def hold(number: int, frame: FrameType | None) -> None:
-        if second or number not in came:
-            came[number] = frame
-        else:
-            del came[number]
-            handlers[number](number, frame)
+    def __init__(self, numbers: Sequence[int] = _SIGNALS, *, second: bool = True) -> None:
+        self._numbers = numbers
+        self._second = second
+        self._handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
+        self._came: dict[int, FrameType | None] = {}
 
-    with contextlib.ExitStack() as calls:  # one that raises keeps no other from its call
+    def __enter__(self) -> None:
+        if threading.get_ident() != threading.main_thread().ident:
+            return
         try:
-            if threading.current_thread() is threading.main_thread():
-                for number in numbers:
-                    handler = _signal.getsignal(number)
-                    if callable(handler):
-                        handlers[number] = handler
-                        _signal.signal(number, hold)
-            yield
-        finally:
-            for number, handler in reversed(handlers.items()):  # Ctrl-C last: it may raise at once
-                _signal.signal(number, handler)
-            for number, frame in came.items():
-                calls.callback(handlers[number], number, frame)
+            for number in self._numbers:
+                handler = _signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    _signal.signal(number, self._hold)
+        except BaseException:  # a handler's, of a signal that was not held yet
+            self.__exit__(*sys.exc_info())
+            raise
+
+    def __exit__(self, *error: Any) -> None:  # Any: its class, itself and its traceback, or None
+        for each in reversed(self._handlers.items()):  # Ctrl-C last: it may raise at once
+            _signal.signal(*each)
+        if self._came:
+            calls = contextlib.ExitStack()  # one that raises keeps no other from its call
+            for number, frame in self._came.items():
+                calls.callback(self._handlers[number], number, frame)
+            calls.__exit__(*error)
+
+    def _hold(self, number: int, frame: FrameType | None) -> None:
+        if self._second or number not in self._came:
+            self._came[number] = frame
+        else:
+            del self._came[number]
+            self._handlers[number](number, frame)
 
 
 def _serve(state: _ThreadState) -> None:

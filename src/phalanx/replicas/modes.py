@@ -49,17 +49,21 @@ class CallerModes:
         the others, and the bits of a layer used twice depend on that. So the cache is off, also for
         an autocast inside of the model.
         """
-        with contextlib.ExitStack() as stack:
-            stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
-            torch.set_autocast_cache_enabled(False)
-            if self.streams:
-                stack.enter_context(current_streams(self.streams, device))
-            if self.inference:
-                stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            for kind, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype))
-            yield
+        cached, grad = torch.is_autocast_cache_enabled(), torch.is_grad_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            with contextlib.ExitStack() as stack:
+                if self.streams:
+                    stack.enter_context(current_streams(self.streams, device))
+                if self.inference:
+                    stack.enter_context(torch.inference_mode())
+                torch.set_grad_enabled(self.grad)
+                for kind, dtype in self.autocast:
+                    stack.enter_context(torch.autocast(kind, dtype=dtype))
+                yield
+        finally:
+            torch.set_grad_enabled(grad)
+            torch.set_autocast_cache_enabled(cached)
 
     @contextlib.contextmanager
     def on_streams(self) -> Iterator[None]:
@@ -83,19 +87,18 @@ class CallerModes:
                 own.wait_event(stream.record_event())
 
 
-@contextlib.contextmanager
-def autocast_off(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Run the body without autocast for the given devices, as a thread of a replica begins.
+def autocast_off(devices: Sequence[torch.device]) -> contextlib.ExitStack:
+    """Turn autocast off for the given devices, as a thread of a replica begins, until the exit.
 
     Example:
         >>> with torch.autocast("cpu", dtype=torch.bfloat16), autocast_off([torch.device("cpu")]):
         ...     torch.is_autocast_enabled("cpu")
         False
     """
-    with contextlib.ExitStack() as stack:
-        for kind in filter(torch.is_autocast_enabled, _kinds_of(tuple(devices))):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
+    stack = contextlib.ExitStack()
+    for kind in filter(torch.is_autocast_enabled, _kinds_of(tuple(devices))):
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
 
 
 def callers_streams(devices: Sequence[torch.device]) -> tuple[torch.Stream, ...]:
@@ -194,14 +197,17 @@ def hold_caller_at_one_thread(owner: object) -> Callable[[], object]:
     return weakref.finalize(owner, _holders.leave)
 
 
-@contextlib.contextmanager
-def caller_intra_op(count: int) -> Iterator[None]:
+class caller_intra_op:
     """Run the body with ``count`` threads inside the caller's operators, then restore it."""
-    before = torch.get_num_threads()
-    if before != count:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        if torch.get_num_threads() != before:
-            torch.set_num_threads(before)
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __enter__(self) -> None:
+        self._before = torch.get_num_threads()
+        if self._before != self._count:
+            torch.set_num_threads(self._count)
+
+    def __exit__(self, *_: object) -> None:
+        if torch.get_num_threads() != self._before:
+            torch.set_num_threads(self._before)
