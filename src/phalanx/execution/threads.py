@@ -80,7 +80,7 @@ class ThreadExecutor(Executor):
             for index, (own, device) in enumerate(zip(sources, devices, strict=True))
         ]
         self._sources = list(dict.fromkeys(sources))
-        self._copied = [each for each in self._sources if each.has_copies]
+        self._copied = [each for each in self._sources if each.copies]
         self.one_run = threading.RLock()
         compiled = any(map(has_compiled, dict.fromkeys(self.modules)))
         self._compile_once = CompileOnce(self.modules) if compiled else None
@@ -139,10 +139,7 @@ class ThreadExecutor(Executor):
     def _run_replica(self, state: RunState, modes: CallerModes, index: int) -> None:
         """Run microbatches on one replica, in its thread, until none is left."""
         replica = self.replicas[index]
-        forward = not state.task.is_backward  # a backward pass keeps the shell of its forward pass
         with modes.entered(replica.device), replica.running():
-            if forward:
-                replica.update_shell()
             while (microbatch := state.next_microbatch(index)) is not None:
                 try:
                     self._run_microbatch(replica, microbatch, state)

@@ -37,6 +37,7 @@ from phalanx.replicas import (
     Replica,
     RngPlan,
     Source,
+    SourceGradients,
     Statistics,
     set_intra_op,
 )
@@ -179,7 +180,8 @@ class Worker:
 
     @functools.cached_property
     def _replica(self) -> Replica:
-        return Replica(self._source, _CPU, self.index)
+        own = SourceGradients(self._source.parameters)
+        return Replica(self._source, _CPU, self.index, own)
 
     @functools.cached_property
     def _writer(self) -> SlotWriter:
@@ -218,7 +220,6 @@ class Worker:
             self._replica.buffers.outdate()  # the program may have written to the buffers
         if not self._source.fingerprint.is_current():
             self._source.outdate_shells()
-        self._replica.update_shell()
         return self._spec
 
 

@@ -47,41 +47,29 @@ class Replica:
         source: Source,
         device: torch.device,
         index: int,
-        source_gradients: SourceGradients | None = None,
+        source_gradients: SourceGradients,
     ) -> None:
         self.index = index
         self.device = device
         self._source = source
-        self._originals = source.parameters
-        self._homes = source.on(device)
-        pairs = zip(self._originals, self._homes, strict=True)
-        self.parameters = [alias_of(original, home) for original, home in pairs]
-        self._source_gradients = (
-            SourceGradients(self._originals) if source_gradients is None else source_gradients
-        )
-        self._places = [
-            self._source_gradients.index_of[id(original)] for original in self._originals
-        ]
+        originals, homes = source.parameters, source.on(device)
+        self.parameters = list(map(alias_of, originals, homes))
+        self._source_gradients = source_gradients
+        places = [source_gradients.index_of[id(original)] for original in originals]
+        self._columns = list(zip(places, self.parameters, originals, homes, strict=True))
         self._caught: dict[int, Tensor] = {}
         self._make_shell()
 
-    def update_shell(self) -> None:
-        """Make a new shell if `Source.outdate_shells` was called since the last one.
-
-        The leaves stay: graphs of earlier shells leave their gradients there.
-        """
-        if self._fingerprint is not self._source.fingerprint:
-            self._make_shell()
-
     def _make_shell(self) -> None:
+        """Make a new shell. The leaves stay: graphs of earlier ones leave their gradients there."""
         source = self._source
-        for original, home, own in zip(self._originals, self._homes, self.parameters, strict=True):
+        for _, own, original, home in self._columns:
             if own.requires_grad != original.requires_grad:
                 own.requires_grad_(original.requires_grad)
                 self._source_gradients.watch(original)
             if has_memory(home) and own.data_ptr() != home.data_ptr():
                 own.data = home.data
-        leaves = dict(zip(map(id, self._originals), self.parameters, strict=True))
+        leaves = {id(original): own for _, own, original, _ in self._columns}
         self._shell = Shell(source.module, leaves)
         self.module = self._shell.module
         self.buffers = ReplicaBuffers(
@@ -118,6 +106,8 @@ class Replica:
     def begin(self, *, forward: bool = True) -> None:
         """Begin a microbatch, with the source's buffers as they are now.
 
+        There is a new shell if `Source.outdate_shells` was called since the last one.
+
         Args:
             forward: False for a backward pass on its own: the source may be another by now.
 
@@ -126,6 +116,8 @@ class Replica:
         """
         if any(parameter.grad is not None for parameter in self.parameters):
             raise _went_back_outside()
+        if forward and self._fingerprint is not self._source.fingerprint:
+            self._make_shell()
         if forward and self.buffers.are_there:
             self.buffers.start()
 
@@ -136,15 +128,15 @@ class Replica:
         and those without a gradient. No two of them share memory.
         """
         gradients: list[Tensor | None] = [None] * len(self._source_gradients.parameters)
-        for place, parameter, original in zip(
-            self._places, self.parameters, self._originals, strict=True
-        ):
+        for place, parameter, original, home in self._columns:
             gradient = parameter.grad
             if gradient is not None:
                 parameter.grad = None
-                device = original.device
-                moved = in_memory_order(gradient, parameter)
-                gradients[place] = moved.to(device, non_blocking=device.type != "cpu")
+                gradient = in_memory_order(gradient, parameter)
+                if home is not original:
+                    device = original.device
+                    gradient = gradient.to(device, non_blocking=device.type != "cpu")
+                gradients[place] = gradient
         for place, other in self._caught.items():
             more = in_memory_order(other, self._source_gradients.parameters[place])
             own = gradients[place]
@@ -154,7 +146,7 @@ class Replica:
 
     def originals_of(self, leaves: Collection[int]) -> frozenset[int]:
         """Return the ids of the source's parameters, given the ids of leaves of this replica."""
-        pairs = zip(self.parameters, self._originals, strict=True)
+        pairs = [(own, theirs) for _, own, theirs, _ in self._columns]
         return frozenset(id(theirs) for own, theirs in pairs if {id(own), id(theirs)} & {*leaves})
 
     def _discard(self) -> None:

@@ -19,6 +19,7 @@ class Source:
 
     Attributes:
         parameters: All parameters of the module.
+        copies: Of parameters that lie elsewhere, by device and index.
         fingerprint: Of the module as replicas see it.
 
     Example:
@@ -33,7 +34,7 @@ class Source:
         self.prefix = prefix
         self.averages = averages
         self.parameters = list(module.parameters())
-        self._copies: dict[torch.device, dict[int, Tensor]] = {}
+        self.copies: dict[torch.device, dict[int, Tensor]] = {}
         self._seen = [-1] * len(self.parameters)  # their versions at the last update
         self.fingerprint = AttributeFingerprint(module)
 
@@ -46,17 +47,12 @@ class Source:
         elsewhere = [i for i, each in enumerate(self.parameters) if each.device != device]
         if not elsewhere:
             return list(self.parameters)
-        copies = self._copies.setdefault(device, {})
+        copies = self.copies.setdefault(device, {})
         with torch.inference_mode(False), torch.no_grad():
             for place in elsewhere:
                 if place not in copies:
                     copies[place] = self.parameters[place].detach().to(device, copy=True)
         return [copies.get(place, each) for place, each in enumerate(self.parameters)]
-
-    @property
-    def has_copies(self) -> bool:
-        """True where replicas have copies on other devices."""
-        return any(self._copies.values())
 
     def update_copies(self) -> None:
         """Copy all parameters again, on the current streams.
@@ -68,7 +64,7 @@ class Source:
         """
         versions = [0 if each.is_inference() else each._version for each in self.parameters]
         with torch.inference_mode(False), torch.no_grad():
-            for device, copies in self._copies.items():
+            for device, copies in self.copies.items():
                 for place, own in copies.items():  # `data`, which raises no version
                     own.data.copy_(self.parameters[place], non_blocking=device.type != "cpu")
                 increment_version(
