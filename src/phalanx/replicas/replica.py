@@ -93,15 +93,15 @@ class Replica:
         accelerator: there, replicas would wait for each other, and for the caller's own backward
         pass, which waits for them.
         """
-        with (
-            self._source_gradients.catching(self.index) as self._caught,
-            torch.autograd.set_multithreading_enabled(False),
-        ):
-            try:
+        self._source_gradients.begin(self.index, self._caught)
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
                 yield
-            except BaseException:
-                self._discard()
-                raise
+        except BaseException:
+            self._discard()
+            raise
+        finally:
+            self._source_gradients.end(self.index)
 
     def begin(self, *, forward: bool = True) -> None:
         """Begin a microbatch, with the source's buffers as they are now.

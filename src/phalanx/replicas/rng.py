@@ -127,7 +127,7 @@ class RngPlan:
         """Return the random numbers that belong to ``path``: (seed, step, microbatch)."""
         if self.own and not self.watched and not self.throughout:
             return ProcessRng(derive_seed(*path))
-        return MicrobatchRng(derive_seed(*path), self)
+        return MicrobatchRng(path, self)
 
 
 class ProcessRng:
@@ -162,7 +162,7 @@ class MicrobatchRng(TorchFunctionMode):
     they stopped. torch's functions cost more inside.
 
     Args:
-        seed: Where the numbers start.
+        path: What their seed belongs to; it is derived when something may draw.
         plan: Which operators and generators it looks at.
 
     Attributes:
@@ -174,16 +174,16 @@ class MicrobatchRng(TorchFunctionMode):
             see `RngMode`.
     """
 
-    def __init__(self, seed: int, plan: RngPlan) -> None:
+    def __init__(self, path: tuple[int, ...], plan: RngPlan) -> None:
         self.used = False
-        self._seed = seed
+        self._path = path
         self.plan = plan
         self._before: _States | None = None
 
     @cached_property
     def mode(self) -> RngMode:
         """The mode that gives numbers, made when something may draw."""
-        return RngMode(self._seed)
+        return RngMode(derive_seed(*self._path))
 
     def __enter__(self) -> None:
         self._outer = _in_use.set(self)

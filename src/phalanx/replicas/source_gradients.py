@@ -14,10 +14,9 @@ nothing. Outside of a replica's run the hook changes nothing: `grad` of the modu
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -81,17 +80,15 @@ class SourceGradients:
             node.register_prehook(partial(_catch, weakref.ref(self), index))
             self._nodes[index] = node
 
-    @contextlib.contextmanager
-    def catching(self, replica: int) -> Iterator[dict[int, Tensor]]:
+    def begin(self, replica: int, caught: dict[int, Tensor]) -> None:
         """Catch, by index, what backward passes in this thread bring while ``replica`` runs."""
-        caught: dict[int, Tensor] = {}
         self._running.append(replica)
         _running_here.replicas.append((replica, self, caught))
-        try:
-            yield caught
-        finally:
-            _running_here.replicas.pop()
-            self._running.remove(replica)
+
+    def end(self, replica: int) -> None:
+        """Catch nothing more for ``replica``, which began last in this thread."""
+        _running_here.replicas.pop()
+        self._running.remove(replica)
 
     def refuse_others(self) -> None:
         """Refuse a gradient that a thread of a container in one of the replicas brings."""
