@@ -10,7 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -65,8 +65,7 @@ class Task(ABC):
         """Compute the microbatch; leave gradients and buffers in the replica."""
 
 
-@dataclass(frozen=True)
-class MicrobatchResult:
+class MicrobatchResult(NamedTuple):
     """The results of one microbatch for a trainer.
 
     Attributes:

@@ -8,13 +8,12 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class CallerModes:
+class CallerModes(NamedTuple):
     """Modes of the calling thread, entered by each replica's thread.
 
     A replica's thread works on the caller's own current stream of every accelerator, so that
