@@ -83,15 +83,12 @@ def copy_to(source: Tensor, target: Tensor) -> None:
     num_bytes = target.nbytes
     past = num_bytes >= PAST_CACHE_BYTES
     by_threads = past and torch.get_num_threads() > _FEW_THREADS
-    if function is None or num_bytes < _FEW_BYTES or by_threads or not _lies_plain(source):
+    # Memory holds the very numbers: autograd's zeros may have none.
+    lies_plain = has_memory(source) and not source.is_conj() and not source.is_neg()
+    if function is None or num_bytes < _FEW_BYTES or by_threads or not lies_plain:
         target.copy_(source)
     else:
         function(source.data_ptr(), target.data_ptr(), num_bytes, past)
-
-
-def _lies_plain(tensor: Tensor) -> bool:
-    """Tell whether memory holds the very numbers: autograd's zeros may have none."""
-    return has_memory(tensor) and not tensor.is_conj() and not tensor.is_neg()
 
 
 def all_within(rows: Tensor, num_rows: int, first_row: int = 0) -> bool:

@@ -33,10 +33,6 @@ class Statistic:
 Statistics = dict[str, Statistic]
 
 
-def _name_of(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
-
-
 def merge_statistics(left: Statistics, right: Statistics) -> Statistics:
     """Add ``right`` to ``left``, in place."""
     pairs = [(left[name], other) for name, other in right.items() if name in left]
@@ -122,7 +118,7 @@ class ReplicaBuffers:
         for (path, theirs), own in zip(source.named_modules(), shell.modules(), strict=True):
             for key, buffer in theirs._buffers.items():
                 if buffer is not None:
-                    name = prefix + _name_of(path, key)
+                    name = prefix + (f"{path}.{key}" if path else key)
                     new = _Buffer(name, buffer)
                     found.setdefault(id(buffer), new).places.append((own, key))
             if isinstance(theirs, _BatchNorm) and theirs.num_batches_tracked is not None:

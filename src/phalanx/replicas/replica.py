@@ -115,7 +115,12 @@ class Replica:
             UnsupportedError: A backward pass from outside has run through a graph of the replica.
         """
         if any(parameter.grad is not None for parameter in self.parameters):
-            raise _went_back_outside()
+            raise UnsupportedError(
+                "A backward pass from outside of a replica has reached its parameters: a tensor of "
+                "its graph was kept, by a hook or in an attribute, and used in another loss. Its "
+                "gradients are dropped. Let `forward()` return the tensors that the loss needs, or "
+                "compute the loss in `forward=`, from the module that it is given."
+            )
         if forward and self._fingerprint is not self._source.fingerprint:
             self._make_shell()
         if forward and self.buffers.are_there:
@@ -155,16 +160,6 @@ class Replica:
         self._caught.clear()
         for parameter in self.parameters:
             parameter.grad = None
-
-
-def _went_back_outside() -> UnsupportedError:
-    """Return the error for gradients that reach a replica outside of its backward pass."""
-    return UnsupportedError(
-        "A backward pass from outside of a replica has reached its parameters: a tensor of its "
-        "graph was kept, by a hook or in an attribute, and used in another loss. Its gradients "
-        "are dropped. Let `forward()` return the tensors that the loss needs, or compute the loss "
-        "in `forward=`, from the module that it is given."
-    )
 
 
 def check_replicable(source: nn.Module) -> None:

@@ -90,15 +90,6 @@ class SourceGradients:
         _running_here.replicas.pop()
         self._running.remove(replica)
 
-    def refuse_others(self) -> None:
-        """Refuse a gradient that a thread of a container in one of the replicas brings."""
-        if self._running and _running_here.replicas:
-            raise UnsupportedError(
-                "A container inside of another must not reach parameters of the outer one's module "
-                "by a reference that is kept, but does. Use the module that `forward=` is given, "
-                "and keep no function that holds the outer module."
-            )
-
 
 # The hook holds the index only: a node that held its owner could never be collected.
 def _catch(
@@ -115,5 +106,10 @@ def _catch(
                 gradient = gradient.detach()
                 caught[index] = gradient.clone() if before is None else before + gradient
             return (None,)
-    found.refuse_others()
+    if found._running and _running_here.replicas:  # a thread of a container in one of the replicas
+        raise UnsupportedError(
+            "A container inside of another must not reach parameters of the outer one's module by "
+            "a reference that is kept, but does. Use the module that `forward=` is given, and keep "
+            "no function that holds the outer module."
+        )
     return None

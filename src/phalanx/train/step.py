@@ -106,8 +106,12 @@ class Engine:
             owners=microbatches.owners,
         )
         operands = result.operands
-        written = [each.statistics for each in operands if each.statistics]
-        statistics, buffers = self._merge_statistics(written) if written else ({}, {})
+        statistics: Statistics = {}
+        buffers: dict[str, Tensor] = {}
+        if written := [each.statistics for each in operands if each.statistics]:
+            statistics = sum_statistics(written)
+            buffers = dict(self.module.named_buffers(remove_duplicate=False))
+            check_statistics(buffers, statistics)
         loss = BatchLoss(
             microbatches.loss_of(result.results), microbatches.weight, sum(microbatches.sizes)
         )
@@ -195,17 +199,6 @@ class Engine:
         weight = math.fsum(weights)
         scales = tuple([each / weight for each in weights])
         return Microbatches(pieces, sizes, weights, scales, weight, owners)
-
-    def _merge_statistics(self, written: list[Statistics]) -> tuple[Statistics, dict[str, Tensor]]:
-        """Return the sum of what microbatches have written to buffers, and the module's buffers.
-
-        Raises:
-            UnsupportedError: A buffer has changed its shape.
-        """
-        statistics = sum_statistics(written)
-        buffers = dict(self.module.named_buffers(remove_duplicate=False))
-        check_statistics(buffers, statistics)
-        return statistics, buffers
 
     def _norm(self) -> float:
         """Make each shard's last addition, and return the norm of all gradients together."""
