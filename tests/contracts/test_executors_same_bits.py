@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +77,7 @@ def batches(count: int = 4) -> list[tuple[Tensor, Tensor]]:
     draw = torch.Generator().manual_seed(5)
     sizes = [13] * (count - 1) + [5]
     return [
-        (
-            torch.randn(size, 3, 9, generator=draw),
-            torch.randint(0, 5, (size,), generator=draw),
-        )
+        (torch.randn(size, 3, 9, generator=draw), torch.randint(0, 5, (size,), generator=draw))
         for size in sizes
     ]
 
@@ -180,16 +177,29 @@ def test_weights_buffers_moments_and_losses_are_the_same_bits(
         assert_same_bits(run, expected)
 
 
-@pytest.mark.parametrize("case", [MLP, CNN_NORM, GPT_DROPOUT], ids=str)
+class DropsLater(nn.Dropout):
+    """Dropout in some microbatches, of which none is in the first steps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.mean() > 0.1 else x
+
+
+DROPS_LATER = replace(
+    CNN_NORM, name="drops_later", build=lambda: nn.Sequential(DropsLater(), CNN_NORM.build())
+)
+
+
+@pytest.mark.parametrize("case", [MLP, CNN_NORM, GPT_DROPOUT, DROPS_LATER], ids=str)
 def test_models_of_other_kinds_train_to_the_same_bits(case: Case) -> None:
     found = []
     for executor, replicas in EXECUTORS:
-        net, losses = case.build(), []
+        net, losses, generator = case.build(), [], torch.get_rng_state()
         with phalanx.Trainer(
             net, case.loss, sgd, executor=executor, replicas=replicas, microbatches=8
         ) as trained:
             for batch in batches_of(case, 12, torch.float32, 5):
                 losses.append(trained.step(batch).loss)
+        assert torch.equal(generator, torch.get_rng_state())
         found.append(Run(state_of(net), {}, [], losses))
     for run in found[1:]:
         assert_same_bits(run, found[0])

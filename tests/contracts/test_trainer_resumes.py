@@ -25,13 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import phalanx
 from phalanx.errors import CheckpointError, UnsupportedError
 from tests.products import some_by_day
-from tests.worlds import (
-    EXECUTORS,
-    INLINE,
-    WORLDS_BY_DAY,
-    World,
-    in_executor_worlds,
-)
+from tests.worlds import EXECUTORS, INLINE, WORLDS_BY_DAY, World, in_executor_worlds
 from tests.zoo import simple_sgd as sgd
 
 pytestmark = pytest.mark.promise("resuming-changes-no-bit", "resume-continues-the-data")
@@ -420,9 +414,7 @@ FAILURES = [  # at a step; whether a checkpoint is saved; whether the loader has
 
 @some_by_day("executor, case", EXECUTORS, FAILURES)
 def test_a_failure_in_any_batch_does_not_show(
-    executor: tuple[str, int],
-    case: tuple[int, type[BaseException], bool, bool],
-    tmp_path: Path,
+    executor: tuple[str, int], case: tuple[int, type[BaseException], bool, bool], tmp_path: Path
 ) -> None:
     fail_at, failure, saves, own_generator = case
     undisturbed = trained_across_a_failure(("inline", 1), None, failure, own_generator, None)

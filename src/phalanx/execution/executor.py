@@ -19,6 +19,7 @@ from phalanx.replicas import (
     RngPlan,
     callers_streams,
     check_replicable,
+    current_replica,
     current_streams,
     has_compiled,
     has_fused_evaluation,
@@ -121,10 +122,17 @@ class Executor(ABC):
         modes = [each.training for each in self.modules]
         kind = (type(task), torch.is_grad_enabled(), *modes)
         plan = self._plans.get(kind) or self._first_plan(all(modes))
+        generator = torch.get_rng_state() if plan.quiet else None
         state = RunState(task, pieces, weights, seed, plan, len(self.devices), owners, only)
         self._compute(state)
+        if generator is not None and not torch.equal(generator, torch.get_rng_state()):
+            torch.set_rng_state(generator)  # the first draw of such runs: this one is made again
+            plan = self._plans[kind] = replace(plan, quiet=False)
+            state = RunState(task, pieces, weights, seed, plan, len(self.devices), owners, only)
+            self._compute(state)
         if plan.watched:
-            self._keep_plan(kind, state)
+            can_repeat = only is None and not task.is_backward and current_replica() is None
+            self._keep_plan(kind, state, can_repeat)
         state.result.sums = state.sums.waiting
         state.result.spans.sort(key=attrgetter("start_s"))
         return state.result
@@ -141,9 +149,12 @@ class Executor(ABC):
             shared=any(d.type != "cpu" and self.devices.count(d) > 1 for d in self.devices),
         )
 
-    def _keep_plan(self, kind: object, state: RunState) -> None:
+    def _keep_plan(self, kind: object, state: RunState, can_repeat: bool) -> None:
         """Keep how later runs of a kind get their random numbers, after its first one."""
-        self._plans[kind] = replace(state.rng, watched=False)
+        plan = state.rng
+        is_seen = plan.own or plan.throughout or state.result.drew
+        quiet = can_repeat and self._on_cpu and not is_seen
+        self._plans[kind] = replace(plan, watched=False, quiet=quiet)
         warn_of_assigned([name for name in state.assigned if name not in self._warned])
         self._warned |= state.assigned.keys()
 

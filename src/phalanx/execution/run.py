@@ -17,6 +17,7 @@ from torch import Tensor
 from phalanx.plan import Node, SummationTree
 from phalanx.replicas import (
     MicrobatchRng,
+    NoRng,
     ProcessRng,
     Replica,
     RngPlan,
@@ -45,7 +46,7 @@ class MicrobatchContext:
     replica: Replica
     index: int
     batch: Nested
-    rng: MicrobatchRng | ProcessRng
+    rng: MicrobatchRng | ProcessRng | NoRng
     waiting: Mapping[Node, PartialSum | None] = field(default_factory=dict)
 
 

@@ -10,11 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.plan import (
-    equal_sizes,
-    read_workloads,
-    workload_sizes,
-)
+from phalanx.plan import equal_sizes, read_workloads, workload_sizes
 
 totals = st.integers(0, 2000)
 counts = st.integers(1, 40)
