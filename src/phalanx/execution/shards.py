@@ -60,6 +60,11 @@ class Shards:
         places = sorted(self._group_of)
         shares = share_by_size([parameters[place] for place in places], num_shards)
         self._shares = [[places[index] for index in share] for share in shares]
+        self._members: list[list[list[nn.Parameter]]] = []  # by shard and group
+        for share in self._shares:
+            self._members.append([[] for _ in groups])
+            for place in share:
+                self._members[-1][self._group_of[place]].append(parameters[place])
         # Of this step: an optimizer, and the places of its parameters.
         self._shards: list[tuple[Optimizer, list[int]]] = []
         self._left: Gradients = []
@@ -70,21 +75,19 @@ class Shards:
         self._num_states = len(self.optimizer.state)
         self._plain_step = plain_step_of(self.optimizer)
         if self._plain_step is not None:
-            self._shards = [(self._copy_for(share), share) for share in self._shares]
+            copies = map(self._copy_for, self._members)
+            self._shards = list(zip(copies, self._shares, strict=True))
         else:  # the first shard is the whole
             self._shards = [(self.optimizer, []) for _ in self._shares]
             self._shards[0] = self.optimizer, list(self._group_of)
         nothing: Gradients = [None] * len(self._parameters)
         self._left, self._right, *_ = *[each.gradients for each in operands], nothing, nothing
 
-    def _copy_for(self, share: Sequence[int]) -> Optimizer:
-        """Return a shallow copy of the optimizer that has these parameters only.
+    def _copy_for(self, members: Sequence[list[nn.Parameter]]) -> Optimizer:
+        """Return a shallow copy of the optimizer that has these parameters only, by group.
 
         Its groups are fused, unless the user has chosen another way or an option that forbids it.
         """
-        members: list[list[nn.Parameter]] = [[] for _ in self._fusible]
-        for place in share:
-            members[self._group_of[place]].append(self._parameters[place])
         copy: Optimizer = object.__new__(type(self.optimizer))
         copy.__dict__.update(vars(self.optimizer))
         copy.__dict__.pop("step", None)  # a scheduler's wrapper, which steps the user's
@@ -130,8 +133,8 @@ class Shards:
     def step(self, shard: int, scale: float) -> None:
         """Step one shard that was added, with gradients times ``scale``; then drop those."""
         optimizer, places = self._shards[shard]
-        present = [each for place in places if (each := self._left[place]) is not None]
-        if scale != 1.0 and present:
+        gradients = [self._left[place] for place in places] if scale != 1.0 else []
+        if present := [each for each in gradients if each is not None]:
             foreach_mul(present, scale)
         for place in places:
             parameter, gradient = self._parameters[place], self._left[place]
