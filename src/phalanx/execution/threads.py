@@ -139,7 +139,7 @@ class ThreadExecutor(Executor):
     def _run_replica(self, state: RunState, modes: CallerModes, index: int) -> None:
         """Run microbatches on one replica, in its thread, until none is left."""
         replica = self.replicas[index]
-        with modes.entered(replica.device), replica.running():
+        with modes.entered(replica.device), replica:
             while (microbatch := state.next_microbatch(index)) is not None:
                 try:
                     self._run_microbatch(replica, microbatch, state)

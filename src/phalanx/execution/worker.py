@@ -197,7 +197,7 @@ class Worker:
             rng=spec.rng.microbatch(*message.seed, message.index),
         )
         self._writer.write_to(message.slot)
-        with spec.modes.entered(_CPU), self._replica.running():
+        with spec.modes.entered(_CPU), self._replica:
             self._replica.begin()
             fail_point("before forward")
             result = spec.task(context)

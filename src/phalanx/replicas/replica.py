@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from phalanx.torch_internals import TorchDispatchMode
 
 
 class Replica:
-    """A shell of ``source`` that one thread runs.
+    """A shell of ``source`` that one thread runs: ``with replica:``, then each microbatch.
 
     On the source's own device the shell's parameters lie in the memory of the source's. On another
     device they lie in copies that all replicas there share, filled again before each forward run.
@@ -82,26 +81,24 @@ class Replica:
         """Return the names of the attributes that `forward` has assigned in the present shell."""
         return self._shell.assigned()
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Run microbatches in the body, in this thread, each after :meth:`begin`.
+    def __enter__(self) -> None:
+        """Begin to run microbatches in this thread.
 
-        If the body fails, its gradients and buffers are dropped. Gradients that its backward passes
-        bring to the source itself belong to this replica.
+        Gradients that their backward passes bring to the source itself belong to this replica.
 
         Backward passes run in this thread, too. Torch has one thread for all of them on an
         accelerator: there, replicas would wait for each other, and for the caller's own backward
         pass, which waits for them.
         """
         self._source_gradients.begin(self.index, self._caught)
-        try:
-            with torch.autograd.set_multithreading_enabled(False):
-                yield
-        except BaseException:
+        self._here = torch.autograd.set_multithreading_enabled(False)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Drop gradients and buffers if a microbatch has failed."""
+        self._here.__exit__(None, None, None)
+        self._source_gradients.end(self.index)
+        if kind is not None:
             self._discard()
-            raise
-        finally:
-            self._source_gradients.end(self.index)
 
     def begin(self, *, forward: bool = True) -> None:
         """Begin a microbatch, with the source's buffers as they are now.
