@@ -57,6 +57,7 @@ class Replica:
         places = [source_gradients.index_of[id(original)] for original in originals]
         self._columns = list(zip(places, self.parameters, originals, homes, strict=True))
         self._caught: dict[int, Tensor] = {}
+        self._here: list[torch.autograd.set_multithreading_enabled] = []
         self._make_shell()
 
     def _make_shell(self) -> None:
@@ -91,11 +92,11 @@ class Replica:
         pass, which waits for them.
         """
         self._source_gradients.begin(self.index, self._caught)
-        self._here = torch.autograd.set_multithreading_enabled(False)
+        self._here.append(torch.autograd.set_multithreading_enabled(False))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Drop gradients and buffers if a microbatch has failed."""
-        self._here.__exit__(None, None, None)
+        self._here.pop().__exit__(None, None, None)
         self._source_gradients.end(self.index)
         if kind is not None:
             self._discard()
