@@ -81,7 +81,8 @@ class Shards:
             self._shards = [(self.optimizer, []) for _ in self._shares]
             self._shards[0] = self.optimizer, list(self._group_of)
         nothing: Gradients = [None] * len(self._parameters)
-        self._left, self._right, *_ = *[each.gradients for each in operands], nothing, nothing
+        self._left, *right = [each.gradients for each in operands] or [nothing]
+        self._right = right[0] if right else []
 
     def _copy_for(self, members: Sequence[list[nn.Parameter]]) -> Optimizer:
         """Return a shallow copy of the optimizer that has these parameters only, by group.
@@ -114,7 +115,9 @@ class Shards:
         return list(found.values())
 
     def add(self, shard: int) -> None:
-        """Make the last addition for one shard; a second time it does nothing."""
+        """Make the last addition for one shard, if there is one; a second time it does nothing."""
+        if not self._right:
+            return
         _, places = self._shards[shard]
         right = [self._right[place] for place in places]
         totals = add_gradients([self._left[place] for place in places], right)
